@@ -1,0 +1,119 @@
+"""The rule table: op -> function of its call. Rules live in the sibling files, by op class.
+
+A rule takes a `Call` and returns the `Cost` of each kernel that the op launches: one, several, or none
+(`FREE`). It states FLOPs; bytes follow from the touched-bytes law (traffic.py) unless it says otherwise.
+
+Convention, for every rule (Ivanov et al., 'Data Movement Is All You Need', MLSys 2021, arXiv 2007.00072):
+a multiply-add is 2 FLOP; one FLOP per arithmetic operation and element; exp, log, tanh, erf, sqrt, sin
+and other library functions 1; comparison, maximum, select, cast and copy 0; integer work 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from flopmeter.costs.traffic import traffic
+from flopmeter.records import CONTRACTION, Call, Cost, Matmul, TensorSpec
+
+Rule = Callable[[Call], "Cost | tuple[Cost, ...]"]
+RULES: dict[OpOverloadPacket | OpOverload, Rule] = {}  # an overload's own rule goes before its packet's
+FREE: tuple[Cost, ...] = ()
+
+DTYPE_NAMES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
+    torch.complex128: "fp64", torch.complex64: "fp32", torch.complex32: "fp16",
+    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e5m2fnuz: "fp8", torch.float8_e8m0fnu: "fp8", torch.float4_e2m1fn_x2: "fp4",
+}  # fmt: skip
+
+
+def rule(*ops: OpOverloadPacket | OpOverload) -> Callable[[Rule], Rule]:
+    """Enter a function into the table for these ops. Raises ValueError where one has a rule already."""
+
+    def enter(function: Rule) -> Rule:
+        for op in ops:
+            if op in RULES:
+                raise ValueError(f"{op} has a rule already: {RULES[op].__module__}.{RULES[op].__name__}")
+            RULES[op] = function
+        return function
+
+    return enter
+
+
+def dtype_name(call: Call) -> str:
+    """The type that the op computes in: that of its first floating input (not of its output: an fp8
+    product that writes bf16 runs on the fp8 unit), or of its output where nothing floating comes in."""
+    specs = [spec for spec in (*call.inputs, *call.outputs) if spec.is_floating]
+    spec = specs[0] if specs else next(iter((*call.inputs, *call.outputs)), None)
+    if spec is None:
+        return "fp32"
+    return DTYPE_NAMES.get(spec.dtype, str(spec.dtype).removeprefix("torch."))
+
+
+def make_cost(
+    call: Call,
+    op_class: str,
+    flops: int = 0,
+    *,
+    transcendentals: int = 0,
+    read: int | Iterable[TensorSpec] | None = None,
+    written: int | Iterable[TensorSpec] | None = None,
+    fused_multiply_add: bool = False,
+) -> Cost:
+    """The cost of one kernel of one class. `read` and `written` take bytes or the regions touched;
+    None leaves them to the touched-bytes law."""
+    if not any(spec.is_floating for spec in (*call.inputs, *call.outputs)):
+        flops = transcendentals = 0  # integer work
+    bytes_read, bytes_written = traffic(call)
+    return Cost(
+        name=call.name,
+        op_class=op_class,
+        flops_by_class=((op_class, flops),),
+        bytes_read=bytes_read if read is None else _bytes(read),
+        bytes_written=bytes_written if written is None else _bytes(written),
+        dtype=dtype_name(call),
+        transcendentals=transcendentals,
+        fused_multiply_add=fused_multiply_add,
+    )
+
+
+def make_contraction(
+    call: Call,
+    matmuls: Iterable[Matmul],
+    *,
+    op_class: str = CONTRACTION,
+    extra: tuple[tuple[str, int], ...] = (),
+    read: int | Iterable[TensorSpec] | None = None,
+    written: int | Iterable[TensorSpec] | None = None,
+    dtype: str | None = None,
+    recomputed_flops: int = 0,
+    masked_flops: int = 0,
+) -> Cost:
+    """The cost of a kernel that is one or several matrix products: 2·batch·m·n·k each.
+
+    `extra` adds FLOPs of other classes that the same kernel does (an addmm's bias). A complex
+    multiply-add is four real multiplies and four adds: 8 FLOP.
+    """
+    products = tuple(matmuls)
+    per_mac = 4 if any(spec.dtype.is_complex for spec in call.inputs) else 1
+    macs = per_mac * sum(p.batch * p.m * p.n * p.k for p in products)
+    bytes_read, bytes_written = traffic(call)
+    return Cost(
+        name=call.name,
+        op_class=op_class,
+        flops_by_class=((op_class, 2 * macs), *(part for part in extra if part[1])),
+        bytes_read=bytes_read if read is None else _bytes(read),
+        bytes_written=bytes_written if written is None else _bytes(written),
+        dtype=dtype or dtype_name(call),
+        macs=macs,
+        recomputed_flops=recomputed_flops,
+        masked_flops=masked_flops,
+        matmuls=products,
+    )
+
+
+def _bytes(regions: int | Iterable[TensorSpec]) -> int:
+    return regions if isinstance(regions, int) else sum(spec.nbytes for spec in set(regions))

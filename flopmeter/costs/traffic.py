@@ -1,0 +1,71 @@
+"""The touched-bytes law: each distinct region of an input is read once and each output is written once.
+
+What is read and what is written follows from the op's schema: an argument marked as mutated is read and
+written (an `out=` argument only written), every other tensor argument is read, and a returned tensor that
+does not alias an argument is written. `x * x` reads x once; an expanded tensor is read at its base size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch._ops import OpOverload
+
+from flopmeter.records import Call, TensorSpec
+
+
+def traffic(call: Call) -> tuple[int, int]:
+    """Bytes read and bytes written by the call under the law."""
+    read, written = regions(call)
+    return sum(spec.nbytes for spec in read), sum(spec.nbytes for spec in written)
+
+
+def regions(call: Call) -> tuple[set[TensorSpec], set[TensorSpec]]:
+    """The distinct regions that the call reads and those that it writes."""
+    read: set[TensorSpec] = set()
+    written: set[TensorSpec] = set()
+    roles = argument_roles(call.func)
+    for name, value in _arguments(call):
+        is_read, is_written = roles.get(name, (True, False))
+        for spec in _specs(value):
+            if is_read:
+                read.add(spec)
+            if is_written:
+                written.add(spec)
+    inputs = {spec.storage for spec in call.inputs}
+    written.update(spec for spec in call.outputs if spec.storage not in inputs)
+    return read, written
+
+
+@functools.cache
+def argument_roles(func: OpOverload) -> dict[str, tuple[bool, bool]]:
+    """For each argument: (is read, is written)."""
+    roles = {}
+    for argument in func._schema.arguments:
+        mutated = argument.alias_info is not None and argument.alias_info.is_write
+        roles[argument.name] = (not argument.is_out, mutated)
+    return roles
+
+
+@functools.cache
+def is_view(func: OpOverload) -> bool:
+    """Whether the schema says that what is returned aliases an argument that is not written to."""
+    returns = func._schema.returns
+    aliases = [r.alias_info for r in returns if r.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
+    names = [argument.name for argument in call.func._schema.arguments]
+    yield from zip(names, call.args, strict=False)
+    yield from call.kwargs.items()
+
+
+def _specs(value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _specs(item)

@@ -1,0 +1,105 @@
+"""Where an op belongs: the path of the module that runs, in the forward pass and in the backward pass.
+
+Forward: global module hooks keep a stack. Backward: every autograd node carries the sequence number of
+the moment that it was made; the log of module entries and exits by sequence number turns it into a path.
+So nothing is attached to the user's tensors or modules, and custom autograd functions are covered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_next_node_number = torch._C._autograd._get_sequence_nr
+
+
+class ModulePaths:
+    """A context that knows the path of the running module, such as `Bert.encoder.layers.0`."""
+
+    def __init__(self) -> None:
+        self.path = ""  # of the innermost module whose forward runs; '' outside of modules
+        self.calls = 0  # module calls so far
+        self._stack: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # id -> last path
+        self._roots: dict[str, int] = {}  # class name -> how many outermost modules have it
+        self._numbers: list[int] = []  # sequence numbers at which the path changed ...
+        self._paths: list[str] = []  # ... and what it changed to
+        self._undo = ExitStack()
+
+    def __enter__(self) -> ModulePaths:
+        self._log()
+        pre = register_module_forward_pre_hook(self._enter_module)
+        post = register_module_forward_hook(self._leave_module, always_call=True)
+        self._undo.callback(pre.remove)
+        self._undo.callback(post.remove)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._undo.close()
+        self._stack.clear()
+        self.path = ""
+
+    def path_of_node(self, node: Any) -> str | None:
+        """The path in whose forward the autograd node was made; None for a gradient accumulation,
+        which belongs to no forward op, and for nodes that are older than the context."""
+        place = bisect_right(self._numbers, node._sequence_nr()) - 1
+        # Accumulation nodes carry the largest number of all, so that they run as early as possible.
+        is_accumulation = node._sequence_nr() > _next_node_number()
+        return None if place < 0 or is_accumulation else self._paths[place]
+
+    def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        self.calls += 1
+        self.path = self._path(module)
+        self._stack.append((self.path, weakref.ref(module)))
+        self._log()
+
+    def _leave_module(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        # A module whose own pre-hook raised never got onto the stack.
+        if self._stack and self._stack[-1][1]() is module:
+            self._stack.pop()
+            self.path = self._stack[-1][0] if self._stack else ""
+            self._log()
+
+    def _log(self) -> None:
+        number = _next_node_number()
+        if self._numbers and self._numbers[-1] == number:
+            self._paths[-1] = self.path
+        else:
+            self._numbers.append(number)
+            self._paths.append(self.path)
+
+    def _path(self, module: nn.Module) -> str:
+        parent_path, parent = self._stack[-1] if self._stack else ("", None)
+        known = self._names.get(id(module))
+        if known is not None and known[0]() is module and _is_child(known[1], parent_path):
+            return known[1]
+        path = self._child_path(module, parent_path, parent() if parent else None)
+        self._names[id(module)] = (weakref.ref(module), path)
+        return path
+
+    def _child_path(self, module: nn.Module, parent_path: str, parent: nn.Module | None) -> str:
+        if parent is not None:
+            for name, child in parent.named_modules(remove_duplicate=False):
+                if child is module and name:
+                    return f"{parent_path}.{name}"
+        known = self._names.get(id(module))
+        if known is not None and known[0]() is module:  # called from outside, as a recomputation does
+            return known[1]
+        return self._root_path(type(module).__name__, parent_path)
+
+    def _root_path(self, name: str, parent_path: str) -> str:
+        path = f"{parent_path}.{name}" if parent_path else name
+        self._roots[path] = self._roots.get(path, 0) + 1
+        return path if self._roots[path] == 1 else f"{path} ({self._roots[path]})"
+
+
+def _is_child(path: str, parent_path: str) -> bool:
+    """Whether the known path still fits the place of the call: it lies under the running module, or the
+    call comes from outside of all modules."""
+    return not parent_path or path.startswith(parent_path + ".")

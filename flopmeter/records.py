@@ -1,0 +1,195 @@
+"""The records that flow from stage to stage: TensorSpec, Call and Op, then Cost and Kernel, then Timing.
+
+They are frozen, run no op and know no rule, so any stage can be printed and tested alone.
+A `Call` and its `Cost` are shared by every op of the same geometry: a trace of a hundred equal layers
+holds the facts of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+Phase = Literal["forward", "backward", "recompute", "optimizer"]
+Regime = Literal["compute", "memory", "overhead"]
+
+# Op classes in the order in which tables print them. The first three are those of the BERT table of
+# 'Data Movement Is All You Need' (Ivanov et al., MLSys 2021, arXiv 2007.00072).
+CONTRACTION = "tensor contraction"
+NORMALIZATION = "statistical normalization"
+ELEMENTWISE = "element-wise"
+ATTENTION = "attention (fused)"
+REDUCTION = "reduction"
+MOVEMENT = "data movement"
+INDEXING = "indexing"
+RANDOM = "random"
+SORTING = "sorting"
+COMMUNICATION = "communication"
+UNCOUNTED = "uncounted"
+OP_CLASSES = (
+    CONTRACTION, NORMALIZATION, ELEMENTWISE, ATTENTION, REDUCTION, MOVEMENT, INDEXING, RANDOM, SORTING,
+    COMMUNICATION, UNCOUNTED,
+)  # fmt: skip
+
+
+class TensorSpec(NamedTuple):
+    """A region of a storage: what an op sees of a tensor. Shape, stride and offset are in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int  # in a Call: numbered by first appearance; in an Op: unique in the trace
+    offset: int
+    device: str  # device type
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def distinct_elements(self) -> int:
+        """Elements of the storage that the region covers: an expanded (stride 0) dimension counts once,
+        and overlapping windows never count more than the span that they slide over."""
+        if 0 in self.shape:
+            return 0
+        pairs = [(size, abs(stride)) for size, stride in zip(self.shape, self.stride, strict=True) if stride]
+        span = 1 + sum((size - 1) * stride for size, stride in pairs)
+        return min(prod(size for size, _ in pairs), span)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes touched when every element of the region is read or written once."""
+        return self.distinct_elements * self.dtype.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One aten call, its tensors replaced by their specs and its lists by tuples; compared by identity."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[TensorSpec, ...]  # every tensor argument in order, duplicates kept
+    outputs: tuple[TensorSpec, ...]
+
+    def argument(self, name: str) -> Any:
+        """The argument that the op's schema calls `name`: as given, or the schema's default."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        for position, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                return self.args[position] if position < len(self.args) else argument.default_value
+        raise KeyError(f"{self.func} has no argument '{name}'")
+
+    @property
+    def name(self) -> str:
+        """`addmm` for aten ops, `namespace::op` for others."""
+        name = self.func.overloadpacket.__name__
+        return name if self.func.namespace == "aten" else f"{self.func.namespace}::{name}"
+
+
+class Op(NamedTuple):
+    """One call at one place of the program."""
+
+    call: Call
+    storages: tuple[int, ...]  # trace-wide storage number of each local one of the call
+    module: str  # dotted path from the outermost module's class name; '' outside of modules
+    phase: Phase
+    source: str | None  # 'file:line' of the caller, where the trace was asked for it
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec._replace(storage=self.storages[spec.storage]) for spec in self.call.inputs)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec._replace(storage=self.storages[spec.storage]) for spec in self.call.outputs)
+
+
+class Matmul(NamedTuple):
+    """`batch` independent products [m, k] @ [k, n]: what the time model needs to know of a contraction."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cost:
+    """What one kernel does, on any device.
+
+    `flops_by_class` keeps the parts apart (an addmm's product and its bias); calls, bytes and seconds
+    belong to `op_class`. A multiply-add is 2 FLOP; integer work is 0.
+    """
+
+    name: str
+    op_class: str
+    flops_by_class: tuple[tuple[str, int], ...]
+    bytes_read: int
+    bytes_written: int
+    dtype: str  # of the inputs: it decides the unit that computes ('fp32', 'bf16', 'int8', ...)
+    macs: int = 0  # multiply-adds of contractions
+    transcendentals: int = 0  # how many of the FLOPs are exp, log, tanh, erf, sqrt, sin, ...
+    fused_multiply_add: bool = False  # the non-contraction work is multiply-adds throughout
+    recomputed_flops: int = 0  # executed again by the kernel itself (flash backward's fifth product)
+    masked_flops: int = 0  # of a causal or windowed mask: counted in `flops`, skipped by the kernel
+    matmuls: tuple[Matmul, ...] = field(default=())
+
+    @property
+    def flops(self) -> int:
+        return sum(count for _, count in self.flops_by_class)
+
+    @property
+    def model_flops(self) -> int:
+        """Without the kernel's own recomputation; for MFU."""
+        return self.flops - self.recomputed_flops
+
+    @property
+    def executed_flops(self) -> int:
+        """Without masked blocks; for time and HFU."""
+        return self.flops - self.masked_flops
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_read + self.bytes_written
+
+
+class Kernel(NamedTuple):
+    """One launch on the device: the ops that it runs (one in eager mode) and what it costs."""
+
+    ops: tuple[Op, ...]
+    cost: Cost
+    views: int  # views and other launch-free ops that the host ran since the previous kernel
+    module_calls: int  # module calls that the host made since the previous kernel
+
+
+class Timing(NamedTuple):
+    """One kernel on one device. It ends at `start_seconds + seconds` of the launch timeline."""
+
+    compute_seconds: float
+    memory_seconds: float
+    floor_seconds: float  # ramp and drain: what a kernel takes beyond its work
+    wait_seconds: float  # the device idled so long for the host before this kernel
+    start_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Device time: the larger of compute and memory, plus the floor."""
+        return max(self.compute_seconds, self.memory_seconds) + self.floor_seconds
+
+    @property
+    def regime(self) -> Regime:
+        """What bounds it: launching it (overhead), its arithmetic, or its memory traffic."""
+        if self.wait_seconds > self.seconds or self.floor_seconds > max(self.compute_seconds, self.memory_seconds):
+            return "overhead"
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
