@@ -1,0 +1,80 @@
+"""The encoder layer of 'Data Movement Is All You Need' (Ivanov et al., MLSys 2021, arXiv 2007.00072), as the paper ran it.
+
+It is nn.TransformerEncoderLayer(1024, 16, dim_feedforward=4096, dropout=0.1, activation="relu") of BERT-large, post-norm,
+in fp16, with batch 8 and length 512. Each forward row of the paper's Table A.1 is here one line of Python and, save
+the scaled softmax (scale, softmax, dropout), one CUDA kernel: attention is materialised, queries, keys and values come
+from one product, and a bias is never part of a product.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Product(nn.Module):
+    """x @ weight + bias as two kernels, where nn.Linear would be one."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width_in, width_out) / math.sqrt(width_in))
+        self.bias = nn.Parameter(torch.zeros(width_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ self.weight
+        return product + self.bias
+
+
+class MaterialisedAttention(nn.Module):
+    """Multi-head self-attention that writes every intermediate to memory.
+
+    The product for queries, keys and values has tokens as columns, so that its rows read [3, head width, heads] and its
+    columns [batch, length] (the paper's layout, 'phbj'). Heads and batch then lie side by side, and the batched products
+    read q, k and v where they are. Only the merge of the heads copies: bmm cannot write to a strided output.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.scale = 1 / math.sqrt(width // heads)
+        self.qkv_weight = nn.Parameter(torch.randn(3 * width, width) / math.sqrt(width))
+        self.qkv_bias = nn.Parameter(torch.zeros(3 * width, 1))
+        self.out = Product(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv_weight @ x.flatten(0, 1).T
+        qkv = qkv + self.qkv_bias
+        q, k, v = qkv.view(
+            3, -1, self.heads * batch, length
+        ).unbind()  # each [head width, heads * batch, length]
+        scores = torch.bmm(q.permute(1, 2, 0), k.transpose(0, 1))
+        weights = F.softmax(scores * self.scale, dim=-1)
+        weights = F.dropout(weights, self.dropout, self.training)
+        context = torch.bmm(weights, v.permute(1, 2, 0))
+        merged = context.view(self.heads, batch, length, -1).permute(1, 2, 0, 3).reshape(x.shape)
+        out: Tensor = self.out(merged)
+        return out
+
+
+class EncoderLayer(nn.Module):
+    """Post-norm transformer encoder layer, [batch, length, width] -> same."""
+
+    def __init__(self, width: int = 1024, heads: int = 16, hidden: int = 4096, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.attention = MaterialisedAttention(width, heads, dropout)
+        self.norm1 = nn.LayerNorm(width)
+        self.linear1 = Product(width, hidden)
+        self.linear2 = Product(hidden, width)
+        self.norm2 = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + F.dropout(self.attention(x), self.dropout, self.training))
+        hidden = F.relu(self.linear1(x))
+        hidden = F.dropout(hidden, self.dropout, self.training)
+        out: Tensor = self.norm2(x + F.dropout(self.linear2(hidden), self.dropout, self.training))
+        return out

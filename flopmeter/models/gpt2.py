@@ -1,0 +1,66 @@
+"""GPT-2 (Radford et al. 2019; github.com/openai/gpt-2), in the form of github.com/karpathy/nanoGPT, without dropout.
+
+Pre-norm decoder, tanh GELU, learned positions, output weights tied to the token embedding.
+Sizes: 124M, 355M, 774M and 1.5B parameters (124,439,808; 354,823,168; 774,030,080; 1,557,611,200).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from flopmeter.models.layers import MLP, SelfAttention, next_token_loss, positions_of
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = 50257
+    positions: int = 1024
+
+
+GPT2_124M = GPT2Config(layers=12, width=768, heads=12)
+GPT2_355M = GPT2Config(layers=24, width=1024, heads=16)
+GPT2_774M = GPT2Config(layers=36, width=1280, heads=20)
+GPT2_1558M = GPT2Config(layers=48, width=1600, heads=25)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width)
+        self.attention = SelfAttention(config.width, config.heads, causal=True)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.mlp = MLP(config.width, 4 * config.width, approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
+
+
+class GPT2(nn.Module):
+    """tokens [batch, length] -> logits [batch, length, vocabulary]."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.positions, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = positions_of(tokens, self.position.num_embeddings)
+        x = self.token(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return next_token_loss(self(tokens), tokens)
