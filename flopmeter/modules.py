@@ -25,7 +25,7 @@ class ModulePaths:
     def __init__(self) -> None:
         self.path = ""  # of the innermost module whose forward runs; '' outside of modules
         self.calls = 0  # module calls so far
-        self._stack: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._stack: list[tuple[str, nn.Module]] = []
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # id -> last path
         self._roots: dict[str, int] = {}  # class name -> how many outermost modules have it
         self._numbers: list[int] = []  # sequence numbers at which the path changed ...
@@ -56,12 +56,12 @@ class ModulePaths:
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         self.calls += 1
         self.path = self._path(module)
-        self._stack.append((self.path, weakref.ref(module)))
+        self._stack.append((self.path, module))
         self._log()
 
     def _leave_module(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         # A module whose own pre-hook raised never got onto the stack.
-        if self._stack and self._stack[-1][1]() is module:
+        if self._stack and self._stack[-1][1] is module:
             self._stack.pop()
             self.path = self._stack[-1][0] if self._stack else ""
             self._log()
@@ -79,7 +79,7 @@ class ModulePaths:
         known = self._names.get(id(module))
         if known is not None and known[0]() is module and _is_child(known[1], parent_path):
             return known[1]
-        path = self._child_path(module, parent_path, parent() if parent else None)
+        path = self._child_path(module, parent_path, parent)
         self._names[id(module)] = (weakref.ref(module), path)
         return path
 

@@ -8,7 +8,7 @@ holds the facts of one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
+Tf32Switch = Literal["matmul", "cudnn"]  # torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 Regime = Literal["compute", "memory", "overhead"]
 
 # Op classes in the order in which tables print them. The first three are those of the BERT table of
@@ -143,7 +144,8 @@ class Cost:
     fused_multiply_add: bool = False  # the non-contraction work is multiply-adds throughout
     recomputed_flops: int = 0  # executed again by the kernel itself (flash backward's fifth product)
     masked_flops: int = 0  # of a causal or windowed mask: counted in `flops`, skipped by the kernel
-    matmuls: tuple[Matmul, ...] = field(default=())
+    matmuls: tuple[Matmul, ...] = ()
+    tf32_switch: Tf32Switch | None = None
 
     @property
     def flops(self) -> int:
@@ -162,6 +164,19 @@ class Cost:
     @property
     def bytes(self) -> int:
         return self.bytes_read + self.bytes_written
+
+
+class Switches(NamedTuple):
+    """torch's settings that decide which unit computes a product, as they stood when the trace began."""
+
+    matmul_tf32: bool
+    cudnn_tf32: bool
+    fp16_accumulate: bool
+
+    def product_dtype(self, cost: Cost) -> str:
+        """The type whose rate the cost's products run at: its own, or tf32 where a switch allows that."""
+        allowed = {"matmul": self.matmul_tf32, "cudnn": self.cudnn_tf32, None: False}[cost.tf32_switch]
+        return "tf32" if cost.dtype == "fp32" and allowed else cost.dtype
 
 
 class Kernel(NamedTuple):

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.modules import ModulePaths
-from flopmeter.records import Call, Op, Phase, TensorSpec
+from flopmeter.records import Call, Op, Phase, Switches, TensorSpec
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
 _autograd_node = torch._C._current_autograd_node
@@ -37,7 +37,7 @@ class Storage:
 
     nbytes: int
     device: str
-    born: int
+    born: int  # 0 for what was there before: parameters, inputs
     died: int | None = None  # None: alive when the context ended
 
 
@@ -48,6 +48,7 @@ class Trace:
     ops: list[Op] = field(default_factory=list)
     module_calls: list[int] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
+    switches: Switches = field(default_factory=lambda: _switches())
 
     @property
     def device(self) -> str:
@@ -68,8 +69,15 @@ class _Handling(NamedTuple):
 class Recorder(TorchDispatchMode):
     """The dispatch mode: appends one Op to `trace` for each aten call that reaches a kernel."""
 
-    def __init__(self, *, source: bool = False, overrides: Mapping[OpOverload, Callable[..., Any]] | None = None):
+    def __init__(
+        self,
+        *,
+        source: bool = False,
+        overrides: Mapping[OpOverload, Callable[..., Any]] | None = None,
+        on_new_call: Callable[[Call], None] | None = None,
+    ):
         super().__init__()
+        self._on_new_call = on_new_call
         self.trace = Trace()
         self.modules = ModulePaths()
         self._source = source
@@ -117,9 +125,9 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         numbers: dict[int, int] = {}
-        key: Any = (func, *[self._describe(value, numbers) for value in args])
+        key: Any = (func, self._describe(args, numbers))
         if kwargs:
-            key += tuple((name, self._describe(value, numbers)) for name, value in kwargs.items())
+            key = (key, tuple(kwargs), self._describe(kwargs.values(), numbers))
         result = func(*args, **kwargs)
         self._record(handling, key, func, args, kwargs, result, numbers)
         return result
@@ -127,49 +135,57 @@ class Recorder(TorchDispatchMode):
     def _record(
         self, handling: _Handling, key: Any, func: OpOverload, args: Any, kwargs: Any, result: Any, numbers: dict[int, int]
     ) -> None:
-        if isinstance(result, Tensor):
-            numbers.setdefault(self._number(result), len(numbers))
+        now = len(self.trace.ops)
+        if isinstance(result, Tensor) and not handling.shape_depends_on_data:
+            numbers.setdefault(self._number(result, now), len(numbers))
         else:
-            self._describe(result, numbers)
-        if handling.shape_depends_on_data:
-            key = (key, self._describe(result, numbers))
-        try:
-            call = self._calls.get(key)
-        except TypeError:  # an argument that cannot be hashed, such as a generator: not shared
-            call = _build(func, args, kwargs, result, self._spec_reader(numbers))
+            described = self._describe((result,), numbers, now)
+            if handling.shape_depends_on_data:
+                key = (key, described)
+        call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = _build(func, args, kwargs, result, self._spec_reader(numbers))
+            if self._on_new_call is not None:
+                self._on_new_call(call)
         phase, module = self._place()
         source = _caller() if self._source else None
         self.trace.module_calls.append(self.modules.calls)
         self.trace.ops.append(Op(call, tuple(numbers), module, phase, source))
 
-    def _describe(self, value: Any, numbers: dict[int, int]) -> Any:
-        """A hashable description of an argument: geometry for tensors, the value for the rest."""
-        if isinstance(value, Tensor):
-            number = self._number(value)
-            local = numbers.setdefault(number, len(numbers))
-            if value.layout is not torch.strided:
-                return (value.shape, value.layout, value.dtype, local)
-            return (value.shape, value.stride(), value.dtype, local, value.storage_offset(), value.is_meta)
-        if isinstance(value, (list, tuple)):
-            return tuple([self._describe(item, numbers) for item in value])
-        if isinstance(value, (bool, float)):  # 1, 1.0 and True hash alike, but make other dtypes
-            return (type(value), value)
-        return value
+    def _describe(self, values: Iterable[Any], numbers: dict[int, int], born: int = 0) -> tuple[Any, ...]:
+        """A hashable description of arguments or results: geometry for tensors, the value for the rest.
+        Numbers their storages; one that is first seen as an argument (born 0) was there before the trace.
+        """
+        key: list[Any] = []
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = self._number(value, born)
+                local = numbers.setdefault(storage, len(numbers))
+                if value.layout is torch.strided:
+                    offset = value.storage_offset()
+                    key.append((value.shape, value.stride(), value.dtype, local, offset, value.is_meta))
+                else:
+                    key.append((value.shape, value.layout, value.dtype, local))
+            elif isinstance(value, (list, tuple)):
+                key.append(self._describe(value, numbers, born))
+            elif isinstance(value, (bool, float)):  # 1, 1.0 and True hash alike, but make other dtypes
+                key.append((type(value), value))
+            else:
+                key.append(value)
+        return tuple(key)
 
-    def _number(self, tensor: Tensor) -> int:
+    def _number(self, tensor: Tensor, born: int) -> int:
         """The trace-wide number of the tensor's storage."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
-            self.trace.storages.append(Storage(0, tensor.device.type, len(self.trace.ops), len(self.trace.ops)))
+            self.trace.storages.append(Storage(0, tensor.device.type, born))
             return len(self.trace.storages) - 1
         known = self._storages.get(storage._cdata)
         if known is not None:
             return known.number
         number = len(self.trace.storages)
-        self.trace.storages.append(Storage(storage.nbytes(), tensor.device.type, len(self.trace.ops)))
+        self.trace.storages.append(Storage(storage.nbytes(), tensor.device.type, born))
         self._storages[storage._cdata] = _StorageRef(storage, self._on_death, storage._cdata, number)
         return number
 
@@ -179,7 +195,7 @@ class Recorder(TorchDispatchMode):
 
     def _spec_reader(self, numbers: dict[int, int]) -> Callable[[Tensor], TensorSpec]:
         def spec(tensor: Tensor) -> TensorSpec:
-            local = numbers.get(self._number(tensor), 0)
+            local = numbers.get(self._number(tensor, 0), 0)
             strided = tensor.layout is torch.strided
             stride, offset = (tensor.stride(), tensor.storage_offset()) if strided else ((), 0)
             return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, local, offset, tensor.device.type)
@@ -241,6 +257,11 @@ def _handling(func: Any) -> _Handling:
     )
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
     return _Handling(func.namespace in _HOST_NAMESPACES, is_composite, by_data)
+
+
+def _switches() -> Switches:
+    matmul = torch.backends.cuda.matmul
+    return Switches(matmul.allow_tf32, torch.backends.cudnn.allow_tf32, getattr(matmul, "allow_fp16_accumulation", False))
 
 
 def _build(func: OpOverload, args: Any, kwargs: Any, result: Any, spec: Callable[[Tensor], TensorSpec]) -> Call:

@@ -89,7 +89,7 @@ def convolution(call: Call) -> tuple[Cost, ...]:
     (out,) = call.outputs
     transposed = call.func.overloadpacket is not aten.cudnn_convolution and call.argument("transposed")
     product = _implicit_product(x, weight, out, transposed, call.argument("groups"))
-    main = make_contraction(call, [product], read=(x, weight), written=(out,))
+    main = make_contraction(call, [product], read=(x, weight), written=(out,), tf32_switch="cudnn")
     bias = call.inputs[2] if len(call.inputs) > 2 else None
     if bias is None:
         return (main,)
@@ -106,14 +106,18 @@ def convolution_backward(call: Call) -> tuple[Cost, ...]:
     outputs = iter(call.outputs)
     kernels: list[Cost] = []
     if wants_input:
-        kernels.append(make_contraction(call, [product], read=(grad, weight), written=(next(outputs),)))
+        kernels.append(_gradient(call, product, (grad, weight), next(outputs)))
     if wants_weight:
         batch, m, n, k = product
         by_weight = Matmul(batch, n, k, m)  # the positions are what is summed over
-        kernels.append(make_contraction(call, [by_weight], read=(grad, x), written=(next(outputs),)))
+        kernels.append(_gradient(call, by_weight, (grad, x), next(outputs)))
     if wants_bias:
         kernels.append(make_cost(call, REDUCTION, grad.numel, read=(grad,), written=(next(outputs),)))
     return tuple(kernels) or FREE
+
+
+def _gradient(call: Call, product: Matmul, read: tuple[TensorSpec, ...], written: TensorSpec) -> Cost:
+    return make_contraction(call, [product], read=read, written=(written,), tf32_switch="cudnn")
 
 
 def _product(a: TensorSpec, b: TensorSpec) -> Matmul:

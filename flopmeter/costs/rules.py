@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs.traffic import traffic
-from flopmeter.records import CONTRACTION, Call, Cost, Matmul, TensorSpec
+from flopmeter.records import CONTRACTION, Call, Cost, Matmul, TensorSpec, Tf32Switch
 
 Rule = Callable[[Call], "Cost | tuple[Cost, ...]"]
 RULES: dict[OpOverloadPacket | OpOverload, Rule] = {}  # an overload's own rule goes before its packet's
@@ -27,6 +27,7 @@ DTYPE_NAMES = {
     torch.complex128: "fp64", torch.complex64: "fp32", torch.complex32: "fp16",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.float8_e4m3fnuz: "fp8",
     torch.float8_e5m2fnuz: "fp8", torch.float8_e8m0fnu: "fp8", torch.float4_e2m1fn_x2: "fp4",
+    torch.int8: "int8", torch.uint8: "int8",
 }  # fmt: skip
 
 
@@ -91,14 +92,19 @@ def make_contraction(
     dtype: str | None = None,
     recomputed_flops: int = 0,
     masked_flops: int = 0,
+    tf32_switch: Tf32Switch = "matmul",
 ) -> Cost:
     """The cost of a kernel that is one or several matrix products: 2·batch·m·n·k each.
 
     `extra` adds FLOPs of other classes that the same kernel does (an addmm's bias). A complex
-    multiply-add is four real multiplies and four adds: 8 FLOP.
+    multiply-add is four real multiplies and four adds: 8 FLOP. Products of bytes count as operations of
+    the int8 unit; those of wider integers, which no GPU library has, are integer work: 0.
+    `tf32_switch` names the torch setting that lets an fp32 product of this kind use TF32.
     """
     products = tuple(matmuls)
     per_mac = 4 if any(spec.dtype.is_complex for spec in call.inputs) else 1
+    if not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs):
+        per_mac = 0
     macs = per_mac * sum(p.batch * p.m * p.n * p.k for p in products)
     bytes_read, bytes_written = traffic(call)
     return Cost(
@@ -112,6 +118,7 @@ def make_contraction(
         recomputed_flops=recomputed_flops,
         masked_flops=masked_flops,
         matmuls=products,
+        tf32_switch=tf32_switch,
     )
 
 

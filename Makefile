@@ -1,0 +1,36 @@
+# make demo   set everything up and print the BERT table
+# make test   set everything up and run every test but the long sweeps
+# make check  format, lint, types
+# make sweep  the long sweeps too
+# TORCH_INDEX=URL names another package index for torch (for example PyTorch's own, for a CPU build).
+
+VENV := .venv
+PYTHON ?= python3
+RUN := $(VENV)/bin
+TORCH := torch==2.13.0
+
+.PHONY: demo test check sweep clean
+
+demo: $(VENV)/.ready
+	$(RUN)/python scripts/bert_table.py
+
+test: $(VENV)/.ready
+	$(RUN)/python -m pytest -q -n auto -m "not slow"
+
+sweep: $(VENV)/.ready
+	$(RUN)/python -m pytest -q -n auto
+
+check: $(VENV)/.ready
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+
+$(VENV)/.ready: pyproject.toml
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install -q --upgrade pip
+	$(RUN)/python -m pip install -q $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(RUN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)

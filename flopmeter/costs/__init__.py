@@ -1,0 +1,88 @@
+"""What each op costs: list of Op in, list of Kernel out. Knows no device.
+
+Look-up order: the op's own rule; a formula registered with `torch.utils.flop_counter`; then the defaults:
+a view by its schema is free, an op that torch tags as pointwise or as a reduction is counted as one.
+Whatever is left is *uncounted*: a kernel with bytes and without FLOPs that the report lists.
+"""
+
+from __future__ import annotations
+
+
+import torch
+
+from flopmeter.costs import attention, contraction, movement, normalization, optimizer  # noqa: F401  (they fill RULES)
+from flopmeter.costs.pointwise import pointwise
+from flopmeter.costs.reduction import reduction
+from flopmeter.costs.rules import FREE, RULES, Rule, make_cost, rule
+from flopmeter.costs.traffic import is_view
+from flopmeter.records import UNCOUNTED, Call, Cost, Kernel, Op
+from flopmeter.trace import Trace
+
+__all__ = ["RULES", "UncountedError", "costs_of", "find_rule", "kernels_of", "rule"]
+
+_REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
+
+
+class UncountedError(NotImplementedError):
+    """strict=True met an op that no rule covers."""
+
+
+def kernels_of(trace: Trace, *, strict: bool = False) -> list[Kernel]:
+    """The kernels that the device launches for the trace, in order.
+
+    Ops that touch nothing on the program's device are the host's own work and launch none.
+    Raises UncountedError under `strict` where no rule covers an op.
+    """
+    device, kernels = trace.device, []
+    costs: dict[Call, tuple[Cost, ...]] = {}
+    views, calls_seen = 0, 0
+    for op, module_calls in zip(trace.ops, trace.module_calls, strict=True):
+        launched = costs.get(op.call)
+        if launched is None:
+            launched = costs[op.call] = costs_of(op.call, strict=strict) if _runs_on(device, op.call) else FREE
+        if not launched:
+            views += 1
+            continue
+        for cost in launched:
+            kernels.append(Kernel((op,), cost, views, module_calls - calls_seen))
+            views, calls_seen = 0, module_calls
+    return kernels
+
+
+def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
+    """The cost of each kernel that the call launches."""
+    found = find_rule(call)
+    if found is None:
+        if strict:
+            raise UncountedError(_how_to_add(call))
+        return (make_cost(call, UNCOUNTED),)
+    cost = found(call)
+    return (cost,) if isinstance(cost, Cost) else cost
+
+
+def find_rule(call: Call) -> Rule | None:
+    """The rule that prices the call, or None."""
+    func = call.func
+    own = RULES.get(func) or RULES.get(func.overloadpacket)
+    if own is not None:
+        return own
+    if is_view(func):
+        return lambda _: FREE
+    if torch.Tag.pointwise in func.tags:
+        return pointwise
+    if _REDUCTION_TAG is not None and _REDUCTION_TAG in func.tags:
+        return reduction
+    return None
+
+
+def _runs_on(device: str, call: Call) -> bool:
+    specs = (*call.inputs, *call.outputs)
+    return any(spec.device == device for spec in specs)
+
+
+def _how_to_add(call: Call) -> str:
+    return (
+        f"no cost rule covers {call.func}. Add one: a function of the call under "
+        f"@flopmeter.register_cost({call.func}) that returns its cost (see the README), "
+        "or meter with strict=False, which lists the op as uncounted."
+    )

@@ -1,0 +1,119 @@
+"""Foreach and fused optimizer kernels, which take lists: every tensor of every list is touched.
+
+A foreach call counts as one kernel; torch splits very long lists over several launches of about 100
+tensors (multi_tensor_apply), which the device cannot tell from one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverloadPacket
+
+from flopmeter.costs.pointwise import FUNCTION, NONE, ONE, PER_ELEMENT, PerElement
+from flopmeter.costs.rules import make_cost, rule
+from flopmeter.costs.traffic import regions
+from flopmeter.records import ELEMENTWISE, Call, Cost
+
+aten = torch.ops.aten
+
+_ARITHMETIC = {"mul": ONE, "div": ONE, "neg": ONE, "abs": ONE, "reciprocal": ONE, "round": ONE, "floor": ONE,
+               "ceil": ONE, "trunc": ONE, "pow": FUNCTION, "zero": NONE, "lerp": PerElement(3),
+               "addcmul": PerElement(3), "addcdiv": PerElement(3)}  # fmt: skip
+_MULTIPLY_ADDS = ("lerp", "addcmul", "addcdiv")
+
+
+def _foreach_table() -> dict[OpOverloadPacket, tuple[PerElement, bool]]:
+    """Each `_foreach_X` costs what X costs per element: (per element, is multiply-adds throughout)."""
+    costs = _ARITHMETIC | {packet.__name__: cost for packet, cost in PER_ELEMENT.items()}
+    table = {}
+    for name, per_element in costs.items():
+        for variant in (f"_foreach_{name}", f"_foreach_{name}_"):
+            if hasattr(aten, variant) and not name.startswith("_"):
+                table[getattr(aten, variant)] = (per_element, name in _MULTIPLY_ADDS)
+    return table
+
+
+FOREACH = _foreach_table()
+
+
+@rule(*FOREACH)
+def foreach(call: Call) -> Cost:
+    """So many operations for each element of the first list."""
+    (flops, transcendentals), is_multiply_add = FOREACH[call.func.overloadpacket]
+    n = _elements(call)
+    written_only = 0 if call.func.overloadpacket is aten._foreach_zero_ else None
+    return make_cost(
+        call,
+        ELEMENTWISE,
+        flops * n,
+        transcendentals=transcendentals * n,
+        fused_multiply_add=is_multiply_add,
+        read=written_only,
+    )
+
+
+@rule(aten._foreach_add, aten._foreach_add_, aten._foreach_sub, aten._foreach_sub_)
+def foreach_add(call: Call) -> Cost:
+    """a + alpha·b over a list."""
+    names = {argument.name for argument in call.func._schema.arguments}
+    scaled = "alpha" in names and call.argument("alpha") != 1
+    return make_cost(call, ELEMENTWISE, (1 + scaled) * _elements(call), fused_multiply_add=scaled)
+
+
+# Operations per parameter of the update formulas in torch/optim (adam.py, sgd.py, adagrad.py).
+_ADAM = 3 + 4 + 3 + 3  # m += (g - m)·(1 - b1); v = b2·v + (1 - b2)·g·g; sqrt(v)/c + eps; p -= lr·m/d
+_DECAY = {"adam": 2, "adamw": 1, "sgd": 2, "adagrad": 2}  # g += wd·p; decoupled: p *= 1 - lr·wd
+
+
+@rule(aten._fused_adam_, aten._fused_adamw_)
+def fused_adam(call: Call) -> Cost:
+    """One kernel reads parameters, gradients and both moments, writes all but the gradients.
+    AMSGrad keeps the larger second moment (a comparison)."""
+    name = "adam" if call.func.overloadpacket is aten._fused_adam_ else "adamw"
+    flops = _ADAM + (_DECAY[name] if call.argument("weight_decay") else 0)
+    n = _elements(call)
+    return _fused(call, flops * n, transcendentals=n)
+
+
+@rule(aten._fused_sgd_)
+def fused_sgd(call: Call) -> Cost:
+    """p -= lr·g; with momentum b = mu·b + (1 - dampening)·g first, and Nesterov's g + mu·b."""
+    momentum = call.argument("momentum")
+    flops = 2 + (3 if momentum else 0) + (2 if momentum and call.argument("nesterov") else 0)
+    flops += _DECAY["sgd"] if call.argument("weight_decay") else 0
+    return _fused(call, flops * _elements(call))
+
+
+@rule(aten._fused_adagrad_)
+def fused_adagrad(call: Call) -> Cost:
+    """s += g·g; p -= lr·g / (sqrt(s) + eps)."""
+    flops = 2 + 5 + (_DECAY["adagrad"] if call.argument("weight_decay") else 0)
+    n = _elements(call)
+    return _fused(call, flops * n, transcendentals=n)
+
+
+@rule(aten._amp_foreach_non_finite_check_and_unscale_)
+def unscale(call: Call) -> Cost:
+    """Gradients times the inverse scale; the check is a comparison."""
+    return make_cost(call, ELEMENTWISE, _elements(call))
+
+
+@rule(aten._amp_update_scale_)
+def update_scale(call: Call) -> Cost:
+    """One multiply of one number."""
+    return make_cost(call, ELEMENTWISE, 1)
+
+
+def _fused(call: Call, flops: int, *, transcendentals: int = 0) -> Cost:
+    """The schema marks gradients as mutable since the kernel could unscale them; without a scale it
+    does not write them."""
+    _, written = regions(call)
+    if call.argument("grad_scale") is None:
+        written -= {spec for spec in call.argument("grads")}
+    return make_cost(
+        call, ELEMENTWISE, flops, transcendentals=transcendentals, written=written, fused_multiply_add=True
+    )
+
+
+def _elements(call: Call) -> int:
+    return sum(spec.numel for spec in call.args[0])

@@ -1,0 +1,194 @@
+"""Element-wise work: how many arithmetic operations an output element takes, op by op.
+
+The default for an op that torch tags as pointwise is one; the table below holds the others, each
+counted on the formula in its comment. The second number says how many of them are transcendental.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch._ops import OpOverloadPacket
+
+from flopmeter.costs.rules import FREE, make_cost, rule
+from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost
+
+aten = torch.ops.aten
+
+
+class PerElement(NamedTuple):
+    flops: int
+    transcendentals: int = 0
+
+
+ONE = PerElement(1)
+NONE = PerElement(0)
+FUNCTION = PerElement(1, 1)  # one call of a library function
+
+_COMPARISONS_AND_SELECTIONS = """
+    eq ne lt le gt ge isnan isinf isfinite isposinf isneginf signbit sign sgn logical_and logical_or
+    logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift
+    bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ __ilshift__ __irshift__ __iand__ __ior__
+    __ixor__ where masked_fill clamp clamp_min clamp_max clip max min maximum minimum fmax fmin relu relu6
+    hardtanh hardtanh_backward threshold threshold_backward heaviside copysign nextafter nan_to_num
+    hardshrink softshrink positive frexp rrelu conj_physical _conj_physical angle
+""".split()
+
+_FUNCTIONS = """
+    exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
+    atanh erf erfc erfinv atan2 hypot lgamma digamma polygamma igamma igammac i0 special_i0e special_i1
+    special_i1e special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_spherical_bessel_j0 special_erfcx special_log_ndtr special_ndtri special_zeta mvlgamma
+""".split()
+
+_FORMULAS = {
+    "sigmoid": PerElement(4, 1),  # 1 / (1 + exp(-x))
+    "sigmoid_backward": PerElement(3),  # dy * (1 - y) * y
+    "tanh_backward": PerElement(3),  # dy * (1 - y*y)
+    "silu": PerElement(4, 1),  # x / (1 + exp(-x))
+    "silu_backward": PerElement(9, 1),  # s = sigmoid(x); dy * s * (1 + x * (1 - s))
+    "mish": PerElement(4, 3),  # x * tanh(log1p(exp(x)))
+    "mish_backward": PerElement(13, 3),  # t = tanh(softplus(x)) 3, s = sigmoid(x) 4; dy * (t + x*s*(1 - t*t)) 6
+    "softplus": PerElement(4, 2),  # log1p(exp(x * beta)) / beta
+    "softplus_backward": PerElement(5, 1),  # z = exp(x * beta); dy * z / (z + 1)
+    "elu": PerElement(3, 1),  # expm1(x * a) * b
+    "elu_backward": PerElement(4, 1),  # dy * a * b * exp(x * a)
+    "selu": PerElement(3, 1),
+    "celu": PerElement(3, 1),
+    "leaky_relu": ONE,  # x * slope
+    "leaky_relu_backward": ONE,
+    "hardsigmoid": PerElement(2),  # (x + 3) / 6
+    "hardsigmoid_backward": ONE,  # dy / 6
+    "hardswish": PerElement(3),  # x * (x + 3) / 6
+    "hardswish_backward": PerElement(3),  # dy * (x/3 + 1/2)
+    "log_sigmoid_forward": PerElement(3, 2),  # -log1p(exp(-|x|))
+    "log_sigmoid_backward": PerElement(5, 0),  # dy * (c - s * z / (1 + z)), z kept from forward
+    "logit": PerElement(3, 1),  # log(x / (1 - x))
+    "logit_backward": PerElement(3),  # dy / (x * (1 - x))
+    "logaddexp": PerElement(5, 2),  # max + log1p(exp(-|a - b|))
+    "logaddexp2": PerElement(5, 2),
+    "xlogy": PerElement(2, 1),  # x * log(y)
+    "special_xlog1py": PerElement(2, 1),
+    "special_entr": PerElement(3, 1),  # -x * log(x)
+    "sinc": PerElement(3, 1),  # sin(pi x) / (pi x)
+    "ldexp": PerElement(2, 1),  # x * 2**n
+    "frac": PerElement(2),  # x - trunc(x)
+    "fmod": PerElement(4),  # a - trunc(a / b) * b
+    "remainder": PerElement(4),  # a - floor(a / b) * b
+    "native_dropout_backward": ONE,  # dy * mask, the scale folded into the mask
+    "_prelu_kernel": ONE,  # x * weight
+    "_prelu_kernel_backward": PerElement(2),  # dy * weight, dy * x
+    "glu": PerElement(5, 1),  # a * sigmoid(b)
+    "glu_backward": PerElement(8, 1),  # s = sigmoid(b); da = dy * s; db = da * a * (1 - s)
+    "smooth_l1_loss_backward": PerElement(4),  # (x - y) / beta * scale * dy
+    "huber_loss_backward": PerElement(3),
+    "mse_loss_backward": PerElement(3),  # 2/n * (x - y) * dy
+    "binary_cross_entropy_backward": PerElement(6),  # dy * (x - y) / ((1 - x) * x) / n
+}
+
+PER_ELEMENT: dict[OpOverloadPacket, PerElement] = {}
+
+
+def _fill_table() -> None:
+    """Enter each functional op together with its in-place form."""
+    table = dict.fromkeys(_COMPARISONS_AND_SELECTIONS, NONE) | dict.fromkeys(_FUNCTIONS, FUNCTION) | _FORMULAS
+    for name, per_element in table.items():
+        for variant in (name, f"{name}_"):
+            if hasattr(aten, variant):
+                PER_ELEMENT[getattr(aten, variant)] = per_element
+
+
+_fill_table()
+
+
+def pointwise(call: Call) -> Cost:
+    """The default for every op that torch tags as pointwise, and for the table above."""
+    return elementwise(call, PER_ELEMENT.get(call.func.overloadpacket, ONE))
+
+
+def elementwise(call: Call, per_element: PerElement, *, fused_multiply_add: bool = False) -> Cost:
+    """So many operations for each element of the (first) output, broadcast operands included."""
+    n = call.outputs[0].numel if call.outputs else call.inputs[0].numel
+    flops, transcendentals = per_element
+    return make_cost(
+        call,
+        ELEMENTWISE,
+        flops * n,
+        transcendentals=transcendentals * n,
+        fused_multiply_add=fused_multiply_add,
+    )
+
+
+rule(*PER_ELEMENT)(pointwise)
+
+
+@rule(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub)
+def add(call: Call) -> Cost:
+    """a + alpha·b: one more where alpha is not 1, a multiply-add then."""
+    scaled = call.argument("alpha") != 1
+    return elementwise(call, PerElement(1 + scaled), fused_multiply_add=scaled)
+
+
+@rule(aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_)
+def addcmul(call: Call) -> Cost:
+    """a + value·b·c (or b / c)."""
+    scaled = call.argument("value") != 1
+    return elementwise(call, PerElement(2 + scaled), fused_multiply_add=True)
+
+
+@rule(aten.lerp, aten.lerp_)
+def lerp(call: Call) -> Cost:
+    """a + weight · (b - a)."""
+    return elementwise(call, PerElement(3), fused_multiply_add=True)
+
+
+@rule(aten.pow, aten.pow_, aten.float_power, aten.float_power_)
+def power(call: Call) -> Cost:
+    """x·x for exponent 2, x·x·x for 3, a square root for 1/2, a reciprocal for -1; else a function."""
+    exponent = call.argument("exponent")
+    known = {0: NONE, 1: NONE, 2: ONE, 3: PerElement(2), -1: ONE, -2: PerElement(2)}
+    is_number = isinstance(exponent, (int, float))
+    return elementwise(call, known.get(exponent, FUNCTION) if is_number else FUNCTION)
+
+
+@rule(aten.gelu, aten.gelu_)
+def gelu(call: Call) -> Cost:
+    """0.5·x·(1 + erf(x/√2)); or 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x·x·x)))."""
+    is_tanh = call.argument("approximate") == "tanh"
+    return elementwise(call, PerElement(9, 1) if is_tanh else PerElement(5, 1))
+
+
+@rule(aten.gelu_backward)
+def gelu_backward(call: Call) -> Cost:
+    """dy·(Φ(x) + x·φ(x)): Φ 4 with erf, φ 4 with exp, and 3 to join them; with tanh 18, as in
+    torch's own kernel (ActivationGeluKernel.cu)."""
+    is_tanh = call.argument("approximate") == "tanh"
+    return elementwise(call, PerElement(18, 1) if is_tanh else PerElement(11, 2))
+
+
+@rule(aten.native_dropout)
+def dropout(call: Call) -> Cost:
+    """The multiply; random numbers are no FLOPs, and the mask that is kept is one byte an element."""
+    return elementwise(call, ONE)
+
+
+@rule(aten.div, aten.div_, aten.true_divide, aten.true_divide_)
+def div(call: Call) -> Cost:
+    """One, and one more to round where a rounding mode is given."""
+    names = {argument.name for argument in call.func._schema.arguments}
+    rounded = "rounding_mode" in names and call.argument("rounding_mode") is not None
+    return elementwise(call, PerElement(1 + rounded))
+
+
+@rule(aten.clone, aten._to_copy, aten.copy_, aten.copy, aten.contiguous)
+def copy(call: Call) -> Cost | tuple[Cost, ...]:
+    """Read the source, write the destination; a cast is a copy."""
+    if call.func.overloadpacket is aten.copy_:
+        destination, source = call.inputs[:2]
+        return make_cost(call, MOVEMENT, read=(source,), written=(destination,))
+    if call.outputs[0].numel == 0:
+        return FREE
+    return make_cost(call, MOVEMENT)

@@ -1,0 +1,183 @@
+"""Report formats: an entry of RENDERERS is a name and a function from a report to text."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tabulate import tabulate
+
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION
+from flopmeter.report import Report, Row
+
+SYMBOLS = {CONTRACTION: "△", NORMALIZATION: "□", ELEMENTWISE: "○"}  # as in the paper's table
+HEADERS = ("calls", "% FLOPs", "% time", "GFLOP", "read GB", "written GB", "FLOP/B", "TFLOP/s", "bound by")
+_FORMATS = ("", ".2f", ".1f", ".2f", ".2f", ".2f", ".1f", ".1f", "")
+JSON_SCHEMA_VERSION = 1
+
+
+def render(report: Report, format: str) -> str:
+    """The report in one of the formats. Raises ValueError for an unknown one."""
+    if format not in RENDERERS:
+        raise ValueError(f"unknown format {format!r}; known: {', '.join(RENDERERS)}")
+    return RENDERERS[format](report)
+
+
+def table(report: Report, rows: list[Row], name: str, tablefmt: str = "simple", *, indent: bool = False) -> str:
+    """Rows as a table whose first column is headed `name`; `indent` shows dotted paths as a tree."""
+    cells = [(_label(row, indent), *_cells(report, row)) for row in rows]
+    return tabulate(
+        cells,
+        headers=(name, *HEADERS),
+        tablefmt=tablefmt,
+        floatfmt=("", *_FORMATS),
+        colalign=("left", *["right"] * (len(HEADERS) - 1), "left"),
+        preserve_whitespace=True,
+    )
+
+
+def _label(row: Row, indent: bool) -> str:
+    if indent:
+        *parents, own = row.name.split(".")
+        return "  " * len(parents) + own
+    symbol = SYMBOLS.get(row.name)
+    return f"{symbol} {row.name}" if symbol else row.name
+
+
+def _cells(report: Report, row: Row) -> tuple[Any, ...]:
+    return (
+        row.calls,
+        _percent(row.flops, report.flops),
+        _percent(row.seconds, report.kernel_seconds),
+        row.flops / 1e9,
+        row.bytes_read / 1e9,
+        row.bytes_written / 1e9,
+        row.intensity,
+        row.flop_per_s / 1e12,
+        row.regime,
+    )
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100 * part / whole if whole else 0.0
+
+
+def headline(report: Report) -> str:
+    """What ran, where, in which type and mode."""
+    modules = dict.fromkeys(op.module.split(".")[0] for kernel in report.kernels for op in kernel.ops)
+    phases = dict.fromkeys(op.phase for kernel in report.kernels for op in kernel.ops)
+    what = ", ".join(name for name in modules if name) or "program"
+    return " · ".join((f"{what}, {' + '.join(phases)}", report.hardware.title, report.main_dtype, report.mode))
+
+
+def summary(report: Report) -> list[str]:
+    """The lines under the table: time, regime and remedy, device facts, conventions."""
+    device, regime = report.hardware, report.regime
+    peak = device.contraction_peak(report.main_dtype)
+    share = _percent(report.seconds_by_regime[regime], report.seconds)
+    memory = f"{report.peak_memory_bytes / 1e9:.1f}"
+    memory += f" of {device.memory_gb:.1f} GB" if device.memory_gb else " GB"
+    uncounted = ", ".join(f"{row.name} ({row.calls})" for row in report.uncounted) or "none"
+    switches = report.switches
+    return [
+        f"predicted {_time(report.seconds)} ({_time(report.seconds_low)} to {_time(report.seconds_high)})"
+        f" · device busy {_time(report.kernel_seconds)}, host {_time(report.launch_seconds)},"
+        f" idle {_percent(report.idle_seconds, report.seconds):.0f} %"
+        f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s, MFU {report.mfu:.1%}"
+        f" · peak memory {memory}",
+        f"{regime}-bound for {share:.0f} % of the time: {report.remedy}.",
+        f"ridge point {device.ridge_point(report.main_dtype):.0f} FLOP/B"
+        f" ({peak.flop_per_s / 1e12:g} TFLOP/s {report.main_dtype} {peak.unit},"
+        f" {device.bandwidth_bytes_per_s / 1e9:g} GB/s) · uncounted: {uncounted}"
+        f" · assumed: {'; '.join(report.assumptions) or 'nothing'}",
+        f"multiply-add = 2 FLOP · attention counted {_CAUSAL[report.causal]}"
+        f" · fp32 products {'may' if switches.matmul_tf32 else 'do not'} use TF32, convolutions"
+        f" {'may' if switches.cudnn_tf32 else 'do not'}",
+        *report.notes,
+    ]
+
+
+_CAUSAL = {"full": "in full", "exact": "where visible"}
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _text(report: Report) -> str:
+    return "\n".join((headline(report), "", table(report, report.rows(), "class"), "", *summary(report)))
+
+
+def _markdown(report: Report) -> str:
+    body = table(report, report.rows(), "class", "github")
+    return "\n".join((f"**{headline(report)}**", "", body, "", *(f"- {line}" for line in summary(report))))
+
+
+def _csv(report: Report) -> str:
+    """Class rows in SI units, nothing rounded."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(Row._fields)
+    writer.writerows(report.rows())
+    return out.getvalue()
+
+
+TOTALS = (
+    "flops", "model_flops", "executed_flops", "macs", "bytes_read", "bytes_written", "seconds", "seconds_low",
+    "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "hfu", "regime",
+)  # fmt: skip
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """Everything but the kernels themselves, in plain types and SI units."""
+    return {
+        "schema_version": JSON_SCHEMA_VERSION,
+        "title": headline(report),
+        "hardware": report.hardware.name,
+        "mode": report.mode,
+        "totals": {name: getattr(report, name) for name in TOTALS},
+        "rows": {
+            by: [row._asdict() for row in report.rows(by)] for by in ("class", "op", "module", "phase")
+        },
+        "uncounted": [row._asdict() for row in report.uncounted],
+        "assumptions": list(report.assumptions),
+        "conventions": {"flops_per_multiply_add": 2, "causal": report.causal, **report.switches._asdict()},
+        "notes": list(report.notes),
+    }
+
+
+def _json(report: Report) -> str:
+    return json.dumps(as_dict(report), indent=2, ensure_ascii=False)
+
+
+def _html(report: Report) -> str:
+    """One self-contained page."""
+    tables = [
+        table(report, report.rows(), "class", "html"),
+        table(report, report.rows("module"), "module", "html", indent=True),
+        table(report, report.rows("op"), "op", "html"),
+    ]
+    title = html.escape(headline(report))
+    lines = "".join(f"<p>{html.escape(line)}</p>" for line in summary(report))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>'
+        "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse;margin:1.5em 0}"
+        "td,th{padding:.2em .8em;border-bottom:1px solid #ccc}td:first-child{white-space:pre}</style></head>"
+        f"<body><h1>{title}</h1>{tables[0]}{lines}{tables[1]}{tables[2]}</body></html>"
+    )
+
+
+RENDERERS: dict[str, Callable[[Report], str]] = {
+    "text": _text,
+    "markdown": _markdown,
+    "csv": _csv,
+    "json": _json,
+    "html": _html,
+}
