@@ -1,7 +1,7 @@
-"""Small definitions of well-known models, to meter without any other package: `BUILTINS["gpt2-124m"](batch=8)`.
+"""Well-known models, defined small, to meter without any other package: `BUILTINS["gpt2-124m"](batch=8)`.
 
-Each entry of BUILTINS is a function of the batch, a size and a dtype that returns a model and its inputs, all on meta;
-`backward` and `training_step` run them as they are trained. `import flopmeter` does not import this package.
+Each entry of BUILTINS is a function of the batch, a size and a dtype that returns a model and its inputs, all on
+meta; `backward` and `training_step` run them as they are trained. `import flopmeter` does not import this package.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Trainable(Protocol):
 def backward(model: nn.Module, inputs: Inputs) -> None:
     """Run forward and backward from the model's loss.
 
-    A model without a loss is part of a larger one and is handed a gradient: its own output, which costs no kernel.
+    A model without a loss is part of a larger one and is handed a gradient: its own output, at no kernel's cost.
     """
     if isinstance(model, Trainable):
         torch.autograd.backward(model.loss(*inputs))
@@ -93,17 +93,13 @@ def _checked(image_size: int, multiple: int) -> int:
     return image_size
 
 
-def _encoder_layer(
-    batch: int = 8, seq: int = 512, dtype: torch.dtype = torch.float16
-) -> tuple[nn.Module, Inputs]:
+def _encoder_layer(batch: int = 8, seq: int = 512, dtype: torch.dtype = torch.float16) -> tuple[nn.Module, Inputs]:
     model = _weights(EncoderLayer, dtype)
     return model, (_data(batch, seq, 1024, dtype=dtype).requires_grad_(),)
 
 
 def _bert(config: BertConfig) -> Builder:
-    def build(
-        batch: int = 1, seq: int = 512, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[nn.Module, Inputs]:
+    def build(batch: int = 1, seq: int = 512, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
         tokens, segments = (_data(batch, seq, dtype=torch.long) for _ in range(2))
         return _weights(lambda: Bert(config), dtype), (tokens, segments)
 
@@ -111,18 +107,14 @@ def _bert(config: BertConfig) -> Builder:
 
 
 def _decoder(make: Callable[[], nn.Module], length: int) -> Builder:
-    def build(
-        batch: int = 1, seq: int = length, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[nn.Module, Inputs]:
+    def build(batch: int = 1, seq: int = length, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
         return _weights(make, dtype), (_data(batch, seq, dtype=torch.long),)
 
     return build
 
 
 def _classifier(make: Callable[[int], nn.Module], multiple: int) -> Builder:
-    def build(
-        batch: int = 1, image_size: int = 224, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[nn.Module, Inputs]:
+    def build(batch: int = 1, image_size: int = 224, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
         size = _checked(image_size, multiple)
         return _weights(lambda: make(size), dtype), (_data(batch, 3, size, size, dtype=dtype),)
 
@@ -130,9 +122,7 @@ def _classifier(make: Callable[[int], nn.Module], multiple: int) -> Builder:
 
 
 def _dit(config: DiTConfig) -> Builder:
-    def build(
-        batch: int = 1, image_size: int = 256, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[nn.Module, Inputs]:
+    def build(batch: int = 1, image_size: int = 256, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
         size = _checked(image_size, LATENT_PIXELS * config.patch) // LATENT_PIXELS
         latent = _data(batch, LATENT_CHANNELS, size, size, dtype=dtype)
         timestep, label = (_data(batch, dtype=torch.long) for _ in range(2))
@@ -142,9 +132,7 @@ def _dit(config: DiTConfig) -> Builder:
 
 
 def _unet(config: UNetConfig) -> Builder:
-    def build(
-        batch: int = 1, image_size: int = 512, dtype: torch.dtype = torch.bfloat16
-    ) -> tuple[nn.Module, Inputs]:
+    def build(batch: int = 1, image_size: int = 512, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
         halvings = len(config.multipliers) - 1
         size = _checked(image_size, LATENT_PIXELS * 2**halvings) // LATENT_PIXELS
         latent = _data(batch, LATENT_CHANNELS, size, size, dtype=dtype)
@@ -169,7 +157,7 @@ BUILTINS: dict[str, Builder] = {
     "resnet-50": _classifier(lambda _: ResNet(RESNET_50), multiple=1),
     "vit-b-16": _classifier(lambda size: ViT(VIT_B_16, size), multiple=16),
     "vit-l-16": _classifier(lambda size: ViT(VIT_L_16, size), multiple=16),
-    "convnext-t": _classifier(lambda _: ConvNeXt(CONVNEXT_T), multiple=32),
+    "convnext-t": _classifier(lambda _: ConvNeXt(CONVNEXT_T), multiple=1),
     "dit-s-2": _dit(DIT_S_2),
     "dit-xl-2": _dit(DIT_XL_2),
     "unet": _unet(STABLE_DIFFUSION),

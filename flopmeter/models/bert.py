@@ -1,7 +1,8 @@
-"""BERT with its masked-language-model head (Devlin et al. 2018, arXiv 1810.04805; github.com/google-research/bert).
+"""BERT with its masked-language-model head (Devlin et al. 2018, arXiv 1810.04805).
 
-Post-norm encoder, exact GELU, learned positions, segment embeddings, output weights tied to the token embedding.
-Sizes: base 12 layers of 768, 12 heads (109,514,298 parameters); large 24 layers of 1024, 16 heads (335,174,458).
+Post-norm encoder, exact GELU, learned positions, segment embeddings, output weights tied to the token embedding,
+as in github.com/google-research/bert. Sizes: base 12 layers of 768, 12 heads (109,514,298 parameters);
+large 24 layers of 1024, 16 heads (335,174,458).
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            product(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for product in (self.query, self.key, self.value)
+            product(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for product in (self.query, self.key, self.value)
         )
         context = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         out: Tensor = self.out(context.transpose(1, 2).flatten(2))

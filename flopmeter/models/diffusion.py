@@ -1,8 +1,9 @@
-"""Diffusion models on latents [batch, 4, size, size] (an image of 8 * size pixels): a transformer and a U-Net.
+"""Diffusion models on latents [batch, 4, size, size] (images of 8 * size pixels): a transformer and a U-Net.
 
 DiT: Peebles and Xie 2022, arXiv 2212.09748; github.com/facebookresearch/DiT. Sizes at latent size 32:
     S/2 6.06 GMAC; XL/2 675,129,632 parameters, 118.64 GMAC (the paper's 'Gflops' count a multiply-add once).
-UNet: Rombach et al. 2021, arXiv 2112.10752; github.com/CompVis/stable-diffusion, version 1: 859,520,964 parameters.
+UNet: Rombach et al. 2021, arXiv 2112.10752, as github.com/CompVis/stable-diffusion, version 1, has it:
+    859,520,964 parameters, 803 GFLOP at latent size 64.
 Both predict the noise in the latent at a timestep; DiT is conditioned on a class, the U-Net on encoded text.
 """
 
@@ -62,7 +63,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class DiTBlock(nn.Module):
-    """Pre-norm block whose norms are shifted and scaled, and whose branches are gated, by the condition (AdaLN-Zero)."""
+    """Pre-norm block; the condition shifts and scales its norms and gates its branches (AdaLN-Zero)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -75,8 +76,8 @@ class DiTBlock(nn.Module):
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition)).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attention(modulate(self.norm1(x), shift1, scale1))
-        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x
+        out: Tensor = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return out
 
 
 class DiT(nn.Module):
@@ -111,7 +112,7 @@ class DiT(nn.Module):
         return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
     def loss(self, latent: Tensor, timestep: Tensor, label: Tensor) -> Tensor:
-        """Squared error of the noise. The latent stands in for the noise that training draws; the variance is unused."""
+        """Squared error of the noise, for which the latent stands in; the variance is unused."""
         noise = self(latent, timestep, label)[:, :LATENT_CHANNELS]
         return F.mse_loss(noise, latent)
 
@@ -209,8 +210,8 @@ class SpatialTransformer(nn.Module):
         x = x + self.self_attention(normed, normed)
         x = x + self.cross_attention(self.norm2(x), context)
         x = x + self.mlp(self.norm3(x))
-        image = image + self.project_out(x.transpose(1, 2).unflatten(2, image.shape[2:]))
-        return image
+        out: Tensor = image + self.project_out(x.transpose(1, 2).unflatten(2, image.shape[2:]))
+        return out
 
 
 class Stage(nn.Module):
@@ -219,9 +220,7 @@ class Stage(nn.Module):
     def __init__(self, channels_in: int, channels_out: int, config: UNetConfig, attends: bool) -> None:
         super().__init__()
         self.residual = ResBlock(channels_in, channels_out, 4 * config.width)
-        self.attention = (
-            SpatialTransformer(channels_out, config.context_width, config.heads) if attends else None
-        )
+        self.attention = SpatialTransformer(channels_out, config.context_width, config.heads) if attends else None
 
     def forward(self, x: Tensor, time: Tensor, context: Tensor) -> Tensor:
         x = self.residual(x, time)
@@ -293,14 +292,10 @@ class UNet(nn.Module):
             skips.append(x)
         x = self.middle_out(self.middle(x, time, context), time)
         for layer in self.up:
-            x = (
-                layer(x)
-                if isinstance(layer, Upsample)
-                else layer(torch.cat((x, skips.pop()), dim=1), time, context)
-            )
+            x = layer(x) if isinstance(layer, Upsample) else layer(torch.cat((x, skips.pop()), dim=1), time, context)
         noise: Tensor = self.head(F.silu(self.norm(x)))
         return noise
 
     def loss(self, latent: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
-        """Squared error of the noise; the latent stands in for the noise that training draws."""
+        """Squared error of the noise, for which the latent stands in."""
         return F.mse_loss(self(latent, timestep, context), latent)

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019; github.com/openai/gpt-2), in the form of github.com/karpathy/nanoGPT, without dropout.
+"""GPT-2 (Radford et al. 2019; github.com/openai/gpt-2) as in github.com/karpathy/nanoGPT, without dropout.
 
 Pre-norm decoder, tanh GELU, learned positions, output weights tied to the token embedding.
 Sizes: 124M, 355M, 774M and 1.5B parameters (124,439,808; 354,823,168; 774,030,080; 1,557,611,200).
@@ -38,8 +38,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return x
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class GPT2(nn.Module):

@@ -1,4 +1,4 @@
-"""Pieces that several of the built-in models share: fused self-attention, the GELU MLP, the positions, next-token loss."""
+"""What several of the built-in models share: self-attention, the GELU MLP, positions, the next-token loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ IGNORED = -100  # the target index that F.cross_entropy leaves out
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention [batch, length, width] -> same, with one product for queries, keys and values."""
+    """Multi-head self-attention, [batch, length, width] -> same; one product for queries, keys and values."""
 
     def __init__(self, width: int, heads: int, causal: bool = False) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class MLP(nn.Sequential):
 
 
 def positions_of(tokens: Tensor, limit: int) -> Tensor:
-    """0, 1, .. for tokens [batch, length], or an error past the model's last position: on meta no look-up would fail."""
+    """0, 1, .. for tokens [batch, length]; an error past the last position, since on meta no look-up fails."""
     length = tokens.shape[1]
     if length > limit:
         raise ValueError(f"the model has {limit} positions, the input {length} tokens")

@@ -1,7 +1,8 @@
-"""Llama 2 and 3 (Touvron et al. 2023, arXiv 2307.09288; Llama team 2024, arXiv 2407.21783; github.com/meta-llama).
+"""Llama 2 and 3 (Touvron et al. 2023, arXiv 2307.09288; Llama team 2024, arXiv 2407.21783).
 
-Pre-norm decoder: RMSNorm, rotary positions (halves rotated, as in Hugging Face's weights), grouped queries, SwiGLU, no biases.
-Sizes: Llama-2-7B 6,738,415,616 parameters; Llama-3-8B 8,030,261,248; 70B 70,553,706,496; 405B 405,853,388,800.
+Pre-norm decoder without biases: RMSNorm, rotary positions (halves rotated, as in Hugging Face's weights), grouped
+queries, SwiGLU. Sizes: Llama-2-7B 6,738,415,616 parameters; Llama-3-8B 8,030,261,248; 70B 70,553,706,496;
+405B 405,853,388,800.
 Llama 3.1's rescaling of the rotary frequencies changes values, not work, and is left out.
 """
 
@@ -32,20 +33,16 @@ class LlamaConfig:
         return self.width // self.heads
 
 
-LLAMA_2_7B = LlamaConfig(
-    32, 4096, heads=32, kv_heads=32, hidden=11008, vocabulary=32000, rotary_base=10_000.0
-)
+LLAMA_2_7B = LlamaConfig(32, 4096, heads=32, kv_heads=32, hidden=11008, vocabulary=32000, rotary_base=10_000.0)
 LLAMA_3_8B = LlamaConfig(32, 4096, heads=32, kv_heads=8, hidden=14336)
 LLAMA_3_70B = LlamaConfig(80, 8192, heads=64, kv_heads=8, hidden=28672)
 LLAMA_3_405B = LlamaConfig(126, 16384, heads=128, kv_heads=8, hidden=53248)
 
 
 def rotary_table(length: int, width: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [length, width] of position * base^(-2i/width), computed in fp32, in `like`'s dtype and device."""
+    """Cosine and sine [length, width] of position * base^(-2i/width): fp32, then cast to `like`'s dtype."""
     frequencies = base ** (-torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width)
-    angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), frequencies).repeat(
-        1, 2
-    )
+    angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), frequencies).repeat(1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
@@ -99,8 +96,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
-        x = x + self.mlp(self.norm2(x))
-        return x
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Llama(nn.Module):

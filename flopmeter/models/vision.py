@@ -1,9 +1,10 @@
-"""Image classifiers: ResNet-50, vision transformers, ConvNeXt-T. Images are [batch, 3, size, size], logits [batch, 1000].
+"""Image classifiers, [batch, 3, size, size] -> [batch, 1000]: ResNet-50, vision transformers, ConvNeXt-T.
 
 ResNet: He et al. 2015, arXiv 1512.03385, in torchvision's v1.5 form (the stride is in the 3x3 convolution);
     ResNet-50: 25,557,032 parameters, 4.09 GMAC at 224.
-ViT: Dosovitskiy et al. 2020, arXiv 2010.11929; B/16: 86,567,656 parameters, 17.56 GMAC; L/16: 304,326,632, 61.55 GMAC.
-ConvNeXt: Liu et al. 2022, arXiv 2201.03545; T: 28,589,128 parameters, 4.46 GMAC. Its stochastic depth is left out.
+ViT: Dosovitskiy et al. 2020, arXiv 2010.11929; B/16: 86,567,656 parameters, 17.56 GMAC;
+    L/16: 304,326,632, 61.55 GMAC.
+ConvNeXt: Liu et al. 2022, arXiv 2201.03545, without stochastic depth; T: 28,589,128 parameters, 4.46 GMAC.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Classifier(nn.Module):
     """images -> logits, trained by cross-entropy."""
 
     def loss(self, images: Tensor) -> Tensor:
-        """Class 0 stands in for the labels, which a training loop would bring: one more kernel of `batch` integers."""
+        """Cross-entropy; class 0 stands in for the labels, at the cost of one kernel of `batch` integers."""
         labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
         return F.cross_entropy(self(images).float(), labels)
 
@@ -110,8 +111,8 @@ class ViTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
-        return x
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class ViT(Classifier):
@@ -154,8 +155,8 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         branch = self.norm(self.spatial(x).permute(0, 2, 3, 1))
         branch = self.scale * self.mlp(branch)
-        x = x + branch.permute(0, 3, 1, 2)
-        return x
+        out: Tensor = x + branch.permute(0, 3, 1, 2)
+        return out
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,7 @@ CONVNEXT_T = ConvNeXtConfig(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768))
 class ConvNeXt(Classifier):
     def __init__(self, config: ConvNeXtConfig) -> None:
         super().__init__()
-        self.stages = nn.Sequential(
-            nn.Conv2d(3, config.widths[0], 4, stride=4), ChannelNorm(config.widths[0], 1e-6)
-        )
+        self.stages = nn.Sequential(nn.Conv2d(3, config.widths[0], 4, stride=4), ChannelNorm(config.widths[0], 1e-6))
         for stage, (depth, width) in enumerate(zip(config.depths, config.widths, strict=True)):
             if stage > 0:
                 before = config.widths[stage - 1]
