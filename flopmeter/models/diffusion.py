@@ -254,7 +254,6 @@ class UNet(nn.Module):
         super().__init__()
         channels = [config.width * multiplier for multiplier in config.multipliers]
         deepest = len(channels) - 1
-        self.width = config.width
         self.time = TimestepEmbedding(config.width, 4 * config.width)
         self.stem = nn.Conv2d(LATENT_CHANNELS, config.width, 3, padding=1)
 
