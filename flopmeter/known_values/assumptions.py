@@ -1,0 +1,86 @@
+"""What is done where nobody can know a value: fail with the line that asked, or assume and say so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+_SKIPPED = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
+)  # torch/ and flopmeter/
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """One assumption at one line of the program, and how often it was made there."""
+
+    rule: str  # 'routing="balanced"', as the user asked for it
+    op: str
+    where: str  # file:line
+    count: int
+
+
+class DataDependentError(RuntimeError):
+    """The program asked for a value that does not follow from constants or known inputs.
+
+    `op` is the aten op that asked, `where` the file and line of the caller.
+    """
+
+    def __init__(self, op: str, hint: str):
+        self.op, self.where = op, caller()
+        super().__init__(
+            f"{op} at {self.where} is data-dependent: it needs values of a meta tensor that are not known. Ways out: "
+            "bring integer and bool inputs (ids, masks, grids, lengths) in as real tensors, through "
+            f"flopmeter.on_meta(...) or .to('meta') inside the context; build constants inside the context; {hint}."
+        )
+
+
+class Assumptions:
+    """The user's options, checked, and how often each was used where."""
+
+    def __init__(self, routing: str | None, checks: str | None, mask_fraction: float | None):
+        _one_of("routing", routing, "balanced")
+        _one_of("checks", checks, "hold")
+        if mask_fraction is not None and not (
+            isinstance(mask_fraction, (int, float)) and not isinstance(mask_fraction, bool) and 0 <= mask_fraction <= 1
+        ):
+            raise ValueError(f"mask_fraction must be None or a number from 0 to 1, not {mask_fraction!r}")
+        self.balanced_routing = routing is not None
+        self.checks_hold = checks is not None
+        self.mask_fraction = mask_fraction
+        self._uses: Counter[tuple[str, str, str]] = Counter()
+
+    def note(self, rule: str, func: Any) -> None:
+        self._uses[rule, str(func), caller()] += 1
+
+    @property
+    def uses(self) -> tuple[Assumption, ...]:
+        return tuple(Assumption(*use, count) for use, count in self._uses.items())
+
+
+def caller() -> str:
+    """'file:line' of the program's innermost frame."""
+    frame = program_frame()
+    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def program_frame() -> FrameType | None:
+    """The innermost frame that belongs neither to torch nor to flopmeter nor to a dispatch mode."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((*_SKIPPED, "<")) and code.co_name != "__torch_dispatch__":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _one_of(option: str, given: str | None, allowed: str) -> None:
+    if given not in (None, allowed):
+        raise ValueError(f"{option} must be None or {allowed!r}, not {given!r}")

@@ -1,0 +1,154 @@
+"""What a dispatch mode never sees: while a KnownValues is open, these ways in and out of meta tensors lead to it.
+
+`torch.tensor` and its kin build meta tensors without an op; `.numpy()` and f-strings read without one. They are
+patched, because a TorchFunctionMode would turn off torch's fast paths. (`Tensor.__getitem__` must not be: that makes
+every tensor a sequence to CPython, for good, and `torch.tensor([t, t])` fails; see index_lists.py.)
+`.item()`, and with it `bool(t)`, `int(t)`, `x[t]` and `range(t)`, raises on meta in a composite; a kernel on
+AutogradMeta sends it on to `_local_scalar_dense`, as on CUDA. All is undone when the last one closes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._device import _device_constructors
+
+from flopmeter.known_values.values import is_small, is_weight, no_modes
+
+if TYPE_CHECKING:
+    from flopmeter.known_values.replay import KnownValues
+
+aten = torch.ops.aten
+
+
+class _Open(threading.local):
+    """The KnownValues that are open in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[KnownValues] = []
+
+
+_open = _Open()
+_lock = threading.Lock()
+_openings = 0  # in all threads
+_undo = ExitStack()
+
+
+def open_ones() -> list[KnownValues]:
+    return _open.stack
+
+
+def open_for(known: KnownValues) -> None:
+    global _openings, _undo
+    with _lock:
+        if not _openings:
+            _undo = _install()
+        _openings += 1
+    _open.stack.append(known)
+
+
+def close_for(known: KnownValues) -> None:
+    global _openings
+    _open.stack.remove(known)
+    with _lock:
+        _openings -= 1
+        if not _openings:
+            _undo.close()
+
+
+def _install() -> ExitStack:
+    _device_constructors()  # remembers torch.tensor at its first call: let it be the true one
+    with ExitStack() as undo:
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        undo.callback(library._destroy)
+        library.impl("item", _item, "AutogradMeta")  # type: ignore[no-untyped-call]
+        for owner, name, data in (
+            (torch, "tensor", "data"),
+            (torch, "as_tensor", "data"),
+            (torch, "asarray", "obj"),
+            (Tensor, "new_tensor", "data"),
+        ):
+            patched = _constructor(getattr(owner, name), data, int(owner is Tensor))
+            undo.enter_context(mock.patch.object(owner, name, patched))
+        for name, wrap in (("__format__", _formatting), ("numpy", _to_numpy)):
+            undo.enter_context(mock.patch.object(Tensor, name, wrap(getattr(Tensor, name))))
+        return undo.pop_all()
+
+
+def _item(tensor: Tensor) -> Any:
+    if not _open.stack or tensor.numel() != 1:
+        return aten.item.default.decompose(tensor)
+    return aten._local_scalar_dense.default(tensor)
+
+
+def _knower(tensor: Any) -> KnownValues | None:
+    """Who to ask about a meta tensor."""
+    return _open.stack[-1] if _open.stack and isinstance(tensor, Tensor) and tensor.is_meta else None
+
+
+def _constructor(original: Callable[..., Tensor], name: str, position: int) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
+        result = original(*args, **kwargs)
+        if (known := _knower(result)) is not None:
+            data = args[position] if position < len(args) else kwargs[name]
+            if not isinstance(data, Tensor) and not known.values.knows(result) and not is_weight(result):
+                _remember(known, result, data)
+        return result
+
+    return construct
+
+
+def _remember(known: KnownValues, tensor: Tensor, data: Any) -> None:
+    if not is_small(tensor):
+        return
+    try:
+        numbers = _numbers(known, data)
+    except LookupError:
+        return
+    with no_modes():
+        known.set(tensor, _true_tensor(numbers, dtype=tensor.dtype, device="cpu"))
+
+
+_true_tensor = torch.tensor
+
+
+def _numbers(known: KnownValues, data: Any) -> Any:
+    """Nested lists with the values of the tensors in them; LookupError where one is not known."""
+    if isinstance(data, (list, tuple)):
+        return [_numbers(known, item) for item in data]
+    if isinstance(data, Tensor):
+        if not known.values.knows(data):
+            raise LookupError
+        with no_modes():
+            return known.values.read(data).tolist()
+    return data
+
+
+def _formatting(original: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(original)
+    def format_known(tensor: Tensor, spec: str) -> str:
+        known = _knower(tensor)
+        if known is not None and not tensor.dim() and known.values.knows(tensor):
+            return format(tensor.item(), spec)
+        return original(tensor, spec)
+
+    return format_known
+
+
+def _to_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def numpy(tensor: Tensor, **kwargs: Any) -> Any:
+        if (known := _knower(tensor)) is not None and known.values.knows(tensor):
+            with no_modes():
+                return original(known.values.read(tensor).clone(), **kwargs)
+        return original(tensor, **kwargs)
+
+    return numpy

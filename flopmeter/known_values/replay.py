@@ -1,0 +1,158 @@
+"""KnownValues: runs an op on meta and, where all that it reads is known, once more on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flopmeter.known_values import entry_points, rules, twins
+from flopmeter.known_values.assumptions import Assumption, Assumptions, DataDependentError
+from flopmeter.known_values.rules import Invocation, Rule
+from flopmeter.known_values.values import Values, address, is_small, no_modes
+
+
+class KnownValues:
+    """Stands between a dispatch mode and the kernels: the mode calls `run(...)` for `func(*args, **kwargs)`.
+
+    `routing="balanced"`: experts and tokens picked from unknown scores (topk, argmax, max, multinomial) go
+    round-robin. `checks="hold"`: an `all` of unknown values is True, gradients are finite. `mask_fraction`: so
+    large a share of an unknown bool mask that selects elements is true, evenly spread.
+
+    The mode must be off while `run` works, as it is inside `__torch_dispatch__`: replays are not part of the
+    program. It must pass on `aten.item`, which has no meta kernel, as it comes.
+    """
+
+    def __init__(self, *, routing: str | None = None, checks: str | None = None, mask_fraction: float | None = None):
+        self._assumptions = Assumptions(routing, checks, mask_fraction)
+        self.values = Values()
+        self._rules: dict[Any, Rule] = {}
+        # What the last `run` made instead of the call that it was given, as (func, args, kwargs); () if nothing.
+        self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
+
+    def __enter__(self) -> KnownValues:
+        entry_points.open_for(self)
+        for twin in twins.alive():
+            self.values.bring(twin)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.values.cells.clear()
+        entry_points.close_for(self)
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What was assumed, where and how often; in the order of first use."""
+        return self._assumptions.uses
+
+    def run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        addresses: Iterable[int] | None = None,
+    ) -> Any:
+        """The result of `func(*args, **kwargs)`; values of meta tensors are answered where they are known.
+
+        `tensors` is the flat sequence of the tensor arguments, `addresses` that of their storages
+        (`untyped_storage()._cdata`) for a caller who has them. DataDependentError where a value is needed
+        and not known.
+        """
+        self.ran = ()
+        rule = self._rules.get(func) or self._look_up(func)
+        if not rule.always:
+            if addresses is None:
+                addresses = map(address, tensors)
+            if self.values.cells.keys().isdisjoint(addresses):
+                return func(*args, **kwargs)
+        return rule.handle(self, Invocation(func, args, kwargs, tensors, rule.writes))
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """The tensors are data from now on: weights, features."""
+        for tensor in tensors:
+            self.values.forget(tensor)
+
+    # What rules are made of.
+
+    def knows_all(self, tensors: Iterable[Tensor]) -> bool:
+        return all(self.values.knows(tensor) for tensor in tensors)
+
+    def replay(self, call: Invocation) -> Any:
+        """Run on meta; if all that it reads is known and small, run it on the values too."""
+        knows = self.knows_all(call.tensors)
+        result = call.run()
+        outputs = flat(result)
+        if knows and all(map(is_small, call.tensors)) and all(map(is_small, outputs)):
+            self._replay_on_cpu(call, outputs)
+        else:
+            self.forget(call.written())
+        return result
+
+    def answer(self, call: Invocation) -> Any:
+        """The result on the CPU; every tensor must be known."""
+        with no_modes():
+            return call.func(*self._real(call.args), **self._real(call.kwargs))
+
+    def lift(self, result: Any) -> Any:
+        """Meta twins, with known values, of the CPU tensors in a result."""
+        if isinstance(result, Tensor):
+            with no_modes():
+                twin = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device="meta")
+                self.set(twin, result)
+            return twin
+        if isinstance(result, (list, tuple)):
+            return type(result)([self.lift(item) for item in result])
+        return result
+
+    def set(self, tensor: Tensor, value: Tensor) -> None:
+        """A meta tensor that spans its storage has this value, if it is worth keeping."""
+        if is_small(tensor):
+            self.values.write(tensor, value)
+
+    def fail(self, call: Invocation, hint: str) -> DataDependentError:
+        return DataDependentError(str(call.func), hint)
+
+    @property
+    def assume(self) -> Assumptions:
+        return self._assumptions
+
+    def _look_up(self, func: Any) -> Rule:
+        rule = self._rules[func] = rules.rule_of(func, self._assumptions)
+        return rule
+
+    def _replay_on_cpu(self, call: Invocation, outputs: list[Tensor]) -> None:
+        try:
+            results = flat(self.answer(call))
+        except Exception:  # any op may lack a CPU kernel for its dtypes; then its result is unknown
+            self.forget(call.written())
+            return
+        with no_modes():
+            inputs = {address(self.values.read(tensor)) for tensor in call.tensors}
+            for output, result in zip(outputs, results, strict=True):
+                if output.is_meta and address(output) not in self.values.cells:
+                    self.set(output, result.clone() if address(result) in inputs else result)
+
+    def _real(self, argument: Any) -> Any:
+        """The argument as the CPU sees it: values for meta tensors, cpu for the meta device."""
+        if isinstance(argument, Tensor):
+            return self.values.read(argument)
+        if isinstance(argument, (list, tuple)):
+            return type(argument)([self._real(item) for item in argument])
+        if isinstance(argument, dict):
+            return {name: self._real(item) for name, item in argument.items()}
+        return _CPU if isinstance(argument, torch.device) else argument
+
+
+_CPU = torch.device("cpu")
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The tensors of an op's result."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for item in result for tensor in flat(item)]
+    return []

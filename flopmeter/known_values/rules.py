@@ -1,0 +1,428 @@
+"""Which ops need more than a replay. An op is one entry; all others follow from their schema and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from flopmeter.known_values.assumptions import Assumptions
+from flopmeter.known_values.index_lists import index_lists
+from flopmeter.known_values.values import is_discrete, is_small, is_weight, no_modes, spans_storage
+
+if TYPE_CHECKING:
+    from flopmeter.known_values.replay import KnownValues
+
+aten = torch.ops.aten
+
+
+class Invocation(NamedTuple):
+    """A call as it reached the dispatch mode."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: Sequence[Tensor]
+    writes: tuple[tuple[int, str], ...]  # position and name of the arguments that the op writes to
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def written(self) -> list[Tensor]:
+        """The tensors that the op writes to."""
+        values = [self.argument(position, name) for position, name in self.writes]
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in values]
+        return [tensor for value in lists for tensor in value if isinstance(tensor, Tensor)]
+
+
+Handler = Callable[["KnownValues", Invocation], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How calls of one op are answered. `always`: also where no argument is known."""
+
+    handle: Handler
+    always: bool
+    writes: tuple[tuple[int, str], ...] = ()
+
+
+def rule_of(func: Any, assumptions: Assumptions) -> Rule:
+    if not isinstance(func, OpOverload):  # a higher-order op: what it writes to cannot be told
+        return Rule(forget_all, always=False)
+    arguments = func._schema.arguments
+    aliased = [(i, a.name, a.alias_info) for i, a in enumerate(arguments) if a.alias_info is not None]
+    writes = tuple((i, name) for i, name, alias in aliased if alias.is_write)
+    if handler := _assumed(func, assumptions) or SPECIAL.get(func):
+        return Rule(handler, True, writes)
+    if torch.Tag.data_dependent_output in func.tags:
+        return Rule(ask, True, writes)
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return Rule(shape, True, writes)
+    if aliased and not writes:
+        return Rule(view, False)
+    if func.namespace != "aten" or func in NEVER_REPLAYED or torch.Tag.nondeterministic_seeded in func.tags:
+        return Rule(opaque, False, writes)
+    is_factory = not any("Tensor" in str(argument.type) for argument in arguments)
+    return Rule(factory if is_factory else replay, is_factory, writes)
+
+
+def _assumed(func: OpOverload, assumptions: Assumptions) -> Handler | None:
+    if assumptions.balanced_routing and func in ROUTES:
+        return balanced
+    if assumptions.checks_hold:
+        return CHECKS.get(func)
+    return None
+
+
+# --- ops without a rule of their own
+
+
+def replay(known: KnownValues, call: Invocation) -> Any:
+    return known.replay(call)
+
+
+def factory(known: KnownValues, call: Invocation) -> Any:
+    """Constants: torch.arange, full, ..."""
+    result = call.run()
+    if isinstance(result, Tensor) and result.is_meta and is_small(result):
+        with no_modes():
+            known.set(result, known.answer(call))
+    return result
+
+
+def view(known: KnownValues, call: Invocation) -> Any:
+    """A view shares its base's storage, so its value too; looking at a weight forgets it."""
+    known.knows_all(call.tensors)
+    return call.run()
+
+
+def opaque(known: KnownValues, call: Invocation) -> Any:
+    """Random, contractions, other libraries' ops: the outcome is data."""
+    known.forget(call.written())
+    return call.run()
+
+
+def forget_all(known: KnownValues, call: Invocation) -> Any:
+    known.forget(call.tensors)
+    return call.run()
+
+
+# --- ops that answer with data: a Python value, or the shape of their result
+
+
+def ask(known: KnownValues, call: Invocation) -> Any:
+    """.item(), bool(t), equal, allclose: a Python value."""
+    if all(not tensor.is_meta for tensor in call.tensors):
+        return call.run()
+    if known.knows_all(call.tensors):
+        return known.answer(call)
+    raise known.fail(call, _HINTS.get(call.func, "do logging and convergence tests outside the context"))
+
+
+def shape(known: KnownValues, call: Invocation) -> Any:
+    """nonzero, unique, bincount: the data decides the shape."""
+    if all(not tensor.is_meta for tensor in call.tensors):
+        return call.run()
+    _assume_mask(known, call, call.tensors[0])
+    if known.knows_all(call.tensors):
+        return known.lift(known.answer(call))
+    if call.func is aten.repeat_interleave.Tensor and call.kwargs.get("output_size") is None:
+        raise known.fail(call, "pass output_size=")
+    try:
+        return call.run()
+    except NotImplementedError:
+        raise known.fail(call, _HINT_MASK) from None
+
+
+def masked_select(known: KnownValues, call: Invocation) -> Any:
+    """With a known mask the features need not be known: they are gathered."""
+    features, mask = call.args
+    _assume_mask(known, call, mask)
+    if not features.is_meta or not known.values.knows(mask) or known.values.knows(features):
+        return shape(known, call)
+    with no_modes():
+        features, mask = torch.broadcast_tensors(features, mask)  # type: ignore[no-untyped-call]
+    return index(known, call._replace(func=aten.index.Tensor, args=(features, [mask])))
+
+
+def index(known: KnownValues, call: Invocation) -> Any:
+    """Where a bool mask is known, the call becomes one with the positions of its true elements."""
+    indices = call.args[1]
+    masks = [item for item in indices if item is not None and item.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        _read_index_lists(known, call)
+        return known.replay(call)
+    for mask in masks:
+        _assume_mask(known, call, mask)
+    if known.knows_all(masks):
+        positions: list[Tensor | None] = []
+        for item in indices:
+            positions += _positions(known, item) if any(item is mask for mask in masks) else [item]
+        call = _rewrite(known, call, call.func, (call.args[0], positions, *call.args[2:]))
+    elif not call.writes and call.func in _GATHERS:
+        raise known.fail(call, _HINT_MASK)
+    return known.replay(call)
+
+
+def _read_index_lists(known: KnownValues, call: Invocation) -> None:
+    """Index tensors that torch made of lists of numbers become known, where it matters."""
+    if not (call.args[0].is_meta and known.values.knows(call.args[0])):
+        return
+    unknown = [item for item in call.args[1] if item is not None and not known.values.knows(item)]
+    if not unknown:
+        return
+    lists = index_lists()
+    if [(len(numbers),) for numbers in lists] == [tuple(item.shape) for item in unknown]:
+        for item, numbers in zip(unknown, lists, strict=True):
+            with no_modes():
+                known.set(item, torch.tensor(numbers, dtype=item.dtype, device="cpu"))
+
+
+def _positions(known: KnownValues, mask: Tensor) -> list[Tensor]:
+    with no_modes():
+        value = known.values.read(mask)
+        columns = (value if value.dim() else value.reshape(1)).nonzero().unbind(1)
+    return [known.lift(column.contiguous()) for column in columns]
+
+
+def _rewrite(known: KnownValues, call: Invocation, func: Any, args: tuple[Any, ...]) -> Invocation:
+    tensors = [item for arg in args for item in (arg if isinstance(arg, list) else [arg]) if isinstance(item, Tensor)]
+    known.ran = ((func, args, call.kwargs),)
+    return call._replace(func=func, args=args, tensors=tensors)
+
+
+def to_copy(known: KnownValues, call: Invocation) -> Any:
+    """Integers brought to meta stay known; what leaves meta must be known."""
+    source = call.args[0]
+    target = call.kwargs.get("device") or source.device
+    if source.is_meta and target.type != "meta":
+        if known.values.knows(source):
+            return known.answer(call)
+        raise known.fail(call, "keep features on the device")
+    if source.device.type == "cpu" and target.type == "meta" and not _brings_values(source):
+        return call.run()
+    return known.replay(call) if target.type == "meta" else call.run()
+
+
+def _brings_values(source: Tensor) -> bool:
+    """Integers and bools are facts of the program; floats and weights are data."""
+    return is_discrete(source) and not is_weight(source) and is_small(source)
+
+
+def overwrite(known: KnownValues, call: Invocation) -> Any:
+    """copy_, fill_, zero_: a small integer tensor that is written to as a whole is known from then on."""
+    target, *sources = call.args[:2]
+    sources = [source for source in sources if isinstance(source, Tensor)]
+    if not target.is_meta:
+        return ask_copy(known, call) if any(source.is_meta for source in sources) else call.run()
+    if any(not source.is_meta and source.dim() and not _brings_values(source) for source in sources):
+        return opaque(known, call)
+    if not known.values.knows(target) and _can_become_known(target) and known.knows_all(sources):
+        _start_blank(known, target)
+    return known.replay(call)
+
+
+def _can_become_known(target: Tensor) -> bool:
+    return is_discrete(target) and is_small(target) and spans_storage(target) and not is_weight(target)
+
+
+def ask_copy(known: KnownValues, call: Invocation) -> Any:
+    """copy_ from meta to a CPU tensor."""
+    if known.knows_all(call.tensors):
+        known.answer(call)
+        return call.args[0]
+    raise known.fail(call, "keep features on the device")
+
+
+def blank(known: KnownValues, call: Invocation) -> Any:
+    """torch.empty of integers: a correct program reads no element before it wrote it, so any start is true."""
+    result = call.run()
+    if result.is_meta and is_discrete(result) and is_small(result):
+        _start_blank(known, result)
+    return result
+
+
+def _start_blank(known: KnownValues, tensor: Tensor) -> None:
+    with no_modes():
+        known.set(tensor, torch.zeros_like(tensor, device="cpu"))
+
+
+def filled(known: KnownValues, call: Invocation) -> Any:
+    """zeros_like, new_full, ...: constants, whatever the values of the tensor that lends its shape."""
+    result = call.run()
+    if result.is_meta and is_discrete(result) and is_small(result):
+        _start_blank(known, result)
+        name = call.func.overloadpacket.__name__
+        fill = call.argument(2, "fill_value") if name == "new_full" else call.argument(1, "fill_value")
+        known.values.read(result).fill_(_FILLS.get(name, fill))
+    return result
+
+
+def masked_fill(known: KnownValues, call: Invocation) -> Any:
+    """A 0-dim CPU value is legal on a GPU and refused by the meta kernel: pass it as a number."""
+    target, mask, value = call.args
+    if target.is_meta and not value.is_meta:
+        scalar = aten.masked_fill.Scalar if call.func is aten.masked_fill.Tensor else aten.masked_fill_.Scalar
+        call = _rewrite(known, call, scalar, (target, mask, value.item()))
+    return known.replay(call)
+
+
+def histogram(known: KnownValues, call: Invocation) -> Any:
+    """Counts integers on a GPU; the CPU kernel takes floats only."""
+    result = call.run()
+    source = call.args[0]
+    if known.values.knows(source) and is_small(source):
+        with no_modes():
+            counts = known.values.read(source).double().histc(*call.args[1:], **call.kwargs)
+            known.set(result, counts.to(result.dtype))
+    return result
+
+
+def reshaped(known: KnownValues, call: Invocation) -> Any:
+    """resize_ and set_ move a tensor to other memory."""
+    known.forget(call.tensors)
+    return call.run()
+
+
+# --- assumptions
+
+
+def balanced(known: KnownValues, call: Invocation) -> Any:
+    """routing="balanced": choice j of row r, among n unknown scores, is (r * k + j) % n."""
+    scores = call.args[0]
+    if not scores.is_meta or not scores.is_floating_point() or known.values.knows(scores):
+        return known.replay(call)
+    result = call.run()
+    chosen = result if isinstance(result, Tensor) else result[1]
+    position = ROUTES[call.func]
+    dim = -1 if position is None else call.argument(position, "dim", -1)
+    if dim is None or not scores.dim() or not chosen.numel() or not is_small(chosen):
+        return result
+    with no_modes():
+        kept = chosen.dim() == scores.dim()
+        k = chosen.shape[dim] if kept else 1
+        rows = torch.arange(chosen.numel(), device="cpu") % scores.shape[dim]
+        shape = list(chosen.shape)
+        if kept:
+            del shape[dim]
+        value = rows.view(*shape, k).movedim(-1, dim) if kept else rows.view(shape)
+        known.set(chosen, value.to(chosen.dtype))
+    known.assume.note('routing="balanced"', call.func)
+    return result
+
+
+def holds(known: KnownValues, call: Invocation) -> Any:
+    """checks="hold": all(), equal() and allclose() of unknown values are True."""
+    if known.knows_all(call.tensors):
+        return ask(known, call) if torch.Tag.data_dependent_output in call.func.tags else known.replay(call)
+    known.assume.note('checks="hold"', call.func)
+    if torch.Tag.data_dependent_output in call.func.tags:
+        return True
+    result = call.run()
+    with no_modes():
+        known.set(result, torch.ones_like(result, device="cpu"))
+    return result
+
+
+def gradients_finite(known: KnownValues, call: Invocation) -> Any:
+    """checks="hold": GradScaler finds no inf in the gradients, so its flag stays what it was."""
+    known.assume.note('checks="hold"', call.func)
+    return call.run()
+
+
+def _assume_mask(known: KnownValues, call: Invocation, mask: Tensor) -> None:
+    """mask_fraction: of an unknown mask, round(fraction * n) elements are true, evenly spread."""
+    fraction = known.assume.mask_fraction
+    if fraction is None or mask.dtype is not torch.bool or known.values.knows(mask):
+        return
+    if not (is_small(mask) and spans_storage(mask)):
+        return
+    n = mask.numel()
+    with no_modes():
+        steps = torch.arange(n + 1, device="cpu") * round(fraction * n) // max(n, 1)
+        known.set(mask, (steps[1:] > steps[:-1]).view(mask.shape))
+    known.assume.note(f"mask_fraction={fraction:g}", call.func)
+
+
+_HINT_MASK = "state what share of a mask is true with mask_fraction="
+_HINTS = {
+    aten.equal.default: 'assume that checks hold with checks="hold"',
+    aten.allclose.default: 'assume that checks hold with checks="hold"',
+}
+_GATHERS = (aten.index.Tensor, aten._unsafe_index.Tensor)
+_FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
+
+SPECIAL: dict[OpOverload, Handler] = {
+    aten.masked_select.default: masked_select,
+    aten._ctc_loss_backward.default: shape,
+    aten._ctc_loss_backward.Tensor: shape,
+    aten.is_nonzero.default: ask,
+    aten._to_copy.default: to_copy,
+    aten.masked_fill.Tensor: masked_fill,
+    aten.masked_fill_.Tensor: masked_fill,
+    aten.histc.default: histogram,
+    aten.resize_.default: reshaped,
+    **dict.fromkeys(
+        (*_GATHERS, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default), index
+    ),
+    **dict.fromkeys((aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), overwrite),
+    **dict.fromkeys(
+        (
+            aten.empty.memory_format,
+            aten.empty_strided.default,
+            aten.empty_permuted.default,
+            aten.empty_like.default,
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+        ),
+        blank,
+    ),
+    **dict.fromkeys(
+        (
+            aten.zeros_like.default,
+            aten.ones_like.default,
+            aten.full_like.default,
+            aten.new_zeros.default,
+            aten.new_ones.default,
+            aten.new_full.default,
+        ),
+        filled,
+    ),
+}
+
+# What contracts or convolves is data, and dear to replay.
+NEVER_REPLAYED = frozenset(
+    (
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten._scaled_mm.default,
+        aten._grouped_mm.default,
+    )
+)
+
+# The op that picks, and the position of its dim argument (None: the last dim).
+ROUTES: dict[OpOverload, int | None] = {
+    aten.topk.default: 2,
+    aten.argmax.default: 1,
+    aten.max.dim: 1,
+    aten.multinomial.default: None,
+}
+
+CHECKS: dict[OpOverload, Handler] = {
+    aten.all.default: holds,
+    aten._is_all_true.default: holds,
+    aten.equal.default: holds,
+    aten.allclose.default: holds,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: gradients_finite,
+}

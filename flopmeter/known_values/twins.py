@@ -1,0 +1,85 @@
+"""on_meta: meta twins of real tensors, whose small integer and bool values stay known."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections import UserDict
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from flopmeter.known_values import entry_points
+from flopmeter.known_values.values import Cell, is_discrete, is_small, is_weight, no_modes
+
+T = TypeVar("T")
+
+_twins: dict[int, Cell] = {}  # by storage address; each leaves when its storage dies
+
+
+def alive() -> Iterable[Cell]:
+    return tuple(_twins.values())
+
+
+def on_meta(tree: T) -> T:
+    """The same tree with meta twins for its real tensors.
+
+    Takes tensors, modules, mappings (a tokenizer's output too), dataclasses and any pytree of them. Integer and
+    bool tensors up to 2^20 elements keep their values, as long as they are not written to outside of a meter;
+    floats and parameters keep shape, strides and dtype. A tensor that occurs twice has one twin.
+    """
+    return _Twinning().of(tree)  # type: ignore[no-any-return]
+
+
+class _Twinning:
+    def __init__(self) -> None:
+        self._memo: dict[int, Any] = {}  # of copy.deepcopy: id of the original -> its twin
+
+    def of(self, tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return self._tensor(tree)
+        if isinstance(tree, nn.Module):
+            for tensor in (*tree.parameters(), *tree.buffers()):
+                self._tensor(tensor)
+            return copy.deepcopy(tree, self._memo)
+        if isinstance(tree, UserDict):
+            twin = copy.copy(tree)
+            twin.data = {key: self.of(value) for key, value in tree.data.items()}
+            return twin
+        if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, dict)):
+            twin = copy.copy(tree)  # type: ignore[arg-type]
+            for name in (entry.name for entry in dataclasses.fields(tree)):
+                object.__setattr__(twin, name, self.of(getattr(tree, name)))
+            return twin
+        return tree_map(self.of, tree, is_leaf=lambda node: node is not tree)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        if id(tensor) not in self._memo:
+            with no_modes(), torch.inference_mode(False):
+                self._memo[id(tensor)] = _twin(tensor)
+        twin: Tensor = self._memo[id(tensor)]
+        return twin
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    twin = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, tensor.requires_grad)
+    if is_discrete(tensor) and is_small(tensor) and not is_weight(tensor):
+        memory = torch.empty_like(twin, device="cpu").copy_(tensor).untyped_storage()
+        cell = Cell(twin.untyped_storage(), memory, _on_death, twin._version)
+        _twins[cell.address] = cell
+        for known in entry_points.open_ones():
+            known.values.bring(cell)
+    return twin
+
+
+def _on_death(cell: weakref.ref[Any]) -> None:
+    if isinstance(cell, Cell) and _twins.get(cell.address) is cell:
+        del _twins[cell.address]

@@ -1,0 +1,135 @@
+"""Where values are kept: one CPU storage for each meta storage whose content is known.
+
+A tensor's value is that storage read with the tensor's own dtype, size, stride and offset, so views, detach()
+and dtype views need no rule, and a write through any view is seen by all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
+
+# Beyond this a value is dropped: 2^20 int64 are 8 MB and 1 ms to replay. Masks [batch, 1, 512, 512] fit, and nothing
+# was seen to read a larger one back.
+MAX_ELEMENTS = 1 << 20
+# Floats are derived (positions, sampling offsets, a mask's sum); only small ones are ever asked for.
+MAX_FLOAT_ELEMENTS = 1 << 16
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether a value of the tensor's dtype and size is worth keeping. Complex ones never are."""
+    dtype = tensor.dtype
+    if dtype.is_complex:
+        return False
+    return tensor.numel() <= (MAX_FLOAT_ELEMENTS if dtype.is_floating_point else MAX_ELEMENTS)
+
+
+def is_discrete(tensor: Tensor) -> bool:
+    """Integers and bools: what counts, selects and masks, as against data."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    return tensor.requires_grad or isinstance(tensor, Parameter)
+
+
+def address(tensor: Tensor) -> int:
+    """The tensor's storage, by address; 0 for one without a storage, such as a sparse tensor."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Ops inside belong to the meter: no mode and no functorch level sees them, and autograd is off."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), torch.no_grad():
+        yield
+
+
+class Cell(weakref.ref[Any]):
+    """The value of one meta storage, which it watches and does not keep alive."""
+
+    __slots__ = ("address", "memory", "version")
+
+    def __new__(cls, storage: Any, memory: Any, callback: Any = None, version: int | None = None) -> Cell:
+        return super().__new__(cls, storage, callback)
+
+    def __init__(self, storage: Any, memory: Any, callback: Any = None, version: int | None = None):
+        self.address: int = storage._cdata
+        self.memory: torch.UntypedStorage = memory
+        # Of a value from outside of the context: the tensor's version counter when the value was true.
+        self.version = version
+
+
+class Values:
+    """The known values, by storage address."""
+
+    def __init__(self) -> None:
+        self.cells: dict[int, Cell] = {}
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the tensor's value can be read. Real tensors' can; seeing a weight forgets it."""
+        if not tensor.is_meta:
+            return tensor.device.type == "cpu"
+        cell = self.cells.get(address(tensor))
+        if cell is None:
+            return False
+        if is_weight(tensor) or (cell.version is not None and not self._adopt(cell, tensor)):
+            del self.cells[cell.address]
+            return False
+        return True
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor that aliases the value: writing to it changes the value."""
+        if not tensor.is_meta:
+            return tensor
+        return _like(tensor, self.cells[address(tensor)].memory)
+
+    def write(self, tensor: Tensor, value: Tensor) -> None:
+        """`tensor`, which must span its storage, has `value` from now on. `value`'s memory may be taken over."""
+        storage = tensor.untyped_storage()
+        memory = value.untyped_storage()
+        same_layout = value.stride() == tensor.stride() and value.dtype == tensor.dtype
+        if not same_layout or value.storage_offset() or memory.nbytes() != storage.nbytes():
+            memory = torch.UntypedStorage(storage.nbytes(), device="cpu")  # type: ignore[no-untyped-call]
+            _like(tensor, memory).copy_(value)
+        self.cells[storage._cdata] = Cell(storage, memory, self._on_death)
+
+    def forget(self, tensor: Tensor) -> None:
+        self.cells.pop(address(tensor), None)
+
+    def bring(self, twin: Cell) -> None:
+        """Make a value from outside known here; the first use checks that it still holds."""
+        storage = twin()
+        if storage is not None and twin.address not in self.cells:
+            self.cells[twin.address] = Cell(storage, twin.memory, self._on_death, twin.version)
+
+    def _adopt(self, cell: Cell, tensor: Tensor) -> bool:
+        """Copy a value from outside, unless the tensor was written to since."""
+        if not tensor.is_inference() and tensor._version != cell.version:
+            return False
+        cell.memory = cell.memory.clone()  # type: ignore[no-untyped-call]
+        cell.version = None
+        return True
+
+    def _on_death(self, cell: Cell) -> None:
+        if self.cells.get(cell.address) is cell:
+            del self.cells[cell.address]
+
+
+def spans_storage(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.storage_offset() == 0
+
+
+def _like(tensor: Tensor, memory: torch.UntypedStorage) -> Tensor:
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
