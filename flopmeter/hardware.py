@@ -164,6 +164,7 @@ class Hardware(Validated):
 
     memory_gb: SI gigabytes, near what a driver leaves of the binary ones that are soldered on.
     l2_cache_mb: as vendors print it, which for caches means 2**20 bytes; on a CPU the last-level cache.
+    host_link: what copies from and to the host pass, where that is not PCIe (NVLink-C2C).
     kernel_floor_us: time of the smallest kernel, back to back with others on the device.
     sources: where the figures come from; `default` covers each field without a line of its own.
     unverified: fields, or `field.key`, that were written down without finding them in a source.
@@ -195,6 +196,7 @@ class Hardware(Validated):
     tdp_w: float | None = field(default=None, metadata=by(_amount))
     interconnect: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
     pcie: Pcie | None = field(default=None, metadata=by(record(Pcie)))
+    host_link: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
 
     achieved: Achieved = field(metadata=by(record(Achieved)))
     kernel_floor_us: float = field(metadata=by(_amount))
@@ -289,8 +291,11 @@ class Hardware(Validated):
 
     @property
     def host_link_bytes_per_s(self) -> float | None:
-        """Spec rate of a copy from or to the host: one direction of PCIe."""
-        return None if self.pcie is None else self.pcie.bidirectional_gb_per_s * 1e9 / 2
+        """Spec rate of a copy from or to the host: one direction of the link."""
+        link = self.host_link or self.pcie
+        if link is None or link.bidirectional_gb_per_s is None:
+            return None
+        return link.bidirectional_gb_per_s * 1e9 / 2
 
 
 def _check_together(device: Hardware) -> None:
