@@ -1,0 +1,169 @@
+"""Meta tensors dispatch what CUDA would.
+
+    with emulate_cuda(CudaTarget((9, 0))) as emulation:
+        model(x).sum().backward()      # on meta tensors: the aten ops of an sm 9.0 device
+
+PyTorch's composites look at the device, autocast has no kernels for meta, optimizers choose their implementation by
+device type. Inside the context all of these answer as on CUDA, for meta tensors: CPU tensors and FakeTensors take
+their own way, bit for bit. Kernels are registered on entry and taken back on exit (a few milliseconds each way), so
+nothing of it exists outside. Registrations and patches are the process's: one emulation is open at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+from torch._ops import OpOverload
+
+from flopmeter.as_cuda import (
+    attention,
+    autocast,
+    composites,
+    fast_paths,
+    meta_kernels,
+    optimizers,
+    rnn,
+    torch_private,
+)
+from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.target import CudaTarget
+
+__all__ = ["CudaTarget", "Emulation", "emulate_cuda"]
+
+
+class Emulation:
+    """An open emulation, as `emulate_cuda` hands it out."""
+
+    def __init__(self, scope: Scope, regions: fast_paths.CompiledRegions) -> None:
+        self._scope = scope
+        self._regions = regions
+        self._thread = threading.get_ident()
+
+    @property
+    def target(self) -> CudaTarget:
+        return self._scope.target
+
+    @property
+    def overrides(self) -> Mapping[OpOverload, Callable[..., Any]]:
+        """Kernels of composites that reach __torch_dispatch__ whole, under inference_mode, for a mode to call."""
+        return MappingProxyType(self._scope.overrides)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Rules and assumptions that the report should state; may grow while the program runs."""
+        return self._scope.notes
+
+    @property
+    def compiled_region(self) -> int | None:
+        """The number, from 1, of the call of a torch.compile'd function that is running in this thread, or None."""
+        return self._regions.number
+
+
+_lock = threading.Lock()
+_open: Emulation | None = None
+_warned_of_version = False
+
+
+@contextmanager
+def emulate_cuda(target: CudaTarget) -> Iterator[Emulation]:
+    """Dispatch programs on meta tensors as CUDA would on `target`. Contexts of one target nest.
+
+    Raises:
+        RuntimeError: an emulation of another target, or of another thread, is open.
+    """
+    emulation, outermost = _enter(target)
+    try:
+        yield emulation
+    finally:
+        if outermost:
+            _leave(emulation)
+
+
+def _enter(target: CudaTarget) -> tuple[Emulation, bool]:
+    global _open
+    with _lock:
+        if _open is not None:
+            _check_nesting(_open, target)
+            return _open, False
+        _open = _install(target)
+        return _open, True
+
+
+def _leave(emulation: Emulation) -> None:
+    global _open
+    with _lock:
+        _open = None
+        emulation._scope.close()
+
+
+def _check_nesting(outer: Emulation, target: CudaTarget) -> None:
+    if outer._thread != threading.get_ident():
+        raise RuntimeError(
+            "a CUDA emulation is open in another thread, and its kernels are registered for the whole process: "
+            "meter one program at a time, or in processes of their own"
+        )
+    if (outer.target.compute_capability, outer.target.cudnn_version) != (
+        target.compute_capability,
+        target.cudnn_version,
+    ):
+        raise RuntimeError(
+            f"a CUDA emulation of compute capability {_dotted(outer.target)} (cuDNN {outer.target.cudnn_version}) is "
+            f"open: one of {_dotted(target)} (cuDNN {target.cudnn_version}) cannot be nested in it; close it first"
+        )
+
+
+def _dotted(target: CudaTarget) -> str:
+    major, minor = target.compute_capability
+    return f"{major}.{minor}"
+
+
+def _install(target: CudaTarget) -> Emulation:
+    scope, regions = Scope(target), fast_paths.CompiledRegions()
+    for text in target.notes:
+        scope.note(text)
+    try:
+        # In this order: the kernels that composites.install_functorch stands before come from meta_kernels.
+        _install_feature(scope, torch_private.ATTENTION, attention.install)
+        _install_feature(scope, torch_private.COMPOSITES, meta_kernels.install, composites.install)
+        _install_feature(scope, torch_private.FUNCTORCH, composites.install_functorch)
+        _install_feature(scope, torch_private.RNN, rnn.install)
+        _install_feature(scope, torch_private.INT4, meta_kernels.install_int4)
+        _install_feature(scope, torch_private.AUTOCAST, autocast.install)
+        _install_feature(scope, torch_private.FOREACH, optimizers.install)
+        _install_feature(scope, torch_private.CHECKPOINT, fast_paths.install_checkpoint)
+        _install_feature(scope, torch_private.MHA_FAST_PATH, fast_paths.install_mha)
+        _install_feature(scope, torch_private.FLEX_ATTENTION, fast_paths.install_flex_attention)
+        _install_feature(scope, torch_private.COMPILE, lambda scope: fast_paths.install_compile(scope, regions))
+        _note_torch_version(scope)
+    except BaseException:
+        scope.close()
+        raise
+    return Emulation(scope, regions)
+
+
+def _install_feature(scope: Scope, feature: str, *installers: Callable[[Scope], None]) -> None:
+    """Run the installers, or note what this torch lacks for them."""
+    missing = torch_private.missing(feature)
+    if missing:
+        scope.note(f"not emulated: {feature}; this torch has no {', no '.join(missing)}")
+        return
+    for install in installers:
+        install(scope)
+
+
+def _note_torch_version(scope: Scope) -> None:
+    """A torch whose streams nobody compared is used all the same; say so in the report, and once as a warning."""
+    global _warned_of_version
+    version = torch_private.running_version()
+    if version == torch_private.TESTED_VERSION:
+        return
+    running, tested = (".".join(map(str, each)) for each in (version, torch_private.TESTED_VERSION))
+    scope.note(f"torch {running}: ops are dispatched by the rules of CUDA torch {tested}")
+    if version not in torch_private.SUPPORTED_VERSIONS and not _warned_of_version:
+        _warned_of_version = True
+        warnings.warn("; ".join(scope.notes), stacklevel=5)

@@ -1,0 +1,344 @@
+"""torch.autocast("cuda") for meta tensors.
+
+Core has the casting kernels at the AutocastCUDA key, for tensors on CUDA. The same are registered here in Python at
+an autocast key that core leaves empty, and calls pass through that key while autocast("cuda") is on in their thread.
+The lists are those of ATen/autocast_mode.h; an op counts only where the running build autocasts it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from flopmeter.as_cuda import torch_private as private
+from flopmeter.as_cuda.scope import Kernel, Scope
+
+aten = torch.ops.aten
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LOWER_PRECISION = _names("""
+    _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
+    einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+    scaled_dot_product_attention
+""")
+"""Run in autocast's dtype."""
+
+FP32 = _names("""
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss
+    soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+""")
+"""Run in fp32."""
+
+FP32_SET_DTYPE = _names("""
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""")
+"""Asked for an fp32 result where the caller asked for no dtype."""
+
+FP32_APPEND_DTYPE: Mapping[str, str] = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+"""Replaced by the overload that takes a dtype."""
+
+PROMOTE = _names("""
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""")
+"""Run in the widest dtype of their inputs."""
+
+BANNED = frozenset({"binary_cross_entropy"})
+"""Refused."""
+
+BANNED_MESSAGE = (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. Many models use a sigmoid "
+    "layer right before the binary cross entropy layer. In this case, combine the two layers using "
+    "torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss. "
+    "binary_cross_entropy_with_logits and BCEWithLogits are safe to autocast."
+)
+"""Torch's own words."""
+
+
+def autocast_ops() -> tuple[str, ...]:
+    """The ops of the lists that this build autocasts on CUDA."""
+    listed = (*LOWER_PRECISION, *FP32, *FP32_SET_DTYPE, *FP32_APPEND_DTYPE, *PROMOTE, *BANNED)
+    return tuple(name for name in listed if private.has_kernel(f"aten::{name}", "AutocastCUDA"))
+
+
+_autocast_ops = functools.cache(autocast_ops)
+
+
+def install(scope: Scope) -> None:
+    """Make torch.autocast("cuda"), and custom_fwd and GradScaler with it, act on meta tensors."""
+    cache = WeightCache()
+    key = private.SPARE_AUTOCAST_KEY
+    scope.fall_through(key)
+    for name in _autocast_ops():
+        op = private.overload(name)
+        assert op is not None
+        scope.kernel(f"aten::{name}", _kernel(op, name, cache), key)
+    if private.overload("_cudnn_rnn") is not None:
+        scope.kernel("aten::_cudnn_rnn", _cudnn_rnn, key)
+    _follow_torchs_switches(scope, cache)
+    _treat_meta_as_cuda(scope)
+
+
+def _follow_torchs_switches(scope: Scope, cache: WeightCache) -> None:
+    """Python sets autocast's state through these functions, whoever calls them, in the thread that it holds for."""
+    set_enabled, clear_cache = torch.set_autocast_enabled, torch.clear_autocast_cache
+
+    def set_autocast_enabled(*args: Any) -> None:
+        set_enabled(*args)
+        private.switch_spare_autocast_key(torch.is_autocast_enabled("cuda"))
+
+    def clear_autocast_cache() -> None:
+        clear_cache()
+        cache.clear()
+
+    scope.patch(torch, "set_autocast_enabled", set_autocast_enabled)
+    scope.patch(torch, "clear_autocast_cache", clear_autocast_cache)
+    private.switch_spare_autocast_key(torch.is_autocast_enabled("cuda"))
+    scope.on_close(private.switch_spare_autocast_key, False)
+
+
+def _treat_meta_as_cuda(scope: Scope) -> None:
+    """Pass the gates that ask whether there is a CUDA device; `autocast(x.device.type)` and custom_fwd see "meta"."""
+    scope.patch(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    has_bf16 = scope.target.compute_capability >= (8, 0)
+    scope.patch(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: has_bf16 or bool(including_emulation),
+    )
+    scope.patch(torch.amp.autocast_mode, "_cast", _cast_for_custom_fwd(torch.amp.autocast_mode._cast))
+    autocast = torch.amp.autocast_mode.autocast
+    scope.patch(autocast, "__init__", _on_cuda(autocast.__init__, position=1))
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        scope.patch(torch, name, _on_cuda(getattr(torch, name), position=0))
+
+
+def _on_cuda(function: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """`function`, told "cuda" where its device type, at `position`, is "meta"."""
+
+    @functools.wraps(function)
+    def with_cuda(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position and args[position] == "meta":
+            args = (*args[:position], "cuda", *args[position + 1 :])
+        elif kwargs.get("device_type") == "meta":
+            kwargs["device_type"] = "cuda"
+        return function(*args, **kwargs)
+
+    return with_cuda
+
+
+def _cast_for_custom_fwd(cast: Callable[..., Any]) -> Callable[..., Any]:
+    def cast_for_custom_fwd(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        if device_type == "cuda" and is_eligible(value):
+            return value.to(dtype)
+        return cast(value, device_type, dtype)
+
+    return cast_for_custom_fwd
+
+
+# --- casting -------------------------------------------------------------------------------------------------------
+
+
+class WeightCache:
+    """Lower-precision copies of fp32 leaves, kept until the outermost autocast ends: a weight is cast once.
+
+    Shared by all threads, as torch's is. The leaf is kept with its copy, so its id stays its own.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """cached_cast in aten/src/ATen/autocast_mode.cpp."""
+        if not self._keeps(tensor, dtype):
+            return tensor.to(dtype)
+        with self._lock:
+            _, copy = self._copies.get(id(tensor), (tensor, None))
+        if copy is None or copy.dtype != dtype:
+            copy = tensor.to(dtype)
+            with self._lock:
+                self._copies[id(tensor)] = tensor, copy
+        return copy
+
+    def clear(self) -> None:
+        with self._lock:
+            self._copies.clear()
+
+    @staticmethod
+    def _keeps(tensor: Tensor, dtype: torch.dtype) -> bool:
+        return (
+            tensor.requires_grad
+            and tensor.is_leaf
+            and tensor.dtype == torch.float32
+            and dtype == torch.get_autocast_dtype("cuda")
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+
+
+def is_eligible(value: Any) -> bool:
+    """Floating point, not fp64, and a tensor that the emulation may touch."""
+    return private.is_emulated(value) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _cast_all(values: Any, dtype: torch.dtype, cache: WeightCache) -> Any:
+    """`values` (a tensor, a list of arguments, ...) with its eligible tensors in `dtype`."""
+    if isinstance(values, (list, tuple)):
+        return type(values)(_cast_all(value, dtype, cache) for value in values)
+    if isinstance(values, dict):
+        return {name: _cast_all(value, dtype, cache) for name, value in values.items()}
+    if is_eligible(values) and values.dtype != dtype:
+        return cache.cast(values, dtype)
+    return values
+
+
+# --- the policies: what a kernel does with its arguments before it runs its op -------------------------------------
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _kernel(op: OpOverload, name: str, cache: WeightCache) -> Kernel:
+    policy = _policy(op, name, cache)
+    target = private.overload(FP32_APPEND_DTYPE[name]) if name in FP32_APPEND_DTYPE else op
+    assert target is not None
+
+    def autocast_kernel(*args: Any, **kwargs: Any) -> Any:
+        with private.without_spare_autocast_key():
+            if not torch.is_autocast_enabled("cuda") or not _any_eligible((args, kwargs)):
+                return op(*args, **kwargs)
+            args, kwargs = policy(args, kwargs)
+            return target(*args, **kwargs)
+
+    return autocast_kernel
+
+
+def _policy(op: OpOverload, name: str, cache: WeightCache) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
+    if name in BANNED:
+        return _refuse
+    if name in FP32_SET_DTYPE:
+        return functools.partial(_set_dtype, private.schema_arguments(op).index("dtype"))
+    if name in FP32_APPEND_DTYPE:
+        return _append_dtype
+    dtype_of = {**dict.fromkeys(FP32, _fp32), **dict.fromkeys(PROMOTE, _widest)}.get(name, _lower_precision)
+
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        dtype = dtype_of((args, kwargs))
+        return _cast_all(args, dtype, cache), _cast_all(kwargs, dtype, cache)
+
+    return cast
+
+
+def _lower_precision(values: Any) -> torch.dtype:
+    return torch.get_autocast_dtype("cuda")
+
+
+def _fp32(values: Any) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(values: Any) -> torch.dtype:
+    """fp32 if any is; anything but autocast's dtype beside it is an error, as in at::autocast::prioritize."""
+    dtypes = {tensor.dtype for tensor in _tensors(values) if is_eligible(tensor)}
+    lower = _lower_precision(values)
+    if torch.float32 in dtypes:
+        return torch.float32
+    if dtypes - {lower}:
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    return lower
+
+
+def _set_dtype(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    if not is_eligible(args[0]):
+        return args, kwargs
+    if len(args) > position:
+        dtype = torch.float32 if args[position] is None else args[position]
+        return (*args[:position], dtype, *args[position + 1 :]), kwargs
+    if kwargs.get("dtype") is None:
+        kwargs = {**kwargs, "dtype": torch.float32}
+    return args, kwargs
+
+
+def _append_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    defaults = (2,) if len(args) == 1 else (False,) if len(args) == 3 else ()  # p of norm.Scalar, keepdim of the other
+    return (*args, *defaults), {**kwargs, "dtype": torch.float32 if is_eligible(args[0]) else args[0].dtype}
+
+
+def _refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    raise RuntimeError(BANNED_MESSAGE)
+
+
+def _any_eligible(values: Any) -> bool:
+    return any(is_eligible(tensor) for tensor in _tensors(values))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+# --- cuDNN RNN -----------------------------------------------------------------------------------------------------
+
+RNN_DTYPE = torch.float16
+"""The RNN wrapper casts to fp16 whatever autocast's dtype is (_cudnn_rnn_cast_reflatten in autocast_mode's RNN.cpp)."""
+
+
+def _cudnn_rnn(
+    tensor: Tensor,
+    weight: Sequence[Tensor],
+    weight_stride0: int,
+    weight_buf: Tensor | None,
+    hx: Tensor,
+    cx: Tensor | None,
+    *rest: Any,
+) -> Any:
+    """Copies the weights into one fp16 buffer, on every call, and casts input and states."""
+    with private.without_spare_autocast_key():
+        if torch.is_autocast_enabled("cuda") and is_eligible(weight[0]):
+            if weight[0].dtype != RNN_DTYPE:
+                weight_buf, weight = _flat_copies(weight)
+            tensor, hx = tensor.to(RNN_DTYPE), hx.to(RNN_DTYPE)
+            cx = None if cx is None else cx.to(RNN_DTYPE)
+        return aten._cudnn_rnn(tensor, weight, weight_stride0, weight_buf, hx, cx, *rest)
+
+
+def _flat_copies(weight: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """An fp16 buffer and, for each weight, a view of its slice holding a copy, differentiable."""
+    total = sum(each.numel() for each in weight)
+    buffer = torch.zeros(total, dtype=RNN_DTYPE, device=weight[0].device)
+    copies, start = [], 0
+    for each in weight:
+        # Not a view to autograd: as many in-place copies into one base would chain their gradients.
+        view = torch.empty(0, dtype=RNN_DTYPE, device=each.device)
+        row_major = [math.prod(each.shape[axis + 1 :]) for axis in range(each.dim())]
+        view.set_(buffer.untyped_storage(), start, each.shape, row_major)
+        copies.append(view.copy_(each))
+        start += each.numel()
+    return buffer, copies

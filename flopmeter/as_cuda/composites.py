@@ -1,0 +1,151 @@
+"""Composite ops that look at the device and run a CUDA kernel where meta tensors take a longer way.
+
+Each override says when CUDA takes its kernel, as the C++ named beside it does; in all other cases the composite
+decomposes as it does by itself. rms_norm needs none: it calls `_fused_rms_norm` on every device, and that has a
+kernel once `meta_kernels` gives it one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from flopmeter.as_cuda import torch_private as private
+from flopmeter.as_cuda.scope import Kernel, Scope
+
+aten = torch.ops.aten
+
+BATCH_NORM_MAX_BATCH_TRAINING = 880801
+"""Largest batch of cuDNN's spatial batch norm in training (select_batch_norm_backend in Normalization.cpp)."""
+BATCH_NORM_MAX_BATCH_EVAL = 65535
+"""Largest batch of cuDNN's spatial batch norm in evaluation (the same place)."""
+INT32_MAX = 2**31 - 1
+"""cuDNN's batch norm indexes elements with 32 bits."""
+
+
+def install(scope: Scope) -> None:
+    """Dispatch dropout, softmax and batch norm on meta tensors as CUDA would."""
+    scope.override(aten.dropout.default, dropout)
+    scope.override(aten.softmax.int, _half_to_float(aten.softmax.int, aten._softmax.default))
+    scope.override(aten.log_softmax.int, _half_to_float(aten.log_softmax.int, aten._log_softmax.default))
+    scope.override(aten.batch_norm.default, batch_norm)
+
+
+def install_functorch(scope: Scope) -> None:
+    """The ops that torch.func decomposes before autograd is asked.
+
+    dropout has a kernel of its own at the front of torch.func's stack. `_fused_rms_norm` and `mish_backward` have
+    an autograd formula that the dispatcher passes over for the tensors that torch.func.grad wraps.
+    """
+    front = "FuncTorchDynamicLayerFrontMode"
+    plain_dropout = private.kernel_at("aten::dropout", front)
+
+    def transformed_dropout(keyset: Any, tensor: Tensor, p: float, train: bool) -> Any:
+        if private.is_emulated(tensor) and runs_native_dropout(tensor, p, train):
+            return aten.native_dropout(tensor, p, train)[0]
+        return plain_dropout.call_boxed(keyset, tensor, p, train)
+
+    scope.kernel("aten::dropout", transformed_dropout, front, with_keyset=True)
+    for op in ("aten::_fused_rms_norm", "aten::mish_backward"):
+        scope.kernel(op, _autograd_formula(op), "AutogradOther", with_keyset=True)
+
+
+def _autograd_formula(op: str) -> Kernel:
+    formula, composite = private.kernel_at(op, "AutogradMeta"), private.kernel_at(op, "AutogradOther")
+
+    def differentiated(keyset: Any, first: Tensor, *args: Any) -> Any:
+        return (formula if private.is_emulated(first) else composite).call_boxed(keyset, first, *args)
+
+    return differentiated
+
+
+def runs_native_dropout(tensor: Tensor, p: float, train: bool) -> bool:
+    """is_fused_kernel_acceptable in aten/src/ATen/native/Dropout.cpp."""
+    return train and 0 < p < 1 and tensor.numel() > 0
+
+
+def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
+    """One kernel that keeps a bool mask."""
+    if runs_native_dropout(tensor, p, train):
+        output: Tensor = aten.native_dropout(tensor, p, train)[0]
+        return output
+    composite: Tensor = private.decompose(aten.dropout.default, tensor, p, train)
+    return composite
+
+
+def _half_to_float(composite: OpOverload, kernel: OpOverload) -> Kernel:
+    """softmax(fp16, dtype=float32) casts inside the kernel; bf16 is cast before it (SoftMax.cpp)."""
+
+    def softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if tensor.dtype == torch.float16 and dtype == torch.float32:
+            return kernel(tensor, dim, True)
+        return private.decompose(composite, tensor, dim, dtype)
+
+    return softmax
+
+
+def batch_norm(
+    tensor: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """cuDNN's kernel where it takes the case; else the native one, as the composite does by itself."""
+    statistics = running_mean, running_var
+    if cudnn_enabled and _cudnn_takes_batch_norm(tensor, weight, bias, statistics, training):
+        output: Tensor = aten.cudnn_batch_norm(
+            _dense(tensor), weight, bias, running_mean, running_var, training, momentum, eps
+        )[0]
+        return output
+    native: Tensor = private.decompose(
+        aten.batch_norm.default,
+        tensor,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        training,
+        momentum,
+        eps,
+        cudnn_enabled,
+    )
+    return native
+
+
+def _cudnn_takes_batch_norm(
+    tensor: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: tuple[Tensor | None, Tensor | None],
+    training: bool,
+) -> bool:
+    """select_batch_norm_backend in aten/src/ATen/native/Normalization.cpp; wrong shapes are left to torch's checks."""
+    if weight is None or bias is None or tensor.dim() < 3 or not 0 < tensor.numel() < INT32_MAX:
+        return False
+    if any(vector is not None and vector.numel() != tensor.size(1) for vector in (weight, bias, *statistics)):
+        return False
+    limit = BATCH_NORM_MAX_BATCH_TRAINING if training else BATCH_NORM_MAX_BATCH_EVAL
+    known = [vector is not None for vector in statistics]
+    return (
+        torch.bfloat16 not in (tensor.dtype, weight.dtype)
+        and (tensor.dtype != torch.float16 or weight.dtype == torch.float32)
+        and (all(known) or (training and not any(known)))
+        and tensor.size(0) <= limit
+    )
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """cuDNN reads contiguous or channels-last memory."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = layouts.get(tensor.dim())
+    if layout is not None and tensor.is_contiguous(memory_format=layout):
+        return tensor
+    return tensor.contiguous()

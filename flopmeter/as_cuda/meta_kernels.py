@@ -1,0 +1,116 @@
+"""Shapes of CUDA-only ops that ship without a Meta kernel: what they return, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flopmeter.as_cuda import torch_private as private
+from flopmeter.as_cuda.scope import Kernel, Scope
+
+GRU_WORKSPACE = 5
+"""Values a hidden unit that the fused GRU cell keeps for its backward (GRU_workspace in cuda/RNN.cu)."""
+
+
+def install(scope: Scope) -> None:
+    """Register each kernel for which this torch has none."""
+    for name, kernel in KERNELS.items():
+        if private.overload(name) is not None and not private.has_kernel(f"aten::{name}", "Meta"):
+            scope.kernel(f"aten::{name}", kernel, "Meta")
+    for name, kernel in KERNELS_OF_COMPOSITES.items():
+        if private.overload(name) is not None and not private.has_kernel(f"aten::{name}", "Meta"):
+            scope.meta_kernel_of_composite(f"aten::{name}", kernel)
+
+
+def install_int4(scope: Scope) -> None:
+    """torch 2.13's Meta kernel asks plain tensors for an attribute that only FakeTensors have."""
+    scope.kernel("aten::_weight_int4pack_mm", weight_int4pack_mm, "Meta")
+
+
+def cudnn_rnn_backward(
+    tensor: Tensor,
+    weight: Sequence[Tensor],
+    weight_stride0: int,
+    weight_buf: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    grad_cx = torch.empty_like(cx) if cx is not None else tensor.new_empty(0)
+    return (
+        torch.empty_like(tensor),
+        torch.empty_like(hx),
+        grad_cx,
+        [torch.empty_like(each) for each in weight],
+    )
+
+
+def fused_gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, hidden = hx.shape
+    return torch.empty_like(hx), hx.new_empty(batch, GRU_WORKSPACE * hidden)
+
+
+def fused_gru_cell_backward(
+    grad_hy: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the input gates, the hidden gates, the hidden state and the two biases."""
+    batch, hidden = grad_hy.shape
+    input_gates, hidden_gates = (grad_hy.new_empty(batch, 3 * hidden) for _ in range(2))
+    input_bias, hidden_bias = (grad_hy.new_empty(3 * hidden if has_bias else 0) for _ in range(2))
+    return input_gates, hidden_gates, torch.empty_like(grad_hy), input_bias, hidden_bias
+
+
+def fused_rms_norm(
+    tensor: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """The output and one reciprocal root mean square a row, in the accumulation dtype."""
+    kept = tensor.dim() - len(normalized_shape)
+    rows = [*tensor.shape[:kept], *[1] * len(normalized_shape)]
+    accumulation = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.empty_like(tensor), tensor.new_empty(rows, dtype=accumulation)
+
+
+def mish_backward(grad_output: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def weight_int4pack_mm(tensor: Tensor, mat2: Tensor, group_size: int, scale_and_zeros: Tensor) -> Tensor:
+    """The weight is packed in tiles of 8 output features."""
+    on_xpu = getattr(mat2, "fake_device", mat2.device).type == "xpu"  # there in rows of one
+    return tensor.new_empty(tensor.size(0), mat2.size(0) * (1 if on_xpu else 8))
+
+
+def in_place(*args: Any, **kwargs: Any) -> None:
+    """An op that only writes into its arguments."""
+
+
+KERNELS: dict[str, Kernel] = {
+    "_cudnn_rnn_backward": cudnn_rnn_backward,
+    "_thnn_fused_gru_cell": fused_gru_cell,
+    "_thnn_fused_gru_cell_backward": fused_gru_cell_backward,
+    "_fused_sgd_": in_place,
+    "_fused_sgd_.tensor_lr": in_place,
+    "_fused_adagrad_": in_place,
+    "_fused_adagrad_.tensor_lr": in_place,
+    "_ctc_loss_backward": ctc_loss_backward,
+    "_ctc_loss_backward.Tensor": ctc_loss_backward,
+}
+
+KERNELS_OF_COMPOSITES: dict[str, Kernel] = {
+    "_fused_rms_norm": fused_rms_norm,
+    "mish_backward": mish_backward,
+}
+"""Ops with a composite kernel and an autograd formula: the formula is taken once the backend has a kernel."""

@@ -1,0 +1,26 @@
+"""Optimizers and gradient clipping: foreach kernels by default, and `fused` and `capturable` allowed, as on CUDA."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from flopmeter.as_cuda import torch_private as private
+from flopmeter.as_cuda.scope import Scope
+
+
+def install(scope: Scope) -> None:
+    """Add "meta" to the device lists. Each optimizer module holds its own reference to the functions with them."""
+    lists = {name.attribute for name in private.NAMES[private.FOREACH]}
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.optim.")]
+    for module in (private.module(private.FOREACH), *modules):
+        for name in lists & vars(module).keys():
+            scope.patch(module, name, _with_meta(getattr(module, name)))
+
+
+def _with_meta(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def supported_devices(*args: Any, **kwargs: Any) -> list[str]:
+        return [*devices(*args, **kwargs), "meta"]
+
+    return supported_devices

@@ -1,0 +1,151 @@
+"""Recurrent networks: one cuDNN op for all layers and steps, and one kernel for a cell's gates (RNN.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
+
+from flopmeter.as_cuda import torch_private as private
+from flopmeter.as_cuda.scope import Kernel, Scope
+
+aten = torch.ops.aten
+
+CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64)
+"""What cuDNN takes, as torch.backends.cudnn.CUDNN_TENSOR_DTYPES: not bfloat16."""
+
+RELU, TANH, LSTM, GRU = range(4)
+"""cuDNN's numbers of the kinds, as the op's `mode` argument has them."""
+GATES = {RELU: 1, TANH: 1, LSTM: 4, GRU: 3}
+
+
+def install(scope: Scope) -> None:
+    """Dispatch LSTM, GRU, RNN and their cells on meta tensors as CUDA would."""
+    for name, mode in {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}.items():
+        packet = getattr(aten, name)
+        scope.override(packet.input, _padded(scope, packet.input, mode), vmap_key=None)
+        scope.override(packet.data, _packed(scope, packet.data, mode), vmap_key=None)
+    scope.override(aten.lstm_cell.default, lstm_cell, vmap_key=None)
+    scope.override(aten.gru_cell.default, gru_cell, vmap_key=None)
+
+
+def _padded(scope: Scope, composite: OpOverload, mode: int) -> Kernel:
+    def rnn(
+        tensor: Tensor,
+        hx: Any,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        options = (has_biases, num_layers, dropout, train, bidirectional)
+        if _cudnn_takes(scope, tensor):
+            return _cudnn_rnn(mode, tensor, hx, params, *options, batch_first, ())
+        return private.decompose(composite, tensor, hx, params, *options, batch_first)
+
+    return rnn
+
+
+def _packed(scope: Scope, composite: OpOverload, mode: int) -> Kernel:
+    def rnn(
+        tensor: Tensor,
+        batch_sizes: Tensor,
+        hx: Any,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> Any:
+        options = (has_biases, num_layers, dropout, train, bidirectional)
+        if _cudnn_takes(scope, tensor):  # batch_sizes are on the CPU, on every device
+            return _cudnn_rnn(mode, tensor, hx, params, *options, False, batch_sizes.tolist())
+        return private.decompose(composite, tensor, batch_sizes, hx, params, *options)
+
+    return rnn
+
+
+def _cudnn_takes(scope: Scope, tensor: Tensor) -> bool:
+    """cudnn_is_acceptable in aten/src/ATen/native: enabled, a dtype it has, not empty."""
+    if tensor.dtype in CUDNN_DTYPES:
+        return torch.backends.cudnn.enabled and tensor.numel() > 0
+    scope.note(f"{tensor.dtype} RNN: not a cuDNN dtype, runs step by step, here without CUDA's fused cell kernel")
+    return False
+
+
+def _cudnn_rnn(
+    mode: int,
+    tensor: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    batch_sizes: Sequence[int],
+) -> tuple[Tensor, ...]:
+    hidden, cell = hx if mode == LSTM else (hx, None)
+    hidden_size = params[1].size(0) // GATES[mode]
+    projection = hidden.size(-1) if mode == LSTM and hidden.size(-1) != hidden_size else 0
+    weights_per_layer = (4 if has_biases else 2) + (1 if projection else 0)
+    # On CUDA the weights are views of one buffer, passed as well. An empty stand-in counts them once.
+    buffer = tensor.new_empty(0)
+    dropout_state = tensor.new_empty(0, dtype=torch.uint8) if train and dropout > 0 else None
+    results = aten._cudnn_rnn(
+        tensor,
+        params,
+        weights_per_layer,
+        buffer,
+        hidden,
+        cell,
+        mode,
+        hidden_size,
+        projection,
+        num_layers,
+        batch_first,
+        dropout,
+        train,
+        bidirectional,
+        batch_sizes,
+        dropout_state,
+    )
+    return tuple(results[: 3 if mode == LSTM else 2])
+
+
+def lstm_cell(
+    tensor: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Two products without bias, then one kernel for the gates."""
+    hidden, cell = hx
+    gates = F.linear(tensor, w_ih), F.linear(hidden, w_hh)
+    new_hidden, new_cell, _ = aten._thnn_fused_lstm_cell(*gates, cell, b_ih, b_hh)
+    return new_hidden, new_cell
+
+
+def gru_cell(
+    tensor: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """Two products without bias, then one kernel for the gates."""
+    gates = F.linear(tensor, w_ih), F.linear(hx, w_hh)
+    new_hidden: Tensor = aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
+    return new_hidden

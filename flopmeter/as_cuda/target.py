@@ -1,0 +1,46 @@
+"""The facts of a device that decide which ops PyTorch dispatches on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CUDNN_9_20 = 92000
+"""cuDNN 9.20.0, which the CUDA 13.0 wheels of torch 2.13 ship; written as cudnn.version() returns it."""
+
+STAND_IN_CAPABILITY = (8, 0)
+"""Capability that a device which is not NVIDIA's is dispatched as: the oldest with every fused attention kernel
+of PyTorch's default order, and none of the cuDNN attention that newer NVIDIA devices put first."""
+
+
+@dataclass(frozen=True)
+class CudaTarget:
+    """A device as PyTorch's dispatch sees it.
+
+    `compute_capability` is (major, minor); `cudnn_version` as torch.backends.cudnn.version() returns it;
+    `notes` are the assumptions behind the two, for the report.
+    """
+
+    compute_capability: tuple[int, int]
+    cudnn_version: int = CUDNN_9_20
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        major, minor = self.compute_capability
+        if not (5 <= major <= 12 and 0 <= minor <= 9):
+            raise ValueError(
+                f"compute capability {major}.{minor} is none that PyTorch runs on (5.0 to 12.1): "
+                "give (major, minor), such as (9, 0) for an H100"
+            )
+
+    @classmethod
+    def stand_in(cls, device: str) -> CudaTarget:
+        """The stated rule for `device`, which is not NVIDIA's: the stream that CUDA dispatches on capability 8.0."""
+        major, minor = STAND_IN_CAPABILITY
+        rule = f"ops are those that CUDA dispatches on compute capability {major}.{minor}"
+        return cls(STAND_IN_CAPABILITY, notes=(f"{device} is not an NVIDIA device: {rule}",))
+
+    @property
+    def sm(self) -> int:
+        """The capability as one number: 90 for 9.0, 121 for 12.1."""
+        major, minor = self.compute_capability
+        return 10 * major + minor

@@ -1,0 +1,314 @@
+"""Every private name of torch that the emulation uses, and what is lost on a torch without it.
+
+Nothing else in `flopmeter.as_cuda` spells a private name: `names(FEATURE)` hands them out, `missing(FEATURE)`
+says which of them this torch lacks, and the context leaves that feature out and says so. Operators are private
+too where their name starts with an underscore; `OPERATORS` holds the schemas that the kernels are written for.
+
+Read from torch 2.13.0 and run on it. 2.11 and 2.12 are supported by the same names, checked at run time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import Library, fallthrough_kernel
+from torch.nn.attention import SDPBackend
+
+TESTED_VERSION = (2, 13)
+"""The release whose streams the tests hold recordings of."""
+SUPPORTED_VERSIONS = ((2, 11), (2, 12), TESTED_VERSION)
+
+ATTENTION = "the attention backend (scaled_dot_product_attention)"
+COMPOSITES = "dropout, RMSNorm, batch norm, softmax and mish as CUDA kernels"
+RNN = "cuDNN RNNs and fused RNN cells"
+FUNCTORCH = "dropout, RMSNorm and mish under torch.func transforms"
+AUTOCAST = "torch.autocast('cuda')"
+CHECKPOINT = "recomputation under autocast in activation checkpointing"
+FOREACH = "foreach, fused and capturable optimizers and gradient clipping"
+MHA_FAST_PATH = "the fused inference path of nn.MultiheadAttention and nn.TransformerEncoderLayer"
+FLEX_ATTENTION = "the refusal of flex_attention"
+COMPILE = "the marks of torch.compile regions"
+INT4 = "the shape of int4 weight-only matrix products"
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private attribute of torch: `module.attribute`. `used` says for what."""
+
+    module: str
+    attribute: str
+    used: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+    def present(self) -> bool:
+        """Whether this torch has it. A module that the program has not imported yet counts as present."""
+        module = sys.modules.get(self.module)
+        return module is None or hasattr(module, self.attribute)
+
+
+NAMES: dict[str, tuple[PrivateName, ...]] = {
+    ATTENTION: (
+        PrivateName("torch._C", "_get_sdp_priority_order", "the order that sdpa_kernel(set_priority=True) sets"),
+    ),
+    FUNCTORCH: (
+        PrivateName("torch.library", "get_kernel", "the kernel that ours stands before (public, new in 2.10)"),
+    ),
+    AUTOCAST: (
+        PrivateName("torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op with autocast off"),
+        PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare autocast key on"),
+        PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare autocast key on"),
+        PrivateName("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops this build autocasts"),
+        PrivateName("torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) casts by device type"),
+        PrivateName("torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it"),
+    ),
+    CHECKPOINT: (
+        PrivateName("torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved for recompute"),
+    ),
+    FOREACH: (
+        PrivateName("torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices", "foreach by default"),
+        PrivateName("torch.utils._foreach_utils", "_get_fused_kernels_supported_devices", "fused=True"),
+        PrivateName("torch.optim.optimizer", "_get_capturable_supported_devices", "capturable=True"),
+    ),
+    MHA_FAST_PATH: (
+        PrivateName("torch.utils.backend_registration", "_privateuse1_backend_name", "a third device it accepts"),
+    ),
+    FLEX_ATTENTION: (
+        PrivateName("torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device"),
+    ),
+    COMPILE: (
+        PrivateName("torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called around each compiled call"),
+    ),
+}
+
+OPERATORS: dict[str, dict[str, str]] = {
+    ATTENTION: {
+        "_scaled_dot_product_flash_attention": (
+            "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, bool "
+            "return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor "
+            "cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor "
+            "debug_attn_mask)"
+        ),
+        "_scaled_dot_product_efficient_attention": (
+            "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float "
+            "dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, "
+            "Tensor philox_seed, Tensor philox_offset)"
+        ),
+        "_scaled_dot_product_cudnn_attention": (
+            "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float "
+            "dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor "
+            "output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor "
+            "philox_seed, Tensor philox_offset, Tensor debug_attn_mask)"
+        ),
+    },
+    COMPOSITES: {
+        "_softmax": "(Tensor self, int dim, bool half_to_float) -> Tensor",
+        "_log_softmax": "(Tensor self, int dim, bool half_to_float) -> Tensor",
+        "_fused_rms_norm": "(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)",
+    },
+    RNN: {
+        "_cudnn_rnn": (
+            "(Tensor input, Tensor[] weight, int weight_stride0, Tensor? weight_buf, Tensor hx, Tensor? cx, int "
+            "mode, SymInt hidden_size, SymInt proj_size, int num_layers, bool batch_first, float dropout, bool "
+            "train, bool bidirectional, SymInt[] batch_sizes, Tensor? dropout_state) -> (Tensor, Tensor, Tensor, "
+            "Tensor, Tensor)"
+        ),
+        "_cudnn_rnn_backward": (
+            "(Tensor input, Tensor[] weight, int weight_stride0, Tensor weight_buf, Tensor hx, Tensor? cx, Tensor"
+            " output, Tensor? grad_output, Tensor? grad_hy, Tensor? grad_cy, int mode, SymInt hidden_size, SymInt"
+            " proj_size, int num_layers, bool batch_first, float dropout, bool train, bool bidirectional, "
+            "SymInt[] batch_sizes, Tensor? dropout_state, Tensor reserve, bool[4] output_mask) -> (Tensor, "
+            "Tensor, Tensor, Tensor[])"
+        ),
+        "_thnn_fused_lstm_cell": (
+            "(Tensor input_gates, Tensor hidden_gates, Tensor cx, Tensor? input_bias=None, Tensor? "
+            "hidden_bias=None) -> (Tensor, Tensor, Tensor)"
+        ),
+        "_thnn_fused_gru_cell": (
+            "(Tensor input_gates, Tensor hidden_gates, Tensor hx, Tensor? input_bias=None, Tensor? "
+            "hidden_bias=None) -> (Tensor, Tensor)"
+        ),
+        "_thnn_fused_gru_cell_backward": (
+            "(Tensor grad_hy, Tensor workspace, bool has_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        ),
+    },
+    FOREACH: {
+        "_fused_sgd_": (
+            "(Tensor(a!)[] self, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffer_list, *, float weight_decay, "
+            "float momentum, float lr, float dampening, bool nesterov, bool maximize, bool is_first_step, Tensor?"
+            " grad_scale=None, Tensor? found_inf=None) -> ()"
+        ),
+        "_fused_adagrad_": (
+            "(Tensor(a!)[] self, Tensor(b!)[] grads, Tensor(c!)[] state_sums, Tensor(d!)[] state_steps, *, float "
+            "lr, float lr_decay, float weight_decay, float eps, bool maximize, Tensor? grad_scale=None, Tensor? "
+            "found_inf=None) -> ()"
+        ),
+    },
+    MHA_FAST_PATH: {
+        "_nested_tensor_from_mask_left_aligned": "(Tensor t, Tensor mask) -> bool",
+    },
+    INT4: {
+        "_weight_int4pack_mm": "(Tensor self, Tensor mat2, int qGroupSize, Tensor qScaleAndZeros) -> Tensor",
+    },
+}
+"""Private operators and the schemas that the kernels of this package are written for."""
+
+
+def missing(feature: str) -> tuple[str, ...]:
+    """What this torch lacks, or has with another schema, of what `feature` needs; empty when it can be emulated."""
+    absent = [f"{name.path}" for name in NAMES.get(feature, ()) if not name.present()]
+    for name, schema in OPERATORS.get(feature, {}).items():
+        found = schema_of(name)
+        if found is None:
+            absent.append(f"aten::{name}")
+        elif found != schema:
+            absent.append(f"aten::{name} as it was (now {found})")
+    return tuple(absent)
+
+
+def schema_of(name: str) -> str | None:
+    """The arguments and results of `aten::name` in this torch, as text; None if there is no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    return None if packet is None else str(packet.default._schema).removeprefix(f"aten::{name}")
+
+
+def running_version() -> tuple[int, int]:
+    """(major, minor) of the running torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def loaded(feature: str) -> types.ModuleType | None:
+    """The module behind the names of `feature`, if the program has imported it."""
+    return sys.modules.get(NAMES[feature][0].module)
+
+
+def module(feature: str) -> types.ModuleType:
+    """The module behind the names of `feature`, imported now if need be."""
+    return importlib.import_module(NAMES[feature][0].module)
+
+
+def is_emulated(tensor: Any) -> bool:
+    """Whether `tensor` is one that the emulation may touch: on meta, and not a FakeTensor, which is its owner's."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta" and not isinstance(tensor, FakeTensor)
+
+
+# --- dispatcher ------------------------------------------------------------------------------------------------
+
+
+def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run the CompositeImplicitAutograd kernel of `op`: what it does where nobody stands before it.
+
+    Not `op.decompose()`, which prefers a Python decomposition of the same op (dropout, LSTM, batch norm and others
+    have one, of other ops).
+    """
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def has_kernel(op: str, key: str) -> bool:
+    """Whether `op` ("aten::name.overload") has a kernel of its own at dispatch key `key`."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
+
+
+def kernel_at(op: str, key: str) -> Any:
+    """The kernel that `op` runs at dispatch key `key` now; `.call_boxed(keyset, *args)` runs it."""
+    return torch.library.get_kernel(op, key)
+
+
+def library() -> Library:
+    """A library that holds registrations for aten ops until `unregister`."""
+    return Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def register(library: Library, op: str, function: Any, key: str, with_keyset: bool) -> None:
+    """Register `function` for `op` ("aten::name.overload") at dispatch key `key`."""
+    library.impl(op, function, key, with_keyset=with_keyset)  # type: ignore[no-untyped-call]
+
+
+def fall_through(key: str) -> Library:
+    """Make ops without a kernel at `key` pass it by, until `unregister`."""
+    fallback = Library("_", "IMPL", key)  # type: ignore[no-untyped-call]
+    fallback.fallback(fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+    return fallback
+
+
+def register_unguarded(library: Library, op: str, function: Any, key: str) -> None:
+    """`Library.impl` less its refusal of Meta kernels for ops with a composite kernel.
+
+    `_fused_rms_norm` and `mish_backward` have both a composite kernel and an autograd formula. The dispatcher takes
+    the formula only where the backend has a kernel, as CUDA does and Meta does not.
+    """
+    assert library.m is not None
+    library.m.impl(op, key, function)
+
+
+def unregister(library: Library) -> None:
+    """Take back every registration of `library` now, not when it is collected."""
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+def name_of(op: OpOverload) -> str:
+    """ "aten::name.overload"."""
+    return str(op.name())  # type: ignore[no-untyped-call]
+
+
+def schema_arguments(op: OpOverload) -> tuple[str, ...]:
+    """The argument names of `op`, in order."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+def overload(name: str) -> OpOverload | None:
+    """`aten` operator by "name" or "name.overload"; None if this torch has no such operator."""
+    packet_name, _, overload_name = name.partition(".")
+    packet = getattr(torch.ops.aten, packet_name, None)
+    found: OpOverload | None = getattr(packet, overload_name or "default", None)
+    return found
+
+
+# --- the spare autocast key --------------------------------------------------------------------------------------
+
+SPARE_AUTOCAST_KEY = "AutocastIPU"
+"""An autocast key with no kernels and no device in core. Meta tensors have no autocast key of their own."""
+
+
+def switch_spare_autocast_key(on: bool) -> None:
+    """Let calls of this thread pass (or no longer pass) through the kernels at the spare key."""
+    key = torch._C.DispatchKey.__members__[SPARE_AUTOCAST_KEY]
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, not on)
+    torch._C._dispatch_tls_set_dispatch_key_included(key, on)
+
+
+def without_spare_autocast_key() -> Any:
+    """Context in which calls skip the kernels at the spare key, as torch's own autocast kernels run their op."""
+    return torch._C._ExcludeDispatchKeyGuard(_SPARE_KEYSET)
+
+
+_SPARE_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[SPARE_AUTOCAST_KEY])
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def enabled_sdp_backends() -> dict[SDPBackend, bool]:
+    """The user's switches, which sdpa_kernel sets."""
+    flags: Any = torch.backends.cuda
+    return {
+        SDPBackend.MATH: flags.math_sdp_enabled(),
+        SDPBackend.FLASH_ATTENTION: flags.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: flags.mem_efficient_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: flags.cudnn_sdp_enabled(),
+    }
+
+
+def sdp_priority_order() -> tuple[int, ...]:
+    """The user's order of SDPBackend values, or torch's default."""
+    return tuple(torch._C._get_sdp_priority_order())
