@@ -28,6 +28,7 @@ from flopmeter.records import Call, Op, Phase, Switches, TensorSpec
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
 _autograd_node = torch._C._current_autograd_node
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
 
 
@@ -89,6 +90,12 @@ class Recorder(TorchDispatchMode):
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
         self._undo = ExitStack()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap the dispatch below in a guard against being compiled, about a microsecond an
+        op; while a dispatch mode is active nothing is compiled anyway."""
+        return False
+
     def __enter__(self) -> Recorder:
         with ExitStack() as undo:
             undo.enter_context(self.modules)
@@ -121,9 +128,9 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if handling.is_composite:
             with self:
-                result = self._overrides.get(func, func.decompose)(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                override = self._overrides.get(func)
+                # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.
+                return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
         numbers: dict[int, int] = {}
         key: Any = (func, self._describe(args, numbers))
         if kwargs:
@@ -249,14 +256,15 @@ def _is_plain(kind: type) -> bool:
 
 
 def _handling(func: Any) -> _Handling:
-    if not isinstance(func, OpOverload):  # a higher-order op: its body is traced op by op
+    # A higher-order op is no OpOverload: its body is traced op by op.
+    if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES:
         return _Handling(True, False, False)
     name = func.name()
     is_composite = _has_kernel(name, "CompositeImplicitAutograd") and not (
         _has_kernel(name, "CPU") or _has_kernel(name, "Meta")
     )
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-    return _Handling(func.namespace in _HOST_NAMESPACES, is_composite, by_data)
+    return _Handling(False, is_composite, by_data)
 
 
 def _switches() -> Switches:
