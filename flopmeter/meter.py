@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
+from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.hardware import Hardware, load_hardware
+from flopmeter.known_values import KnownValues
 from flopmeter.memory import peak_memory_bytes
+from flopmeter.records import Call
 from flopmeter.report import Report
 from flopmeter.timing import Host, host_seconds, time_kernels
 from flopmeter.trace import Recorder, Trace
@@ -21,8 +26,11 @@ class FlopMeter:
     """Meters the PyTorch program that runs inside it.
 
     hardware: a name of `available_hardware()`, a path to a YAML profile, or a Hardware.
+    as_cuda: dispatch what CUDA would on that device, for tensors on meta; False records the raw stream.
     strict: raise UncountedError at the first op that no rule covers, instead of listing it.
     causal: 'full' counts the whole attention square, as torch's counter does; 'exact' what a mask leaves.
+    routing: 'balanced' lets experts picked by unknown scores take turns (see known_values).
+    checks: 'hold' lets an `all()` of unknown values be true.
     source: note the caller's file and line with every op (slower).
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.
@@ -32,8 +40,11 @@ class FlopMeter:
         self,
         hardware: str | os.PathLike[str] | Hardware = DEFAULT_HARDWARE,
         *,
+        as_cuda: bool = True,
         strict: bool = False,
         causal: Causal = "full",
+        routing: str | None = None,
+        checks: str | None = None,
         source: bool = False,
         host: Host | None = None,
     ):
@@ -44,25 +55,35 @@ class FlopMeter:
         self._causal: Causal = causal
         self._source = source
         self._host = host or Host()
+        self._as_cuda = as_cuda
+        self._new_values = functools.partial(KnownValues, routing=routing, checks=checks)
+        self._new_values()  # complains about unknown options now rather than on entry
         self._recorder: Recorder | None = None
+        self._values: KnownValues | None = None
+        self._emulation: Emulation | None = None
         self._depth = 0
+        self._undo = ExitStack()
 
     def __enter__(self) -> FlopMeter:
         if self._depth == 0:
-            recorder = Recorder(source=self._source, on_new_call=self._check if self._strict else None)
-            recorder.__enter__()
-            self._recorder = recorder
+            with ExitStack() as undo:
+                self._emulation = undo.enter_context(emulate_cuda(_target(self.hardware))) if self._as_cuda else None
+                self._values = undo.enter_context(self._new_values())
+                self._recorder = Recorder(
+                    source=self._source,
+                    overrides=self._emulation.overrides if self._emulation else None,
+                    values=self._values,
+                    on_new_call=_check if self._strict else None,
+                )
+                undo.enter_context(self._recorder)
+                self._undo = undo.pop_all()
         self._depth += 1
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._depth -= 1
-        if self._depth == 0 and self._recorder is not None:
-            self._recorder.__exit__(*exception)
-
-    @staticmethod
-    def _check(call: Any) -> None:
-        costs_of(call, strict=True)
+        if self._depth == 0:
+            self._undo.close()
 
     @property
     def trace(self) -> Trace:
@@ -86,4 +107,20 @@ class FlopMeter:
             host_seconds=host_seconds(kernels, self._host),
             peak_memory_bytes=peak_memory_bytes(self.trace),
             causal=self._causal,
+            assumptions=self._assumptions(),
+            notes=self._emulation.notes if self._emulation else (),
         )
+
+    def _assumptions(self) -> tuple[str, ...]:
+        uses = self._values.assumptions if self._values else ()
+        return tuple(f"{use.rule} for {use.op} at {use.where} ({use.count}x)" for use in uses)
+
+
+def _target(hardware: Hardware) -> CudaTarget:
+    if hardware.compute_capability is None:
+        return CudaTarget.stand_in(hardware.title)
+    return CudaTarget(hardware.compute_capability)
+
+
+def _check(call: Call) -> None:
+    costs_of(call, strict=True)

@@ -125,6 +125,32 @@ class Matmul(NamedTuple):
     k: int
 
 
+class Convolution(NamedTuple):
+    """What the implicit product (a Matmul whose batch is the groups) does not tell of a convolution."""
+
+    channels: int  # that each filter sees: input channels over groups
+    kernel: tuple[int, ...]
+    positions: tuple[int, ...]  # spatial size of what is computed; () for a gradient of the filters
+    is_dense: bool  # stride and dilation 1, not transposed
+
+
+class Reread(NamedTuple):
+    """What a kernel reads again after a first pass; whether a cache serves that depends on the device.
+
+    The rows in flight compete for the cache: as many as there are places for `threads` on all SMs.
+    """
+
+    nbytes: int  # beyond the first read
+    rows: int
+    row_bytes: int
+    threads: int  # that work on one row
+
+
+# How a kernel walks its memory, where the op class does not say it.
+Access = Literal["stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "fused"]
+AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cost:
     """What one kernel does, on any device.
@@ -146,6 +172,14 @@ class Cost:
     masked_flops: int = 0  # of a causal or windowed mask: counted in `flops`, skipped by the kernel
     matmuls: tuple[Matmul, ...] = ()
     tf32_switch: Tf32Switch | None = None
+    alignment_bytes: int = 16  # of the rows of a product's operands: the largest power of two, at most 16
+    convolution: Convolution | None = None
+    attention: AttentionBackend | None = None
+    access: Access | None = None  # None: as the op class has it
+    rereads: tuple[Reread, ...] = ()
+    serial_steps: int = 0  # dependent memory accesses that each thread makes, where they bound the kernel
+    link_bytes: int = 0  # of a copy between host and device
+    blocks_host: bool = False  # the host waits for the result before it goes on (`item`, blocking copies)
 
     @property
     def flops(self) -> int:
@@ -193,18 +227,20 @@ class Timing(NamedTuple):
 
     compute_seconds: float
     memory_seconds: float
+    work_seconds: float  # both together: no less than the larger, no more than their sum
     floor_seconds: float  # ramp and drain: what a kernel takes beyond its work
     wait_seconds: float  # the device idled so long for the host before this kernel
     start_seconds: float
+    kernel_class: str  # that the error band is known for (timing/bands.py)
 
     @property
     def seconds(self) -> float:
-        """Device time: the larger of compute and memory, plus the floor."""
-        return max(self.compute_seconds, self.memory_seconds) + self.floor_seconds
+        """Device time."""
+        return self.work_seconds + self.floor_seconds
 
     @property
     def regime(self) -> Regime:
         """What bounds it: launching it (overhead), its arithmetic, or its memory traffic."""
-        if self.wait_seconds > self.seconds or self.floor_seconds > max(self.compute_seconds, self.memory_seconds):
+        if self.wait_seconds > self.seconds or self.floor_seconds > self.work_seconds:
             return "overhead"
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"

@@ -143,9 +143,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "hardware": report.hardware.name,
         "mode": report.mode,
         "totals": {name: getattr(report, name) for name in TOTALS},
-        "rows": {
-            by: [row._asdict() for row in report.rows(by)] for by in ("class", "op", "module", "phase")
-        },
+        "rows": {by: [row._asdict() for row in report.rows(by)] for by in ("class", "op", "module", "phase")},
         "uncounted": [row._asdict() for row in report.uncounted],
         "assumptions": list(report.assumptions),
         "conventions": {"flops_per_multiply_add": 2, "causal": report.causal, **report.switches._asdict()},

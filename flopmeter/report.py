@@ -175,9 +175,8 @@ class Report:
         overhead (the device waiting for the host, and kernels too small to outlast their own launch)."""
         shares: dict[Regime, float] = dict.fromkeys(get_args(Regime), 0.0)
         for timing in self.timings:
-            busy = max(timing.compute_seconds, timing.memory_seconds)
             is_compute = timing.compute_seconds >= timing.memory_seconds
-            shares["compute" if is_compute else "memory"] += busy
+            shares["compute" if is_compute else "memory"] += timing.work_seconds
             shares["overhead"] += timing.floor_seconds
         shares["overhead"] += self.idle_seconds
         return shares

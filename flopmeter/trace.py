@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopmeter.known_values import KnownValues
+from flopmeter.known_values.assumptions import caller
 from flopmeter.modules import ModulePaths
 from flopmeter.records import Call, Op, Phase, Switches, TensorSpec
 
@@ -67,6 +70,14 @@ class _Handling(NamedTuple):
     shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
 
 
+class _Seen(NamedTuple):
+    """The tensors of one call in order, the addresses of their storages, and the call's own numbering."""
+
+    tensors: list[Tensor]
+    addresses: list[int]
+    numbers: dict[int, int]  # trace-wide number -> number in the call
+
+
 class Recorder(TorchDispatchMode):
     """The dispatch mode: appends one Op to `trace` for each aten call that reaches a kernel."""
 
@@ -75,17 +86,20 @@ class Recorder(TorchDispatchMode):
         *,
         source: bool = False,
         overrides: Mapping[OpOverload, Callable[..., Any]] | None = None,
+        values: KnownValues | None = None,
         on_new_call: Callable[[Call], None] | None = None,
     ):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._on_new_call = on_new_call
         self.trace = Trace()
         self.modules = ModulePaths()
         self._source = source
         self._overrides = overrides or {}
+        self._values = values
         self._calls: dict[Any, Call] = {}
         self._handlings: dict[Any, _Handling] = {}
         self._storages: dict[int, _StorageRef] = {}
+        self._shared_number: int | None = None  # of tensors without a storage
         self._optimizer_steps = 0  # depth
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
         self._undo = ExitStack()
@@ -101,12 +115,12 @@ class Recorder(TorchDispatchMode):
             undo.enter_context(self.modules)
             undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
             self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._undo.close()
         self._optimizer_steps = 0
 
@@ -131,70 +145,88 @@ class Recorder(TorchDispatchMode):
                 override = self._overrides.get(func)
                 # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.
                 return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
-        numbers: dict[int, int] = {}
-        key: Any = (func, self._describe(args, numbers))
-        if kwargs:
-            key = (key, tuple(kwargs), self._describe(kwargs.values(), numbers))
-        result = func(*args, **kwargs)
-        self._record(handling, key, func, args, kwargs, result, numbers)
+        seen = _Seen([], [], {})
+        key = self._key(func, args, kwargs, seen)
+        if self._values is None:
+            result = func(*args, **kwargs)
+        else:
+            result = self._values.run(func, args, kwargs, seen.tensors, seen.addresses)
+            for func, args, kwargs in self._values.ran:  # in place of the call
+                handling = self._handlings.get(func) or self._handle(func)
+                seen = _Seen([], [], {})
+                key = self._key(func, args, kwargs, seen)
+        self._record(handling, key, func, args, kwargs, result, seen)
         return result
 
+    def _key(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], seen: _Seen) -> Any:
+        """What tells calls of different cost apart."""
+        key = (func, self._describe(args, seen, 0))
+        return (key, tuple(kwargs), self._describe(kwargs.values(), seen, 0)) if kwargs else key
+
     def _record(
-        self, handling: _Handling, key: Any, func: OpOverload, args: Any, kwargs: Any, result: Any, numbers: dict[int, int]
+        self, handling: _Handling, key: Any, func: OpOverload, args: Any, kwargs: Any, result: Any, seen: _Seen
     ) -> None:
-        now = len(self.trace.ops)
-        if isinstance(result, Tensor) and not handling.shape_depends_on_data:
-            numbers.setdefault(self._number(result, now), len(numbers))
-        else:
-            described = self._describe((result,), numbers, now)
-            if handling.shape_depends_on_data:
-                key = (key, described)
+        trace = self.trace
+        described = self._describe((result,), seen, len(trace.ops))
+        if handling.shape_depends_on_data:
+            key = (key, described)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _build(func, args, kwargs, result, self._spec_reader(numbers))
+            call = self._calls[key] = _build(func, args, kwargs, result, self._spec_reader(seen.numbers))
             if self._on_new_call is not None:
                 self._on_new_call(call)
         phase, module = self._place()
-        source = _caller() if self._source else None
-        self.trace.module_calls.append(self.modules.calls)
-        self.trace.ops.append(Op(call, tuple(numbers), module, phase, source))
+        source = caller() if self._source else None
+        trace.module_calls.append(self.modules.calls)
+        trace.ops.append(Op(call, tuple(seen.numbers), module, phase, source))
 
-    def _describe(self, values: Iterable[Any], numbers: dict[int, int], born: int = 0) -> tuple[Any, ...]:
+    def _describe(self, values: Iterable[Any], seen: _Seen, born: int) -> tuple[Any, ...]:
         """A hashable description of arguments or results: geometry for tensors, the value for the rest.
-        Numbers their storages; one that is first seen as an argument (born 0) was there before the trace.
+        Notes the tensors and numbers their storages; one that is first seen as an argument (born 0) was
+        there before the trace.
         """
+        tensors, addresses, numbers = seen
         key: list[Any] = []
         for value in values:
             if isinstance(value, Tensor):
-                storage = self._number(value, born)
-                local = numbers.setdefault(storage, len(numbers))
+                tensors.append(value)
+                number = self._number(value, born, addresses)
+                local = numbers.setdefault(number, len(numbers))
                 if value.layout is torch.strided:
                     offset = value.storage_offset()
                     key.append((value.shape, value.stride(), value.dtype, local, offset, value.is_meta))
                 else:
                     key.append((value.shape, value.layout, value.dtype, local))
             elif isinstance(value, (list, tuple)):
-                key.append(self._describe(value, numbers, born))
+                key.append(self._describe(value, seen, born))
             elif isinstance(value, (bool, float)):  # 1, 1.0 and True hash alike, but make other dtypes
                 key.append((type(value), value))
             else:
                 key.append(value)
         return tuple(key)
 
-    def _number(self, tensor: Tensor, born: int) -> int:
-        """The trace-wide number of the tensor's storage."""
+    def _number(self, tensor: Tensor, born: int, addresses: list[int]) -> int:
+        """The trace-wide number of the tensor's storage, whose address is noted."""
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
-            self.trace.storages.append(Storage(0, tensor.device.type, born))
-            return len(self.trace.storages) - 1
-        known = self._storages.get(storage._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse tensors and others that have none
+            return self._no_storage(tensor, born)
+        address = storage._cdata
+        addresses.append(address)
+        known = self._storages.get(address)
         if known is not None:
             return known.number
         number = len(self.trace.storages)
         self.trace.storages.append(Storage(storage.nbytes(), tensor.device.type, born))
-        self._storages[storage._cdata] = _StorageRef(storage, self._on_death, storage._cdata, number)
+        self._storages[address] = _StorageRef(storage, self._on_death, address, number)
         return number
+
+    def _no_storage(self, tensor: Tensor, born: int) -> int:
+        """All tensors without a storage share one number, of a block of no size."""
+        if self._shared_number is None:
+            self._shared_number = len(self.trace.storages)
+            self.trace.storages.append(Storage(0, tensor.device.type, born))
+        return self._shared_number
 
     def _on_death(self, reference: _StorageRef) -> None:
         self._storages.pop(reference.address, None)
@@ -202,9 +234,9 @@ class Recorder(TorchDispatchMode):
 
     def _spec_reader(self, numbers: dict[int, int]) -> Callable[[Tensor], TensorSpec]:
         def spec(tensor: Tensor) -> TensorSpec:
-            local = numbers.get(self._number(tensor, 0), 0)
+            local = numbers[self._number(tensor, 0, [])]
             strided = tensor.layout is torch.strided
-            stride, offset = (tensor.stride(), tensor.storage_offset()) if strided else ((), 0)
+            stride, offset = (tensor.stride(), int(tensor.storage_offset())) if strided else ((), 0)
             return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, local, offset, tensor.device.type)
 
         return spec
@@ -235,7 +267,7 @@ class Recorder(TorchDispatchMode):
         return handling
 
 
-class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+class _StorageRef(weakref.ref[Any]):
     """A weak reference that remembers which storage it was."""
 
     __slots__ = ("address", "number")
@@ -244,7 +276,6 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
         return super().__new__(cls, storage, callback)
 
     def __init__(self, storage: Any, callback: Any, address: int, number: int):
-        super().__init__(storage, callback)
         self.address = address
         self.number = number
 
@@ -269,7 +300,9 @@ def _handling(func: Any) -> _Handling:
 
 def _switches() -> Switches:
     matmul = torch.backends.cuda.matmul
-    return Switches(matmul.allow_tf32, torch.backends.cudnn.allow_tf32, getattr(matmul, "allow_fp16_accumulation", False))
+    return Switches(
+        matmul.allow_tf32, torch.backends.cudnn.allow_tf32, getattr(matmul, "allow_fp16_accumulation", False)
+    )
 
 
 def _build(func: OpOverload, args: Any, kwargs: Any, result: Any, spec: Callable[[Tensor], TensorSpec]) -> Call:
@@ -293,24 +326,10 @@ def _build(func: OpOverload, args: Any, kwargs: Any, result: Any, spec: Callable
 def _creates_graph() -> bool:
     """Whether the running backward pass was called with create_graph=True (then gradient mode is on in
     all of it; else gradient mode inside a backward pass means that a checkpoint recomputes)."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":  # torch/autograd/graph.py
             arguments = frame.f_locals["args"]  # (grad_tensors, retain_graph, create_graph, inputs)
             return bool(arguments[2]) if len(arguments) > 2 else False
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
-
-
-_OWN_FILES = ("/flopmeter/", "/torch/", "<")
-
-
-def _caller() -> str:
-    """'file:line' of the innermost frame that belongs neither to torch nor to flopmeter."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename.replace("\\", "/")
-        if not any(part in name for part in _OWN_FILES):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown"
