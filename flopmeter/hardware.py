@@ -213,7 +213,7 @@ class Hardware(Validated):
         >>> load_hardware("a100-sxm4-80gb").replace(tdp_w=330, achieved={"memory": 0.83}).tdp_w
         330.0
         """
-        return build(Hardware, merge(plain(self), changes))
+        return build(Hardware, _changed(self, changes))
 
     def contraction_peak(self, dtype: str, *, fp16_accumulate: bool = False) -> Peak:
         """The rate of matrix products with inputs of `dtype`: matrix unit, else emulated, else vector units.
@@ -308,10 +308,20 @@ def _check_together(device: Hardware) -> None:
         block = values.get(head)
         if block is None or (key and (not isinstance(block, dict) or key not in block)):
             raise HardwareError(f"expected fields, or field.key, that have a value; got {path}", field="unverified")
-    for entry in device.check.compute:
-        lacking = set(entry.flop_per_clock_per_sm) - set(values[f"{entry.unit}_tflop_per_s"])
-        if lacking:
-            raise HardwareError(f"there is no {entry.unit} rate of {min(lacking)}", field="check.compute")
+
+
+def _changed(base: Hardware, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `base` with changes: mappings merge, None takes an entry away, a doubt goes with its figure."""
+
+    def replaced(path: str) -> bool:
+        head, _, key = path.partition(".")
+        change = changes.get(head)
+        return head in changes and (key in change if isinstance(change, Mapping) else True)
+
+    values = merge(plain(base), changes)
+    if "unverified" not in changes:
+        values["unverified"] = [path for path in base.unverified if not replaced(path)]
+    return values
 
 
 # --- finding profiles --------------------------------------------------------------------------------------------
@@ -390,9 +400,8 @@ def _extended(values: dict[str, Any], chain: tuple[Path, ...]) -> dict[str, Any]
         raise HardwareError(_unknown(name), field="extends")
     if path.resolve() in chain:
         raise HardwareError(f"{name} extends this file in turn", field="extends")
-    inherited = plain(_load_file(path, chain))
-    own = ("title", "aliases")  # what names a device is never inherited
-    return merge({key: value for key, value in inherited.items() if key not in own}, values)
+    unnamed: dict[str, Any] = {"title": None, "aliases": None}  # what names a device is never inherited
+    return _changed(_load_file(path, chain), unnamed | values)
 
 
 def _unknown(name: str) -> str:

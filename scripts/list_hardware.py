@@ -29,8 +29,12 @@ LEGEND = (
 
 def main(arguments: list[str] | None = None) -> int:
     summary, _, usage = (__doc__ or "").partition("\n\n")
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=summary, epilog=usage, formatter_class=formatter)
+    parser = argparse.ArgumentParser(
+        prog="list_hardware",
+        description=summary,
+        epilog=usage,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a name, an alias or a YAML file")
     names = parser.parse_args(arguments).names
     try:
