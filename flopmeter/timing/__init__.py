@@ -1,0 +1,10 @@
+"""Time of each kernel on a device, when it starts, and how sure that is.
+
+constants.py holds every number that is no device's own; memory.py, products.py, convolution.py and
+attention.py price the parts of a kernel; kernels.py puts them together; timeline.py lets the host enqueue
+the kernels and the device run them; bands.py says how far off a prediction may be.
+"""
+
+from flopmeter.timing.timeline import Host, host_seconds, time_kernels
+
+__all__ = ["Host", "host_seconds", "time_kernels"]

@@ -1,0 +1,135 @@
+"""Every constant of the time model: its unit, its meaning, its source.
+
+What belongs to one device (peaks, achieved fractions, clocks, caches) is in that device's profile. What is
+here holds for all of them; each constant was set on several GPUs and, where it was fitted, says on which.
+Sources used more than once:
+
+[NeuSight] 18 thousand measured fp32 operators on P4, P100, V100, T4 and A100 (Lee et al., ASPLOS 2025,
+    github.com/sitar-lab/NeuSight, torch 2.1).
+[timm] eager and compiled inference of 1,242 image models, AMP, on RTX 3090 and 4090
+    (github.com/huggingface/pytorch-image-models, results/, torch 2.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flopmeter.records import Access
+
+# --- arithmetic --------------------------------------------------------------------------------------------
+
+# Share of the vector peak. Vendors count a fused multiply-add as two operations. An addition, a multiply or
+# an exp alone does one in the same slot, so it can reach half the peak: 9.75 of an A100's 19.5 TFLOP/s
+# (Horace He, 'Making Deep Learning Go Brrrr From First Principles', 2022).
+PLAIN_ARITHMETIC_SHARE = 0.5
+
+# Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap. Products load
+# tiles and compute on them in turns: 2, flat from 1.5 to 3 on [NeuSight]. Element-wise kernels have many
+# independent threads to overlap: 3, the knee of the fused-multiply curve of the article above.
+PRODUCT_OVERLAP = 2.0
+VECTOR_OVERLAP = 3.0
+
+# --- matrix products ---------------------------------------------------------------------------------------
+
+# Elements of the output that one thread block computes, rows x columns: the tiles of cuBLAS and CUTLASS.
+TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32), (64, 16), (16, 64))
+
+# A tile of tm x tn runs at (tm·tn / 128²)^0.3 of the rate of 128 x 128: each operand that is loaded is used
+# less often. From skinny linear layers on V100 and A100 [NeuSight].
+FULL_TILE_ELEMENTS = 128 * 128
+TILE_EXPONENT = 0.3
+
+# Ways in which the depth k is split over thread blocks when a product has too few tiles to fill the device,
+# the least depth of a slice, and the time of the kernel that adds the slices (seconds; typical, insensitive).
+SPLIT_K = (1, 2, 4, 8, 16)
+LEAST_SLICE_DEPTH = 64
+SPLIT_K_SECONDS = 4e-6
+
+# A matrix unit loads rows 16 bytes at a time. Rows whose pitch is an odd number of 2-byte elements run at
+# half the rate, and the cube root lies between: padding GPT-2's vocabulary of 50257 to 50304 made its
+# training about 25 % faster (A. Karpathy, nanoGPT, 2023), which takes a last layer that was half as fast.
+FULL_ALIGNMENT_BYTES = 16
+ALIGNMENT_EXPONENT = 1 / 3
+
+# --- convolutions ------------------------------------------------------------------------------------------
+
+# Input channels per filter at which a convolution on matrix units reaches half its rate: the fragments of
+# the implicit product are padded. Dense and grouped, in NCHW layout. Fitted on [timm].
+HALF_RATE_CHANNELS = 17
+HALF_RATE_CHANNELS_GROUPED = 72
+
+# Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. [timm]
+DEPTHWISE_SHARE = 0.058
+
+# cuDNN runs dense 3x3 convolutions on vector units as Winograd's F(4x4, 3x3): a 6x6 patch of the input
+# becomes 36 numbers, multiplied as 36 products, and 4x4 outputs come of it (Lavin and Gray, arXiv 1509.09308).
+WINOGRAD_OUTPUT, WINOGRAD_PATCH = 4, 6
+
+# --- fused attention ---------------------------------------------------------------------------------------
+
+# Vector operations per score besides the products, not hidden behind them: forward, and backward (which
+# recomputes the scores and adds to dq atomically). Set on FlashAttention-2's speed on A100 (Dao, arXiv
+# 2307.08691, figures 4 to 6: 180 and 220 TFLOP/s forward at head dimension 64 and 128, 145 and 175 backward).
+ATTENTION_FORWARD_OPERATIONS = 4
+ATTENTION_BACKWARD_OPERATIONS = 18
+
+# Blocks of queries and keys, and the multiple to which the head dimension is padded.
+ATTENTION_BLOCK = 64
+HEAD_DIMENSION_MULTIPLE = 32
+
+# Share of the matrix rate that CUTLASS's memory-efficient kernels reach beside FlashAttention-2's. [timm]:
+# attention with a mask, which only they take, against attention without.
+EFFICIENT_ATTENTION_SHARE = 0.73
+
+# Share of the matrix peak of Hopper and data-centre Blackwell that Ampere's `mma` instructions reach there;
+# torch's flash kernels use them (Luo et al., 'Benchmarking and Dissecting the Nvidia Hopper GPU
+# Architecture', arXiv 2402.13499: 62.9 % on average).
+LEGACY_MMA_SHARE = 0.63
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+# Share of the streaming bandwidth by the way in which a kernel walks its memory.
+ACCESS_SHARE: Mapping[Access, float] = {
+    "stream": 1.0,
+    "strided": 0.7,  # copies between layouts: one side is not contiguous [timm]
+    "window": 0.35,  # pooling: windows overlap [timm]
+    "gather": 0.7,  # rows by index
+    "scatter": 0.5,  # and added to atomically
+    "sort": 0.25,  # several passes of a radix sort
+    "reduce": 0.9,
+    "normalize": 1.0,  # what it lacks is in its second reads
+    "fused": 1.0,
+}
+
+# Elements narrower than 4 bytes keep fewer bytes in flight per thread, since a thread loads four at a time
+# (torch's vectorized_elementwise_kernel). [timm]: .83 of spec in fp16 where fp32 streams reach .93.
+NARROW_ELEMENT_BYTES = 4
+NARROW_SHARE = 0.89
+
+# Time that one block takes from its first load to its last store beyond the bytes it moves, in seconds:
+# load, reduce, synchronise, load again. Row kernels run in waves of resident blocks. [NeuSight], layer norm
+# and softmax of short rows; flat from 2 to 6 µs.
+ROW_BLOCK_SECONDS = 3e-6
+
+# Threads that an SM holds, by compute capability (CUDA C++ Programming Guide, table of technical
+# specifications); 2048 on the others.
+RESIDENT_THREADS = 2048
+RESIDENT_THREADS_BY_CAPABILITY = {
+    (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536,
+}  # fmt: skip
+MOST_BLOCKS_PER_SM = 32
+
+# Second reads miss the cache as the square of the share of it that the rows in flight take, all of them
+# once they fill it. [NeuSight]
+CACHE_MISS_EXPONENT = 2.0
+
+# Seconds for one of a chain of dependent accesses. [timm]: torch's NCHW kernel of bilinear upsampling has a
+# thread for each output position, which loops over batch and channels.
+SERIAL_STEP_SECONDS = 0.25e-6
+
+# Share of a PCIe link that one direction reaches: 55.4 of 63 GB/s host to device on generation 5
+# (stas00/ml-engineering, network).
+LINK_SHARE = 0.88
+
+# Spec rate of the link in bytes/s where a profile names none: PCIe generation 3, 16 lanes, one direction.
+DEFAULT_LINK_BYTES_PER_S = 16e9

@@ -1,0 +1,59 @@
+"""Convolutions: an implicit product, with what keeps real ones from its rate."""
+
+from __future__ import annotations
+
+from math import ceil, prod
+
+from flopmeter.records import Convolution, Matmul
+from flopmeter.timing import constants
+from flopmeter.timing.products import Busy, Rates, overlap, product
+
+
+def convolution(
+    shape: Convolution, implicit: Matmul, nbytes: int, item_bytes: int, rates: Rates, *, on_matrix_units: bool
+) -> Busy:
+    """The faster of the implicit product and, on vector units, Winograd's algorithm."""
+    if on_matrix_units:
+        slowed = rates._replace(flop_per_s=rates.flop_per_s * channel_share(shape, implicit.batch))
+        return product(implicit, nbytes, item_bytes, slowed)
+    direct = product(implicit, nbytes, item_bytes, rates)
+    if not _suits_winograd(shape, implicit):
+        return direct
+    return min(direct, _winograd(shape, implicit, nbytes, item_bytes, rates), key=lambda busy: busy.work_seconds)
+
+
+def is_depthwise(shape: Convolution, implicit: Matmul) -> bool:
+    """One input channel for each filter: no product to speak of."""
+    return shape.channels == 1 and implicit.batch > 1
+
+
+def depthwise(implicit: Matmul, nbytes: int, vector_flop_per_s: float, bytes_per_s: float) -> Busy:
+    """Each output gathers its window: far below the vector peak, or bound by its bytes."""
+    flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
+    compute = flops / (vector_flop_per_s * constants.DEPTHWISE_SHARE)
+    memory = nbytes / bytes_per_s
+    return Busy(compute, memory, max(compute, memory))
+
+
+def channel_share(shape: Convolution, groups: int) -> float:
+    """The share of the rate that filters over so few channels reach."""
+    half = constants.HALF_RATE_CHANNELS if groups == 1 else constants.HALF_RATE_CHANNELS_GROUPED
+    return shape.channels / (shape.channels + half)
+
+
+def _suits_winograd(shape: Convolution, implicit: Matmul) -> bool:
+    return shape.is_dense and shape.kernel == (3, 3) and implicit.batch == 1 and len(shape.positions) == 2
+
+
+def _winograd(shape: Convolution, implicit: Matmul, nbytes: int, item_bytes: int, rates: Rates) -> Busy:
+    """Transform the input, multiply, transform back: three kernels that meet in memory."""
+    images = implicit.m // max(1, prod(shape.positions))
+    patches = images * prod(ceil(size / constants.WINOGRAD_OUTPUT) for size in shape.positions)
+    numbers = constants.WINOGRAD_PATCH**2
+    inner = Matmul(numbers, patches, implicit.n, shape.channels)
+    operands = patches * shape.channels + patches * implicit.n + shape.channels * implicit.n
+    transformed = numbers * item_bytes * operands
+    busy = product(inner, transformed, item_bytes, rates)
+    transforms = (nbytes + transformed) / rates.bytes_per_s
+    memory = busy.memory_seconds + transforms
+    return Busy(busy.compute_seconds, memory, overlap(busy.compute_seconds, busy.memory_seconds, 2.0) + transforms)

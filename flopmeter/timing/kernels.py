@@ -1,0 +1,98 @@
+"""One kernel on one device: which units it uses, how its parts overlap, and what class of kernel it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flopmeter.hardware import Hardware, Peak
+from flopmeter.records import ATTENTION, Cost, Switches
+from flopmeter.timing import constants
+from flopmeter.timing.attention import attention
+from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
+from flopmeter.timing.memory import memory_seconds, share_of_stream
+from flopmeter.timing.products import Busy, Rates, overlap, product, tile_count
+
+_ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # the others: 1
+
+
+class Price(NamedTuple):
+    """What a kernel keeps busy and for how long, and the class that its error band is known for."""
+
+    busy: Busy
+    kernel_class: str
+
+
+def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
+    """Raises HardwareError where the device lacks the kernel's dtype.
+
+    No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its bytes
+    at the spec bandwidth.
+    """
+    other = _vector_seconds(cost, hardware)
+    if not cost.macs:
+        memory = memory_seconds(cost, hardware)
+        return Price(Busy(other, memory, overlap(other, memory, constants.VECTOR_OVERLAP)), _vector_class(cost))
+    dtype = switches.product_dtype(cost)
+    peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
+    busy, kind = _products(cost, hardware, peak)
+    floor = (2 * cost.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
+    return Price(
+        Busy(max(busy.compute_seconds, floor) + other, busy.memory_seconds, max(busy.work_seconds, floor) + other),
+        f"{kind}, {dtype if peak.unit == 'matrix' else f'{dtype} on {peak.unit} units'}",
+    )
+
+
+def _products(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
+    """The products of a kernel, by the kind of kernel that runs them."""
+    vector = hardware.vector_peak("fp32").sustained_flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
+    if cost.op_class == ATTENTION:
+        return attention(cost, hardware, peak.sustained_flop_per_s, vector), "attention"
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
+    item_bytes = _ITEM_BYTES.get(cost.dtype, 1)
+    on_matrix_units = peak.unit == "matrix"
+    rates = Rates(peak.sustained_flop_per_s, bandwidth, hardware.sm_count)
+    if cost.convolution is not None:
+        (implicit,) = cost.matmuls
+        if is_depthwise(cost.convolution, implicit):
+            fp32 = hardware.vector_peak("fp32").flop_per_s
+            return depthwise(implicit, cost.bytes, fp32, bandwidth), "depthwise convolution"
+        busy = convolution(
+            cost.convolution, implicit, cost.bytes, item_bytes, rates, on_matrix_units=on_matrix_units
+        )
+        return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
+    if on_matrix_units:
+        rates = rates._replace(flop_per_s=rates.flop_per_s * alignment_share(cost.alignment_bytes))
+    return _sum_of_products(cost, item_bytes, rates)
+
+
+def _sum_of_products(cost: Cost, item_bytes: int, rates: Rates) -> tuple[Busy, str]:
+    """Several products in one kernel (a cell of an LSTM) run one after another and share its bytes."""
+    plain_macs = sum(shape.batch * shape.m * shape.n * shape.k for shape in cost.matmuls)
+    rates = rates._replace(flop_per_s=rates.flop_per_s * plain_macs / cost.macs)  # complex ones take four
+    share = cost.bytes / len(cost.matmuls)
+    parts = [product(shape, share, item_bytes, rates) for shape in cost.matmuls]
+    busy = Busy(*(sum(column) for column in zip(*parts, strict=True)))
+    fills_device = min(tile_count(shape) for shape in cost.matmuls) >= rates.sm_count
+    return busy, "product" if fills_device else "small product"
+
+
+def alignment_share(alignment_bytes: int) -> float:
+    """The share of a matrix unit's rate that operands with rows of such a pitch reach."""
+    return float(alignment_bytes / constants.FULL_ALIGNMENT_BYTES) ** constants.ALIGNMENT_EXPONENT
+
+
+def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
+    """Work that is no product, at the rate of the vector units."""
+    flops = cost.flops - 2 * cost.macs
+    if not flops:
+        return 0.0
+    share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
+    return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
+
+
+def _vector_class(cost: Cost) -> str:
+    if cost.link_bytes:
+        return "host copy"
+    if cost.access in ("strided", "window", "fused"):
+        return {"strided": "strided copy", "window": "pooling", "fused": "fused"}[cost.access]
+    return cost.op_class

@@ -1,0 +1,82 @@
+"""Matrix products: tiles over the output, waves of tiles over the SMs, slices of the depth.
+
+`Rates` are what a device sustains; the functions here spread a product over it and take the best of the
+tiles and splits that a library would choose from.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from flopmeter.records import Matmul
+from flopmeter.timing import constants
+
+
+class Rates(NamedTuple):
+    """What a device sustains for one kind of product."""
+
+    flop_per_s: float  # of a large, well-shaped one
+    bytes_per_s: float
+    sm_count: int
+
+
+class Busy(NamedTuple):
+    """Seconds that the arithmetic and the memory traffic of a kernel take, and both together."""
+
+    compute_seconds: float
+    memory_seconds: float
+    work_seconds: float
+
+
+def _tile_shares() -> tuple[tuple[int, int, float], ...]:
+    return tuple(
+        (rows, columns, (rows * columns / constants.FULL_TILE_ELEMENTS) ** constants.TILE_EXPONENT)
+        for rows, columns in constants.TILES
+    )
+
+
+_TILE_SHARES = _tile_shares()
+
+
+def overlap(compute: float, memory: float, exponent: float) -> float:
+    """Both together: (compute^p + memory^p)^(1/p)."""
+    larger = max(compute, memory)
+    if not larger:
+        return 0.0
+    ratio = min(compute, memory) / larger
+    return larger * float(1.0 + ratio**exponent) ** (1.0 / exponent)
+
+
+def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy:
+    """The fastest way to run the product: over tile shapes and split-K factors.
+
+    A tile is computed whole, however much of it lies outside of the matrix; SMs without a tile in the last
+    wave wait; a slice of the depth writes partial sums, which another kernel reads and adds.
+    """
+    batch, m, n, k = shape
+    memory = nbytes / rates.bytes_per_s
+    best = Busy(0.0, memory, float("inf"))
+    for rows, columns, share in _TILE_SHARES:
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        wave_flop_per_depth = 2 * rows * columns * rates.sm_count
+        rate = rates.flop_per_s * share
+        for slices in constants.SPLIT_K:
+            if slices > 1 and k < slices * constants.LEAST_SLICE_DEPTH:
+                break
+            waves = ceil(tiles * slices / rates.sm_count)
+            compute = waves * wave_flop_per_depth * ceil(k / slices) / rate
+            traffic, extra = memory, 0.0
+            if slices > 1:
+                traffic += 2 * slices * item_bytes * batch * m * n / rates.bytes_per_s
+                extra = constants.SPLIT_K_SECONDS
+            work = overlap(compute, traffic, constants.PRODUCT_OVERLAP) + extra
+            if work < best.work_seconds:
+                best = Busy(compute, traffic, work)
+    return best
+
+
+def tile_count(shape: Matmul) -> int:
+    """Full tiles that cover the output: fewer than SMs leave some idle."""
+    rows, columns = constants.TILES[0]
+    return shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns)
