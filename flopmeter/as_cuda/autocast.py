@@ -11,11 +11,12 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.library import Library
 
 from flopmeter.as_cuda import torch_private as private
 from flopmeter.as_cuda.scope import Kernel, Scope
@@ -89,25 +90,49 @@ _autocast_ops = functools.cache(autocast_ops)
 def install(scope: Scope) -> None:
     """Make torch.autocast("cuda"), and custom_fwd and GradScaler with it, act on meta tensors."""
     cache = WeightCache()
-    key = private.SPARE_AUTOCAST_KEY
-    scope.fall_through(key)
+    _follow_torchs_switches(scope, cache)
     for name in _autocast_ops():
         op = private.overload(name)
         assert op is not None
-        scope.kernel(f"aten::{name}", _kernel(op, name, cache), key)
+        scope.kernel(f"aten::{name}", _kernel(op, name, cache), private.SPARE_AUTOCAST_KEY)
     if private.overload("_cudnn_rnn") is not None:
-        scope.kernel("aten::_cudnn_rnn", _cudnn_rnn, key)
-    _follow_torchs_switches(scope, cache)
+        scope.kernel("aten::_cudnn_rnn", _rnn_kernel(cache), private.SPARE_AUTOCAST_KEY)
     _treat_meta_as_cuda(scope)
+
+
+class _SpareKey:
+    """The spare autocast key: on in each thread while autocast("cuda") is, with a fallback that lets other ops by.
+
+    A thread that is still in autocast when the emulation closes keeps the key on, since nobody can switch it off
+    from elsewhere; the fallback is then left to it, with which the key does nothing.
+    """
+
+    fallback: ClassVar[Library | None] = None
+
+    def __init__(self) -> None:
+        self._threads_on: set[int] = set()
+        if _SpareKey.fallback is None:
+            _SpareKey.fallback = private.fall_through(private.SPARE_AUTOCAST_KEY)
+
+    def switch(self, on: bool) -> None:
+        private.switch_spare_autocast_key(on)
+        (self._threads_on.add if on else self._threads_on.discard)(threading.get_ident())
+
+    def close(self) -> None:
+        self.switch(False)
+        if not self._threads_on and _SpareKey.fallback is not None:
+            private.unregister(_SpareKey.fallback)
+            _SpareKey.fallback = None
 
 
 def _follow_torchs_switches(scope: Scope, cache: WeightCache) -> None:
     """Python sets autocast's state through these functions, whoever calls them, in the thread that it holds for."""
-    set_enabled, clear_cache = torch.set_autocast_enabled, torch.clear_autocast_cache
+    set_enabled, clear_cache, key = torch.set_autocast_enabled, torch.clear_autocast_cache, _SpareKey()
+    scope.on_close(key.close)
 
     def set_autocast_enabled(*args: Any) -> None:
         set_enabled(*args)
-        private.switch_spare_autocast_key(torch.is_autocast_enabled("cuda"))
+        key.switch(torch.is_autocast_enabled("cuda"))
 
     def clear_autocast_cache() -> None:
         clear_cache()
@@ -115,8 +140,7 @@ def _follow_torchs_switches(scope: Scope, cache: WeightCache) -> None:
 
     scope.patch(torch, "set_autocast_enabled", set_autocast_enabled)
     scope.patch(torch, "clear_autocast_cache", clear_autocast_cache)
-    private.switch_spare_autocast_key(torch.is_autocast_enabled("cuda"))
-    scope.on_close(private.switch_spare_autocast_key, False)
+    key.switch(torch.is_autocast_enabled("cuda"))
 
 
 def _treat_meta_as_cuda(scope: Scope) -> None:
@@ -204,15 +228,13 @@ def is_eligible(value: Any) -> bool:
     return private.is_emulated(value) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _cast_all(values: Any, dtype: torch.dtype, cache: WeightCache) -> Any:
-    """`values` (a tensor, a list of arguments, ...) with its eligible tensors in `dtype`."""
-    if isinstance(values, (list, tuple)):
-        return type(values)(_cast_all(value, dtype, cache) for value in values)
-    if isinstance(values, dict):
-        return {name: _cast_all(value, dtype, cache) for name, value in values.items()}
-    if is_eligible(values) and values.dtype != dtype:
-        return cache.cast(values, dtype)
-    return values
+def _cast(value: Any, dtype: torch.dtype, cache: WeightCache) -> Any:
+    """An argument with its eligible tensors in `dtype`: a tensor, a list of them, or anything else."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_cast(each, dtype, cache) for each in value])
+    if is_eligible(value) and value.dtype != dtype:
+        return cache.cast(value, dtype)
+    return value
 
 
 # --- the policies: what a kernel does with its arguments before it runs its op -------------------------------------
@@ -246,7 +268,10 @@ def _policy(op: OpOverload, name: str, cache: WeightCache) -> Callable[[tuple[An
 
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         dtype = dtype_of((args, kwargs))
-        return _cast_all(args, dtype, cache), _cast_all(kwargs, dtype, cache)
+        # Last argument first: the order in which torch's compiled kernels evaluate theirs.
+        cast_kwargs = {name: _cast(kwargs[name], dtype, cache) for name in reversed(kwargs)}
+        cast_args = [_cast(value, dtype, cache) for value in reversed(args)]
+        return tuple(reversed(cast_args)), cast_kwargs
 
     return cast
 
@@ -310,23 +335,26 @@ RNN_DTYPE = torch.float16
 """The RNN wrapper casts to fp16 whatever autocast's dtype is (_cudnn_rnn_cast_reflatten in autocast_mode's RNN.cpp)."""
 
 
-def _cudnn_rnn(
-    tensor: Tensor,
-    weight: Sequence[Tensor],
-    weight_stride0: int,
-    weight_buf: Tensor | None,
-    hx: Tensor,
-    cx: Tensor | None,
-    *rest: Any,
-) -> Any:
+def _rnn_kernel(cache: WeightCache) -> Kernel:
     """Copies the weights into one fp16 buffer, on every call, and casts input and states."""
-    with private.without_spare_autocast_key():
-        if torch.is_autocast_enabled("cuda") and is_eligible(weight[0]):
-            if weight[0].dtype != RNN_DTYPE:
-                weight_buf, weight = _flat_copies(weight)
-            tensor, hx = tensor.to(RNN_DTYPE), hx.to(RNN_DTYPE)
-            cx = None if cx is None else cx.to(RNN_DTYPE)
-        return aten._cudnn_rnn(tensor, weight, weight_stride0, weight_buf, hx, cx, *rest)
+
+    def cudnn_rnn(
+        tensor: Tensor,
+        weight: Sequence[Tensor],
+        weight_stride0: int,
+        weight_buf: Tensor | None,
+        hx: Tensor,
+        cx: Tensor | None,
+        *rest: Any,
+    ) -> Any:
+        with private.without_spare_autocast_key():
+            if torch.is_autocast_enabled("cuda") and is_eligible(weight[0]):
+                if weight[0].dtype != RNN_DTYPE:
+                    weight_buf, weight = _flat_copies(weight)
+                cx, hx, tensor = (_cast(value, RNN_DTYPE, cache) for value in (cx, hx, tensor))
+            return aten._cudnn_rnn(tensor, weight, weight_stride0, weight_buf, hx, cx, *rest)
+
+    return cudnn_rnn
 
 
 def _flat_copies(weight: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -31,7 +31,7 @@ def install(scope: Scope) -> None:
     scope.override(aten.dropout.default, dropout)
     scope.override(aten.softmax.int, _half_to_float(aten.softmax.int, aten._softmax.default))
     scope.override(aten.log_softmax.int, _half_to_float(aten.log_softmax.int, aten._log_softmax.default))
-    scope.override(aten.batch_norm.default, batch_norm)
+    scope.override(aten.batch_norm.default, batch_norm, vmap_key=None)  # vmap: no memory-format query there
 
 
 def install_functorch(scope: Scope) -> None:
@@ -50,7 +50,12 @@ def install_functorch(scope: Scope) -> None:
 
     scope.kernel("aten::dropout", transformed_dropout, front, with_keyset=True)
     for op in ("aten::_fused_rms_norm", "aten::mish_backward"):
-        scope.kernel(op, _autograd_formula(op), "AutogradOther", with_keyset=True)
+        differentiated = _autograd_formula(op)
+        for key in (
+            "AutogradMeta",
+            "AutogradOther",
+        ):  # the first only for FakeTensors on meta, which keep the composite
+            scope.kernel(op, differentiated, key, with_keyset=True)
 
 
 def _autograd_formula(op: str) -> Kernel:

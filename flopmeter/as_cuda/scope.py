@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from flopmeter.as_cuda import torch_private as private
 from flopmeter.as_cuda.target import CudaTarget
 
 Kernel = Callable[..., Any]
+
+KEYS_WITH_KERNELS_OF_CORE = frozenset({"Meta", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode"})
+"""Where a registration of ours may stand before one of core, which is back once ours is gone."""
 
 
 @dataclass
@@ -49,18 +52,12 @@ class Scope:
 
     def kernel(self, op: str, kernel: Kernel, key: str, *, with_keyset: bool = False) -> None:
         """Register `kernel` for `op` ("aten::name.overload") at dispatch key `key`."""
-        with warnings.catch_warnings():
-            # Where we replace a kernel of core and give it back on exit, torch warns, once a process.
-            warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously registered kernel")
+        with _no_warning_of_override() if key in KEYS_WITH_KERNELS_OF_CORE else nullcontext():
             private.register(self._library(key), op, kernel, key, with_keyset)
 
     def meta_kernel_of_composite(self, op: str, kernel: Kernel) -> None:
         """A Meta kernel for an op that has a composite kernel too; see `torch_private.register_unguarded`."""
         private.register_unguarded(self._library("Meta"), op, kernel, "Meta")
-
-    def fall_through(self, key: str) -> None:
-        """Make ops without a kernel at `key` pass it by."""
-        self._undo.callback(private.unregister, private.fall_through(key))
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` until the scope closes."""
@@ -78,6 +75,14 @@ class Scope:
             library = self._libraries[key] = private.library()
             self._undo.callback(private.unregister, library)
         return self._libraries[key]
+
+
+@contextmanager
+def _no_warning_of_override() -> Iterator[None]:
+    """Torch warns, once a process, of the first kernel that stands before another."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        yield
 
 
 def _for_emulated_tensors(op: OpOverload, kernel: Kernel) -> Kernel:

@@ -226,18 +226,18 @@ def kernel_at(op: str, key: str) -> Any:
 
 def library() -> Library:
     """A library that holds registrations for aten ops until `unregister`."""
-    return Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    return Library("aten", "IMPL")
 
 
 def register(library: Library, op: str, function: Any, key: str, with_keyset: bool) -> None:
     """Register `function` for `op` ("aten::name.overload") at dispatch key `key`."""
-    library.impl(op, function, key, with_keyset=with_keyset)  # type: ignore[no-untyped-call]
+    library.impl(op, function, key, with_keyset=with_keyset)
 
 
 def fall_through(key: str) -> Library:
     """Make ops without a kernel at `key` pass it by, until `unregister`."""
-    fallback = Library("_", "IMPL", key)  # type: ignore[no-untyped-call]
-    fallback.fallback(fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+    fallback = Library("_", "IMPL", key)
+    fallback.fallback(fallthrough_kernel, key)
     return fallback
 
 
@@ -253,12 +253,12 @@ def register_unguarded(library: Library, op: str, function: Any, key: str) -> No
 
 def unregister(library: Library) -> None:
     """Take back every registration of `library` now, not when it is collected."""
-    library._destroy()  # type: ignore[no-untyped-call]
+    library._destroy()
 
 
 def name_of(op: OpOverload) -> str:
     """ "aten::name.overload"."""
-    return str(op.name())  # type: ignore[no-untyped-call]
+    return str(op.name())
 
 
 def schema_arguments(op: OpOverload) -> tuple[str, ...]:

@@ -1,0 +1,296 @@
+"""The emulation's manners: what it does not touch, what it leaves behind (nothing), whom it refuses, what it lacks."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from as_cuda_cases import Stream, bf16, f32, module, ops_of
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flopmeter import as_cuda
+from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda, torch_private
+
+H100 = CudaTarget((9, 0))
+
+
+@pytest.fixture
+def h100() -> Iterator[Emulation]:
+    with emulate_cuda(H100) as emulation:
+        yield emulation
+
+
+# --- what is not touched -------------------------------------------------------------------------------------------
+
+
+def cpu_program() -> list[Tensor]:
+    """Every overridden composite, transforms, an optimizer, both kinds of autocast: on CPU."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 16, 8, requires_grad=True)
+    layers = nn.ModuleDict(
+        {
+            "norm": nn.RMSNorm(8),
+            "batch": nn.BatchNorm2d(4),
+            "lstm": nn.LSTM(8, 8, 2, dropout=0.5),
+            "cell": nn.LSTMCell(8, 8),
+            "mlp": nn.Sequential(nn.Linear(8, 8), nn.Mish(), nn.Dropout(0.3)),
+        }
+    )
+    y = layers["mlp"](layers["norm"](layers["batch"](F.scaled_dot_product_attention(x, x, x, is_causal=True))))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = y + F.linear(y, layers["mlp"][0].weight)
+    sequence, _ = layers["lstm"](y.mean(0).float())
+    hidden, _ = layers["cell"](sequence.mean(0))
+    loss = torch.log_softmax(hidden.half(), -1, dtype=torch.float32).norm()
+    optimizer = torch.optim.AdamW(layers.parameters())
+    loss.backward()
+    nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
+    optimizer.step()
+    per_sample = torch.vmap(torch.func.grad(lambda x: F.dropout(F.rms_norm(x, (8,)), 0.1).sum()), randomness="same")
+    attention = torch.vmap(lambda x: F.scaled_dot_product_attention(x, x, x))
+    with torch.no_grad():
+        return [loss, x.grad, *layers.parameters(), per_sample(x.detach()), attention(x.detach())]
+
+
+def test_cpu_tensors_compute_the_same_bits_inside() -> None:
+    outside = cpu_program()
+    with emulate_cuda(H100):
+        inside = cpu_program()
+        with torch.autocast("cuda", torch.bfloat16):
+            inside_autocast = cpu_program()
+    assert all(map(torch.equal, outside, inside))
+    assert all(map(torch.equal, outside, inside_autocast))
+
+
+def test_cpu_tensors_dispatch_the_same_ops_inside() -> None:
+    with Stream() as outside:
+        cpu_program()
+    with emulate_cuda(H100), torch.autocast("cuda", torch.bfloat16), Stream() as inside:
+        cpu_program()
+    assert inside.ops == outside.ops
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fake_tensors_are_their_owners(device: str) -> None:
+    def fake_program() -> list[str]:
+        with FakeTensorMode() as mode, Stream() as stream:
+            x = torch.empty(2, 4, 16, 8, device=device, requires_grad=True)
+            y = F.dropout(F.mish(F.rms_norm(F.scaled_dot_product_attention(x, x, x), (8,))), 0.1)
+            (F.linear(y, torch.empty(8, 8, device=device))).sum().backward()
+        assert mode is not None
+        return stream.ops
+
+    outside = fake_program()
+    with emulate_cuda(H100), torch.autocast("cuda", torch.bfloat16):
+        assert fake_program() == outside
+
+
+# --- coming and going ----------------------------------------------------------------------------------------------
+
+TABLES = (
+    *("scaled_dot_product_attention", "dropout", "softmax.int", "log_softmax.int", "batch_norm", "rms_norm"),
+    *(
+        "_fused_rms_norm",
+        "mish_backward",
+        "lstm.input",
+        "lstm_cell",
+        "linear",
+        "mm",
+        "_cudnn_rnn",
+        "_cudnn_rnn_backward",
+    ),
+    *("_weight_int4pack_mm", "_fused_sgd_", "_nested_tensor_from_mask_left_aligned", "add.Tensor"),
+)
+
+
+def state_of_torch() -> list[Any]:
+    """The dispatch tables of the ops concerned, this thread's keys, and every attribute that is patched."""
+    import torch.utils.checkpoint
+    from torch.optim import adam, optimizer, swa_utils
+    from torch.utils import _foreach_utils, backend_registration
+
+    owners = (
+        *(torch, torch.cuda, torch.cuda.amp.common, torch.amp.autocast_mode, torch.amp.autocast_mode.autocast),
+        *(torch.utils.checkpoint, optimizer, adam, swa_utils, _foreach_utils, backend_registration),
+    )
+    attributes = [(owner.__name__, name, id(value)) for owner in owners for name, value in vars(owner).items()]
+    tables = [torch._C._dispatch_dump_table(f"aten::{name}") for name in TABLES]
+    keys = [torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()]
+    return [attributes, tables, list(map(str, keys)), torch.is_autocast_enabled("cuda")]
+
+
+def test_nothing_is_left_behind() -> None:
+    before = state_of_torch()
+    with emulate_cuda(H100):
+        assert state_of_torch() != before
+        with torch.autocast("cuda", torch.bfloat16):
+            F.linear(f32(2, 2), f32(2, 2))
+    assert state_of_torch() == before
+
+
+def test_nothing_is_left_behind_after_an_exception() -> None:
+    before = state_of_torch()
+    with pytest.raises(KeyError, match="program"):
+        with emulate_cuda(H100), torch.autocast("cuda", torch.bfloat16):
+            raise KeyError("program")
+    assert state_of_torch() == before
+
+
+def test_nothing_is_left_behind_when_opening_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = state_of_torch()
+
+    def fails(scope: Any) -> None:
+        raise KeyError("installer")
+
+    monkeypatch.setattr(as_cuda.optimizers, "install", fails)
+    with pytest.raises(KeyError, match="installer"), emulate_cuda(H100):
+        pass
+    assert state_of_torch() == before
+    monkeypatch.undo()
+    with emulate_cuda(H100):
+        assert ops_of(lambda: F.dropout(f32(4, 64), 0.1))[-1] == "native_dropout"
+
+
+def test_contexts_of_one_target_nest(h100: Emulation) -> None:
+    with emulate_cuda(CudaTarget((9, 0))) as inner:
+        assert inner is h100
+    assert ops_of(lambda: F.dropout(f32(4, 64), 0.1))[-1] == "native_dropout"
+
+
+def test_a_nested_context_of_another_capability_is_refused(h100: Emulation) -> None:
+    with pytest.raises(RuntimeError, match=r"9\.0 .* is open: one of 8\.0"), emulate_cuda(CudaTarget((8, 0))):
+        pass
+    assert ops_of(lambda: F.dropout(f32(4, 64), 0.1))[-1] == "native_dropout"
+
+
+def test_a_second_thread_is_refused_and_may_open_one_later() -> None:
+    errors: list[BaseException | None] = []
+
+    def open_one() -> None:
+        try:
+            with emulate_cuda(H100):
+                errors.append(None)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=open_one)
+        thread.start()
+        thread.join()
+
+    with emulate_cuda(H100):
+        in_a_thread()
+    in_a_thread()
+    refused, opened = errors
+    assert "open in another thread" in str(refused)
+    assert opened is None
+
+
+def test_entering_takes_milliseconds() -> None:
+    """The bounds are 50 ms the first time and 5 ms later on an idle machine; here with room for a busy one."""
+    seconds = []
+    for _ in range(9):
+        start = time.perf_counter()
+        with emulate_cuda(H100):
+            pass
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.005
+    assert sorted(seconds)[4] < 0.025
+
+
+def test_no_warning_is_given_on_the_way_in() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with emulate_cuda(H100):
+            pass
+
+
+# --- the target ----------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_not_nvidias_has_a_stated_rule() -> None:
+    with emulate_cuda(CudaTarget.stand_in("MI300X")) as emulation:
+        q = bf16(2, 4, 128, 64)
+        assert ops_of(lambda: F.scaled_dot_product_attention(q, q, q))[0] == "_scaled_dot_product_flash_attention"
+    assert emulation.notes[0].startswith("MI300X is not an NVIDIA device")
+
+
+@pytest.mark.parametrize("capability", [(3, 5), (13, 0), (9, 12), (90, 0)])
+def test_a_capability_that_torch_does_not_run_on_is_refused(capability: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="compute capability"):
+        CudaTarget(capability)
+
+
+# --- private names of torch ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("feature", "name"), [(feature, name) for feature, names in torch_private.NAMES.items() for name in names], ids=str
+)
+def test_this_torch_has_each_private_name(feature: str, name: torch_private.PrivateName) -> None:
+    __import__(name.module)
+    assert name.present(), f"torch {torch.__version__} has no {name.path} ({name.used}): without it no {feature}"
+
+
+@pytest.mark.parametrize(
+    ("feature", "name"), [(feature, name) for feature, names in torch_private.OPERATORS.items() for name in names]
+)
+def test_this_torch_has_each_private_operator_as_it_was(feature: str, name: str) -> None:
+    assert torch_private.schema_of(name) == torch_private.OPERATORS[feature][name], f"without it no {feature}"
+
+
+def test_private_names_are_used_in_one_file() -> None:
+    package = Path(as_cuda.__file__).parent
+    for path in package.glob("*.py"):
+        if path.name != "torch_private.py":
+            assert "torch._C" not in path.read_text(), path.name
+
+
+def test_what_this_torch_lacks_is_left_out_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = torch_private.PrivateName("torch.utils._foreach_utils", "_gone", "")
+    monkeypatch.setitem(torch_private.NAMES, torch_private.FOREACH, (gone,))
+    monkeypatch.setitem(torch_private.OPERATORS, torch_private.RNN, {"_cudnn_rnn": "(Tensor x) -> Tensor"})
+    with emulate_cuda(H100) as emulation:
+        assert ops_of(lambda: F.dropout(f32(4, 64), 0.1))[-1] == "native_dropout"
+        assert "_cudnn_rnn" not in ops_of(lambda: module(lambda: nn.LSTM(8, 16))(f32(5, 2, 8)))
+    lacking = [note for note in emulation.notes if note.startswith("not emulated")]
+    assert len(lacking) == 2
+    assert any("foreach" in note and "torch.utils._foreach_utils._gone" in note for note in lacking)
+    assert any("RNN" in note and "_cudnn_rnn as it was (now (" in note for note in lacking)
+
+
+def test_an_unknown_torch_is_used_with_one_warning_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.1")
+    monkeypatch.setattr(as_cuda, "_warned_of_version", False)
+    q = bf16(2, 4, 128, 64)
+    with ExitStack() as stack:
+        with pytest.warns(UserWarning, match=r"torch 2\.99"):
+            emulation = stack.enter_context(emulate_cuda(H100))
+        assert ops_of(lambda: F.scaled_dot_product_attention(q, q, q))[0] == "_scaled_dot_product_cudnn_attention"
+    assert any("torch 2.99: ops are dispatched by the rules of CUDA torch 2.13" in note for note in emulation.notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with emulate_cuda(H100):
+            pass
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu"])
+def test_a_supported_but_uncompared_torch_gets_a_note_and_no_warning(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with emulate_cuda(H100) as emulation:
+            pass
+    assert any("rules of CUDA torch 2.13" in note for note in emulation.notes)
