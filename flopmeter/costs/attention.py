@@ -8,11 +8,21 @@ Keys and values are read at their own, grouped, head count: the touched-bytes la
 from __future__ import annotations
 
 import torch
+from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.rules import make_contraction, rule
-from flopmeter.records import ATTENTION, Call, Cost, Matmul, TensorSpec
+from flopmeter.records import ATTENTION, AttentionBackend, Call, Cost, Matmul, TensorSpec
 
 aten = torch.ops.aten
+
+_BACKENDS: dict[OpOverloadPacket, AttentionBackend] = {
+    aten._scaled_dot_product_flash_attention: "flash",
+    aten._scaled_dot_product_flash_attention_backward: "flash",
+    aten._scaled_dot_product_efficient_attention: "efficient",
+    aten._scaled_dot_product_efficient_attention_backward: "efficient",
+    aten._scaled_dot_product_cudnn_attention: "cudnn",
+    aten._scaled_dot_product_cudnn_attention_backward: "cudnn",
+}
 
 
 @rule(
@@ -28,7 +38,9 @@ def attention(call: Call) -> Cost:
     scores, values = _products(q, k, v)
     masked = _masked_fraction(q, k, call.argument("is_causal"))
     flops = 2 * sum(_macs(product) for product in (scores, values))
-    return make_contraction(call, [scores, values], op_class=ATTENTION, masked_flops=round(flops * masked))
+    return make_contraction(
+        call, [scores, values], op_class=ATTENTION, masked_flops=round(flops * masked), attention=_backend(call)
+    )
 
 
 @rule(
@@ -49,7 +61,12 @@ def attention_backward(call: Call) -> Cost:
     masked = _masked_fraction(q, k, call.argument("is_causal"))
     flops = 2 * sum(_macs(product) for product in products)
     return make_contraction(
-        call, products, op_class=ATTENTION, recomputed_flops=2 * _macs(scores), masked_flops=round(flops * masked)
+        call,
+        products,
+        op_class=ATTENTION,
+        recomputed_flops=2 * _macs(scores),
+        masked_flops=round(flops * masked),
+        attention=_backend(call),
     )
 
 
@@ -66,6 +83,10 @@ def visible_pairs(queries: int, keys: int, *, bottom_right: bool = False, window
     start = max(shift, 0) + 1
     ramp = min(max(most - start + 1, 0), rows)
     return ramp * start + ramp * (ramp - 1) // 2 + (rows - ramp) * most
+
+
+def _backend(call: Call) -> AttentionBackend:
+    return _BACKENDS.get(call.func.overloadpacket, "other")
 
 
 def _products(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> tuple[Matmul, Matmul]:

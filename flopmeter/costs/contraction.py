@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from flopmeter.costs.rules import FREE, make_contraction, make_cost, rule
-from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Matmul, TensorSpec
+from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, FREE, make_contraction, make_cost, rule
+from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Convolution, Cost, Matmul, TensorSpec
 
 aten = torch.ops.aten
+_GENERAL = (aten.convolution, aten._convolution, aten.convolution_overrideable)  # they say whether it is transposed
 
 
 @rule(aten.mm, aten._int_mm)
@@ -27,15 +28,19 @@ def bmm(call: Call) -> Cost:
     return make_contraction(call, [_product(a, b)])
 
 
-@rule(aten.addmm, aten.addmm_, aten._addmm_activation, aten.baddbmm, aten.baddbmm_)
+@rule(aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_)
 def addmm(call: Call) -> Cost:
     """beta·bias + alpha·(a @ b): the product, then per output one add and one multiply for each of
     alpha and beta that is not 1. cuBLAS does it in the product's epilogue."""
-    a, b = call.inputs[1:3]
-    product = _product(a, b)
-    per_output = 1 + sum(call.argument(scale) != 1 for scale in ("beta", "alpha"))
-    bias_flops = per_output * product.batch * product.m * product.n
-    return make_contraction(call, [product], extra=((ELEMENTWISE, bias_flops),))
+    return _scaled_sum(call, _product(*call.inputs[1:3]))
+
+
+@rule(aten._addmm_activation)
+def addmm_activation(call: Call) -> Cost:
+    """addmm with ReLU (0) or GELU (tanh, 9 with one function) in the epilogue."""
+    product = _product(*call.inputs[1:3])
+    gelus = product.m * product.n if call.argument("use_gelu") else 0
+    return _scaled_sum(call, product, more_flops=9 * gelus, transcendentals=gelus)
 
 
 @rule(aten.addbmm, aten.addbmm_)
@@ -43,9 +48,7 @@ def addbmm(call: Call) -> Cost:
     """beta·input + alpha·sum over the batch of (a @ b): one product whose depth is batch·k."""
     a, b = call.inputs[1:3]
     batch, m, k = a.shape
-    n = b.shape[-1]
-    per_output = 1 + sum(call.argument(scale) != 1 for scale in ("beta", "alpha"))
-    return make_contraction(call, [Matmul(1, m, n, batch * k)], extra=((ELEMENTWISE, per_output * m * n),))
+    return _scaled_sum(call, Matmul(1, m, b.shape[-1], batch * k))
 
 
 @rule(aten.mv)
@@ -59,8 +62,7 @@ def mv(call: Call) -> Cost:
 def addmv(call: Call) -> Cost:
     """beta·input + alpha·(A @ x)."""
     m, k = call.inputs[1].shape
-    per_output = 1 + sum(call.argument(scale) != 1 for scale in ("beta", "alpha"))
-    return make_contraction(call, [Matmul(1, m, 1, k)], extra=((ELEMENTWISE, per_output * m),))
+    return _scaled_sum(call, Matmul(1, m, 1, k))
 
 
 @rule(aten.dot, aten.vdot)
@@ -73,12 +75,33 @@ def dot(call: Call) -> Cost:
 def addr(call: Call) -> Cost:
     """beta·input + alpha·(x ⊗ y)."""
     x, y = call.inputs[1:3]
-    per_output = 1 + sum(call.argument(scale) != 1 for scale in ("beta", "alpha"))
-    outer = Matmul(1, x.numel, y.numel, 1)
-    return make_contraction(call, [outer], extra=((ELEMENTWISE, per_output * x.numel * y.numel),))
+    return _scaled_sum(call, Matmul(1, x.numel, y.numel, 1))
 
 
-@rule(aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_overrideable)
+@rule(aten._trilinear)
+def trilinear(call: Call) -> Cost:
+    """Sums over an index space that three tensors span, each broadcast over its `expand` dimensions (bilinear
+    layers): the first two are multiplied over what the third lacks, the result with the third over the rest."""
+    first, second, third = (_unsqueezed(spec.shape, call.argument(f"expand{i}")) for i, spec in enumerate(call.inputs, 1))
+    summed_early = {dim for dim in call.argument("sumdim") if dim in call.argument("expand3")}
+    pair = torch.broadcast_shapes(first, second)
+    kept = [1 if dim in summed_early else size for dim, size in enumerate(pair)]
+    macs = prod(pair), prod(torch.broadcast_shapes(tuple(kept), third))
+    return make_contraction(call, [Matmul(1, 1, 1, count) for count in macs])
+
+
+@rule(aten.conv_tbc)
+def conv_tbc(call: Call) -> Cost:
+    """x [T, B, C_in], filters [kernel, C_in, C_out], and the bias."""
+    (kernel, c_in, c_out), (out,) = call.inputs[1].shape, call.outputs
+    product = Matmul(1, out.shape[0] * out.shape[1], c_out, c_in * kernel)
+    return make_contraction(call, [product], extra=((ELEMENTWISE, out.numel),), tf32_switch="cudnn")
+
+
+@rule(
+    aten.convolution, aten._convolution, aten.convolution_overrideable, aten.cudnn_convolution,
+    aten.mkldnn_convolution, aten.cudnn_convolution_transpose,
+)  # fmt: skip
 def convolution(call: Call) -> tuple[Cost, ...]:
     """An implicit product of [output positions, (C_in/groups)·kernel] with the filters, per group.
 
@@ -87,13 +110,30 @@ def convolution(call: Call) -> tuple[Cost, ...]:
     """
     x, weight = call.inputs[:2]
     (out,) = call.outputs
-    transposed = call.func.overloadpacket is not aten.cudnn_convolution and call.argument("transposed")
+    packet = call.func.overloadpacket
+    transposed = packet is aten.cudnn_convolution_transpose or (packet in _GENERAL and call.argument("transposed"))
     product = _implicit_product(x, weight, out, transposed, call.argument("groups"))
-    main = make_contraction(call, [product], read=(x, weight), written=(out,), tf32_switch="cudnn")
+    shape = _shape(call, weight, x if transposed else out, transposed)
+    main = make_contraction(
+        call, [product], read=(x, weight), written=(out,), tf32_switch="cudnn", convolution=shape
+    )
     bias = call.inputs[2] if len(call.inputs) > 2 else None
     if bias is None:
         return (main,)
     return (main, make_cost(call, ELEMENTWISE, out.numel, read=(out, bias), written=(out,)))
+
+
+@rule(aten.cudnn_convolution_relu, aten.cudnn_convolution_add_relu)
+def convolution_relu(call: Call) -> Cost:
+    """One kernel: the product, alpha·z where there is one, the bias and ReLU (0)."""
+    x, weight, *_ = call.inputs
+    (out,) = call.outputs
+    adds = (len(call.inputs) - 2) * out.numel
+    scaled = call.func.overloadpacket is aten.cudnn_convolution_add_relu and call.argument("alpha") not in (None, 1)
+    product = _implicit_product(x, weight, out, False, call.argument("groups"))
+    extra = ((ELEMENTWISE, adds + scaled * out.numel),)
+    shape = _shape(call, weight, out, False)
+    return make_contraction(call, [product], extra=extra, tf32_switch="cudnn", convolution=shape)
 
 
 @rule(aten.convolution_backward)
@@ -105,19 +145,60 @@ def convolution_backward(call: Call) -> tuple[Cost, ...]:
     wants_input, wants_weight, wants_bias = call.argument("output_mask")
     outputs = iter(call.outputs)
     kernels: list[Cost] = []
+    transposed = call.argument("transposed")
+    shape = _shape(call, weight, x if transposed else grad, transposed)
     if wants_input:
-        kernels.append(_gradient(call, product, (grad, weight), next(outputs)))
+        kernels.append(_gradient(call, product, (grad, weight), next(outputs), shape))
     if wants_weight:
         batch, m, n, k = product
         by_weight = Matmul(batch, n, k, m)  # the positions are what is summed over
-        kernels.append(_gradient(call, by_weight, (grad, x), next(outputs)))
+        kernels.append(_gradient(call, by_weight, (grad, x), next(outputs), shape._replace(positions=())))
     if wants_bias:
         kernels.append(make_cost(call, REDUCTION, grad.numel, read=(grad,), written=(next(outputs),)))
     return tuple(kernels) or FREE
 
 
-def _gradient(call: Call, product: Matmul, read: tuple[TensorSpec, ...], written: TensorSpec) -> Cost:
-    return make_contraction(call, [product], read=read, written=(written,), tf32_switch="cudnn")
+def _unsqueezed(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = list(shape)
+    for dim in dims:
+        sizes.insert(dim, 1)
+    return tuple(sizes)
+
+
+def _gradient(
+    call: Call, product: Matmul, read: tuple[TensorSpec, ...], written: TensorSpec, shape: Convolution
+) -> Cost:
+    return make_contraction(
+        call, [product], read=read, written=(written,), tf32_switch="cudnn", convolution=shape
+    )
+
+
+def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool) -> Convolution:
+    """What the time model needs beside the product; `anchor` has the positions that meet the whole kernel."""
+    _, channels, *kernel = weight.shape
+    steps = (*call.argument("stride"), *call.argument("dilation"))
+    is_dense = not transposed and all(step == 1 for step in steps)
+    return Convolution(channels, tuple(kernel), anchor.shape[-len(kernel) :], is_dense)
+
+
+def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcendentals: int = 0) -> Cost:
+    """The product and beta·input + alpha·product. With beta 0 the input is not even read."""
+    operands = call.inputs[1:3]
+    beta, alpha = call.argument("beta"), call.argument("alpha")
+    add, multiply = (COMPLEX_ADD, COMPLEX_MULTIPLY) if _is_complex(call) else (1, 1)
+    per_output = (add if beta != 0 else 0) + multiply * ((beta not in (0, 1)) + (alpha != 1))
+    sums = per_output * product.batch * product.m * product.n
+    return make_contraction(
+        call,
+        [product],
+        extra=((ELEMENTWISE, sums + more_flops),),
+        read=None if beta != 0 else operands,
+        transcendentals=transcendentals,
+    )
+
+
+def _is_complex(call: Call) -> bool:
+    return any(spec.dtype.is_complex for spec in call.inputs)
 
 
 def _product(a: TensorSpec, b: TensorSpec) -> Matmul:

@@ -5,19 +5,30 @@ FLOPs per element; the statistics' own work per row or channel is left out, as i
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from flopmeter.costs.rules import make_cost, rule
-from flopmeter.records import NORMALIZATION, Call, Cost, TensorSpec
+from flopmeter.records import NORMALIZATION, Call, Cost, Reread, TensorSpec
 
 aten = torch.ops.aten
+
+# torch's CUDA kernels (aten/src/ATen/native/cuda): softmax keeps rows of up to 1024 elements in registers
+# (PersistentSoftmax.cuh) and walks longer ones with a block of 16-byte loads per thread, once for the
+# maximum, once for the sum and once for the result (SoftMax.cu); layer norm has 128 threads a row, which
+# read it once for the statistics and once for the result (layer_norm_kernel.cu).
+SOFTMAX_ROW_IN_REGISTERS = 1024
+LAYER_NORM_THREADS = 128
+BLOCK_THREADS = 512  # group norm, and all kernels that reduce a whole channel
+LOAD_BYTES = 16
 
 
 @rule(aten._softmax, aten._log_softmax)
 def softmax(call: Call) -> Cost:
     """Subtract the maximum, exp, sum, divide (log: subtract the logarithm): 4; the maximum is 0."""
-    n = call.inputs[0].numel
-    return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n)
+    x = call.inputs[0]
+    return make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, rereads=_softmax_rereads(call, x, 2))
 
 
 @rule(aten._safe_softmax)
@@ -35,30 +46,36 @@ def safe_softmax(call: Call) -> Cost:
 @rule(aten._softmax_backward_data, aten._log_softmax_backward_data)
 def softmax_backward(call: Call) -> Cost:
     """y·dy, its sum, subtract, multiply: 4 (log: sum of dy, exp, multiply, subtract)."""
-    n = call.inputs[0].numel
+    grad = call.inputs[0]
+    n = grad.numel
     is_log = call.func.overloadpacket is aten._log_softmax_backward_data
-    return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n if is_log else 0)
+    rereads = _softmax_rereads(call, grad, 2)  # of the gradient and of the output
+    return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n if is_log else 0, rereads=rereads)
 
 
 @rule(aten.native_layer_norm, aten.native_group_norm)
 def layer_norm(call: Call) -> Cost:
     """Sum 1, sum of squares 2, centre 1, divide 1, then weight 1 and bias 1 where there are any."""
     x, *affine = call.inputs
-    return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel)
+    return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=_row_rereads(call, x, 1))
 
 
 @rule(aten.native_layer_norm_backward, aten.native_group_norm_backward)
 def layer_norm_backward(call: Call) -> Cost:
     """Gradients of the input 10, of the weight 2, of the bias 1, as the output mask asks for them."""
     per_element = sum(flops for flops, wanted in zip((10, 2, 1), call.argument("output_mask"), strict=True) if wanted)
-    return make_cost(call, NORMALIZATION, per_element * call.inputs[0].numel)
+    grad = call.inputs[0]
+    rereads = _row_rereads(call, grad, 2)  # of the gradient and of x
+    if any(call.argument("output_mask")[1:]):
+        rereads += (_whole_reread(grad), _whole_reread(grad))  # by the kernel that sums over the rows
+    return make_cost(call, NORMALIZATION, per_element * grad.numel, rereads=rereads)
 
 
 @rule(aten._fused_rms_norm)
 def rms_norm(call: Call) -> Cost:
     """Square and sum 2, multiply by the reciprocal root 1, weight 1."""
     x, *weight = call.inputs
-    return make_cost(call, NORMALIZATION, (3 + len(weight)) * x.numel)
+    return make_cost(call, NORMALIZATION, (3 + len(weight)) * x.numel, rereads=_row_rereads(call, x, 1))
 
 
 @rule(aten._fused_rms_norm_backward)
@@ -66,7 +83,11 @@ def rms_norm_backward(call: Call) -> Cost:
     """Input: dy·w 1, its sum with x 2, normalized x 1, scale and subtract 2, times the reciprocal root 1;
     weight: multiply and sum 2."""
     wants_input, wants_weight = call.argument("output_mask")
-    return make_cost(call, NORMALIZATION, (7 * wants_input + 2 * wants_weight) * call.inputs[0].numel)
+    grad = call.inputs[0]
+    rereads = _row_rereads(call, grad, 2)
+    if wants_weight:
+        rereads += (_whole_reread(grad), _whole_reread(grad))
+    return make_cost(call, NORMALIZATION, (7 * wants_input + 2 * wants_weight) * grad.numel, rereads=rereads)
 
 
 @rule(
@@ -83,7 +104,9 @@ def batch_norm(call: Call) -> Cost:
     weight 1, bias 1."""
     x = call.inputs[0]
     affine = sum(call.argument(name) is not None for name in ("weight", "bias"))
-    return make_cost(call, NORMALIZATION, ((5 if _is_training(call) else 2) + affine) * x.numel)
+    is_training = _is_training(call)
+    rereads = (_whole_reread(x),) if is_training else ()  # the statistics come first, in a kernel of their own
+    return make_cost(call, NORMALIZATION, ((5 if is_training else 2) + affine) * x.numel, rereads=rereads)
 
 
 @rule(aten.native_batch_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward)
@@ -96,7 +119,9 @@ def batch_norm_backward(call: Call) -> Cost:
     flops = (10 if is_training else 2, 2, 1)
     grad = call.argument("grad_out") if "grad_out" in names else call.inputs[1]
     assert isinstance(grad, TensorSpec)
-    return make_cost(call, NORMALIZATION, sum(f for f, wanted in zip(flops, mask, strict=True) if wanted) * grad.numel)
+    per_element = sum(f for f, wanted in zip(flops, mask, strict=True) if wanted)
+    rereads = (_whole_reread(grad), _whole_reread(grad)) if is_training else ()
+    return make_cost(call, NORMALIZATION, per_element * grad.numel, rereads=rereads)
 
 
 def _is_training(call: Call) -> bool:
@@ -107,3 +132,29 @@ def _is_training(call: Call) -> bool:
     if packet in (aten._native_batch_norm_legit_no_training, aten._batch_norm_no_update):
         return False
     return bool(call.argument("training"))
+
+
+def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
+    """Rows that do not fit in registers are read again, `passes` times."""
+    columns = x.shape[call.argument("dim")] if x.shape else 1
+    if columns <= SOFTMAX_ROW_IN_REGISTERS:
+        return ()
+    row_bytes = columns * x.dtype.itemsize
+    threads = min(1024, max(32, 32 * (row_bytes // LOAD_BYTES // 32)))
+    return (Reread(passes * x.nbytes, x.numel // columns, row_bytes, threads),)
+
+
+def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
+    """Layer, group and RMS norm: each row is read again, `passes` times."""
+    names = {argument.name for argument in call.func._schema.arguments}
+    if "normalized_shape" in names:
+        columns, threads = prod(call.argument("normalized_shape")), LAYER_NORM_THREADS
+    else:
+        columns, threads = x.numel // max(1, call.argument("N") * call.argument("group")), BLOCK_THREADS
+    columns = max(1, columns)
+    return (Reread(passes * x.nbytes, x.numel // columns, columns * x.dtype.itemsize, threads),)
+
+
+def _whole_reread(x: TensorSpec) -> Reread:
+    """A second kernel reads the tensor after the first has gone through all of it."""
+    return Reread(x.nbytes, 1, x.nbytes, BLOCK_THREADS)

@@ -6,21 +6,28 @@ A rule takes a `Call` and returns the `Cost` of each kernel that the op launches
 Convention, for every rule (Ivanov et al., 'Data Movement Is All You Need', MLSys 2021, arXiv 2007.00072):
 a multiply-add is 2 FLOP; one FLOP per arithmetic operation and element; exp, log, tanh, erf, sqrt, sin
 and other library functions 1; comparison, maximum, select, cast and copy 0; integer work 0.
+In complex numbers an addition is 2 real operations and a multiply 6, so a multiply-add is 8 where it is 2
+in real ones: an operation that is neither (a function, a norm, a factorization) counts four times its real self.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs.traffic import traffic
+from flopmeter.costs.walk import walk
 from flopmeter.records import CONTRACTION, Call, Cost, Matmul, TensorSpec, Tf32Switch
 
 Rule = Callable[[Call], "Cost | tuple[Cost, ...]"]
 RULES: dict[OpOverloadPacket | OpOverload, Rule] = {}  # an overload's own rule goes before its packet's
 FREE: tuple[Cost, ...] = ()
+
+COMPLEX_ADD, COMPLEX_MULTIPLY, COMPLEX_DIVIDE, COMPLEX_OTHER = 2, 6, 11, 4
+"""Real operations in one of complex numbers. A division: ac + bd and bc - ad 6, c·c + d·d 3, and two divisions."""
 
 DTYPE_NAMES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
@@ -63,11 +70,17 @@ def make_cost(
     read: int | Iterable[TensorSpec] | None = None,
     written: int | Iterable[TensorSpec] | None = None,
     fused_multiply_add: bool = False,
+    complex_factor: int = COMPLEX_OTHER,
+    **geometry: Any,
 ) -> Cost:
     """The cost of one kernel of one class. `read` and `written` take bytes or the regions touched;
-    None leaves them to the touched-bytes law."""
-    if not any(spec.is_floating for spec in (*call.inputs, *call.outputs)):
+    None leaves them to the touched-bytes law. `complex_factor`: real operations in each, of complex tensors.
+    `geometry`: fields of `Cost` that only the time model needs (`access`, `rereads`, ...)."""
+    specs = (*call.inputs, *call.outputs)
+    if not any(spec.is_floating for spec in specs):
         flops = transcendentals = 0  # integer work
+    if any(spec.dtype.is_complex for spec in specs):
+        flops, transcendentals = complex_factor * flops, complex_factor * transcendentals
     bytes_read, bytes_written = traffic(call)
     return Cost(
         name=call.name,
@@ -78,6 +91,7 @@ def make_cost(
         dtype=dtype_name(call),
         transcendentals=transcendentals,
         fused_multiply_add=fused_multiply_add,
+        **(walk(call) | geometry),
     )
 
 
@@ -90,9 +104,11 @@ def make_contraction(
     read: int | Iterable[TensorSpec] | None = None,
     written: int | Iterable[TensorSpec] | None = None,
     dtype: str | None = None,
+    transcendentals: int = 0,
     recomputed_flops: int = 0,
     masked_flops: int = 0,
     tf32_switch: Tf32Switch = "matmul",
+    **geometry: Any,
 ) -> Cost:
     """The cost of a kernel that is one or several matrix products: 2·batch·m·n·k each.
 
@@ -115,12 +131,26 @@ def make_contraction(
         bytes_written=bytes_written if written is None else _bytes(written),
         dtype=dtype or dtype_name(call),
         macs=macs,
+        transcendentals=transcendentals,
         recomputed_flops=recomputed_flops,
         masked_flops=masked_flops,
         matmuls=products,
         tf32_switch=tf32_switch,
+        alignment_bytes=_alignment_bytes((*call.inputs, *call.outputs)),
+        **geometry,
     )
 
 
 def _bytes(regions: int | Iterable[TensorSpec]) -> int:
     return regions if isinstance(regions, int) else sum(spec.nbytes for spec in set(regions))
+
+
+def _alignment_bytes(operands: Iterable[TensorSpec]) -> int:
+    """The largest power of two, at most 16, that divides the row pitch of every matrix among the operands."""
+    alignment = 16
+    for spec in operands:
+        for size, stride in zip(spec.shape[-2:], spec.stride[-2:], strict=True):
+            if size > 1 and stride > 1:
+                pitch = stride * spec.dtype.itemsize
+                alignment = min(alignment, pitch & -pitch)
+    return alignment

@@ -41,7 +41,7 @@ TILE_EXPONENT = 0.3
 
 # Ways in which the depth k is split over thread blocks when a product has too few tiles to fill the device,
 # the least depth of a slice, and the time of the kernel that adds the slices (seconds; typical, insensitive).
-SPLIT_K = (1, 2, 4, 8, 16)
+SPLIT_K = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEAST_SLICE_DEPTH = 64
 SPLIT_K_SECONDS = 4e-6
 

@@ -38,8 +38,13 @@ def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
     floor = (2 * cost.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
     return Price(
         Busy(max(busy.compute_seconds, floor) + other, busy.memory_seconds, max(busy.work_seconds, floor) + other),
-        f"{kind}, {dtype if peak.unit == 'matrix' else f'{dtype} on {peak.unit} units'}",
+        f"{kind}, {_unit(dtype, peak)}",
     )
+
+
+def _unit(dtype: str, peak: Peak) -> str:
+    """The type and the unit that a product runs in; tf32 exists on matrix units only."""
+    return dtype if peak.unit == "matrix" else f"{'fp32' if dtype == 'tf32' else dtype} on {peak.unit} units"
 
 
 def _products(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
