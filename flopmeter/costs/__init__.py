@@ -7,19 +7,44 @@ Whatever is left is *uncounted*: a kernel with bytes and without FLOPs that the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 
 import torch
 
-from flopmeter.costs import attention, contraction, movement, normalization, optimizer  # noqa: F401  (they fill RULES)
+from flopmeter.costs import (  # noqa: F401  (they fill RULES)
+    attention,
+    contraction,
+    fused_layers,
+    indexing,
+    linalg,
+    losses,
+    movement,
+    normalization,
+    optimizer,
+    quantized,
+    resampling,
+    rnn,
+)
+from flopmeter.costs.custom import register_cost, torch_formula
 from flopmeter.costs.pointwise import pointwise
 from flopmeter.costs.reduction import reduction
-from flopmeter.costs.rules import FREE, RULES, Rule, make_cost, rule
-from flopmeter.costs.traffic import is_view
+from flopmeter.costs.rules import FREE, RULES, Rule, make_contraction, make_cost
+from flopmeter.costs.traffic import is_view, writes_nothing
 from flopmeter.records import UNCOUNTED, Call, Cost, Kernel, Op
 from flopmeter.trace import Trace
 
-__all__ = ["RULES", "UncountedError", "costs_of", "find_rule", "kernels_of", "rule"]
+__all__ = [
+    "RULES",
+    "UncountedError",
+    "costs_of",
+    "find_rule",
+    "kernels_of",
+    "make_contraction",
+    "make_cost",
+    "register_cost",
+]
 
+_DRAW, _DIVIDE = torch.ops.aten.bernoulli_.float, torch.ops.aten.div_.Scalar
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
 
 
@@ -36,10 +61,14 @@ def kernels_of(trace: Trace, *, strict: bool = False) -> list[Kernel]:
     device, kernels = trace.device, []
     costs: dict[Call, tuple[Cost, ...]] = {}
     views, calls_seen = 0, 0
+    previous: Op | None = None
     for op, module_calls in zip(trace.ops, trace.module_calls, strict=True):
         launched = costs.get(op.call)
         if launched is None:
             launched = costs[op.call] = costs_of(op.call, strict=strict) if _runs_on(device, op.call) else FREE
+        if op.call.func is _DIVIDE and _divides_fresh_mask(previous, op):
+            launched = tuple(replace(cost, flops_by_class=((cost.op_class, 0),)) for cost in launched)
+        previous = op
         if not launched:
             views += 1
             continue
@@ -56,6 +85,8 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
         if strict:
             raise UncountedError(_how_to_add(call))
         return (make_cost(call, UNCOUNTED),)
+    if writes_nothing(call):
+        return FREE
     cost = found(call)
     return (cost,) if isinstance(cost, Cost) else cost
 
@@ -66,6 +97,9 @@ def find_rule(call: Call) -> Rule | None:
     own = RULES.get(func) or RULES.get(func.overloadpacket)
     if own is not None:
         return own
+    by_formula = torch_formula(call)
+    if by_formula is not None:
+        return by_formula
     if is_view(func):
         return lambda _: FREE
     if torch.Tag.pointwise in func.tags:
@@ -80,9 +114,15 @@ def _runs_on(device: str, call: Call) -> bool:
     return any(spec.device == device for spec in specs)
 
 
+def _divides_fresh_mask(previous: Op | None, op: Op) -> bool:
+    """Whether this is the middle of a dropout that arrives as bernoulli_, div_ and mul, as on the CPU: the
+    multiply alone counts, so that dropout is 1 FLOP an element on every device."""
+    return previous is not None and previous.call.func is _DRAW and previous.storages[0] == op.storages[0]
+
+
 def _how_to_add(call: Call) -> str:
     return (
         f"no cost rule covers {call.func}. Add one: a function of the call under "
-        f"@flopmeter.register_cost({call.func}) that returns its cost (see the README), "
+        f"@flopmeter.register_cost(torch.ops.{call.func}) that returns its cost (see the README), "
         "or meter with strict=False, which lists the op as uncounted."
     )

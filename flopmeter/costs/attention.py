@@ -7,22 +7,36 @@ Keys and values are read at their own, grouped, head count: the touched-bytes la
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.rules import make_contraction, rule
-from flopmeter.records import ATTENTION, AttentionBackend, Call, Cost, Matmul, TensorSpec
+from flopmeter.records import ATTENTION, Call, Cost, Matmul, TensorSpec
 
 aten = torch.ops.aten
 
-_BACKENDS: dict[OpOverloadPacket, AttentionBackend] = {
-    aten._scaled_dot_product_flash_attention: "flash",
-    aten._scaled_dot_product_flash_attention_backward: "flash",
-    aten._scaled_dot_product_efficient_attention: "efficient",
-    aten._scaled_dot_product_efficient_attention_backward: "efficient",
-    aten._scaled_dot_product_cudnn_attention: "cudnn",
-    aten._scaled_dot_product_cudnn_attention_backward: "cudnn",
-}
+
+class Mask(NamedTuple):
+    """Query i sees the keys from i + shift - left to i + shift + right; None: as far as there are keys."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False  # shift is keys - queries, so that the last query sees the last key; else 0
+
+
+FULL = Mask()
+CAUSAL = Mask(right=0)  # torch's `is_causal`: aligned at the top left
+
+
+class Square(NamedTuple):
+    """`batch` (heads included) squares of queries x keys, with the depth of q and k and that of v."""
+
+    batch: int
+    queries: int
+    keys: int
+    depth: int
+    value_depth: int
 
 
 @rule(
@@ -34,13 +48,7 @@ _BACKENDS: dict[OpOverloadPacket, AttentionBackend] = {
 )
 def attention(call: Call) -> Cost:
     """softmax(q @ k^T) @ v with q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hv, Sk, Dv]."""
-    q, k, v = call.inputs[:3]
-    scores, values = _products(q, k, v)
-    masked = _masked_fraction(q, k, call.argument("is_causal"))
-    flops = 2 * sum(_macs(product) for product in (scores, values))
-    return make_contraction(
-        call, [scores, values], op_class=ATTENTION, masked_flops=round(flops * masked), attention=_backend(call)
-    )
+    return _forward(call, _heads_first(*call.inputs[:3]), CAUSAL if call.argument("is_causal") else FULL)
 
 
 @rule(
@@ -51,56 +59,122 @@ def attention(call: Call) -> Cost:
     aten._scaled_dot_product_fused_attention_overrideable_backward,
 )
 def attention_backward(call: Call) -> Cost:
+    """The gradients of `attention`, see `_backward`."""
+    return _backward(call, _heads_first(*call.inputs[1:4]), CAUSAL if call.argument("is_causal") else FULL)
+
+
+@rule(aten._flash_attention_forward, aten._flash_attention_forward_no_dropout_inplace)
+def flash_attention(call: Call) -> Cost:
+    """q [B, Sq, H, D], or sequences of several lengths end to end, [tokens, H, D]."""
+    return _forward(call, _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
+
+
+@rule(aten._flash_attention_backward)
+def flash_attention_backward(call: Call) -> Cost:
+    """The gradients of `flash_attention`, see `_backward`."""
+    return _backward(call, _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
+
+
+@rule(aten._efficient_attention_forward)
+def efficient_attention(call: Call) -> Cost:
+    """q [B, Sq, H, D]; packed sequences are [1, tokens, H, D]."""
+    return _forward(call, _of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k"), _efficient_mask(call))
+
+
+@rule(aten._efficient_attention_backward)
+def efficient_attention_backward(call: Call) -> Cost:
+    """The gradients of `efficient_attention`, see `_backward`."""
+    return _backward(call, _of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k"), _efficient_mask(call))
+
+
+def visible_pairs(queries: int, keys: int, mask: Mask = CAUSAL) -> int:
+    """The (query, key) pairs that the mask leaves visible: those not after the last key that each query sees,
+    less those before the first."""
+    shift = keys - queries if mask.bottom_right else 0
+    up_to_last = queries * keys if mask.right is None else _pairs_up_to(queries, keys, shift + mask.right)
+    before_first = 0 if mask.left is None else _pairs_up_to(queries, keys, shift - mask.left - 1)
+    return max(up_to_last - before_first, 0)
+
+
+def _pairs_up_to(queries: int, keys: int, offset: int) -> int:
+    """Pairs with key <= query + offset: rows of none, then a ramp 1, 2, 3, ..., then rows of all keys."""
+    rows = queries - min(max(-offset, 0), queries)
+    start = max(offset, 0) + 1
+    ramp = min(max(keys - start + 1, 0), rows)
+    return ramp * start + ramp * (ramp - 1) // 2 + (rows - ramp) * keys
+
+
+def _forward(call: Call, square: Square, mask: Mask) -> Cost:
+    products = [_scores(square), _values(square)]
+    return _fused(call, products, square, mask)
+
+
+def _backward(call: Call, square: Square, mask: Mask) -> Cost:
     """Five products: the scores again (recomputed, since they were not kept), then dv = p^T @ do,
     dp = do @ v^T, dq = ds @ k, dk = ds^T @ q. That is 2.5x the forward pass where D = Dv."""
-    q, k, v = call.inputs[1:4]
-    scores, values = _products(q, k, v)
-    batch, sq, sk, d = scores
-    dv = v.shape[-1]
-    products = [scores, Matmul(batch, sk, dv, sq), Matmul(batch, sq, sk, dv), Matmul(batch, sq, d, sk), Matmul(batch, sk, d, sq)]
-    masked = _masked_fraction(q, k, call.argument("is_causal"))
-    flops = 2 * sum(_macs(product) for product in products)
+    batch, queries, keys, depth, value_depth = square
+    products = [
+        _scores(square),
+        Matmul(batch, keys, value_depth, queries),
+        Matmul(batch, queries, keys, value_depth),
+        Matmul(batch, queries, depth, keys),
+        Matmul(batch, keys, depth, queries),
+    ]
+    return _fused(call, products, square, mask, recomputed_flops=2 * _macs(products[0]))
+
+
+def _fused(call: Call, products: list[Matmul], square: Square, mask: Mask, *, recomputed_flops: int = 0) -> Cost:
+    flops, pairs = 2 * sum(map(_macs, products)), square.queries * square.keys
+    hidden = pairs - visible_pairs(square.queries, square.keys, mask)
     return make_contraction(
         call,
         products,
         op_class=ATTENTION,
-        recomputed_flops=2 * _macs(scores),
-        masked_flops=round(flops * masked),
-        attention=_backend(call),
+        recomputed_flops=recomputed_flops,
+        masked_flops=flops * hidden // max(pairs, 1),
     )
 
 
-def visible_pairs(queries: int, keys: int, *, bottom_right: bool = False, window: int | None = None) -> int:
-    """(query, key) pairs that a causal mask leaves visible.
-
-    Query i sees keys 0..i (torch's `is_causal`, aligned at the top left) or, aligned at the bottom right
-    as in the flash-attention library, keys 0..i + keys - queries; with a window only the last `window`.
-    """
-    shift = keys - queries if bottom_right else 0
-    most = keys if window is None else min(keys, window)
-    # Row i sees i + shift + 1 keys, no fewer than none and no more than `most`: nothing, a ramp, a plateau.
-    rows = queries - min(max(-shift, 0), queries)
-    start = max(shift, 0) + 1
-    ramp = min(max(most - start + 1, 0), rows)
-    return ramp * start + ramp * (ramp - 1) // 2 + (rows - ramp) * most
+def _scores(square: Square) -> Matmul:
+    return Matmul(square.batch, square.queries, square.keys, square.depth)
 
 
-def _backend(call: Call) -> AttentionBackend:
-    return _BACKENDS.get(call.func.overloadpacket, "other")
-
-
-def _products(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> tuple[Matmul, Matmul]:
-    batch, heads, queries, depth = q.shape
-    keys = k.shape[2]
-    return Matmul(batch * heads, queries, keys, depth), Matmul(batch * heads, queries, v.shape[-1], keys)
+def _values(square: Square) -> Matmul:
+    return Matmul(square.batch, square.queries, square.value_depth, square.keys)
 
 
 def _macs(product: Matmul) -> int:
     return product.batch * product.m * product.n * product.k
 
 
-def _masked_fraction(q: TensorSpec, k: TensorSpec, is_causal: bool) -> float:
-    queries, keys = q.shape[2], k.shape[2]
-    if not is_causal or not queries or not keys:
-        return 0.0
-    return 1.0 - visible_pairs(queries, keys) / (queries * keys)
+def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> Square:
+    batch, heads, queries, depth = q.shape
+    return Square(batch * heads, queries, k.shape[2], depth, v.shape[-1])
+
+
+def _of_library(call: Call, lengths: str, longest_query: str, longest_key: str) -> Square:
+    """Heads come third. Of packed sequences a trace knows the tokens and the longest only: they are counted as
+    if all were as long, each token against the longest row of keys."""
+    q, k, v = (call.argument(name) for name in ("query", "key", "value"))
+    heads, depth = q.shape[-2:]
+    starts = call.argument(lengths)
+    if starts is None:
+        return Square(q.shape[0] * heads, q.shape[1], k.shape[1], depth, v.shape[-1])
+    tokens, queries = q.numel // max(heads * depth, 1), max(call.argument(longest_query), 1)
+    sequences = max(tokens // queries, 1)
+    return Square(sequences * heads, queries, call.argument(longest_key), depth, v.shape[-1])
+
+
+def _flash_mask(call: Call) -> Mask:
+    """The flash-attention library aligns at the bottom right; a window of -1 has no end on that side."""
+    left, right = (call.argument(f"window_size_{side}") for side in ("left", "right"))
+    left, right = (None if size in (None, -1) else size for size in (left, right))
+    return Mask(left, 0 if call.argument("is_causal") else right, bottom_right=True)
+
+
+def _efficient_mask(call: Call) -> Mask:
+    """Of the custom mask types 1 is causal from the top left and 2 from the bottom right; a window holds so
+    many keys, the query's own the last."""
+    kind, window = call.argument("custom_mask_type"), call.argument("window_size")
+    left = None if not window else window - 1
+    return Mask(left, 0, bottom_right=kind == 2) if kind else FULL

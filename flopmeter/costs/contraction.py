@@ -82,7 +82,9 @@ def addr(call: Call) -> Cost:
 def trilinear(call: Call) -> Cost:
     """Sums over an index space that three tensors span, each broadcast over its `expand` dimensions (bilinear
     layers): the first two are multiplied over what the third lacks, the result with the third over the rest."""
-    first, second, third = (_unsqueezed(spec.shape, call.argument(f"expand{i}")) for i, spec in enumerate(call.inputs, 1))
+    first, second, third = (
+        _unsqueezed(spec.shape, call.argument(f"expand{i}")) for i, spec in enumerate(call.inputs, 1)
+    )
     summed_early = {dim for dim in call.argument("sumdim") if dim in call.argument("expand3")}
     pair = torch.broadcast_shapes(first, second)
     kept = [1 if dim in summed_early else size for dim, size in enumerate(pair)]
@@ -114,9 +116,7 @@ def convolution(call: Call) -> tuple[Cost, ...]:
     transposed = packet is aten.cudnn_convolution_transpose or (packet in _GENERAL and call.argument("transposed"))
     product = _implicit_product(x, weight, out, transposed, call.argument("groups"))
     shape = _shape(call, weight, x if transposed else out, transposed)
-    main = make_contraction(
-        call, [product], read=(x, weight), written=(out,), tf32_switch="cudnn", convolution=shape
-    )
+    main = make_contraction(call, [product], read=(x, weight), written=(out,), tf32_switch="cudnn", convolution=shape)
     bias = call.inputs[2] if len(call.inputs) > 2 else None
     if bias is None:
         return (main,)
@@ -168,9 +168,7 @@ def _unsqueezed(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...
 def _gradient(
     call: Call, product: Matmul, read: tuple[TensorSpec, ...], written: TensorSpec, shape: Convolution
 ) -> Cost:
-    return make_contraction(
-        call, [product], read=read, written=(written,), tf32_switch="cudnn", convolution=shape
-    )
+    return make_contraction(call, [product], read=read, written=(written,), tf32_switch="cudnn", convolution=shape)
 
 
 def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool) -> Convolution:

@@ -1,11 +1,11 @@
-"""Data movement, indexing, random numbers and sorting: little arithmetic, bytes by what is touched."""
+"""Data movement, random numbers and sorting: no arithmetic, bytes by what is touched."""
 
 from __future__ import annotations
 
 import torch
 
 from flopmeter.costs.rules import FREE, make_cost, rule
-from flopmeter.records import INDEXING, MOVEMENT, RANDOM, SORTING, Call, Cost, TensorSpec
+from flopmeter.records import MOVEMENT, RANDOM, SORTING, Call, Cost
 
 aten = torch.ops.aten
 
@@ -15,6 +15,7 @@ aten = torch.ops.aten
     aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_, aten.detach_, aten.squeeze_,
     aten.unsqueeze_, aten.transpose_, aten.t_, aten.as_strided_, aten.swapaxes_, aten.swapdims_, aten.is_same_size,
     aten.record_stream, aten._has_compatible_shallow_copy_type, aten.is_pinned, aten._version,
+    aten._efficientzerotensor, aten.resize_as_, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk,
 )  # fmt: skip
 def no_kernel(call: Call) -> tuple[Cost, ...]:
     """Allocation and metadata: the host's work, nothing on the device."""
@@ -31,30 +32,50 @@ def factory(call: Call) -> Cost:
     return make_cost(call, MOVEMENT, read=0)
 
 
-@rule(aten.fill_, aten.zero_)
+@rule(aten.fill, aten.fill_, aten.zero, aten.zero_)
 def fill(call: Call) -> Cost:
     """Overwrites; the old content is not read."""
     return make_cost(call, MOVEMENT, read=call.inputs[1:])
 
 
+@rule(aten._foreach_copy_, aten._foreach_copy)
+def foreach_copy(call: Call) -> Cost:
+    """Reads the sources; what they are written over is not read."""
+    return make_cost(call, MOVEMENT, read=call.argument("src"))
+
+
 @rule(
-    aten.cat, aten.stack, aten.constant_pad_nd, aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d,
-    aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d, aten.roll, aten.flip, aten.rot90,
-    aten.repeat, aten.tril, aten.triu, aten.tril_, aten.triu_, aten.pixel_shuffle, aten.pixel_unshuffle,
-    aten.channel_shuffle, aten.native_channel_shuffle, aten.upsample_nearest1d, aten.upsample_nearest2d,
-    aten.upsample_nearest3d, aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d,
-    aten._upsample_nearest_exact3d, aten._foreach_copy_, aten.diag_embed, aten._pin_memory,
+    aten.cat, aten.stack, aten.block_diag, aten._chunk_cat, aten.constant_pad_nd, aten.reflection_pad1d,
+    aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
+    aten.replication_pad3d, aten.roll, aten.flip, aten.rot90, aten.repeat, aten.tril, aten.triu, aten.tril_,
+    aten.triu_, aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.native_channel_shuffle,
+    aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten._upsample_nearest_exact1d,
+    aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d, aten.diag_embed, aten._pin_memory, aten.im2col,
+    aten.repeat_interleave,
 )  # fmt: skip
 def rearrange(call: Call) -> Cost:
     """Reads what moves, writes where it goes."""
     return make_cost(call, MOVEMENT)
 
 
+@rule(
+    aten.alias_copy, aten.as_strided_copy, aten.detach_copy, aten.diagonal_copy, aten.expand_copy, aten.narrow_copy,
+    aten.permute_copy, aten.select_copy, aten.slice_copy, aten.split_copy, aten.split_with_sizes_copy,
+    aten.squeeze_copy, aten.t_copy, aten.transpose_copy, aten.unbind_copy, aten.unfold_copy, aten.unsqueeze_copy,
+    aten.view_copy, aten.view_as_complex_copy, aten.view_as_real_copy, aten._reshape_copy,
+)  # fmt: skip
+def view_copy(call: Call) -> Cost:
+    """A view and a copy of it: reads no more than it writes, and an expanded tensor at its base size."""
+    written = sum(spec.nbytes for spec in call.outputs)
+    return make_cost(call, MOVEMENT, read=min(call.inputs[0].nbytes, written))
+
+
 @rule(aten.slice_backward, aten.select_backward, aten.diagonal_backward, aten.unfold_backward)
 def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """The gradient of a view: a tensor of zeros, then the gradient copied into its part."""
     grad, (out,) = call.inputs[0], call.outputs
-    return (make_cost(call, MOVEMENT, read=0), make_cost(call, MOVEMENT, read=(grad,), written=min(grad.nbytes, out.nbytes)))
+    placed = make_cost(call, MOVEMENT, read=(grad,), written=min(grad.nbytes, out.nbytes))
+    return (make_cost(call, MOVEMENT, read=0), placed)
 
 
 @rule(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter)
@@ -62,43 +83,6 @@ def scatter_copy(call: Call) -> tuple[Cost, Cost]:
     """A copy of the whole tensor, then the part written over it."""
     base, part = call.inputs[:2]
     return (make_cost(call, MOVEMENT, read=(base,)), make_cost(call, MOVEMENT, read=(part,), written=(part,)))
-
-
-@rule(aten.embedding, aten.index_select, aten.gather, aten.take, aten.index)
-def gather(call: Call) -> Cost:
-    """Reads the elements that it returns and the indices, never the whole table."""
-    (out,) = call.outputs
-    indices = [spec for spec in call.inputs[1:] if not spec.is_floating]
-    return make_cost(call, INDEXING, read=out.numel * call.inputs[0].dtype.itemsize + _nbytes(indices))
-
-
-@rule(aten.embedding_dense_backward)
-def embedding_backward(call: Call) -> Cost:
-    """Zeros for the table, then each row of the gradient is added to its own: one add an element."""
-    grad, indices = call.inputs
-    (table,) = call.outputs
-    rows = min(grad.nbytes, table.nbytes)
-    return make_cost(call, INDEXING, grad.numel, read=grad.nbytes + indices.nbytes + rows, written=table.nbytes + rows)
-
-
-@rule(
-    aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put, aten.index_add, aten.index_add_,
-    aten.index_copy, aten.index_copy_, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_,
-    aten.scatter_reduce, aten.scatter_reduce_, aten.index_fill, aten.index_fill_, aten.masked_scatter,
-    aten.masked_scatter_,
-)  # fmt: skip
-def scatter(call: Call) -> Cost:
-    """Writes the elements that the indices name; a functional form copies the whole tensor first.
-    Where it accumulates, the old elements are read and one add each is done."""
-    target, source, indices = call.inputs[0], _source(call), [s for s in call.inputs[1:] if not s.is_floating]
-    touched = min(_touched_elements(call, source), target.numel) * target.dtype.itemsize
-    adds = _accumulates(call)
-    in_place = not call.outputs or call.outputs[0].storage == target.storage
-    copied = 0 if in_place else target.nbytes
-    source_bytes = source.nbytes if source is not None and source not in indices else 0
-    read = copied + _nbytes(indices) + source_bytes + touched * adds
-    flops = touched // target.dtype.itemsize * adds
-    return make_cost(call, INDEXING, flops, read=read, written=copied + touched)
 
 
 @rule(
@@ -122,9 +106,9 @@ def random_sample(call: Call) -> Cost:
 
 
 @rule(
-    aten.sort, aten.argsort, aten.topk, aten.msort, aten.kthvalue, aten.unique_dim, aten._unique2,
-    aten.unique_consecutive, aten.searchsorted, aten.bucketize, aten.isin, aten.nonzero, aten.bincount,
-    aten.histc,
+    aten.sort, aten.argsort, aten.topk, aten.msort, aten.kthvalue, aten.unique_dim, aten._unique, aten._unique2,
+    aten.unique_consecutive, aten.isin, aten.nonzero, aten.nonzero_static, aten.bincount, aten.histc,
+    aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts, aten._histogramdd_from_bin_tensors,
 )  # fmt: skip
 def sorting(call: Call) -> Cost:
     """Comparisons: 0 FLOP. Bytes of one pass over inputs and outputs, the least that any method moves."""
@@ -134,55 +118,4 @@ def sorting(call: Call) -> Cost:
 @rule(aten._local_scalar_dense)
 def item(call: Call) -> Cost:
     """One element copied to the host, which waits for it."""
-    return make_cost(call, MOVEMENT, written=call.inputs[0].dtype.itemsize)
-
-
-def _nbytes(specs: list[TensorSpec]) -> int:
-    return sum(spec.nbytes for spec in set(specs))
-
-
-def _source(call: Call) -> TensorSpec | None:
-    names = [argument.name for argument in call.func._schema.arguments]
-    for name in ("values", "source", "src"):
-        if name in names:
-            value = call.argument(name)
-            return value if isinstance(value, TensorSpec) else None
-    return None
-
-
-def _touched_elements(call: Call, source: TensorSpec | None) -> int:
-    """How many elements of the target the call writes."""
-    target, packet = call.inputs[0], call.func.overloadpacket
-    if packet in (aten.scatter, aten.scatter_):
-        index = call.argument("index")
-        return int(index.numel)
-    if packet in (aten.index_fill, aten.index_fill_):
-        size = target.shape[call.argument("dim")] if target.shape else 1
-        return int(target.numel // max(size, 1) * call.argument("index").numel)
-    if packet in (aten.masked_scatter, aten.masked_scatter_):
-        return target.numel
-    if source is None:
-        return target.numel
-    return max(source.numel, _indexed_elements(call))
-
-
-def _indexed_elements(call: Call) -> int:
-    """For index_put with a value that is broadcast: the size of what the indices select."""
-    names = [argument.name for argument in call.func._schema.arguments]
-    if "indices" not in names:
-        return 0
-    target, indices = call.inputs[0], call.argument("indices")
-    shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
-    if any(index is not None and index.dtype is torch.bool for index in indices):
-        return target.numel
-    kept = [size for size, index in zip(target.shape, indices, strict=False) if index is None]
-    rest = target.shape[len(indices) :]
-    return int(torch.Size((*shape, *kept, *rest)).numel())
-
-
-def _accumulates(call: Call) -> bool:
-    packet = call.func.overloadpacket
-    if packet in (aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_):
-        return True
-    names = [argument.name for argument in call.func._schema.arguments]
-    return "accumulate" in names and bool(call.argument("accumulate"))
+    return make_cost(call, MOVEMENT, written=call.inputs[0].nbytes)

@@ -140,7 +140,8 @@ def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ..
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
         return ()
     row_bytes = columns * x.dtype.itemsize
-    threads = min(1024, max(32, 32 * (row_bytes // LOAD_BYTES // 32)))
+    loads = min(1024, row_bytes // LOAD_BYTES)
+    threads = max(32, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
     return (Reread(passes * x.nbytes, x.numel // columns, row_bytes, threads),)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.rules import FREE, make_cost, rule
+from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_DIVIDE, COMPLEX_MULTIPLY, COMPLEX_OTHER, make_cost, rule
 from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ _COMPARISONS_AND_SELECTIONS = """
     bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ __ilshift__ __irshift__ __iand__ __ior__
     __ixor__ where masked_fill clamp clamp_min clamp_max clip max min maximum minimum fmax fmin relu relu6
     hardtanh hardtanh_backward threshold threshold_backward heaviside copysign nextafter nan_to_num
-    hardshrink softshrink positive frexp rrelu conj_physical _conj_physical angle
+    hardshrink softshrink hardshrink_backward softshrink_backward positive frexp rrelu angle complex
 """.split()
 
 _FUNCTIONS = """
@@ -42,6 +42,10 @@ _FUNCTIONS = """
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
     special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
     special_spherical_bessel_j0 special_erfcx special_log_ndtr special_ndtri special_zeta mvlgamma
+    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_hermite_polynomial_h
+    special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
 """.split()
 
 _FORMULAS = {
@@ -75,6 +79,10 @@ _FORMULAS = {
     "special_entr": PerElement(3, 1),  # -x * log(x)
     "sinc": PerElement(3, 1),  # sin(pi x) / (pi x)
     "ldexp": PerElement(2, 1),  # x * 2**n
+    "floor_divide": PerElement(2),  # floor(a / b)
+    "rrelu_with_noise": ONE,  # x * noise
+    "rrelu_with_noise_backward": ONE,
+    "linalg_cross": PerElement(3),  # a * b - c * d
     "frac": PerElement(2),  # x - trunc(x)
     "fmod": PerElement(4),  # a - trunc(a / b) * b
     "remainder": PerElement(4),  # a - floor(a / b) * b
@@ -82,11 +90,24 @@ _FORMULAS = {
     "_prelu_kernel": ONE,  # x * weight
     "_prelu_kernel_backward": PerElement(2),  # dy * weight, dy * x
     "glu": PerElement(5, 1),  # a * sigmoid(b)
-    "glu_backward": PerElement(8, 1),  # s = sigmoid(b); da = dy * s; db = da * a * (1 - s)
     "smooth_l1_loss_backward": PerElement(4),  # (x - y) / beta * scale * dy
     "huber_loss_backward": PerElement(3),
     "mse_loss_backward": PerElement(3),  # 2/n * (x - y) * dy
     "binary_cross_entropy_backward": PerElement(6),  # dy * (x - y) / ((1 - x) * x) / n
+}
+
+_COMPLEX_FACTORS = {  # of the ops that are a single addition, multiply or division of complex numbers
+    **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.neg, aten.neg_), COMPLEX_ADD),
+    **dict.fromkeys((aten.mul, aten.mul_, aten.square, aten.square_, aten.pow, aten.pow_), COMPLEX_MULTIPLY),
+    **dict.fromkeys((aten.div, aten.div_, aten.reciprocal, aten.reciprocal_), COMPLEX_DIVIDE),
+}
+
+_OF_COMPLEX = {  # counted on real numbers: what is not four times its real self
+    aten.abs: PerElement(4, 1),  # sqrt(a*a + b*b)
+    aten.sgn: PerElement(6, 1),  # z / |z|
+    aten.angle: FUNCTION,  # atan2(b, a)
+    aten.conj_physical: ONE,  # -b
+    aten._conj_physical: ONE,
 }
 
 PER_ELEMENT: dict[OpOverloadPacket, PerElement] = {}
@@ -106,10 +127,15 @@ _fill_table()
 
 def pointwise(call: Call) -> Cost:
     """The default for every op that torch tags as pointwise, and for the table above."""
-    return elementwise(call, PER_ELEMENT.get(call.func.overloadpacket, ONE))
+    packet = call.func.overloadpacket
+    if packet in _OF_COMPLEX and call.inputs[0].dtype.is_complex:
+        return elementwise(call, _OF_COMPLEX[packet], complex_factor=1)
+    return elementwise(call, PER_ELEMENT.get(packet, ONE))
 
 
-def elementwise(call: Call, per_element: PerElement, *, fused_multiply_add: bool = False) -> Cost:
+def elementwise(
+    call: Call, per_element: PerElement, *, fused_multiply_add: bool = False, complex_factor: int | None = None
+) -> Cost:
     """So many operations for each element of the (first) output, broadcast operands included."""
     n = call.outputs[0].numel if call.outputs else call.inputs[0].numel
     flops, transcendentals = per_element
@@ -119,6 +145,7 @@ def elementwise(call: Call, per_element: PerElement, *, fused_multiply_add: bool
         flops * n,
         transcendentals=transcendentals * n,
         fused_multiply_add=fused_multiply_add,
+        complex_factor=complex_factor or _COMPLEX_FACTORS.get(call.func.overloadpacket, COMPLEX_OTHER),
     )
 
 
@@ -129,7 +156,8 @@ rule(*PER_ELEMENT)(pointwise)
 def add(call: Call) -> Cost:
     """a + alpha·b: one more where alpha is not 1, a multiply-add then."""
     scaled = call.argument("alpha") != 1
-    return elementwise(call, PerElement(1 + scaled), fused_multiply_add=scaled)
+    factor = COMPLEX_OTHER if scaled else COMPLEX_ADD
+    return elementwise(call, PerElement(1 + scaled), fused_multiply_add=scaled, complex_factor=factor)
 
 
 @rule(aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_)
@@ -172,7 +200,45 @@ def gelu_backward(call: Call) -> Cost:
 @rule(aten.native_dropout)
 def dropout(call: Call) -> Cost:
     """The multiply; random numbers are no FLOPs, and the mask that is kept is one byte an element."""
-    return elementwise(call, ONE)
+    return elementwise(call, NONE if call.argument("train") is False else ONE)
+
+
+@rule(aten.glu_backward)
+def glu_backward(call: Call) -> Cost:
+    """For each pair a, b, with s = sigmoid(b) (4): dy·s for a, that times a·(1 - s) for b."""
+    pairs = call.inputs[0].numel
+    return make_cost(call, ELEMENTWISE, 8 * pairs, transcendentals=pairs)
+
+
+@rule(aten.polar)
+def polar(call: Call) -> Cost:
+    """r·cos(φ) + i·r·sin(φ)."""
+    return elementwise(call, PerElement(4, 2), complex_factor=1)
+
+
+@rule(aten.renorm, aten.renorm_)
+def renorm(call: Call) -> Cost:
+    """The norm of each slice (2 an element) and, in a second pass, its scale (1)."""
+    return elementwise(call, PerElement(3), fused_multiply_add=True)
+
+
+@rule(aten._weight_norm_interface)
+def weight_norm(call: Call) -> Cost:
+    """v·(g / |v|): square, add, multiply."""
+    return elementwise(call, PerElement(3), fused_multiply_add=True)
+
+
+@rule(aten._weight_norm_interface_backward)
+def weight_norm_backward(call: Call) -> Cost:
+    """The sum of dw·v (2), then g/|v|·(dw - v·sum/|v|²): three."""
+    return elementwise(call, PerElement(5), fused_multiply_add=True)
+
+
+@rule(aten._transform_bias_rescale_qkv)
+def bias_rescale_qkv(call: Call) -> Cost:
+    """Adds the bias to q, k and v and scales q, a third of them."""
+    n = call.inputs[0].numel
+    return make_cost(call, ELEMENTWISE, n + n // 3)
 
 
 @rule(aten.div, aten.div_, aten.true_divide, aten.true_divide_)
@@ -183,12 +249,8 @@ def div(call: Call) -> Cost:
     return elementwise(call, PerElement(1 + rounded))
 
 
-@rule(aten.clone, aten._to_copy, aten.copy_, aten.copy, aten.contiguous)
-def copy(call: Call) -> Cost | tuple[Cost, ...]:
+@rule(aten.clone, aten._to_copy, aten.copy_, aten.copy)
+def copy(call: Call) -> Cost:
     """Read the source, write the destination; a cast is a copy."""
-    if call.func.overloadpacket is aten.copy_:
-        destination, source = call.inputs[:2]
-        return make_cost(call, MOVEMENT, read=(source,), written=(destination,))
-    if call.outputs[0].numel == 0:
-        return FREE
-    return make_cost(call, MOVEMENT)
+    is_onto = call.func.overloadpacket in (aten.copy_, aten.copy)  # the first argument lends its place or its shape
+    return make_cost(call, MOVEMENT, read=(call.inputs[1 if is_onto else 0],))

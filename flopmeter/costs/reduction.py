@@ -1,4 +1,4 @@
-"""Reductions, scans, pooling and the losses that end in a sum: FLOPs per input element."""
+"""Reductions, scans and pooling: FLOPs per input element."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from math import inf, prod
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.rules import make_cost, rule
-from flopmeter.records import REDUCTION, Call, Cost
+from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, COMPLEX_OTHER, make_contraction, make_cost, rule
+from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Matmul
 
 aten = torch.ops.aten
 
@@ -38,7 +38,6 @@ _PER_INPUT: dict[OpOverloadPacket, tuple[int, int, int]] = {
     aten.cummax: (0, 0, 0),
     aten.cummin: (0, 0, 0),
     aten.logcumsumexp: (4, 2, 0),  # per step: subtract, exp, log1p, add
-    aten.trace: (1, 0, 0),
     aten.median: (0, 0, 0),
     aten.nanmedian: (0, 0, 0),
     aten.mode: (0, 0, 0),
@@ -48,20 +47,17 @@ _PER_INPUT: dict[OpOverloadPacket, tuple[int, int, int]] = {
     aten.max_pool3d_with_indices: (0, 0, 0),
     aten.adaptive_max_pool2d: (0, 0, 0),
     aten.adaptive_max_pool3d: (0, 0, 0),
-    aten.max_pool2d_with_indices_backward: (1, 0, 0),  # windows overlap: gradients add
-    aten.max_pool3d_with_indices_backward: (1, 0, 0),
-    aten.adaptive_max_pool2d_backward: (1, 0, 0),
-    aten.adaptive_max_pool3d_backward: (1, 0, 0),
-    aten.upsample_nearest1d_backward: (1, 0, 0),  # the gradients of all copies add up
-    aten.upsample_nearest2d_backward: (1, 0, 0),
-    aten.upsample_nearest3d_backward: (1, 0, 0),
-    aten._upsample_nearest_exact1d_backward: (1, 0, 0),
-    aten._upsample_nearest_exact2d_backward: (1, 0, 0),
-    aten._upsample_nearest_exact3d_backward: (1, 0, 0),
     aten._adaptive_avg_pool2d: (1, 0, 1),
     aten._adaptive_avg_pool3d: (1, 0, 1),
-    aten._adaptive_avg_pool2d_backward: (1, 0, 1),
-    aten._adaptive_avg_pool3d_backward: (1, 0, 1),
+    aten.fractional_max_pool2d: (0, 0, 0),
+    aten.fractional_max_pool3d: (0, 0, 0),
+    aten.hash_tensor: (0, 0, 0),
+    aten.col2im: (1, 0, 0),  # overlapping windows add up
+}
+
+_COMPLEX_FACTORS = {
+    **dict.fromkeys((aten.sum, aten.nansum, aten.mean, aten.cumsum, aten.cumsum_), COMPLEX_ADD),
+    **dict.fromkeys((aten.prod, aten.cumprod, aten.cumprod_), COMPLEX_MULTIPLY),
 }
 
 
@@ -70,7 +66,11 @@ def reduction(call: Call) -> Cost:
     per_input, transcendentals, per_output = _PER_INPUT.get(call.func.overloadpacket, (1, 0, 0))
     n, outputs = call.inputs[0].numel, call.outputs[0].numel if call.outputs else 0
     return make_cost(
-        call, REDUCTION, per_input * n + per_output * outputs, transcendentals=transcendentals * n
+        call,
+        REDUCTION,
+        per_input * n + per_output * outputs,
+        transcendentals=transcendentals * n,
+        complex_factor=_COMPLEX_FACTORS.get(call.func.overloadpacket, COMPLEX_OTHER),
     )
 
 
@@ -96,51 +96,106 @@ def vector_norm(call: Call) -> Cost:
         return make_cost(call, REDUCTION, n)
     is_square = order in (2, None)
     return make_cost(
-        call, REDUCTION, 2 * n + outputs, transcendentals=outputs + (0 if is_square else n), fused_multiply_add=is_square
+        call,
+        REDUCTION,
+        2 * n + outputs,
+        transcendentals=outputs + (0 if is_square else n),
+        fused_multiply_add=is_square,
     )
 
 
-@rule(aten.avg_pool2d, aten.avg_pool3d, aten.avg_pool2d_backward, aten.avg_pool3d_backward)
+_POOLED_DIMS = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3,
+                aten.avg_pool2d_backward: 2, aten.avg_pool3d_backward: 3}  # fmt: skip
+
+
+@rule(*_POOLED_DIMS)
 def average_pool(call: Call) -> Cost:
-    """One add per window element, one division per window."""
+    """One add per window element, one division per window. Backward reads the gradient only."""
     is_backward = len(call.inputs) == 2
     windows = call.inputs[0] if is_backward else call.outputs[0]
-    dims = 3 if "3d" in call.func.overloadpacket.__name__ else 2
-    kernel = call.argument("kernel_size")
+    kernel, dims = call.argument("kernel_size"), _POOLED_DIMS[call.func.overloadpacket]
     window = prod(kernel) if len(kernel) == dims else kernel[0] ** dims
-    return make_cost(call, REDUCTION, (window + 1) * windows.numel)
+    return make_cost(call, REDUCTION, (window + 1) * windows.numel, read=call.inputs[:1])
 
 
-@rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss)
-def distance_loss(call: Call) -> Cost:
-    """Difference and square (smooth: also two scalings), summed unless kept per element."""
-    n = call.inputs[0].numel
-    per_element = 2 if call.func.overloadpacket is aten.mse_loss else 4
-    is_summed = call.argument("reduction") != 0
-    return make_cost(call, REDUCTION, (per_element + is_summed) * n)
+@rule(
+    aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward, aten.adaptive_max_pool2d_backward,
+    aten.adaptive_max_pool3d_backward, aten.fractional_max_pool2d_backward, aten.fractional_max_pool3d_backward,
+    aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward,
+    aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward,
+    aten.upsample_nearest1d_backward, aten.upsample_nearest2d_backward, aten.upsample_nearest3d_backward,
+    aten._upsample_nearest_exact1d_backward, aten._upsample_nearest_exact2d_backward,
+    aten._upsample_nearest_exact3d_backward,
+)  # fmt: skip
+def overlapping_gradients(call: Call) -> Cost:
+    """Each output gradient is added where its value came from; the input lends its shape alone."""
+    grad = call.inputs[0]
+    return make_cost(call, REDUCTION, grad.numel, read=(grad, *call.inputs[2:]), complex_factor=COMPLEX_ADD)
 
 
-@rule(aten.binary_cross_entropy)
-def binary_cross_entropy(call: Call) -> Cost:
-    """-(y·log x + (1 - y)·log(1 - x)): two logs, two multiplies, two differences, add, negate."""
-    n = call.inputs[0].numel
-    is_summed = call.argument("reduction") != 0
-    return make_cost(call, REDUCTION, (8 + is_summed) * n, transcendentals=2 * n)
+@rule(aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d_backward)
+def adaptive_average_pool_backward(call: Call) -> Cost:
+    """Each gradient is divided by its window's size and added to all of its window."""
+    grad, (out,) = call.inputs[0], call.outputs
+    return make_cost(call, REDUCTION, grad.numel + out.numel, read=(grad,))
 
 
-@rule(aten.nll_loss_forward, aten.nll_loss2d_forward)
-def nll_loss(call: Call) -> Cost:
-    """Picks one log-probability per target, negates and adds it. Reads those, not the whole matrix."""
-    x, target, *weight = call.inputs
-    rows = target.numel
-    read = rows * x.dtype.itemsize + target.nbytes + sum(w.nbytes for w in weight)
-    return make_cost(call, REDUCTION, 2 * rows, read=read)
+@rule(aten.dist)
+def dist(call: Call) -> Cost:
+    """The norm of a difference: subtract, square (or power), add; then a root."""
+    return _distances(call, call.inputs[0].numel, 1)
 
 
-@rule(aten.nll_loss_backward, aten.nll_loss2d_backward)
-def nll_loss_backward(call: Call) -> Cost:
-    """Fills the gradient with zeros and writes one value per target (the log-probabilities are not read)."""
-    grad_out, x, target, *weight = call.inputs
-    (grad,) = call.outputs
-    read = grad_out.nbytes + target.nbytes + sum(w.nbytes for w in weight)
-    return make_cost(call, REDUCTION, target.numel, read=read, written=grad.nbytes + target.numel * x.dtype.itemsize)
+@rule(aten._cdist_forward)
+def cdist(call: Call) -> Cost | tuple[Cost, ...]:
+    """All pairs of rows. The Euclidean distance of more than 25 rows goes, unless `compute_mode` is 2, through
+    |x|² + |y|² - 2x·y: torch appends the squared norms (2 an element) to -2x and y, so that one product
+    of depth + 2 gives the sum, then clamps and takes the root."""
+    x, y = call.inputs
+    (out,), depth, mode = call.outputs, x.shape[-1], call.argument("compute_mode")
+    through_product = mode == 1 or (mode in (None, 0) and max(x.shape[-2], y.shape[-2]) > 25)
+    if call.argument("p") != 2 or not through_product:
+        return _distances(call, out.numel * depth, out.numel)
+    widened = (x.nbytes + y.nbytes) * (depth + 2) // max(depth, 1)
+    widen = make_cost(call, REDUCTION, 3 * x.numel + 2 * y.numel, written=widened)
+    *batch, rows, columns = out.shape
+    product = Matmul(prod(batch), rows, columns, depth + 2)
+    root = make_cost(call, ELEMENTWISE, out.numel, transcendentals=out.numel, read=(out,))
+    return widen, make_contraction(call, [product], read=widened), root
+
+
+@rule(aten._cdist_backward)
+def cdist_backward(call: Call) -> Cost:
+    """For each pair and dimension: the difference, its power over the distance's, times the gradient, added."""
+    x, y = call.inputs[1:3]
+    terms = call.inputs[0].numel * x.shape[-1]
+    return make_cost(call, REDUCTION, _distance_gradient_flops(call.argument("p")) * terms)
+
+
+@rule(aten._pdist_forward)
+def pdist(call: Call) -> Cost:
+    """The pairs i < j of the rows of one matrix."""
+    (out,) = call.outputs
+    return _distances(call, out.numel * call.inputs[0].shape[-1], out.numel)
+
+
+@rule(aten._pdist_backward)
+def pdist_backward(call: Call) -> Cost:
+    """As cdist's, and each pair's gradient goes to both of its rows."""
+    terms = call.inputs[2].numel * call.inputs[1].shape[-1]
+    return make_cost(call, REDUCTION, (_distance_gradient_flops(call.argument("p")) + 1) * terms)
+
+
+def _distances(call: Call, terms: int, distances: int) -> Cost:
+    """Order 2: difference, square, add and a root at the end. Order 1: difference, absolute value, add. 0: no
+    absolute value; infinity: no sum. Any other: difference, absolute value, power, add; a power at the end."""
+    order = call.argument("p")
+    per_term = {0: 2, 1: 3, 2: 3, inf: 2}.get(order, 4)
+    roots = distances * (order not in (0, 1, inf))
+    powers = terms * (order not in (0, 1, 2, inf))
+    return make_cost(call, REDUCTION, per_term * terms + roots, transcendentals=roots + powers)
+
+
+def _distance_gradient_flops(order: float) -> int:
+    """Order 1: difference, sign times gradient, add. Order 2: difference, times gradient over distance, add."""
+    return {0: 0, 1: 3, 2: 4, inf: 3}.get(order, 6)

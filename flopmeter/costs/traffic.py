@@ -39,6 +39,12 @@ def regions(call: Call) -> tuple[set[TensorSpec], set[TensorSpec]]:
     return read, written
 
 
+def writes_nothing(call: Call) -> bool:
+    """Whether all that the call would write is of size zero: torch's kernels return before they launch."""
+    _, written = regions(call)
+    return bool(written) and not any(spec.numel for spec in written)
+
+
 @functools.cache
 def argument_roles(func: OpOverload) -> dict[str, tuple[bool, bool]]:
     """For each argument: (is read, is written)."""

@@ -1,0 +1,95 @@
+"""Costs of ops that are not torch's own: rules of the user's, and formulas that torch's counter knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from flopmeter.costs.rules import Rule, make_cost, rule
+from flopmeter.records import CONTRACTION, ELEMENTWISE, Call, Cost, TensorSpec
+
+CustomRule = Callable[[Call], "int | Cost | tuple[Cost, ...]"]
+
+
+def register_cost(op: Any, *, op_class: str = ELEMENTWISE) -> Callable[[CustomRule], CustomRule]:
+    """Decorator: price an op that flopmeter has no rule for.
+
+    op: `torch.ops.mine.op` (all overloads), one overload of it, or what `torch.library.custom_op` and
+        `torch.library.triton_op` return.
+    op_class: the class of the report that the op belongs to, for a rule that returns a number.
+
+    The rule takes a `Call`, with `inputs` and `outputs` (shape, dtype, numel, nbytes each) and `argument(name)`,
+    and returns FLOPs as a number; bytes follow from the touched-bytes law. For anything else it returns what
+    `flopmeter.costs.make_cost` (bytes read and written of its own) or `make_contraction` (matrix products, on the
+    matrix units) make, or a tuple of them, one for each kernel; `()` where nothing is launched.
+
+        @flopmeter.register_cost(torch.ops.mine.swiglu)
+        def swiglu(call):
+            return 5 * call.outputs[0].numel
+
+    Raises ValueError where the op has a rule already, TypeError where `op` is no op.
+    """
+    target = _resolve(op)
+
+    def enter(function: CustomRule) -> CustomRule:
+        rule(target)(_checked(function, op_class))
+        return function
+
+    return enter
+
+
+def torch_formula(call: Call) -> Rule | None:
+    """The rule that a formula registered with `torch.utils.flop_counter.register_flop_formula` makes, or None.
+
+    torch counts products alone there, so the FLOPs are those of a contraction; bytes follow from the law.
+    """
+    formula = flop_registry.get(call.func.overloadpacket) or flop_registry.get(call.func)
+    if formula is None:
+        return None
+
+    def by_formula(call: Call) -> Cost:
+        with _disable_current_modes():  # the formula may look at tensors, which must not be metered
+            args, kwargs = _as_tensors((call.args, dict(call.kwargs)))
+            returned = _as_tensors(call.outputs)
+            flops = int(formula(*args, **kwargs, out_val=returned[0] if len(returned) == 1 else returned))
+        return make_cost(call, CONTRACTION, flops, macs=flops // 2, complex_factor=1)
+
+    return by_formula
+
+
+def _resolve(op: Any) -> OpOverload | OpOverloadPacket:
+    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    if not isinstance(op, (OpOverload, OpOverloadPacket)):
+        raise TypeError(f"register_cost takes an op such as torch.ops.mine.op, not {op!r}")
+    return op
+
+
+def _checked(function: CustomRule, op_class: str) -> Rule:
+    def checked(call: Call) -> Cost | tuple[Cost, ...]:
+        cost = function(call)
+        if isinstance(cost, int) and not isinstance(cost, bool) and cost >= 0:
+            return make_cost(call, op_class, cost)
+        if isinstance(cost, Cost) or (isinstance(cost, tuple) and all(isinstance(part, Cost) for part in cost)):
+            return cost
+        raise TypeError(
+            f"the cost rule of {call.func} must return FLOPs >= 0, a Cost or a tuple of Costs, not {cost!r}"
+        )
+
+    checked.__name__, checked.__module__ = function.__name__, function.__module__
+    return checked
+
+
+def _as_tensors(value: Any) -> Any:
+    """The same arguments with meta tensors in place of specs."""
+    if isinstance(value, TensorSpec):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple):
+        return tuple(_as_tensors(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _as_tensors(item) for name, item in value.items()}
+    return cast(Any, value)

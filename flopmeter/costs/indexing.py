@@ -1,0 +1,205 @@
+"""Gather and scatter: the elements that the indices name, and the indices; never the whole table."""
+
+from __future__ import annotations
+
+from math import ceil, log2, prod
+
+import torch
+
+from flopmeter.costs.rules import make_cost, rule
+from flopmeter.records import ELEMENTWISE, INDEXING, MOVEMENT, SORTING, Call, Cost, TensorSpec
+
+aten = torch.ops.aten
+
+
+@rule(aten.embedding, aten.index_select, aten.gather, aten.take, aten.index, aten._unsafe_index, aten.masked_select)
+def gather(call: Call) -> Cost:
+    """Reads the elements that it returns, each once however often it is named, and the indices."""
+    source, (out,) = call.inputs[0], call.outputs
+    return make_cost(call, INDEXING, read=_rows(out.numel, source) + _nbytes(call.inputs[1:]))
+
+
+@rule(aten._unsafe_masked_index)
+def masked_gather(call: Call) -> Cost:
+    """As a gather, with a fill value where the mask says so."""
+    source, (out,) = call.inputs[0], call.outputs
+    return make_cost(call, INDEXING, read=_rows(out.numel, source) + _nbytes(call.inputs[1:]))
+
+
+@rule(aten.embedding_dense_backward)
+def embedding_backward(call: Call) -> Cost:
+    """Zeros for the table, then each row of the gradient is added to its own: one add an element."""
+    grad, indices = call.inputs
+    (table,) = call.outputs
+    rows = min(grad.nbytes, table.nbytes)
+    return make_cost(call, INDEXING, grad.numel, read=grad.nbytes + indices.nbytes + rows, written=table.nbytes + rows)
+
+
+@rule(aten._embedding_bag, aten._embedding_bag_forward_only)
+def embedding_bag(call: Call) -> Cost:
+    """Rows added into bags (mode 0: sum; 1: mean, divided at the end; 2: maximum), weighted where weights come.
+    Reads the rows that are named."""
+    table, indices, offsets = call.inputs[:3]
+    weights = call.argument("per_sample_weights")
+    elements, mode = indices.numel * table.shape[1], call.argument("mode")
+    flops = elements * ((mode != 2) + (weights is not None)) + (call.outputs[0].numel if mode == 1 else 0)
+    read = _rows(elements, table) + _nbytes((indices, offsets, weights))
+    return make_cost(call, INDEXING, flops, read=read)
+
+
+@rule(aten._embedding_bag_backward, aten._embedding_bag_dense_backward)
+def embedding_bag_backward(call: Call) -> Cost:
+    """Zeros for the table, then the bag's gradient added to each row that went in, weighted or divided."""
+    grad, indices, (table,) = call.inputs[0], call.inputs[1], call.outputs
+    weights, mode = call.argument("per_sample_weights"), call.argument("mode")
+    elements = (grad.shape[0] if mode == 2 else indices.numel) * table.shape[1]
+    rows = _rows(elements, table)
+    flops = elements * (1 + (weights is not None or mode == 1))
+    read = _nbytes(call.inputs) + rows
+    return make_cost(call, INDEXING, flops, read=read, written=table.nbytes + rows)
+
+
+@rule(aten._embedding_bag_per_sample_weights_backward)
+def embedding_bag_weights_backward(call: Call) -> Cost:
+    """One dot product of the bag's gradient with each row that went in."""
+    grad, table, *rest = call.inputs
+    elements = rest[0].numel * table.shape[1]
+    return make_cost(call, INDEXING, 2 * elements, read=grad.nbytes + _rows(elements, table) + _nbytes(rest))
+
+
+@rule(aten.embedding_renorm_)
+def embedding_renorm(call: Call) -> Cost:
+    """The norm of each row that is named (2 an element) and its scale (1). Reads and writes those rows."""
+    table, indices = call.inputs
+    elements = indices.numel * table.shape[1]
+    rows = _rows(elements, table)
+    return make_cost(call, INDEXING, 3 * elements, read=rows + indices.nbytes, written=rows)
+
+
+@rule(
+    aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put, aten.index_add, aten.index_add_,
+    aten.index_copy, aten.index_copy_, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_,
+    aten.scatter_reduce, aten.scatter_reduce_, aten.index_fill, aten.index_fill_, aten.masked_scatter,
+    aten.masked_scatter_, aten.put, aten.put_, aten.index_reduce, aten.index_reduce_,
+    aten._unsafe_masked_index_put_accumulate,
+)  # fmt: skip
+def scatter(call: Call) -> Cost:
+    """Writes the elements that the indices name; a functional form copies the whole tensor first.
+    Where it accumulates, the old elements are read and one operation each is done (none for a maximum)."""
+    target, source = call.inputs[0], _source(call)
+    touched = _touched_elements(call, source)
+    bytes_touched = min(touched, target.numel) * target.dtype.itemsize
+    accumulates = _accumulates(call)
+    in_place = not call.outputs or call.outputs[0].storage == target.storage
+    copied = 0 if in_place else target.nbytes
+    read = copied + _nbytes(call.inputs[1:]) + bytes_touched * accumulates
+    flops = touched * (accumulates and not _is_extremum(call))
+    return make_cost(call, INDEXING, flops, read=read, written=copied + bytes_touched)
+
+
+@rule(aten.max_unpool2d, aten.max_unpool3d, aten.masked_scatter_backward)
+def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
+    """Zeros, then each value to its place (and back from its place, for the gradient of masked_scatter)."""
+    return (
+        make_cost(call, MOVEMENT, read=0),
+        make_cost(call, INDEXING, written=min(_smallest(call), _nbytes(call.outputs))),
+    )
+
+
+@rule(aten.segment_reduce, aten._segment_reduce_backward)
+def segment_reduce(call: Call) -> Cost:
+    """One add (or multiply) for each element of the data; none for a maximum."""
+    return make_cost(call, INDEXING, 0 if _is_extremum(call) else call.argument("data").numel)
+
+
+@rule(aten.searchsorted, aten.bucketize)
+def search(call: Call) -> Cost:
+    """Binary search: log2 n + 1 comparisons a value, 0 FLOP, so many elements read, at most the whole sequence."""
+    is_bucketize = call.func.overloadpacket is aten.bucketize
+    sequence = call.argument("boundaries" if is_bucketize else "sorted_sequence")
+    values = [spec for spec in call.inputs if spec != sequence]
+    steps = ceil(log2(max(sequence.shape[-1], 1))) + 1
+    probed = min(call.outputs[0].numel * steps * sequence.dtype.itemsize, sequence.nbytes)
+    return make_cost(call, SORTING, read=probed + _nbytes(values))
+
+
+@rule(aten.trace)
+def trace(call: Call) -> Cost:
+    """The sum of the diagonal, which is all that is read."""
+    x = call.inputs[0]
+    return make_cost(call, ELEMENTWISE, min(x.shape), read=min(x.shape) * x.dtype.itemsize, complex_factor=2)
+
+
+def _rows(elements: int, table: TensorSpec) -> int:
+    """Bytes of so many elements of a table; one that is named twice is read once."""
+    return min(elements, table.distinct_elements) * table.dtype.itemsize
+
+
+def _nbytes(specs: object) -> int:
+    return sum(spec.nbytes for spec in set(specs) if spec is not None)  # type: ignore[call-overload]
+
+
+def _smallest(call: Call) -> int:
+    return min(spec.numel for spec in (*call.inputs, *call.outputs)) * call.outputs[0].dtype.itemsize
+
+
+def _argument_names(call: Call) -> set[str]:
+    return {argument.name for argument in call.func._schema.arguments}
+
+
+def _source(call: Call) -> TensorSpec | None:
+    """What is written; None where it is a number."""
+    for name in ("values", "source", "src"):
+        if name in _argument_names(call):
+            value = call.argument(name)
+            return value if isinstance(value, TensorSpec) else None
+    return None
+
+
+def _touched_elements(call: Call, source: TensorSpec | None) -> int:
+    """How many elements of the target the call writes, those named twice counted twice."""
+    target, packet = call.inputs[0], call.func.overloadpacket
+    if packet in (aten.masked_scatter, aten.masked_scatter_):
+        return target.numel
+    if packet in (aten.index_fill, aten.index_fill_):
+        size = target.shape[call.argument("dim")] if target.shape else 1
+        return int(target.numel // max(size, 1) * call.argument("index").numel)
+    if source is None or packet in _SCATTERS:  # a source may be larger than the index: only so much is taken
+        return int(call.argument("index").numel) if "index" in _argument_names(call) else _indexed_elements(call)
+    return max(source.numel, _indexed_elements(call))
+
+
+_SCATTERS = (
+    aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
+)  # fmt: skip
+
+
+def _indexed_elements(call: Call) -> int:
+    """For index_put with a value that is broadcast: the size of what the indices select."""
+    if "indices" not in _argument_names(call):
+        return 0
+    target, indices = call.inputs[0], call.argument("indices")
+    if any(index is not None and index.dtype is torch.bool for index in indices):
+        return target.numel
+    shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
+    kept = [size for size, index in zip(target.shape, indices, strict=False) if index is None]
+    return prod((*shape, *kept, *target.shape[len(indices) :]))
+
+
+_ALWAYS_ACCUMULATE = (
+    aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
+    aten.index_reduce, aten.index_reduce_, aten._unsafe_masked_index_put_accumulate,
+)  # fmt: skip
+
+
+def _accumulates(call: Call) -> bool:
+    if call.func.overloadpacket in _ALWAYS_ACCUMULATE:
+        return True
+    names = _argument_names(call)
+    return ("accumulate" in names and bool(call.argument("accumulate"))) or (
+        "reduce" in names and call.argument("reduce") is not None
+    )
+
+
+def _is_extremum(call: Call) -> bool:
+    return "reduce" in _argument_names(call) and call.argument("reduce") in ("amax", "amin", "max", "min")

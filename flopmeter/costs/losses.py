@@ -1,0 +1,107 @@
+"""Losses: the difference of prediction and target, summed unless the caller keeps each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch._ops import OpOverloadPacket
+
+from flopmeter.costs.rules import make_cost, rule
+from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost
+
+aten = torch.ops.aten
+
+
+class PerTerm(NamedTuple):
+    flops: int
+    transcendentals: int = 0
+
+
+_LOSSES: dict[OpOverloadPacket, PerTerm] = {
+    aten.mse_loss: PerTerm(2),  # (x - y)²
+    aten.smooth_l1_loss: PerTerm(4),  # 0.5 * (x - y)² / beta
+    aten.huber_loss: PerTerm(4),
+    # -(y * log x + (1 - y) * log(1 - x)): two logs, two products, two differences, add, negate
+    aten.binary_cross_entropy: PerTerm(8, 2),
+    aten.soft_margin_loss: PerTerm(4, 2),  # log1p(exp(-x * y))
+    aten.multi_margin_loss: PerTerm(4),  # max(0, margin - x[y] + x)**p, added over the classes
+    aten.multilabel_margin_loss_forward: PerTerm(4),  # as if each row had one label: the data knows better
+}
+
+_GRADIENTS: dict[OpOverloadPacket, PerTerm] = {
+    aten.soft_margin_loss_backward: PerTerm(8, 1),  # z = exp(-x * y) 3; -y * z / (z + 1) * dy 5
+    aten.multi_margin_loss_backward: PerTerm(4),
+    aten.multilabel_margin_loss_backward: PerTerm(4),
+}
+
+
+@rule(*_LOSSES)
+def loss(call: Call) -> Cost:
+    """So many operations for each element of the prediction, and one to add it up."""
+    n, (flops, transcendentals) = call.inputs[0].numel, _LOSSES[call.func.overloadpacket]
+    is_summed = call.argument("reduction") != 0
+    return make_cost(call, REDUCTION, (flops + is_summed) * n, transcendentals=transcendentals * n)
+
+
+@rule(*_GRADIENTS)
+def loss_backward(call: Call) -> Cost:
+    """So many operations for each element of the gradient."""
+    n, (flops, transcendentals) = call.outputs[0].numel, _GRADIENTS[call.func.overloadpacket]
+    return make_cost(call, ELEMENTWISE, flops * n, transcendentals=transcendentals * n)
+
+
+@rule(aten.binary_cross_entropy_with_logits)
+def cross_entropy_with_logits(call: Call) -> tuple[Cost, ...]:
+    """(1 - y)·x - log_sigmoid(x), each step a kernel: 1 - y; times x; log_sigmoid (3, two functions); subtract;
+    times the weights; then the sum. With `pos_weight`, log_sigmoid is first multiplied by (w - 1)·y + 1."""
+    x, y = call.inputs[:2]
+    n, size = x.numel, x.nbytes
+    weight, positive = call.argument("weight"), call.argument("pos_weight")
+
+    def step(flops: int, operands: int, transcendentals: int = 0) -> Cost:
+        read = operands * size
+        return make_cost(call, ELEMENTWISE, flops * n, transcendentals=transcendentals * n, read=read, written=size)
+
+    steps = [step(1, 1), step(1, 2), step(3, 1, 2), step(1, 2)]
+    if positive is not None:
+        steps += [step(1, 1), step(1, 1), step(1, 2)]
+    if weight is not None:
+        steps.append(step(1, 2))
+    if call.argument("reduction") != 0:
+        steps.append(make_cost(call, REDUCTION, n, read=size))
+    return tuple(steps)
+
+
+@rule(aten.nll_loss_forward, aten.nll_loss2d_forward)
+def nll_loss(call: Call) -> Cost:
+    """Picks one log-probability per target, negates and adds it. Reads those, not the whole matrix."""
+    x, target, *weight = call.inputs
+    rows = target.numel
+    read = rows * x.dtype.itemsize + target.nbytes + sum(w.nbytes for w in weight)
+    return make_cost(call, REDUCTION, 2 * rows, read=read)
+
+
+@rule(aten.nll_loss_backward, aten.nll_loss2d_backward)
+def nll_loss_backward(call: Call) -> Cost:
+    """Fills the gradient with zeros and writes one value per target (the log-probabilities are not read)."""
+    grad_out, x, target, *weight = call.inputs
+    (grad,) = call.outputs
+    read = grad_out.nbytes + target.nbytes + sum(w.nbytes for w in weight)
+    return make_cost(call, REDUCTION, target.numel, read=read, written=grad.nbytes + target.numel * x.dtype.itemsize)
+
+
+@rule(aten._ctc_loss)
+def ctc_loss(call: Call) -> Cost:
+    """For each step and state of the lattice (2 labels + 1), the logarithm of a sum of three: three differences
+    with the maximum, three exp, two adds, log, add the maximum back, add the step's log-probability."""
+    states = call.outputs[1].numel
+    return make_cost(call, REDUCTION, 11 * states, transcendentals=4 * states)
+
+
+@rule(aten._ctc_loss_backward)
+def ctc_loss_backward(call: Call) -> Cost:
+    """The same lattice from the end; alpha + beta added to each label's total (two exp, log: 6); then
+    (exp(lp) - exp(total + nll - lp))·dy for each class (7, two functions)."""
+    states, classes = call.argument("log_alpha").numel, call.outputs[0].numel
+    return make_cost(call, REDUCTION, 17 * states + 7 * classes, transcendentals=7 * states + 2 * classes)

@@ -1,0 +1,102 @@
+"""Products of fp8, fp4 and int8 operands, of packed weights, of groups and of 2:4 sparse matrices.
+
+They are priced by the type of the first operand, which decides the unit: an fp8 product that writes bf16 is an
+fp8 product, and weights packed to int4 or int8 under bf16 activations are a bf16 product that reads fewer bytes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from flopmeter.costs.rules import make_contraction, make_cost, rule
+from flopmeter.records import CONTRACTION, ELEMENTWISE, Call, Cost, Matmul, TensorSpec
+
+aten = torch.ops.aten
+
+
+@rule(aten._scaled_mm, aten._scaled_mm_v2)
+def scaled_mm(call: Call) -> Cost:
+    """(a @ b)·scale_a·scale_b + bias: one multiply per output for a scale per tensor, two for finer ones,
+    done in the epilogue. Two fp4 numbers share an element."""
+    a, b, out = call.inputs[0], call.inputs[1], call.outputs[0]
+    scales = [spec for name in ("scale_a", "scale_b") for spec in _specs(call.argument(name))]
+    per_output = (2 if any(scale.numel > 1 for scale in scales) else 1) + (call.argument("bias") is not None)
+    product = Matmul(1, a.shape[0], b.shape[1], a.shape[1] * _packed(a))
+    return make_contraction(call, [product], extra=((ELEMENTWISE, per_output * out.numel),))
+
+
+@rule(aten._grouped_mm, aten._scaled_grouped_mm)
+def grouped_mm(call: Call) -> Cost:
+    """One product a group. `offs` splits the rows of a 2-D `self` (tokens of an expert), the columns of a 2-D
+    `mat2`, or their common depth where both are 2-D: in each case the groups add up to the whole side."""
+    a, b, out = call.inputs[0], call.inputs[1], call.outputs[0]
+    groups = a.shape[0] if len(a.shape) == len(b.shape) == 3 else 1
+    product = Matmul(groups, a.shape[-2], b.shape[-1], a.shape[-1] * _packed(a))
+    scaled = 2 * out.numel if call.func.overloadpacket is aten._scaled_grouped_mm else 0
+    bias = out.numel if call.argument("bias") is not None else 0
+    return make_contraction(call, [product], extra=((ELEMENTWISE, scaled + bias),))
+
+
+@rule(aten._weight_int8pack_mm)
+def int8_weight_mm(call: Call) -> Cost:
+    """x @ w^T with w int8, times one scale for each column."""
+    x, out = call.inputs[0], call.outputs[0]
+    product = Matmul(1, x.shape[0], out.shape[1], x.shape[1])
+    return make_contraction(call, [product], extra=((ELEMENTWISE, out.numel),))
+
+
+@rule(
+    aten._weight_int4pack_mm,
+    aten._weight_int4pack_mm_for_cpu,
+    aten._weight_int4pack_mm_with_scales_and_zeros,
+    aten._dyn_quant_matmul_4bit,
+)
+def int4_weight_mm(call: Call) -> Cost:
+    """x @ w^T with w unpacked on the way: a scale and a zero point for each weight."""
+    x, out = call.inputs[0], call.outputs[0]
+    rows, depth, columns = prod(x.shape[:-1]), x.shape[-1], out.shape[-1]
+    return make_contraction(call, [Matmul(1, rows, columns, depth)], extra=((ELEMENTWISE, 2 * columns * depth),))
+
+
+@rule(aten._sparse_semi_structured_mm, aten._sparse_semi_structured_linear, aten._cslt_sparse_mm)
+def semi_structured_mm(call: Call) -> Cost:
+    """2:4 sparsity: of each four weights two are stored and multiplied, so half the dense product."""
+    out = call.outputs[0]
+    is_linear = call.func.overloadpacket is aten._sparse_semi_structured_linear
+    dense = call.inputs[0] if is_linear else call.argument("dense_B" if _is_cslt(call) else "mat2")
+    depth = dense.shape[-1 if is_linear else -2]
+    bias = out.numel if not _is_plain_mm(call) and call.argument("bias") is not None else 0
+    product = Matmul(1, out.numel // max(out.shape[-1], 1), out.shape[-1], depth // 2)
+    return make_contraction(call, [product], extra=((ELEMENTWISE, bias),))
+
+
+@rule(
+    aten.fake_quantize_per_tensor_affine_cachemask,
+    aten.fake_quantize_per_channel_affine_cachemask,
+    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
+    aten._fake_quantize_learnable_per_tensor_affine,
+    aten._fake_quantize_learnable_per_channel_affine,
+)
+def fake_quantize(call: Call) -> Cost:
+    """(clamp(round(x / scale) + zero) - zero)·scale: five, the clamp none."""
+    return make_cost(call, ELEMENTWISE, 5 * call.inputs[0].numel)
+
+
+def _packed(operand: TensorSpec) -> int:
+    return 2 if operand.dtype is torch.float4_e2m1fn_x2 else 1
+
+
+def _specs(value: object) -> tuple[TensorSpec, ...]:
+    if isinstance(value, TensorSpec):
+        return (value,)
+    return tuple(value) if isinstance(value, tuple) else ()
+
+
+def _is_cslt(call: Call) -> bool:
+    return call.func.overloadpacket is aten._cslt_sparse_mm
+
+
+def _is_plain_mm(call: Call) -> bool:
+    return call.func.overloadpacket is aten._sparse_semi_structured_mm

@@ -1,0 +1,111 @@
+"""Interpolation: each output is a weighted sum of the few inputs (taps) around its place.
+
+Weights depend on the place alone and are shared by all channels: they are counted where the caller gives the
+places (grid_sample) and left out where they are a regular grid.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch._ops import OpOverloadPacket
+
+from flopmeter.costs.rules import make_cost, rule
+from flopmeter.records import REDUCTION, Call, Cost
+
+aten = torch.ops.aten
+
+# (taps along each axis, axes). A line through t taps takes t multiplies and t - 1 adds, axis after axis.
+_UPSAMPLERS: dict[OpOverloadPacket, tuple[int, int]] = {
+    aten.upsample_linear1d: (2, 1),
+    aten.upsample_bilinear2d: (2, 2),
+    aten.upsample_trilinear3d: (2, 3),
+    aten.upsample_bicubic2d: (4, 2),
+}
+_GRADIENTS: dict[OpOverloadPacket, tuple[int, int]] = {
+    aten.upsample_linear1d_backward: (2, 1),
+    aten.upsample_bilinear2d_backward: (2, 2),
+    aten.upsample_trilinear3d_backward: (2, 3),
+    aten.upsample_bicubic2d_backward: (4, 2),
+}
+
+
+@rule(*_UPSAMPLERS)
+def upsample(call: Call) -> Cost:
+    """Lines along the first axis, then one through their results, and so on: for two taps and two axes
+    (2 + 1)·3 = 9."""
+    taps, axes = _UPSAMPLERS[call.func.overloadpacket]
+    lines = sum(taps**axis for axis in range(axes))
+    return make_cost(call, REDUCTION, (2 * taps - 1) * lines * call.outputs[0].numel)
+
+
+@rule(*_GRADIENTS)
+def upsample_backward(call: Call) -> Cost:
+    """Each gradient times each tap's weight is added to that tap: 2."""
+    taps, axes = _GRADIENTS[call.func.overloadpacket]
+    return make_cost(call, REDUCTION, 2 * taps**axes * call.inputs[0].numel)
+
+
+_SUPPORT = {
+    aten._upsample_bilinear2d_aa: 1, aten._upsample_bilinear2d_aa_backward: 1,
+    aten._upsample_bicubic2d_aa: 2, aten._upsample_bicubic2d_aa_backward: 2,
+}  # fmt: skip
+
+
+@rule(*_SUPPORT)
+def antialiased(call: Call) -> Cost:
+    """A multiply-add per tap: twice the filter's support in each axis, stretched by the factor of reduction."""
+    small, large = call.inputs[0], call.outputs[0]
+    is_backward = call.func.overloadpacket in (
+        aten._upsample_bilinear2d_aa_backward,
+        aten._upsample_bicubic2d_aa_backward,
+    )
+    x, out = (large, small) if is_backward else (small, large)
+    support, taps = _SUPPORT[call.func.overloadpacket], 1
+    for before, after in zip(x.shape[2:], out.shape[2:], strict=True):
+        taps *= 2 * ceil(support * max(before / max(after, 1), 1.0))
+    return make_cost(call, REDUCTION, 2 * taps * out.numel)
+
+
+_SAMPLERS = (aten.grid_sampler_2d, aten.grid_sampler_3d, aten.cudnn_grid_sampler, aten._grid_sampler_2d_cpu_fallback)
+_NEAREST, _BICUBIC = 1, 2
+_UNNORMALIZE = 4  # ((x + 1)·size - 1) / 2, for each coordinate
+
+
+@rule(*_SAMPLERS)
+def grid_sample(call: Call) -> Cost:
+    """Per place: coordinates (4 each), distances to the neighbours (2 an axis) and the product of distances for
+    each tap. Per channel: a multiply-add per tap. Reads at most all taps of all places."""
+    x, grid = call.inputs
+    (out,) = call.outputs
+    taps, weights = _taps(call)
+    axes, places = grid.shape[-1], grid.numel // max(grid.shape[-1], 1)
+    flops = (axes * _UNNORMALIZE + weights) * places + (2 * taps if taps > 1 else 0) * out.numel
+    read = min(taps * out.numel, x.distinct_elements) * x.dtype.itemsize + grid.nbytes
+    return make_cost(call, REDUCTION, flops, read=read)
+
+
+@rule(aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward, aten.cudnn_grid_sampler_backward)
+def grid_sample_backward(call: Call) -> Cost:
+    """Per place the weights again; per channel and tap, the gradient times the weight added to the input's (2),
+    and for each coordinate the value times its weight's slope times the gradient added (3)."""
+    is_cudnn = call.func.overloadpacket is aten.cudnn_grid_sampler_backward
+    grid, grad = (call.inputs[1], call.inputs[2]) if is_cudnn else (call.inputs[2], call.inputs[0])
+    wants_input = True if is_cudnn else call.argument("output_mask")[0]
+    taps, weights = _taps(call)
+    axes, places = grid.shape[-1], grid.numel // max(grid.shape[-1], 1)
+    per_tap = 2 * wants_input + 3 * axes * (taps > 1)
+    return make_cost(call, REDUCTION, (axes * _UNNORMALIZE + weights) * places + per_tap * taps * grad.numel)
+
+
+def _taps(call: Call) -> tuple[int, int]:
+    """Taps, and what their weights cost at each place. Cubic weights: 4 an axis of degree 3 (6 each)."""
+    is_cudnn = call.func.overloadpacket in (aten.cudnn_grid_sampler, aten.cudnn_grid_sampler_backward)
+    mode = 0 if is_cudnn else call.argument("interpolation_mode")
+    axes = call.inputs[1 if is_cudnn or call.func.overloadpacket in _SAMPLERS else 2].shape[-1]
+    if mode == _NEAREST:
+        return 1, 0
+    if mode == _BICUBIC:
+        return 4**axes, 2 * 4 * 6 + 4**axes
+    return 2**axes, 2 * axes + (axes - 1) * 2**axes

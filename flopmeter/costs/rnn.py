@@ -1,0 +1,155 @@
+"""Recurrent networks: the fused cuDNN and oneDNN layers, and the kernels of a single cell's gates.
+
+Every weight matrix [rows, columns] meets every token once, 2·tokens·rows·columns, whatever the kind of network.
+The recurrence forces steps to follow one another; that is the time model's concern, not a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from flopmeter.costs.rules import make_contraction, make_cost, rule
+from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, TensorSpec
+
+aten = torch.ops.aten
+
+
+class Cell(NamedTuple):
+    """What one step of a network does for each hidden unit, beside the products and the biases."""
+
+    gates: int
+    flops: int
+    transcendentals: int
+    backward_flops: int
+
+
+# A sigmoid is 4 with one exp. LSTM: 3 sigmoids, 2 tanh, c' = f·c + i·g (3), h = o·tanh(c') (1), and 4 sums of
+# the two products. GRU: 2 sigmoids, tanh(n + r·m) (3), n + z·(h - n) (3), 2 sums. Plain: one sum, tanh or relu.
+# Backward is counted on CUDA's cell kernels (aten/src/ATen/native/cuda/RNN.cu).
+LSTM = Cell(4, 4 + 3 * 4 + 2 + 3 + 1, 5, 23)
+GRU = Cell(3, 2 + 2 * 4 + 3 + 3, 3, 16)
+TANH = Cell(1, 2, 1, 3)
+RELU = Cell(1, 1, 0, 0)
+_BY_CUDNN_MODE = (RELU, TANH, LSTM, GRU)
+
+
+@rule(aten._cudnn_rnn)
+def cudnn_rnn(call: Call) -> Cost:
+    """All layers, directions and steps. `weight_buf` holds the same weights once more and is not read.
+    Training also keeps, for each token and layer, the gates and an LSTM's cell state (the reserve)."""
+    cell, weights = _BY_CUDNN_MODE[call.argument("mode")], call.argument("weight")
+    tokens = _tokens(call)
+    units = tokens * call.argument("hidden_size") * _stacks(call)
+    kept = (cell.gates + (cell is LSTM)) * units if call.argument("train") else 0
+    x, hx, cx = call.argument("input"), call.argument("hx"), call.argument("cx")
+    reserve = kept * x.dtype.itemsize
+    return make_contraction(
+        call,
+        _products(weights, tokens),
+        extra=((ELEMENTWISE, _gate_flops(cell, weights, tokens, units)),),
+        read=_nbytes((x, *weights, hx, cx)),
+        written=_nbytes(call.outputs[:3]) + reserve,
+        transcendentals=cell.transcendentals * units,
+        tf32_switch="cudnn",
+    )
+
+
+@rule(aten._cudnn_rnn_backward)
+def cudnn_rnn_backward(call: Call) -> Cost:
+    """One product for the gradient of the inputs and states, which the recurrence needs always, and one for
+    that of the weights where the output mask asks for it. Reads what forward kept."""
+    cell, weights = _BY_CUDNN_MODE[call.argument("mode")], call.argument("weight")
+    tokens = _tokens(call)
+    units = tokens * call.argument("hidden_size") * _stacks(call)
+    products = _products(weights, tokens)
+    wants_weights = call.argument("output_mask")[3]
+    biases = tokens * sum(spec.numel for spec in weights if len(spec.shape) == 1) * wants_weights
+    kept = (cell.gates + (cell is LSTM)) * units * call.argument("input").dtype.itemsize
+    inputs = [spec for spec in call.inputs if spec != call.argument("weight_buf")]
+    return make_contraction(
+        call,
+        products + _transposed(products) * wants_weights,
+        extra=((ELEMENTWISE, cell.backward_flops * units + biases),),
+        read=_nbytes(inputs) + kept,
+        tf32_switch="cudnn",
+    )
+
+
+@rule(aten.mkldnn_rnn_layer)
+def mkldnn_rnn_layer(call: Call) -> Cost:
+    """One layer in one direction, an LSTM's: what the CPU runs where CUDA runs cuDNN."""
+    weights, x = call.inputs[1:5], call.inputs[0]
+    tokens = x.shape[0] * x.shape[1]
+    units = tokens * call.argument("hidden_size")
+    return make_contraction(
+        call,
+        _products(weights, tokens),
+        extra=((ELEMENTWISE, _gate_flops(LSTM, weights, tokens, units)),),
+        transcendentals=LSTM.transcendentals * units,
+    )
+
+
+@rule(aten.mkldnn_rnn_layer_backward)
+def mkldnn_rnn_layer_backward(call: Call) -> Cost:
+    """The gradients of inputs and weights: a product each."""
+    weights, x = call.inputs[1:5], call.inputs[0]
+    tokens = x.shape[0] * x.shape[1]
+    products = _products(weights, tokens)
+    biases = tokens * sum(spec.numel for spec in weights if len(spec.shape) == 1)
+    flops = LSTM.backward_flops * tokens * call.argument("hidden_size") + biases
+    return make_contraction(call, products + _transposed(products), extra=((ELEMENTWISE, flops),))
+
+
+@rule(aten._thnn_fused_lstm_cell, aten._thnn_fused_gru_cell)
+def fused_cell(call: Call) -> Cost:
+    """The gates of one step, and both biases where there are any."""
+    cell = LSTM if call.func.overloadpacket is aten._thnn_fused_lstm_cell else GRU
+    units, biases = call.inputs[2].numel, len(call.inputs) - 3
+    flops = (cell.flops + biases * cell.gates) * units
+    return make_cost(call, ELEMENTWISE, flops, transcendentals=cell.transcendentals * units)
+
+
+@rule(aten._thnn_fused_lstm_cell_backward_impl)
+def lstm_cell_backward(call: Call) -> Cost:
+    """The gates' gradients (tanh(c') again), and their sum over the batch for the biases."""
+    units, gates = call.argument("cx").numel, call.argument("workspace").numel
+    flops = LSTM.backward_flops * units + call.argument("has_bias") * gates
+    return make_cost(call, ELEMENTWISE, flops, transcendentals=units)
+
+
+@rule(aten._thnn_fused_gru_cell_backward)
+def gru_cell_backward(call: Call) -> Cost:
+    """The gates' gradients, and two sums over the batch for the biases."""
+    units = call.argument("grad_hy").numel
+    return make_cost(call, ELEMENTWISE, (GRU.backward_flops + call.argument("has_bias") * 2 * GRU.gates) * units)
+
+
+def _tokens(call: Call) -> int:
+    """Steps times sequences; packed input [tokens, features] has them in one dimension."""
+    x = call.argument("input")
+    return int(x.numel // max(x.shape[-1], 1))
+
+
+def _stacks(call: Call) -> int:
+    return int(call.argument("num_layers") * (1 + call.argument("bidirectional")))
+
+
+def _products(weights: Sequence[TensorSpec], tokens: int) -> list[Matmul]:
+    return [Matmul(1, tokens, *weight.shape) for weight in weights if len(weight.shape) == 2]
+
+
+def _transposed(products: list[Matmul]) -> list[Matmul]:
+    """The gradients of the weights: the tokens are what is summed over."""
+    return [Matmul(1, product.n, product.k, product.m) for product in products]
+
+
+def _gate_flops(cell: Cell, weights: Sequence[TensorSpec], tokens: int, units: int) -> int:
+    biases = sum(spec.numel for spec in weights if len(spec.shape) == 1)
+    return cell.flops * units + tokens * biases
+
+
+def _nbytes(specs: Sequence[TensorSpec | None]) -> int:
+    return sum(spec.nbytes for spec in set(specs) if spec is not None)
