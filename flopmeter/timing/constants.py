@@ -32,15 +32,18 @@ VECTOR_OVERLAP = 3.0
 # --- matrix products ---------------------------------------------------------------------------------------
 
 # Elements of the output that one thread block computes, rows x columns: the tiles of cuBLAS and CUTLASS.
-TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32), (64, 16), (16, 64))
+# Batched products come with sides of at least 64 only. Both sets are those that fit [NeuSight] best.
+TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32))
+LEAST_BATCHED_SIDE = 64
 
 # A tile of tm x tn runs at (tm·tn / 128²)^0.3 of the rate of 128 x 128: each operand that is loaded is used
 # less often. From skinny linear layers on V100 and A100 [NeuSight].
 FULL_TILE_ELEMENTS = 128 * 128
 TILE_EXPONENT = 0.3
 
-# Ways in which the depth k is split over thread blocks when a product has too few tiles to fill the device,
-# the least depth of a slice, and the time of the kernel that adds the slices (seconds; typical, insensitive).
+# Ways in which the depth k is split over thread blocks when a product has too few tiles to fill the device (not
+# for batched products, where cuBLAS has no such kernels), the least depth of a slice, and the time of the kernel
+# that adds the slices (seconds; typical, insensitive).
 SPLIT_K = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEAST_SLICE_DEPTH = 64
 SPLIT_K_SECONDS = 4e-6
@@ -109,7 +112,7 @@ NARROW_SHARE = 0.89
 # Time that one block takes from its first load to its last store beyond the bytes it moves, in seconds:
 # load, reduce, synchronise, load again. Row kernels run in waves of resident blocks. [NeuSight], layer norm
 # and softmax of short rows; flat from 2 to 6 µs.
-ROW_BLOCK_SECONDS = 3e-6
+ROW_BLOCK_SECONDS = 2.5e-6
 
 # Threads that an SM holds, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications); 2048 on the others.

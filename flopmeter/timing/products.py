@@ -29,14 +29,17 @@ class Busy(NamedTuple):
     work_seconds: float
 
 
-def _tile_shares() -> tuple[tuple[int, int, float], ...]:
-    return tuple(
+def _with_shares(least_side: int) -> list[tuple[int, int, float]]:
+    """Tiles of at least such sides, each with its share of the full tile's rate."""
+    return [
         (rows, columns, (rows * columns / constants.FULL_TILE_ELEMENTS) ** constants.TILE_EXPONENT)
         for rows, columns in constants.TILES
-    )
+        if min(rows, columns) >= least_side
+    ]
 
 
-_TILE_SHARES = _tile_shares()
+_TILES = _with_shares(0)
+_BATCHED_TILES = _with_shares(constants.LEAST_BATCHED_SIDE)
 
 
 def overlap(compute: float, memory: float, exponent: float) -> float:
@@ -57,11 +60,12 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
     batch, m, n, k = shape
     memory = nbytes / rates.bytes_per_s
     best = Busy(0.0, memory, float("inf"))
-    for rows, columns, share in _TILE_SHARES:
+    tiles_to_try, splits = (_BATCHED_TILES, (1,)) if batch > 1 else (_TILES, constants.SPLIT_K)
+    for rows, columns, share in tiles_to_try:
         tiles = batch * ceil(m / rows) * ceil(n / columns)
         wave_flop_per_depth = 2 * rows * columns * rates.sm_count
         rate = rates.flop_per_s * share
-        for slices in constants.SPLIT_K:
+        for slices in splits:
             if slices > 1 and k < slices * constants.LEAST_SLICE_DEPTH:
                 break
             waves = ceil(tiles * slices / rates.sm_count)

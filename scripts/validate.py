@@ -1,0 +1,108 @@
+"""How far off are the predictions? Error tables from published measurements, beside the plain roofline.
+
+    python scripts/validate.py --neusight DIR      operators and whole fp32 networks of NeuSight (ASPLOS 2025)
+    python scripts/validate.py --timm FILE         inference of image models, pytorch-image-models' results/
+    python scripts/validate.py --e2e FILE          published end-to-end runs, one a line
+
+The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
+conv2d.csv and e2e.csv; any of them may be missing. --timm needs timm installed, whole networks of NeuSight
+transformers. The last line printed is one JSON document with the mean errors in percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tabulate import tabulate
+
+
+class Row(NamedTuple):
+    """One measurement and what was predicted for it; times in seconds."""
+
+    group: str  # operator or model family
+    gpu: str
+    measured: float
+    predicted: float
+    low: float  # the band
+    high: float
+    roofline: float
+    name: str = ""  # of the model
+    published: tuple[tuple[str, float], ...] = ()  # other predictors' seconds for the same row
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted / self.measured - 1)
+
+
+def error_table(title: str, rows: Sequence[Row], key: Callable[[Row], str]) -> dict[str, float]:
+    """Print one line for each value of `key` and one for all; return the mean errors in percent."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    if len(groups) > 1:
+        groups["all"] = list(rows)
+    others = sorted({name for row in rows for name, _ in row.published})
+    lines = [[name, *_summary(members), *(_published(members, other) for other in others)] for name, members in groups.items()]
+    headers = ["", "rows", "mean %", "median %", "bias", "rank corr.", "in band %", "band ± %", "roofline mean %", *(f"{o} mean %" for o in others)]
+    print(f"\n{title}\n{tabulate(lines, headers=headers, floatfmt='.1f', disable_numparse=[4, 5])}")
+    return {name: round(100 * statistics.fmean(row.error for row in members), 1) for name, members in groups.items()}
+
+
+def _summary(rows: Sequence[Row]) -> list[object]:
+    errors = [100 * row.error for row in rows]
+    inside = sum(row.low <= row.measured <= row.high for row in rows) / len(rows)
+    width = statistics.median((row.high - row.low) / 2 / row.predicted for row in rows)
+    roofline = statistics.fmean(100 * abs(row.roofline / row.measured - 1) for row in rows)
+    bias = statistics.median(row.predicted / row.measured for row in rows)
+    return [len(rows), statistics.fmean(errors), statistics.median(errors), f"{bias:.2f}", _rank_correlation(rows), 100 * inside, 100 * width, roofline]
+
+
+def _published(rows: Sequence[Row], predictor: str) -> float:
+    errors = [abs(seconds / row.measured - 1) for row in rows for name, seconds in row.published if name == predictor]
+    return 100 * statistics.fmean(errors) if errors else float("nan")
+
+
+def _rank_correlation(rows: Sequence[Row]) -> str:
+    """Spearman's: the correlation of the ranks."""
+    if len(rows) < 3:
+        return "-"
+    predicted, measured = (_ranks([getattr(row, field) for row in rows]) for field in ("predicted", "measured"))
+    if len(set(predicted)) < 2 or len(set(measured)) < 2:
+        return "-"
+    return f"{statistics.correlation(predicted, measured):.3f}"
+
+
+def _ranks(values: Iterable[float]) -> list[float]:
+    """Equal values share the mean of their places."""
+    places: dict[float, list[int]] = {}
+    values = list(values)
+    for place, value in enumerate(sorted(values)):
+        places.setdefault(value, []).append(place)
+    return [statistics.fmean(places[value]) for value in values]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--neusight", type=Path, metavar="DIR")
+    parser.add_argument("--timm", type=Path, metavar="FILE")
+    parser.add_argument("--e2e", type=Path, metavar="FILE")
+    parser.add_argument("--models", type=int, default=200, help="how many timm models to sample (default: %(default)s)")
+    arguments = parser.parse_args()
+    if not (arguments.neusight or arguments.timm or arguments.e2e):
+        parser.error("name at least one of --neusight, --timm and --e2e")
+    results: dict[str, object] = {}
+    if arguments.neusight:
+        from validate_neusight import operators
+
+        for title, rows in operators(arguments.neusight):
+            results[title] = error_table(title, rows, lambda row: row.gpu)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

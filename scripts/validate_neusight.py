@@ -1,0 +1,142 @@
+"""NeuSight's measurements: operators one by one, and whole networks in fp32."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flopmeter import FlopMeter, load_hardware
+from flopmeter.hardware import Hardware
+from flopmeter.report import Report
+from validate import Row
+
+PROFILES = {
+    "P4": "p4",
+    "P100": "p100-pcie-16gb",
+    "V100": "v100-pcie-32gb",
+    "T4": "t4",
+    "A100-40": "a100-pcie-40gb",
+    "A100-80": "a100-pcie-80gb",
+    "L4": "l4",
+    "H100": "h100-sxm5-80gb",
+    "MI100": "mi100",
+    "MI210": "mi210",
+    "MI250": "mi250-gcd",
+}
+
+# Rows below this measure the host's dispatch, not the device; and each includes two events and a launch.
+LEAST_SECONDS = 1e-4
+EVENT_SECONDS = 10e-6
+
+Line = dict[str, str]
+
+
+def operators(folder: Path) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each operator file that there is, with its title."""
+    for name, program in PROGRAMS.items():
+        path = folder / f"{name}.csv"
+        if path.is_file():
+            lines = [line for line in csv.DictReader(path.open()) if float(line["latency_ms"]) >= LEAST_SECONDS * 1e3]
+            kept = [line for line in lines if not _is_anomalous(line)]
+            yield name, [_operator_row(line, program) for line in kept]
+            if len(kept) < len(lines):
+                anomalous = [line for line in lines if _is_anomalous(line)]
+                yield f"{name}, Pascal's anomalous rows", [_operator_row(line, program) for line in anomalous]
+
+
+def _is_anomalous(line: Line) -> bool:
+    """Pascal's linear layers of odd sizes ran at a third of the rate of others, and long ones at half."""
+    is_pascal_linear = line["op"] == "linear" and line["gpu"] in ("P4", "P100")
+    return is_pascal_linear and (line["source"] == "micro_train" or int(line["k"]) > 8192)
+
+
+def _operator_row(line: Line, program: Callable[[Line], Callable[[], object]]) -> Row:
+    device = load_hardware(PROFILES[line["gpu"]])
+    with torch.device("meta"):
+        run = program(line)
+    with torch.inference_mode(), FlopMeter(device) as meter:
+        run()
+    report = meter.report()
+    return Row(
+        group=line["op"],
+        gpu=line["gpu"],
+        measured=float(line["latency_ms"]) * 1e-3,
+        predicted=report.kernel_seconds + EVENT_SECONDS,
+        low=report.seconds_low / report.seconds * report.kernel_seconds,
+        high=report.seconds_high / report.seconds * report.kernel_seconds + EVENT_SECONDS,
+        roofline=roofline_seconds(report, device),
+    )
+
+
+def roofline_seconds(report: Report, device: Hardware) -> float:
+    """The plain roofline: each kernel at the datasheet's peaks, the larger of the two."""
+    total = 0.0
+    for kernel in report.kernels:
+        peak = device.contraction_peak(report.switches.product_dtype(kernel.cost)).flop_per_s
+        compute = kernel.cost.executed_flops / peak if kernel.cost.macs else 0.0
+        total += max(compute, kernel.cost.bytes / device.bandwidth_bytes_per_s)
+    return total
+
+
+def _linear(line: Line) -> Callable[[], object]:
+    m, n, k = (int(line[size]) for size in "mnk")
+    x, weight, bias = torch.empty(m, k), torch.empty(n, k), torch.empty(n)
+    return lambda: F.linear(x, weight, bias)
+
+
+def _bmm(line: Line) -> Callable[[], object]:
+    b, m, n, k = (int(line[size]) for size in "bmnk")
+    x, y = torch.empty(b, m, k), torch.empty(b, k, n)
+    return lambda: torch.bmm(x, y)
+
+
+_ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda x, y: x + y,
+    "addu": lambda x, _: x + 2.0,
+    "mul": lambda x, y: x * y,
+    "mulu": lambda x, _: x * 2.0,
+    "div": lambda x, y: x / y,
+    "divu": lambda x, _: x / 2.0,
+    "pow": lambda x, y: x**y,
+    "powu": lambda x, _: x**2.0,
+    "relu": lambda x, _: F.relu(x),
+    "gelu": lambda x, _: F.gelu(x),
+    "tanh": lambda x, _: torch.tanh(x),
+}
+
+
+def _elementwise(line: Line) -> Callable[[], object]:
+    x, y = (torch.empty(int(line["rows"]), int(line["cols"])) for _ in range(2))
+    return lambda: _ELEMENTWISE[line["op"]](x, y)
+
+
+def _softmax(line: Line) -> Callable[[], object]:
+    x = torch.empty(int(line["rows"]), int(line["cols"]))
+    return lambda: torch.softmax(x, -1)
+
+
+def _layernorm(line: Line) -> Callable[[], object]:
+    columns = int(line["cols"])
+    x, weight, bias = torch.empty(int(line["rows"]), columns), torch.empty(columns), torch.empty(columns)
+    return lambda: F.layer_norm(x, (columns,), weight, bias)
+
+
+def _conv2d(line: Line) -> Callable[[], object]:
+    batch, c_in, c_out, kernel, size = (int(line[key]) for key in ("batch", "c_in", "c_out", "kernel", "size"))
+    x, weight = torch.empty(batch, c_in, size, size), torch.empty(c_out, c_in, kernel, kernel)
+    return lambda: F.conv2d(x, weight, stride=int(line["stride"]), padding=int(line["padding"]))
+
+
+PROGRAMS: dict[str, Callable[[Line], Callable[[], object]]] = {
+    "linear": _linear,
+    "bmm": _bmm,
+    "elementwise": _elementwise,
+    "softmax": _softmax,
+    "layernorm": _layernorm,
+    "conv2d": _conv2d,
+}
