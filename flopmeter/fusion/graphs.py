@@ -1,0 +1,60 @@
+"""Which kernels torch.compile would put into one graph: nothing fuses or moves across its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from flopmeter.records import UNCOUNTED, Kernel, Op
+
+Region = Callable[[Op], Hashable | None]
+"""Names the compiled region that an op belongs to; None for what runs eagerly."""
+
+_GRAPH_BREAKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def whole_program(op: Op) -> Hashable | None:
+    """Everything but the optimizer: a program that marks no region is compiled as a whole."""
+    return "program"
+
+
+def modules_compiled(*paths: str) -> Region:
+    """Only the modules at these paths, each a region of its own, forward and backward.
+
+    Paths are those of the report's module tree, such as 'GPT.blocks.3'.
+    """
+
+    def region(op: Op) -> Hashable | None:
+        return next((path for path in paths if op.module == path or op.module.startswith(f"{path}.")), None)
+
+    return region
+
+
+def graphs_of(kernels: list[Kernel], region: Region = whole_program) -> list[int | None]:
+    """The number of each kernel's graph, counted in order; None for a kernel that runs eagerly.
+
+    A graph ends where the region ends, where forward turns into backward (or back), and at a graph break: an
+    op whose result decides what runs next (`item`, `nonzero`) or that no rule covers. A checkpoint's
+    recomputation is part of the backward graph. The optimizer is never compiled.
+    Fusing changes neither the number of graphs nor their order.
+    """
+    graphs: list[int | None] = []
+    number, previous = -1, None
+    for kernel in kernels:
+        place = _place(kernel, region)
+        if place is not None and place != previous:
+            number += 1
+        graphs.append(None if place is None else number)
+        previous = place
+    return graphs
+
+
+def _place(kernel: Kernel, region: Region) -> Hashable | None:
+    op = kernel.ops[0]
+    if op.phase == "optimizer" or kernel.cost.op_class == UNCOUNTED:
+        return None
+    if any(tag in op.call.func.tags for tag in _GRAPH_BREAKS):
+        return None
+    name = region(op)
+    return None if name is None else (name, op.phase == "forward")
