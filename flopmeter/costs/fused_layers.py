@@ -60,9 +60,8 @@ def multi_head_attention(call: Call) -> tuple[Cost, ...]:
     """One product for q, k and v, the attention, and the output's product."""
     query, key = call.argument("query"), call.argument("key")
     same = query == key == call.argument("value")
-    layer = _Layer(
-        call, *query.shape[:2], key.shape[1], query.shape[2], call.argument("num_head"), query.dtype.itemsize
-    )
+    batch, queries, width = query.shape
+    layer = _Layer(call, batch, queries, key.shape[1], width, call.argument("num_head"), query.dtype.itemsize)
     fuses = same and not call.argument("need_weights") and call.argument("mask") is None
     return _attend(layer, fuses=fuses, same=same)
 

@@ -66,8 +66,7 @@ _PER_MATRIX: dict[OpOverloadPacket, Callable[[int, int], int]] = {
     aten._linalg_slogdet: lambda _, n: lu_flops(n, n) + n,
     aten.linalg_inv_ex: lambda _, n: 2 * n**3,  # L41 getrf + getri
     aten.geqrf: qr_flops,
-    aten.linalg_eigvals: lambda _, n: 10 * n**3,  # GvL section 7.5.6
-    aten._linalg_eigvals: lambda _, n: 10 * n**3,
+    aten._linalg_eigvals: lambda _, n: 10 * n**3,  # GvL section 7.5.6
     aten.linalg_eig: lambda _, n: 25 * n**3,
     # Taylor of degree 18 in five products (Bader, Blanes and Casas, 2019); the squarings depend on the norm.
     aten.linalg_matrix_exp: lambda _, n: 5 * 2 * n**3,

@@ -55,7 +55,7 @@ def loss_backward(call: Call) -> Cost:
 def cross_entropy_with_logits(call: Call) -> tuple[Cost, ...]:
     """(1 - y)·x - log_sigmoid(x), each step a kernel: 1 - y; times x; log_sigmoid (3, two functions); subtract;
     times the weights; then the sum. With `pos_weight`, log_sigmoid is first multiplied by (w - 1)·y + 1."""
-    x, y = call.inputs[:2]
+    x = call.inputs[0]
     n, size = x.numel, x.nbytes
     weight, positive = call.argument("weight"), call.argument("pos_weight")
 

@@ -13,9 +13,9 @@ aten = torch.ops.aten
 @rule(
     aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided,
     aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_, aten.detach_, aten.squeeze_,
-    aten.unsqueeze_, aten.transpose_, aten.t_, aten.as_strided_, aten.swapaxes_, aten.swapdims_, aten.is_same_size,
-    aten.record_stream, aten._has_compatible_shallow_copy_type, aten.is_pinned, aten._version,
-    aten._efficientzerotensor, aten.resize_as_, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk,
+    aten.unsqueeze_, aten.transpose_, aten.t_, aten.as_strided_, aten.is_same_size,
+    aten.record_stream, aten.is_pinned, 
+    aten._efficientzerotensor, aten.resize_as_, aten.unsafe_split, aten.unsafe_split_with_sizes, 
 )  # fmt: skip
 def no_kernel(call: Call) -> tuple[Cost, ...]:
     """Allocation and metadata: the host's work, nothing on the device."""
@@ -106,7 +106,7 @@ def random_sample(call: Call) -> Cost:
 
 
 @rule(
-    aten.sort, aten.argsort, aten.topk, aten.msort, aten.kthvalue, aten.unique_dim, aten._unique, aten._unique2,
+    aten.sort, aten.topk, aten.kthvalue, aten.unique_dim, aten._unique, aten._unique2,
     aten.unique_consecutive, aten.isin, aten.nonzero, aten.nonzero_static, aten.bincount, aten.histc,
     aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts, aten._histogramdd_from_bin_tensors,
 )  # fmt: skip

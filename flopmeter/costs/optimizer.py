@@ -109,7 +109,7 @@ def _fused(call: Call, flops: int, *, transcendentals: int = 0) -> Cost:
     does not write them."""
     _, written = regions(call)
     if call.argument("grad_scale") is None:
-        written -= {spec for spec in call.argument("grads")}
+        written -= set(call.argument("grads"))
     return make_cost(
         call, ELEMENTWISE, flops, transcendentals=transcendentals, written=written, fused_multiply_add=True
     )

@@ -26,27 +26,31 @@ ONE = PerElement(1)
 NONE = PerElement(0)
 FUNCTION = PerElement(1, 1)  # one call of a library function
 
-_COMPARISONS_AND_SELECTIONS = """
-    eq ne lt le gt ge isnan isinf isfinite isposinf isneginf signbit sign sgn logical_and logical_or
-    logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift
-    bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ __ilshift__ __irshift__ __iand__ __ior__
-    __ixor__ where masked_fill clamp clamp_min clamp_max clip max min maximum minimum fmax fmin relu relu6
-    hardtanh hardtanh_backward threshold threshold_backward heaviside copysign nextafter nan_to_num
-    hardshrink softshrink hardshrink_backward softshrink_backward positive frexp rrelu angle complex
-""".split()
 
-_FUNCTIONS = """
-    exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh
-    atanh erf erfc erfinv atan2 hypot lgamma digamma polygamma igamma igammac i0 special_i0e special_i1
-    special_i1e special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
-    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
-    special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
-    special_spherical_bessel_j0 special_erfcx special_log_ndtr special_ndtri special_zeta mvlgamma
-    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
-    special_chebyshev_polynomial_w special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_COMPARISONS_AND_SELECTIONS = _words("""
+    eq ne lt le gt ge isnan isinf isposinf isneginf signbit sign sgn logical_and logical_or logical_not
+    logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift     __lshift__ __rshift__ __ilshift__ __irshift__ where masked_fill
+    clamp clamp_min clamp_max max min maximum minimum fmax fmin relu hardtanh hardtanh_backward
+    threshold threshold_backward heaviside copysign nextafter nan_to_num hardshrink softshrink
+    hardshrink_backward softshrink_backward frexp angle complex
+""")
+
+_FUNCTIONS = _words("""
+    exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
+    erf erfc erfinv atan2 hypot lgamma digamma polygamma igamma igammac i0 special_i0e special_i1 special_i1e
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
+    special_erfcx special_log_ndtr special_ndtri special_zeta mvlgamma special_chebyshev_polynomial_t
+    special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
     special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_hermite_polynomial_h
     special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
-""".split()
+""")
 
 _FORMULAS = {
     "sigmoid": PerElement(4, 1),  # 1 / (1 + exp(-x))
@@ -55,12 +59,11 @@ _FORMULAS = {
     "silu": PerElement(4, 1),  # x / (1 + exp(-x))
     "silu_backward": PerElement(9, 1),  # s = sigmoid(x); dy * s * (1 + x * (1 - s))
     "mish": PerElement(4, 3),  # x * tanh(log1p(exp(x)))
-    "mish_backward": PerElement(13, 3),  # t = tanh(softplus(x)) 3, s = sigmoid(x) 4; dy * (t + x*s*(1 - t*t)) 6
+    "mish_backward": PerElement(13, 4),  # t = tanh(softplus(x)) 3, s = sigmoid(x) 4; dy * (t + x*s*(1 - t*t)) 6
     "softplus": PerElement(4, 2),  # log1p(exp(x * beta)) / beta
     "softplus_backward": PerElement(5, 1),  # z = exp(x * beta); dy * z / (z + 1)
     "elu": PerElement(3, 1),  # expm1(x * a) * b
-    "elu_backward": PerElement(4, 1),  # dy * a * b * exp(x * a)
-    "selu": PerElement(3, 1),
+    "elu_backward": PerElement(5, 1),  # dy * a * b * exp(x * a)
     "celu": PerElement(3, 1),
     "leaky_relu": ONE,  # x * slope
     "leaky_relu_backward": ONE,
@@ -69,7 +72,7 @@ _FORMULAS = {
     "hardswish": PerElement(3),  # x * (x + 3) / 6
     "hardswish_backward": PerElement(3),  # dy * (x/3 + 1/2)
     "log_sigmoid_forward": PerElement(3, 2),  # -log1p(exp(-|x|))
-    "log_sigmoid_backward": PerElement(5, 0),  # dy * (c - s * z / (1 + z)), z kept from forward
+    "log_sigmoid_backward": PerElement(6, 1),  # z = exp(-|x|); dy * (c - s * z / (1 + z))
     "logit": PerElement(3, 1),  # log(x / (1 - x))
     "logit_backward": PerElement(3),  # dy / (x * (1 - x))
     "logaddexp": PerElement(5, 2),  # max + log1p(exp(-|a - b|))
@@ -173,7 +176,7 @@ def lerp(call: Call) -> Cost:
     return elementwise(call, PerElement(3), fused_multiply_add=True)
 
 
-@rule(aten.pow, aten.pow_, aten.float_power, aten.float_power_)
+@rule(aten.pow, aten.pow_)
 def power(call: Call) -> Cost:
     """x·x for exponent 2, x·x·x for 3, a square root for 1/2, a reciprocal for -1; else a function."""
     exponent = call.argument("exponent")
@@ -241,7 +244,7 @@ def bias_rescale_qkv(call: Call) -> Cost:
     return make_cost(call, ELEMENTWISE, n + n // 3)
 
 
-@rule(aten.div, aten.div_, aten.true_divide, aten.true_divide_)
+@rule(aten.div, aten.div_)
 def div(call: Call) -> Cost:
     """One, and one more to round where a rounding mode is given."""
     names = {argument.name for argument in call.func._schema.arguments}

@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from flopmeter.costs.rules import make_contraction, make_cost, rule
-from flopmeter.records import CONTRACTION, ELEMENTWISE, Call, Cost, Matmul, TensorSpec
+from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, TensorSpec
 
 aten = torch.ops.aten
 

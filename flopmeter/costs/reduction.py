@@ -42,7 +42,6 @@ _PER_INPUT: dict[OpOverloadPacket, tuple[int, int, int]] = {
     aten.nanmedian: (0, 0, 0),
     aten.mode: (0, 0, 0),
     aten.equal: (0, 0, 0),
-    aten.is_nonzero: (0, 0, 0),
     aten.max_pool2d_with_indices: (0, 0, 0),
     aten.max_pool3d_with_indices: (0, 0, 0),
     aten.adaptive_max_pool2d: (0, 0, 0),
@@ -104,7 +103,7 @@ def vector_norm(call: Call) -> Cost:
     )
 
 
-_POOLED_DIMS = {aten.avg_pool1d: 1, aten.avg_pool2d: 2, aten.avg_pool3d: 3,
+_POOLED_DIMS = {aten.avg_pool2d: 2, aten.avg_pool3d: 3,
                 aten.avg_pool2d_backward: 2, aten.avg_pool3d_backward: 3}  # fmt: skip
 
 
@@ -167,7 +166,7 @@ def cdist(call: Call) -> Cost | tuple[Cost, ...]:
 @rule(aten._cdist_backward)
 def cdist_backward(call: Call) -> Cost:
     """For each pair and dimension: the difference, its power over the distance's, times the gradient, added."""
-    x, y = call.inputs[1:3]
+    x = call.inputs[1]
     terms = call.inputs[0].numel * x.shape[-1]
     return make_cost(call, REDUCTION, _distance_gradient_flops(call.argument("p")) * terms)
 
