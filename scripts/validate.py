@@ -20,6 +20,12 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
+from flopmeter.hardware import Hardware
+from flopmeter.report import Report
+
+
+Line = dict[str, str]
+
 
 class Row(NamedTuple):
     """One measurement and what was predicted for it; times in seconds."""
@@ -33,6 +39,7 @@ class Row(NamedTuple):
     roofline: float
     name: str = ""  # of the model
     published: tuple[tuple[str, float], ...] = ()  # other predictors' seconds for the same row
+    mode: str = "eager"
 
     @property
     def error(self) -> float:
@@ -86,6 +93,26 @@ def _ranks(values: Iterable[float]) -> list[float]:
     return [statistics.fmean(places[value]) for value in values]
 
 
+def roofline_seconds(report: Report, device: Hardware) -> float:
+    """The plain roofline: each kernel at the datasheet's peaks, the larger of the two."""
+    total = 0.0
+    for kernel in report.kernels:
+        compute = 0.0
+        if kernel.cost.macs:
+            peak = device.contraction_peak(report.switches.product_dtype(kernel.cost))
+            compute = kernel.cost.executed_flops / peak.flop_per_s
+        total += max(compute, kernel.cost.bytes / device.bandwidth_bytes_per_s)
+    return total
+
+
+def _gpu(row: Row) -> str:
+    return row.gpu
+
+
+def _group(row: Row) -> str:
+    return row.group
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--neusight", type=Path, metavar="DIR")
@@ -100,7 +127,15 @@ def main() -> None:
         from validate_neusight import operators
 
         for title, rows in operators(arguments.neusight):
-            results[title] = error_table(title, rows, lambda row: row.gpu)
+            results[title] = error_table(title, rows, _gpu)
+        if (arguments.neusight / "e2e.csv").is_file():
+            from validate_networks import networks
+
+            rows = networks(arguments.neusight / "e2e.csv")
+            for mode in sorted({row.mode for row in rows}):
+                of_mode = [row for row in rows if row.mode == mode]
+                for title, key in (("GPU", _gpu), ("model", _group)):
+                    results[f"networks, {mode}, by {title}"] = error_table(f"networks, {mode}, by {title}", of_mode, key)
     print(json.dumps(results))
 
 

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flopmeter import FlopMeter, load_hardware
-from flopmeter.hardware import Hardware
-from flopmeter.report import Report
-from validate import Row
+from validate import Line, Row, roofline_seconds
 
 PROFILES = {
     "P4": "p4",
@@ -32,8 +30,6 @@ PROFILES = {
 # Rows below this measure the host's dispatch, not the device; and each includes two events and a launch.
 LEAST_SECONDS = 1e-4
 EVENT_SECONDS = 10e-6
-
-Line = dict[str, str]
 
 
 def operators(folder: Path) -> Iterator[tuple[str, list[Row]]]:
@@ -71,16 +67,6 @@ def _operator_row(line: Line, program: Callable[[Line], Callable[[], object]]) -
         high=report.seconds_high / report.seconds * report.kernel_seconds + EVENT_SECONDS,
         roofline=roofline_seconds(report, device),
     )
-
-
-def roofline_seconds(report: Report, device: Hardware) -> float:
-    """The plain roofline: each kernel at the datasheet's peaks, the larger of the two."""
-    total = 0.0
-    for kernel in report.kernels:
-        peak = device.contraction_peak(report.switches.product_dtype(kernel.cost)).flop_per_s
-        compute = kernel.cost.executed_flops / peak if kernel.cost.macs else 0.0
-        total += max(compute, kernel.cost.bytes / device.bandwidth_bytes_per_s)
-    return total
 
 
 def _linear(line: Line) -> Callable[[], object]:

@@ -1,0 +1,83 @@
+"""NeuSight's whole networks: fp32 transformers, forward, or forward and backward without the optimizer."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flopmeter import FlopMeter, load_hardware, on_meta
+from validate import Line, Row, roofline_seconds
+from validate_neusight import PROFILES
+
+PREDICTORS = ("habitat", "neusight", "micro")  # with a column of their own
+
+
+def networks(path: Path) -> list[Row]:
+    """The consistent rows: the others differ by over 15 % from the sum of their own operators."""
+    lines = [line for line in csv.DictReader(path.open()) if line["consistent"] == "True"]
+    meters: dict[tuple[str, ...], FlopMeter] = {}
+    return [_row(line, meters) for line in lines]
+
+
+def _row(line: Line, meters: dict[tuple[str, ...], FlopMeter]) -> Row:
+    device = load_hardware(PROFILES[line["gpu"]])
+    program = (line["model"], line["config"], line["mode"], line["seq"], line["batch"])
+    if program not in meters:  # fp32 eager programs dispatch alike on all of these devices
+        meters[program] = _meter(line)
+    report = meters[program].report(hardware=device)
+    return Row(
+        group=line["model"],
+        gpu=line["gpu"],
+        measured=float(line["measured_ms"]) * 1e-3,
+        predicted=report.seconds,
+        low=report.seconds_low,
+        high=report.seconds_high,
+        roofline=roofline_seconds(report, device),
+        name=f"{line['model']} {line['mode']} {line['seq']}x{line['batch']}",
+        published=tuple((name, float(line[f"{name}_ms"]) * 1e-3) for name in PREDICTORS if line[f"{name}_ms"]),
+        mode=line["mode"],
+    )
+
+
+def _meter(line: Line) -> FlopMeter:
+    sizes = {name: int(value) for name, value in (part.split("=") for part in line["config"].split(";"))}
+    with torch.device("meta"):
+        model = _model(line["model"], sizes, int(line["seq"]))
+        tokens = torch.zeros(int(line["batch"]), int(line["seq"]), dtype=torch.long)
+    is_training = line["mode"] == "train"
+    model.train(is_training)
+    arguments: dict[str, Any] = {"input_ids": on_meta(tokens)}
+    if line["model"].startswith("switch"):
+        arguments["decoder_input_ids"] = on_meta(tokens)
+    with FlopMeter(PROFILES[line["gpu"]], routing="balanced", checks="hold") as meter:
+        with torch.set_grad_enabled(is_training):
+            logits = model(**arguments, use_cache=False).logits if not line["model"].startswith("bert") else model(**arguments).logits
+        if is_training:
+            logits.backward(torch.empty_like(logits))
+    return meter
+
+
+def _model(name: str, sizes: dict[str, int], seq: int) -> torch.nn.Module:
+    """The architecture by the first part of its name, with materialised attention as torch 2.1's users had it."""
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+    eager = {"attn_implementation": "eager", "vocab_size": sizes["vocab"]}
+    layers, hidden, heads, ffn = (sizes[key] for key in ("layers", "hidden", "heads", "ffn"))
+    if name.startswith("bert"):
+        bert = BertConfig(
+            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ffn, **eager
+        )
+        return BertForMaskedLM(bert)
+    if name.startswith("gpt"):
+        gpt = GPT2Config(n_positions=seq, n_embd=hidden, n_layer=layers, n_head=heads, n_inner=ffn, **eager)
+        return GPT2LMHeadModel(gpt)
+    if name.startswith("opt"):
+        opt = OPTConfig(
+            hidden_size=hidden, word_embed_proj_dim=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+            ffn_dim=ffn, max_position_embeddings=seq, **eager,
+        )  # fmt: skip
+        return OPTForCausalLM(opt)
+    raise ValueError(f"no model is defined here for {name}")
