@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 # A storage of which more parts than this were written one by one (a cache filled token by token) is then
 # followed as a whole, so that long programs stay linear in their kernels.
-MOST_REGIONS = 32
+MOST_REGIONS = 16
 
 _CONVOLUTIONS = (aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_overrideable)
 _VIEW_GRADIENTS = (aten.slice_backward, aten.select_backward, aten.diagonal_backward, aten.unfold_backward)
@@ -55,8 +55,8 @@ class Flow:
     roles: list[Role] = field(default_factory=list)
     reads: list[list[tuple[Touch, list[Value]]]] = field(default_factory=list)
     writes: list[list[Value]] = field(default_factory=list)
-    befores: list[set[int]] = field(default_factory=list)  # they read or write what it overwrites
-    peers: list[set[int]] = field(default_factory=list)  # the last ones to read the very same value
+    befores: list[list[int]] = field(default_factory=list)  # they read or write what it overwrites
+    peers: list[list[int]] = field(default_factory=list)  # the last ones to read the very same value
 
 
 class _Facts(NamedTuple):
@@ -88,8 +88,8 @@ def flow_of(kernels: list[Kernel]) -> Flow:
             known = facts[cost] = _facts(ops[0].call, cost, is_only=counts[index] == 1)
         numbers = ops[0].storages
         flow.roles.append(known.role)
-        flow.peers.append(set())
-        flow.befores.append(set())
+        flow.peers.append([])
+        flow.befores.append([])
         flow.reads.append([_read(flow, storages, index, _placed(touch, numbers)) for touch in known.reads])
         flow.writes.append([_write(flow, storages, index, _placed(touch, numbers)) for touch in known.writes])
     return flow
@@ -99,16 +99,14 @@ def _placed(touch: Touch, numbers: tuple[int, ...]) -> Touch:
     return touch._replace(storage=numbers[touch.storage])
 
 
-def _read(
-    flow: Flow, storages: defaultdict[int, _Followed], index: int, touch: Touch
-) -> tuple[Touch, list[Value]]:
+def _read(flow: Flow, storages: defaultdict[int, _Followed], index: int, touch: Touch) -> tuple[Touch, list[Value]]:
     followed = storages[touch.storage]
     values = [value for value in followed.values if _overlap(value.touch, touch)]
     for value in values:
         value.readers.append(index)
     peer = followed.last_reader.get(touch)
     if peer is not None:
-        flow.peers[index].add(peer)
+        flow.peers[index].append(peer)
     followed.last_reader[touch] = index
     followed.readers.append((touch, index))
     return touch, values
@@ -121,21 +119,20 @@ def _write(flow: Flow, storages: defaultdict[int, _Followed], index: int, touch:
     remaining: list[Value] = []
     for old in followed.values:
         if is_crowded or _overlap(old.touch, touch):
-            befores.add(old.kernel)
+            befores.append(old.kernel)
         if _covers(touch, old.touch):
             old.overwritten_by = index
         elif is_crowded:
             old.is_pinned = True
         else:
             remaining.append(old)
-    befores.update(reader for read, reader in followed.readers if is_crowded or _overlap(read, touch))
+    befores += [reader for read, reader in followed.readers if is_crowded or _overlap(read, touch)]
     followed.readers = [] if is_crowded else [entry for entry in followed.readers if not _covers(touch, entry[0])]
     followed.last_reader = {}
     if is_crowded:  # the newest value stands for the whole: whoever comes later comes after it, so after all
         spans = [touch, *(old.touch for old in followed.values)]
         value.touch = touch._replace(start=min(t.start for t in spans), stop=max(t.stop for t in spans))
     followed.values = [*remaining, value]
-    befores.discard(index)
     return value
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 
 import torch
+from torch._ops import OpOverload
 
 from flopmeter.records import UNCOUNTED, Kernel, Op
 
@@ -40,9 +42,10 @@ def graphs_of(kernels: list[Kernel], region: Region = whole_program) -> list[int
     Fusing changes neither the number of graphs nor their order.
     """
     graphs: list[int | None] = []
+    breaks = functools.cache(_breaks_graph)
     number, previous = -1, None
     for kernel in kernels:
-        place = _place(kernel, region)
+        place = None if breaks(kernel.ops[0].call.func) else _place(kernel, region)
         if place is not None and place != previous:
             number += 1
         graphs.append(None if place is None else number)
@@ -54,7 +57,9 @@ def _place(kernel: Kernel, region: Region) -> Hashable | None:
     op = kernel.ops[0]
     if op.phase == "optimizer" or kernel.cost.op_class == UNCOUNTED:
         return None
-    if any(tag in op.call.func.tags for tag in _GRAPH_BREAKS):
-        return None
     name = region(op)
     return None if name is None else (name, op.phase == "forward")
+
+
+def _breaks_graph(func: OpOverload) -> bool:
+    return any(tag in func.tags for tag in _GRAPH_BREAKS)

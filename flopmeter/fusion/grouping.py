@@ -144,8 +144,7 @@ class Groups:
             level = min(self._level[target] for target in targets.values())
             first = [edge for edge in edges_of[group] if self._level[targets[edge.after]] == level]
             fits = all(
-                edge.joins and self._fits(self._flow.roles[edge.after], {group, targets[edge.after]})
-                for edge in first
+                edge.joins and self._fits(self._flow.roles[edge.after], {group, targets[edge.after]}) for edge in first
             )
             hosts = {targets[edge.after] for edge in first}
             if fits and len({self._loops[member] for member in (group, *hosts)} - {None}) <= 1:

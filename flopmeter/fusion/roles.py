@@ -10,7 +10,6 @@ from torch._ops import OpOverloadPacket
 
 from flopmeter.records import (
     ELEMENTWISE,
-    INDEXING,
     MOVEMENT,
     NORMALIZATION,
     RANDOM,

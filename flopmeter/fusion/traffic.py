@@ -13,9 +13,7 @@ from flopmeter.trace import Storage, Trace
 class Traffic:
     """Who needs what from memory, in one trace."""
 
-    def __init__(
-        self, kernels: list[Kernel], trace: Trace, graphs: list[int | None], flow: Flow, groups: Groups
-    ):
+    def __init__(self, kernels: list[Kernel], trace: Trace, graphs: list[int | None], flow: Flow, groups: Groups):
         self._kernels, self._storages, self._graphs = kernels, trace.storages, graphs
         self._flow, self._groups = flow, groups
         places = _places(kernels, trace)
