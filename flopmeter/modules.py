@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +23,7 @@ _next_node_number = torch._C._autograd._get_sequence_nr
 class ModulePaths:
     """A context that knows the path of the running module, such as `Bert.encoder.layers.0`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_leave_outermost: Callable[[nn.Module], None] = lambda _: None) -> None:
         self.path = ""  # of the innermost module whose forward runs; '' outside of modules
         self.calls = 0  # module calls so far
         self._stack: list[tuple[str, nn.Module]] = []
@@ -30,6 +31,7 @@ class ModulePaths:
         self._roots: dict[str, int] = {}  # class name -> how many outermost modules have it
         self._numbers: list[int] = []  # sequence numbers at which the path changed ...
         self._paths: list[str] = []  # ... and what it changed to
+        self._on_leave_outermost = on_leave_outermost
         self._undo = ExitStack()
 
     def __enter__(self) -> ModulePaths:
@@ -65,6 +67,8 @@ class ModulePaths:
             self._stack.pop()
             self.path = self._stack[-1][0] if self._stack else ""
             self._log()
+            if not self._stack:
+                self._on_leave_outermost(module)
 
     def _log(self) -> None:
         number = _next_node_number()

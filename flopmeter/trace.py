@@ -10,18 +10,19 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
@@ -32,17 +33,40 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
 _autograd_node = torch._C._current_autograd_node
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_Accumulation = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_RESIZING = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.resize)
 _HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
+
+
+Role = Literal["parameters", "gradients", "optimizer state"]
+BEFORE = -1  # when what was there before the trace was born
 
 
 @dataclass(slots=True)
 class Storage:
-    """A block of memory of the program, by the index of the op before which it appeared and went away."""
+    """A block of memory of the program: the index of the op that made it, or BEFORE, and of the op before
+    which it went away."""
 
-    nbytes: int
+    nbytes: int  # when it was first seen
     device: str
-    born: int  # 0 for what was there before: parameters, inputs
+    born: int
     died: int | None = None  # None: alive when the context ended
+    role: Role | None = None  # where a module or an optimizer said it
+
+
+class Resize(NamedTuple):
+    """A storage got another size, by the op of that index."""
+
+    op: int
+    storage: int
+    nbytes: int
+
+
+class Accumulation(NamedTuple):
+    """The op of that index made, or added to, the gradient of a leaf of the autograd graph."""
+
+    op: int
+    leaf: int  # its storage
 
 
 @dataclass(slots=True)
@@ -52,14 +76,22 @@ class Trace:
     ops: list[Op] = field(default_factory=list)
     module_calls: list[int] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
+    resizes: list[Resize] = field(default_factory=list)
+    accumulations: list[Accumulation] = field(default_factory=list)
     switches: Switches = field(default_factory=lambda: _switches())
+
+    devices: dict[str, None] = field(default_factory=dict)  # that any op touched, in order of appearance
 
     @property
     def device(self) -> str:
-        """Where the program runs: 'meta' if any op does, else the device of its first op.
+        """Where the program runs: 'meta' if any op does, else on the first device that is not the CPU.
         Ops that touch nothing there are the host's own work (Adam's step counters live on the CPU)."""
-        seen = dict.fromkeys(spec.device for op in self.ops for spec in (*op.call.inputs, *op.call.outputs))
-        return "meta" if "meta" in seen else next((kind for kind in seen if kind != "cpu"), "cpu")
+        return "meta" if "meta" in self.devices else next((kind for kind in self.devices if kind != "cpu"), "cpu")
+
+    def size(self, storage: int) -> int:
+        """Bytes of the storage of that number by now."""
+        sizes = (resize.nbytes for resize in reversed(self.resizes) if resize.storage == storage)
+        return next(sizes, self.storages[storage].nbytes)
 
 
 class _Handling(NamedTuple):
@@ -68,14 +100,18 @@ class _Handling(NamedTuple):
     is_host: bool  # pass through unrecorded
     is_composite: bool  # arrives undecomposed under inference_mode
     shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
+    may_resize: bool  # gives a storage that it was passed another size
 
 
-class _Seen(NamedTuple):
+class _Seen:
     """The tensors of one call in order, the addresses of their storages, and the call's own numbering."""
 
-    tensors: list[Tensor]
-    addresses: list[int]
-    numbers: dict[int, int]  # trace-wide number -> number in the call
+    __slots__ = ("addresses", "numbers", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.addresses: list[int] = []
+        self.numbers: dict[int, int] = {}  # trace-wide number -> number in the call
 
 
 class Recorder(TorchDispatchMode):
@@ -92,7 +128,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_new_call = on_new_call
         self.trace = Trace()
-        self.modules = ModulePaths()
+        self.modules = ModulePaths(self._note_module)
         self._source = source
         self._overrides = overrides or {}
         self._values = values
@@ -100,7 +136,8 @@ class Recorder(TorchDispatchMode):
         self._handlings: dict[Any, _Handling] = {}
         self._storages: dict[int, _StorageRef] = {}
         self._shared_number: int | None = None  # of tensors without a storage
-        self._optimizer_steps = 0  # depth
+        self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
+        self._noted: WeakSet[nn.Module] = WeakSet()
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
         self._undo = ExitStack()
 
@@ -122,13 +159,41 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._undo.close()
-        self._optimizer_steps = 0
+        self._steps.clear()
 
     def _enter_step(self, *_: Any) -> None:
-        self._optimizer_steps += 1
+        self._steps.append(_graph_task())
 
-    def _leave_step(self, *_: Any) -> None:
-        self._optimizer_steps -= 1
+    def _leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._steps:  # not where the context was entered inside of a step
+            self._steps.pop()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._note_parameter(parameter)
+        for tensor in _tensors_in(optimizer.state):
+            self._note(tensor, "optimizer state")
+
+    def _note_module(self, module: nn.Module) -> None:
+        """Outermost modules tell of their tensors when they are left: some may be untouched by any op,
+        and those that are made late are there by then."""
+        if module not in self._noted:
+            self._noted.add(module)
+            for parameter in (*module.parameters(), *module.buffers()):
+                self._note_parameter(parameter)
+
+    def _note_parameter(self, parameter: Tensor) -> None:
+        self._note(parameter, "parameters")
+        if parameter.is_leaf and parameter.grad is not None:
+            self._note(parameter.grad, "gradients")
+
+    def _note(self, tensor: Tensor, role: Role) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # DTensor and the like: what they wrap is what there is
+            for name in tensor.__tensor_flatten__()[0]:
+                self._note(getattr(tensor, name), role)
+            return
+        storage = self.trace.storages[self._number(tensor, BEFORE, [])]
+        if storage.role is None:
+            storage.role = role
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -145,7 +210,7 @@ class Recorder(TorchDispatchMode):
                 override = self._overrides.get(func)
                 # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.
                 return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
-        seen = _Seen([], [], {})
+        seen = _Seen()
         key = self._key(func, args, kwargs, seen)
         if self._values is None:
             result = func(*args, **kwargs)
@@ -153,40 +218,51 @@ class Recorder(TorchDispatchMode):
             result = self._values.run(func, args, kwargs, seen.tensors, seen.addresses)
             for func, args, kwargs in self._values.ran:  # in place of the call
                 handling = self._handlings.get(func) or self._handle(func)
-                seen = _Seen([], [], {})
+                seen = _Seen()
                 key = self._key(func, args, kwargs, seen)
         self._record(handling, key, func, args, kwargs, result, seen)
         return result
 
     def _key(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], seen: _Seen) -> Any:
         """What tells calls of different cost apart."""
-        key = (func, self._describe(args, seen, 0))
-        return (key, tuple(kwargs), self._describe(kwargs.values(), seen, 0)) if kwargs else key
+        key: list[Any] = [func]
+        self._describe(args, seen, BEFORE, key)
+        if kwargs:
+            key += kwargs
+            self._describe(kwargs.values(), seen, BEFORE, key)
+        return tuple(key)
 
     def _record(
         self, handling: _Handling, key: Any, func: OpOverload, args: Any, kwargs: Any, result: Any, seen: _Seen
     ) -> None:
-        trace = self.trace
-        described = self._describe((result,), seen, len(trace.ops))
-        if handling.shape_depends_on_data:
-            key = (key, described)
+        trace, numbers = self.trace, seen.numbers
+        if isinstance(result, Tensor) and not handling.shape_depends_on_data:  # nearly always
+            numbers.setdefault(self._number(result, len(trace.ops), seen.addresses), len(numbers))
+        else:
+            described: list[Any] = []
+            self._describe((result,), seen, len(trace.ops), described)
+            if handling.shape_depends_on_data:
+                key = (key, *described)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _build(func, args, kwargs, result, self._spec_reader(seen.numbers))
+            call = self._calls[key] = _build(func, args, kwargs, result, self._spec_reader(numbers))
+            trace.devices.update(dict.fromkeys(spec.device for spec in (*call.inputs, *call.outputs)))
             if self._on_new_call is not None:
                 self._on_new_call(call)
+        if handling.may_resize:
+            self._note_sizes(seen.tensors)
         phase, module = self._place()
         source = caller() if self._source else None
         trace.module_calls.append(self.modules.calls)
-        trace.ops.append(Op(call, tuple(seen.numbers), module, phase, source))
+        trace.ops.append(Op(call, tuple(numbers), module, phase, source))
 
-    def _describe(self, values: Iterable[Any], seen: _Seen, born: int) -> tuple[Any, ...]:
-        """A hashable description of arguments or results: geometry for tensors, the value for the rest.
-        Notes the tensors and numbers their storages; one that is first seen as an argument (born 0) was
-        there before the trace.
+    def _describe(self, values: Iterable[Any], seen: _Seen, born: int, key: list[Any]) -> None:
+        """Add to the key what describes arguments or results: geometry for tensors, else the value. Notes
+        the tensors and numbers their storages; one first seen as an argument was there BEFORE.
+
+        This runs for every op: it is one loop, without a helper for each kind of value.
         """
-        tensors, addresses, numbers = seen
-        key: list[Any] = []
+        tensors, addresses, numbers = seen.tensors, seen.addresses, seen.numbers
         for value in values:
             if isinstance(value, Tensor):
                 tensors.append(value)
@@ -198,12 +274,12 @@ class Recorder(TorchDispatchMode):
                 else:
                     key.append((value.shape, value.layout, value.dtype, local))
             elif isinstance(value, (list, tuple)):
-                key.append(self._describe(value, seen, born))
+                key.append(len(value))
+                self._describe(value, seen, born, key)
             elif isinstance(value, (bool, float)):  # 1, 1.0 and True hash alike, but make other dtypes
                 key.append((type(value), value))
             else:
                 key.append(value)
-        return tuple(key)
 
     def _number(self, tensor: Tensor, born: int, addresses: list[int]) -> int:
         """The trace-wide number of the tensor's storage, whose address is noted."""
@@ -232,9 +308,16 @@ class Recorder(TorchDispatchMode):
         self._storages.pop(reference.address, None)
         self.trace.storages[reference.number].died = len(self.trace.ops)
 
+    def _note_sizes(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            number = self._number(tensor, BEFORE, [])
+            nbytes = 0 if number == self._shared_number else tensor.untyped_storage().nbytes()
+            if nbytes != self.trace.size(number):
+                self.trace.resizes.append(Resize(len(self.trace.ops), number, nbytes))
+
     def _spec_reader(self, numbers: dict[int, int]) -> Callable[[Tensor], TensorSpec]:
         def spec(tensor: Tensor) -> TensorSpec:
-            local = numbers[self._number(tensor, 0, [])]
+            local = numbers[self._number(tensor, BEFORE, [])]
             strided = tensor.layout is torch.strided
             stride, offset = (tensor.stride(), int(tensor.storage_offset())) if strided else ((), 0)
             return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, local, offset, tensor.device.type)
@@ -244,9 +327,10 @@ class Recorder(TorchDispatchMode):
     def _place(self) -> tuple[Phase, str]:
         """The phase, and the path of the module that the op belongs to."""
         task = _graph_task()
+        if self._steps and self._steps[-1] == task and not self.modules.path:
+            return "optimizer", ""
         if task == -1:
-            in_step = self._optimizer_steps and not self.modules.path
-            return ("optimizer" if in_step else "forward"), self.modules.path
+            return "forward", self.modules.path
         if task != self._creates_graph[0]:
             self._creates_graph = (task, _creates_graph())
         recompute = torch.is_grad_enabled() and not self._creates_graph[1]
@@ -256,6 +340,9 @@ class Recorder(TorchDispatchMode):
         if self.modules.path:
             return self.modules.path
         node = _autograd_node()
+        if isinstance(node, _Accumulation):
+            leaf = self._number(node.variable, BEFORE, [])
+            self.trace.accumulations.append(Accumulation(len(self.trace.ops), leaf))
         path = None if node is None else self.modules.path_of_node(node)
         if path is None:  # accumulation follows the op that made the gradient
             return self.trace.ops[-1].module if self.trace.ops else ""
@@ -289,13 +376,22 @@ def _is_plain(kind: type) -> bool:
 def _handling(func: Any) -> _Handling:
     # A higher-order op is no OpOverload: its body is traced op by op.
     if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES:
-        return _Handling(True, False, False)
+        return _Handling(True, False, False, False)
     name = func.name()
     is_composite = _has_kernel(name, "CompositeImplicitAutograd") and not (
         _has_kernel(name, "CPU") or _has_kernel(name, "Meta")
     )
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-    return _Handling(False, is_composite, by_data)
+    resizes = any(argument.is_out for argument in func._schema.arguments) or func.overloadpacket in _RESIZING
+    return _Handling(False, is_composite, by_data, resizes)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)
 
 
 def _switches() -> Switches:
