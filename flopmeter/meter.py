@@ -11,7 +11,7 @@ from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues
-from flopmeter.memory import peak_memory_bytes
+from flopmeter.memory import memory_of
 from flopmeter.records import Call
 from flopmeter.report import Report
 from flopmeter.timing import Host, host_seconds, time_kernels
@@ -105,7 +105,7 @@ class FlopMeter:
             switches=self.trace.switches,
             mode=mode,
             host_seconds=host_seconds(kernels, self._host),
-            peak_memory_bytes=peak_memory_bytes(self.trace),
+            memory=memory_of(self.trace),
             causal=self._causal,
             assumptions=self._assumptions(),
             notes=self._emulation.notes if self._emulation else (),

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from flopmeter.hardware import Hardware
+from flopmeter.memory import Memory
 from flopmeter.records import OP_CLASSES, UNCOUNTED, Cost, Kernel, Regime, Switches, Timing
 
 By = Literal["class", "op", "module", "phase", "kernel"]
@@ -77,7 +78,7 @@ class Report:
     switches: Switches
     mode: str
     host_seconds: float
-    peak_memory_bytes: int
+    memory: Memory
     causal: Literal["full", "exact"] = "full"
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())  # what else the reader must know about the trace
@@ -105,6 +106,10 @@ class Report:
     def macs(self) -> int:
         """Multiply-adds of contractions and attention."""
         return sum(kernel.cost.macs for kernel in self.kernels)
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        return self.memory.peak_bytes
 
     @cached_property
     def bytes_read(self) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
@@ -187,8 +187,9 @@ class Recorder(TorchDispatchMode):
             self._note(parameter.grad, "gradients")
 
     def _note(self, tensor: Tensor, role: Role) -> None:
-        if is_traceable_wrapper_subclass(tensor):  # DTensor and the like: what they wrap is what there is
-            for name in tensor.__tensor_flatten__()[0]:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is not None:  # DTensor and the like: what they wrap is what there is
+            for name in flatten()[0]:
                 self._note(getattr(tensor, name), role)
             return
         storage = self.trace.storages[self._number(tensor, BEFORE, [])]

@@ -1,0 +1,159 @@
+"""PyTorch's caching allocator for CUDA, as far as it decides how much memory is taken from the device.
+
+After c10/cuda/CUDACachingAllocator.cpp with its default settings, one stream: requests are rounded, small
+and large ones come from pools of their own, the best-fitting free block is split, and neighbours that are
+free are merged. Memory is asked of the device in segments, which are kept; only when the device has no more
+are the unused ones given back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+MIB = 2**20
+BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple
+SMALL_BYTES = MIB  # kSmallSize: the largest request of the small pool
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer: segments of the small pool
+LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer: segments for large requests ...
+OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc: ... below this size; from it on each gets its own ...
+SEGMENT_STEP_BYTES = 2 * MIB  # kRoundLarge: ... rounded to this
+
+
+class OutOfMemoryError(Exception):
+    """The device has no room for the segment that is needed."""
+
+
+class Lifetime(Protocol):
+    """Memory that is needed from op `born` until before op `died`."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def born(self) -> int: ...
+    @property
+    def died(self) -> int | None: ...
+
+
+def round_up(nbytes: int, step: int) -> int:
+    return -(-nbytes // step) * step
+
+
+def serve(lifetimes: Iterable[Lifetime], steps: int, capacity: int | None = None) -> int:
+    """The most bytes that the allocator holds of the device while it serves the lifetimes in order.
+
+    Within an op, what died is freed first. Raises OutOfMemoryError where `capacity` bytes are not enough.
+    """
+    allocator = CachingAllocator(capacity)
+    needed = [lifetime for lifetime in lifetimes if lifetime.nbytes]
+    born: dict[int, list[int]] = {}
+    died: dict[int, list[int]] = {}
+    for number, lifetime in enumerate(needed):
+        born.setdefault(max(lifetime.born, 0), []).append(number)
+        if lifetime.died is not None:
+            died.setdefault(lifetime.died, []).append(number)
+    held: dict[int, _Piece] = {}
+    for moment in range(steps + 1):
+        for number in died.get(moment, ()):
+            if number in held:
+                allocator.free(held.pop(number))
+        for number in born.get(moment, ()):
+            held[number] = allocator.allocate(needed[number].nbytes)
+    return allocator.peak_reserved_bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A part of a segment, used or free, between its neighbours."""
+
+    nbytes: int
+    address: int
+    is_small: bool
+    is_free: bool = False
+    before: _Piece | None = None
+    after: _Piece | None = None
+
+
+class CachingAllocator:
+    """Serves requests from segments of a device with `capacity` bytes (None: without end)."""
+
+    def __init__(self, capacity: int | None = None):
+        self._capacity = capacity
+        self._next_address = 0
+        self._free: dict[bool, list[tuple[int, int, _Piece]]] = {True: [], False: []}  # by pool: size, address
+        self.reserved_bytes = 0
+        self.peak_reserved_bytes = 0
+
+    def allocate(self, nbytes: int) -> _Piece:
+        """A piece of at least `nbytes`. Raises OutOfMemoryError."""
+        size = round_up(nbytes, BLOCK_BYTES)
+        piece = self._best_fit(size) or self._new_segment(size)
+        rest = piece.nbytes - size
+        if rest >= BLOCK_BYTES if piece.is_small else rest > SMALL_BYTES:
+            self._split(piece, size)
+        piece.is_free = False
+        return piece
+
+    def free(self, piece: _Piece) -> None:
+        """Take the piece back and merge it with its free neighbours."""
+        if piece.after is not None and piece.after.is_free:
+            self._forget(piece.after)
+            _merge(piece, piece.after)
+        if piece.before is not None and piece.before.is_free:
+            piece, freed = piece.before, piece
+            self._forget(piece)
+            _merge(piece, freed)
+        self._offer(piece)
+
+    def _best_fit(self, size: int) -> _Piece | None:
+        pool = self._free[size <= SMALL_BYTES]
+        place = bisect_left(pool, (size, -1))
+        return pool.pop(place)[2] if place < len(pool) else None
+
+    def _new_segment(self, size: int) -> _Piece:
+        if size <= SMALL_BYTES:
+            nbytes = SMALL_SEGMENT_BYTES
+        elif size < OWN_SEGMENT_BYTES:
+            nbytes = LARGE_SEGMENT_BYTES
+        else:
+            nbytes = round_up(size, SEGMENT_STEP_BYTES)
+        if self._capacity is not None and self.reserved_bytes + nbytes > self._capacity:
+            self._give_back()
+            if self.reserved_bytes + nbytes > self._capacity:
+                raise OutOfMemoryError(f"{nbytes} bytes more than the {self.reserved_bytes} in use are not there")
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        piece = _Piece(nbytes, self._next_address, size <= SMALL_BYTES)
+        self._next_address += nbytes
+        return piece
+
+    def _give_back(self) -> None:
+        """Return the segments that are free from end to end."""
+        for pool in self._free.values():
+            unused = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+            self.reserved_bytes -= sum(size for size, _, _ in unused)
+            pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+
+    def _split(self, piece: _Piece, size: int) -> None:
+        rest = _Piece(piece.nbytes - size, piece.address + size, piece.is_small, before=piece, after=piece.after)
+        if piece.after is not None:
+            piece.after.before = rest
+        piece.after, piece.nbytes = rest, size
+        self._offer(rest)
+
+    def _offer(self, piece: _Piece) -> None:
+        piece.is_free = True
+        insort(self._free[piece.is_small], (piece.nbytes, piece.address, piece))
+
+    def _forget(self, piece: _Piece) -> None:
+        pool = self._free[piece.is_small]
+        del pool[bisect_left(pool, (piece.nbytes, piece.address))]
+
+
+def _merge(piece: _Piece, following: _Piece) -> None:
+    piece.nbytes += following.nbytes
+    piece.after = following.after
+    if following.after is not None:
+        following.after.before = piece
