@@ -17,7 +17,7 @@ from as_cuda_cases import CASES, Stream, bf16, f16, f32, module, ops_of, record
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
+from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda, torch_private
 
 H100 = CudaTarget((9, 0))
 RECORDED = json.loads((Path(__file__).parent / "data" / "cuda_streams.json").read_text())
@@ -41,6 +41,12 @@ def recorded(name: str, sm: int) -> dict[str, str]:
 # --- against the recorded streams ----------------------------------------------------------------------------------
 
 
+of_the_recorded_torch = pytest.mark.skipif(
+    torch_private.running_version() != torch_private.TESTED_VERSION, reason="the streams are those of another torch"
+)
+
+
+@of_the_recorded_torch
 @pytest.mark.parametrize("sm", [75, 80, 90])
 def test_every_recorded_program_dispatches_the_ops_that_cuda_did(sm: int) -> None:
     assert CASES.keys() == RECORDED.keys()
@@ -49,6 +55,7 @@ def test_every_recorded_program_dispatches_the_ops_that_cuda_did(sm: int) -> Non
     assert different == DIFFERENT.keys()
 
 
+@of_the_recorded_torch
 def test_the_recordings_are_not_what_meta_does_by_itself() -> None:
     """Else the test above would prove nothing. 161 of 243 agree without the emulation, or up to 188 on sm 7.5."""
     names = [name for name in CASES if not name.startswith("opt_")]
@@ -305,9 +312,9 @@ def test_a_compiled_call_that_raises_leaves_its_region(h100: Emulation) -> None:
     assert h100.compiled_region is None
 
 
-def test_a_program_without_torch_compile_gets_no_note(h100: Emulation) -> None:
+def test_a_program_without_torch_compile_gets_no_note_of_it(h100: Emulation) -> None:
     F.gelu(f32(4))
-    assert h100.notes == ()
+    assert not any("torch.compile" in note for note in h100.notes)
 
 
 def test_flex_attention_is_refused_by_name() -> None:

@@ -152,7 +152,8 @@ def test_a_transposed_last_dimension_is_for_math() -> None:
 
 def test_an_empty_sequence_and_a_batch_too_large_for_a_grid_fall_through() -> None:
     with emulate_cuda(target(90)):  # torch's math path returns zeros at once
-        assert not KERNELS.keys() & ops_of(lambda: F.scaled_dot_product_attention(*tensors(q=(2, 8, 0, 64))))
+        ran = ops_of(lambda: F.scaled_dot_product_attention(*tensors(q=(2, 8, 0, 64))))
+    assert not any("_scaled_dot_product" in name for name in ran)
     assert backend(90, *tensors(q=(65536, 1, 4, 64))) == "flash"
 
 

@@ -196,16 +196,24 @@ def test_a_second_thread_is_refused_and_may_open_one_later() -> None:
     assert opened is None
 
 
-def test_entering_takes_milliseconds() -> None:
-    """The bounds are 50 ms the first time and 5 ms later on an idle machine; here with room for a busy one."""
+def test_entering_and_leaving_take_less_than_5_ms() -> None:
+    """Of this process's time: the machine may be busy with other things."""
     seconds = []
-    for _ in range(9):
-        start = time.perf_counter()
+    for _ in range(20):
+        start = time.process_time()
         with emulate_cuda(H100):
             pass
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.005
-    assert sorted(seconds)[4] < 0.025
+
+
+def test_the_first_use_of_autocast_takes_less_than_50_ms() -> None:
+    """Its kernels are registered then, not on entering."""
+    with emulate_cuda(H100):
+        start = time.process_time()
+        with torch.autocast("cuda", torch.bfloat16):
+            pass
+        assert time.process_time() - start < 0.05
 
 
 def test_no_warning_is_given_on_the_way_in() -> None:

@@ -91,13 +91,16 @@ def install(scope: Scope) -> None:
     """Make torch.autocast("cuda"), and custom_fwd and GradScaler with it, act on meta tensors."""
     cache = WeightCache()
     _follow_torchs_switches(scope, cache)
+    _treat_meta_as_cuda(scope)
+
+
+def _register_kernels(scope: Scope, cache: WeightCache) -> None:
     for name in _autocast_ops():
         op = private.overload(name)
         assert op is not None
         scope.kernel(f"aten::{name}", _kernel(op, name, cache), private.SPARE_AUTOCAST_KEY)
     if private.overload("_cudnn_rnn") is not None:
         scope.kernel("aten::_cudnn_rnn", _rnn_kernel(cache), private.SPARE_AUTOCAST_KEY)
-    _treat_meta_as_cuda(scope)
 
 
 class _SpareKey:
@@ -111,10 +114,10 @@ class _SpareKey:
 
     def __init__(self) -> None:
         self._threads_on: set[int] = set()
-        if _SpareKey.fallback is None:
-            _SpareKey.fallback = private.fall_through(private.SPARE_AUTOCAST_KEY)
 
     def switch(self, on: bool) -> None:
+        if on and _SpareKey.fallback is None:
+            _SpareKey.fallback = private.fall_through(private.SPARE_AUTOCAST_KEY)
         private.switch_spare_autocast_key(on)
         (self._threads_on.add if on else self._threads_on.discard)(threading.get_ident())
 
@@ -126,13 +129,24 @@ class _SpareKey:
 
 
 def _follow_torchs_switches(scope: Scope, cache: WeightCache) -> None:
-    """Python sets autocast's state through these functions, whoever calls them, in the thread that it holds for."""
+    """Python sets autocast's state through these functions, whoever calls them, in the thread that it holds for.
+
+    The kernels are registered when it is first on: most of the time that opening an emulation takes would be theirs.
+    """
     set_enabled, clear_cache, key = torch.set_autocast_enabled, torch.clear_autocast_cache, _SpareKey()
     scope.on_close(key.close)
+    register, lock = functools.cache(functools.partial(_register_kernels, scope, cache)), threading.Lock()
+
+    def follow() -> None:
+        on = torch.is_autocast_enabled("cuda")
+        with lock:
+            if on:
+                register()
+            key.switch(on)
 
     def set_autocast_enabled(*args: Any) -> None:
         set_enabled(*args)
-        key.switch(torch.is_autocast_enabled("cuda"))
+        follow()
 
     def clear_autocast_cache() -> None:
         clear_cache()
@@ -140,7 +154,7 @@ def _follow_torchs_switches(scope: Scope, cache: WeightCache) -> None:
 
     scope.patch(torch, "set_autocast_enabled", set_autocast_enabled)
     scope.patch(torch, "clear_autocast_cache", clear_autocast_cache)
-    key.switch(torch.is_autocast_enabled("cuda"))
+    follow()
 
 
 def _treat_meta_as_cuda(scope: Scope) -> None:

@@ -19,15 +19,12 @@ def install(scope: Scope) -> None:
     """Register each kernel for which this torch has none."""
     for name, kernel in KERNELS.items():
         if private.overload(name) is not None and not private.has_kernel(f"aten::{name}", "Meta"):
-            scope.kernel(f"aten::{name}", kernel, "Meta")
-    for name, kernel in KERNELS_OF_COMPOSITES.items():
-        if private.overload(name) is not None and not private.has_kernel(f"aten::{name}", "Meta"):
-            scope.meta_kernel_of_composite(f"aten::{name}", kernel)
+            scope.meta_kernel(f"aten::{name}", kernel)
 
 
 def install_int4(scope: Scope) -> None:
     """torch 2.13's Meta kernel asks plain tensors for an attribute that only FakeTensors have."""
-    scope.kernel("aten::_weight_int4pack_mm", weight_int4pack_mm, "Meta")
+    scope.meta_kernel("aten::_weight_int4pack_mm", weight_int4pack_mm)
 
 
 def cudnn_rnn_backward(
@@ -83,6 +80,11 @@ def mish_backward(grad_output: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor)
 
 
+def transformer_encoder_layer(src: Tensor, *rest: Any) -> Tensor:
+    """Torch has this one since 2.13."""
+    return torch.empty_like(src)
+
+
 def ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
@@ -107,10 +109,8 @@ KERNELS: dict[str, Kernel] = {
     "_fused_adagrad_.tensor_lr": in_place,
     "_ctc_loss_backward": ctc_loss_backward,
     "_ctc_loss_backward.Tensor": ctc_loss_backward,
-}
-
-KERNELS_OF_COMPOSITES: dict[str, Kernel] = {
+    "_transformer_encoder_layer_fwd": transformer_encoder_layer,
+    # With a composite kernel and an autograd formula: the formula is taken once the backend has a kernel.
     "_fused_rms_norm": fused_rms_norm,
     "mish_backward": mish_backward,
 }
-"""Ops with a composite kernel and an autograd formula: the formula is taken once the backend has a kernel."""

@@ -17,7 +17,7 @@ from flopmeter.as_cuda.target import CudaTarget
 
 Kernel = Callable[..., Any]
 
-KEYS_WITH_KERNELS_OF_CORE = frozenset({"Meta", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode"})
+KEYS_WITH_KERNELS_OF_CORE = frozenset({"FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode"})
 """Where a registration of ours may stand before one of core, which is back once ours is gone."""
 
 
@@ -55,9 +55,10 @@ class Scope:
         with _no_warning_of_override() if key in KEYS_WITH_KERNELS_OF_CORE else nullcontext():
             private.register(self._library(key), op, kernel, key, with_keyset)
 
-    def meta_kernel_of_composite(self, op: str, kernel: Kernel) -> None:
-        """A Meta kernel for an op that has a composite kernel too; see `torch_private.register_unguarded`."""
-        private.register_unguarded(self._library("Meta"), op, kernel, "Meta")
+    def meta_kernel(self, op: str, kernel: Kernel) -> None:
+        """Register a Meta kernel also where torch.library refuses one; see `torch_private.register_unguarded`."""
+        with _no_warning_of_override():
+            private.register_unguarded(self._library("Meta"), op, kernel, "Meta")
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` until the scope closes."""
