@@ -109,10 +109,11 @@ ACCESS_SHARE: Mapping[Access, float] = {
 NARROW_ELEMENT_BYTES = 4
 NARROW_SHARE = 0.89
 
-# Time that one block takes from its first load to its last store beyond the bytes it moves, in seconds:
-# load, reduce, synchronise, load again. Row kernels run in waves of resident blocks. [NeuSight], layer norm
-# and softmax of short rows; flat from 2 to 6 µs.
-ROW_BLOCK_SECONDS = 2.5e-6
+# Clock cycles that one block takes from its first load to its last store beyond the bytes it moves: load, reduce,
+# synchronise, load again. Row kernels run in waves of resident blocks. [NeuSight], layer norm and softmax of short
+# rows, flat from 2500 to 5000 on parts at 1.1 to 1.6 GHz; [timm] asks for fewer seconds at 1.7 and 2.5 GHz.
+ROW_BLOCK_CYCLES = 3000
+DEFAULT_CLOCK_HZ = 1.5e9  # where a profile names none
 
 # Threads that an SM holds, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications); 2048 on the others.

@@ -12,7 +12,10 @@ from flopmeter.timing.products import Busy, Rates, overlap, product
 def convolution(
     shape: Convolution, implicit: Matmul, nbytes: int, item_bytes: int, rates: Rates, *, on_matrix_units: bool
 ) -> Busy:
-    """The faster of the implicit product and, on vector units, Winograd's algorithm."""
+    """The faster of the implicit product and, on vector units, Winograd's algorithm. Groups are products too
+    narrow for tiles: how many channels they have says it all."""
+    if implicit.batch > 1:
+        return _grouped(shape, implicit, nbytes, rates)
     if on_matrix_units:
         slowed = rates._replace(flop_per_s=rates.flop_per_s * channel_share(shape, implicit.batch))
         return product(implicit, nbytes, item_bytes, slowed)
@@ -20,6 +23,13 @@ def convolution(
     if not _suits_winograd(shape, implicit):
         return direct
     return min(direct, _winograd(shape, implicit, nbytes, item_bytes, rates), key=lambda busy: busy.work_seconds)
+
+
+def _grouped(shape: Convolution, implicit: Matmul, nbytes: int, rates: Rates) -> Busy:
+    flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
+    compute = flops / (rates.flop_per_s * channel_share(shape, implicit.batch))
+    memory = nbytes / rates.bytes_per_s
+    return Busy(compute, memory, overlap(compute, memory, constants.PRODUCT_OVERLAP))
 
 
 def is_depthwise(shape: Convolution, implicit: Matmul) -> bool:

@@ -33,7 +33,7 @@ def memory_seconds(cost: Cost, hardware: Hardware) -> float:
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
     seconds = (cost.bytes + missed) / bandwidth
-    seconds += sum(row_waves(reread, hardware) for reread in cost.rereads) * constants.ROW_BLOCK_SECONDS
+    seconds += sum(row_waves(reread, hardware) for reread in cost.rereads) * constants.ROW_BLOCK_CYCLES / _clock_hz(hardware)
     return max(seconds, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
@@ -62,6 +62,11 @@ def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
         resident = constants.RESIDENT_THREADS_BY_CAPABILITY.get(capability, resident)
     blocks = min(max(1, resident // reread.threads), constants.MOST_BLOCKS_PER_SM)
     return hardware.sm_count * blocks
+
+
+def _clock_hz(hardware: Hardware) -> float:
+    mhz = hardware.boost_clock_mhz
+    return mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ
 
 
 def row_waves(reread: Reread, hardware: Hardware) -> int:
