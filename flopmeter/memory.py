@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.allocator import BLOCK_BYTES, OutOfMemoryError, round_up, serve
 from flopmeter.hardware import Hardware, HardwareError
-from flopmeter.records import Op, Phase
-from flopmeter.trace import BEFORE, Storage, Trace
+from flopmeter.records import Op
+from flopmeter.trace import BEFORE, Resize, Storage, Trace
 
 Category = Literal["parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -40,23 +40,43 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What the program holds on its device. `at_peak` names every category and adds up to `peak_bytes`."""
+    """What the program held on its device in the first `steps` ops of the trace. Each property is worked out
+    when it is first asked for; the trace may have grown since."""
 
-    blocks: tuple[Block, ...]
-    steps: int  # ops
-    peak_bytes: int
-    peak_op: Op | None  # the first that ran with so much alive, with its module and phase; None without ops
-    at_peak: Mapping[Category, int]
+    trace: Trace
+    steps: int
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive at once, as tensors ask for them."""
+        return self._totals[self._peak]
+
+    @property
+    def peak_op(self) -> Op | None:
+        """The first op that ran with so much alive; None for a program without ops."""
+        return self.trace.ops[self._peak] if self.steps else None
+
+    @cached_property
+    def at_peak(self) -> Mapping[Category, int]:
+        """What `peak_bytes` is made of: every category, in bytes."""
+        sizes: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        for nbytes, born, died, category in self.blocks:
+            if born <= self._peak and (died is None or died > self._peak):
+                sizes[category] += nbytes
+        return sizes
 
     @cached_property
     def timeline(self) -> Mapping[Category, Sequence[int]]:
         """Bytes alive while op i ran, its outputs included; one entry more for what was left in the end."""
-        return {category: array("q", _alive(self.blocks, self.steps, category)) for category in CATEGORIES}
+        return {
+            category: array("q", _alive((block for block in self.blocks if block.category == category), self.steps))
+            for category in CATEGORIES
+        }
 
     @cached_property
     def steady_peak_bytes(self) -> int:
         """The peak of the next repetition, which finds the optimizer's state from this one."""
-        return max(_alive(_in_steady_state(self.blocks, self.steps), self.steps))
+        return max(_alive(self._steady_blocks, self.steps))
 
     @cached_property
     def allocated_bytes(self) -> int:
@@ -66,8 +86,8 @@ class Memory:
 
     @cached_property
     def reserved_bytes(self) -> int:
-        """What PyTorch's caching allocator takes from the device in all, with room to spare: its segments
-        of 2 and 20 MiB and larger, and the gaps in them. torch.cuda.max_memory_reserved()."""
+        """What PyTorch's caching allocator takes from a device with room to spare: its segments of 2 and
+        20 MiB and larger ones, and the gaps in them. torch.cuda.max_memory_reserved()."""
         return serve(self.blocks, self.steps)
 
     def fits(self, hardware: Hardware, *, allocator: bool = False) -> bool:
@@ -78,14 +98,38 @@ class Memory:
         Raises HardwareError where the device's memory is unknown.
         """
         usable = usable_bytes(hardware)
-        if not allocator or max(self.peak_bytes, self.steady_peak_bytes) > usable:
-            return max(self.peak_bytes, self.steady_peak_bytes) <= usable
+        if not allocator or self.steady_peak_bytes > usable:
+            return self.steady_peak_bytes <= usable
         try:
-            for blocks in (self.blocks, _in_steady_state(self.blocks, self.steps)):
-                serve(blocks, self.steps, usable)
+            serve(self._steady_blocks, self.steps, usable)
         except OutOfMemoryError:
             return False
         return True
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        category = _Categories(self.trace, self.steps)
+        return tuple(
+            Block(nbytes, born, died, category(number)) for number, nbytes, born, died in _lives(self.trace, self.steps)
+        )
+
+    @cached_property
+    def _steady_blocks(self) -> tuple[Block, ...]:
+        """Optimizer state that outlives the last op is there from the start of a repetition."""
+        return tuple(
+            block._replace(born=BEFORE)
+            if block.category == "optimizer state" and (block.died is None or block.died >= self.steps)
+            else block
+            for block in self.blocks
+        )
+
+    @cached_property
+    def _totals(self) -> list[int]:
+        return _alive((life[1:] for life in _lives(self.trace, self.steps)), self.steps)
+
+    @cached_property
+    def _peak(self) -> int:
+        return self._totals.index(max(self._totals))
 
 
 def usable_bytes(hardware: Hardware) -> int:
@@ -101,7 +145,9 @@ def usable_bytes(hardware: Hardware) -> int:
 
 
 def memory_of(trace: Trace) -> Memory:
-    """The memory of the trace on the program's device, each storage in one category for all of its life:
+    """The memory of what the trace holds so far on the program's device.
+
+    Each storage is in one category for all of its life:
 
     parameters: of modules, with their buffers, and what optimizers update.
     gradients: of those and of inputs, from the op that computes them.
@@ -110,86 +156,70 @@ def memory_of(trace: Trace) -> Memory:
     inputs: what else was there before.
     temporaries: the rest, such as the gradients of activations.
     """
-    blocks = tuple(_blocks(trace))
-    steps = len(trace.ops)
-    alive = _alive(blocks, steps)
-    peak = max(alive)
-    moment = alive.index(peak)
-    at_peak: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-    for nbytes, born, died, category in blocks:
-        if born <= moment and (died is None or died > moment):
-            at_peak[category] += nbytes
-    return Memory(blocks, steps, peak, trace.ops[moment] if moment < steps else None, at_peak)
+    return Memory(trace, len(trace.ops))
 
 
-def _alive(blocks: Iterable[Block], steps: int, category: Category | None = None) -> list[int]:
-    """Bytes alive while each op ran and in the end, of one category or of all."""
+def _alive(blocks: Iterable[tuple[Any, ...]], steps: int) -> list[int]:
+    """Bytes alive while each op ran and in the end. A block begins with its size, birth and death."""
     changes = [0] * (steps + 1)
-    for nbytes, born, died, of in blocks:
-        if category is None or of == category:
-            changes[max(born, 0)] += nbytes
-            if died is not None:
-                changes[died] -= nbytes
+    for nbytes, born, died, *_ in blocks:
+        changes[born if born > 0 else 0] += nbytes
+        if died is not None:
+            changes[died] -= nbytes
     return list(accumulate(changes))
 
 
-def _in_steady_state(blocks: Iterable[Block], steps: int) -> list[Block]:
-    """The blocks as a repetition of the program finds them: optimizer state outlives the last op, so it is
-    there from the start."""
-    return [
-        block._replace(born=BEFORE)
-        if block.category == "optimizer state" and (block.died is None or block.died >= steps)
-        else block
-        for block in blocks
-    ]
-
-
-def _blocks(trace: Trace) -> Iterable[Block]:
-    """Storages of the program's device; one that is resized is another block from then on."""
-    device, category = trace.device, _Categories(trace)
-    resizes: dict[int, list[tuple[int, int]]] = {}
-    for op, number, nbytes in trace.resizes:
-        resizes.setdefault(number, []).append((op, nbytes))
+def _lives(trace: Trace, steps: int) -> Iterator[tuple[int, int, int, int | None]]:
+    """Number, size, birth and death of the storages on the program's device, as after so many ops. One that
+    is resized lives anew; its old memory is freed once the new one has the contents."""
+    device = trace.device
+    resizes: dict[int, list[Resize]] = {}
+    for resize in trace.resizes:
+        if resize.op < steps:
+            resizes.setdefault(resize.storage, []).append(resize)
     for number, storage in enumerate(trace.storages):
-        if storage.device == device:
-            nbytes, born, kind = storage.nbytes, storage.born, category(number, storage)
-            for op, new_nbytes in resizes.get(number, ()):
-                yield Block(nbytes, born, op + 1, kind)  # the old memory is freed once the new has its contents
-                nbytes, born = new_nbytes, op
-            yield Block(nbytes, born, storage.died, kind)
+        nbytes, born, died = storage.nbytes, storage.born, storage.died
+        if born >= steps or storage.device != device:
+            continue
+        for resize in resizes.get(number, ()):
+            yield number, nbytes, born, resize.op + 1
+            nbytes, born = resize.nbytes, resize.op
+        yield number, nbytes, born, None if died is None or died > steps else died
 
 
 class _Categories:
-    """Tells what a storage is from the trace that it is in."""
+    """Tells what a storage is, by its number."""
 
-    def __init__(self, trace: Trace):
-        self._phases: list[Phase] = [op.phase for op in trace.ops]
-        self._backward = [place for place, phase in enumerate(self._phases) if phase == "backward"]
-        self._not_optimizer = [place for place, phase in enumerate(self._phases) if phase != "optimizer"]
-        self._gradients = self._find_gradients(trace)
+    def __init__(self, trace: Trace, steps: int):
+        phases = [op.phase for op in trace.ops[:steps]]
+        self._trace = trace
+        self._backward = [place for place, phase in enumerate(phases) if phase == "backward"]
+        self._not_optimizer = [place for place, phase in enumerate(phases) if phase != "optimizer"]
+        self._gradients = self._find_gradients(steps)
 
-    def __call__(self, number: int, storage: Storage) -> Category:
+    def __call__(self, number: int) -> Category:
+        storage = self._trace.storages[number]
         if storage.role is not None:
             return storage.role
         if number in self._gradients:
             return "gradients"
         if storage.born == BEFORE:
             return "inputs"
-        # An op that raised after making a storage is not in the trace.
-        phase = self._phases[storage.born] if storage.born < len(self._phases) else "forward"
+        phase = self._trace.ops[storage.born].phase
         if phase == "optimizer" and _is_alive_at_next(self._not_optimizer, storage):
             return "optimizer state"
         if phase in ("forward", "recompute") and _is_alive_at_next(self._backward, storage):
             return "activations"
         return "temporaries"
 
-    def _find_gradients(self, trace: Trace) -> set[int]:
+    def _find_gradients(self, steps: int) -> set[int]:
         """Storages that became the gradient of a leaf that was there before. (Checkpointing differentiates
         with respect to leaves of its own, which are activations.)"""
         gradients: set[int] = set()
-        for place, leaf in trace.accumulations:
-            if trace.storages[leaf].role == "parameters" or trace.storages[leaf].born == BEFORE:
-                op = trace.ops[place]
+        for place, leaf in self._trace.accumulations:
+            variable = self._trace.storages[leaf]
+            if place < steps and (variable.role == "parameters" or variable.born == BEFORE):
+                op = self._trace.ops[place]
                 gradients.update(op.storages[spec.storage] for spec in op.call.outputs)
         return gradients
 

@@ -187,9 +187,8 @@ class Recorder(TorchDispatchMode):
             self._note(parameter.grad, "gradients")
 
     def _note(self, tensor: Tensor, role: Role) -> None:
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is not None:  # DTensor and the like: what they wrap is what there is
-            for name in flatten()[0]:
+        if not _is_plain(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
+            for name in tensor.__tensor_flatten__()[0]:  # what a DTensor or the like wraps is what there is
                 self._note(getattr(tensor, name), role)
             return
         storage = self.trace.storages[self._number(tensor, BEFORE, [])]
