@@ -14,8 +14,8 @@ aten = torch.ops.aten
     aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided,
     aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.resize_, aten.set_, aten.detach_, aten.squeeze_,
     aten.unsqueeze_, aten.transpose_, aten.t_, aten.as_strided_, aten.is_same_size,
-    aten.record_stream, aten.is_pinned, 
-    aten._efficientzerotensor, aten.resize_as_, aten.unsafe_split, aten.unsafe_split_with_sizes, 
+    aten.record_stream, aten.is_pinned,
+    aten._efficientzerotensor, aten.resize_as_, aten.unsafe_split, aten.unsafe_split_with_sizes,
 )  # fmt: skip
 def no_kernel(call: Call) -> tuple[Cost, ...]:
     """Allocation and metadata: the host's work, nothing on the device."""

@@ -51,6 +51,11 @@ def rule(*ops: OpOverloadPacket | OpOverload) -> Callable[[Rule], Rule]:
     return enter
 
 
+def if_present(name: str) -> tuple[OpOverloadPacket, ...]:
+    """The aten op of that name, or none where this version of torch lacks it."""
+    return (getattr(torch.ops.aten, name),) if hasattr(torch.ops.aten, name) else ()
+
+
 def dtype_name(call: Call) -> str:
     """The type that the op computes in: that of its first floating input (not of its output: an fp8
     product that writes bf16 runs on the fp8 unit), or of its output where nothing floating comes in."""
@@ -120,7 +125,7 @@ def make_contraction(
     products = tuple(matmuls)
     per_mac = 4 if any(spec.dtype.is_complex for spec in call.inputs) else 1
     if not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs):
-        per_mac = 0
+        per_mac, extra = 0, ()
     macs = per_mac * sum(p.batch * p.m * p.n * p.k for p in products)
     bytes_read, bytes_written = traffic(call)
     return Cost(

@@ -31,6 +31,15 @@ _ACCESS: dict[OpOverloadPacket, Access] = {
         ),
         "scatter",
     ),
+    **dict.fromkeys(
+        (
+            aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training,
+            aten._batch_norm_with_update, aten._batch_norm_no_update, aten.cudnn_batch_norm, aten.miopen_batch_norm,
+            aten.native_batch_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward,
+            aten.native_group_norm, aten.native_group_norm_backward,
+        ),
+        "channels",
+    ),
 }  # fmt: skip
 
 # torch's NCHW kernels of these give each output position one thread, which loops over batch and channels

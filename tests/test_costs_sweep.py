@@ -1,0 +1,122 @@
+"""Every op of torch's own database: none crashes, bytes stay within bounds, and few are uncounted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from costs_support import Swept, meta_sweep, sweep, uncounted
+
+from flopmeter.costs import costs_of
+from flopmeter.costs.traffic import regions, writes_nothing
+from flopmeter.records import Call
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the database uses deprecated forms on purpose
+
+# Python loops inside one opaque op (chunks of a vocabulary), whose gradients are made in the forward pass.
+UNCOUNTED = {
+    "torch_nn._linear_cross_entropy_batch_chunked.default",
+    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default",
+}
+UNCOUNTED_ON_CPU = UNCOUNTED | {"aten.allclose.default"}
+# No kernel for meta tensors, or a shape that depends on the data.
+DO_NOT_RUN_ON_META = {
+    "item", "allclose", "equal", "sparse.sampled_addmm", "sparse.mm.reduce", "geqrf", "masked_select", "to",
+    "tensor_split", "unique", "unique_consecutive", "histogram", "histogramdd", "to_sparse", "jiterator_unary",
+    "jiterator_binary", "jiterator_4inputs_with_extra_args", "jiterator_binary_return_by_ref",
+    "jiterator_2inputs_2outputs", "argwhere", "linalg.lstsq", "linalg.lstsq.grad_oriented", "nonzero", "combinations",
+    "corrcoef", "cov", "nn.functional.gaussian_nll_loss", "nn.functional.ctc_loss", "nn.functional.multi_margin_loss",
+    "nn.functional.multilabel_margin_loss", "nn.functional.fractional_max_pool3d",
+}  # fmt: skip
+
+# What a call touches at most beside its inputs and outputs once each: copies of an input (a functional scatter, a
+# product's operands side by side) and intermediates of the ops that are several kernels.
+MOST_BYTES_PER_TOUCHED = 3
+SEVERAL_KERNELS = {"aten.binary_cross_entropy_with_logits.default", "aten._cdist_forward.default"}
+
+
+def entries(samples: tuple[Swept, ...]) -> set[str]:
+    return {swept.entry for swept in samples if swept.error is None}
+
+
+def check_bytes(call: Call) -> None:
+    """At least the outputs, at most a small multiple of everything that the call can see."""
+    read, written = regions(call)
+    costs = costs_of(call)
+    if not costs or writes_nothing(call):
+        return
+    outputs = {spec for spec in call.outputs if spec.storage not in {given.storage for given in call.inputs}}
+    least = sum(spec.nbytes for spec in outputs)
+    most = MOST_BYTES_PER_TOUCHED * sum(spec.nbytes for spec in read | written)
+    found_read, found_written = sum(c.bytes_read for c in costs), sum(c.bytes_written for c in costs)
+    assert found_written >= least, call.func
+    if str(call.func) not in SEVERAL_KERNELS:
+        assert found_read + found_written <= most, call.func
+    assert all(cost.flops >= 0 and cost.bytes_read >= 0 for cost in costs), call.func
+
+
+def test_every_op_that_runs_on_meta_is_priced_within_bounds():
+    for swept in meta_sweep():
+        for call in swept.calls:
+            check_bytes(call)
+
+
+def test_the_entries_that_do_not_run_on_meta_are_known():
+    every = {swept.entry for swept in meta_sweep()}
+    assert len(every) > 600
+    assert every - entries(meta_sweep()) <= DO_NOT_RUN_ON_META
+
+
+def test_what_is_uncounted_is_known_and_rare():
+    found = set().union(*(uncounted(swept.calls) for swept in meta_sweep()))
+    touched = {swept.entry for swept in meta_sweep() if uncounted(swept.calls)}
+    assert found == UNCOUNTED
+    assert len(touched) <= 0.05 * len(entries(meta_sweep()))
+
+
+def test_integer_work_is_no_flops():
+    for swept in sweep("meta", torch.int64, samples=3):
+        for call in swept.calls:
+            if not any(spec.is_floating for spec in (*call.inputs, *call.outputs)):
+                assert sum(cost.flops for cost in costs_of(call)) == 0, call.func
+
+
+def test_half_of_the_bits_is_the_same_work():
+    """The FLOPs of bf16 are those of fp32, wherever both run the same ops."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for swept in (s for s in sweep("meta", dtype, samples=1) if s.error is None):
+            names = tuple(call.func for call in swept.calls)
+            shapes = tuple(spec.shape for call in swept.calls for spec in (*call.inputs, *call.outputs))
+            work = sum(cost.flops for call in swept.calls for cost in costs_of(call))
+            found.setdefault((swept.entry, names, shapes), set()).add(work)
+    assert len(found) > 400
+    assert [key[0] for key, work in found.items() if len(work) > 1] == []
+
+
+OTHERS = [("meta", torch.bfloat16), ("meta", torch.complex64), ("cpu", torch.float32), ("cpu", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("device", "dtype"), OTHERS)
+def test_a_seeded_sample_of_the_other_dtypes_and_devices(device, dtype):
+    check_sweep(device, dtype, samples=1, share=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "dtype"), [*OTHERS, ("meta", torch.float32), ("meta", torch.int64), ("cpu", torch.complex64)]
+)
+def test_all_samples_of_every_dtype_and_device(device, dtype):
+    check_sweep(device, dtype, samples=None, share=1.0)
+
+
+def check_sweep(device: str, dtype: torch.dtype, *, samples: int | None, share: float) -> None:
+    for swept in sweep(device, dtype, samples=samples, share=share):
+        if any(is_sparse(call) for call in swept.calls):
+            continue
+        assert uncounted(swept.calls) <= UNCOUNTED_ON_CPU, swept.entry
+        for call in swept.calls:
+            check_bytes(call)
+
+
+def is_sparse(call: Call) -> bool:
+    return any(len(spec.stride) != len(spec.shape) for spec in (*call.inputs, *call.outputs))
