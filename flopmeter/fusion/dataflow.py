@@ -96,7 +96,8 @@ def flow_of(kernels: list[Kernel]) -> Flow:
 
 
 def _placed(touch: Touch, numbers: tuple[int, ...]) -> Touch:
-    return touch._replace(storage=numbers[touch.storage])
+    storage, *region = touch
+    return Touch(numbers[storage], *region)
 
 
 def _read(flow: Flow, storages: defaultdict[int, _Followed], index: int, touch: Touch) -> tuple[Touch, list[Value]]:
