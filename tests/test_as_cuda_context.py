@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import warnings
@@ -152,7 +153,7 @@ def test_nothing_is_left_behind_when_opening_fails(monkeypatch: pytest.MonkeyPat
     def fails(scope: Any) -> None:
         raise KeyError("installer")
 
-    monkeypatch.setattr(as_cuda.optimizers, "install", fails)
+    monkeypatch.setitem(as_cuda._FEATURES, torch_private.FOREACH, fails)
     with pytest.raises(KeyError, match="installer"), emulate_cuda(H100):
         pass
     assert state_of_torch() == before
@@ -257,11 +258,24 @@ def test_this_torch_has_each_private_operator_as_it_was(feature: str, name: str)
     assert torch_private.schema_of(name) == torch_private.OPERATORS[feature][name], f"without it no {feature}"
 
 
-def test_private_names_are_used_in_one_file() -> None:
-    package = Path(as_cuda.__file__).parent
-    for path in package.glob("*.py"):
+def test_private_names_are_spelled_in_one_file() -> None:
+    """Operators of aten may be called anywhere, if the table holds their schema."""
+    listed = {name for operators in torch_private.OPERATORS.values() for name in operators}
+    names = [name.attribute for names in torch_private.NAMES.values() for name in names]
+    for path in Path(as_cuda.__file__).parent.glob("*.py"):
+        text = path.read_text()
+        assert set(re.findall(r"aten\.(_\w+)", text)) <= listed, path.name
         if path.name != "torch_private.py":
-            assert "torch._C" not in path.read_text(), path.name
+            assert set(re.findall(r"\btorch(?:\.\w+)*\._\w+", text)) <= {"torch._ops"}, path.name  # a type's module
+            assert not [name for name in names if f".{name}" in text], path.name
+
+
+def test_a_torch_without_a_dispatcher_to_speak_to_emulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = torch_private.PrivateName("torch.library", "Library._gone", "")
+    monkeypatch.setitem(torch_private.NAMES, torch_private.DISPATCHER, (gone,))
+    with emulate_cuda(H100) as emulation:
+        assert "native_dropout" not in ops_of(lambda: F.dropout(f32(4, 64), 0.1))
+    assert emulation.notes[0] == "not emulated: everything; this torch has no torch.library.Library._gone"
 
 
 def test_what_this_torch_lacks_is_left_out_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,8 @@ __all__ = ["CudaTarget", "Emulation", "emulate_cuda"]
 class Emulation:
     """An open emulation, as `emulate_cuda` hands it out."""
 
-    def __init__(self, scope: Scope, regions: fast_paths.CompiledRegions) -> None:
+    def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._regions = regions
         self._thread = threading.get_ident()
 
     @property
@@ -61,7 +60,7 @@ class Emulation:
     @property
     def compiled_region(self) -> int | None:
         """The number, from 1, of the call of a torch.compile'd function that is running in this thread, or None."""
-        return self._regions.number
+        return fast_paths.compiled_region()
 
 
 _lock = threading.Lock()
@@ -122,37 +121,47 @@ def _dotted(target: CudaTarget) -> str:
     return f"{major}.{minor}"
 
 
+_FEATURES: dict[str, Callable[[Scope], None]] = {
+    torch_private.ATTENTION: attention.install,
+    torch_private.COMPOSITES: composites.install,
+    torch_private.FUNCTORCH: composites.install_functorch,  # stands before kernels that meta_kernels brings
+    torch_private.RNN: rnn.install,
+    torch_private.CTC_LOSS: lambda scope: None,  # its Meta kernel is all
+    torch_private.INT4: meta_kernels.install_int4,
+    torch_private.AUTOCAST: autocast.install,
+    torch_private.FOREACH: optimizers.install,
+    torch_private.CHECKPOINT: fast_paths.install_checkpoint,
+    torch_private.MHA_FAST_PATH: fast_paths.install_mha,
+    torch_private.FLEX_ATTENTION: fast_paths.install_flex_attention,
+    torch_private.COMPILE: fast_paths.install_compile,
+}
+
+
 def _install(target: CudaTarget) -> Emulation:
-    scope, regions = Scope(target), fast_paths.CompiledRegions()
+    scope = Scope(target)
     for text in target.notes:
         scope.note(text)
     try:
-        # In this order: the kernels that composites.install_functorch stands before come from meta_kernels.
-        _install_feature(scope, torch_private.ATTENTION, attention.install)
-        _install_feature(scope, torch_private.COMPOSITES, meta_kernels.install, composites.install)
-        _install_feature(scope, torch_private.FUNCTORCH, composites.install_functorch)
-        _install_feature(scope, torch_private.RNN, rnn.install)
-        _install_feature(scope, torch_private.INT4, meta_kernels.install_int4)
-        _install_feature(scope, torch_private.AUTOCAST, autocast.install)
-        _install_feature(scope, torch_private.FOREACH, optimizers.install)
-        _install_feature(scope, torch_private.CHECKPOINT, fast_paths.install_checkpoint)
-        _install_feature(scope, torch_private.MHA_FAST_PATH, fast_paths.install_mha)
-        _install_feature(scope, torch_private.FLEX_ATTENTION, fast_paths.install_flex_attention)
-        _install_feature(scope, torch_private.COMPILE, lambda scope: fast_paths.install_compile(scope, regions))
+        _install_feature(scope, torch_private.DISPATCHER, _install_features)
         _note_torch_version(scope)
     except BaseException:
         scope.close()
         raise
-    return Emulation(scope, regions)
+    return Emulation(scope)
 
 
-def _install_feature(scope: Scope, feature: str, *installers: Callable[[Scope], None]) -> None:
-    """Run the installers, or note what this torch lacks for them."""
+def _install_features(scope: Scope) -> None:
+    meta_kernels.install(scope)
+    for feature, install in _FEATURES.items():
+        _install_feature(scope, feature, install)
+
+
+def _install_feature(scope: Scope, feature: str, install: Callable[[Scope], None]) -> None:
+    """Run the installer, or note what this torch lacks for it."""
     missing = torch_private.missing(feature)
     if missing:
         scope.note(f"not emulated: {feature}; this torch has no {', no '.join(missing)}")
-        return
-    for install in installers:
+    else:
         install(scope)
 
 

@@ -98,9 +98,9 @@ def _register_kernels(scope: Scope, cache: WeightCache) -> None:
     for name in _autocast_ops():
         op = private.overload(name)
         assert op is not None
-        scope.kernel(f"aten::{name}", _kernel(op, name, cache), private.SPARE_AUTOCAST_KEY)
+        scope.kernel(f"aten::{name}", _kernel(op, name, cache), private.spare_autocast_key())
     if private.overload("_cudnn_rnn") is not None:
-        scope.kernel("aten::_cudnn_rnn", _rnn_kernel(cache), private.SPARE_AUTOCAST_KEY)
+        scope.kernel("aten::_cudnn_rnn", _rnn_kernel(cache), private.spare_autocast_key())
 
 
 class _SpareKey:
@@ -117,7 +117,7 @@ class _SpareKey:
 
     def switch(self, on: bool) -> None:
         if on and _SpareKey.fallback is None:
-            _SpareKey.fallback = private.fall_through(private.SPARE_AUTOCAST_KEY)
+            _SpareKey.fallback = private.fall_through(private.spare_autocast_key())
         private.switch_spare_autocast_key(on)
         (self._threads_on.add if on else self._threads_on.discard)(threading.get_ident())
 
@@ -159,14 +159,14 @@ def _follow_torchs_switches(scope: Scope, cache: WeightCache) -> None:
 
 def _treat_meta_as_cuda(scope: Scope) -> None:
     """Pass the gates that ask whether there is a CUDA device; `autocast(x.device.type)` and custom_fwd see "meta"."""
-    scope.patch(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    scope.patch_private(private.NO_AMP, lambda: False)
     has_bf16 = scope.target.compute_capability >= (8, 0)
     scope.patch(
         torch.cuda,
         "is_bf16_supported",
         lambda including_emulation=True: has_bf16 or bool(including_emulation),
     )
-    scope.patch(torch.amp.autocast_mode, "_cast", _cast_for_custom_fwd(torch.amp.autocast_mode._cast))
+    scope.patch_private(private.CUSTOM_FWD_CAST, _cast_for_custom_fwd(private.CUSTOM_FWD_CAST.value))
     autocast = torch.amp.autocast_mode.autocast
     scope.patch(autocast, "__init__", _on_cuda(autocast.__init__, position=1))
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
@@ -232,7 +232,7 @@ class WeightCache:
             and tensor.is_leaf
             and tensor.dtype == torch.float32
             and dtype == torch.get_autocast_dtype("cuda")
-            and not tensor._is_view()
+            and not private.is_view(tensor)
             and torch.is_autocast_cache_enabled()
         )
 

@@ -19,7 +19,7 @@ def install_mha(scope: Scope) -> None:
 
     It accepts cpu, cuda and the renamed private backend; that name is read only there and where meta is listed anyway.
     """
-    scope.patch(private.module(private.MHA_FAST_PATH), "_privateuse1_backend_name", "meta")
+    scope.patch_private(private.THIRD_DEVICE, "meta")
 
     def mask_is_left_aligned(tensor: Tensor, mask: Tensor) -> bool:
         scope.note("nn.TransformerEncoder with a padding mask: its values are not known, so no padding was left out")
@@ -30,22 +30,20 @@ def install_mha(scope: Scope) -> None:
 
 def install_checkpoint(scope: Scope) -> None:
     """Save and restore CUDA's autocast state around recomputation; meta has none."""
-    checkpoint = private.module(private.CHECKPOINT)
-    infer = checkpoint._infer_device_type
+    infer = private.INFER_DEVICE_TYPE.value
 
     def infer_device_type(*args: Any) -> str:
         device_type: str = infer(*args)
         return "cuda" if device_type == "meta" else device_type
 
-    scope.patch(checkpoint, "_infer_device_type", infer_device_type)
+    scope.patch_private(private.INFER_DEVICE_TYPE, infer_device_type)
 
 
 def install_flex_attention(scope: Scope) -> None:
     """Refuse flex_attention by name: its kernel is a Triton template that only torch.compile makes."""
-    flex = private.loaded(private.FLEX_ATTENTION)
-    if flex is None:
+    if not private.FLEX_VALIDATE.loaded:
         return
-    validate = flex._validate_device
+    validate = private.FLEX_VALIDATE.value
 
     def validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
         if private.is_emulated(query):
@@ -55,7 +53,7 @@ def install_flex_attention(scope: Scope) -> None:
             )
         validate(query, key, value)
 
-    scope.patch(flex, "_validate_device", validate_device)
+    scope.patch_private(private.FLEX_VALIDATE, validate_device)
 
 
 # --- torch.compile -------------------------------------------------------------------------------------------------
@@ -74,25 +72,27 @@ class _Region:
     setting: Any  # what torch's own function returned
 
 
-class CompiledRegions(threading.local):
-    """Which call of a torch.compile'd function is running in this thread."""
-
-    innermost: _Region | None = None
-
-    @property
-    def number(self) -> int | None:
-        return None if self.innermost is None else self.innermost.number
+class _Running(threading.local):
+    region: _Region | None = None
 
 
-def install_compile(scope: Scope, regions: CompiledRegions) -> None:
+_running = _Running()
+
+
+def compiled_region() -> int | None:
+    """The number, from 1, of the call of a torch.compile'd function that is running in this thread, or None."""
+    return None if _running.region is None else _running.region.number
+
+
+def install_compile(scope: Scope) -> None:
     """Run compiled functions eagerly and know when one runs.
 
     Under a dispatch mode torch.compile gives up on each frame, and raises with fullgraph=True; the public stance
     'force_eager' does neither. Torch is imported without its compiler: where the program has not asked for that
     yet, wait for torch.compile.
     """
-    if private.loaded(private.COMPILE) is not None:
-        _mark_regions(scope, regions)
+    if private.AROUND_COMPILED_CALL.loaded:
+        _mark_regions(scope)
         return
     compile_, marked = torch.compile, False
 
@@ -101,32 +101,30 @@ def install_compile(scope: Scope, regions: CompiledRegions) -> None:
         nonlocal marked
         if not marked:
             marked = True
-            private.module(private.COMPILE)
-            _mark_regions(scope, regions)
+            _mark_regions(scope)
         return compile_(*args, **kwargs)
 
     scope.patch(torch, "compile", compile_and_mark)
 
 
-def _mark_regions(scope: Scope, regions: CompiledRegions) -> None:
+def _mark_regions(scope: Scope) -> None:
     stance = torch.compiler.set_stance("force_eager")
     stance.__enter__()
     scope.on_close(stance.__exit__, None, None, None)
-    eval_frame, count = private.module(private.COMPILE), 0
-    set_unsafe = eval_frame.set_skip_guard_eval_unsafe
+    around_call, count = private.AROUND_COMPILED_CALL.value, 0
 
-    def set_skip_guard_eval_unsafe(setting: Any) -> Any:
+    def mark(setting: Any) -> Any:
         """Called with a setting before each compiled call, and after it with what it then returned."""
         nonlocal count
         if isinstance(setting, _Region):
-            regions.innermost = setting.before
-            return set_unsafe(setting.setting)
+            _running.region = setting.before
+            return around_call(setting.setting)
         scope.note(RAN_EAGERLY)
-        before = regions.innermost
+        before = _running.region
         if before is None:  # a compiled call inside of one is inlined: the same region
             count += 1
         number = count if before is None else before.number
-        regions.innermost = _Region(number, before, set_unsafe(setting))
-        return regions.innermost
+        _running.region = _Region(number, before, around_call(setting))
+        return _running.region
 
-    scope.patch(eval_frame, "set_skip_guard_eval_unsafe", set_skip_guard_eval_unsafe)
+    scope.patch_private(private.AROUND_COMPILED_CALL, mark)

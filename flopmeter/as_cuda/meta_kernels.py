@@ -17,9 +17,12 @@ GRU_WORKSPACE = 5
 
 def install(scope: Scope) -> None:
     """Register each kernel for which this torch has none."""
-    for name, kernel in KERNELS.items():
-        if private.overload(name) is not None and not private.has_kernel(f"aten::{name}", "Meta"):
-            scope.meta_kernel(f"aten::{name}", kernel)
+    for feature, kernels in KERNELS.items():
+        if private.missing(feature):
+            continue
+        for name, kernel in kernels.items():
+            if private.overload(name) is not None and not private.has_kernel(f"aten::{name}", "Meta"):
+                scope.meta_kernel(f"aten::{name}", kernel)
 
 
 def install_int4(scope: Scope) -> None:
@@ -99,18 +102,18 @@ def in_place(*args: Any, **kwargs: Any) -> None:
     """An op that only writes into its arguments."""
 
 
-KERNELS: dict[str, Kernel] = {
-    "_cudnn_rnn_backward": cudnn_rnn_backward,
-    "_thnn_fused_gru_cell": fused_gru_cell,
-    "_thnn_fused_gru_cell_backward": fused_gru_cell_backward,
-    "_fused_sgd_": in_place,
-    "_fused_sgd_.tensor_lr": in_place,
-    "_fused_adagrad_": in_place,
-    "_fused_adagrad_.tensor_lr": in_place,
-    "_ctc_loss_backward": ctc_loss_backward,
-    "_ctc_loss_backward.Tensor": ctc_loss_backward,
-    "_transformer_encoder_layer_fwd": transformer_encoder_layer,
+KERNELS: dict[str, dict[str, Kernel]] = {
     # With a composite kernel and an autograd formula: the formula is taken once the backend has a kernel.
-    "_fused_rms_norm": fused_rms_norm,
-    "mish_backward": mish_backward,
+    private.COMPOSITES: {"_fused_rms_norm": fused_rms_norm, "mish_backward": mish_backward},
+    private.RNN: {
+        "_cudnn_rnn_backward": cudnn_rnn_backward,
+        "_thnn_fused_gru_cell": fused_gru_cell,
+        "_thnn_fused_gru_cell_backward": fused_gru_cell_backward,
+    },
+    private.FOREACH: dict.fromkeys(
+        ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"), in_place
+    ),
+    private.MHA_FAST_PATH: {"_transformer_encoder_layer_fwd": transformer_encoder_layer},
+    private.CTC_LOSS: dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), ctc_loss_backward),
 }
+"""By the feature that needs them."""

@@ -14,7 +14,7 @@ def install(scope: Scope) -> None:
     """Add "meta" to the device lists. Each optimizer module holds its own reference to the functions with them."""
     lists = {name.attribute for name in private.NAMES[private.FOREACH]}
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.optim.")]
-    for module in (private.module(private.FOREACH), *modules):
+    for module in (private.FOREACH_DEVICES.owner, *modules):
         for name in lists & vars(module).keys():
             scope.patch(module, name, _with_meta(getattr(module, name)))
 

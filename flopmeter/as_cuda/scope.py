@@ -65,6 +65,10 @@ class Scope:
         self._undo.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
 
+    def patch_private(self, name: private.PrivateName, value: Any) -> None:
+        """Set a private name of torch until the scope closes."""
+        self.patch(name.owner, name.attribute, value)
+
     def on_close(self, function: Callable[..., object], *args: Any) -> None:
         self._undo.callback(function, *args)
 

@@ -1,8 +1,8 @@
 """Every private name of torch that the emulation uses, and what is lost on a torch without it.
 
-Nothing else in `flopmeter.as_cuda` spells a private name: `names(FEATURE)` hands them out, `missing(FEATURE)`
-says which of them this torch lacks, and the context leaves that feature out and says so. Operators are private
-too where their name starts with an underscore; `OPERATORS` holds the schemas that the kernels are written for.
+No other file of `flopmeter.as_cuda` spells one. `missing(FEATURE)` says which of a feature's names this torch lacks;
+the context then leaves the feature out and says so. Operators are private too where their name starts with an
+underscore; `OPERATORS` holds the schemas that the kernels are written for.
 
 Read from torch 2.13.0. The tests pass on 2.11.0, 2.12.0 and 2.13.0; the recorded streams are those of 2.13.0.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
-import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ TESTED_VERSION = (2, 13)
 """The release whose streams the tests hold recordings of."""
 SUPPORTED_VERSIONS = ((2, 11), (2, 12), TESTED_VERSION)
 
+DISPATCHER = "everything"
 ATTENTION = "the attention backend (scaled_dot_product_attention)"
 COMPOSITES = "dropout, RMSNorm, batch norm, softmax and mish as CUDA kernels"
 RNN = "cuDNN RNNs and fused RNN cells"
@@ -37,58 +38,78 @@ MHA_FAST_PATH = "the fused inference path of nn.MultiheadAttention and nn.Transf
 FLEX_ATTENTION = "the refusal of flex_attention"
 COMPILE = "the marks of torch.compile regions"
 INT4 = "the shape of int4 weight-only matrix products"
+CTC_LOSS = "the backward of ctc_loss"
 
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private attribute of torch: `module.attribute`. `used` says for what."""
+    """A private attribute of torch, `module.attribute`, and what it is used for."""
 
     module: str
-    attribute: str
+    attribute: str  # may be dotted: a class and its method
     used: str
 
     @property
     def path(self) -> str:
         return f"{self.module}.{self.attribute}"
 
-    def present(self) -> bool:
-        """Whether this torch has it. A module that the program has not imported yet counts as present."""
-        module = sys.modules.get(self.module)
-        return module is None or hasattr(module, self.attribute)
+    @property
+    def loaded(self) -> bool:
+        """Whether the program has imported its module."""
+        return self.module in sys.modules
 
+    @property
+    def owner(self) -> Any:
+        """The module, imported now if need be."""
+        return importlib.import_module(self.module)
+
+    @property
+    def value(self) -> Any:
+        return operator.attrgetter(self.attribute)(self.owner)
+
+    def present(self) -> bool:
+        """Whether this torch has it. A module that the program has not imported yet counts as having it."""
+        try:
+            _ = self.value if self.loaded else None
+        except AttributeError:
+            return False
+        return True
+
+
+OP_DK = PrivateName("torch", "ops.aten.dropout.default._op_dk", "runs the composite kernel of an op")
+SCHEMA = PrivateName("torch", "ops.aten.dropout.default._schema", "the arguments of an op")
+DESTROY = PrivateName("torch.library", "Library._destroy", "takes registrations back")
+HAS_KERNEL = PrivateName("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops a build has kernels for")
+SDP_PRIORITY_ORDER = PrivateName("torch._C", "_get_sdp_priority_order", "what sdpa_kernel(set_priority=True) sets")
+GET_KERNEL = PrivateName("torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
+SPARE_AUTOCAST_KEY = PrivateName("torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")
+EXCLUDE_KEY = PrivateName("torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast")
+INCLUDE_IN_TLS = PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
+EXCLUDE_FROM_TLS = PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare key off")
+CUSTOM_FWD_CAST = PrivateName("torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) asks device types")
+NO_AMP = PrivateName("torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it")
+INFER_DEVICE_TYPE = PrivateName("torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved")
+FOREACH_DEVICES = PrivateName("torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices", "the default")
+FUSED_DEVICES = PrivateName("torch.utils._foreach_utils", "_get_fused_kernels_supported_devices", "fused=True")
+CAPTURABLE_DEVICES = PrivateName("torch.optim.optimizer", "_get_capturable_supported_devices", "capturable=True")
+THIRD_DEVICE = PrivateName(
+    "torch.utils.backend_registration", "_privateuse1_backend_name", "a device that the fast path takes beside cuda"
+)
+FLEX_VALIDATE = PrivateName("torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device")
+AROUND_COMPILED_CALL = PrivateName(
+    "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
+)
 
 NAMES: dict[str, tuple[PrivateName, ...]] = {
-    ATTENTION: (
-        PrivateName("torch._C", "_get_sdp_priority_order", "the order that sdpa_kernel(set_priority=True) sets"),
-    ),
-    FUNCTORCH: (
-        PrivateName("torch.library", "get_kernel", "the kernel that ours stands before (public, but new)"),
-    ),
-    AUTOCAST: (
-        PrivateName("torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op with autocast off"),
-        PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare autocast key on"),
-        PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare autocast key on"),
-        PrivateName("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops this build autocasts"),
-        PrivateName("torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) casts by device type"),
-        PrivateName("torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it"),
-    ),
-    CHECKPOINT: (
-        PrivateName("torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved for recompute"),
-    ),
-    FOREACH: (
-        PrivateName("torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices", "foreach by default"),
-        PrivateName("torch.utils._foreach_utils", "_get_fused_kernels_supported_devices", "fused=True"),
-        PrivateName("torch.optim.optimizer", "_get_capturable_supported_devices", "capturable=True"),
-    ),
-    MHA_FAST_PATH: (
-        PrivateName("torch.utils.backend_registration", "_privateuse1_backend_name", "a third device it accepts"),
-    ),
-    FLEX_ATTENTION: (
-        PrivateName("torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device"),
-    ),
-    COMPILE: (
-        PrivateName("torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called around each compiled call"),
-    ),
+    DISPATCHER: (OP_DK, SCHEMA, DESTROY, HAS_KERNEL),
+    ATTENTION: (SDP_PRIORITY_ORDER,),
+    FUNCTORCH: (GET_KERNEL,),
+    AUTOCAST: (SPARE_AUTOCAST_KEY, EXCLUDE_KEY, INCLUDE_IN_TLS, EXCLUDE_FROM_TLS, CUSTOM_FWD_CAST, NO_AMP),
+    CHECKPOINT: (INFER_DEVICE_TYPE,),
+    FOREACH: (FOREACH_DEVICES, FUSED_DEVICES, CAPTURABLE_DEVICES),
+    MHA_FAST_PATH: (THIRD_DEVICE,),
+    FLEX_ATTENTION: (FLEX_VALIDATE,),
+    COMPILE: (AROUND_COMPILED_CALL,),
 }
 
 OPERATORS: dict[str, dict[str, str]] = {
@@ -115,6 +136,12 @@ OPERATORS: dict[str, dict[str, str]] = {
         "_softmax": "(Tensor self, int dim, bool half_to_float) -> Tensor",
         "_log_softmax": "(Tensor self, int dim, bool half_to_float) -> Tensor",
         "_fused_rms_norm": "(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)",
+    },
+    CTC_LOSS: {
+        "_ctc_loss_backward": (
+            "(Tensor grad, Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, Tensor "
+            "neg_log_likelihood, Tensor log_alpha, int blank, bool zero_infinity=False) -> Tensor"
+        ),
     },
     RNN: {
         "_cudnn_rnn": (
@@ -156,6 +183,12 @@ OPERATORS: dict[str, dict[str, str]] = {
     },
     MHA_FAST_PATH: {
         "_nested_tensor_from_mask_left_aligned": "(Tensor t, Tensor mask) -> bool",
+        "_transformer_encoder_layer_fwd": (
+            "(Tensor src, int embed_dim, int num_heads, Tensor qkv_weight, Tensor qkv_bias, Tensor proj_weight, Tensor "
+            "proj_bias, bool use_gelu, bool norm_first, float eps, Tensor norm_weight_1, Tensor norm_bias_1, Tensor "
+            "norm_weight_2, Tensor norm_bias_2, Tensor ffn_weight_1, Tensor ffn_bias_1, Tensor ffn_weight_2, Tensor "
+            "ffn_bias_2, Tensor? mask=None, int? mask_type=None) -> Tensor"
+        ),
     },
     INT4: {
         "_weight_int4pack_mm": "(Tensor self, Tensor mat2, int qGroupSize, Tensor qScaleAndZeros) -> Tensor",
@@ -166,7 +199,7 @@ OPERATORS: dict[str, dict[str, str]] = {
 
 def missing(feature: str) -> tuple[str, ...]:
     """What this torch lacks, or has with other arguments, of what `feature` needs; empty when it can be emulated."""
-    absent = [f"{name.path}" for name in NAMES.get(feature, ()) if not name.present()]
+    absent = [name.path for name in NAMES.get(feature, ()) if not name.present()]
     for name, schema in OPERATORS.get(feature, {}).items():
         found = schema_of(name)
         if found is None:
@@ -195,19 +228,14 @@ def running_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def loaded(feature: str) -> types.ModuleType | None:
-    """The module behind the names of `feature`, if the program has imported it."""
-    return sys.modules.get(NAMES[feature][0].module)
-
-
-def module(feature: str) -> types.ModuleType:
-    """The module behind the names of `feature`, imported now if need be."""
-    return importlib.import_module(NAMES[feature][0].module)
-
-
 def is_emulated(tensor: Any) -> bool:
     """Whether `tensor` is one that the emulation may touch: on meta, and not a FakeTensor, which is its owner's."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta" and not isinstance(tensor, FakeTensor)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd holds `tensor` for a view of another."""
+    return tensor._is_view()
 
 
 # --- dispatcher ------------------------------------------------------------------------------------------------
@@ -283,25 +311,28 @@ def overload(name: str) -> OpOverload | None:
     return found
 
 
-# --- the spare autocast key --------------------------------------------------------------------------------------
+# --- the spare autocast key ----------------------------------------------------------------------------------------
 
-SPARE_AUTOCAST_KEY = "AutocastIPU"
-"""An autocast key with no kernels and no device in core. Meta tensors have no autocast key of their own."""
+
+def spare_autocast_key() -> str:
+    """Meta tensors have no autocast key of their own; this one has no device in core."""
+    return SPARE_AUTOCAST_KEY.attribute.removeprefix("DispatchKey.")
 
 
 def switch_spare_autocast_key(on: bool) -> None:
     """Let calls of this thread pass (or no longer pass) through the kernels at the spare key."""
-    key = torch._C.DispatchKey.__members__[SPARE_AUTOCAST_KEY]
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, not on)
-    torch._C._dispatch_tls_set_dispatch_key_included(key, on)
+    EXCLUDE_FROM_TLS.value(SPARE_AUTOCAST_KEY.value, not on)
+    INCLUDE_IN_TLS.value(SPARE_AUTOCAST_KEY.value, on)
+
+
+@functools.cache
+def _spare_autocast_keyset() -> torch._C.DispatchKeySet:
+    return torch._C.DispatchKeySet(SPARE_AUTOCAST_KEY.value)
 
 
 def without_spare_autocast_key() -> Any:
     """Context in which calls skip the kernels at the spare key, as torch's own autocast kernels run their op."""
-    return torch._C._ExcludeDispatchKeyGuard(_SPARE_KEYSET)
-
-
-_SPARE_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[SPARE_AUTOCAST_KEY])
+    return torch._C._ExcludeDispatchKeyGuard(_spare_autocast_keyset())
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -320,4 +351,4 @@ def enabled_sdp_backends() -> dict[SDPBackend, bool]:
 
 def sdp_priority_order() -> tuple[int, ...]:
     """The user's order of SDPBackend values, or torch's default."""
-    return tuple(torch._C._get_sdp_priority_order())
+    return tuple(SDP_PRIORITY_ORDER.value())
