@@ -147,7 +147,7 @@ class Reread(NamedTuple):
 
 
 # How a kernel walks its memory, where the op class does not say it.
-Access = Literal["stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "fused"]
+Access = Literal["stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"]
 AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flopmeter import FlopMeter, load_hardware, on_meta
+from flopmeter.timing import uncertainty
 from validate import Line, Row, roofline_seconds
 from validate_neusight import PROFILES
 
@@ -28,13 +29,14 @@ def _row(line: Line, meters: dict[tuple[str, ...], FlopMeter]) -> Row:
     if program not in meters:  # fp32 eager programs dispatch alike on all of these devices
         meters[program] = _meter(line)
     report = meters[program].report(hardware=device)
+    bounds = uncertainty(report.timings, report.seconds, device)
     return Row(
         group=line["model"],
         gpu=line["gpu"],
         measured=float(line["measured_ms"]) * 1e-3,
         predicted=report.seconds,
-        low=report.seconds_low,
-        high=report.seconds_high,
+        low=bounds.low,
+        high=bounds.high,
         roofline=roofline_seconds(report, device),
         name=f"{line['model']} {line['mode']} {line['seq']}x{line['batch']}",
         published=tuple((name, float(line[f"{name}_ms"]) * 1e-3) for name in PREDICTORS if line[f"{name}_ms"]),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flopmeter import FlopMeter, load_hardware
+from flopmeter.timing import uncertainty
 from validate import Line, Row, roofline_seconds
 
 PROFILES = {
@@ -58,13 +59,14 @@ def _operator_row(line: Line, program: Callable[[Line], Callable[[], object]]) -
     with torch.inference_mode(), FlopMeter(device) as meter:
         run()
     report = meter.report()
+    busy = uncertainty(report.timings, report.kernel_seconds, device)  # the host's part is left out
     return Row(
         group=line["op"],
         gpu=line["gpu"],
         measured=float(line["latency_ms"]) * 1e-3,
         predicted=report.kernel_seconds + EVENT_SECONDS,
-        low=report.seconds_low / report.seconds * report.kernel_seconds,
-        high=report.seconds_high / report.seconds * report.kernel_seconds + EVENT_SECONDS,
+        low=busy.low + EVENT_SECONDS,
+        high=busy.high + EVENT_SECONDS,
         roofline=roofline_seconds(report, device),
     )
 

@@ -62,7 +62,7 @@ HALF_RATE_CHANNELS = 17
 HALF_RATE_CHANNELS_GROUPED = 72
 
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. [timm]
-DEPTHWISE_SHARE = 0.058
+DEPTHWISE_SHARE = 0.06
 
 # cuDNN runs dense 3x3 convolutions on vector units as Winograd's F(4x4, 3x3): a 6x6 patch of the input
 # becomes 36 numbers, multiplied as 36 products, and 4x4 outputs come of it (Lavin and Gray, arXiv 1509.09308).
@@ -94,13 +94,14 @@ LEGACY_MMA_SHARE = 0.63
 # Share of the streaming bandwidth by the way in which a kernel walks its memory.
 ACCESS_SHARE: Mapping[Access, float] = {
     "stream": 1.0,
-    "strided": 0.7,  # copies between layouts: one side is not contiguous [timm]
-    "window": 0.35,  # pooling: windows overlap [timm]
+    "strided": 0.6,  # copies between layouts: one side is not contiguous [timm]
+    "window": 0.45,  # pooling: windows overlap [timm]
     "gather": 0.7,  # rows by index
     "scatter": 0.5,  # and added to atomically
     "sort": 0.25,  # several passes of a radix sort
-    "reduce": 0.9,
-    "normalize": 1.0,  # what it lacks is in its second reads
+    "reduce": 0.8,
+    "normalize": 1.0,  # rows: what they lack is in their second reads
+    "channels": 0.8,  # batch and group norm: a channel's planes lie apart [timm]
     "fused": 1.0,
 }
 
@@ -111,8 +112,8 @@ NARROW_SHARE = 0.89
 
 # Clock cycles that one block takes from its first load to its last store beyond the bytes it moves: load, reduce,
 # synchronise, load again. Row kernels run in waves of resident blocks. [NeuSight], layer norm and softmax of short
-# rows, flat from 2500 to 5000 on parts at 1.1 to 1.6 GHz; [timm] asks for fewer seconds at 1.7 and 2.5 GHz.
-ROW_BLOCK_CYCLES = 3000
+# rows, flat from 2000 to 5000 on parts at 1.1 to 1.6 GHz; [timm] asks for fewer seconds at 1.7 and 2.5 GHz.
+ROW_BLOCK_CYCLES = 2500
 DEFAULT_CLOCK_HZ = 1.5e9  # where a profile names none
 
 # Threads that an SM holds, by compute capability (CUDA C++ Programming Guide, table of technical

@@ -77,8 +77,9 @@ def _sum_of_products(cost: Cost, item_bytes: int, rates: Rates) -> tuple[Busy, s
     share = cost.bytes / len(cost.matmuls)
     parts = [product(shape, share, item_bytes, rates) for shape in cost.matmuls]
     busy = Busy(*(sum(column) for column in zip(*parts, strict=True)))
-    fills_device = min(tile_count(shape) for shape in cost.matmuls) >= rates.sm_count
-    return busy, "product" if fills_device else "small product"
+    if min(tile_count(shape) for shape in cost.matmuls) < rates.sm_count:
+        return busy, "small product"
+    return busy, "batched product" if cost.matmuls[0].batch > 1 else "product"
 
 
 def alignment_share(alignment_bytes: int) -> float:

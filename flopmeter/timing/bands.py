@@ -1,0 +1,137 @@
+"""How far off a prediction may be: what validation found for each class of kernel, and how that adds up.
+
+A band holds about nine in ten of the measurements that its class was validated on (scripts/validate.py makes the
+tables). On a device that was not among them it is wider; a class that was never validated is marked extrapolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import sqrt
+from typing import NamedTuple
+
+from flopmeter.hardware import Hardware
+from flopmeter.records import (
+    ELEMENTWISE,
+    INDEXING,
+    MOVEMENT,
+    NORMALIZATION,
+    RANDOM,
+    REDUCTION,
+    SORTING,
+    Timing,
+)
+
+NEUSIGHT = ("p4", "p100-pcie-16gb", "v100-pcie-32gb", "t4", "a100-pcie-40gb")
+TIMM = ("rtx-3090", "rtx-4090")
+AICONFIGURATOR = ("a100-sxm4-80gb", "h100-sxm5-80gb", "h200-sxm-141gb", "b200-sxm-180gb", "l40s")
+
+
+class Band(NamedTuple):
+    """The measured time lies between (1 - below) and (1 + above) of the predicted one."""
+
+    below: float
+    above: float
+    devices: tuple[str, ...] = ()  # that the class was validated on
+
+
+# By class of kernel, as `Timing.kernel_class` names it. fp32: each row of NeuSight's operators. fp16: whole image
+# models, whose error is shared out among their classes; large products of A100 to B200 by the spread of
+# aiconfigurator's GEMM database (p10 to p90).
+BANDS: dict[str, Band] = {
+    "product, fp32 on vector units": Band(0.10, 0.30, NEUSIGHT),
+    "small product, fp32 on vector units": Band(0.20, 0.35, NEUSIGHT),
+    "batched product, fp32 on vector units": Band(0.30, 0.45, NEUSIGHT),
+    "convolution, fp32 on vector units": Band(0.35, 1.00, NEUSIGHT),
+    "product, fp16": Band(0.15, 0.15, TIMM + AICONFIGURATOR),
+    "product, bf16": Band(0.15, 0.15, AICONFIGURATOR),
+    "batched product, fp16": Band(0.30, 0.40, TIMM),
+    "convolution, fp16": Band(0.20, 0.25, TIMM),
+    "grouped convolution, fp16": Band(0.40, 0.60, TIMM),
+    "depthwise convolution, fp16": Band(0.35, 0.40, TIMM),
+    "attention, fp16": Band(0.30, 0.40, TIMM),
+    ELEMENTWISE: Band(0.07, 0.10, NEUSIGHT + TIMM),
+    NORMALIZATION: Band(0.20, 0.45, NEUSIGHT + TIMM),
+    MOVEMENT: Band(0.15, 0.20, TIMM),
+    REDUCTION: Band(0.25, 0.35, TIMM),
+    "strided copy": Band(0.30, 0.40, TIMM),
+    "pooling": Band(0.35, 0.50, TIMM),
+}
+# The host's time: two programs within 7 %, a third 30 % low; hosts differ by a factor of two.
+HOST_BAND = Band(0.35, 0.60)
+# Classes that nothing was validated on.
+UNVALIDATED = {
+    INDEXING: Band(0.40, 0.80),
+    RANDOM: Band(0.30, 0.60),
+    SORTING: Band(0.60, 2.00),
+    "fused": Band(0.25, 0.35),
+    "host copy": Band(0.20, 1.00),
+}
+UNVALIDATED_DEFAULT = Band(0.35, 0.60)
+
+# Widening on a device that the class was not validated on: what leaving one of NeuSight's five devices out of the
+# setting of the constants adds to its error, and as much again for parts of other makers.
+OTHER_DEVICE = 1.5
+OTHER_VENDOR = 2.0
+
+# Correlation between the errors of two classes of kernels in a run. Within a class they are taken as one error (1),
+# since the same constant is off in all; between classes half, since they share a device's bandwidth and clock.
+CLASS_CORRELATION = 0.5
+
+
+def band(kernel_class: str, hardware: Hardware) -> Band:
+    """The band of one class on one device; `devices` is empty where it is extrapolated."""
+    known = BANDS.get(kernel_class)
+    if known is None:
+        known = UNVALIDATED.get(kernel_class) or _like(kernel_class)
+    if hardware.name in known.devices:
+        return known
+    factor = OTHER_DEVICE if hardware.vendor == "nvidia" else OTHER_VENDOR
+    return Band(min(0.8, known.below * factor), known.above * factor, known.devices)
+
+
+def _like(kernel_class: str) -> Band:
+    """A product in another type is as sure as the widest of its kind, and not validated."""
+    kind = kernel_class.partition(",")[0]
+    same = [entry for name, entry in BANDS.items() if name.partition(",")[0] == kind]
+    if not same:
+        return UNVALIDATED_DEFAULT
+    return Band(max(entry.below for entry in same), max(entry.above for entry in same))
+
+
+class Uncertainty(NamedTuple):
+    """Bounds of a run in seconds, and how its kernel classes are known."""
+
+    low: float
+    high: float
+    validated: tuple[str, ...]  # classes that were validated on this device
+    transferred: tuple[str, ...]  # validated on others
+    extrapolated: tuple[str, ...]  # never validated
+
+
+def uncertainty(timings: Iterable[Timing], seconds: float, hardware: Hardware) -> Uncertainty:
+    """The band of a run that is predicted to take `seconds`.
+
+    Each class contributes its time in the run times its band; what the timeline waits for the host contributes with
+    the host's. Contributions add up as errors with CLASS_CORRELATION between each two of them.
+    """
+    shares: dict[str, float] = {}
+    for timing in timings:
+        shares[timing.kernel_class] = shares.get(timing.kernel_class, 0.0) + timing.seconds
+    idle = max(0.0, seconds - sum(shares.values()))
+    bands = {name: band(name, hardware) for name in shares}
+    below = [share * bands[name].below for name, share in shares.items()] + [idle * HOST_BAND.below]
+    above = [share * bands[name].above for name, share in shares.items()] + [idle * HOST_BAND.above]
+    by_devices = {name: entry.devices for name, entry in bands.items()}
+    return Uncertainty(
+        seconds - _together(below),
+        seconds + _together(above),
+        tuple(name for name, devices in by_devices.items() if hardware.name in devices),
+        tuple(name for name, devices in by_devices.items() if devices and hardware.name not in devices),
+        tuple(name for name, devices in by_devices.items() if not devices),
+    )
+
+
+def _together(errors: list[float]) -> float:
+    independent = sum(error**2 for error in errors)
+    return sqrt(CLASS_CORRELATION * sum(errors) ** 2 + (1 - CLASS_CORRELATION) * independent)
