@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from as_cuda_cases import CASES, Stream, bf16, f16, f32, module, ops_of, record
+from as_cuda_cases import CASES
+from as_cuda_stream import Stream, bf16, f16, f32, module, ops_of, record
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from as_cuda_cases import Stream, bf16, f16, f32, module, ops_of
+from as_cuda_stream import Stream, bf16, f16, f32, module, ops_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
