@@ -11,6 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from flopmeter.memory import usable_bytes
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION
 from flopmeter.report import Report, Row
 
@@ -79,8 +80,6 @@ def summary(report: Report) -> list[str]:
     device, regime = report.hardware, report.regime
     peak = device.contraction_peak(report.main_dtype)
     share = _percent(report.seconds_by_regime[regime], report.seconds)
-    memory = f"{report.peak_memory_bytes / 1e9:.1f}"
-    memory += f" of {device.memory_gb:.1f} GB" if device.memory_gb else " GB"
     uncounted = ", ".join(f"{row.name} ({row.calls})" for row in report.uncounted) or "none"
     switches = report.switches
     return [
@@ -88,7 +87,8 @@ def summary(report: Report) -> list[str]:
         f" · device busy {_time(report.kernel_seconds)}, host {_time(report.launch_seconds)},"
         f" idle {_percent(report.idle_seconds, report.seconds):.0f} %"
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s, MFU {report.mfu:.1%}"
-        f" · peak memory {memory}",
+        f" · peak memory {report.peak_memory_bytes / 1e9:.1f} GB",
+        _memory(report),
         f"{regime}-bound for {share:.0f} % of the time: {report.remedy}.",
         f"ridge point {device.ridge_point(report.main_dtype):.0f} FLOP/B"
         f" ({peak.flop_per_s / 1e12:g} TFLOP/s {report.main_dtype} {peak.unit},"
@@ -99,6 +99,23 @@ def summary(report: Report) -> list[str]:
         f" {'may' if switches.cudnn_tf32 else 'do not'}",
         *report.notes,
     ]
+
+
+def _memory(report: Report) -> str:
+    """Whether it fits, what the peak is made of, and where it is."""
+    memory, device = report.memory, report.hardware
+    verdict = "memory of the device unknown"
+    if device.memory_bytes is not None:
+        fits = "fits" if memory.fits(device) else "does NOT fit"
+        verdict = (
+            f"{fits} {device.title}: {usable_bytes(device) / 1e9:.1f} of {device.memory_bytes / 1e9:.1f} GB usable"
+        )
+    made_of = ", ".join(f"{name} {nbytes / 1e9:.2f}" for name, nbytes in memory.at_peak.items() if nbytes)
+    if memory.steady_peak_bytes > memory.peak_bytes:
+        verdict += f", {memory.steady_peak_bytes / 1e9:.1f} GB from the second step on"
+    op = memory.peak_op
+    at = f" · at {op.call.name} in {op.module or 'no module'} ({op.phase})" if op else ""
+    return f"{verdict} · GB at the peak: {made_of or 'nothing'}{at}"
 
 
 _CAUSAL = {"full": "in full", "exact": "where visible"}
@@ -144,6 +161,11 @@ def as_dict(report: Report) -> dict[str, Any]:
         "mode": report.mode,
         "totals": {name: getattr(report, name) for name in TOTALS},
         "rows": {by: [row._asdict() for row in report.rows(by)] for by in ("class", "op", "module", "phase")},
+        "memory": {
+            "steady_peak_bytes": report.memory.steady_peak_bytes,
+            "allocated_bytes": report.memory.allocated_bytes,
+            "bytes_at_peak": dict(report.memory.at_peak),
+        },
         "uncounted": [row._asdict() for row in report.uncounted],
         "assumptions": list(report.assumptions),
         "conventions": {"flops_per_multiply_add": 2, "causal": report.causal, **report.switches._asdict()},
