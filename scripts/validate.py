@@ -23,7 +23,6 @@ from tabulate import tabulate
 from flopmeter.hardware import Hardware
 from flopmeter.report import Report
 
-
 Line = dict[str, str]
 
 
@@ -54,8 +53,22 @@ def error_table(title: str, rows: Sequence[Row], key: Callable[[Row], str]) -> d
     if len(groups) > 1:
         groups["all"] = list(rows)
     others = sorted({name for row in rows for name, _ in row.published})
-    lines = [[name, *_summary(members), *(_published(members, other) for other in others)] for name, members in groups.items()]
-    headers = ["", "rows", "mean %", "median %", "bias", "rank corr.", "in band %", "band ± %", "roofline mean %", *(f"{o} mean %" for o in others)]
+    lines = [
+        [name, *_summary(members), *(_published(members, other) for other in others)]
+        for name, members in groups.items()
+    ]
+    headers = [
+        "",
+        "rows",
+        "mean %",
+        "median %",
+        "bias",
+        "rank corr.",
+        "in band %",
+        "band ± %",
+        "roofline mean %",
+        *(f"{o} mean %" for o in others),
+    ]
     print(f"\n{title}\n{tabulate(lines, headers=headers, floatfmt='.1f', disable_numparse=[4, 5])}")
     return {name: round(100 * statistics.fmean(row.error for row in members), 1) for name, members in groups.items()}
 
@@ -66,7 +79,16 @@ def _summary(rows: Sequence[Row]) -> list[object]:
     width = statistics.median((row.high - row.low) / 2 / row.predicted for row in rows)
     roofline = statistics.fmean(100 * abs(row.roofline / row.measured - 1) for row in rows)
     bias = statistics.median(row.predicted / row.measured for row in rows)
-    return [len(rows), statistics.fmean(errors), statistics.median(errors), f"{bias:.2f}", _rank_correlation(rows), 100 * inside, 100 * width, roofline]
+    return [
+        len(rows),
+        statistics.fmean(errors),
+        statistics.median(errors),
+        f"{bias:.2f}",
+        _rank_correlation(rows),
+        100 * inside,
+        100 * width,
+        roofline,
+    ]
 
 
 def _published(rows: Sequence[Row], predictor: str) -> float:
@@ -135,7 +157,9 @@ def main() -> None:
             for mode in sorted({row.mode for row in rows}):
                 of_mode = [row for row in rows if row.mode == mode]
                 for title, key in (("GPU", _gpu), ("model", _group)):
-                    results[f"networks, {mode}, by {title}"] = error_table(f"networks, {mode}, by {title}", of_mode, key)
+                    results[f"networks, {mode}, by {title}"] = error_table(
+                        f"networks, {mode}, by {title}", of_mode, key
+                    )
     print(json.dumps(results))
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from validate import Line, Row, roofline_seconds
+from validate_neusight import PROFILES
 
 from flopmeter import FlopMeter, load_hardware, on_meta
 from flopmeter.timing import uncertainty
-from validate import Line, Row, roofline_seconds
-from validate_neusight import PROFILES
 
 PREDICTORS = ("habitat", "neusight", "micro")  # with a column of their own
 
@@ -56,13 +56,17 @@ def _meter(line: Line) -> FlopMeter:
         arguments["decoder_input_ids"] = on_meta(tokens)
     with FlopMeter(PROFILES[line["gpu"]], routing="balanced", checks="hold") as meter:
         with torch.set_grad_enabled(is_training):
-            logits = model(**arguments, use_cache=False).logits if not line["model"].startswith("bert") else model(**arguments).logits
+            logits = (
+                model(**arguments, use_cache=False).logits
+                if not line["model"].startswith("bert")
+                else model(**arguments).logits
+            )
         if is_training:
             logits.backward(torch.empty_like(logits))
     return meter
 
 
-def _model(name: str, sizes: dict[str, int], seq: int) -> torch.nn.Module:
+def _model(name: str, sizes: dict[str, int], seq: int) -> Any:
     """The architecture by the first part of its name, with materialised attention as torch 2.1's users had it."""
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 

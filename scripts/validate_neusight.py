@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.timing import uncertainty
-from validate import Line, Row, roofline_seconds
 
 PROFILES = {
     "P4": "p4",

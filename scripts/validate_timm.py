@@ -1,20 +1,19 @@
 """Inference of image models under AMP: the step times that pytorch-image-models publishes (results/*.csv).
 
-Its benchmark ran fp32 weights under autocast(float16) with inference_mode, NCHW, and fast norms (layer and group norm in
+Its benchmark ran fp32 weights under autocast(float16) with inference_mode, NCHW, and fast norms (layer norm in
 fp16); weights are cast again in every step.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.timing import uncertainty
-from validate import Line, Row, roofline_seconds
 
 PROFILES = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090"}
 EAGER = ("eager", "2.4")  # mode and version of torch that both cards were measured with
@@ -70,7 +69,7 @@ def trace(model_name: str, img_size: str, batch: str) -> FlopMeter | None:
         with FlopMeter("rtx-4090") as meter, torch.inference_mode(), torch.autocast("cuda", torch.float16):
             model(images)
     except Exception as error:
-        print(f"left out: {model_name}: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}")
+        print(f"left out: {model_name}: {type(error).__name__}: {str(error)[:120]}")
         return None
     return meter
 
@@ -101,7 +100,3 @@ def _declare_torchvision_ops() -> None:
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _TORCHVISION.append(library)
-
-
-def worst(rows: Sequence[Row], count: int) -> list[Row]:
-    return sorted(rows, key=lambda row: -row.error)[:count]

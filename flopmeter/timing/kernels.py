@@ -61,9 +61,7 @@ def _products(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
         if is_depthwise(cost.convolution, implicit):
             fp32 = hardware.vector_peak("fp32").flop_per_s
             return depthwise(implicit, cost.bytes, fp32, bandwidth), "depthwise convolution"
-        busy = convolution(
-            cost.convolution, implicit, cost.bytes, item_bytes, rates, on_matrix_units=on_matrix_units
-        )
+        busy = convolution(cost.convolution, implicit, cost.bytes, item_bytes, rates, on_matrix_units=on_matrix_units)
         return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
     if on_matrix_units:
         rates = rates._replace(flop_per_s=rates.flop_per_s * alignment_share(cost.alignment_bytes))
@@ -84,7 +82,7 @@ def _sum_of_products(cost: Cost, item_bytes: int, rates: Rates) -> tuple[Busy, s
 
 def alignment_share(alignment_bytes: int) -> float:
     """The share of a matrix unit's rate that operands with rows of such a pitch reach."""
-    return float(alignment_bytes / constants.FULL_ALIGNMENT_BYTES) ** constants.ALIGNMENT_EXPONENT
+    return float((alignment_bytes / constants.FULL_ALIGNMENT_BYTES) ** constants.ALIGNMENT_EXPONENT)
 
 
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:

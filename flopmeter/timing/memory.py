@@ -33,7 +33,8 @@ def memory_seconds(cost: Cost, hardware: Hardware) -> float:
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
     seconds = (cost.bytes + missed) / bandwidth
-    seconds += sum(row_waves(reread, hardware) for reread in cost.rereads) * constants.ROW_BLOCK_CYCLES / _clock_hz(hardware)
+    waves = sum(row_waves(reread, hardware) for reread in cost.rereads)
+    seconds += waves * constants.ROW_BLOCK_CYCLES / _clock_hz(hardware)
     return max(seconds, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
@@ -80,4 +81,4 @@ def miss_share(reread: Reread, hardware: Hardware) -> float:
     if not cache:
         return 1.0
     in_flight = min(reread.rows, rows_in_flight(reread, hardware)) * reread.row_bytes
-    return min(1.0, in_flight / cache) ** constants.CACHE_MISS_EXPONENT
+    return float(min(1.0, in_flight / cache) ** constants.CACHE_MISS_EXPONENT)

@@ -48,14 +48,14 @@ def overlap(compute: float, memory: float, exponent: float) -> float:
     if not larger:
         return 0.0
     ratio = min(compute, memory) / larger
-    return larger * float(1.0 + ratio**exponent) ** (1.0 / exponent)
+    return float(larger * (1.0 + ratio**exponent) ** (1.0 / exponent))
 
 
 def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy:
     """The fastest way to run the product: over tile shapes and split-K factors.
 
     A tile is computed whole, however much of it lies outside of the matrix; SMs without a tile in the last
-    wave wait; a slice of the depth writes partial sums, which another kernel reads and adds.
+    wave wait; a slice of the depth has a least size and writes partial sums, which another kernel reads and adds.
     """
     batch, m, n, k = shape
     memory = nbytes / rates.bytes_per_s
@@ -66,10 +66,9 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
         wave_flop_per_depth = 2 * rows * columns * rates.sm_count
         rate = rates.flop_per_s * share
         for slices in splits:
-            if slices > 1 and k < slices * constants.LEAST_SLICE_DEPTH:
-                break
+            depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
             waves = ceil(tiles * slices / rates.sm_count)
-            compute = waves * wave_flop_per_depth * ceil(k / slices) / rate
+            compute = waves * wave_flop_per_depth * depth / rate
             traffic, extra = memory, 0.0
             if slices > 1:
                 traffic += 2 * slices * item_bytes * batch * m * n / rates.bytes_per_s
@@ -77,6 +76,8 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
             work = overlap(compute, traffic, constants.PRODUCT_OVERLAP) + extra
             if work < best.work_seconds:
                 best = Busy(compute, traffic, work)
+            if k <= slices * constants.LEAST_SLICE_DEPTH:
+                break  # more slices would be no shallower
     return best
 
 
