@@ -345,8 +345,7 @@ def test_a_local_variable_is_not_written_and_a_dropped_result_is():
 
     def function():
         first = x.cos()
-        second = first.cos()
-        return second
+        return first.cos()
 
     with Recorder() as recorder:
         function()
@@ -384,6 +383,7 @@ class Machine:
             step = self._steps[choice % len(self._steps)]
             result = step(self, self._pick(), self._pick())
             self._pool = [*self._pool, result] if result.shape == SHAPE else self._pool
+            del result
             if choice % 5 == 0 and len(self._pool) > 3:
                 del self._pool[(choice // 5) % len(self._pool)]
         self._pool.append(self._pool[0].exp())  # what an op before it wrote for nobody is dead by now
