@@ -9,16 +9,18 @@ from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.costs import costs_of, kernels_of
+from flopmeter.fusion import NOTE
 from flopmeter.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues
 from flopmeter.memory import memory_of
+from flopmeter.modes import MODES, compiled_region, launches
 from flopmeter.records import Call
 from flopmeter.report import Report
 from flopmeter.timing import Host, host_seconds, time_kernels
 from flopmeter.trace import Recorder, Trace
 
 Causal = Literal["full", "exact"]
-Mode = Literal["eager"]
+Mode = Literal["eager", "compiled", "cudagraph", "eager-cudagraph"]
 DEFAULT_HARDWARE = "a100-sxm4-80gb"
 
 
@@ -73,6 +75,7 @@ class FlopMeter:
                     source=self._source,
                     overrides=self._emulation.overrides if self._emulation else None,
                     values=self._values,
+                    compiled_region=self._compiled_region if self._as_cuda else None,
                     on_new_call=_check if self._strict else None,
                 )
                 undo.enter_context(self._recorder)
@@ -85,6 +88,9 @@ class FlopMeter:
         if self._depth == 0:
             self._undo.close()
 
+    def _compiled_region(self) -> int | None:
+        return self._emulation.compiled_region if self._emulation else None
+
     @property
     def trace(self) -> Trace:
         """What ran so far. Raises RuntimeError before the meter was entered."""
@@ -94,21 +100,21 @@ class FlopMeter:
 
     def report(self, *, hardware: str | os.PathLike[str] | Hardware | None = None, mode: Mode = "eager") -> Report:
         """Price what was metered so far, on the meter's device or another one."""
-        if mode not in get_args(Mode):
-            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(get_args(Mode))}")
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         device = self.hardware if hardware is None else load_hardware(hardware)
         kernels = kernels_of(self.trace, strict=self._strict)
+        run = launches(kernels, self.trace, MODES[mode], compiled_region(self.trace))
         return Report(
-            kernels=kernels,
-            timings=time_kernels(kernels, device, self.trace.switches, self._host),
+            launches=run,
+            timings=time_kernels(run, device, self.trace.switches, self._host),
             hardware=device,
             switches=self.trace.switches,
-            mode=mode,
-            host_seconds=host_seconds(kernels, self._host),
+            host_seconds=host_seconds(run, self._host),
             memory=memory_of(self.trace),
             causal=self._causal,
             assumptions=self._assumptions(),
-            notes=self._emulation.notes if self._emulation else (),
+            notes=(*(self._emulation.notes if self._emulation else ()), *([NOTE] if MODES[mode].fuses else [])),
         )
 
     def _assumptions(self) -> tuple[str, ...]:

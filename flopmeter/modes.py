@@ -29,6 +29,7 @@ GRAPH_NODE_SECONDS = 1.2e-6
 class Mode(NamedTuple):
     """How the kernels of a graph are made and launched. What is in no graph runs eagerly in every mode."""
 
+    name: str
     title: str
     has_graphs: bool  # False: everything is launched op by op
     fuses: bool  # the kernels are those of fuse()
@@ -38,9 +39,10 @@ class Mode(NamedTuple):
     node_seconds: float = 0.0  # device, least time for each kernel of a graph
 
 
-MODES: Mapping[str, Mode] = {
-    "eager": Mode("eager", False, False, False),
-    "compiled": Mode(
+ALL_MODES = (
+    Mode("eager", "eager", has_graphs=False, fuses=False, replays_graph=False),
+    Mode(
+        "compiled",
         "torch.compile",
         has_graphs=True,
         fuses=True,
@@ -48,7 +50,8 @@ MODES: Mapping[str, Mode] = {
         graph_call_seconds=GUARD_SECONDS,
         launch_seconds=COMPILED_LAUNCH_SECONDS,
     ),
-    "cudagraph": Mode(
+    Mode(
+        "cudagraph",
         "torch.compile, replayed as CUDA graphs (mode='reduce-overhead')",
         has_graphs=True,
         fuses=True,
@@ -56,7 +59,8 @@ MODES: Mapping[str, Mode] = {
         graph_call_seconds=GUARD_SECONDS + GRAPH_CHECK_SECONDS + GRAPH_LAUNCH_SECONDS,
         node_seconds=GRAPH_NODE_SECONDS,
     ),
-    "eager-cudagraph": Mode(
+    Mode(
+        "eager-cudagraph",
         "eager kernels, replayed as CUDA graphs",
         has_graphs=True,
         fuses=False,
@@ -64,7 +68,15 @@ MODES: Mapping[str, Mode] = {
         graph_call_seconds=GRAPH_LAUNCH_SECONDS,
         node_seconds=GRAPH_NODE_SECONDS,
     ),
-}
+)
+MODES: Mapping[str, Mode] = {mode.name: mode for mode in ALL_MODES}
+
+
+def compiled_region(trace: Trace) -> Region:
+    """What a trace marks as compiled: the regions under torch.compile, or all of a program that has none."""
+    if any(op.region is not None for op in trace.ops):
+        return lambda op: op.region
+    return whole_program
 
 
 class Launches(NamedTuple):
@@ -72,11 +84,12 @@ class Launches(NamedTuple):
 
     kernels: list[Kernel]
     graphs: list[int | None]  # of each kernel; None: launched eagerly
+    mode: Mode
 
 
 def launches(kernels: list[Kernel], trace: Trace, mode: Mode, region: Region = whole_program) -> Launches:
     """The kernels of a trace as the mode launches them. `region` marks what is compiled or captured."""
     if not mode.has_graphs:
-        return Launches(kernels, [None] * len(kernels))
+        return Launches(kernels, [None] * len(kernels), mode)
     made = fuse(kernels, trace, region=region) if mode.fuses else kernels
-    return Launches(made, graphs_of(made, region))
+    return Launches(made, graphs_of(made, region), mode)

@@ -103,6 +103,28 @@ class ModulePaths:
         return path if self._roots[path] == 1 else f"{path} ({self._roots[path]})"
 
 
+class Regions:
+    """Which region of the forward pass made an autograd node; regions are noted op by op."""
+
+    def __init__(self) -> None:
+        self._numbers = [0]  # sequence numbers at which the region changed ...
+        self._regions: list[int | None] = [None]  # ... and what it changed to
+        self._next = 0  # the number that the first node of the next op will get
+
+    def note(self, region: int | None) -> None:
+        """An op of this region ran; the node that it may have made is older than this call."""
+        if region != self._regions[-1]:
+            self._numbers.append(self._next)
+            self._regions.append(region)
+        self._next = _next_node_number()
+
+    def of_node(self, node: Any) -> int | None:
+        """The region of a node's forward op; None for gradient accumulation."""
+        if node is None or (number := node._sequence_nr()) > _next_node_number():
+            return None
+        return self._regions[bisect_right(self._numbers, number) - 1]
+
+
 def _is_child(path: str, parent_path: str) -> bool:
     """Whether the known path still fits the place of the call: it lies under the running module, or the
     call comes from outside of all modules."""

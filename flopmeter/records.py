@@ -106,6 +106,7 @@ class Op(NamedTuple):
     module: str  # dotted path from the outermost module's class name; '' outside of modules
     phase: Phase
     source: str | None  # 'file:line' of the caller, where the trace was asked for it
+    region: int | None = None  # the call of a torch.compile'd function that it belongs to
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 from flopmeter.hardware import Hardware
 from flopmeter.memory import Memory
+from flopmeter.modes import Launches
 from flopmeter.records import OP_CLASSES, UNCOUNTED, Cost, Kernel, Regime, Switches, Timing
 
 By = Literal["class", "op", "module", "phase", "kernel"]
@@ -72,16 +73,25 @@ class _Group:
 class Report:
     """What the program costs on one device. All times in seconds, all sizes in bytes."""
 
-    kernels: list[Kernel]
+    launches: Launches
     timings: list[Timing]
     hardware: Hardware
     switches: Switches
-    mode: str
     host_seconds: float
     memory: Memory
     causal: Literal["full", "exact"] = "full"
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())  # what else the reader must know about the trace
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """What the device runs, in order."""
+        return self.launches.kernels
+
+    @property
+    def mode(self) -> str:
+        """'eager', 'compiled', 'cudagraph' or 'eager-cudagraph'."""
+        return self.launches.mode.name
 
     @cached_property
     def flops(self) -> int:

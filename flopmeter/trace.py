@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
-from flopmeter.modules import ModulePaths
+from flopmeter.modules import ModulePaths, Regions
 from flopmeter.records import Call, Op, Phase, Switches, TensorSpec
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
@@ -123,6 +123,7 @@ class Recorder(TorchDispatchMode):
         source: bool = False,
         overrides: Mapping[OpOverload, Callable[..., Any]] | None = None,
         values: KnownValues | None = None,
+        compiled_region: Callable[[], int | None] | None = None,
         on_new_call: Callable[[Call], None] | None = None,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,6 +133,8 @@ class Recorder(TorchDispatchMode):
         self._source = source
         self._overrides = overrides or {}
         self._values = values
+        self._compiled_region = compiled_region
+        self._regions = Regions()
         self._calls: dict[Any, Call] = {}
         self._handlings: dict[Any, _Handling] = {}
         self._storages: dict[int, _StorageRef] = {}
@@ -254,7 +257,8 @@ class Recorder(TorchDispatchMode):
         phase, module = self._place()
         source = caller() if self._source else None
         trace.module_calls.append(self.modules.calls)
-        trace.ops.append(Op(call, tuple(numbers), module, phase, source))
+        region = None if self._compiled_region is None else self._region(self._compiled_region())
+        trace.ops.append(Op(call, tuple(numbers), module, phase, source, region))
 
     def _describe(self, values: Iterable[Any], seen: _Seen, born: int, key: list[Any]) -> None:
         """Add to the key what describes arguments or results: geometry for tensors, else the value. Notes
@@ -335,6 +339,13 @@ class Recorder(TorchDispatchMode):
             self._creates_graph = (task, _creates_graph())
         recompute = torch.is_grad_enabled() and not self._creates_graph[1]
         return ("recompute" if recompute else "backward"), self._path_in_backward()
+
+    def _region(self, running: int | None) -> int | None:
+        """The compiled region that the op belongs to: the one that runs or, in backward, ran."""
+        if _graph_task() == -1:
+            self._regions.note(running)
+            return running
+        return self._regions.of_node(_autograd_node())
 
     def _path_in_backward(self) -> str:
         if self.modules.path:

@@ -93,6 +93,6 @@ def _priced(report: Report, hardware: Hardware, host: Host) -> Report:
     return dataclasses.replace(
         report,
         hardware=hardware,
-        timings=time_kernels(report.kernels, hardware, report.switches, host),
-        host_seconds=host_seconds(report.kernels, host),
+        timings=time_kernels(report.launches, hardware, report.switches, host),
+        host_seconds=host_seconds(report.launches, host),
     )

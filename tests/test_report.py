@@ -230,7 +230,7 @@ def test_unknown_formats_groupings_modes_and_conventions_are_named_with_the_know
         meter.report()
     with meter:
         pass
-    with pytest.raises(ValueError, match="unknown mode 'fast'; known: eager"):
+    with pytest.raises(ValueError, match="unknown mode 'fast'; known: eager, compiled, cudagraph, eager-cudagraph"):
         meter.report(mode="fast")
 
 

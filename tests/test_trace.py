@@ -344,3 +344,19 @@ def test_a_deep_program_costs_no_recursion():
         for _ in range(5000):
             x = x + 1
     assert len(recorder.trace.ops) == 5000
+
+
+def test_ops_and_their_backward_belong_to_the_compiled_region_that_ran_them():
+    x = torch.empty(4, device="meta", requires_grad=True)
+    running = [None]
+    with Recorder(compiled_region=lambda: running[0]) as recorder:
+        y = x.sin()
+        running[0] = 1
+        y = y.cos()
+        running[0] = None
+        y.exp().sum().backward()
+    forward = {op.call.name: op.region for op in recorder.trace.ops if op.phase == "forward"}
+    assert (forward["sin"], forward["cos"], forward["exp"]) == (None, 1, None)
+    backward = {op.call.name: op.region for op in recorder.trace.ops if op.phase == "backward"}
+    assert (backward["neg"], backward["sin"]) == (1, 1)  # cos' is -sin
+    assert (backward["expand"], backward["cos"]) == (None, None)  # of sum; sin' is cos

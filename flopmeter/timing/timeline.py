@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flopmeter.hardware import Hardware
-from flopmeter.records import Cost, Kernel, Switches, Timing
+from flopmeter.modes import Launches
+from flopmeter.records import Cost, Switches, Timing
 from flopmeter.timing.kernels import Price, price
 
 
@@ -25,32 +26,45 @@ class Host:
     module_call_seconds: float = 16e-6  # nn.Module.__call__ and the forward around its ops
 
 
-def time_kernels(
-    kernels: list[Kernel], hardware: Hardware, switches: Switches, host: Host | None = None
-) -> list[Timing]:
+def time_kernels(launches: Launches, hardware: Hardware, switches: Switches, host: Host | None = None) -> list[Timing]:
     """The timing of each kernel in order. Raises HardwareError where the device lacks a kernel's dtype."""
-    host = host or Host()
     prices: dict[Cost, Price] = {}
     timings: list[Timing] = []
     floor = hardware.kernel_floor_seconds
     enqueued = free = 0.0  # when the host has sent the kernel; when the device has finished the last one
-    for _, cost, views, module_calls in kernels:
+    host_steps = _host_steps(launches, host or Host())
+    for (_, cost, _, _), graph, host_step in zip(launches.kernels, launches.graphs, host_steps, strict=True):
         priced = prices.get(cost)
         if priced is None:
             priced = prices[cost] = price(cost, hardware, switches)
         (compute, memory, work), kernel_class = priced
-        enqueued += host.launch_seconds + views * host.view_seconds + module_calls * host.module_call_seconds
+        enqueued += host_step
         start = max(enqueued, free)
-        timings.append(Timing(compute, memory, work, floor, start - free, start, kernel_class))
-        free = start + work + floor
+        # A node of a graph takes no less than the device needs to step to the next one.
+        ramp = floor if graph is None else max(floor, launches.mode.node_seconds - work)
+        timings.append(Timing(compute, memory, work, ramp, start - free, start, kernel_class))
+        free = start + work + ramp
         if cost.blocks_host:
             enqueued = free
     return timings
 
 
-def host_seconds(kernels: list[Kernel], host: Host | None = None) -> float:
+def host_seconds(launches: Launches, host: Host | None = None) -> float:
     """How long the host takes to enqueue all kernels, not counting where it waits for the device."""
-    host = host or Host()
-    views = sum(kernel.views for kernel in kernels)
-    module_calls = sum(kernel.module_calls for kernel in kernels)
-    return len(kernels) * host.launch_seconds + views * host.view_seconds + module_calls * host.module_call_seconds
+    return sum(_host_steps(launches, host or Host()))
+
+
+def _host_steps(launches: Launches, host: Host) -> list[float]:
+    """Host seconds before each kernel is sent. An eager kernel costs its op, the views and the module calls
+    before it; a graph costs one call, and each of its kernels a launch where the graph is not replayed."""
+    kernels, graphs, mode = launches
+    steps = []
+    running: int | None = None
+    for (_, _, views, module_calls), graph in zip(kernels, graphs, strict=True):
+        if graph is None:
+            step = host.launch_seconds + views * host.view_seconds + module_calls * host.module_call_seconds
+        else:
+            step = mode.launch_seconds + (mode.graph_call_seconds if graph != running else 0.0)
+        running = graph
+        steps.append(step)
+    return steps
