@@ -24,8 +24,8 @@ Category = Literal["parameters", "gradients", "optimizer state", "activations", 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 # What a process takes of a GPU before it allocates anything: driver context, loaded kernels, cuBLAS handles.
-# 0.3 to 0.6 GB by nvidia-smi, growing with the number of SMs, as long as CUDA loads kernels lazily (its
-# default since 12.2, CUDA_MODULE_LOADING). The upper end: a verdict should err towards too little room.
+# Recalled, not measured: 0.3 to 0.6 GB by nvidia-smi on T4 to H100, more with more SMs, where CUDA loads
+# kernels lazily (CUDA_MODULE_LOADING, the default since 12.2). The upper end, to err towards too little room.
 CONTEXT_BYTES = 600_000_000
 
 
@@ -191,10 +191,11 @@ class _Categories:
     """Tells what a storage is, by its number."""
 
     def __init__(self, trace: Trace, steps: int):
-        phases = [op.phase for op in trace.ops[:steps]]
+        ops = trace.ops[:steps]
         self._trace = trace
-        self._backward = [place for place, phase in enumerate(phases) if phase == "backward"]
-        self._not_optimizer = [place for place, phase in enumerate(phases) if phase != "optimizer"]
+        # Views do not count: in between the ops of a recomputation, hooks detach what these save.
+        self._backward = [i for i, op in enumerate(ops) if op.phase == "backward" and not op.call.func.is_view]
+        self._not_optimizer = [i for i, op in enumerate(ops) if op.phase != "optimizer"]
         self._gradients = self._find_gradients(steps)
 
     def __call__(self, number: int) -> Category:
