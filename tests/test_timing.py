@@ -1,0 +1,206 @@
+"""Prices of single kernels against arithmetic by hand and published measurements."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flopmeter import FlopMeter, load_hardware
+
+A100 = load_hardware("a100-sxm4-80gb")
+
+
+def meta(*shape, dtype=torch.float16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def timings(program, hardware=A100):
+    with torch.inference_mode(), FlopMeter(hardware) as meter:
+        program()
+    return meter.report().timings
+
+
+def only(program, hardware=A100):
+    (timing,) = timings(program, hardware)
+    return timing
+
+
+# --- products ------------------------------------------------------------------------------------------------------
+
+# Share of the dense bf16 peak that compute-bound products reach, by FLOPs: 10th and 90th percentile of
+# aiconfigurator's GEMM database@095f58a (NVIDIA, Apache-2.0).
+MEASURED_SHARES = {
+    ("a100-sxm4-80gb", 2048): (0.54, 0.79),
+    ("a100-sxm4-80gb", 4096): (0.70, 0.85),
+    ("a100-sxm4-80gb", 8192): (0.75, 0.84),
+    ("h100-sxm5-80gb", 2048): (0.64, 0.79),
+    ("h100-sxm5-80gb", 4096): (0.70, 0.82),
+    ("h100-sxm5-80gb", 8192): (0.68, 0.81),
+    ("h200-sxm-141gb", 2048): (0.59, 0.79),
+    ("h200-sxm-141gb", 8192): (0.66, 0.80),
+    ("b200-sxm-180gb", 4096): (0.57, 0.71),
+    ("b200-sxm-180gb", 8192): (0.58, 0.73),
+    ("l40s", 8192): (0.47, 0.72),
+}
+
+
+@pytest.mark.parametrize(("device", "size"), MEASURED_SHARES)
+def test_a_square_product_reaches_a_share_of_the_peak_that_was_measured(device, size):
+    hardware = load_hardware(device)
+    a = meta(size, size, dtype=torch.bfloat16)
+    share = 2 * size**3 / only(lambda: a @ a, hardware).seconds / hardware.contraction_peak("bf16").flop_per_s
+    low, high = MEASURED_SHARES[device, size]
+    assert low <= share <= high
+
+
+@pytest.mark.parametrize("device", ["a100-sxm4-80gb", "h100-sxm5-80gb", "b200-sxm-180gb"])
+def test_a_decoding_product_reads_its_weights_at_the_measured_bandwidth(device):
+    """m <= 16 and weights of four times the L2: 0.69 to 0.90 of the spec bandwidth, 10th to 90th percentile of the
+    three devices in the same database."""
+    hardware = load_hardware(device)
+    x, weight = meta(1, 16384), meta(16384, 32768)
+    timing = only(lambda: x @ weight, hardware)
+    assert timing.regime == "memory"
+    share = 2 * 16384 * 32768 / timing.seconds / hardware.bandwidth_bytes_per_s
+    assert 0.69 <= share <= 0.90
+
+
+def test_one_tile_more_than_the_device_has_multiprocessors_takes_a_second_wave():
+    """108 tiles of 128 x 128 fill an A100 once; the 109th row of tiles has it run twice."""
+    b = meta(4096, 128)
+    one_wave = only(lambda: meta(108 * 128, 4096) @ b).compute_seconds
+    two_waves = only(lambda: meta(2 * 108 * 128, 4096) @ b).compute_seconds
+    assert two_waves == pytest.approx(2 * one_wave)
+
+
+def test_a_product_with_few_tiles_splits_its_depth():
+    """One tile of 128 x 128 would leave 107 of 108 multiprocessors idle for a depth of 65536."""
+    a, b = meta(128, 65536), meta(65536, 128)
+    on_one_multiprocessor = 2 * 128 * 128 * 65536 / (0.79 * 312e12 / 108)
+    assert only(lambda: a @ b).seconds < on_one_multiprocessor / 10
+
+
+def test_an_unpadded_vocabulary_halves_the_rate_of_the_last_layer():
+    """A. Karpathy, nanoGPT, 2023: padding 50257 to 50304 made GPT-2's training about 25 % faster; the last layer
+    is about a third of its products."""
+    x = meta(16384, 768, dtype=torch.bfloat16)
+    odd, even = (only(lambda n=n: x @ meta(768, n, dtype=torch.bfloat16)).seconds for n in (50257, 50304))
+    assert 1.6 < odd / even < 2.1
+
+
+def test_fp32_products_on_vector_units_do_not_care_for_alignment():
+    x = meta(4096, 768, dtype=torch.float32)
+    odd, even = (only(lambda n=n: x @ meta(768, n, dtype=torch.float32)).seconds for n in (50257, 50304))
+    assert odd / even == pytest.approx(1, abs=0.01)
+
+
+def test_a_product_is_classed_by_its_unit_and_by_whether_it_fills_the_device():
+    a, small, batch = meta(4096, 4096), meta(256, 4096), meta(64, 512, 512)
+    assert only(lambda: a @ a).kernel_class == "product, fp16"
+    assert only(lambda: small @ a).kernel_class == "small product, fp16"
+    assert only(lambda: batch @ batch).kernel_class == "batched product, fp16"
+
+
+# --- convolutions ----------------------------------------------------------------------------------------------------
+
+
+def convolution_seconds(channels, groups=1, *, filters=256, kernel=3, dtype=torch.float16, hardware=A100):
+    x, weight = meta(64, channels * groups, 56, 56, dtype=dtype), meta(filters, channels, kernel, kernel, dtype=dtype)
+    return only(lambda: F.conv2d(x, weight, padding=kernel // 2, groups=groups), hardware)
+
+
+def test_few_input_channels_waste_matrix_units():
+    """FLOPs grow eightfold from 8 to 64 channels, time less: the fragments of 8 channels are mostly padding."""
+    few, many = convolution_seconds(8).compute_seconds, convolution_seconds(64).compute_seconds
+    assert few < many < 5 * few
+
+
+def test_a_depthwise_convolution_runs_far_below_the_vector_peak():
+    x, weight = meta(64, 512, 56, 56), meta(512, 1, 7, 7)
+    timing = only(lambda: F.conv2d(x, weight, padding=3, groups=512))
+    flops = 2 * 64 * 512 * 56 * 56 * 49
+    assert timing.kernel_class == "depthwise convolution, fp16"
+    assert 0.02 < flops / timing.seconds / 19.5e12 < 0.2
+
+
+def test_a_large_fp32_convolution_on_volta_is_faster_than_its_direct_products_by_winograd():
+    """But never faster than its FLOPs at the spec peak."""
+    v100 = load_hardware("v100-sxm2-16gb")
+    timing = convolution_seconds(256, dtype=torch.float32, hardware=v100)
+    flops = 2 * 64 * 256 * 56 * 56 * 256 * 9
+    assert flops / 15.7e12 <= timing.seconds < flops / (0.9 * 15.7e12)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "measured"), [(64, 180e12), (128, 220e12)])
+def test_flash_attention_on_an_a100_runs_at_its_published_speed(depth, measured):
+    """Dao, FlashAttention-2, arXiv 2307.08691, figure 4: forward, no mask, 16k tokens in all, hidden size 2048."""
+    q = meta(4, 2048 // depth, 4096, depth)
+    timing = only(lambda: F.scaled_dot_product_attention(q, q, q))
+    flops = 4 * 4 * 2048 * 4096**2
+    assert flops / timing.seconds == pytest.approx(measured, rel=0.15)
+
+
+def test_a_causal_mask_halves_the_time_of_long_flash_attention():
+    q = meta(4, 16, 8192, 128)
+    full = only(lambda: F.scaled_dot_product_attention(q, q, q)).seconds
+    causal = only(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)).seconds
+    assert causal / full == pytest.approx(0.5, abs=0.03)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_element_wise_kernel_streams_at_the_achieved_bandwidth():
+    x = meta(1 << 28, dtype=torch.float32)
+    assert only(lambda: x + 1).memory_seconds == pytest.approx(8 * 2**28 / (0.86 * 2039e9))
+
+
+def test_layer_norm_reads_long_rows_twice_and_short_ones_once():
+    """Rows in flight: 108 multiprocessors x 16 blocks of 128 threads. Of 64 kB rows they overflow 40 MB of L2."""
+
+    def passes(columns):
+        x = meta(1 << 29, dtype=torch.float32).view(-1, columns)
+        return only(lambda: F.layer_norm(x, (columns,))).memory_seconds * 0.86 * 2039e9 / (4 * 2**29)
+
+    assert passes(16384) == pytest.approx(3, abs=0.1)
+    assert passes(2048) < 2.6
+
+
+def test_softmax_keeps_rows_of_up_to_1024_elements_in_registers():
+    v100 = load_hardware("v100-sxm2-16gb")
+    short, long = (meta(1 << 27, dtype=torch.float32).view(-1, columns) for columns in (1024, 16384))
+    ratio = only(lambda: long.softmax(-1), v100).seconds / only(lambda: short.softmax(-1), v100).seconds
+    assert ratio == pytest.approx(2, abs=0.15)  # 3 reads and a write against a read and a write
+
+
+def test_a_transposing_copy_is_slower_than_a_plain_one():
+    x = meta(8192, 8192)
+    assert only(lambda: x.t().contiguous()).seconds > 1.2 * only(lambda: x.clone()).seconds
+
+
+def test_bilinear_upsampling_loops_over_batch_and_channels():
+    """[timm] efficientformerv2 on an RTX 4090: 14 x 14 outputs are 196 threads, each with batch x channels steps."""
+    x = meta(256, 384, 7, 7)
+    assert only(lambda: F.interpolate(x, scale_factor=2, mode="bilinear")).seconds > 256 * 384 * 0.2e-6
+    last = x.to(memory_format=torch.channels_last)
+    assert only(lambda: F.interpolate(last, scale_factor=2, mode="bilinear")).seconds < 1e-3
+
+
+# --- the fused-multiply curve ----------------------------------------------------------------------------------------
+
+# `for _ in range(repeat): x = x * 2`, fused, 2^24 fp32 numbers on an A100-40GB: microseconds, read from the plot in
+# Horace He, 'Making Deep Learning Go Brrrr From First Principles' (2022).
+CURVE = {1: 101.3, 2: 101.5, 4: 101.5, 8: 101.5, 16: 101.5, 32: 104.5, 64: 137.1, 128: 247.3, 256: 463}
+
+
+@pytest.mark.parametrize("repeat", CURVE)
+def test_a_fused_chain_of_multiplies_bends_where_it_was_measured_to_bend(repeat):
+    with FlopMeter("a100-sxm4-40gb") as meter:
+        x = meta(1 << 24, dtype=torch.float32)
+        for _ in range(repeat):
+            x = x * 2
+    report = meter.report(mode="compiled")
+    (timing,) = (timing for timing in report.timings if timing.work_seconds)
+    assert timing.seconds * 1e6 == pytest.approx(CURVE[repeat], rel=0.10)

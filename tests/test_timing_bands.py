@@ -1,0 +1,69 @@
+"""Error bands: what a class is validated on, and how classes add up to a run."""
+
+import pytest
+
+from flopmeter import available_hardware, load_hardware
+from flopmeter.records import ELEMENTWISE, OP_CLASSES, Timing
+from flopmeter.timing import uncertainty
+from flopmeter.timing.bands import BANDS, HOST_BAND, UNVALIDATED, band
+
+V100, H100, MI300X = (load_hardware(name) for name in ("v100-pcie-32gb", "h100-sxm5-80gb", "mi300x"))
+
+
+def timing(kernel_class, seconds):
+    return Timing(0.0, seconds, seconds, 0.0, 0.0, 0.0, kernel_class)
+
+
+@pytest.mark.parametrize("kernel_class", BANDS)
+def test_a_validated_class_names_profiles_that_exist(kernel_class):
+    devices = BANDS[kernel_class].devices
+    assert devices
+    assert set(devices) <= set(available_hardware())
+
+
+def test_no_class_is_both_validated_and_not():
+    assert not set(BANDS) & set(UNVALIDATED)
+
+
+def test_a_band_is_wider_on_a_device_that_the_class_was_not_validated_on():
+    on_v100, on_h100, on_mi300x = (band(ELEMENTWISE, device) for device in (V100, H100, MI300X))
+    assert on_v100.below < on_h100.below < on_mi300x.below
+    assert on_v100.above < on_h100.above < on_mi300x.above
+
+
+@pytest.mark.parametrize("kernel_class", ["product, fp8", "attention, bf16", "never heard of", *OP_CLASSES])
+def test_every_class_has_a_band(kernel_class):
+    below, above, _ = band(kernel_class, H100)
+    assert 0 < below < 1
+    assert 0 < above
+
+
+def test_a_run_of_one_class_has_its_band():
+    entry = BANDS[ELEMENTWISE]
+    result = uncertainty([timing(ELEMENTWISE, 0.25)] * 4, 1.0, V100)
+    assert result.low == pytest.approx(1 - entry.below)
+    assert result.high == pytest.approx(1 + entry.above)
+    assert result.validated == (ELEMENTWISE,)
+
+
+def test_errors_of_two_classes_partly_cancel():
+    """Half correlated: errors e and f add up to sqrt(0.5·(e + f)² + 0.5·(e² + f²)), less than e + f."""
+    first, second = BANDS["pooling"].above, BANDS["strided copy"].above
+    both = uncertainty([timing("pooling", 1.0), timing("strided copy", 1.0)], 2.0, load_hardware("rtx-3090"))
+    e, f = first, second
+    assert both.high - 2 == pytest.approx((0.5 * (e + f) ** 2 + 0.5 * (e**2 + f**2)) ** 0.5)
+    assert both.high - 2 < e + f
+
+
+def test_waiting_for_the_host_is_as_sure_as_the_host():
+    result = uncertainty([], 1.0, V100)
+    assert result.low == pytest.approx(1 - HOST_BAND.below)
+    assert result.high == pytest.approx(1 + HOST_BAND.above)
+
+
+def test_classes_are_marked_validated_transferred_or_extrapolated():
+    run = [timing(ELEMENTWISE, 1.0), timing("sorting", 1.0), timing("product, fp16", 1.0)]
+    result = uncertainty(run, 3.0, load_hardware("rtx-5090"))
+    assert result.validated == ()
+    assert result.transferred == (ELEMENTWISE, "product, fp16")
+    assert result.extrapolated == ("sorting",)

@@ -1,0 +1,177 @@
+"""What holds for every kernel on every device: floors, and which way time goes when a kernel or a device changes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from flopmeter import available_hardware, load_hardware
+from flopmeter.records import (
+    ATTENTION,
+    CONTRACTION,
+    ELEMENTWISE,
+    INDEXING,
+    MOVEMENT,
+    NORMALIZATION,
+    REDUCTION,
+    SORTING,
+    Convolution,
+    Cost,
+    Matmul,
+    Reread,
+    Switches,
+)
+from flopmeter.timing.kernels import price
+
+SWITCHES = Switches(matmul_tf32=False, cudnn_tf32=True, fp16_accumulate=False)
+GPUS = [name for name in available_hardware() if load_hardware(name).compute_capability]
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+devices = st.sampled_from(GPUS).map(load_hardware)
+dtypes = st.sampled_from(sorted(ITEM_BYTES))
+sizes = st.integers(1, 5000)
+growth = st.integers(0, 3000)
+
+
+def product_cost(shape, dtype="fp16", **more):
+    batch, m, n, k = shape
+    macs = batch * m * n * k
+    item = ITEM_BYTES[dtype]
+    fields = dict(
+        name="bmm",
+        op_class=CONTRACTION,
+        flops_by_class=((CONTRACTION, 2 * macs),),
+        bytes_read=item * batch * (m * k + k * n),
+        bytes_written=item * batch * m * n,
+        dtype=dtype,
+        macs=macs,
+        matmuls=(Matmul(*shape),),
+        tf32_switch="matmul",
+    )
+    return Cost(**(fields | more))
+
+
+def plain_cost(op_class, flops, nbytes, dtype="fp32", **more):
+    return Cost("op", op_class, ((op_class, flops),), nbytes // 2, nbytes - nbytes // 2, dtype, **more)
+
+
+@st.composite
+def products(draw):
+    shape = (draw(st.integers(1, 64)), draw(sizes), draw(sizes), draw(sizes))
+    return product_cost(shape, draw(dtypes), alignment_bytes=draw(st.sampled_from((2, 4, 8, 16))))
+
+
+@st.composite
+def convolutions(draw):
+    groups, positions, channels = (
+        draw(st.sampled_from((1, 1, 4, 32))),
+        draw(st.integers(1, 60)),
+        draw(st.integers(1, 600)),
+    )
+    images, taps, steps = draw(st.integers(1, 64)), draw(st.sampled_from((1, 3, 7))), draw(st.booleans())
+    shape = Convolution(channels, (taps, taps), (positions, positions), steps)
+    implicit = (groups, images * positions**2, draw(st.integers(1, 600)), channels * taps**2)
+    nbytes = dict(
+        bytes_read=images * channels * groups * positions**2, bytes_written=implicit[1] * implicit[2] * groups
+    )
+    return product_cost(implicit, draw(dtypes), convolution=shape, tf32_switch="cudnn", **nbytes)
+
+
+@st.composite
+def attentions(draw):
+    batch, queries, keys, depth = draw(st.integers(1, 512)), draw(sizes), draw(sizes), draw(st.integers(1, 256))
+    scores, values = Matmul(batch, queries, keys, depth), Matmul(batch, queries, depth, keys)
+    macs = 2 * batch * queries * keys * depth
+    backend = draw(st.sampled_from(("flash", "efficient", "cudnn", "other")))
+    return product_cost(
+        scores,
+        op_class=ATTENTION,
+        flops_by_class=((ATTENTION, 2 * macs),),
+        macs=macs,
+        matmuls=(scores, values),
+        masked_flops=draw(st.integers(0, macs)),
+        attention=backend,
+    )
+
+
+@st.composite
+def plain_kernels(draw):
+    op_class = draw(st.sampled_from((ELEMENTWISE, NORMALIZATION, REDUCTION, MOVEMENT, INDEXING, SORTING)))
+    nbytes = draw(st.integers(0, 10**9))
+    rows = draw(st.integers(1, 10**5))
+    rereads = draw(st.sampled_from(((), (Reread(nbytes, rows, nbytes // rows, 128),))))
+    access = draw(st.sampled_from((None, "stream", "strided", "window", "channels", "fused")))
+    flops = draw(st.integers(0, 10**11))
+    return plain_cost(op_class, flops, nbytes, draw(dtypes), rereads=rereads, access=access)
+
+
+kernels = st.one_of(products(), convolutions(), attentions(), plain_kernels())
+
+
+def work(cost, device):
+    return price(cost, device, SWITCHES).busy.work_seconds
+
+
+@settings(max_examples=400, deadline=None)
+@given(kernels, devices)
+def test_nothing_is_faster_than_its_flops_at_the_peak_and_its_bytes_at_the_spec_bandwidth(cost, device):
+    assume(cost.bytes)
+    floor = cost.bytes / device.bandwidth_bytes_per_s
+    if cost.macs:
+        peak = device.contraction_peak(SWITCHES.product_dtype(cost))
+        fastest = max(peak.flop_per_s, peak.sustained_flop_per_s)  # a GeForce clocks above spec
+        floor = max(floor, (2 * cost.macs - cost.masked_flops) / fastest)
+    assert work(cost, device) >= floor * (1 - 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(kernels, devices)
+def test_both_parts_together_take_no_less_than_the_larger_of_them(cost, device):
+    busy = price(cost, device, SWITCHES).busy
+    assert busy.work_seconds >= max(busy.compute_seconds, busy.memory_seconds) * (1 - 1e-9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.tuples(st.integers(1, 32), sizes, sizes, sizes), growth, growth, growth, dtypes, devices)
+def test_a_larger_product_takes_no_less(shape, more_m, more_n, more_k, dtype, device):
+    batch, m, n, k = shape
+    larger = (batch, m + more_m, n + more_n, k + more_k)
+    assert work(product_cost(larger, dtype), device) >= work(product_cost(shape, dtype), device) * (1 - 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plain_kernels(), st.integers(0, 10**9), st.integers(0, 10**11), devices)
+def test_more_bytes_and_more_flops_take_no_less(cost, more_bytes, more_flops, device):
+    ((op_class, flops),) = cost.flops_by_class
+    larger = replace(cost, bytes_read=cost.bytes_read + more_bytes, flops_by_class=((op_class, flops + more_flops),))
+    assert work(larger, device) >= work(cost, device)
+
+
+@settings(max_examples=200, deadline=None)
+@given(kernels, devices, st.floats(1, 10))
+def test_more_bandwidth_takes_no_more(cost, device, factor):
+    faster = device.replace(memory_bandwidth_gb_per_s=device.memory_bandwidth_gb_per_s * factor)
+    assert work(cost, faster) <= work(cost, device) * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(kernels, devices, st.floats(1, 10))
+def test_higher_peaks_take_no_more(cost, device, factor):
+    def scaled(rates):
+        return {dtype: rate * factor for dtype, rate in rates.items()}
+
+    faster = device.replace(
+        vector_tflop_per_s=scaled(device.vector_tflop_per_s),
+        matrix_tflop_per_s=scaled(device.matrix_tflop_per_s),
+        emulated_tflop_per_s=scaled(device.emulated_tflop_per_s),
+    )
+    assert work(cost, faster) <= work(cost, device) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("device", available_hardware())
+def test_every_device_prices_the_products_that_it_has_a_rate_for(device):
+    hardware = load_hardware(device)
+    for dtype in ("fp32", "fp16", "bf16"):
+        if any(dtype in rates for rates in (hardware.vector_tflop_per_s, hardware.matrix_tflop_per_s)):
+            assert 0 < work(product_cost((1, 4096, 4096, 4096), dtype), hardware) < 10

@@ -1,0 +1,84 @@
+"""The launch timeline: the host enqueues, the device follows, some kernels make the host wait."""
+
+import pytest
+import torch
+
+from flopmeter import FlopMeter, load_hardware
+from flopmeter.timing import Host
+
+A100 = load_hardware("a100-sxm4-80gb")
+HOST = Host(launch_seconds=10e-6, view_seconds=2e-6, module_call_seconds=0.0)
+
+
+def metered(program, hardware=A100):
+    with torch.inference_mode(), FlopMeter(hardware, host=HOST) as meter:
+        program()
+    return meter.report()
+
+
+def meta(*shape):
+    return torch.empty(*shape, device="meta")
+
+
+def test_a_tiny_kernel_starts_when_the_host_has_sent_it():
+    x = meta(16)
+    report = metered(lambda: [x + 1 for _ in range(3)])
+    assert [timing.start_seconds for timing in report.timings] == pytest.approx([10e-6, 20e-6, 30e-6])
+    assert {timing.regime for timing in report.timings} == {"overhead"}
+
+
+def test_a_view_delays_the_kernel_after_it():
+    x = meta(16, 16)
+    report = metered(lambda: x.t() + 1)
+    assert report.timings[0].start_seconds == pytest.approx(12e-6)
+
+
+def test_a_long_kernel_hides_the_launches_behind_it():
+    x, small = meta(1 << 28), meta(16)
+    report = metered(lambda: (x + 1, small + 1, small + 1))
+    first, second, third = report.timings
+    assert second.start_seconds == pytest.approx(first.start_seconds + first.seconds)
+    assert second.wait_seconds == third.wait_seconds == 0
+    assert report.seconds == pytest.approx(third.start_seconds + third.seconds)
+
+
+def test_item_makes_the_host_wait_for_the_device():
+    """Without it the launches hide behind the first kernel; after it they start from an empty queue."""
+    x, small = meta(1 << 28), meta(16)
+
+    def program(sync):
+        x.add_(1)
+        steps = torch.arange(4, device="meta").max()
+        if sync:
+            assert steps.item() == 3
+        return small + 1
+
+    assert metered(lambda: program(sync=True)).timings[-1].wait_seconds == pytest.approx(10e-6)
+    assert metered(lambda: program(sync=False)).timings[-1].wait_seconds == 0
+
+
+def test_a_copy_from_the_host_is_priced_over_pcie_and_waits_unless_told_not_to():
+    """PCIe 4, 16 lanes: 32 GB/s one way, of which 88 % are reached."""
+    batch = torch.empty(250_000_000)  # 1 GB
+    report = metered(lambda: batch.to("meta"))
+    (timing,) = report.timings
+    assert timing.kernel_class == "host copy"
+    assert timing.memory_seconds == pytest.approx(1 / (32 * 0.88), rel=1e-3)
+    small = meta(16)
+    waiting = metered(lambda: (batch.to("meta"), small + 1)).timings[-1]
+    running_ahead = metered(lambda: (batch.to("meta", non_blocking=True), small + 1)).timings[-1]
+    assert waiting.wait_seconds == pytest.approx(10e-6)
+    assert running_ahead.wait_seconds == 0
+
+
+def test_half_the_host_time_halves_an_overhead_bound_run_and_leaves_a_busy_one():
+    def seconds(size, host):
+        x = meta(size)
+        with FlopMeter(A100, host=host) as meter:
+            for _ in range(100):
+                x = x + 1
+        return meter.report().seconds
+
+    halved = Host(launch_seconds=HOST.launch_seconds / 2)
+    assert seconds(16, halved) == pytest.approx(seconds(16, Host(launch_seconds=HOST.launch_seconds)) / 2, rel=0.02)
+    assert seconds(1 << 26, halved) == pytest.approx(seconds(1 << 26, HOST), rel=0.01)
