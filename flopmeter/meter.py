@@ -24,6 +24,10 @@ Mode = Literal["eager", "compiled", "cudagraph", "eager-cudagraph"]
 DEFAULT_HARDWARE = "a100-sxm4-80gb"
 
 
+class StreamError(ValueError):
+    """A trace cannot be priced on a device that would have run other ops."""
+
+
 class FlopMeter:
     """Meters the PyTorch program that runs inside it.
 
@@ -99,10 +103,15 @@ class FlopMeter:
         return self._recorder.trace
 
     def report(self, *, hardware: str | os.PathLike[str] | Hardware | None = None, mode: Mode = "eager") -> Report:
-        """Price what was metered so far, on the meter's device or another one."""
+        """Price what was metered so far, on the meter's device or another one.
+
+        Raises StreamError where the other device would have run other ops, HardwareError where it lacks a
+        type that the program computes in.
+        """
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         device = self.hardware if hardware is None else load_hardware(hardware)
+        self._check_stream(device)
         kernels = kernels_of(self.trace, strict=self._strict)
         run = launches(kernels, self.trace, MODES[mode], compiled_region(self.trace))
         return Report(
@@ -116,6 +125,14 @@ class FlopMeter:
             assumptions=self._assumptions(),
             notes=(*(self._emulation.notes if self._emulation else ()), *([NOTE] if MODES[mode].fuses else [])),
         )
+
+    def _check_stream(self, device: Hardware) -> None:
+        difference = self._emulation.difference(_target(device)) if self._emulation else None
+        if difference is not None:
+            raise StreamError(
+                f"{device.name} would run other ops than {self.hardware.name}, for which the program was metered: "
+                f"{difference}. Meter it again with FlopMeter({device.name!r})"
+            )
 
     def _assumptions(self) -> tuple[str, ...]:
         uses = self._values.assumptions if self._values else ()

@@ -308,7 +308,7 @@ def test_every_rule_decides_some_call() -> None:
     for shapes, options, sm in everything:
         q, k, v = tensors(**shapes)
         chosen = (options.get(name, default) for name, default in DEFAULTS.items())
-        call = attention.Call(q, k, v, *chosen, target(sm))
+        call = attention.Call.of((q, k, v), *chosen, target(sm))
         for rules in attention.TORCH_2_13.values():
             for rule in rules:
                 if not rule(call):

@@ -57,6 +57,10 @@ class Emulation:
         """Rules and assumptions that the report should state; may grow while the program runs."""
         return self._scope.notes
 
+    def difference(self, target: CudaTarget) -> str | None:
+        """The first op of the program so far that another target would have run as another; None if none."""
+        return next(filter(None, (differs(target) for differs in self._scope.differences)), None)
+
     @property
     def compiled_region(self) -> int | None:
         """The number, from 1, of the call of a torch.compile'd function that is running in this thread, or None."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,21 +31,71 @@ MATH, FLASH, EFFICIENT, CUDNN = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call, as the rules see it. Tensors are [batch, heads, sequence, head size] where they have rank 4."""
+Qkv = tuple[Tensor, Tensor, Tensor]
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
+
+class Operand(NamedTuple):
+    """What the rules ask of a tensor, [batch, heads, sequence, head size] where it has rank 4."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int  # elements into its storage
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Operand:
+        offset = int(tensor.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, tensor.requires_grad)
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def stride(self, dim: int) -> int:
+        return self.strides[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+class Settings(NamedTuple):
+    """What the user set: `sdpa_kernel`, gradient mode, determinism."""
+
+    enabled: frozenset[SDPBackend]
+    order: tuple[int, ...]
+    grad: bool
+    deterministic: bool
+
+    @classmethod
+    def now(cls) -> Settings:
+        enabled = frozenset(backend for backend, is_on in private.enabled_sdp_backends().items() if is_on)
+        strict = torch.are_deterministic_algorithms_enabled()
+        strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
+        return cls(enabled, tuple(private.sdp_priority_order()), torch.is_grad_enabled(), strict)
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that the choice depends on, so that it can be made again for another target."""
+
+    query: Operand
+    key: Operand
+    value: Operand
+    mask: Operand | None
     dropout_p: float
     is_causal: bool
     enable_gqa: bool
+    settings: Settings
     target: CudaTarget
 
+    @classmethod
+    def of(cls, qkv: Qkv, mask: Tensor | None, p: float, is_causal: bool, gqa: bool, target: CudaTarget) -> Call:
+        query, key, value = map(Operand.of, qkv)
+        mask_facts = None if mask is None else Operand.of(mask)
+        return cls(query, key, value, mask_facts, p, is_causal, gqa, Settings.now(), target)
+
     @property
-    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self) -> tuple[Operand, Operand, Operand]:
         return self.query, self.key, self.value
 
     @property
@@ -61,7 +112,7 @@ class Call:
 
     @property
     def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.qkv)
+        return self.settings.grad and any(operand.requires_grad for operand in self.qkv)
 
 
 Rule = Callable[[Call], bool]
@@ -155,7 +206,7 @@ def same_query_and_key_size(call: Call) -> bool:
 def gemm_alignment(call: Call) -> int:
     """Elements that a row of the product must be a multiple of: 16 bytes where tensor cores run it."""
     on_tensor_cores = call.sm >= 80 or (call.sm >= 70 and half_precision(call))
-    return 128 // (8 * call.query.itemsize) if on_tensor_cores else 1
+    return 128 // (8 * call.query.dtype.itemsize) if on_tensor_cores else 1
 
 
 def aligned_head_sizes(call: Call) -> bool:
@@ -164,7 +215,7 @@ def aligned_head_sizes(call: Call) -> bool:
 
 
 def aligned_offsets(call: Call) -> bool:
-    return call.sm < 80 or all(tensor.storage_offset() % gemm_alignment(call) == 0 for tensor in call.qkv)
+    return call.sm < 80 or all(operand.offset % gemm_alignment(call) == 0 for operand in call.qkv)
 
 
 # --- cuDNN ---------------------------------------------------------------------------------------------------------
@@ -202,7 +253,7 @@ def grid_of_at_most_65535(call: Call) -> bool:
 
 
 def nondeterminism_allowed(call: Call) -> bool:
-    return not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+    return not call.settings.deterministic
 
 
 def cudnn_head_sizes(call: Call) -> bool:
@@ -276,22 +327,21 @@ def choose(call: Call, rules: Mapping[SDPBackend, Sequence[Rule]]) -> SDPBackend
     Raises:
         RuntimeError: the user disabled every backend that could (torch's own message).
     """
-    enabled = private.enabled_sdp_backends()
-    if not any(enabled.values()):
+    enabled = call.settings.enabled
+    if not enabled:
         raise RuntimeError("No viable backend for scaled_dot_product_attention was found.")
-    for backend in _order(call.target):
-        if enabled.get(backend, False) and all(rule(call) for rule in rules[backend]):
+    for backend in _order(call):
+        if backend in enabled and all(rule(call) for rule in rules[backend]):
             return backend
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _order(target: CudaTarget) -> tuple[SDPBackend, ...]:
+def _order(call: Call) -> tuple[SDPBackend, ...]:
     """The user's order if one was set, else torch's, in which cuDNN comes first or, after math, last."""
     default = tuple(backend.value for backend in TORCH_DEFAULT_ORDER)
-    user = private.sdp_priority_order()
-    if user != default:
-        return tuple(SDPBackend(value) for value in user)
-    return (CUDNN, FLASH, EFFICIENT, MATH) if _prefers_cudnn(target) else (FLASH, EFFICIENT, MATH, CUDNN)
+    if call.settings.order != default:
+        return tuple(SDPBackend(value) for value in call.settings.order)
+    return (CUDNN, FLASH, EFFICIENT, MATH) if _prefers_cudnn(call.target) else (FLASH, EFFICIENT, MATH, CUDNN)
 
 
 def _prefers_cudnn(target: CudaTarget) -> bool:
@@ -311,6 +361,8 @@ FLASH_HEAD_ALIGNMENT = 8
 def install(scope: Scope) -> None:
     """Dispatch scaled_dot_product_attention on meta tensors as CUDA would."""
     rules = rules_for(private.running_version())
+    chosen: dict[Call, SDPBackend] = {}
+    scope.differences.append(lambda target: _difference(chosen, rules, target))
     composite = aten.scaled_dot_product_attention.default
 
     def scaled_dot_product_attention(
@@ -324,10 +376,11 @@ def install(scope: Scope) -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scope.target)
-        backend = choose(call, rules)
-        if backend in RUN:
-            return RUN[backend](call, scale)
+        call = Call.of((query, key, value), attn_mask, dropout_p, is_causal, enable_gqa, scope.target)
+        if call not in chosen:
+            chosen[call] = choose(call, rules)
+        if chosen[call] in RUN:
+            return RUN[chosen[call]](call, (query, key, value), attn_mask, scale)
         math: Tensor = private.decompose(
             composite, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -337,11 +390,26 @@ def install(scope: Scope) -> None:
     scope.override(composite, scaled_dot_product_attention, vmap_key="FuncTorchVmapMode")
 
 
-def _flash(call: Call, scale: float | None) -> Tensor:
+def _difference(
+    chosen: Mapping[Call, SDPBackend], rules: Mapping[SDPBackend, Sequence[Rule]], target: CudaTarget
+) -> str | None:
+    """The first attention that another target would run through another backend, in words."""
+    for call, backend in chosen.items():
+        try:
+            there = choose(replace(call, target=target), rules).name
+        except RuntimeError:
+            there = "none"
+        if there != backend.name:
+            shape, dtype = list(call.query.shape), str(call.query.dtype).removeprefix("torch.")
+            return f"scaled_dot_product_attention of {dtype} {shape}: {backend.name} here, {there} there"
+    return None
+
+
+def _flash(call: Call, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
     """Pads the head size to a multiple of 8; the scale is that of the size before padding."""
     size = call.head_size
     padding = -size % FLASH_HEAD_ALIGNMENT
-    query, key, value = (F.pad(tensor, (0, padding)) if padding else tensor for tensor in call.qkv)
+    query, key, value = (F.pad(tensor, (0, padding)) if padding else tensor for tensor in qkv)
     scale = 1 / math.sqrt(size) if scale is None else scale
     output: Tensor = aten._scaled_dot_product_flash_attention(
         query, key, value, call.dropout_p, call.is_causal, False, scale=scale
@@ -349,38 +417,38 @@ def _flash(call: Call, scale: float | None) -> Tensor:
     return output[..., :size] if padding else output
 
 
-def _efficient(call: Call, scale: float | None) -> Tensor:
-    mask = _additive_mask(call)
+def _efficient(call: Call, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
+    mask = _additive(mask, qkv[0])
     if mask is not None:
         if any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
             length = mask.size(-1)
             mask = F.pad(mask, (0, MASK_ALIGNMENT - length % MASK_ALIGNMENT))[..., :length]
         mask = mask.expand(*call.query.shape[:3], call.key.size(2))
     output: Tensor = aten._scaled_dot_product_efficient_attention(
-        *call.qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, scale=scale
+        *qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, scale=scale
     )[0]
     return output
 
 
-def _cudnn(call: Call, scale: float | None) -> Tensor:
-    mask = _additive_mask(call)
+def _cudnn(call: Call, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
+    mask = _additive(mask, qkv[0])
     output: Tensor = aten._scaled_dot_product_cudnn_attention(
-        *call.qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, False, scale=scale
+        *qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
     return output
 
 
-def _additive_mask(call: Call) -> Tensor | None:
+def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """A bool mask becomes 0 where it lets through and -inf where not."""
-    if call.mask is None or call.mask.dtype != torch.bool:
-        return call.mask
+    if mask is None or mask.dtype != torch.bool:
+        return mask
     zero, minus_infinity = (
-        torch.scalar_tensor(fill, dtype=call.query.dtype, device=call.query.device) for fill in (0.0, -math.inf)
+        torch.scalar_tensor(fill, dtype=query.dtype, device=query.device) for fill in (0.0, -math.inf)
     )
-    return torch.where(call.mask, zero, minus_infinity)
+    return torch.where(mask, zero, minus_infinity)
 
 
-RUN: Mapping[SDPBackend, Callable[[Call, float | None], Tensor]] = {
+RUN: Mapping[SDPBackend, Callable[[Call, Qkv, Tensor | None, float | None], Tensor]] = {
     FLASH: _flash,
     EFFICIENT: _efficient,
     CUDNN: _cudnn,

@@ -27,6 +27,7 @@ class Scope:
 
     target: CudaTarget
     overrides: dict[OpOverload, Kernel] = field(default_factory=dict)
+    differences: list[Callable[[CudaTarget], str | None]] = field(default_factory=list)
     _notes: dict[str, None] = field(default_factory=dict)
     _libraries: dict[str, Library] = field(default_factory=dict)
     _undo: ExitStack = field(default_factory=ExitStack)
