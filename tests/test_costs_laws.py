@@ -1,0 +1,138 @@
+"""Laws that hold whatever the formulas: batch, transposition, strides, expansion, splitting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from costs_support import costs_in, flops, meta
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+size = st.integers(1, 12)
+
+# Functions of a batch: twice the rows, twice the work, and twice the bytes of what depends on the rows.
+OF_A_BATCH: dict[str, Callable[[Tensor], Any]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "softmax": lambda x: x.softmax(-1),
+    "sum": lambda x: x.sum(-1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "max": lambda x: x.max(-1),
+    "sort": lambda x: x.sort(-1),
+    "fft": torch.fft.fft,
+    "clone": lambda x: x.clone(),
+    "square": lambda x: x * x,
+    "cat": lambda x: torch.cat([x, x], -1),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "silu": F.silu,
+    "var": lambda x: x.var(-1),
+    "roll": lambda x: x.roll(1, -1),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_BATCH)
+@given(rows=size, width=size)
+@settings(max_examples=15, deadline=None)
+def test_twice_the_batch_is_twice_the_work_and_the_bytes(name, rows, width):
+    function = OF_A_BATCH[name]
+    once, twice = (costs_in(lambda n=n: function(meta(n * rows, width))) for n in (1, 2))
+    assert sum(cost.flops for cost in twice) == 2 * sum(cost.flops for cost in once)
+    assert sum(cost.bytes for cost in twice) == 2 * sum(cost.bytes for cost in once)
+
+
+@pytest.mark.parametrize("name", OF_A_BATCH)
+@given(first=size, second=size, width=size)
+@settings(max_examples=15, deadline=None)
+def test_the_parts_of_a_split_batch_cost_what_the_whole_does(name, first, second, width):
+    function, whole = OF_A_BATCH[name], meta(first + second, width)
+    parts = whole.split([first, second])
+    in_parts = [cost for part in parts for cost in costs_in(lambda part=part: function(part))]
+    at_once = costs_in(lambda: function(whole))
+    assert sum(cost.flops for cost in in_parts) == sum(cost.flops for cost in at_once)
+    assert sum(cost.bytes for cost in in_parts) == sum(cost.bytes for cost in at_once)
+
+
+@pytest.mark.parametrize("name", OF_A_BATCH)
+@given(rows=size, width=size)
+@settings(max_examples=15, deadline=None)
+def test_permuted_strides_change_nothing(name, rows, width):
+    function = OF_A_BATCH[name]
+    if name == "fft":
+        pytest.skip("fft copies a strided input first")
+    plain = costs_in(lambda: function(meta(rows, width)))
+    permuted = costs_in(lambda: function(meta(width, rows).t()))
+    assert sum(cost.flops for cost in permuted) == sum(cost.flops for cost in plain)
+    assert sum(cost.bytes for cost in permuted) == sum(cost.bytes for cost in plain)
+
+
+@given(m=size, n=size, k=size)
+@settings(deadline=None)
+def test_a_product_and_its_transpose_cost_the_same(m, n, k):
+    a, b = meta(m, k), meta(k, n)
+    (plain,) = costs_in(lambda: a @ b)
+    (transposed,) = costs_in(lambda: b.t() @ a.t())
+    assert (plain.flops, plain.bytes_read, plain.bytes_written) == (
+        transposed.flops,
+        transposed.bytes_read,
+        transposed.bytes_written,
+    )
+
+
+@given(m=size, n=size, first=size, second=size)
+@settings(deadline=None)
+def test_a_product_split_in_its_depth_is_the_sum_of_the_parts(m, n, first, second):
+    def product(k: int) -> int:
+        return flops(lambda: meta(m, k) @ meta(k, n))
+
+    assert product(first) + product(second) == product(first + second)
+
+
+@given(batch=size, m=size, n=size, k=size)
+@settings(deadline=None)
+def test_a_batched_product_is_as_many_products(batch, m, n, k):
+    assert flops(lambda: torch.bmm(meta(batch, m, k), meta(batch, k, n))) == batch * flops(lambda: meta(m, k) @ meta(k, n))
+
+
+@given(groups=st.integers(1, 4), channels=st.integers(1, 4), width=st.integers(3, 9))
+@settings(deadline=None)
+def test_a_grouped_convolution_is_as_many_small_ones(groups, channels, width):
+    def backward(x: Tensor, weight: Tensor, groups: int) -> Any:
+        out = F.conv1d(x.requires_grad_(), weight.requires_grad_(), groups=groups)
+        out.backward(torch.empty_like(out))
+
+    grouped = flops(lambda: backward(meta(2, groups * channels, width), meta(groups * channels, channels, 3), groups))
+    single = flops(lambda: backward(meta(2, channels, width), meta(channels, channels, 3), 1))
+    assert grouped == groups * single
+
+
+@given(rows=size, width=size, copies=st.integers(2, 5))
+@settings(deadline=None)
+def test_an_expanded_operand_is_computed_on_in_full_and_read_once(rows, width, copies):
+    x = meta(1, width)
+    (cost,) = costs_in(lambda: x.expand(copies * rows, width) * 2)
+    assert cost.flops == copies * rows * width
+    assert cost.bytes_read == 4 * width
+    assert cost.bytes_written == 4 * copies * rows * width
+
+
+@given(rows=size, width=size)
+@settings(deadline=None)
+def test_in_place_is_read_once_and_written_once(rows, width):
+    x = meta(rows, width)
+    (cost,) = costs_in(lambda: x.mul_(2))
+    assert cost.bytes_read == cost.bytes_written == x.nbytes
+
+
+@given(rows=size, width=size, dtype=st.sampled_from([torch.float64, torch.bfloat16, torch.float16]))
+@settings(deadline=None)
+def test_bytes_go_by_the_width_of_the_type_and_flops_do_not(rows, width, dtype):
+    (single,) = costs_in(lambda: meta(rows, width) + 1)
+    (other,) = costs_in(lambda: meta(rows, width, dtype=dtype) + 1)
+    assert other.flops == single.flops
+    assert other.bytes * 4 == single.bytes * dtype.itemsize

@@ -1,0 +1,88 @@
+"""The table of rules as a whole: every entry is exercised, and none is dead."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from costs_support import meta_sweep, sweep
+from test_costs_by_hand import BY_HAND
+from test_costs_cases import ALL, call_of_case
+from torch._ops import OpOverload, OpOverloadPacket
+
+from flopmeter.costs import RULES
+from flopmeter.costs.optimizer import FOREACH
+from flopmeter.costs.pointwise import PER_ELEMENT
+from flopmeter.costs.rules import rule
+from flopmeter.trace import _handling
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+aten = torch.ops.aten
+FOREACH_DATABASES = (
+    "foreach_unary_op_db", "foreach_binary_op_db", "foreach_pointwise_op_db", "foreach_reduce_op_db", "foreach_other_op_db",
+)  # fmt: skip
+
+# The fused attention ops, which test_costs_attention.py prices one by one.
+ATTENTION = [
+    f"_scaled_dot_product_{kind}{suffix}"
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable")
+    for suffix in ("", "_backward")
+] + [f"_{kind}_attention_{way}" for kind in ("flash", "efficient") for way in ("forward", "backward")]  # fmt: skip
+
+# What no test reaches: overloads of a rule that others exercise, on ops that only one backend or build has.
+NOT_REACHED = set()
+
+
+@functools.cache
+def reached() -> frozenset[object]:
+    calls = [call_of_case(name) for name in ALL] + [call for call, _, _ in BY_HAND.values()]
+    sweeps = (
+        meta_sweep(),
+        sweep("meta", torch.int64, samples=1),
+        sweep("cpu", torch.float32, samples=1),
+        sweep("meta", torch.float32, samples=1, databases=FOREACH_DATABASES),
+    )
+    calls += [call for swept in sweeps for samples in swept for call in samples.calls]
+    keys = {key for call in calls for key in (call.func, call.func.overloadpacket)}
+    return frozenset(keys | {getattr(aten, name) for name in ATTENTION})
+
+
+def functional_form(key: OpOverload | OpOverloadPacket) -> object:
+    name = key.__name__
+    return getattr(aten, name[:-1], None) if name.endswith("_") else None
+
+
+def test_every_rule_is_exercised_by_the_cases_or_the_sweep():
+    missing = {str(key) for key in RULES if key not in reached() and functional_form(key) not in reached()}
+    assert missing == NOT_REACHED
+
+
+def test_an_in_place_op_has_the_rule_of_its_functional_form():
+    """So that exercising one exercises both. (zero_ and random draws have none.)"""
+    for key, its_rule in RULES.items():
+        functional = functional_form(key)
+        if functional in RULES and functional in reached():
+            assert RULES[functional] is its_rule, key
+            for table in (PER_ELEMENT, FOREACH):
+                assert table.get(functional) == table.get(key), key
+
+
+def test_no_rule_is_for_an_op_that_never_arrives():
+    """A composite op decomposes before the recorder sees it, under inference_mode too."""
+    dead = set()
+    for key in RULES:
+        overloads = [key] if isinstance(key, OpOverload) else [getattr(key, name) for name in key.overloads()]
+        if all(_handling(overload).is_composite for overload in overloads if "out" not in overload._overloadname):
+            dead.add(str(key))
+    assert dead <= {"aten._fused_rms_norm"}  # a kernel of its own on CUDA
+
+
+def test_every_foreach_op_has_a_rule():
+    names = [name for name in dir(aten) if name.startswith("_foreach_")]
+    assert [name for name in names if getattr(aten, name) not in RULES] == []
+
+
+def test_an_op_has_one_rule():
+    with pytest.raises(ValueError, match="has a rule already"):
+        rule(aten.mm)(lambda call: ())
