@@ -69,7 +69,7 @@ class Memory:
     def timeline(self) -> Mapping[Category, Sequence[int]]:
         """Bytes alive while op i ran, its outputs included; one entry more for what was left in the end."""
         return {
-            category: array("q", _alive((block for block in self.blocks if block.category == category), self.steps))
+            category: _compact(_alive((block for block in self.blocks if block.category == category), self.steps))
             for category in CATEGORIES
         }
 
@@ -169,6 +169,10 @@ def _alive(blocks: Iterable[tuple[Any, ...]], steps: int) -> list[int]:
     return list(accumulate(changes))
 
 
+def _compact(sizes: list[int]) -> Sequence[int]:
+    return array("q", sizes) if max(sizes) < 2**63 else sizes
+
+
 def _lives(trace: Trace, steps: int) -> Iterator[tuple[int, int, int, int | None]]:
     """Number, size, birth and death of the storages on the program's device, as after so many ops. One that
     is resized lives anew; its old memory is freed once the new one has the contents."""
@@ -214,14 +218,14 @@ class _Categories:
         return "temporaries"
 
     def _find_gradients(self, steps: int) -> set[int]:
-        """Storages that became the gradient of a leaf that was there before. (Checkpointing differentiates
-        with respect to leaves of its own, which are activations.)"""
-        gradients: set[int] = set()
+        """Storages that became the gradient of a leaf which was there before or came from nothing, as by
+        torch.empty. (Checkpointing differentiates with respect to leaves of its own, which are activations.)"""
+        ops, gradients = self._trace.ops, set[int]()
         for place, leaf in self._trace.accumulations:
             variable = self._trace.storages[leaf]
-            if place < steps and (variable.role == "parameters" or variable.born == BEFORE):
-                op = self._trace.ops[place]
-                gradients.update(op.storages[spec.storage] for spec in op.call.outputs)
+            is_given = variable.born == BEFORE or not ops[variable.born].call.inputs
+            if place < steps and (variable.role == "parameters" or is_given):
+                gradients.update(ops[place].storages[spec.storage] for spec in ops[place].call.outputs)
         return gradients
 
 

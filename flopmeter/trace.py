@@ -35,6 +35,7 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _Accumulation = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _RESIZING = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.resize)
+_FRESH = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)  # of what torch.tensor(...) just made
 _HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
 
 
@@ -100,7 +101,7 @@ class _Handling(NamedTuple):
     is_host: bool  # pass through unrecorded
     is_composite: bool  # arrives undecomposed under inference_mode
     shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
-    may_resize: bool  # gives a storage that it was passed another size
+    changes_storages: bool  # resizes one that it was passed, or was passed one that is new
 
 
 class _Seen:
@@ -252,8 +253,8 @@ class Recorder(TorchDispatchMode):
             trace.devices.update(dict.fromkeys(spec.device for spec in (*call.inputs, *call.outputs)))
             if self._on_new_call is not None:
                 self._on_new_call(call)
-        if handling.may_resize:
-            self._note_sizes(seen.tensors)
+        if handling.changes_storages:
+            self._note_changes(func, seen.tensors)
         phase, module = self._place()
         source = caller() if self._source else None
         trace.module_calls.append(self.modules.calls)
@@ -312,9 +313,11 @@ class Recorder(TorchDispatchMode):
         self._storages.pop(reference.address, None)
         self.trace.storages[reference.number].died = len(self.trace.ops)
 
-    def _note_sizes(self, tensors: list[Tensor]) -> None:
+    def _note_changes(self, func: OpOverload, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             number = self._number(tensor, BEFORE, [])
+            if func.overloadpacket in _FRESH:
+                self.trace.storages[number].born = len(self.trace.ops)
             nbytes = 0 if number == self._shared_number else tensor.untyped_storage().nbytes()
             if nbytes != self.trace.size(number):
                 self.trace.resizes.append(Resize(len(self.trace.ops), number, nbytes))
@@ -393,8 +396,8 @@ def _handling(func: Any) -> _Handling:
         _has_kernel(name, "CPU") or _has_kernel(name, "Meta")
     )
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-    resizes = any(argument.is_out for argument in func._schema.arguments) or func.overloadpacket in _RESIZING
-    return _Handling(False, is_composite, by_data, resizes)
+    has_out = any(argument.is_out for argument in func._schema.arguments)
+    return _Handling(False, is_composite, by_data, has_out or func.overloadpacket in (*_RESIZING, *_FRESH))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -248,6 +248,53 @@ def test_an_output_buffer_that_grows_counts_at_its_new_size():
     assert memory.peak_bytes == (1000 + 1000 + 10) * FLOAT
 
 
+def test_tensors_made_of_lists_are_not_there_before_they_are_made():
+    def program():
+        for _ in range(5):
+            torch.tensor([1.0] * 1000).sum()
+
+    assert memory_when(program).peak_bytes == 1000 * FLOAT + FLOAT
+
+
+def test_the_gradient_of_a_leaf_made_in_the_context_is_a_gradient():
+    def program():
+        x = torch.empty(1000, device="meta", requires_grad=True)
+        (x * 2).sum().backward()
+
+    assert max(memory_when(program).timeline["gradients"]) == 1000 * FLOAT
+
+
+def test_sizes_beyond_64_bits_add_up():
+    def program():
+        x = torch.empty(2**62, dtype=torch.uint8, device="meta")
+        y = x + 1
+        return x, y, y + 1
+
+    memory = memory_when(program)
+    assert memory.peak_bytes == max(memory.timeline["temporaries"]) == 3 * 2**62
+    assert not memory.fits(load_hardware("b300-sxm-288gb"), allocator=True)
+
+
+def test_the_closure_of_an_optimizer_has_gradients_and_the_optimizer_its_history():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.ones(8, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=5)
+
+    def loss():
+        optimizer.zero_grad()
+        value = model(x).square().mean()
+        value.backward()
+        return value
+
+    memory = memory_when(lambda: optimizer.step(loss))
+    parameters = state_bytes(model.parameters())
+    assert max(memory.timeline["gradients"]) >= parameters
+    (state,) = optimizer.state.values()
+    kept = [state["d"], state["prev_flat_grad"], *state["old_dirs"], *state["old_stps"]]
+    assert len(kept) > 2
+    # The rest are numbers: the step's length, products of the directions.
+    assert memory.timeline["optimizer state"][-1] == pytest.approx(state_bytes(kept), abs=100)
+
+
 def test_a_wrapped_parameter_counts_as_what_it_wraps():
     layer = nn.Linear(10, 10, bias=False)
     layer.weight = nn.Parameter(TwoTensor(torch.empty(10, 10), torch.empty(10, 10)))
