@@ -148,7 +148,7 @@ class Reread(NamedTuple):
 
 
 # How a kernel walks its memory, where the op class does not say it.
-Access = Literal["stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"]
+Access = Literal["stream", "broadcast", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"]
 AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
 
 

@@ -38,17 +38,17 @@ def product_cost(shape, dtype="fp16", **more):
     batch, m, n, k = shape
     macs = batch * m * n * k
     item = ITEM_BYTES[dtype]
-    fields = dict(
-        name="bmm",
-        op_class=CONTRACTION,
-        flops_by_class=((CONTRACTION, 2 * macs),),
-        bytes_read=item * batch * (m * k + k * n),
-        bytes_written=item * batch * m * n,
-        dtype=dtype,
-        macs=macs,
-        matmuls=(Matmul(*shape),),
-        tf32_switch="matmul",
-    )
+    fields = {
+        "name": "bmm",
+        "op_class": CONTRACTION,
+        "flops_by_class": ((CONTRACTION, 2 * macs),),
+        "bytes_read": item * batch * (m * k + k * n),
+        "bytes_written": item * batch * m * n,
+        "dtype": dtype,
+        "macs": macs,
+        "matmuls": (Matmul(*shape),),
+        "tf32_switch": "matmul",
+    }
     return Cost(**(fields | more))
 
 
@@ -72,9 +72,10 @@ def convolutions(draw):
     images, taps, steps = draw(st.integers(1, 64)), draw(st.sampled_from((1, 3, 7))), draw(st.booleans())
     shape = Convolution(channels, (taps, taps), (positions, positions), steps)
     implicit = (groups, images * positions**2, draw(st.integers(1, 600)), channels * taps**2)
-    nbytes = dict(
-        bytes_read=images * channels * groups * positions**2, bytes_written=implicit[1] * implicit[2] * groups
-    )
+    nbytes = {
+        "bytes_read": images * channels * groups * positions**2,
+        "bytes_written": implicit[1] * implicit[2] * groups,
+    }
     return product_cost(implicit, draw(dtypes), convolution=shape, tf32_switch="cudnn", **nbytes)
 
 

@@ -120,7 +120,7 @@ def convolution(call: Call) -> tuple[Cost, ...]:
     bias = call.inputs[2] if len(call.inputs) > 2 else None
     if bias is None:
         return (main,)
-    return (main, make_cost(call, ELEMENTWISE, out.numel, read=(out, bias), written=(out,)))
+    return (main, make_cost(call, ELEMENTWISE, out.numel, read=(out, bias), written=(out,), access="broadcast"))
 
 
 @rule(aten.cudnn_convolution_relu, aten.cudnn_convolution_add_relu)

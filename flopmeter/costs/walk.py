@@ -59,9 +59,17 @@ def walk(call: Call) -> dict[str, Any]:
     elif packet in _LOOP_OVER_PLANES:
         images, channels, *_ = call.inputs[0].shape
         facts["serial_steps"] = images * channels if call.inputs[0].stride[1] != 1 else 0
+    elif torch.Tag.pointwise in call.func.tags and _broadcasts(call):
+        facts["access"] = "broadcast"
     if any(tag in call.func.tags for tag in _ASKS_FOR_DATA) and _shape_depends_on_data(call):
         facts["blocks_host"] = True
     return facts
+
+
+def _broadcasts(call: Call) -> bool:
+    """Whether an operand is repeated along a dimension (a single number does not count: it stays in a register)."""
+    elements = call.outputs[0].numel if call.outputs else call.inputs[0].numel
+    return any(1 < spec.distinct_elements < elements for spec in call.inputs)
 
 
 def _copy(call: Call) -> dict[str, Any]:

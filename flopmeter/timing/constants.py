@@ -94,6 +94,7 @@ LEGACY_MMA_SHARE = 0.63
 # Share of the streaming bandwidth by the way in which a kernel walks its memory.
 ACCESS_SHARE: Mapping[Access, float] = {
     "stream": 1.0,
+    "broadcast": 0.9,  # an operand is repeated: index arithmetic, no vector loads (biases in arXiv 2007.00072, A.1)
     "strided": 0.6,  # copies between layouts: one side is not contiguous [timm]
     "window": 0.45,  # pooling: windows overlap [timm]
     "gather": 0.7,  # rows by index

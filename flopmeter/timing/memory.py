@@ -48,7 +48,7 @@ def share_of_stream(cost: Cost) -> float:
     """The share of the streaming bandwidth that the kernel's access pattern reaches."""
     access = cost.access or _ACCESS_OF_CLASS.get(cost.op_class, "stream")
     share = constants.ACCESS_SHARE[access]
-    return share * constants.NARROW_SHARE if access == "stream" and _is_narrow(cost) else share
+    return share * constants.NARROW_SHARE if access in ("stream", "broadcast") and _is_narrow(cost) else share
 
 
 def _is_narrow(cost: Cost) -> bool:
