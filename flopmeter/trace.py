@@ -164,6 +164,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._undo.close()
         self._steps.clear()
+        self._storages.clear()  # what is freed from now on outlived the trace
 
     def _enter_step(self, *_: Any) -> None:
         self._steps.append(_graph_task())

@@ -360,3 +360,10 @@ def test_ops_and_their_backward_belong_to_the_compiled_region_that_ran_them():
     backward = {op.call.name: op.region for op in recorder.trace.ops if op.phase == "backward"}
     assert (backward["neg"], backward["sin"]) == (1, 1)  # cos' is -sin
     assert (backward["expand"], backward["cos"]) == (None, None)  # of sum; sin' is cos
+
+
+def test_what_is_freed_after_the_context_outlived_the_trace():
+    with Recorder() as recorder:
+        x = torch.empty(4, device="meta")
+    del x
+    assert recorder.trace.storages[0].died is None
