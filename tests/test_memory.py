@@ -117,6 +117,20 @@ def test_a_training_step_is_split_into_its_parts():
     assert memory.timeline["optimizer state"][-1] == first + second
 
 
+def test_what_is_freed_right_before_the_backward_pass_was_not_saved_for_it():
+    x, gradient = torch.empty(1000, device="meta", requires_grad=True), torch.empty(1000, device="meta")
+
+    def program():
+        y = x.exp()  # saved: the gradient is its product with the output's
+        z = y + 1
+        del z
+        y.backward(gradient)
+
+    timeline = memory_when(program).timeline
+    assert max(timeline["activations"]) == 4000
+    assert timeline["temporaries"][1] == 4000
+
+
 def test_inference_saves_nothing_for_backward():
     with torch.device("meta"):
         model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)]), torch.empty(100, 8)
@@ -543,6 +557,15 @@ def test_requests_are_served_from_segments_of_2_and_20_mib_and_of_their_own(requ
     allocator = CachingAllocator()
     allocator.allocate(request_bytes)
     assert allocator.reserved_bytes == segment_bytes
+
+
+def test_allocated_bytes_are_whole_blocks_of_512_bytes():
+    kept = []
+
+    def program():
+        kept.extend(torch.empty(nbytes, dtype=torch.uint8, device="meta") for nbytes in (0, 1, 512, 513))
+
+    assert memory_when(program).allocated_bytes == 0 + 512 + 512 + 1024
 
 
 def test_small_requests_share_a_segment_and_large_ones_do_not_use_it():
