@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from flopmeter.as_cuda import CudaTarget
 from flopmeter.document import Column, Document, Table, figure, percent
 from flopmeter.hardware import Hardware, HardwareError, load_hardware
-from flopmeter.meter import FlopMeter, Mode
+from flopmeter.memory import usable_bytes
+from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Regime
 from flopmeter.render import headline
 from flopmeter.report import Report
@@ -34,14 +37,14 @@ class DeviceRow:
     regime: Regime
     busy_share: float  # of `seconds`, the device computing
     idle_share: float  # of `seconds`, the device waiting for the host
-    peak_memory_bytes: int
-    memory_bytes: int | None  # None: a CPU, whose memory is as large as its owner bought
+    peak_memory_bytes: int  # of the program, repeated
+    usable_memory_bytes: int | None  # that tensors can have; None: unknown, as of a CPU
     dollars_per_hour: float | None
     what_if: WhatIf
 
     @property
     def fits(self) -> bool | None:
-        return None if self.memory_bytes is None else self.peak_memory_bytes <= self.memory_bytes
+        return None if self.usable_memory_bytes is None else self.peak_memory_bytes <= self.usable_memory_bytes
 
     @property
     def dollars_per_step(self) -> float | None:
@@ -57,7 +60,7 @@ class DeviceRow:
         """Flat, in plain types and SI units."""
         names = (
             "hardware", "seconds", "seconds_low", "seconds_high", "items_per_s", "mfu", "regime", "busy_share",
-            "idle_share", "peak_memory_bytes", "memory_bytes", "fits", "dollars_per_hour", "dollars_per_step",
+            "idle_share", "peak_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_hour", "dollars_per_step",
             "dollars_per_million_items",
         )  # fmt: skip
         boundary = self.what_if.boundary
@@ -88,6 +91,10 @@ class Comparison:
     def __str__(self) -> str:
         return self.render()
 
+    def with_note(self, note: str) -> Comparison:
+        """The same with a line more under the tables; an empty one adds none."""
+        return replace(self, notes=(*self.notes, note)) if note else self
+
     def _document(self) -> Document:
         records = [row.as_dict() for row in self.rows]
         return Document(
@@ -111,7 +118,7 @@ class Comparison:
             (Column("busy %"), lambda row: percent(row.busy_share)),
             (Column("idle %"), lambda row: percent(row.idle_share)),
             (Column("peak GB"), lambda row: figure(row.peak_memory_bytes / 1e9)),
-            (Column("of GB"), lambda row: figure(row.memory_bytes and row.memory_bytes / 1e9)),
+            (Column("of GB"), lambda row: figure(row.usable_memory_bytes and row.usable_memory_bytes / 1e9)),
             (Column("fits", "<"), lambda row: {True: "yes", False: "NO", None: "–"}[row.fits]),
             (Column("$/hour"), lambda row: figure(row.dollars_per_hour)),
             (Column("$/M steps"), lambda row: figure(_million(row.dollars_per_step))),
@@ -135,13 +142,13 @@ def compare(
 ) -> Comparison:
     """What running `fn` costs on each device.
 
-    fn: runs the program once, on meta tensors. It is called once for each compute capability among the devices,
-        since PyTorch picks other kernels on another one, so it must be repeatable.
+    fn: runs the program once, on meta tensors. It is called again for a device on which PyTorch would run other ops,
+        so it must be repeatable.
     hardware: names, paths of YAML profiles or Hardware records.
     items: how many items (tokens, images) one run works on, for throughput and price; `unit` names them.
     prices: dollars per hour, by the name of the device. Devices without a price have no cost.
     sort: 'seconds', or 'cost' (per step; devices without a price come last).
-    progress: wraps the list of traces to run, as `tqdm` does.
+    progress: wraps the list of devices, as `tqdm` does.
     meter_options: of FlopMeter.
 
     A device that lacks a data type of the program is listed in `unable`. Raises HardwareError for an unknown device
@@ -155,33 +162,43 @@ def compare(
     if not devices:
         raise ValueError("compare needs at least one device: see available_hardware()")
     dollars = _prices(prices or {}, devices)
+    meters: list[FlopMeter] = []  # one for each op stream among the devices
     rows, unable, titles, notes = [], {}, [], []
-    for group in progress(_same_stream(devices)):
-        meter = FlopMeter(group[0], **meter_options)
-        with meter:
-            fn()
-        for device in group:
-            try:
-                report = meter.report(hardware=device, mode=mode)
-            except HardwareError as error:
-                unable[device.name] = str(error)
-                continue
-            if not report.kernels:
-                raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
-            rows.append(_row(report, items, dollars.get(device.name), what_if(report, meter_options.get("host"))))
-            titles.append(headline(report).replace(f" · {device.title}", ""))
-            notes += [note for note in (*report.notes, _uncounted(report)) if note]
+    for device in progress(devices):
+        try:
+            report = _report(fn, device, mode, meters, meter_options)
+        except HardwareError as error:
+            unable[device.name] = str(error)
+            continue
+        if not report.kernels:
+            raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
+        rows.append(_row(report, items, dollars.get(device.name), what_if(report, meter_options.get("host"))))
+        titles.append(headline(report).replace(f" · {device.title}", ""))
+        notes += _notes(report)
+        if device.compute_capability is None and meter_options.get("as_cuda", True):
+            notes += CudaTarget.stand_in(device.title).notes
     rows.sort(key=(lambda row: row.seconds) if sort == "seconds" else _by_cost)
     title = titles[0] if titles else "no device of the list can run this program"
     return Comparison(title, tuple(rows), unable, unit, tuple(dict.fromkeys(notes)))
 
 
-def _same_stream(devices: Iterable[Hardware]) -> list[list[Hardware]]:
-    """The devices in groups that PyTorch dispatches the same ops on."""
-    groups: dict[tuple[int, int] | None, list[Hardware]] = {}
-    for device in devices:
-        groups.setdefault(device.compute_capability, []).append(device)
-    return list(groups.values())
+def _report(
+    fn: Callable[[], object], device: Hardware, mode: Mode, meters: list[FlopMeter], options: Mapping[str, Any]
+) -> Report:
+    """From the meter of a device that runs the same ops where there is one, else from a new one."""
+    for meter in meters:
+        with contextlib.suppress(StreamError):
+            return meter.report(hardware=device, mode=mode)
+    meter = FlopMeter(device, **options)
+    with meter:
+        fn()
+    meters.append(meter)
+    return meter.report(mode=mode)
+
+
+def usable_memory_bytes(device: Hardware) -> int | None:
+    """What tensors can have of the device's memory; None where its size is unknown."""
+    return None if device.memory_bytes is None else usable_bytes(device)
 
 
 def _row(report: Report, items: float | None, dollars_per_hour: float | None, changes: WhatIf) -> DeviceRow:
@@ -195,8 +212,8 @@ def _row(report: Report, items: float | None, dollars_per_hour: float | None, ch
         regime=report.regime,
         busy_share=report.kernel_seconds / report.seconds,
         idle_share=report.idle_seconds / report.seconds,
-        peak_memory_bytes=report.peak_memory_bytes,
-        memory_bytes=report.hardware.memory_bytes,
+        peak_memory_bytes=report.memory.steady_peak_bytes,
+        usable_memory_bytes=usable_memory_bytes(report.hardware),
         dollars_per_hour=dollars_per_hour,
         what_if=changes,
     )
@@ -222,9 +239,12 @@ def _million(value: float | None) -> float | None:
     return None if value is None else 1e6 * value
 
 
-def _uncounted(report: Report) -> str:
-    names = ", ".join(f"{row.name} ({row.calls})" for row in report.uncounted)
-    return f"uncounted: {names}" if names else ""
+def _notes(report: Report) -> Iterator[str]:
+    yield from report.notes
+    if report.uncounted:
+        yield f"uncounted: {', '.join(f'{row.name} ({row.calls})' for row in report.uncounted)}"
+    if report.assumptions:
+        yield f"assumed: {'; '.join(report.assumptions)}"
 
 
 def _what_would_help(rows: Iterable[DeviceRow]) -> Table:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from flopmeter.compare import AnyHardware
+from flopmeter.compare import AnyHardware, usable_memory_bytes
 from flopmeter.document import Column, Document, Table, figure, percent
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.records import Regime
@@ -39,12 +39,12 @@ class Point:
     busy_seconds: float
     host_seconds: float
     idle_share: float  # of `seconds`, the device waiting for the host
-    peak_memory_bytes: int
-    memory_bytes: int | None  # None: a CPU, whose memory is as large as its owner bought
+    peak_memory_bytes: int  # of the program, repeated
+    usable_memory_bytes: int | None  # that tensors can have; None: unknown, as of a CPU
 
     @property
     def fits(self) -> bool | None:
-        return None if self.memory_bytes is None else self.peak_memory_bytes <= self.memory_bytes
+        return None if self.usable_memory_bytes is None else self.peak_memory_bytes <= self.usable_memory_bytes
 
     @property
     def intensity(self) -> float:
@@ -55,7 +55,7 @@ class Point:
         """Flat, in plain types and SI units."""
         names = (
             "size", "seconds", "items_per_s", "regime", "mfu", "flops", "bytes", "intensity", "busy_seconds",
-            "host_seconds", "idle_share", "peak_memory_bytes", "memory_bytes", "fits",
+            "host_seconds", "idle_share", "peak_memory_bytes", "usable_memory_bytes", "fits",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -204,8 +204,8 @@ def _point(size: int, items: float, report: Report) -> Point:
         busy_seconds=report.kernel_seconds,
         host_seconds=report.launch_seconds,
         idle_share=report.idle_seconds / report.seconds,
-        peak_memory_bytes=report.peak_memory_bytes,
-        memory_bytes=report.hardware.memory_bytes,
+        peak_memory_bytes=report.memory.steady_peak_bytes,
+        usable_memory_bytes=usable_memory_bytes(report.hardware),
     )
 
 

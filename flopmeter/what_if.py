@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flopmeter.hardware import Hardware
+from flopmeter.modes import Launches
 from flopmeter.records import Regime
 from flopmeter.report import Report
 from flopmeter.timing import Host, host_seconds, time_kernels
@@ -71,8 +72,8 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
     """The same kernels with `times` as much of what bounds a run of that regime."""
     host = host or Host()
     if regime == "overhead":
-        return _priced(report, report.hardware, _faster(host, times))
-    return _priced(report, _with_more(report.hardware, regime, times), host)
+        return _priced(report, report.hardware, _faster(host, times), _called_faster(report.launches, times))
+    return _priced(report, _with_more(report.hardware, regime, times), host, report.launches)
 
 
 def _with_more(hardware: Hardware, regime: Regime, times: float) -> Hardware:
@@ -89,10 +90,21 @@ def _faster(host: Host, times: float) -> Host:
     return dataclasses.replace(host, **costs)
 
 
-def _priced(report: Report, hardware: Hardware, host: Host) -> Report:
+def _called_faster(launches: Launches, times: float) -> Launches:
+    """The host's part of calling compiled code and graphs, which no Host holds."""
+    mode = launches.mode
+    return launches._replace(
+        mode=mode._replace(
+            graph_call_seconds=mode.graph_call_seconds / times, launch_seconds=mode.launch_seconds / times
+        )
+    )
+
+
+def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) -> Report:
     return dataclasses.replace(
         report,
         hardware=hardware,
-        timings=time_kernels(report.launches, hardware, report.switches, host),
-        host_seconds=host_seconds(report.launches, host),
+        launches=launches,
+        timings=time_kernels(launches, hardware, report.switches, host),
+        host_seconds=host_seconds(launches, host),
     )

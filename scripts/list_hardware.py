@@ -4,27 +4,16 @@
     python scripts/list_hardware.py t4 h100-sxm5-80gb        these, in full
     python scripts/list_hardware.py my_gpu.yaml              a profile of your own: checks it, too
 
-Exit code 0, or 2 for a name or file that is no profile.
+The same as `flopmeter hardware`. Exit code 0, or 2 for a name or file that is no profile.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-from tabulate import tabulate
-
-from flopmeter.hardware import MATRIX_DTYPES, Hardware, HardwareError, available_hardware, load_hardware
-from flopmeter.validated import plain
-
-SHOWN_DTYPES = [dtype for dtype in MATRIX_DTYPES if dtype not in ("fp6", "int4")]
-LEGEND = (
-    "Dense TFLOP/s of matrix products by input type (int8: TOP/s), on the matrix unit or else the vector units;\n"
-    "~ is an emulated type, at the rate that torch reaches. Ridge: FLOP/B in bf16, or else fp16, fp32. `?`: how many\n"
-    "figures were not found in a source; name a profile to see which."
-)
+from flopmeter.hardware import HardwareError
+from flopmeter.hardware_table import hardware_table
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,82 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a name, an alias or a YAML file")
-    names = parser.parse_args(arguments).names
     try:
-        if names:
-            print("\n\n".join(in_full(load_hardware(name)) for name in names))
-        else:
-            print(overview([load_hardware(name) for name in available_hardware()]))
+        print(hardware_table(parser.parse_args(arguments).names))
     except HardwareError as error:
         print(f"list_hardware: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def overview(devices: list[Hardware]) -> str:
-    headers = ["name", "year", *SHOWN_DTYPES, "GB", "GB/s", "W", "ridge", "?"]
-    rows = [
-        [
-            device.name,
-            device.year,
-            *(rate(device, dtype) for dtype in SHOWN_DTYPES),
-            figure(device.memory_gb),
-            figure(device.memory_bandwidth_gb_per_s),
-            figure(device.tdp_w),
-            figure(round(device.ridge_point(ridge_dtype(device)))),
-            len(device.unverified) or "",
-        ]
-        for device in devices
-    ]
-    align = ("left", *["right"] * (len(headers) - 1))
-    return f"{tabulate(rows, headers, disable_numparse=True, colalign=align)}\n\n{LEGEND}"
-
-
-def rate(device: Hardware, dtype: str) -> str:
-    """TFLOP/s of a matrix product, empty where there is none."""
-    if dtype == "tf32" and dtype not in device.matrix_tflop_per_s:
-        return ""  # the profile would answer with fp32, as torch does
-    try:
-        peak = device.contraction_peak(dtype)
-    except HardwareError:
-        return ""
-    return ("~" if peak.unit == "emulated" else "") + figure(peak.flop_per_s / 1e12)
-
-
-def ridge_dtype(device: Hardware) -> str:
-    return next((dtype for dtype in ("bf16", "fp16") if dtype in device.matrix_tflop_per_s), "fp32")
-
-
-def figure(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
-
-
-def in_full(device: Hardware) -> str:
-    """Every field of a profile, one line each, with a mark at what is unverified."""
-    rows = [
-        (path, figure(value) if isinstance(value, float) else value, "unverified" * is_unverified(device, path))
-        for path, value in flat(plain(device))
-        if not path.startswith("unverified")
-    ]
-    return tabulate(rows, tablefmt="plain", disable_numparse=True, maxcolwidths=[None, 72, None])
-
-
-def is_unverified(device: Hardware, path: str) -> bool:
-    return any(path == known or path.startswith(f"{known}.") for known in device.unverified)
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested mappings, with their dotted path; lists on one line."""
-    if isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from flat(below, f"{path}.{key}" if path else key)
-    elif isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-        for index, below in enumerate(value):
-            yield from flat(below, f"{path}[{index}]")
-    else:
-        yield path, ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

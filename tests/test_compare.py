@@ -74,6 +74,13 @@ def test_the_verdict_turns_where_the_boundary_says_and_not_before():
     assert improved(report, "compute", boundary.times).regime == "memory"
 
 
+def test_a_faster_host_calls_a_graph_faster_too():
+    """A graph replay is one host call, in no Host's figures."""
+    (row,) = compare(small_ops, [A100], "cudagraph").rows
+    assert row.regime == "overhead"
+    assert row.what_if.speedup["overhead"] > 1.5
+
+
 def test_the_host_of_the_meter_is_the_one_that_gets_faster():
     slow = Host(launch_seconds=1e-3)
     row = compare(small_ops, [A100], host=slow).rows[0]
@@ -87,13 +94,22 @@ def test_each_row_agrees_with_a_meter_of_its_own():
         with FlopMeter(row.hardware) as meter:
             products()
         assert row.seconds == meter.report().seconds
-        assert row.peak_memory_bytes == meter.report().peak_memory_bytes
+        assert row.peak_memory_bytes == meter.report().memory.steady_peak_bytes
 
 
-def test_the_program_runs_once_for_each_compute_capability():
+def test_the_program_runs_again_only_where_a_device_would_run_other_ops():
+    """A product is the same op everywhere; fused attention is another kernel on compute capability 7.0."""
+
+    def attention():
+        q = half(2, 8, 512, 64)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
     runs = []
-    compare(lambda: runs.append(products()), [A100, "a100-sxm4-40gb", "a30", H100])
-    assert len(runs) == 2
+    devices = [A100, "a100-sxm4-40gb", "v100-sxm2-16gb", "v100-pcie-16gb"]
+    compare(lambda: runs.append(products()), devices)
+    assert len(runs) == 1
+    compare(lambda: runs.append(attention()), devices)
+    assert len(runs) == 1 + 2
 
 
 def test_the_fastest_device_comes_first():
@@ -141,6 +157,11 @@ def test_a_device_without_the_data_type_is_left_out_and_says_why():
     assert [row.hardware for row in comparison.rows] == [H100]
     assert "fp8" in comparison.unable["v100-sxm2-16gb"]
     assert "fp8" in str(comparison)
+
+
+def test_the_stream_assumed_of_a_device_that_is_not_nvidias_is_noted():
+    assert "MI300X is not an NVIDIA device" in str(compare(products, [A100, "mi300x"]))
+    assert "NVIDIA device" not in str(compare(products, [A100, "mi300x"], as_cuda=False))
 
 
 def test_unknown_devices_orders_items_prices_and_formats_are_refused():

@@ -1,0 +1,153 @@
+"""How one op is counted: its rule, the source of the rule, and the rule at work on an example."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload, OpOverloadPacket
+
+from flopmeter.costs import RULES, find_rule
+from flopmeter.costs.traffic import is_view
+from flopmeter.meter import FlopMeter
+from flopmeter.records import Call, Cost
+
+# Arguments for ops whose schema does not tell what shapes go together; the others are tried with SHAPES.
+_EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "convolution": lambda: (_half(8, 64, 56, 56), _half(64, 64, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    "native_layer_norm": lambda: (_half(512, 1024), [1024], _half(1024), _half(1024), 1e-5),
+    "embedding": lambda: (_half(32000, 1024), torch.empty(8, 128, dtype=torch.long, device="meta")),
+    "_scaled_dot_product_flash_attention": lambda: (*(_half(8, 16, 512, 64) for _ in range(3)), 0.0, True),
+    "_scaled_dot_product_efficient_attention": lambda: (*(_half(8, 16, 512, 64) for _ in range(3)), None, True),
+    "_softmax": lambda: (_half(512, 512), -1, False),
+    "cat": lambda: ([_half(256, 256), _half(256, 256)],),
+    "index_select": lambda: (_half(32000, 1024), 0, torch.empty(128, dtype=torch.long, device="meta")),
+}
+SHAPES = ((256, 256), (8, 256, 256), (256,), (8, 16, 32, 32))
+
+
+class UnknownOpError(ValueError):
+    """A name that is no op of torch's."""
+
+
+def explain(name: str) -> str:
+    """What flopmeter knows of an op, as text. `name` is 'addmm', 'aten::addmm' or 'aten.addmm.default'.
+
+    Raises UnknownOpError for a name that torch has no op for, with the nearest names.
+    """
+    overload = _overload(name)
+    example = _example(overload)
+    parts = [str(overload._schema), _how(overload, example)]
+    if example is None:
+        parts.append("(no example: flopmeter does not know arguments that go together)")
+    else:
+        parts.append("\n".join(("example", *_lines(example))))
+    return "\n\n".join(parts)
+
+
+def _overload(name: str) -> OpOverload:
+    namespace, _, rest = name.replace("::", ".").rpartition("aten.")
+    packet_name, _, overload_name = rest.partition(".")
+    packet = getattr(torch.ops.aten, packet_name, None) if not namespace and packet_name.isidentifier() else None
+    if not isinstance(packet, OpOverloadPacket):
+        known = {str(op).removeprefix("aten.").split(".")[0] for op in RULES}
+        near = difflib.get_close_matches(packet_name, known, n=4, cutoff=0.5)
+        raise UnknownOpError(f"torch has no op {name!r}; near to it: {', '.join(near) or 'nothing with a rule'}")
+    overloads = packet.overloads()
+    if overload_name and overload_name not in overloads:
+        raise UnknownOpError(f"{packet} has no overload {overload_name!r}; it has: {', '.join(overloads)}")
+    usual = next((usual for usual in ("default", "Tensor") if usual in overloads), overloads[0])
+    found: OpOverload = getattr(packet, overload_name or usual)
+    return found
+
+
+def _how(overload: OpOverload, example: FlopMeter | None) -> str:
+    """The rule's own words and code, or which default stands in."""
+    calls = [op.call for op in example.trace.ops] if example else []
+    call = next((call for call in calls if call.func is overload), None)
+    if call is None and (calls or overload.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)):
+        return "a composite: PyTorch runs other ops for it, and those are counted"
+    rule = find_rule(call or Call(overload, (), {}, (), ()))
+    if rule is None:
+        return "no rule: reported as *uncounted*, with its bytes; add one with @rule (see flopmeter/costs/rules.py)"
+    if rule not in RULES.values():
+        if is_view(overload):
+            return "a view by its schema (it aliases its input): moves nothing, launches nothing, free"
+        return f"no rule of its own; the default of its kind, {_place(rule)}\n\n{_code(rule)}"
+    return f"{_place(rule)}\n\n{_code(rule)}"
+
+
+def _place(rule: Callable[..., Any]) -> str:
+    return f"rule {rule.__module__}.{getattr(rule, '__name__', '')}"
+
+
+def _code(rule: Callable[..., Any]) -> str:
+    """Docstring and formula: rules are a few lines, so their source is the clearest account of them."""
+    try:
+        return inspect.getsource(rule).rstrip()
+    except OSError:
+        return inspect.getdoc(rule) or ""
+
+
+def _example(overload: OpOverload) -> FlopMeter | None:
+    """What ran on the first arguments that the op accepts."""
+    for arguments in _candidates(overload):
+        meter = FlopMeter(as_cuda=False)
+        try:
+            with meter:
+                overload(*arguments)
+        except Exception:  # not these arguments, then
+            continue
+        if meter.trace.ops:
+            return meter
+    return None
+
+
+def _candidates(overload: OpOverload) -> Iterator[tuple[Any, ...]]:
+    known = _EXAMPLES.get(overload.overloadpacket.__name__)
+    if known is not None:
+        yield known()
+        return
+    needed = [argument for argument in overload._schema.arguments if not argument.has_default_value()]
+    for shape, number in product(SHAPES, (1, 0, 2, -1)):
+        yield tuple(_value(str(argument.type), shape, number) for argument in needed if not argument.kwarg_only)
+
+
+def _value(kind: str, shape: tuple[int, ...], number: int) -> Any:
+    """A plausible argument of that schema type."""
+    plain = {
+        "Tensor": _half(*shape), "List[Tensor]": [_half(*shape)] * 2, "bool": False, "float": 1.0, "int": number,
+        "number": number, "List[int]": [number],
+    }  # fmt: skip
+    return plain.get(kind)
+
+
+def _half(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
+
+def _lines(example: FlopMeter) -> Iterator[str]:
+    kernels = example.report().kernels
+    for op in example.trace.ops:
+        inputs = ", ".join(f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in op.call.inputs)
+        outputs = ", ".join(str(list(spec.shape)) for spec in op.call.outputs)
+        yield f"  {op.call.name}({inputs}) -> {outputs or 'nothing'}"
+        own = [kernel.cost for kernel in kernels if kernel.ops[0] is op]
+        for cost in own:
+            yield from _cost(cost)
+        if not own:
+            yield "    launches nothing"
+
+
+def _cost(cost: Cost) -> Iterator[str]:
+    flops = " + ".join(f"{count:,} {op_class}" for op_class, count in cost.flops_by_class)
+    macs = f" ({cost.macs:,} multiply-adds)" if cost.macs else ""
+    intensity = cost.flops / cost.bytes if cost.bytes else 0.0
+    yield f"    FLOP   {flops}{macs}, in {cost.dtype}"
+    yield f"    bytes  {cost.bytes_read:,} read, {cost.bytes_written:,} written; {intensity:.3g} FLOP/B"

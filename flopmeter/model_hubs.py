@@ -1,0 +1,155 @@
+"""Models of other packages, built on meta from their config: Hugging Face transformers and timm, where installed.
+
+Nothing is downloaded: weights are never needed, and a config is a file or the default of its type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DEFAULT_TOKENS = 512
+_LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # their loss takes token ids
+
+
+class TargetError(ValueError):
+    """A target that cannot be found, built or run; the message says what to do."""
+
+
+Built = tuple[nn.Module, dict[str, Any]]
+
+
+def huggingface(name: str) -> Callable[..., Built]:
+    """A builder of the model of a config: NAME is the path of a config.json, or a model type such as 'llama'.
+
+    The class is the one that the config names (`architectures`), else the base model of its type. Raises
+    TargetError where transformers is missing or the config is none that it knows.
+    """
+    transformers = _installed("transformers")
+    config = _config(transformers, name)
+
+    def build(batch: int = 1, seq: int | None = None, dtype: torch.dtype | None = None, train: bool = False) -> Built:
+        with torch.device("meta"):
+            model = _model_class(transformers, config)(config)
+        model.to("meta", dtype or _own_dtype(config))  # some parameters ignore the device context
+        inputs = _inputs(model, config, batch, seq, dtype or _own_dtype(config))
+        if train and type(model).__name__.endswith(_LABELLED):
+            inputs["labels"] = inputs["input_ids"].clone()
+        return model, inputs
+
+    return build
+
+
+def timm_model(name: str) -> Callable[..., tuple[nn.Module, Tensor]]:
+    """A builder of the timm model of that name. Raises TargetError where timm is missing or knows no such model."""
+    timm = _installed("timm")
+    if not timm.is_model(name):
+        raise TargetError(f"timm has no model named {name!r}; near to it: {_near(name, timm.list_models())}")
+
+    def build(
+        batch: int = 1, image_size: int | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[nn.Module, Tensor]:
+        size = {} if image_size is None else {"img_size": image_size}
+        with torch.device("meta"):
+            model = timm.create_model(name, pretrained=False, **size)
+        channels, height, width = model.default_cfg["input_size"]
+        if image_size is not None:
+            height = width = image_size
+        return model.to(dtype), torch.empty(batch, channels, height, width, dtype=dtype, device="meta")
+
+    return build
+
+
+def _installed(package: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        why = "is not installed" if missing else f"cannot be imported ({error})"
+        raise TargetError(f"{package} {why}: pip install {package}") from error
+
+
+def _near(name: str, known: Any) -> str:
+    return ", ".join(difflib.get_close_matches(name, list(known), n=3, cutoff=0.3)) or "nothing"
+
+
+def _config(transformers: Any, name: str) -> Any:
+    types = transformers.CONFIG_MAPPING
+    if not name.endswith(".json"):
+        if name not in types:
+            hint = "; for a model of the hub, save its config.json and give that" if "/" in name else ""
+            raise TargetError(
+                f"transformers knows no model type {name!r}; near to it: {_near(name, types.keys())}{hint}"
+            )
+        return types[name]()
+    try:
+        values = json.loads(Path(name).read_text(encoding="utf-8"))
+        model_type = values["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TargetError(f"{name} is no model config ({type(error).__name__}: {error})") from error
+    if model_type not in types:
+        raise TargetError(f"{name}: transformers knows no model type {model_type!r}; a newer version may")
+    return types[model_type].from_dict(values)
+
+
+def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
+    """The class of the first architecture that the config names, else the base model's."""
+    for architecture in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, architecture):
+            return getattr(transformers, architecture)._from_config  # type: ignore[no-any-return]
+    return transformers.AutoModel.from_config  # type: ignore[no-any-return]
+
+
+def _own_dtype(config: Any) -> torch.dtype:
+    own = getattr(config, "dtype", None)
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _inputs(model: Any, config: Any, batch: int, seq: int | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of forward. Token ids and masks are real, so that their values are known under the meter."""
+    text = config.get_text_config()
+    if model.main_input_name == "pixel_values":
+        if seq is not None:
+            raise TargetError(f"{type(model).__name__} takes images, no seq")
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        channels = getattr(vision, "num_channels", None) or 3
+        return {"pixel_values": torch.empty(batch, channels, height, width, dtype=dtype, device="meta")}
+    if model.main_input_name != "input_ids":
+        raise TargetError(
+            f"{type(model).__name__} takes {model.main_input_name}, which flopmeter does not make up: "
+            "write a function that returns (model, inputs) and give file.py:function"
+        )
+    ids = _token_ids(batch, _length(text, seq), text.vocab_size)
+    parameters = inspect.signature(model.forward).parameters
+    inputs = {"input_ids": ids}
+    if "attention_mask" in parameters:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    if config.is_encoder_decoder and "decoder_input_ids" in parameters:
+        inputs["decoder_input_ids"] = ids.clone()
+    return inputs
+
+
+def _length(text: Any, seq: int | None) -> int:
+    most = getattr(text, "max_position_embeddings", None)
+    most = most if isinstance(most, int) and most > 0 else None
+    if seq is None:
+        return min(DEFAULT_TOKENS, most or DEFAULT_TOKENS)
+    if most is not None and seq > most:
+        raise TargetError(f"seq {seq} is beyond the model's {most} positions (max_position_embeddings in its config)")
+    return seq
+
+
+def _token_ids(batch: int, length: int, vocabulary: int) -> Tensor:
+    """Rows of distinct small ids, beyond those that are padding or marks in most vocabularies."""
+    first = min(5, vocabulary - 1)
+    return (first + torch.arange(length) % max(1, min(1000, vocabulary - first))).repeat(batch, 1)

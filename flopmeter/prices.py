@@ -1,0 +1,68 @@
+"""What devices cost an hour. No price ships with flopmeter: they change weekly, so the user states them.
+
+date: 2026-11-21          # or any text; printed with the costs
+dollars_per_hour:
+  h100-sxm5-80gb: 2.50
+  a100-sxm4-80gb: 1.20
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flopmeter.hardware import HardwareError, load_hardware
+from flopmeter.validated import MAX_BYTES, expected, read_mapping
+
+
+class Prices(NamedTuple):
+    """Dollars per hour by device, and where they come from."""
+
+    dollars_per_hour: Mapping[str, float]
+    source: str  # for the footer; '' without prices
+
+
+def load_prices(entries: Iterable[str]) -> Prices:
+    """Prices from entries such as 'h100-sxm5-80gb=2.5' and paths of YAML files; a later entry goes before an earlier.
+
+    Raises HardwareError for an unknown device, an amount that is none, or a file that is no list of prices.
+    """
+    dollars: dict[str, float] = {}
+    sources = []
+    for entry in entries:
+        name, equals, amount = entry.rpartition("=")
+        if equals:
+            dollars[load_hardware(name).name] = _amount(name, amount)
+            sources.append(f"{name} ${amount}/h as given")
+        else:
+            listed, date = _from_file(entry)
+            dollars |= listed
+            sources.append(f"{entry} ({date})")
+    return Prices(dollars, f"prices: {', '.join(sources)}" if sources else "")
+
+
+def _from_file(path: str) -> tuple[dict[str, float], str]:
+    try:
+        with Path(path).open("rb") as opened:
+            content = read_mapping(opened.read(MAX_BYTES + 1))
+        unknown = content.keys() - {"date", "dollars_per_hour"}
+        listed = content.get("dollars_per_hour")
+        if unknown or "date" not in content or not isinstance(listed, dict) or not listed:
+            raise HardwareError("expected `date` and, under `dollars_per_hour`, a line `name: amount` for each device")
+        return {load_hardware(name).name: _amount(name, amount) for name, amount in listed.items()}, content["date"]
+    except OSError as error:
+        raise HardwareError(f"{path} is neither name=dollars_per_hour nor a file ({error.strerror})") from None
+    except HardwareError as error:
+        raise HardwareError(error.message, field=error.field, file=path) from None
+
+
+def _amount(name: str, value: Any) -> float:
+    try:
+        amount = float(value)
+    except (TypeError, ValueError):
+        amount = math.nan
+    if not (math.isfinite(amount) and amount >= 0):
+        raise expected(f"dollars per hour for {name}", value)
+    return amount

@@ -1,0 +1,254 @@
+"""What the command line runs: a name becomes a model and its inputs on meta, and those a program to meter.
+
+A target is one of
+    gpt2-124m               a model of `flopmeter.models.BUILTINS`
+    hf:CONFIG.json, hf:TYPE a Hugging Face model from its config, without weights and without network
+    timm:NAME               an image model of timm
+    package.module:function or path/to/file.py:function
+A function returns (model, inputs): a module or any callable, and a tensor, a tuple or a mapping of arguments. It is
+called with those of `batch`, `seq`, `image_size` and `dtype` that its signature names and the caller gave, and with
+`train` (whether it will be trained) where it names that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from flopmeter.costs import UncountedError
+from flopmeter.hardware import HardwareError
+from flopmeter.known_values import DataDependentError, on_meta
+from flopmeter.model_hubs import TargetError, huggingface, timm_model
+from flopmeter.models import BUILTINS, Trainable
+
+__all__ = ["DTYPES", "Program", "Programs", "Target", "TargetError", "load_target"]
+
+OPTIONS = ("batch", "seq", "image_size", "dtype")
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_SAY_IT_BETTER = (HardwareError, DataDependentError, UncountedError)  # than "the target raised ..." would
+
+
+class Program(NamedTuple):
+    """A run to meter: call `run` inside a FlopMeter, as often as needed."""
+
+    run: Callable[[], None]
+    items: int | None  # what one run works on; None where the inputs do not tell
+    unit: str  # of items: 'tokens', 'images' or 'samples'
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that builds a model and its inputs."""
+
+    name: str
+    builder: Callable[..., Any]
+    accepts: tuple[str, ...]  # those of OPTIONS that the builder takes
+    asks_train: bool = False  # the builder wants to know whether the model will be trained
+    folder: Path | None = None  # where its imports are looked up first
+
+    def program(self, *, train: bool = False, autocast: torch.dtype | None = None, **options: Any) -> Program:
+        """The program at these options (None: the target's default): a forward pass without autograd, or with
+        `train` forward, backward and an AdamW step in its steady state.
+
+        Raises TargetError for an option that the target does not take and for whatever goes wrong in it.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in given:
+            if name not in self.accepts:
+                takes = ", ".join(self.accepts) or "no options"
+                raise TargetError(f"{self.name} takes no {name}; it takes {takes}")
+        with _blaming(self.name), _imports_from(self.folder):
+            if self.asks_train:
+                given["train"] = train
+            model, arguments, keywords = _checked(self.name, self.builder(**given))
+            model, arguments, keywords = on_meta((model, arguments, keywords))
+            if isinstance(model, nn.Module):
+                model.train(train)
+        step = _TrainingStep(self.name, model) if train else None
+
+        def run() -> None:
+            casting = torch.autocast("cuda", autocast) if autocast else contextlib.nullcontext()
+            with _blaming(self.name):
+                if step is not None:
+                    step(casting, arguments, keywords)
+                else:
+                    with torch.no_grad(), casting:
+                        model(*arguments, **keywords)
+
+        return Program(run, *_items(tree_leaves((arguments, keywords))))
+
+
+class Programs:
+    """A target's programs by batch or by length: called with a size, runs the program of that size.
+
+    It may be called inside a meter: each program is built in a thread of its own, which no mode of PyTorch's watches.
+    """
+
+    def __init__(self, target: Target, over: str, **options: Any):
+        self._target, self._over, self._options = target, over, options
+        self._built: dict[int, Program] = {}
+
+    def __call__(self, size: int) -> None:
+        self.of(size).run()
+
+    def of(self, size: int) -> Program:
+        if size not in self._built:
+            with ThreadPoolExecutor(max_workers=1) as elsewhere:
+                options = {**self._options, self._over: size}
+                self._built[size] = elsewhere.submit(self._target.program, **options).result()
+        return self._built[size]
+
+
+def _items(leaves: list[Any]) -> tuple[int | None, str]:
+    """What the first input holds, by its shape: token ids [batch, length], states [batch, length, width] or images
+    [batch, channels, height, width]; else samples."""
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), None)
+    if first is None:
+        return None, "samples"
+    if first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point()):
+        return first.shape[0] * first.shape[1], "tokens"
+    return first.shape[0], "images" if first.ndim == 4 else "samples"
+
+
+@contextlib.contextmanager
+def _blaming(name: str) -> Iterator[None]:
+    """Whatever the target's own code raises becomes a TargetError that names it."""
+    try:
+        yield
+    except (TargetError, *_SAY_IT_BETTER):
+        raise
+    except Exception as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        text = " ".join(str(error).split()) or "without a message"
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        raise TargetError(f"{name} raised {type(error).__name__}: {text} ({place})") from error
+
+
+def load_target(name: str) -> Target:
+    """The target of that name. Raises TargetError where there is none, with the nearest names."""
+    scheme, _, rest = name.partition(":")
+    if scheme in ("hf", "timm") and rest:
+        with _blaming(name):
+            return _of_function(name, huggingface(rest) if scheme == "hf" else timm_model(rest))
+    if name in BUILTINS:
+        return _of_function(name, BUILTINS[name])
+    place, _, function = name.rpartition(":")
+    if place and function:
+        return _from_code(name, place, function)
+    near = difflib.get_close_matches(name, BUILTINS, n=3, cutoff=0.4) or list(BUILTINS)
+    raise TargetError(
+        f"no built-in model is named {name!r}; near to it: {', '.join(near)} "
+        "(or give module:function, file.py:function, hf:CONFIG.json, hf:TYPE or timm:NAME)"
+    )
+
+
+def _of_function(name: str, function: Callable[..., Any], folder: Path | None = None) -> Target:
+    parameters = inspect.signature(function).parameters
+    accepts = tuple(option for option in OPTIONS if option in parameters)
+    return Target(name, function, accepts, "train" in parameters, folder)
+
+
+def _from_code(name: str, place: str, attribute: str) -> Target:
+    """A function of a file, or of a module that is found from the working directory or installed."""
+    is_file = place.endswith(".py")
+    folder = Path(place).resolve().parent if is_file else Path.cwd()
+    if is_file and not Path(place).is_file():
+        raise TargetError(f"{name}: there is no file {place}")
+    with _imports_from(folder):
+        try:
+            module = _execute(Path(place)) if is_file else importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise TargetError(f"{name}: {error}") from error
+        except Exception as error:
+            raise TargetError(f"{name}: importing {place} raised {type(error).__name__}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise TargetError(f"{name}: {place} has no function {attribute}")
+    return _of_function(name, function, folder)
+
+
+def _execute(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None  # a .py file has both
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _imports_from(folder: Path | None) -> Iterator[None]:
+    """Look imports up in the folder first, as `python file.py` does."""
+    before = list(sys.path)
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _checked(name: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Model, positional and keyword arguments from what the function returned."""
+    if not isinstance(result, tuple) or len(result) != 2 or not callable(result[0]):
+        raise TargetError(f"{name} must return (model, inputs), not {type(result).__name__}")
+    model, inputs = result
+    if isinstance(inputs, Mapping):
+        return model, (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model, tuple(inputs), {}
+    return model, (inputs,), {}
+
+
+class _TrainingStep:
+    """Forward, backward, AdamW step; the optimizer's state is there from the start, as after the first step."""
+
+    def __init__(self, name: str, model: Callable[..., Any]):
+        trained = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
+        if not trained:
+            raise TargetError(f"{name} has no parameters to train: return an nn.Module that has, or run it untrained")
+        self._model: Any = model
+        self._optimizer = torch.optim.AdamW(trained)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def __call__(
+        self, casting: contextlib.AbstractContextManager[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        with casting:
+            if isinstance(self._model, Trainable):
+                outputs = [self._model.loss(*arguments, **keywords)]
+            else:
+                outputs = _to_differentiate(self._model(*arguments, **keywords))
+        # Part of a larger model is handed a gradient: its own output, at no kernel's cost.
+        torch.autograd.backward(outputs, [None if out.ndim == 0 else out.detach() for out in outputs])
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for leaf in tree_leaves((arguments, keywords)):
+            if isinstance(leaf, Tensor):
+                leaf.grad = None
+
+
+def _to_differentiate(output: Any) -> list[Tensor]:
+    """The loss where the output has one, else every tensor that depends on parameters."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return [loss]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,0 +1,342 @@
+"""The `flopmeter` command: each subcommand in process, exit codes, and errors as one line without a traceback."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import torch
+
+from flopmeter import FlopMeter
+from flopmeter.cli import main
+from flopmeter.meter import Mode
+from flopmeter.models import BUILTINS
+
+A100, H100, T4 = "a100-sxm4-80gb", "h100-sxm5-80gb", "t4"
+LAYER = ("encoder-layer", "--batch", "2", "--seq", "128")  # small, so that each command takes a moment
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command; returns its exit code, output and errors."""
+
+    def run(*arguments):
+        code = main(arguments)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return run
+
+
+def ok(result):
+    code, out, err = result
+    assert (code, err) == (0, "")
+    return out
+
+
+def refusal(result):
+    """The one line of an error, without the program's name."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.startswith("flopmeter: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def report():
+    model, inputs = BUILTINS["encoder-layer"](batch=2, seq=128)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        model.eval()(*inputs)
+    return meter.report()
+
+
+# --- table -------------------------------------------------------------------------------------------------------
+
+
+def test_table_prints_the_report_of_the_library(run, report):
+    assert ok(run("table", *LAYER, "--hardware", H100)) == str(report) + "\n"
+
+
+@pytest.mark.parametrize("format", ["markdown", "csv", "html"])
+def test_table_prints_every_format_of_the_library(run, report, format):
+    assert ok(run("table", *LAYER, "--hardware", H100, "--format", format)).rstrip() == report.render(format).rstrip()
+
+
+def test_table_writes_json_that_json_reads(run, report):
+    document = json.loads(ok(run("table", *LAYER, "--hardware", H100, "--format", "json")))
+    assert document["totals"]["flops"] == report.flops
+    assert document["hardware"] == H100
+
+
+@pytest.mark.parametrize("by", ["op", "module", "phase", "kernel"])
+def test_table_groups_by_what_is_asked_for(run, report, by):
+    rows = list(
+        csv.DictReader(io.StringIO(ok(run("table", *LAYER, "--hardware", H100, "--by", by, "--format", "csv"))))
+    )
+    assert [row["name"] for row in rows] == [row.name for row in report.rows(by)]
+    text = ok(run("table", *LAYER, "--hardware", H100, "--by", by)).splitlines()
+    assert text[2].split()[0] == by
+    assert len(text) >= len(rows) + 5
+
+
+def test_train_adds_backward_and_optimizer(run):
+    document = json.loads(ok(run("table", *LAYER, "--train", "--format", "json")))
+    assert {row["name"] for row in document["rows"]["phase"]} == {"forward", "backward", "optimizer"}
+
+
+def test_dtype_and_autocast_decide_the_unit(run):
+    assert "· fp32 ·" in ok(run("table", *LAYER, "--dtype", "fp32"))
+    assert "· bf16 ·" in ok(run("table", *LAYER, "--autocast", "bf16"))
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_every_mode_of_the_meter_is_one_of_the_command(run, mode):
+    assert f"· {mode}\n" in ok(run("table", *LAYER, "--mode", mode))
+
+
+# --- compare, sweep, fit -----------------------------------------------------------------------------------------
+
+
+def test_compare_has_a_row_for_each_device_and_says_what_would_help(run):
+    out = ok(run("compare", *LAYER, "--hardware", f"{A100},{H100},{T4}"))
+    for name in (A100, H100, T4):
+        assert out.count(f"\n{name} ") == 2
+    assert "tokens/s" in out
+    assert "$" not in out
+
+
+def test_compare_prices_devices_from_the_command_line_and_from_a_file(run, tmp_path):
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("date: 2026-11-21\ndollars_per_hour:\n  t4: 0.35\n  l4: 0.70\n")
+    arguments = (
+        "compare",
+        *LAYER,
+        "--hardware",
+        f"{A100},{T4}",
+        "--price",
+        str(prices),
+        f"{A100}=1.5",
+        "--sort",
+        "cost",
+    )
+    rows = json.loads(ok(run(*arguments, "--format", "json")))["rows"]
+    assert {row["hardware"]: row["dollars_per_hour"] for row in rows} == {T4: 0.35, A100: 1.5}
+    costs = [row["dollars_per_step"] for row in rows]
+    assert costs == sorted(costs)
+    assert rows[0]["dollars_per_million_items"] == pytest.approx(rows[0]["dollars_per_step"] / 256 * 1e6)
+    assert "(2026-11-21)" in ok(run(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("price", "says"),
+    [
+        ("t4=cheap", "dollars per hour for t4"),
+        ("t4=-1", "dollars per hour for t4"),
+        ("t5=1", "no hardware is named 't5'"),
+        ("missing.yaml", "missing.yaml is neither"),
+    ],
+)
+def test_prices_that_make_no_sense_are_refused(run, price, says):
+    assert says in refusal(run("compare", *LAYER, "--price", price))
+
+
+def test_a_price_file_without_a_date_is_refused(run, tmp_path):
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("dollars_per_hour: {t4: 0.35}\n")
+    assert "expected `date`" in refusal(run("compare", *LAYER, "--price", str(prices)))
+
+
+def test_sweep_has_a_line_for_each_batch_and_a_diagnosis(run):
+    out = ok(run("sweep", "encoder-layer", "--seq", "128", "--batch", "4,1,2"))
+    assert [line.split()[0] for line in out.splitlines()[4:7]] == ["1", "2", "4"]
+    assert "batch 1 to" in out
+    assert "tokens/s" in out
+
+
+def test_sweep_over_the_length_keeps_the_batch(run):
+    document = json.loads(ok(run("sweep", "encoder-layer", "--seq", "64,128", "--batch", "3", "--format", "json")))
+    assert (document["over"], document["unit"]) == ("seq", "tokens")
+    for point in document["points"]:
+        assert point["items_per_s"] == pytest.approx(3 * point["size"] / point["seconds"])
+
+
+def test_sweep_wants_one_list(run):
+    assert "sweep one of --batch and --seq" in refusal(run("sweep", "bert-base", "--batch", "1,2", "--seq", "8,16"))
+
+
+def test_fit_finds_the_largest_batch(run):
+    arguments = ("encoder-layer", "--seq", "512", "--train", "--hardware", T4)
+    largest = json.loads(ok(run("fit", *arguments, "--format", "json")))["largest_batch"]
+    assert f"the largest batch that fits is {largest}\n" in ok(run("fit", *arguments))
+    sweep = json.loads(ok(run("sweep", *arguments, "--batch", f"{largest},{largest + 1}", "--format", "json")))
+    assert [point["fits"] for point in sweep["points"]] == [True, False]
+
+
+def test_fit_exits_with_1_where_nothing_fits(run):
+    code, out, _ = run("fit", "llama-3-8b", "--train", "--hardware", T4)
+    assert code == 1
+    assert "not even a batch of 1 fits" in out
+
+
+# --- diff --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reports(run, tmp_path):
+    """JSON reports of batch 2 and batch 3."""
+    paths = []
+    for batch in ("2", "3"):
+        path = tmp_path / f"{batch}.json"
+        path.write_text(ok(run("table", "encoder-layer", "--seq", "128", "--batch", batch, "--format", "json")))
+        paths.append(str(path))
+    return paths
+
+
+def test_diff_shows_what_grew(run, reports):
+    out = ok(run("diff", *reports))
+    (flops,) = [line.split() for line in out.splitlines() if line.startswith("flops ")]
+    assert flops[-1] == "+50.0"
+
+
+def test_diff_fails_where_a_total_grew_by_more_than_allowed(run, reports):
+    code, _, err = run("diff", *reports, "--fail-above", "5%")
+    assert code == 1
+    assert "flopmeter: flops grew by 50.0%, more than 5.0%" in err
+    assert run("diff", *reports, "--fail-above", "101%")[0] == 0
+
+
+def test_diff_lets_what_shrank_or_stayed_pass(run, reports):
+    assert run("diff", *reversed(reports), "--fail-above", "0%")[0] == 0
+    assert run("diff", reports[0], reports[0], "--fail-above", "0%")[0] == 0
+
+
+def test_diff_says_that_the_devices_differ(run, reports, tmp_path):
+    other = tmp_path / "t4.json"
+    other.write_text(ok(run("table", *LAYER, "--hardware", T4, "--format", "json")))
+    assert f"not the same hardware: {A100} before, {T4} after" in ok(run("diff", reports[0], str(other)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda report: report | {"schema_version": 0}, "schema version 0, not 1"),
+        (lambda report: report | {"totals": {}}, "lacks the totals seconds"),
+        (lambda report: [report], "is no report"),
+        (lambda report: {"kind": "comparison", "schema_version": 1}, "is no report"),
+    ],
+)
+def test_diff_refuses_other_files(run, reports, tmp_path, change, says):
+    with open(reports[0]) as opened:
+        changed = change(json.load(opened))
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(changed))
+    assert says in refusal(run("diff", reports[0], str(path)))
+
+
+def test_diff_refuses_files_that_cannot_be_read(run, reports, tmp_path):
+    assert "cannot be read" in refusal(run("diff", reports[0], str(tmp_path / "missing.json")))
+    (tmp_path / "text.json").write_text("{")
+    assert "is no JSON" in refusal(run("diff", reports[0], str(tmp_path / "text.json")))
+
+
+# --- hardware, explain -------------------------------------------------------------------------------------------
+
+
+def test_hardware_lists_devices_and_shows_one_in_full(run):
+    assert f"\n{H100} " in ok(run("hardware"))
+    assert ["title", "NVIDIA", "T4"] in [line.split() for line in ok(run("hardware", T4)).splitlines()]
+    assert H100 in refusal(run("hardware", "h100"))
+
+
+@pytest.mark.parametrize(
+    ("op", "facts"),
+    [
+        ("addmm", ["rule flopmeter.costs.contraction.addmm", f"{2 * 256**3:,}", "65,536 element-wise"]),
+        ("aten::relu", ["element-wise", "131,072 read, 131,072 written"]),
+        ("aten.view.default", ["a view by its schema", "launches nothing"]),
+        ("layer_norm", ["a composite"]),
+        ("convolution", [f"{2 * 8 * 64 * 56 * 56 * 64 * 9:,}"]),
+    ],
+)
+def test_explain_shows_the_rule_and_its_cost_on_an_example(run, op, facts):
+    out = ok(run("explain", op))
+    for fact in facts:
+        assert fact in out
+
+
+def test_explain_names_near_ops(run):
+    assert "addmm" in refusal(run("explain", "admm"))
+    assert "it has: default, " in refusal(run("explain", "addmm.nope"))
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "COMMAND"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["table"], "TARGET"),
+        (["table", "bert-base", "--batch", "0"], "positive whole number"),
+        (["table", "bert-base", "--batch", "two"], "positive whole number"),
+        (["sweep", "bert-base", "--batch", "1,,2"], "positive whole number"),
+        (["table", "bert-base", "--mode", "turbo"], "cudagraph"),
+        (["table", "bert-base", "--hardware", "h100"], H100),
+        (["table", "bert-bass"], "bert-base"),
+        (["table", "resnet-50", "--seq", "128"], "takes no seq; it takes batch, image_size, dtype"),
+        (["compare", "bert-base", "--hardware", ","], "at least one device"),
+        (["table", "hf:llama"], "transformers is not installed: pip install transformers"),
+        (["diff", "a.json", "b.json", "--fail-above", "5"], "a percentage such as 5%"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_with_exit_code_2(run, monkeypatch, arguments, says):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert says in refusal(run(*arguments))
+
+
+def test_a_target_that_raises_is_told_in_one_line(run, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def build():\n    raise RuntimeError('two\\nlines')\n")
+    assert "raised RuntimeError: two lines (mine.py:2)" in refusal(run("table", f"{path}:build"))
+
+
+def test_a_target_that_asks_for_unknown_values_is_told_the_ways_out(run, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import torch\ndef build():\n    return (lambda x: x.sum().item()), torch.zeros(4)\n")
+    assert "data-dependent" in refusal(run("table", f"{path}:build"))
+
+
+def test_a_device_that_lacks_the_type_is_told(run):
+    assert "no rate for matrix products in bf16" in refusal(run("table", "bert-base", "--hardware", "cpu-i7-12700h"))
+
+
+def test_the_traceback_is_shown_to_who_asks_for_it(capsys):
+    assert main(["table", "bert-base", "--hardware", "h100", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["table", "compare", "sweep", "fit", "diff", "hardware", "explain"])
+def test_every_command_has_help_with_an_example(run, command):
+    out = ok(run(command, "--help"))
+    assert f"usage: flopmeter {command}" in out
+    assert f"flopmeter {command} " in out.partition("Example")[2]
+
+
+def test_python_dash_m_is_the_command():
+    command = [sys.executable, "-m", "flopmeter", "hardware", T4]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert "NVIDIA T4" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f'"{sys.executable}" -m flopmeter hardware | head -1'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.startswith("name")
+    assert done.stderr == ""
