@@ -1,7 +1,8 @@
 """Devices: what the datasheet promises and what real kernels reach, one YAML file a device.
 
 A profile keeps three kinds of figures apart. Spec peaks are dense (never 2:4 sparse) and count a fused multiply-add
-as 2 FLOP. `achieved` holds the fractions of them that typical large kernels reach. `check` holds a second way to each
+as 2 FLOP. `achieved` holds the fractions of them that typical large kernels were measured to reach; where nobody
+measured, power.py has a law. `check` holds a second way to each
 peak (SMs x FLOP per clock x clock, bus width x pin rate), which the tests compare.
 
 The YAML keys are the fields of `Hardware`; the name of a device is the stem of its file. `Hardware` validates itself,
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from flopmeter import power
 from flopmeter.validated import (
     MAX_BYTES,
     FrozenMapping,
@@ -95,16 +97,14 @@ class Peak:
 class Achieved(Validated):
     """Fractions of the spec peaks that typical large kernels reach: medians, not the best ever seen.
 
-    `matrix` is absent on devices without a matrix unit; `matrix_by_dtype` overrides it where a type was measured.
-    Where only the best is known, profiles take the median to lie 0.07 below: on the A100, H100, H200 and B300, which
-    have both, aiconfigurator's medians are 0.07 to 0.08 below ml-engineering's best (0.12 on the B200 and GB200).
-    `vector` is the fraction that fp32 products reach.
+    What nobody measured is left out and follows from the power of the device (power.py). `matrix_by_dtype` overrides
+    `matrix` where a type was measured.
     """
 
     matrix: float | None = field(default=None, metadata=by(_fraction))
     matrix_by_dtype: Rates = field(default_factory=FrozenMapping, metadata=by(mapping_of(_fraction, MATRIX_DTYPES)))
-    vector: float = field(metadata=by(_fraction))
-    memory: float = field(metadata=by(_fraction))
+    vector: float | None = field(default=None, metadata=by(_fraction))
+    memory: float | None = field(default=None, metadata=by(_fraction))
     source: str = field(metadata=by(text))
 
 
@@ -195,7 +195,7 @@ class Hardware(Validated):
     pcie: Pcie | None = field(default=None, metadata=by(record(Pcie)))
     host_link: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
 
-    achieved: Achieved = field(metadata=by(record(Achieved)))
+    achieved: Achieved | None = field(default=None, metadata=by(record(Achieved)))
     kernel_floor_us: float = field(metadata=by(_amount))
 
     check: Check = field(default=Check(), metadata=by(record(Check)))
@@ -248,13 +248,24 @@ class Hardware(Validated):
         raise HardwareError(f"{self.name} has no rate for element-wise work in {dtype}; it has: {has}")
 
     def _peak(self, rates: Rates, dtype: str, unit: Unit) -> Peak:
-        achieved = 1.0  # an emulated rate is one that torch reaches
+        return Peak(rates[dtype] * 1e12, unit, self._achieved_share(unit, dtype, rates[dtype]))
+
+    def _achieved_share(self, unit: Unit, dtype: str, tflop_per_s: float) -> float:
+        """As the profile has it, else by the law of the unit."""
+        known = self.achieved
+        if unit == "emulated":
+            return 1.0  # an emulated rate is one that torch reaches
         if unit == "vector":
-            achieved = self.achieved.vector
-        elif unit == "matrix":
-            assert self.achieved.matrix is not None  # _check_together saw to it
-            achieved = self.achieved.matrix_by_dtype.get(dtype, self.achieved.matrix)
-        return Peak(rates[dtype] * 1e12, unit, achieved)
+            if known is not None and known.vector is not None:
+                return known.vector
+            return power.vector_share(self.vector_tflop_per_s.get("fp32", tflop_per_s), self.tdp_w)
+        measured = None if known is None else known.matrix_by_dtype.get(dtype, known.matrix)
+        if measured is not None:
+            return measured
+        rates = self.matrix_tflop_per_s
+        half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))  # that the law's watts are counted for
+        is_halved = bool(self.matrix_fp16_accumulate_tflop_per_s)
+        return power.matrix_share(self.architecture, half_rate, self.tdp_w, is_halved=is_halved)
 
     def ridge_point(self, dtype: str) -> float:
         """FLOP/B at which a matrix product of `dtype` turns from memory- to compute-bound, by the datasheet."""
@@ -268,7 +279,9 @@ class Hardware(Validated):
     @property
     def sustained_bandwidth_bytes_per_s(self) -> float:
         """Memory bandwidth that a streaming kernel reaches."""
-        return self.bandwidth_bytes_per_s * self.achieved.memory
+        measured = None if self.achieved is None else self.achieved.memory
+        share = power.memory_share(self.memory_type) if measured is None else measured
+        return self.bandwidth_bytes_per_s * share
 
     @property
     def memory_bytes(self) -> int | None:
@@ -300,8 +313,6 @@ def _check_together(device: Hardware) -> None:
         raise HardwareError("expected for vendor nvidia, and for no other", field="compute_capability")
     if not device.vector_tflop_per_s:
         raise HardwareError("expected at least one rate", field="vector_tflop_per_s")
-    if device.achieved.matrix is None and device.matrix_tflop_per_s:
-        raise HardwareError("this field is missing, though there are matrix rates", field="achieved.matrix")
     values = plain(device)
     for path in device.unverified:
         head, _, key = path.partition(".")

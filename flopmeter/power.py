@@ -1,0 +1,71 @@
+"""What a device sustains of its spec peaks where nobody measured it: laws of power.
+
+A long product draws all the power that the board may take, and the clock falls until it fits: between power ~ clock
+(at the voltage floor) and power ~ clock³ (voltage follows clock), so the rate goes with the square root of power
+per spec TFLOP/s until it meets the ceiling of the unit. The power that a TFLOP/s needs is a property of a generation
+(process, memory, kind of unit), not of a part: H100 PCIe at 350 W and SXM at 700 W give the same.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+# Watts per spec TFLOP/s at which matrix units would hold the spec rate, by the start of the architecture's name (the
+# longest that fits): TDP / peak / fraction², of the best dense fp16 or bf16 product measured on one to three parts
+# each (stas00/ml-engineering compute/accelerator@744d01e; zzc0721/torch-performance-test-data 2026-01-12). Parts of
+# one generation agree within about 5 % in the fraction, B200 and GB200 within 10 %.
+MATRIX_WATTS_PER_TFLOP_S = {
+    "Volta": 4.2,
+    "Turing": 2.6,
+    "Ampere GA100": 1.45,
+    "Ampere": 3.0,
+    "Ada": 1.75,
+    "Hopper": 1.08,
+    "Blackwell": 0.82,
+    "Blackwell GB202": 1.73,
+    "CDNA": 2.15,
+    "CDNA4": 1.3,
+}
+# No part that computes at full rate was measured above this share of its spec, whatever its power.
+MATRIX_CEILING = 0.87
+# GeForce parts halve the rate of products that accumulate in fp32, are not held back by power then, and clock above
+# the spec boost: A10G .99, RTX 3090 1.08, RTX 4090 1.05 to 1.11, RTX 5090 1.06 to 1.21.
+HALVED_RATE_SHARE = 1.05
+# The best product of a search is faster than the typical large one: 0.79 and 0.87 of the peak on A100 SXM, 0.74 and
+# 0.80 on H100 SXM (medians of ai-dynamo/aiconfigurator's GEMM database@095f58a).
+BEST_TO_TYPICAL = 0.07
+UNKNOWN_MATRIX_SHARE = 0.6  # of generations without a measured part; the known ones lie between 0.44 and 0.8
+
+# fp32 products on vector units: watts per TFLOP/s, and the ceiling. Set on five parts from Pascal to Ampere (Lee et
+# al., NeuSight, ASPLOS 2025); 15.4 to 17.5 and .86 to .93 when any one of them is left out; 10 to 25 % off on each.
+VECTOR_WATTS_PER_TFLOP_S = 17.7
+VECTOR_CEILING = 0.90
+
+# Streaming copies, which power hardly holds back: .85 to .96 of spec on HBM2e and HBM3, .93 to .98 on GDDR6
+# (te42kyfo/gpu-benches 2024-06-21); 0.73 to 0.75 on Pascal and T4, whose memory checks itself (NeuSight).
+MEMORY_SHARE = {"HBM": 0.85, "GDDR": 0.93}
+UNKNOWN_MEMORY_SHARE = 0.80
+
+
+def matrix_share(architecture: str, peak_tflop_per_s: float, tdp_w: float | None, *, is_halved: bool) -> float:
+    """The share of the spec rate of matrix units that typical large products reach."""
+    if is_halved:
+        return HALVED_RATE_SHARE
+    families = [family for family in MATRIX_WATTS_PER_TFLOP_S if architecture.startswith(family)]
+    if not families or tdp_w is None:
+        return UNKNOWN_MATRIX_SHARE
+    needed = MATRIX_WATTS_PER_TFLOP_S[max(families, key=len)]
+    return min(MATRIX_CEILING, sqrt(tdp_w / (needed * peak_tflop_per_s))) - BEST_TO_TYPICAL
+
+
+def vector_share(peak_tflop_per_s: float, tdp_w: float | None) -> float:
+    """The share of the spec rate of vector units that large fp32 products reach."""
+    if tdp_w is None:
+        return VECTOR_CEILING
+    return VECTOR_CEILING * min(1.0, sqrt(tdp_w / (VECTOR_WATTS_PER_TFLOP_S * peak_tflop_per_s)))
+
+
+def memory_share(memory_type: str) -> float:
+    """The share of the spec bandwidth that streaming kernels reach."""
+    families = [share for family, share in MEMORY_SHARE.items() if memory_type.startswith(family)]
+    return families[0] if families else UNKNOWN_MEMORY_SHARE
