@@ -27,7 +27,10 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
     "_cudnn_rnn": (  # LSTM: 7 steps of 2 sequences, width 5, hidden 3
         call_by_hand(
             aten._cudnn_rnn.default,
-            (T(7, 2, 5), rnn_weights(3, 5), 4, None, T(1, 2, 3), T(1, 2, 3), 2, 3, 0, 1, False, 0.0, False, False, [], None),
+            (
+                T(7, 2, 5), rnn_weights(3, 5), 4, None, T(1, 2, 3), T(1, 2, 3), 2, 3, 0, 1, False, 0.0, False, False, [],
+                None,
+            ),
             (T(7, 2, 3), T(1, 2, 3), T(1, 2, 3), T(0), T(0, dtype=U8)),
         ),
         2 * 14 * 12 * 8 + 14 * 3 * 22 + 14 * 24, 2 * 14 * 12 * 8,
@@ -36,8 +39,8 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
         call_by_hand(
             aten._cudnn_rnn_backward.default,
             (
-                T(7, 2, 5), rnn_weights(3, 5), 4, T(0), T(1, 2, 3), T(1, 2, 3), T(7, 2, 3), T(7, 2, 3), None, None, 2, 3, 0, 1,
-                False, 0.0, True, False, [], None, T(0, dtype=U8), [True, True, True, True],
+                T(7, 2, 5), rnn_weights(3, 5), 4, T(0), T(1, 2, 3), T(1, 2, 3), T(7, 2, 3), T(7, 2, 3), None, None, 2, 3,
+                0, 1, False, 0.0, True, False, [], None, T(0, dtype=U8), [True, True, True, True],
             ),
             (T(7, 2, 5), T(1, 2, 3), T(1, 2, 3), *rnn_weights(3, 5)),
         ),
@@ -93,7 +96,10 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
     "_flash_attention_forward, causal at the bottom right": (
         call_by_hand(
             aten._flash_attention_forward.default,
-            (T(2, 3, 4, 8, dtype=BF16), T(2, 7, 4, 8, dtype=BF16), T(2, 7, 4, 8, dtype=BF16), None, None, 3, 7, 0.0, True, False),
+            (
+                T(2, 3, 4, 8, dtype=BF16), T(2, 7, 4, 8, dtype=BF16), T(2, 7, 4, 8, dtype=BF16), None, None, 3, 7, 0.0, True,
+                False,
+            ),
             (T(2, 3, 4, 8, dtype=BF16), T(2, 4, 3), T(2, dtype=I64), T(0), T(0)),
         ),
         2 * 2 * (2 * 4) * 3 * 7 * 8, 2 * 2 * (2 * 4) * 3 * 7 * 8,
@@ -102,8 +108,8 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
         call_by_hand(
             aten._transformer_encoder_layer_fwd.default,
             (
-                T(2, 5, 16), 16, 2, T(48, 16), T(48), T(16, 16), T(16), False, False, 1e-5, T(16), T(16), T(16), T(16), T(32, 16),
-                T(32), T(16, 32), T(16),
+                T(2, 5, 16), 16, 2, T(48, 16), T(48), T(16, 16), T(16), False, False, 1e-5, T(16), T(16), T(16), T(16),
+                T(32, 16), T(32), T(16, 32), T(16),
             ),
             (T(2, 5, 16),),
         ),
@@ -328,6 +334,71 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
         ),
         24 * 4, 0,
     ),
+    "mkldnn_rnn_layer_backward": (
+        call_by_hand(
+            aten.mkldnn_rnn_layer_backward.default,
+            (
+                T(7, 2, 5), *rnn_weights(3, 5), T(2, 3), T(2, 3), T(7, 2, 3), T(2, 3), T(2, 3), T(7, 2, 3), None, None,
+                False, 2, 3, 1, True, True, False, [], False, T(0, dtype=U8),
+            ),
+            (T(7, 2, 5), *rnn_weights(3, 5), T(2, 3), T(2, 3)),
+        ),
+        2 * 2 * 14 * 12 * 8 + 14 * 3 * 23 + 14 * 24, 2 * 2 * 14 * 12 * 8,
+    ),
+    "_convolution": (
+        call_by_hand(
+            aten._convolution.default,
+            (T(1, 4, 6), T(6, 2, 3), None, [1], [0], [1], False, [0], 2, False, False, True, True),
+            (T(1, 6, 4),),
+        ),
+        2 * (6 * 4) * (2 * 3), 2 * (6 * 4) * (2 * 3),
+    ),
+    "_batch_norm_no_update": (
+        call_by_hand(
+            aten._batch_norm_no_update.default,
+            (T(2, 3, 4, 4), T(3), T(3), T(3), T(3), 0.1, 1e-5),
+            (T(2, 3, 4, 4), T(0), T(0), T(0, dtype=U8)),
+        ),
+        96 * 4, 0,
+    ),
+    "_index_put_impl_": (
+        call_by_hand(
+            aten._index_put_impl_.default, (T(50, 6), [T(3, dtype=I64)], T(3, 6), True), ()
+        ),
+        18, 0,
+    ),
+    "fake_quantize_per_channel_affine_cachemask": (
+        call_by_hand(
+            aten.fake_quantize_per_channel_affine_cachemask.default,
+            (T(4, 6), T(4), T(4, dtype=I32), 0, -128, 127),
+            (T(4, 6), T(4, 6, dtype=BOOL)),
+        ),
+        24 * 5, 0,
+    ),
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": (
+        call_by_hand(
+            aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
+            (T(4, 6), T(1), T(1, dtype=I32), T(1), -128, 127),
+            (T(4, 6), T(4, 6, dtype=BOOL)),
+        ),
+        24 * 5, 0,
+    ),
+    "_upsample_bicubic2d_aa_backward": (
+        call_by_hand(
+            aten._upsample_bicubic2d_aa_backward.default,
+            (T(1, 2, 4, 4), [4, 4], [1, 2, 8, 8], False),
+            (T(1, 2, 8, 8),),
+        ),
+        32 * 2 * 64, 0,
+    ),
+    "cudnn_grid_sampler_backward": (  # weights again; 4 taps: 2 for the input, 3 for each of 2 coordinates
+        call_by_hand(
+            aten.cudnn_grid_sampler_backward.default,
+            (T(1, 2, 5, 5), T(1, 3, 3, 2), T(1, 2, 3, 3)),
+            (T(1, 2, 5, 5), T(1, 3, 3, 2)),
+        ),
+        9 * (8 + 4 + 4) + 18 * 4 * (2 + 6), 0,
+    ),
     "cudnn_grid_sampler": (
         call_by_hand(aten.cudnn_grid_sampler.default, (T(1, 2, 5, 5), T(1, 3, 3, 2)), (T(1, 2, 3, 3),)),
         9 * (8 + 4 + 4) + 18 * 8, 0,
@@ -341,3 +412,9 @@ def test_an_op_of_the_gpu_costs_what_arithmetic_by_hand_says(name):
     costs = costs_of(call)
     assert sum(cost.flops for cost in costs) == flops
     assert sum(2 * cost.macs for cost in costs) == products
+
+
+@pytest.mark.skipif(not hasattr(aten, "_foreach_powsum"), reason="an op of torch 2.13")
+def test_a_sum_of_powers_is_a_norm_without_its_roots():
+    call = call_by_hand(aten._foreach_powsum.Scalar, ([T(6), T(5)], 2), (T(), T()))
+    assert sum(cost.flops for cost in costs_of(call)) == 2 * 11

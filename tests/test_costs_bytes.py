@@ -52,7 +52,8 @@ READS_AND_WRITES: dict[str, tuple[Program, Sequence[Tensor]]] = {
         lambda cache, k: cache[:, :, 2:3].copy_(k), [counting(2, 2, 5, 3), counting(2, 2, 1, 3) * 3]
     ),
     "a cache written at one position, by index": (
-        lambda cache, i, k: torch.ops.aten.index_put_(cache, [None, None, i], k), [counting(2, 2, 5, 3), I([2]), counting(2, 2, 1, 3) * 3]
+        lambda cache, i, k: torch.ops.aten.index_put_(cache, [None, None, i], k),
+        [counting(2, 2, 5, 3), I([2]), counting(2, 2, 1, 3) * 3],
     ),
     "a cache written at one position, by index_copy_": (
         lambda cache, i, k: cache.index_copy_(2, i, k), [counting(2, 2, 5, 3), I([2]), counting(2, 2, 1, 3) * 3]
@@ -70,18 +71,17 @@ READS_AND_WRITES: dict[str, tuple[Program, Sequence[Tensor]]] = {
     "advanced indexing of columns": (lambda x, i: x[:, i], [counting(3, 9), I([1, 4])]),
     "take": (lambda x, i: x.take(i), [counting(4, 6), I([3, 17])]),
     "index_put_": (lambda x, i, y: x.index_put_([i], y), [counting(9, 3), I([1, 4]), counting(2, 3) * 3]),
-    "index_put_ of one row broadcast": (lambda x, i, y: x.index_put_([i], y), [counting(9, 3), I([1, 4]), counting(3) * 3]),
+    "index_put_, broadcast": (lambda x, i, y: x.index_put_([i], y), [counting(9, 3), I([1, 4]), counting(3) * 3]),
     "index_put_, adding": (lambda x, i, y: x.index_put_([i], y, True), [counting(9, 3), I([1, 4]), counting(2, 3)]),
     "index_add_": (lambda x, i, y: x.index_add_(0, i, y), [counting(9, 3), I([1, 4]), counting(2, 3)]),
     "index_fill_": (lambda x, i: x.index_fill_(0, i, 0.0), [counting(9, 3), I([1, 4])]),
     "scatter_": (lambda x, i, y: x.scatter_(0, i, y), [counting(9, 3), I([[1, 4, 2]]), counting(1, 3) * 3]),
-    "scatter_ from a larger source": (lambda x, i, y: x.scatter_(0, i, y), [counting(9, 3), I([[1, 4, 2]]), counting(1, 3) * 3]),
     "scatter_add_": (lambda x, i, y: x.scatter_add_(0, i, y), [counting(9, 3), I([[1, 4, 2]]), counting(1, 3)]),
     "trace": (lambda x: x.trace(), [counting(4, 4)]),
     "a product": (lambda x, y: x @ y, [counting(4, 6), counting(6, 2)]),
     "a product of a transpose": (lambda x, y: x.t() @ y, [counting(6, 4), counting(6, 2)]),
     "an addmm": (lambda b, x, y: torch.addmm(b, x, y), [counting(2), counting(4, 6), counting(6, 2)]),
-    "an addmm with beta 0": (lambda b, x, y: torch.addmm(b, x, y, beta=0), [counting(2), counting(4, 6), counting(6, 2)]),
+    "an addmm, beta 0": (lambda b, x, y: torch.addmm(b, x, y, beta=0), [counting(2), counting(4, 6), counting(6, 2)]),
     "a sum": (lambda x: x.sum(), [counting(4, 6)]),
     "a sum of an expanded tensor": (lambda x: x.expand(5, 6).sum(), [counting(6)]),
     "a running sum": (lambda x: x.cumsum(0), [counting(6)]),

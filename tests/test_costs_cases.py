@@ -101,7 +101,9 @@ CONTRACTIONS: dict[str, Case] = {
         ),
         2 * (2 * 24 * 3) + 24, 4 * (24 + 12) + 4 * (24 + 24) + 4 * 24, 4 * (24 + 12 + 4),
     ),
-    "conv_tbc": (lambda: aten.conv_tbc(T(9, 2, 3), T(5, 3, 7), T(7)), 2 * (5 * 2 * 7) * 15 + 70, 4 * (54 + 105 + 7), 280),
+    "conv_tbc": (
+        lambda: aten.conv_tbc(T(9, 2, 3), T(5, 3, 7), T(7)), 2 * (5 * 2 * 7) * 15 + 70, 4 * (54 + 105 + 7), 280
+    ),
     "_trilinear": (  # bilinear layer, 7 rows: x1 [7, 2], weight [5, 2, 3], x2 [7, 3]
         lambda: aten._trilinear(T(7, 2), T(5, 2, 3), T(7, 3), [1, 3], [0], [1, 2], [2, 3]),
         2 * 7 * 5 * 2 * 3 + 2 * 7 * 5 * 3, 4 * (14 + 30 + 21), 4 * 35,
@@ -345,7 +347,70 @@ LIBRARY: dict[str, Case] = {
     ),
 }  # fmt: skip
 
-ALL = CONTRACTIONS | ELEMENTWISE | NORMS_AND_REDUCTIONS | MOVEMENT | LIBRARY
+# More of the same rules: a frame around 3x3, twice the size of 3x3, copies of views, draws.
+RELATIVES: dict[str, Case] = {
+    "upsample_nearest2d": (lambda: aten.upsample_nearest2d(T(1, 2, 3, 3), [6, 6]), 0, 72, 288),
+    "upsample_nearest2d_backward": (
+        lambda: aten.upsample_nearest2d_backward(T(1, 2, 6, 6), [6, 6], [1, 2, 3, 3]), 72, 288, 72
+    ),
+    "upsample_nearest3d": (lambda: aten.upsample_nearest3d(T(1, 1, 2, 2, 2), [4, 4, 4]), 0, 32, 256),
+    "upsample_nearest3d_backward": (
+        lambda: aten.upsample_nearest3d_backward(T(1, 1, 4, 4, 4), [4, 4, 4], [1, 1, 2, 2, 2]), 64, 256, 32
+    ),
+    "_upsample_nearest_exact2d": (lambda: aten._upsample_nearest_exact2d(T(1, 2, 3, 3), [6, 6]), 0, 72, 288),
+    "_upsample_nearest_exact2d_backward": (
+        lambda: aten._upsample_nearest_exact2d_backward(T(1, 2, 6, 6), [6, 6], [1, 2, 3, 3]), 72, 288, 72
+    ),
+    "_upsample_nearest_exact3d": (lambda: aten._upsample_nearest_exact3d(T(1, 1, 2, 2, 2), [4, 4, 4]), 0, 32, 256),
+    "_upsample_nearest_exact3d_backward": (
+        lambda: aten._upsample_nearest_exact3d_backward(T(1, 1, 4, 4, 4), [4, 4, 4], [1, 1, 2, 2, 2]), 64, 256, 32
+    ),
+    "_upsample_bicubic2d_aa": (  # halved: eight taps an axis
+        lambda: aten._upsample_bicubic2d_aa(T(1, 2, 8, 8), [4, 4], False), 32 * 2 * 64, 512, 128
+    ),
+    "reflection_pad2d": (lambda: aten.reflection_pad2d(T(1, 2, 3, 3), [1, 1, 1, 1]), 0, 72, 200),
+    "reflection_pad2d_backward": (
+        lambda: aten.reflection_pad2d_backward(T(1, 2, 5, 5), T(1, 2, 3, 3), [1, 1, 1, 1]), 50, 200, 72
+    ),
+    "reflection_pad3d": (lambda: aten.reflection_pad3d(T(1, 1, 3, 3, 3), [1] * 6), 0, 108, 500),
+    "reflection_pad3d_backward": (
+        lambda: aten.reflection_pad3d_backward(T(1, 1, 5, 5, 5), T(1, 1, 3, 3, 3), [1] * 6), 125, 500, 108
+    ),
+    "replication_pad3d": (lambda: aten.replication_pad3d(T(1, 1, 3, 3, 3), [1] * 6), 0, 108, 500),
+    "replication_pad3d_backward": (
+        lambda: aten.replication_pad3d_backward(T(1, 1, 5, 5, 5), T(1, 1, 3, 3, 3), [1] * 6), 125, 500, 108
+    ),
+    "select_copy": (lambda: aten.select_copy(T(4, 6), 0, 1), 0, 24, 24),
+    "split_copy": (lambda: aten.split_copy(T(4, 6), 2), 0, 96, 96),
+    "detach_copy": (lambda: aten.detach_copy(T(4, 6)), 0, 96, 96),
+    "view_as_real_copy": (lambda: aten.view_as_real_copy(c64(6)), 0, 48, 48),
+    "view_as_complex_copy": (lambda: aten.view_as_complex_copy(T(6, 2)), 0, 48, 48),
+    "copy": (lambda: aten.copy(T(4, 6), T(6)), 0, 24, 96),
+    "zero": (lambda: aten.zero(T(6)), 0, 0, 24),
+    "unsafe_split_with_sizes": (lambda: aten.unsafe_split_with_sizes(T(6), [2, 4]), 0, 0, 0),
+    "_foreach_copy": (lambda: aten._foreach_copy([T(6), T(5)], [T(6), T(5)]), 0, 44, 44),
+    "rand_like": (lambda: aten.rand_like(T(6)), 0, 0, 24),
+    "random_": (lambda: aten.random_(i64(6)), 0, 0, 48),
+    "randperm": (lambda: aten.randperm(6, device="meta"), 0, 0, 48),
+    "repeat_interleave": (lambda: aten.repeat_interleave(i64(4), output_size=10), 0, 32, 80),
+    "__lshift__": (lambda: aten.__lshift__(i64(6), 1), 0, 48, 48),
+    "__rshift__": (lambda: aten.__rshift__(i64(6), 1), 0, 48, 48),
+    "__ilshift__": (lambda: aten.__ilshift__(i64(6), 1), 0, 48, 48),
+    "__irshift__": (lambda: aten.__irshift__(i64(6), 1), 0, 48, 48),
+    "_embedding_bag_forward_only": (
+        lambda: aten._embedding_bag_forward_only(T(50, 6), i64(7), i64(3)), 42, 248, 72 + 8 * (7 + 3)
+    ),
+    "_unsafe_index": (lambda: aten._unsafe_index(T(50, 6), [i64(3)]), 0, 24 + 72, 72),
+    "_unsafe_index_put": (
+        lambda: aten._unsafe_index_put(T(50, 6), [i64(3)], T(3, 6)), 0, 1200 + 24 + 72, 1200 + 72
+    ),
+    "_native_batch_norm_legit_no_training": (  # centre, divide, weight, bias
+        lambda: aten._native_batch_norm_legit_no_training(T(2, 3, 4, 4), T(3), T(3), T(3), T(3), 0.1, 1e-5),
+        96 * 4, 384 + 48, 384 + 24,
+    ),
+}  # fmt: skip
+
+ALL = CONTRACTIONS | ELEMENTWISE | NORMS_AND_REDUCTIONS | MOVEMENT | LIBRARY | RELATIVES
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -59,7 +59,9 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "conv_transpose1d": conv(1, transposed=True),
     "conv_transpose2d strided": conv(2, transposed=True, stride=2),
     "conv_transpose3d": conv(3, transposed=True),
-    "attention, materialized": both_ways(F.scaled_dot_product_attention, leaf(2, 4, 5, 8), leaf(2, 4, 5, 8), leaf(2, 4, 5, 8)),
+    "attention, materialized": both_ways(
+        F.scaled_dot_product_attention, leaf(2, 4, 5, 8), leaf(2, 4, 5, 8), leaf(2, 4, 5, 8)
+    ),
     "multi-head attention": both_ways(
         lambda x: nn.MultiheadAttention(16, 4, batch_first=True, device="meta")(x, x, x)[0], leaf(2, 5, 16)
     ),

@@ -96,7 +96,9 @@ def test_a_product_split_in_its_depth_is_the_sum_of_the_parts(m, n, first, secon
 @given(batch=size, m=size, n=size, k=size)
 @settings(deadline=None)
 def test_a_batched_product_is_as_many_products(batch, m, n, k):
-    assert flops(lambda: torch.bmm(meta(batch, m, k), meta(batch, k, n))) == batch * flops(lambda: meta(m, k) @ meta(k, n))
+    assert flops(lambda: torch.bmm(meta(batch, m, k), meta(batch, k, n))) == batch * flops(
+        lambda: meta(m, k) @ meta(k, n)
+    )
 
 
 @given(groups=st.integers(1, 4), channels=st.integers(1, 4), width=st.integers(3, 9))
@@ -136,3 +138,25 @@ def test_bytes_go_by_the_width_of_the_type_and_flops_do_not(rows, width, dtype):
     (other,) = costs_in(lambda: meta(rows, width, dtype=dtype) + 1)
     assert other.flops == single.flops
     assert other.bytes * 4 == single.bytes * dtype.itemsize
+
+
+OVER_LISTS = ["exp", "sqrt", "sigmoid", "tanh", "neg", "abs", "reciprocal", "rsqrt", "round", "erf", "lgamma", "sin"]
+OVER_TWO_LISTS = ["add", "sub", "mul", "div", "maximum", "clamp_min"]
+
+
+@pytest.mark.parametrize("name", OVER_LISTS + OVER_TWO_LISTS)
+def test_an_op_over_lists_is_the_op_on_each(name):
+    operands = 1 if name in OVER_LISTS else 2
+    shapes = [(2, 3), (5,)]
+    (at_once,) = costs_in(
+        lambda: getattr(torch, f"_foreach_{name}")(*([meta(*s) for s in shapes] for _ in range(operands)))
+    )
+    each = [costs_in(lambda s=s: getattr(torch, name)(*(meta(*s) for _ in range(operands))))[-1] for s in shapes]
+    assert at_once.flops == sum(cost.flops for cost in each)
+    assert at_once.bytes == sum(cost.bytes for cost in each)
+    assert at_once.transcendentals == sum(cost.transcendentals for cost in each)
+
+
+def test_a_scalar_may_come_before_the_list():
+    (cost,) = costs_in(lambda: torch._foreach_pow(2.0, [meta(2, 3), meta(5)]))
+    assert cost.flops == 11

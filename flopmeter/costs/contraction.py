@@ -11,7 +11,7 @@ from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, FREE, make_cont
 from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Convolution, Cost, Matmul, TensorSpec
 
 aten = torch.ops.aten
-_GENERAL = (aten.convolution, aten._convolution, aten.convolution_overrideable)  # they say whether it is transposed
+_GENERAL = (aten.convolution, aten._convolution)  # they say whether it is transposed
 
 
 @rule(aten.mm, aten._int_mm)
@@ -101,7 +101,7 @@ def conv_tbc(call: Call) -> Cost:
 
 
 @rule(
-    aten.convolution, aten._convolution, aten.convolution_overrideable, aten.cudnn_convolution,
+    aten.convolution, aten._convolution, aten.cudnn_convolution,
     aten.mkldnn_convolution, aten.cudnn_convolution_transpose,
 )  # fmt: skip
 def convolution(call: Call) -> tuple[Cost, ...]:

@@ -50,7 +50,7 @@ def foreach_copy(call: Call) -> Cost:
     aten.replication_pad3d, aten.roll, aten.flip, aten.rot90, aten.repeat, aten.tril, aten.triu, aten.tril_,
     aten.triu_, aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.native_channel_shuffle,
     aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten._upsample_nearest_exact1d,
-    aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d, aten.diag_embed, aten._pin_memory, aten.im2col,
+    aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d, aten.diag_embed, aten.im2col,
     aten.repeat_interleave,
 )  # fmt: skip
 def rearrange(call: Call) -> Cost:
@@ -62,7 +62,7 @@ def rearrange(call: Call) -> Cost:
     aten.alias_copy, aten.as_strided_copy, aten.detach_copy, aten.diagonal_copy, aten.expand_copy, aten.narrow_copy,
     aten.permute_copy, aten.select_copy, aten.slice_copy, aten.split_copy, aten.split_with_sizes_copy,
     aten.squeeze_copy, aten.t_copy, aten.transpose_copy, aten.unbind_copy, aten.unfold_copy, aten.unsqueeze_copy,
-    aten.view_copy, aten.view_as_complex_copy, aten.view_as_real_copy, aten._reshape_copy,
+    aten.view_copy, aten.view_as_complex_copy, aten.view_as_real_copy,
 )  # fmt: skip
 def view_copy(call: Call) -> Cost:
     """A view and a copy of it: reads no more than it writes, and an expanded tensor at its base size."""

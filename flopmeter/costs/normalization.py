@@ -97,7 +97,6 @@ def rms_norm_backward(call: Call) -> Cost:
     aten._batch_norm_with_update,
     aten._batch_norm_no_update,
     aten.cudnn_batch_norm,
-    aten.miopen_batch_norm,
 )
 def batch_norm(call: Call) -> Cost:
     """Training: as layer norm, 5, weight 1, bias 1. Evaluation, with known statistics: centre 1, divide 1,

@@ -10,16 +10,15 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.pointwise import FUNCTION, NONE, ONE, PER_ELEMENT, PerElement
-from flopmeter.costs.rules import make_cost, rule
+from flopmeter.costs.rules import if_present, make_contraction, make_cost, rule
 from flopmeter.costs.traffic import regions
-from flopmeter.records import ELEMENTWISE, Call, Cost
+from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul
 
 aten = torch.ops.aten
 
 _ARITHMETIC = {"mul": ONE, "div": ONE, "neg": ONE, "abs": ONE, "reciprocal": ONE, "round": ONE, "floor": ONE,
-               "ceil": ONE, "trunc": ONE, "pow": FUNCTION, "zero": NONE, "lerp": PerElement(3),
-               "addcmul": PerElement(3), "addcdiv": PerElement(3)}  # fmt: skip
-_MULTIPLY_ADDS = ("lerp", "addcmul", "addcdiv")
+               "ceil": ONE, "trunc": ONE, "pow": FUNCTION, "zero": NONE, "lerp": PerElement(3)}  # fmt: skip
+_MULTIPLY_ADDS = ("lerp",)
 
 
 def _foreach_table() -> dict[OpOverloadPacket, tuple[PerElement, bool]]:
@@ -92,6 +91,27 @@ def fused_adagrad(call: Call) -> Cost:
     return _fused(call, flops * n, transcendentals=n)
 
 
+@rule(aten._foreach_addcmul, aten._foreach_addcmul_, aten._foreach_addcdiv, aten._foreach_addcdiv_)
+def foreach_addcmul(call: Call) -> Cost:
+    """a + value·b·c (or b / c) over a list; a list of values scales each."""
+    names = {argument.name for argument in call.func._schema.arguments}
+    scaled = "value" not in names or call.argument("value") != 1
+    return make_cost(call, ELEMENTWISE, (2 + scaled) * _elements(call), fused_multiply_add=True)
+
+
+@rule(*if_present("_foreach_clone"))
+def foreach_clone(call: Call) -> Cost:
+    """Copies every tensor."""
+    return make_cost(call, MOVEMENT)
+
+
+@rule(*if_present("_foreach_mm"))
+def foreach_mm(call: Call) -> Cost:
+    """The product of each pair."""
+    pairs = zip(call.argument("self"), call.argument("mat2"), strict=True)
+    return make_contraction(call, [Matmul(1, a.shape[0], b.shape[1], a.shape[1]) for a, b in pairs])
+
+
 @rule(aten._amp_foreach_non_finite_check_and_unscale_)
 def unscale(call: Call) -> Cost:
     """Gradients times the inverse scale; the check is a comparison."""
@@ -116,4 +136,6 @@ def _fused(call: Call, flops: int, *, transcendentals: int = 0) -> Cost:
 
 
 def _elements(call: Call) -> int:
-    return sum(spec.numel for spec in call.args[0])
+    """Of the first list: a scalar may come before it."""
+    tensors = next(argument for argument in call.args if isinstance(argument, tuple))
+    return sum(spec.numel for spec in tensors)

@@ -76,8 +76,6 @@ def semi_structured_mm(call: Call) -> Cost:
     aten.fake_quantize_per_tensor_affine_cachemask,
     aten.fake_quantize_per_channel_affine_cachemask,
     aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-    aten._fake_quantize_learnable_per_tensor_affine,
-    aten._fake_quantize_learnable_per_channel_affine,
 )
 def fake_quantize(call: Call) -> Cost:
     """(clamp(round(x / scale) + zero) - zero)·scale: five, the clamp none."""

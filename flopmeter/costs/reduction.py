@@ -7,7 +7,15 @@ from math import inf, prod
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, COMPLEX_OTHER, make_contraction, make_cost, rule
+from flopmeter.costs.rules import (
+    COMPLEX_ADD,
+    COMPLEX_MULTIPLY,
+    COMPLEX_OTHER,
+    if_present,
+    make_contraction,
+    make_cost,
+    rule,
+)
 from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Matmul
 
 aten = torch.ops.aten
@@ -82,13 +90,14 @@ def extremum(call: Call) -> Cost:
     return make_cost(call, REDUCTION)
 
 
-@rule(aten.linalg_vector_norm, aten.norm, aten._foreach_norm)
+@rule(aten.linalg_vector_norm, aten.norm, aten._foreach_norm, *if_present("_foreach_powsum"))
 def vector_norm(call: Call) -> Cost:
-    """Order 2: square and add, then a root. Order 1 and 0: one add. Infinity: comparisons. Else a power."""
+    """Order 2: square and add, then a root (`powsum` leaves that out). Order 1 and 0: one add. Infinity:
+    comparisons. Else a power."""
     names = {argument.name for argument in call.func._schema.arguments}
     order = call.argument("ord" if "ord" in names else "p")
     n = sum(spec.numel for spec in call.inputs)
-    outputs = sum(spec.numel for spec in call.outputs)
+    roots = 0 if call.func.overloadpacket in if_present("_foreach_powsum") else sum(spec.numel for spec in call.outputs)
     if order in (inf, -inf):
         return make_cost(call, REDUCTION)
     if order in (0, 1):
@@ -97,8 +106,8 @@ def vector_norm(call: Call) -> Cost:
     return make_cost(
         call,
         REDUCTION,
-        2 * n + outputs,
-        transcendentals=outputs + (0 if is_square else n),
+        2 * n + roots,
+        transcendentals=roots + (0 if is_square else n),
         fused_multiply_add=is_square,
     )
 

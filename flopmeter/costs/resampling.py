@@ -68,7 +68,7 @@ def antialiased(call: Call) -> Cost:
     return make_cost(call, REDUCTION, 2 * taps * out.numel)
 
 
-_SAMPLERS = (aten.grid_sampler_2d, aten.grid_sampler_3d, aten.cudnn_grid_sampler, aten._grid_sampler_2d_cpu_fallback)
+_SAMPLERS = (aten.grid_sampler_2d, aten.grid_sampler_3d, aten.cudnn_grid_sampler)
 _NEAREST, _BICUBIC = 1, 2
 _UNNORMALIZE = 4  # ((x + 1)·size - 1) / 2, for each coordinate
 
