@@ -22,6 +22,7 @@ from flopmeter.hardware_table import hardware_table
 from flopmeter.known_values import DataDependentError
 from flopmeter.largest_batch import largest_batch
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
+from flopmeter.plots import roofline, save, sweep_curve
 from flopmeter.prices import load_prices
 from flopmeter.progress import on_terminal
 from flopmeter.render import RENDERERS, headline, summary, table
@@ -74,7 +75,10 @@ def _table(options: argparse.Namespace) -> int:
     program = _program(options)
     with FlopMeter(options.hardware) as meter:
         program.run()
-    print(_rendered(meter.report(mode=options.mode), options.format, options.by))
+    report = meter.report(mode=options.mode)
+    print(_rendered(report, options.format, options.by))
+    if options.plot:
+        save(roofline(report), options.plot)
     return 0
 
 
@@ -112,6 +116,8 @@ def _sweep(options: argparse.Namespace) -> int:
         progress=on_terminal("sweeping"),
     )
     print(result.render(options.format))
+    if options.plot:
+        save(sweep_curve(result), options.plot)
     return 0
 
 
@@ -238,6 +244,7 @@ def _add_table(commands: Any) -> None:
     _add_target(parser, _size)
     _add_device(parser)
     _add_format(parser, RENDERERS)
+    _add_plot(parser, "the roofline with every kernel")
     parser.add_argument("--by", choices=get_args(By), default="class", help="rows of the table (default: %(default)s)")
 
 
@@ -265,6 +272,7 @@ def _add_sweep(commands: Any) -> None:
     _add_target(parser, _sizes)
     _add_device(parser)
     _add_format(parser, FORMATS)
+    _add_plot(parser, "the curves")
 
 
 def _add_fit(commands: Any) -> None:
@@ -327,6 +335,10 @@ def _add_mode(parser: argparse.ArgumentParser) -> None:
 
 def _add_format(parser: argparse.ArgumentParser, formats: Any) -> None:
     parser.add_argument("--format", choices=tuple(formats), default="text", help="default: %(default)s")
+
+
+def _add_plot(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--plot", metavar="FILE", help=f"also draw {what} to a .png or .svg (needs matplotlib)")
 
 
 def _size(text: str) -> int:

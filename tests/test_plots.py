@@ -1,0 +1,116 @@
+"""Pictures: drawn from the same figures as the tables. Skipped where matplotlib is not installed, but for the error."""
+
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+from flopmeter import FlopMeter, sweep
+from flopmeter.cli import main
+from flopmeter.models import BUILTINS, backward
+from flopmeter.plots import PlotError, bars, memory_timeline, roofline, save, sweep_curve
+
+
+@pytest.fixture(scope="module")
+def meter():
+    with FlopMeter("a100-sxm4-80gb") as metered:
+        backward(*BUILTINS["encoder-layer"](batch=2, seq=128))
+    return metered
+
+
+@pytest.fixture
+def matplotlib():
+    return pytest.importorskip("matplotlib")
+
+
+def products(batch):
+    torch.empty(batch, 4096, dtype=torch.float16, device="meta") @ torch.empty(
+        4096, 4096, dtype=torch.float16, device="meta"
+    )
+
+
+def test_every_kernel_with_flops_is_a_dot_under_the_roof(matplotlib, meter):
+    report = meter.report()
+    (panel,) = roofline(report).axes
+    dots = [dot for marks in panel.collections for dot in marks.get_offsets()]
+    assert len(dots) == len({kernel.cost for kernel in report.kernels if kernel.cost.flops})
+    for intensity, flop_per_s in dots:
+        assert flop_per_s <= min(312e12, intensity * 2039e9)
+
+
+def test_dots_take_the_space_that_kernels_take_of_the_time(matplotlib, meter):
+    """Dots have areas: beyond the smallest of 12 points² they add up to 900 for all of the time."""
+    report = meter.report()
+    (panel,) = roofline(report).axes
+    areas = sum(size - 12 for marks in panel.collections for size in marks.get_sizes())
+    pairs = zip(report.kernels, report.timings, strict=True)
+    seconds = sum(timing.seconds for kernel, timing in pairs if kernel.cost.flops)
+    assert areas == pytest.approx(900 * seconds / report.kernel_seconds)
+
+
+def test_two_modes_are_two_panels_on_the_same_axes(matplotlib, meter):
+    eager, compiled = roofline([meter.report(), meter.report(mode="compiled")]).axes
+    assert eager.get_ylim() == compiled.get_ylim()
+    assert eager.get_title(loc="left").endswith("eager")
+    assert compiled.get_title(loc="left").endswith("compiled")
+
+
+@pytest.mark.parametrize("by", ["class", "op", "module"])
+def test_bars_are_as_long_as_the_shares(matplotlib, meter, by):
+    report = meter.report()
+    (panel,) = bars(report, by).axes
+    flops, times = panel.containers[0], panel.containers[1]
+    for row, flop_bar, time_bar in zip(report.rows(by), flops, times, strict=False):
+        assert flop_bar.get_width() == pytest.approx(100 * row.flops / report.flops)
+        assert time_bar.get_width() == pytest.approx(100 * row.seconds / report.kernel_seconds)
+
+
+def test_the_sweep_curve_has_the_points_of_the_sweep(matplotlib):
+    result = sweep(products, [64, 128, 256, 512, 1024, 2048], "a100-sxm4-80gb")
+    time, rate, memory = sweep_curve(result).axes
+    assert list(time.lines[0].get_ydata()) == [point.seconds * 1e3 for point in result.points]
+    assert list(rate.lines[0].get_ydata()) == [point.items_per_s for point in result.points]
+    assert list(memory.lines[0].get_ydata()) == [point.peak_memory_bytes / 1e9 for point in result.points]
+
+
+def test_the_memory_timeline_reaches_the_peak(matplotlib, meter):
+    report = meter.report()
+    (panel,) = memory_timeline(report).axes
+    highest = max(path.vertices[:, 1].max() for area in panel.collections for path in area.get_paths())
+    assert highest == pytest.approx(report.peak_memory_bytes / 1e9)
+
+
+@pytest.mark.parametrize("name", ["picture.png", "picture.svg"])
+def test_pictures_are_saved_as_their_name_says(matplotlib, meter, tmp_path, name):
+    save(roofline(meter.report()), str(tmp_path / name))
+    content = (tmp_path / name).read_bytes()
+    if name.endswith("png"):
+        assert content.startswith(b"\x89PNG")
+    else:
+        assert ElementTree.fromstring(content).tag.endswith("svg")
+
+
+def test_what_cannot_be_drawn_or_written_is_told(matplotlib, meter, tmp_path):
+    with FlopMeter() as copies:
+        torch.empty(1 << 20, device="meta").clone()
+    with pytest.raises(PlotError, match="no kernel has FLOPs"):
+        roofline(copies.report())
+    with pytest.raises(PlotError, match="cannot be written"):
+        save(bars(meter.report()), str(tmp_path / "picture.nonsense"))
+    with pytest.raises(PlotError, match="cannot be written"):
+        save(bars(meter.report()), str(tmp_path / "missing" / "picture.png"))
+
+
+def test_the_command_draws(matplotlib, tmp_path, capsys):
+    for command in (("table", "--batch", "1"), ("sweep", "--batch", "1,2")):
+        path = tmp_path / f"{command[0]}.svg"
+        assert main([command[0], "encoder-layer", *command[1:], "--seq", "64", "--plot", str(path)]) == 0
+        assert path.exists()
+        capsys.readouterr()
+
+
+def test_without_matplotlib_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["table", "encoder-layer", "--batch", "1", "--seq", "64", "--plot", "x.png"]) == 2
+    assert capsys.readouterr().err == "flopmeter: pictures need matplotlib: pip install 'flopmeter[plot]'\n"
