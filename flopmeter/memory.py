@@ -98,7 +98,7 @@ class Memory:
         Raises HardwareError where the device's memory is unknown.
         """
         usable = usable_bytes(hardware)
-        if not allocator or self.steady_peak_bytes > usable:
+        if not allocator:
             return self.steady_peak_bytes <= usable
         try:
             serve(self._steady_blocks, self.steps, usable)

@@ -143,6 +143,7 @@ class Recorder(TorchDispatchMode):
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._noted: WeakSet[nn.Module] = WeakSet()
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
+        self._depth = 0
         self._undo = ExitStack()
 
     @classmethod
@@ -152,19 +153,23 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Recorder:
-        with ExitStack() as undo:
-            undo.enter_context(self.modules)
-            undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
-            undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
-            super().__enter__()  # type: ignore[no-untyped-call]
-            self._undo = undo.pop_all()
+        if self._depth == 0:  # else a composite enters again
+            with ExitStack() as undo:
+                undo.enter_context(self.modules)
+                undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
+                undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
+                self._undo = undo.pop_all()
+        self._depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._undo.close()
-        self._steps.clear()
-        self._storages.clear()  # what is freed from now on outlived the trace
+        self._depth -= 1
+        if self._depth == 0:
+            self._undo.close()
+            self._steps.clear()
+            self._storages.clear()  # what is freed from now on outlived the trace
 
     def _enter_step(self, *_: Any) -> None:
         self._steps.append(_graph_task())

@@ -121,14 +121,14 @@ def test_what_is_freed_right_before_the_backward_pass_was_not_saved_for_it():
     x, gradient = torch.empty(1000, device="meta", requires_grad=True), torch.empty(1000, device="meta")
 
     def program():
-        y = x.exp()  # saved: the gradient is its product with the output's
+        y = x * gradient
         z = y + 1
         del z
-        y.backward(gradient)
+        y.backward(gradient)  # `y` is held by the program, and so counts
 
     timeline = memory_when(program).timeline
-    assert max(timeline["activations"]) == 4000
-    assert timeline["temporaries"][1] == 4000
+    assert list(timeline["activations"][:2]) == [4000, 4000]
+    assert list(timeline["temporaries"][:3]) == [0, 4000, 0]
 
 
 def test_inference_saves_nothing_for_backward():
@@ -278,6 +278,16 @@ def test_the_gradient_of_a_leaf_made_in_the_context_is_a_gradient():
     assert max(memory_when(program).timeline["gradients"]) == 1000 * FLOAT
 
 
+def test_a_parameter_that_ops_made_in_the_context_has_a_gradient():
+    def program():
+        with torch.device("meta"):
+            layer = nn.Linear(10, 10, bias=False)
+            layer.weight = nn.Parameter(torch.empty(10, 10) * 0.02)
+            layer(torch.empty(5, 10)).sum().backward()
+
+    assert max(memory_when(program).timeline["gradients"]) == 100 * FLOAT
+
+
 def test_sizes_beyond_64_bits_add_up():
     def program():
         x = torch.empty(2**62, dtype=torch.uint8, device="meta")
@@ -309,6 +319,16 @@ def test_the_closure_of_an_optimizer_has_gradients_and_the_optimizer_its_history
     assert memory.timeline["optimizer state"][-1] == pytest.approx(state_bytes(kept), abs=100)
 
 
+def test_growing_a_tensor_needs_its_old_memory_and_its_new():
+    kept = []
+
+    def program():
+        x = torch.empty(100, device="meta").resize_(1000)
+        kept.append(x.half())
+
+    assert list(memory_when(program).timeline["temporaries"]) == [400, 4400, 4000 + 2000, 2000]
+
+
 def test_a_wrapped_parameter_counts_as_what_it_wraps():
     layer = nn.Linear(10, 10, bias=False)
     layer.weight = nn.Parameter(TwoTensor(torch.empty(10, 10), torch.empty(10, 10)))
@@ -319,6 +339,7 @@ def test_a_wrapped_parameter_counts_as_what_it_wraps():
 def test_a_program_without_ops_has_no_peak_op():
     memory = memory_when(lambda: None)
     assert (memory.peak_bytes, memory.peak_op, memory.steady_peak_bytes) == (0, None, 0)
+    assert memory.reserved_bytes == 0
 
 
 def test_memory_stands_still_while_the_trace_goes_on():
@@ -470,7 +491,11 @@ def test_checkpointing_keeps_one_blocks_activations(reentrant):
     def most(reentrant):
         with torch.device("meta"):
             model, x = Residual(reentrant), rows(requires_grad=True)
-        return max(memory_when(lambda: model(x).sum().backward()).timeline["activations"])
+        timeline = memory_when(lambda: model(x).sum().backward()).timeline
+        # A reentrant backward pass differentiates with respect to a copy of each block's input: only the first
+        # one's is a copy of x, and its gradient one of x.
+        assert max(timeline["gradients"]) == state_bytes([*model.parameters(), x, *([x] if reentrant else [])])
+        return max(timeline["activations"])
 
     loss, hidden, row = 2 * FLOAT, 1024 * 256 * FLOAT, 1024 * 64 * FLOAT
     # Plain: of each block the hidden layer before and after the GELU, and the input of all but the first.
@@ -599,7 +624,7 @@ def test_a_gap_between_pieces_in_use_serves_nothing_larger():
 def test_a_remainder_of_at_most_1_mib_stays_with_a_large_piece():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB))
-    allocator.allocate(29 * MIB)
+    assert allocator.allocate(29 * MIB).nbytes == 30 * MIB
     allocator.allocate(512)
     assert allocator.reserved_bytes == 30 * MIB + 2 * MIB
     allocator.allocate(MIB + 512)
@@ -693,6 +718,7 @@ def test_the_largest_batch_is_the_last_that_fits(largest):
 
 def test_the_largest_batch_stops_at_its_limit():
     assert largest_batch(lambda batch: keeping(1)(), "l4", limit=100) == 100
+    assert largest_batch(lambda batch: keeping(1)(), "l4", limit=1) == 1
     with pytest.raises(ValueError, match="limit"):
         largest_batch(lambda batch: keeping(1)(), "l4", limit=0)
 

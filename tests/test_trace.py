@@ -367,3 +367,16 @@ def test_what_is_freed_after_the_context_outlived_the_trace():
         x = torch.empty(4, device="meta")
     del x
     assert recorder.trace.storages[0].died is None
+
+
+def test_inference_mode_changes_neither_module_paths_nor_lifetimes():
+    model, x, _ = build()
+
+    def record(mode):
+        with mode(), Recorder() as recorder:
+            model(x)
+        return recorder.trace
+
+    plain, inference = record(torch.no_grad), record(torch.inference_mode)
+    assert [(op.call.name, op.module) for op in inference.ops] == [(op.call.name, op.module) for op in plain.ops]
+    assert inference.storages == plain.storages
