@@ -12,6 +12,7 @@ from flopmeter.costs import costs_of, kernels_of
 from flopmeter.fusion import NOTE
 from flopmeter.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues
+from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.memory import memory_of
 from flopmeter.modes import MODES, compiled_region, launches
 from flopmeter.records import Call
@@ -75,6 +76,7 @@ class FlopMeter:
             with ExitStack() as undo:
                 self._emulation = undo.enter_context(emulate_cuda(_target(self.hardware))) if self._as_cuda else None
                 self._values = undo.enter_context(self._new_values())
+                undo.enter_context(sequences_go_on(self._values))
                 self._recorder = Recorder(
                     source=self._source,
                     overrides=self._emulation.overrides if self._emulation else None,

@@ -1,0 +1,104 @@
+"""Hugging Face models as their users run them: masks, generation, autocast."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from flopmeter import FlopMeter, on_meta  # noqa: E402
+from flopmeter.generation import time_generation  # noqa: E402
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    config = transformers.LlamaConfig(**SMALL)
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def prompt(batch=2, length=16):
+    ids = torch.randint(5, 1000, (batch, length))
+    return ids, torch.ones_like(ids)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Llama", "GPT2", "Qwen3", "T5"])
+def test_products_on_meta_are_those_of_real_tensors_with_the_same_mask(kind):
+    """A padded mask must lead to the same attention as on real tensors."""
+    ids, mask = prompt()
+    mask[0, :4] = 0
+    config = transformers.AutoConfig.for_model(kind.lower(), **(SMALL if kind not in ("GPT2", "T5") else {}))
+    config._attn_implementation = "sdpa" if kind != "T5" else "eager"
+    if kind in ("GPT2", "T5"):
+        config.num_hidden_layers = 2
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config).eval()
+    real = transformers.AutoModel.from_config(config).eval()
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if kind == "T5":
+        inputs["decoder_input_ids"] = ids
+    macs = []
+    for program in (real, model):
+        with FlopMeter("a100-sxm4-80gb", as_cuda=False) as meter, torch.no_grad():
+            program(**(inputs if program is real else on_meta(inputs)))
+        macs.append(meter.report().macs)
+    assert macs[0] == macs[1] > 0
+
+
+def test_greedy_generation_runs_and_says_what_it_assumed(llama):
+    ids, mask = prompt()
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
+        out = llama.generate(
+            on_meta(ids), attention_mask=on_meta(mask), min_new_tokens=5, max_new_tokens=5, do_sample=False, pad_token_id=0
+        )
+    assert out.shape == (2, 16 + 5)
+    (assumption,) = meter.report().assumptions
+    assert assumption.startswith("generation: no sequence ends before max_new_tokens")
+
+
+def test_a_token_takes_less_than_the_prompt_and_reads_every_weight(llama):
+    ids, mask = prompt()
+
+    def generate(tokens):
+        llama.generate(
+            on_meta(ids),
+            attention_mask=on_meta(mask),
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    timed = time_generation(generate, 4, "a100-sxm4-80gb", sequences=2)
+    per_token_bytes = (timed.whole.bytes_read - timed.first_token.bytes_read) / 3
+    weights = sum(p.numel() * 2 for name, p in llama.named_parameters() if "embed" not in name)
+    assert weights < per_token_bytes < 3 * weights
+    assert timed.tokens_per_s == pytest.approx(2 / timed.token_seconds)
+    with pytest.raises(ValueError, match="at least two"):
+        time_generation(generate, 1, "t4")
+
+
+def test_a_training_step_under_autocast_with_checkpointing_is_counted_whole(llama):
+    config = transformers.LlamaConfig(**SMALL)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, mask = prompt()
+    with FlopMeter("a100-sxm4-80gb", strict=True) as meter:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(on_meta(ids), attention_mask=on_meta(mask), labels=on_meta(ids)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    report = meter.report()
+    assert report.main_dtype == "bf16"
+    assert {row.name for row in report.rows("phase")} == {"forward", "recompute", "backward", "optimizer"}
