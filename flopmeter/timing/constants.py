@@ -16,6 +16,9 @@ from collections.abc import Mapping
 
 from flopmeter.records import Access
 
+# Clock in Hz where a profile names none.
+DEFAULT_CLOCK_HZ = 1.5e9
+
 # --- arithmetic --------------------------------------------------------------------------------------------
 
 # Share of the vector peak. Vendors count a fused multiply-add as two operations. An addition, a multiply or
@@ -41,6 +44,11 @@ LEAST_BATCHED_SIDE = 64
 FULL_TILE_ELEMENTS = 128 * 128
 TILE_EXPONENT = 0.3
 
+# Clock cycles that a tile takes beyond its multiply-adds, to load its first operands and to store its result. They
+# tell where tiles are shallow and units fast, as in the scores of attention in fp16. [timm] is flat up to 1000, the
+# products of arXiv 2007.00072, table A.1 (V100), ask for at least that.
+TILE_CYCLES = 1000
+
 # Ways in which the depth k is split over thread blocks when a product has too few tiles to fill the device (not
 # for batched products, where cuBLAS has no such kernels), the least depth of a slice, and the time of the kernel
 # that adds the slices (seconds; typical, insensitive).
@@ -58,7 +66,7 @@ ALIGNMENT_EXPONENT = 1 / 3
 
 # Input channels per filter at which a convolution on matrix units reaches half its rate: the fragments of
 # the implicit product are padded. Dense and grouped, in NCHW layout. Fitted on [timm].
-HALF_RATE_CHANNELS = 17
+HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_GROUPED = 72
 
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. [timm]
@@ -96,7 +104,7 @@ ACCESS_SHARE: Mapping[Access, float] = {
     "stream": 1.0,
     "broadcast": 0.9,  # an operand is repeated: index arithmetic, no vector loads (biases in arXiv 2007.00072, A.1)
     "strided": 0.6,  # copies between layouts: one side is not contiguous [timm]
-    "window": 0.45,  # pooling: windows overlap [timm]
+    "window": 0.6,  # pooling: windows overlap [timm]
     "gather": 0.7,  # rows by index
     "scatter": 0.5,  # and added to atomically
     "sort": 0.25,  # several passes of a radix sort
@@ -107,15 +115,14 @@ ACCESS_SHARE: Mapping[Access, float] = {
 }
 
 # Elements narrower than 4 bytes keep fewer bytes in flight per thread, since a thread loads four at a time
-# (torch's vectorized_elementwise_kernel). [timm]: .83 of spec in fp16 where fp32 streams reach .93.
+# (torch's vectorized_elementwise_kernel). [timm]: .87 of spec in fp16 where fp32 streams reach .93.
 NARROW_ELEMENT_BYTES = 4
-NARROW_SHARE = 0.89
+NARROW_SHARE = 0.94
 
 # Clock cycles that one block takes from its first load to its last store beyond the bytes it moves: load, reduce,
 # synchronise, load again. Row kernels run in waves of resident blocks. [NeuSight], layer norm and softmax of short
 # rows, flat from 2000 to 5000 on parts at 1.1 to 1.6 GHz; [timm] asks for fewer seconds at 1.7 and 2.5 GHz.
-ROW_BLOCK_CYCLES = 2500
-DEFAULT_CLOCK_HZ = 1.5e9  # where a profile names none
+ROW_BLOCK_CYCLES = 3000
 
 # Threads that an SM holds, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications); 2048 on the others.

@@ -9,7 +9,7 @@ from flopmeter.records import ATTENTION, Cost, Switches
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
-from flopmeter.timing.memory import memory_seconds, share_of_stream
+from flopmeter.timing.memory import cycles_to_seconds, memory_seconds, share_of_stream
 from flopmeter.timing.products import Busy, Rates, overlap, product, tile_count
 
 _ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # the others: 1
@@ -55,7 +55,8 @@ def _products(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
     item_bytes = _ITEM_BYTES.get(cost.dtype, 1)
     on_matrix_units = peak.unit == "matrix"
-    rates = Rates(peak.sustained_flop_per_s, bandwidth, hardware.sm_count)
+    tile_seconds = cycles_to_seconds(constants.TILE_CYCLES, hardware)
+    rates = Rates(peak.sustained_flop_per_s, bandwidth, hardware.sm_count, tile_seconds)
     if cost.convolution is not None:
         (implicit,) = cost.matmuls
         if is_depthwise(cost.convolution, implicit):

@@ -23,6 +23,7 @@ _ACCESS_OF_CLASS: dict[str, Access] = {
     INDEXING: "gather",
     SORTING: "sort",
 }
+_BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "broadcast", "normalize")
 
 
 def memory_seconds(cost: Cost, hardware: Hardware) -> float:
@@ -34,7 +35,7 @@ def memory_seconds(cost: Cost, hardware: Hardware) -> float:
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
     seconds = (cost.bytes + missed) / bandwidth
     waves = sum(row_waves(reread, hardware) for reread in cost.rereads)
-    seconds += waves * constants.ROW_BLOCK_CYCLES / _clock_hz(hardware)
+    seconds += waves * cycles_to_seconds(constants.ROW_BLOCK_CYCLES, hardware)
     return max(seconds, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
@@ -48,7 +49,7 @@ def share_of_stream(cost: Cost) -> float:
     """The share of the streaming bandwidth that the kernel's access pattern reaches."""
     access = cost.access or _ACCESS_OF_CLASS.get(cost.op_class, "stream")
     share = constants.ACCESS_SHARE[access]
-    return share * constants.NARROW_SHARE if access in ("stream", "broadcast") and _is_narrow(cost) else share
+    return share * constants.NARROW_SHARE if access in _BY_VECTOR_LOADS and _is_narrow(cost) else share
 
 
 def _is_narrow(cost: Cost) -> bool:
@@ -65,9 +66,10 @@ def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
     return hardware.sm_count * blocks
 
 
-def _clock_hz(hardware: Hardware) -> float:
+def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
+    """At the boost clock, which latency-bound kernels hold."""
     mhz = hardware.boost_clock_mhz
-    return mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ
+    return cycles / (mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ)
 
 
 def row_waves(reread: Reread, hardware: Hardware) -> int:

@@ -19,6 +19,7 @@ class Rates(NamedTuple):
     flop_per_s: float  # of a large, well-shaped one
     bytes_per_s: float
     sm_count: int
+    tile_seconds: float = 0.0  # of each wave beyond its multiply-adds
 
 
 class Busy(NamedTuple):
@@ -68,7 +69,7 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
             waves = ceil(tiles * slices / rates.sm_count)
-            compute = waves * wave_flop_per_depth * depth / rate
+            compute = waves * (wave_flop_per_depth * depth / rate + rates.tile_seconds)
             traffic, extra = memory, 0.0
             if slices > 1:
                 traffic += 2 * slices * item_bytes * batch * m * n / rates.bytes_per_s
