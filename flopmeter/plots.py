@@ -11,7 +11,6 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from flopmeter.hardware import Peak
 from flopmeter.memory import usable_bytes
 from flopmeter.records import (
     ATTENTION,
@@ -37,6 +36,7 @@ _STYLES = {
 _OTHER = ("#888888", "X")
 _REGIME_MARKS: dict[Regime, str] = {"compute": "^", "memory": "s", "overhead": "o"}
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++")
+SPAN = (1e-2, 1e5)  # FLOP/B that a roofline shows: a large copy with a scalar's work lies below, nothing above
 _LARGEST_DOT = 900.0  # points², of a kernel that takes all of the time
 
 
@@ -56,10 +56,10 @@ class _Dot(NamedTuple):
 def roofline(reports: Report | Sequence[Report]) -> Any:
     """Each kernel as a dot under the roof of its device, sized by its share of the device time; one panel a report.
 
-    Kernels without FLOPs have no place on the axes; the panel says how much of the time they take.
+    Kernels without FLOPs, or hardly any, have no place on the axes; the panel says how much of the time they take.
     """
     several = [reports] if isinstance(reports, Report) else list(reports)
-    if not any(kernel.cost.flops for report in several for kernel in report.kernels):
+    if not any(_dots(report) for report in several):
         raise PlotError("no kernel has FLOPs: there is nothing to place under a roofline")
     figure = _figure(6.4 * len(several), 5.0)
     panels = figure.subplots(1, len(several), sharex=True, sharey=True, squeeze=False)[0]
@@ -75,41 +75,28 @@ def roofline(reports: Report | Sequence[Report]) -> Any:
 
 
 def _draw_roof(panel: Any, report: Report) -> None:
-    """The memory slope, the peak of the program's products, and that of the vector units; dashed: what is sustained."""
+    """The memory slope, the peak of the program's products and that of the vector units; dashed: what is sustained."""
     device = report.hardware
-    peaks: dict[str, Peak] = {
-        f"{report.main_dtype} products": device.contraction_peak(report.main_dtype),
-        "fp32 vector": device.vector_peak("fp32"),
-    }
-    span = [1e-2, 1e5]
-    panel.set(xscale="log", yscale="log", xlim=span)
-    for name, peak in peaks.items():
-        ridge = peak.flop_per_s / device.bandwidth_bytes_per_s
-        panel.plot(
-            [span[0], ridge, span[1]],
-            [_slope(device.bandwidth_bytes_per_s, span[0]), *[peak.flop_per_s] * 2],
-            "k-",
-            lw=1.2,
-        )
-        panel.text(
-            span[1] * 0.8,
-            peak.flop_per_s * 1.06,
-            f"{name} {peak.flop_per_s / 1e12:g} TFLOP/s",
-            ha="right",
-            va="bottom",
-            fontsize=8,
-        )
-        sustained = peak.sustained_flop_per_s / device.sustained_bandwidth_bytes_per_s
-        low = _slope(device.sustained_bandwidth_bytes_per_s, span[0])
-        panel.plot([span[0], sustained, span[1]], [low, *[peak.sustained_flop_per_s] * 2], "k--", lw=0.7)
-    panel.text(
-        0.03, _slope(device.bandwidth_bytes_per_s, 0.03) * 1.6, f"{device.bandwidth_bytes_per_s / 1e9:g} GB/s",
-        rotation=38, fontsize=8,
-    )  # fmt: skip
+    bandwidth, sustained = device.bandwidth_bytes_per_s, device.sustained_bandwidth_bytes_per_s
+    left, right = SPAN
+    panel.set(xscale="log", yscale="log", xlim=SPAN)
+    for name, peak in (
+        (f"{report.main_dtype} products", device.contraction_peak(report.main_dtype)),
+        ("fp32 vector", device.vector_peak("fp32")),
+    ):
+        _draw_line(panel, peak.flop_per_s, bandwidth, "k-", 1.2)
+        _draw_line(panel, peak.sustained_flop_per_s, sustained, "k--", 0.7)
+        label = f"{name} {peak.flop_per_s / 1e12:g} TFLOP/s"
+        panel.text(right * 0.8, peak.flop_per_s * 1.06, label, ha="right", va="bottom", fontsize=8)
+    panel.text(3 * left, 5 * left * bandwidth, f"{bandwidth / 1e9:g} GB/s", rotation=38, fontsize=8)
 
 
-def _slope(bytes_per_s: float, intensity: float) -> float:
-    return bytes_per_s * intensity
+def _draw_line(panel: Any, flop_per_s: float, bytes_per_s: float, style: str, width_points: float) -> None:
+    """Up the memory slope to the ridge point, then level."""
+    left, right = SPAN
+    panel.plot(
+        [left, flop_per_s / bytes_per_s, right], [left * bytes_per_s, flop_per_s, flop_per_s], style, lw=width_points
+    )
 
 
 def _draw_dots(panel: Any, report: Report) -> None:
@@ -126,7 +113,7 @@ def _draw_dots(panel: Any, report: Report) -> None:
             label=f"{op_class}, {share:.0%} of the time", zorder=3,
         )  # fmt: skip
     without = 1 - sum(dot.seconds for dot in dots) / report.kernel_seconds
-    title = f"not shown, without FLOPs: {without:.0%} of the time\nsolid: datasheet, dashed: what large kernels sustain"
+    title = f"not shown, under {SPAN[0]:g} FLOP/B: {without:.0%} of the time\nsolid: datasheet; dashed: sustained"
     legend = panel.legend(loc="upper left", fontsize=8, title=title, title_fontsize=8)
     for handle in legend.legend_handles:
         handle.set_sizes([40])
@@ -141,7 +128,7 @@ def _dots(report: Report) -> list[_Dot]:
     return [
         _Dot(cost.op_class, cost.flops / cost.bytes, cost.flops * calls[cost] / spent, spent)
         for cost, spent in seconds.items()
-        if cost.flops and cost.bytes
+        if cost.bytes and cost.flops >= SPAN[0] * cost.bytes
     ]
 
 
@@ -171,7 +158,7 @@ def bars(report: Report, by: By = "class", *, most: int = 20) -> Any:
     panel.set_yticks(list(places), [_bar_name(row, by) for row in rows])
     panel.invert_yaxis()
     panel.set(xlim=(0, 112), xlabel="%")
-    panel.set_title(headline(report), fontsize=9)
+    figure.suptitle(headline(report), fontsize=9)
     panel.legend(loc="lower right", fontsize=8)
     return figure
 
