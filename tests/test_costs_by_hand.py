@@ -28,8 +28,8 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
         call_by_hand(
             aten._cudnn_rnn.default,
             (
-                T(7, 2, 5), rnn_weights(3, 5), 4, None, T(1, 2, 3), T(1, 2, 3), 2, 3, 0, 1, False, 0.0, False, False, [],
-                None,
+                T(7, 2, 5), rnn_weights(3, 5), 4, None, T(1, 2, 3), T(1, 2, 3), 2, 3, 0, 1, False, 0.0, False, False,
+                [], None,
             ),
             (T(7, 2, 3), T(1, 2, 3), T(1, 2, 3), T(0), T(0, dtype=U8)),
         ),
@@ -39,8 +39,8 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
         call_by_hand(
             aten._cudnn_rnn_backward.default,
             (
-                T(7, 2, 5), rnn_weights(3, 5), 4, T(0), T(1, 2, 3), T(1, 2, 3), T(7, 2, 3), T(7, 2, 3), None, None, 2, 3,
-                0, 1, False, 0.0, True, False, [], None, T(0, dtype=U8), [True, True, True, True],
+                T(7, 2, 5), rnn_weights(3, 5), 4, T(0), T(1, 2, 3), T(1, 2, 3), T(7, 2, 3), T(7, 2, 3), None, None, 2,
+                3, 0, 1, False, 0.0, True, False, [], None, T(0, dtype=U8), [True, True, True, True],
             ),
             (T(7, 2, 5), T(1, 2, 3), T(1, 2, 3), *rnn_weights(3, 5)),
         ),
@@ -97,8 +97,8 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
         call_by_hand(
             aten._flash_attention_forward.default,
             (
-                T(2, 3, 4, 8, dtype=BF16), T(2, 7, 4, 8, dtype=BF16), T(2, 7, 4, 8, dtype=BF16), None, None, 3, 7, 0.0, True,
-                False,
+                T(2, 3, 4, 8, dtype=BF16), T(2, 7, 4, 8, dtype=BF16), T(2, 7, 4, 8, dtype=BF16), None, None, 3, 7, 0.0,
+                True, False,
             ),
             (T(2, 3, 4, 8, dtype=BF16), T(2, 4, 3), T(2, dtype=I64), T(0), T(0)),
         ),

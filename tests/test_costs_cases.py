@@ -229,6 +229,10 @@ NORMS_AND_REDUCTIONS: dict[str, Case] = {
         lambda: aten._cdist_forward(T(30, 6), T(5, 6), 2.0, None),
         3 * 180 + 2 * 30 + 2 * 30 * 5 * 8 + 150, 4 * 210 + 4 * 280 + 600, 4 * 280 + 600 + 600,
     ),
+    "_euclidean_dist": (
+        lambda: aten._euclidean_dist(T(4, 6), T(5, 6)),
+        3 * 24 + 2 * 30 + 2 * 4 * 5 * 8 + 20, 4 * 54 + 4 * 72 + 80, 4 * 72 + 80 + 80,
+    ),
     "_pdist_forward": (lambda: aten._pdist_forward(T(4, 6)), 6 * (6 * 3 + 1), 96, 24),
     "mse_loss": (lambda: aten.mse_loss(T(6), T(6)), 18, 48, 4),
     "mse_loss none": (lambda: aten.mse_loss(T(6), T(6), 0), 12, 48, 24),

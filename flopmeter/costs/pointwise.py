@@ -36,7 +36,7 @@ _COMPARISONS_AND_SELECTIONS = _words("""
     logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift __lshift__
     __rshift__ __ilshift__ __irshift__ where masked_fill clamp clamp_min clamp_max max min maximum minimum fmax
     fmin relu hardtanh hardtanh_backward threshold threshold_backward heaviside copysign nextafter nan_to_num
-    hardshrink softshrink hardshrink_backward softshrink_backward frexp angle complex
+    hardshrink softshrink hardshrink_backward softshrink_backward frexp angle complex conj_physical _conj_physical
 """)
 
 _FUNCTIONS = _words("""

@@ -156,14 +156,23 @@ def dist(call: Call) -> Cost:
 
 @rule(aten._cdist_forward)
 def cdist(call: Call) -> Cost | tuple[Cost, ...]:
-    """All pairs of rows. The Euclidean distance of more than 25 rows goes, unless `compute_mode` is 2, through
-    |x|² + |y|² - 2x·y: torch appends the squared norms (2 an element) to -2x and y, so that one product
-    of depth + 2 gives the sum, then clamps and takes the root."""
+    """All pairs of rows. The Euclidean distance of more than 25 rows goes through a product, unless
+    `compute_mode` is 2; where it is 1, that of few rows does too."""
     x, y = call.inputs
-    (out,), depth, mode = call.outputs, x.shape[-1], call.argument("compute_mode")
+    mode = call.argument("compute_mode")
     through_product = mode == 1 or (mode in (None, 0) and max(x.shape[-2], y.shape[-2]) > 25)
-    if call.argument("p") != 2 or not through_product:
-        return _distances(call, out.numel * depth, out.numel)
+    if call.argument("p") == 2 and through_product:
+        return euclidean_dist(call)
+    pairs = call.outputs[0].numel
+    return _distances(call, pairs * x.shape[-1], pairs)
+
+
+@rule(aten._euclidean_dist)
+def euclidean_dist(call: Call) -> tuple[Cost, ...]:
+    """|x|² + |y|² - 2x·y: torch appends the squared norms (2 an element) to -2x and y, so that one product of
+    depth + 2 gives the sum, then clamps and takes the root."""
+    (x, y), (out,) = call.inputs, call.outputs
+    depth = x.shape[-1]
     widened = (x.nbytes + y.nbytes) * (depth + 2) // max(depth, 1)
     widen = make_cost(call, REDUCTION, 3 * x.numel + 2 * y.numel, written=widened)
     *batch, rows, columns = out.shape
