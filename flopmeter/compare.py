@@ -22,6 +22,7 @@ from flopmeter.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 AnyHardware = str | os.PathLike[str] | Hardware
 Sort = Literal["seconds", "cost"]
 SECONDS_PER_HOUR = 3600
+NOTEWORTHY = 0.02  # of the time: a difference between two what-ifs that is worth a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,9 @@ def compare(
         raise ValueError("compare needs at least one device: see available_hardware()")
     dollars = _prices(prices or {}, devices)
     meters: list[FlopMeter] = []  # one for each op stream among the devices
-    rows, unable, titles, notes = [], {}, [], []
+    rows, titles = [], []
+    unable: dict[str, str] = {}
+    notes: list[str] = []
     for device in progress(devices):
         try:
             report = _report(fn, device, mode, meters, meter_options)
@@ -262,7 +265,13 @@ def _what_would_help(rows: Iterable[DeviceRow]) -> Table:
 
 
 def _verdict(row: DeviceRow) -> str:
-    resource, boundary = RESOURCES[row.regime], row.what_if.boundary
+    """What takes the largest share of the time; what would help most, where that is something else (a device that is
+    nearly always busy may still be paced by the host); and where the verdict turns."""
+    resource, speedup, boundary = RESOURCES[row.regime], row.what_if.speedup, row.what_if.boundary
+    best = max(speedup, key=speedup.__getitem__)
+    verdict = f"{row.regime}-bound"
+    if speedup[best] > speedup[row.regime] + NOTEWORTHY:
+        verdict += f", yet {RESOURCES[best]} would help most"
     if boundary is None:
-        return f"{row.regime}-bound, and still at {MOST_TIMES:.0f}x the {resource}"
-    return f"{row.regime}-bound; {boundary.regime}-bound from {boundary.times:.2g}x the {resource}"
+        return f"{verdict}; still at {MOST_TIMES:.0f}x the {resource}"
+    return f"{verdict}; {boundary.regime}-bound from {boundary.times:.2g}x the {resource}"

@@ -63,6 +63,25 @@ def test_a_faster_host_helps_an_overhead_bound_run_and_nothing_else_does():
     assert speedup["memory"] == pytest.approx(1, abs=0.01)
 
 
+def test_a_busy_device_that_the_host_paces_is_told_from_one_that_is_short_of_bandwidth():
+    """Kernels of 0.9 launches each keep the device busy for 90 % of the time, and only a faster host would help."""
+    tensor = half(1 << 22)
+
+    def paced():
+        for _ in range(50):
+            tensor.relu()
+
+    with FlopMeter(A100) as meter:
+        paced()
+    kernel_seconds = meter.report().kernel_seconds / 50
+    comparison = compare(paced, [A100], host=Host(launch_seconds=kernel_seconds / 0.9))
+    (row,) = comparison.rows
+    assert row.regime == "memory"
+    assert row.what_if.speedup["memory"] < 1.05 < row.what_if.speedup["overhead"]
+    assert "memory-bound, yet host speed would help most" in str(comparison)
+    assert "yet" not in str(compare(activations, [A100]))
+
+
 def test_the_verdict_turns_where_the_boundary_says_and_not_before():
     with FlopMeter(A100) as meter:
         products()
