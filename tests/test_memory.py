@@ -639,6 +639,15 @@ def test_unused_segments_are_given_back_before_memory_runs_out():
         serve(lives, 2, capacity=39 * MIB)
 
 
+def test_a_segment_that_is_partly_in_use_is_kept_and_serves_on():
+    allocator = CachingAllocator(capacity=40 * MIB)
+    allocator.allocate(5 * MIB)
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(30 * MIB)
+    allocator.allocate(8 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 30 * MIB), st.integers(1, 2 * MIB), st.just(0)), max_size=60), st.randoms())
 def test_pieces_in_use_never_overlap_and_all_that_is_freed_can_be_used_again(requests, choose):
