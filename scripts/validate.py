@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,23 +144,43 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.neusight or arguments.timm or arguments.e2e):
         parser.error("name at least one of --neusight, --timm and --e2e")
-    results: dict[str, object] = {}
+    results: dict[str, dict[str, float]] = {}
+    every_row: list[Row] = []
+    for title, rows, key in _tables(arguments):
+        results[title] = error_table(title, rows, key)
+        if key is _gpu:
+            every_row += rows
+    if every_row:
+        results["all"] = error_table("all rows, by GPU", every_row, _gpu)
+    print(json.dumps(results))
+
+
+def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Callable[[Row], str]]]:
+    """What to print: a title, its rows, and what groups them."""
     if arguments.neusight:
         from validate_neusight import operators
 
         for title, rows in operators(arguments.neusight):
-            results[title] = error_table(title, rows, _gpu)
+            yield title, rows, _gpu
         if (arguments.neusight / "e2e.csv").is_file():
             from validate_networks import networks
 
             rows = networks(arguments.neusight / "e2e.csv")
             for mode in sorted({row.mode for row in rows}):
                 of_mode = [row for row in rows if row.mode == mode]
-                for title, key in (("GPU", _gpu), ("model", _group)):
-                    results[f"networks, {mode}, by {title}"] = error_table(
-                        f"networks, {mode}, by {title}", of_mode, key
-                    )
-    print(json.dumps(results))
+                yield f"networks, {mode}, by GPU", of_mode, _gpu
+                yield f"networks, {mode}, by model", of_mode, _group
+    if arguments.timm:
+        from validate_timm import image_models
+
+        for title, rows in image_models(arguments.timm, arguments.models):
+            yield f"{title}, by GPU", rows, _gpu
+            yield f"{title}, by family", rows, _group
+    if arguments.e2e:
+        from validate_runs import runs
+
+        for title, rows in runs(arguments.e2e):
+            yield title, rows, lambda row: row.name
 
 
 if __name__ == "__main__":

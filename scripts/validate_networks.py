@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,22 +69,23 @@ def _meter(line: Line) -> FlopMeter:
 
 def _model(name: str, sizes: dict[str, int], seq: int) -> Any:
     """The architecture by the first part of its name, with materialised attention as torch 2.1's users had it."""
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
-
+    transformers = import_module("transformers")
     eager = {"attn_implementation": "eager", "vocab_size": sizes["vocab"]}
     layers, hidden, heads, ffn = (sizes[key] for key in ("layers", "hidden", "heads", "ffn"))
     if name.startswith("bert"):
-        bert = BertConfig(
+        bert = transformers.BertConfig(
             hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ffn, **eager
         )
-        return BertForMaskedLM(bert)
+        return transformers.BertForMaskedLM(bert)
     if name.startswith("gpt"):
-        gpt = GPT2Config(n_positions=seq, n_embd=hidden, n_layer=layers, n_head=heads, n_inner=ffn, **eager)
-        return GPT2LMHeadModel(gpt)
+        gpt = transformers.GPT2Config(
+            n_positions=seq, n_embd=hidden, n_layer=layers, n_head=heads, n_inner=ffn, **eager
+        )
+        return transformers.GPT2LMHeadModel(gpt)
     if name.startswith("opt"):
-        opt = OPTConfig(
+        opt = transformers.OPTConfig(
             hidden_size=hidden, word_embed_proj_dim=hidden, num_hidden_layers=layers, num_attention_heads=heads,
             ffn_dim=ffn, max_position_embeddings=seq, **eager,
         )  # fmt: skip
-        return OPTForCausalLM(opt)
+        return transformers.OPTForCausalLM(opt)
     raise ValueError(f"no model is defined here for {name}")

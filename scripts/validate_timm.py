@@ -7,6 +7,8 @@ fp16); weights are cast again in every step.
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,22 +21,31 @@ PROFILES = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090"}
 EAGER = ("eager", "2.4")  # mode and version of torch that both cards were measured with
 
 
-def image_models(path: Path, count: int) -> list[Row]:
-    """A row for each card that ran one of `count` models, spread over the families."""
+def image_models(path: Path, count: int) -> Iterator[tuple[str, list[Row]]]:
+    """A row for each card that ran one of `count` models, spread over the families. Models whose attention takes the
+    math path have a table of their own: torch 2.5 began to compute it in fp32, the measurements are older."""
     mode, version = EAGER
     lines = [line for line in csv.DictReader(path.open()) if line["mode"] == mode and line["torch"].startswith(version)]
     chosen = spread({line["model"] for line in lines}, count)
-    meters: dict[tuple[str, str, str], FlopMeter | None] = {}
-    rows = []
+    meters: dict[str, tuple[Line, FlopMeter | None]] = {}
+    tables: dict[bool, list[Row]] = {False: [], True: []}
     for line in lines:
-        program = (line["model"], line["img_size"], line["batch"])
-        if line["model"] in chosen:
-            if program not in meters:
-                meters[program] = trace(*program)
-            meter = meters[program]
-            if meter is not None:
-                rows.append(_row(line, meter))
-    return rows
+        if line["model"] not in chosen:
+            continue
+        if line["model"] not in meters:
+            meters[line["model"]] = line, trace(line["model"], line["img_size"], line["batch"])
+        first, meter = meters[line["model"]]
+        if meter is not None and (line["img_size"], line["batch"]) == (first["img_size"], first["batch"]):
+            tables[_multiplies_in_fp32(meter)].append(_row(line, meter))
+    yield "image models, eager", tables[False]
+    if tables[True]:
+        yield "image models, eager, with math attention", tables[True]
+
+
+def _multiplies_in_fp32(meter: FlopMeter) -> bool:
+    """Under autocast no product does, but those that torch's own kernels ask for."""
+    costs = (kernel.cost for kernel in meter.report().kernels)
+    return any(cost.macs and cost.dtype == "fp32" for cost in costs)
 
 
 def family(model: str) -> str:
@@ -58,10 +69,8 @@ def spread(models: set[str], count: int) -> set[str]:
 def trace(model_name: str, img_size: str, batch: str) -> FlopMeter | None:
     """The metered forward pass; None for a model that does not run on meta."""
     _declare_torchvision_ops()
-    import timm
-    from timm.layers import set_fast_norm
-
-    set_fast_norm(True)
+    timm = import_module("timm")
+    timm.layers.set_fast_norm(True)
     try:
         with torch.device("meta"):
             model = timm.create_model(model_name).eval()

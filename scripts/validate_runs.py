@@ -1,0 +1,139 @@
+"""Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, seq, measured, unit, ...).
+
+Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill and decoding),
+the steps of build-nanogpt's GPT-2 124M, ViT-B/16 of transformers' docs, and NVIDIA's ResNet-50.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from validate import Line, Row, roofline_seconds
+
+from flopmeter import FlopMeter, load_hardware, on_meta
+from flopmeter.models import BUILTINS
+from flopmeter.timing import uncertainty
+
+PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4"}
+Metered = tuple[FlopMeter, float]  # and how many units of the line's measure a run makes (tokens; 1 for a time)
+
+
+def runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each model and workload, in the order of the file."""
+    tables: dict[str, list[Row]] = {}
+    for line in csv.DictReader(path.open()):
+        meter = _meter(line)
+        if meter is not None:
+            tables.setdefault(f"{line['model']}, {line['workload'].split()[0]}", []).append(_row(line, meter))
+    yield from tables.items()
+
+
+def _row(line: Line, metered: Metered) -> Row:
+    meter, tokens = metered
+    device = load_hardware(_profile(line))
+    compiled = line["mode"].startswith("compiled")
+    report = meter.report(hardware=device, mode="compiled" if compiled else "eager")
+    bounds = uncertainty(report.timings, report.seconds, device)
+    figure = float(line["measured"])
+    return Row(
+        group=line["mode"],
+        gpu=line["gpu"],
+        measured=tokens / figure if line["unit"].startswith("tokens") else figure * 1e-3,
+        predicted=report.seconds,
+        low=bounds.low,
+        high=bounds.high,
+        roofline=roofline_seconds(report, device),
+        name=f"{line['id']}: {line['dtype'].partition('(')[0]}, {line['mode']}, batch {line['batch']}",
+        mode="compiled" if compiled else "eager",
+    )
+
+
+def _profile(line: Line) -> str:
+    return next(profile for start, profile in PROFILES.items() if line["gpu"].startswith(start))
+
+
+def _meter(line: Line) -> Metered | None:
+    """The metered run of the line; None where it is of a kind that is not predicted here."""
+    is_known_gpu = any(line["gpu"].startswith(start) for start in PROFILES)
+    if not is_known_gpu or line["n_gpus"] != "1":
+        return None
+    program = next((make for start, make in PROGRAMS.items() if line["model"].startswith(start)), None)
+    return program(line) if program else None
+
+
+def _llama(line: Line) -> Metered | None:
+    if "eager attention" not in line["other_config"] or not line["workload"].startswith(("prefill", "decode")):
+        return None
+    transformers = import_module("transformers")
+    batch, prompt = int(line["batch"]), 256
+    config = transformers.LlamaConfig(attn_implementation="eager", dtype=torch.float16)  # its defaults are Llama-2-7B's
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).half().eval()
+        tokens = torch.zeros(batch, prompt, dtype=torch.long)
+    with torch.inference_mode():
+        if line["workload"].startswith("prefill"):
+            with FlopMeter(_profile(line)) as meter:
+                model(input_ids=on_meta(tokens))
+            return meter, 1
+        middle = torch.zeros(batch, 2 * prompt, dtype=torch.long, device="meta")
+        cache = model(input_ids=middle, use_cache=True).past_key_values
+        with FlopMeter(_profile(line)) as meter:
+            model(input_ids=on_meta(tokens[:, :1]), past_key_values=cache, use_cache=True)
+    return meter, batch
+
+
+def _gpt2(line: Line) -> Metered | None:
+    """Later steps keep what earlier ones brought: fused attention, then the padded vocabulary, then fused AdamW."""
+    transformers = import_module("transformers")
+    step = float(line["measured"])
+    config = transformers.GPT2Config(
+        vocab_size=50304 if step <= 93 else 50257, activation_function="gelu_pytorch_tanh", attn_pdrop=0.0,
+        embd_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa" if step <= 96 else "eager",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config).train()
+        tokens = torch.zeros(int(line["batch"]), int(line["seq"]), dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=step <= 90)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = "TF32" in line["dtype"]
+    try:
+        with FlopMeter(_profile(line)) as meter:
+            with torch.autocast("cuda", torch.bfloat16, enabled="bf16" in line["dtype"]):
+                logits = model(input_ids=on_meta(tokens), use_cache=False).logits
+                loss = F.cross_entropy(logits.view(-1, config.vocab_size), tokens.view(-1))
+            loss.backward()
+            optimizer.step()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return meter, 1
+
+
+def _vit(line: Line) -> Metered:
+    transformers = import_module("transformers")
+    with torch.device("meta"):
+        model = transformers.ViTForImageClassification(transformers.ViTConfig(attn_implementation="eager")).eval()
+        images = torch.empty(int(line["batch"]), 3, 224, 224)
+    with torch.inference_mode(), FlopMeter(_profile(line)) as meter:
+        model(pixel_values=images)
+    return meter, 1
+
+
+def _resnet(line: Line) -> Metered:
+    model, inputs = BUILTINS["resnet-50"](batch=int(line["batch"]), dtype=torch.float32)
+    with torch.inference_mode(), FlopMeter(_profile(line)) as meter:
+        with torch.autocast("cuda", torch.float16, enabled="AMP" in line["dtype"]):
+            model.eval()(*inputs)
+    return meter, 1
+
+
+PROGRAMS: dict[str, Callable[[Line], Metered | None]] = {
+    "Llama-2-7b-hf": _llama,
+    "GPT-2 124M": _gpt2,
+    "google/vit-base-patch16-224": _vit,
+    "ResNet-50": _resnet,
+}
