@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils._device import _device_constructors
 
 from flopmeter.known_values.values import is_small, is_weight, no_modes
@@ -66,9 +67,9 @@ def close_for(known: KnownValues) -> None:
 def _install() -> ExitStack:
     _device_constructors()  # remembers torch.tensor at its first call: let it be the true one
     with ExitStack() as undo:
-        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        library = torch.library.Library("aten", "IMPL")
         undo.callback(library._destroy)
-        library.impl("item", _item, "AutogradMeta")  # type: ignore[no-untyped-call]
+        library.impl("item", _item, "AutogradMeta")
         for owner, name, data in (
             (torch, "tensor", "data"),
             (torch, "as_tensor", "data"),
@@ -96,7 +97,13 @@ def _knower(tensor: Any) -> KnownValues | None:
 def _constructor(original: Callable[..., Tensor], name: str, position: int) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def construct(*args: Any, **kwargs: Any) -> Tensor:
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except RuntimeError:
+            if not _open.stack or peek_interpreter_stack() is None:
+                raise
+            # Under torch.func.grad torch cannot build constants on meta, though it can elsewhere.
+            return original(*args, **{**kwargs, "device": "cpu"}).to("meta")
         if (known := _knower(result)) is not None:
             data = args[position] if position < len(args) else kwargs[name]
             if not isinstance(data, Tensor) and not known.values.knows(result) and not is_weight(result):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from flopmeter.known_values import entry_points, rules, twins
-from flopmeter.known_values.assumptions import Assumption, Assumptions, DataDependentError
+from flopmeter.known_values.assumptions import Assumption, Assumptions
+from flopmeter.known_values.recall import has_initializer, recall_buffers
 from flopmeter.known_values.rules import Invocation, Rule
 from flopmeter.known_values.values import Values, address, is_small, no_modes
 
@@ -29,16 +32,20 @@ class KnownValues:
         self._assumptions = Assumptions(routing, checks, mask_fraction)
         self.values = Values()
         self._rules: dict[Any, Rule] = {}
+        self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose buffers were recalled
         # What the last `run` made instead of the call that it was given, as (func, args, kwargs); () if nothing.
         self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
 
     def __enter__(self) -> KnownValues:
         entry_points.open_for(self)
+        self._hook = register_module_forward_pre_hook(self._meet)
         for twin in twins.alive():
             self.values.bring(twin)
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._hook.remove()
+        self._met.clear()
         self.values.cells.clear()
         entry_points.close_for(self)
 
@@ -74,6 +81,11 @@ class KnownValues:
         """The tensors are data from now on: weights, features."""
         for tensor in tensors:
             self.values.forget(tensor)
+
+    def _meet(self, module: nn.Module, _inputs: Any) -> None:
+        if has_initializer(module) and module not in self._met:
+            self._met.update(module.modules())
+            recall_buffers(module, self.values)
 
     # What rules are made of.
 
@@ -111,9 +123,6 @@ class KnownValues:
         """A meta tensor that spans its storage has this value, if it is worth keeping."""
         if is_small(tensor):
             self.values.write(tensor, value)
-
-    def fail(self, call: Invocation, hint: str) -> DataDependentError:
-        return DataDependentError(str(call.func), hint)
 
     @property
     def assume(self) -> Assumptions:

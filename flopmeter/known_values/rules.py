@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from flopmeter.known_values.assumptions import Assumptions
+from flopmeter.known_values.assumptions import Assumptions, DataDependentError
 from flopmeter.known_values.index_lists import index_lists
 from flopmeter.known_values.values import is_discrete, is_small, is_weight, no_modes, spans_storage
 
@@ -124,7 +124,7 @@ def ask(known: KnownValues, call: Invocation) -> Any:
         return call.run()
     if known.knows_all(call.tensors):
         return known.answer(call)
-    raise known.fail(call, _HINTS.get(call.func, "do logging and convergence tests outside the context"))
+    raise DataDependentError(str(call.func))
 
 
 def shape(known: KnownValues, call: Invocation) -> Any:
@@ -135,11 +135,11 @@ def shape(known: KnownValues, call: Invocation) -> Any:
     if known.knows_all(call.tensors):
         return known.lift(known.answer(call))
     if call.func is aten.repeat_interleave.Tensor and call.kwargs.get("output_size") is None:
-        raise known.fail(call, "pass output_size=")
+        raise DataDependentError(str(call.func))
     try:
         return call.run()
     except NotImplementedError:
-        raise known.fail(call, _HINT_MASK) from None
+        raise DataDependentError(str(call.func)) from None
 
 
 def masked_select(known: KnownValues, call: Invocation) -> Any:
@@ -149,13 +149,15 @@ def masked_select(known: KnownValues, call: Invocation) -> Any:
     if not features.is_meta or not known.values.knows(mask) or known.values.knows(features):
         return shape(known, call)
     with no_modes():
-        features, mask = torch.broadcast_tensors(features, mask)  # type: ignore[no-untyped-call]
+        features, mask = torch.broadcast_tensors(features, mask)
     return index(known, call._replace(func=aten.index.Tensor, args=(features, [mask])))
 
 
 def index(known: KnownValues, call: Invocation) -> Any:
     """Where a bool mask is known, the call becomes one with the positions of its true elements."""
-    indices = call.args[1]
+    features, indices = call.args[:2]
+    if not features.is_meta:
+        return call.run()
     masks = [item for item in indices if item is not None and item.dtype in (torch.bool, torch.uint8)]
     if not masks:
         _read_index_lists(known, call)
@@ -166,15 +168,15 @@ def index(known: KnownValues, call: Invocation) -> Any:
         positions: list[Tensor | None] = []
         for item in indices:
             positions += _positions(known, item) if any(item is mask for mask in masks) else [item]
-        call = _rewrite(known, call, call.func, (call.args[0], positions, *call.args[2:]))
+        call = _rewrite(known, call, call.func, (features, positions, *call.args[2:]))
     elif not call.writes and call.func in _GATHERS:
-        raise known.fail(call, _HINT_MASK)
+        raise DataDependentError(str(call.func))
     return known.replay(call)
 
 
 def _read_index_lists(known: KnownValues, call: Invocation) -> None:
     """Index tensors that torch made of lists of numbers become known, where it matters."""
-    if not (call.args[0].is_meta and known.values.knows(call.args[0])):
+    if not known.values.knows(call.args[0]):
         return
     unknown = [item for item in call.args[1] if item is not None and not known.values.knows(item)]
     if not unknown:
@@ -206,15 +208,16 @@ def to_copy(known: KnownValues, call: Invocation) -> Any:
     if source.is_meta and target.type != "meta":
         if known.values.knows(source):
             return known.answer(call)
-        raise known.fail(call, "keep features on the device")
-    if source.device.type == "cpu" and target.type == "meta" and not _brings_values(source):
+        raise DataDependentError(str(call.func))
+    if target.type != "meta":
         return call.run()
-    return known.replay(call) if target.type == "meta" else call.run()
+    to_discrete = (dtype := call.kwargs.get("dtype")) is not None and not dtype.is_floating_point
+    return known.replay(call) if source.is_meta or to_discrete or _brings_values(source) else call.run()
 
 
 def _brings_values(source: Tensor) -> bool:
     """Integers and bools are facts of the program; floats and weights are data."""
-    return is_discrete(source) and not is_weight(source) and is_small(source)
+    return is_discrete(source) and not is_weight(source)
 
 
 def overwrite(known: KnownValues, call: Invocation) -> Any:
@@ -239,7 +242,7 @@ def ask_copy(known: KnownValues, call: Invocation) -> Any:
     if known.knows_all(call.tensors):
         known.answer(call)
         return call.args[0]
-    raise known.fail(call, "keep features on the device")
+    raise DataDependentError(str(call.func))
 
 
 def blank(known: KnownValues, call: Invocation) -> Any:
@@ -352,11 +355,6 @@ def _assume_mask(known: KnownValues, call: Invocation, mask: Tensor) -> None:
     known.assume.note(f"mask_fraction={fraction:g}", call.func)
 
 
-_HINT_MASK = "state what share of a mask is true with mask_fraction="
-_HINTS = {
-    aten.equal.default: 'assume that checks hold with checks="hold"',
-    aten.allclose.default: 'assume that checks hold with checks="hold"',
-}
 _GATHERS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flopmeter.known_values import entry_points
 from flopmeter.known_values.values import Cell, is_discrete, is_small, is_weight, no_modes
@@ -55,7 +55,10 @@ class _Twinning:
             for name in (entry.name for entry in dataclasses.fields(tree)):
                 object.__setattr__(twin, name, self.of(getattr(tree, name)))
             return twin
-        return tree_map(self.of, tree, is_leaf=lambda node: node is not tree)
+        children, form = tree_flatten(tree, is_leaf=lambda node: node is not tree)
+        if len(children) == 1 and children[0] is tree:  # a leaf
+            return tree
+        return tree_unflatten([self.of(child) for child in children], form)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 # was seen to read a larger one back.
 MAX_ELEMENTS = 1 << 20
 # Floats are derived (positions, sampling offsets, a mask's sum); only small ones are ever asked for.
-MAX_FLOAT_ELEMENTS = 1 << 16
+MAX_FLOAT_ELEMENTS = 1 << 20
 
 
 def is_small(tensor: Tensor) -> bool:
@@ -100,7 +100,7 @@ class Values:
         memory = value.untyped_storage()
         same_layout = value.stride() == tensor.stride() and value.dtype == tensor.dtype
         if not same_layout or value.storage_offset() or memory.nbytes() != storage.nbytes():
-            memory = torch.UntypedStorage(storage.nbytes(), device="cpu")  # type: ignore[no-untyped-call]
+            memory = torch.UntypedStorage(storage.nbytes(), device="cpu")
             _like(tensor, memory).copy_(value)
         self.cells[storage._cdata] = Cell(storage, memory, self._on_death)
 
@@ -117,7 +117,7 @@ class Values:
         """Copy a value from outside, unless the tensor was written to since."""
         if not tensor.is_inference() and tensor._version != cell.version:
             return False
-        cell.memory = cell.memory.clone()  # type: ignore[no-untyped-call]
+        cell.memory = cell.memory.clone()
         cell.version = None
         return True
 
