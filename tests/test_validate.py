@@ -1,0 +1,70 @@
+"""scripts/validate.py on files written by the test, in the public formats."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import validate  # noqa: E402
+import validate_timm  # noqa: E402
+
+
+def row(measured, predicted, **more):
+    fields = {"group": "op", "gpu": "T4", "low": 0.9 * predicted, "high": 1.2 * predicted, "roofline": 0.5 * measured}
+    return validate.Row(measured=measured, predicted=predicted, **(fields | more))
+
+
+def test_the_table_states_errors_bias_ranks_and_the_share_inside_the_band(capsys):
+    rows = [row(1.0, 1.1), row(2.0, 2.0), row(3.0, 2.4), row(4.0, 4.0, gpu="L4")]
+    means = validate.error_table("title", rows, lambda r: r.gpu)
+    assert means == {"T4": 10.0, "L4": 0.0, "all": 7.5}  # 10, 0 and 20 % off; then 0
+    printed = capsys.readouterr().out
+    assert "title" in printed
+    t4 = next(line.split() for line in printed.splitlines() if line.startswith("T4"))
+    assert t4 == ["T4", "3", "10.0", "10.0", "1.00", "1.000", "66.7", "15.0", "50.0"]  # 3.0 is above 1.2 x 2.4
+
+
+def test_published_predictions_get_a_column_of_their_own(capsys):
+    validate.error_table("title", [row(1.0, 1.1, published=(("neusight", 1.5),))], lambda r: r.gpu)
+    assert "neusight mean %" in capsys.readouterr().out
+
+
+def test_models_are_spread_over_the_families():
+    models = {*(f"resnet{n}" for n in range(20)), "vit_base", "vit_large", "swin_tiny"}
+    assert validate_timm.spread(models, 4) >= {"swin_tiny"}
+    assert len({validate_timm.family(model) for model in validate_timm.spread(models, 3)}) == 3
+    assert validate_timm.spread(models, 100) == models
+
+
+@pytest.fixture
+def neusight(tmp_path):
+    """A product that takes 79 ms at a V100's spec peak of 14 TFLOP/s, one that measures the host, and a softmax."""
+    (tmp_path / "linear.csv").write_text(
+        "gpu,op,m,n,k,dtype,latency_ms,source\n"
+        "V100,linear,8192,8192,8192,float32,82.0,micro_test\n"
+        "V100,linear,16,16,16,float32,0.05,micro_test\n"
+    )
+    (tmp_path / "softmax.csv").write_text(
+        "gpu,op,rows,cols,dtype,latency_ms,source\nT4,softmax,16384,512,float32,0.28,micro_test\n"
+    )
+    return tmp_path
+
+
+def test_the_command_prints_tables_and_one_json_line(neusight):
+    command = [sys.executable, str(SCRIPTS / "validate.py"), "--neusight", str(neusight)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert set(results) == {"linear", "softmax", "all"}
+    assert results["linear"]["V100"] < 10
+    assert results["softmax"]["T4"] < 20
+
+
+def test_the_command_asks_for_a_file():
+    done = subprocess.run([sys.executable, str(SCRIPTS / "validate.py")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--neusight" in done.stderr
