@@ -133,6 +133,7 @@ class Convolution(NamedTuple):
     kernel: tuple[int, ...]
     positions: tuple[int, ...]  # spatial size of what is computed; () for a gradient of the filters
     is_dense: bool  # stride and dilation 1, not transposed
+    channels_last: bool = False  # a position's channels lie together: matrix units read them as they are
 
 
 class Reread(NamedTuple):

@@ -1,4 +1,4 @@
-"""Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, seq, measured, unit, ...).
+"""Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, measured, unit, ...).
 
 Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill and decoding),
 the steps of build-nanogpt's GPT-2 124M, ViT-B/16 of transformers' docs, and NVIDIA's ResNet-50.

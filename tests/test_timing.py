@@ -114,6 +114,13 @@ def test_few_input_channels_waste_matrix_units():
     assert few < many < 5 * few
 
 
+def test_channels_last_spares_few_channels_the_padding():
+    x, weight = meta(64, 16, 56, 56), meta(256, 16, 3, 3)
+    last = x.to(memory_format=torch.channels_last)
+    planes, together = (only(lambda x=x: F.conv2d(x, weight, padding=1)) for x in (x, last))
+    assert together.compute_seconds < 0.6 * planes.compute_seconds
+
+
 def test_a_depthwise_convolution_runs_far_below_the_vector_peak():
     x, weight = meta(64, 512, 56, 56), meta(512, 1, 7, 7)
     timing = only(lambda: F.conv2d(x, weight, padding=3, groups=512))

@@ -176,7 +176,8 @@ def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool)
     _, channels, *kernel = weight.shape
     steps = (*call.argument("stride"), *call.argument("dilation"))
     is_dense = not transposed and all(step == 1 for step in steps)
-    return Convolution(channels, tuple(kernel), anchor.shape[-len(kernel) :], is_dense)
+    channels_last = anchor.stride[-len(kernel) - 1] == 1 != anchor.shape[-len(kernel) - 1]
+    return Convolution(channels, tuple(kernel), anchor.shape[-len(kernel) :], is_dense, channels_last)
 
 
 def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcendentals: int = 0) -> Cost:

@@ -65,8 +65,9 @@ ALIGNMENT_EXPONENT = 1 / 3
 # --- convolutions ------------------------------------------------------------------------------------------
 
 # Input channels per filter at which a convolution on matrix units reaches half its rate: the fragments of
-# the implicit product are padded. Dense and grouped, in NCHW layout. Fitted on [timm].
+# the implicit product are padded. Dense in NCHW and in NHWC layout (compiled models), and grouped. Fitted on [timm].
 HALF_RATE_CHANNELS = 20
+HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
 
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. [timm]

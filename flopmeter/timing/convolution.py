@@ -47,7 +47,8 @@ def depthwise(implicit: Matmul, nbytes: int, vector_flop_per_s: float, bytes_per
 
 def channel_share(shape: Convolution, groups: int) -> float:
     """The share of the rate that filters over so few channels reach."""
-    half = constants.HALF_RATE_CHANNELS if groups == 1 else constants.HALF_RATE_CHANNELS_GROUPED
+    dense = constants.HALF_RATE_CHANNELS_LAST if shape.channels_last else constants.HALF_RATE_CHANNELS
+    half = dense if groups == 1 else constants.HALF_RATE_CHANNELS_GROUPED
     return shape.channels / (shape.channels + half)
 
 
