@@ -176,7 +176,9 @@ def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool)
     _, channels, *kernel = weight.shape
     steps = (*call.argument("stride"), *call.argument("dilation"))
     is_dense = not transposed and all(step == 1 for step in steps)
-    channels_last = anchor.stride[-len(kernel) - 1] == 1 != anchor.shape[-len(kernel) - 1]
+    channel = -len(kernel) - 1
+    activations = [spec for spec in call.inputs[:2] if spec is not weight]
+    channels_last = any(spec.stride[channel] == 1 != spec.shape[channel] for spec in activations)
     return Convolution(channels, tuple(kernel), anchor.shape[-len(kernel) :], is_dense, channels_last)
 
 
