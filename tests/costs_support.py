@@ -135,6 +135,11 @@ def meta_sweep() -> tuple[Swept, ...]:
     return tuple(sweep("meta", torch.float32, samples=3))
 
 
+@functools.cache
+def integer_sweep() -> tuple[Swept, ...]:
+    return tuple(sweep("meta", torch.int64, samples=1))
+
+
 def uncounted(calls: tuple[Call, ...]) -> set[str]:
     return {str(call.func) for call in calls if find_rule(call) is None}
 

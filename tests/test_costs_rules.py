@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from costs_support import meta_sweep, sweep
+from costs_support import integer_sweep, meta_sweep, sweep
 from test_costs_by_hand import BY_HAND
 from test_costs_cases import ALL, call_of_case
 from torch._ops import OpOverload, OpOverloadPacket
@@ -49,7 +49,7 @@ def reached() -> frozenset[object]:
     calls = [call_of_case(name) for name in ALL] + [call for call, _, _ in BY_HAND.values()]
     sweeps = (
         meta_sweep(),
-        sweep("meta", torch.int64, samples=1),
+        integer_sweep(),
         sweep("cpu", torch.float32, samples=1),
         sweep("meta", torch.float32, samples=1, databases=FOREACH_DATABASES),
     )

@@ -36,7 +36,7 @@ _COMPARISONS_AND_SELECTIONS = _words("""
     logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift __lshift__
     __rshift__ __ilshift__ __irshift__ where masked_fill clamp clamp_min clamp_max max min maximum minimum fmax
     fmin relu hardtanh hardtanh_backward threshold threshold_backward heaviside copysign nextafter nan_to_num
-    hardshrink softshrink hardshrink_backward softshrink_backward frexp angle complex conj_physical _conj_physical
+    hardshrink softshrink hardshrink_backward softshrink_backward frexp angle complex _conj_physical
 """)
 
 _FUNCTIONS = _words("""
@@ -109,8 +109,8 @@ _OF_COMPLEX = {  # counted on real numbers: what is not four times its real self
     aten.abs: PerElement(4, 1),  # sqrt(a*a + b*b)
     aten.sgn: PerElement(6, 1),  # z / |z|
     aten.angle: FUNCTION,  # atan2(b, a)
-    aten.conj_physical: ONE,  # -b
-    aten._conj_physical: ONE,
+    aten._conj_physical: ONE,  # -b
+    aten.conj_physical_: ONE,
 }
 
 PER_ELEMENT: dict[OpOverloadPacket, PerElement] = {}
