@@ -64,6 +64,13 @@ def test_a_decoding_product_reads_its_weights_at_the_measured_bandwidth(device):
     assert 0.69 <= share <= 0.90
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_matrix_times_a_vector_takes_as_long_as_reading_the_matrix(dtype):
+    matrix, vector = meta(16384, 16384, dtype=dtype), meta(16384, dtype=dtype)
+    read = 16384**2 * dtype.itemsize / (0.86 * 2039e9)
+    assert only(lambda: matrix @ vector).seconds == pytest.approx(read, rel=0.05)
+
+
 def test_one_tile_more_than_the_device_has_multiprocessors_takes_a_second_wave():
     """108 tiles of 128 x 128 fill an A100 once; the 109th row of tiles has it run twice."""
     b = meta(4096, 128)

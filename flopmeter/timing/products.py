@@ -57,9 +57,13 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
 
     A tile is computed whole, however much of it lies outside of the matrix; SMs without a tile in the last
     wave wait; a slice of the depth has a least size and writes partial sums, which another kernel reads and adds.
+    A matrix times a vector has kernels of its own without tiles: each element of the matrix is used once.
     """
     batch, m, n, k = shape
     memory = nbytes / rates.bytes_per_s
+    if m == 1 or n == 1:
+        compute = 2 * batch * m * n * k / rates.flop_per_s
+        return Busy(compute, memory, overlap(compute, memory, constants.PRODUCT_OVERLAP))
     best = Busy(0.0, memory, float("inf"))
     tiles_to_try, splits = (_BATCHED_TILES, (1,)) if batch > 1 else (_TILES, constants.SPLIT_K)
     for rows, columns, share in tiles_to_try:
