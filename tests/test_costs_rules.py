@@ -69,7 +69,7 @@ def test_every_rule_is_exercised_by_the_cases_or_the_sweep():
         for key, its_rule in RULES.items()
         if its_rule is not no_kernel and key not in reached() and functional_form(key) not in reached()
     }
-    assert missing == NOT_REACHED
+    assert missing == {name for name in NOT_REACHED if hasattr(aten, name.removeprefix("aten."))}
 
 
 def test_metadata_costs_nothing():
