@@ -2,8 +2,11 @@
 
 from flopmeter.compare import Comparison, compare
 from flopmeter.costs import UncountedError, register_cost
+from flopmeter.generation import Generation, time_generation
 from flopmeter.hardware import Hardware, HardwareError, available_hardware, load_hardware
 from flopmeter.known_values import Assumption, DataDependentError, on_meta
+from flopmeter.largest_batch import largest_batch
+from flopmeter.memory import Memory
 from flopmeter.meter import FlopMeter, StreamError
 from flopmeter.report import Report, Row
 from flopmeter.sweep import Sweep, sweep
@@ -14,8 +17,10 @@ __all__ = [
     "Comparison",
     "DataDependentError",
     "FlopMeter",
+    "Generation",
     "Hardware",
     "HardwareError",
+    "Memory",
     "Report",
     "Row",
     "Sweep",
@@ -23,8 +28,10 @@ __all__ = [
     "UncountedError",
     "available_hardware",
     "compare",
+    "largest_batch",
     "load_hardware",
     "on_meta",
     "sweep",
+    "time_generation",
     "register_cost",
 ]

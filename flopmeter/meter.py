@@ -15,6 +15,7 @@ from flopmeter.known_values import KnownValues
 from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.memory import memory_of
 from flopmeter.modes import MODES, compiled_region, launches
+from flopmeter.modes import Mode as LaunchMode
 from flopmeter.records import Call
 from flopmeter.report import Report
 from flopmeter.timing import Host, host_seconds, time_kernels
@@ -38,6 +39,7 @@ class FlopMeter:
     causal: 'full' counts the whole attention square, as torch's counter does; 'exact' what a mask leaves.
     routing: 'balanced' lets experts picked by unknown scores take turns (see known_values).
     checks: 'hold' lets an `all()` of unknown values be true.
+    mask_fraction: so large a share of an unknown bool mask that selects elements is true.
     source: note the caller's file and line with every op (slower).
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.
@@ -52,6 +54,7 @@ class FlopMeter:
         causal: Causal = "full",
         routing: str | None = None,
         checks: str | None = None,
+        mask_fraction: float | None = None,
         source: bool = False,
         host: Host | None = None,
     ):
@@ -63,7 +66,7 @@ class FlopMeter:
         self._source = source
         self._host = host or Host()
         self._as_cuda = as_cuda
-        self._new_values = functools.partial(KnownValues, routing=routing, checks=checks)
+        self._new_values = functools.partial(KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction)
         self._new_values()  # complains about unknown options now rather than on entry
         self._recorder: Recorder | None = None
         self._values: KnownValues | None = None
@@ -125,8 +128,14 @@ class FlopMeter:
             memory=memory_of(self.trace),
             causal=self._causal,
             assumptions=self._assumptions(),
-            notes=(*(self._emulation.notes if self._emulation else ()), *([NOTE] if MODES[mode].fuses else [])),
+            notes=self._notes(device, MODES[mode]),
         )
+
+    def _notes(self, device: Hardware, mode: LaunchMode) -> tuple[str, ...]:
+        notes = [*self._emulation.notes, *_target(device).notes] if self._emulation else []
+        if mode.fuses:
+            notes.append(NOTE)
+        return tuple(dict.fromkeys(notes))
 
     def _check_stream(self, device: Hardware) -> None:
         difference = self._emulation.difference(_target(device)) if self._emulation else None

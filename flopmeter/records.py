@@ -149,7 +149,9 @@ class Reread(NamedTuple):
 
 
 # How a kernel walks its memory, where the op class does not say it.
-Access = Literal["stream", "broadcast", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"]
+Access = Literal[
+    "stream", "broadcast", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"
+]  # fmt: skip
 AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
 
 

@@ -25,7 +25,8 @@ class HardwareError(ValueError):
     """A device that nobody knows, a profile that is not valid, or a rate that a device does not have."""
 
     def __init__(self, message: str, *, field: str = "", file: str = "") -> None:
-        super().__init__(": ".join(part for part in (file, field, message) if part))
+        whole = ": ".join(part for part in (file, field, message) if part)
+        super().__init__(" ".join(whole.splitlines()))  # a key or a file name may hold line breaks
         self.message, self.field, self.file = message, field, file
 
 

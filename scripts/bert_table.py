@@ -117,7 +117,8 @@ def class_table(report: Report) -> str:
     headers = ("class (the paper's grouping)", "calls", "% FLOPs", "paper", "% time", "paper")
     body = tabulate(rows, headers, floatfmt=("", "", ".3f", ".2f", ".1f", ".1f"))
     return (
-        f"BERT-large encoder layer, forward + backward, batch 8, 512 tokens · {report.hardware.title} · fp16\n\n{body}\n\n"
+        "BERT-large encoder layer, forward + backward, batch 8, 512 tokens"
+        f" · {report.hardware.title} · fp16\n\n{body}\n\n"
         f"whole layer {report.kernel_seconds * 1e3:.2f} ms on the device; the paper measured"
         f" {PAPER_LAYER_SECONDS * 1e3:.2f} ms (PyTorch on a V100-SXM2-16GB)\n"
         "grouped as in the paper: scaled softmax = scale + softmax + attention dropout; bias gradients are"

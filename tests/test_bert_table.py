@@ -25,7 +25,7 @@ def report(script):
 
 
 def shares(script, report, of):
-    total = {name: 0.0 for name in script.PAPER_TABLE_1}
+    total = dict.fromkeys(script.PAPER_TABLE_1, 0.0)
     for kernel, timing in zip(report.kernels, report.timings, strict=True):
         total[script.paper_class(kernel)] += of(kernel, timing)
     return {name: 100 * value / sum(total.values()) for name, value in total.items()}

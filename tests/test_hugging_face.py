@@ -56,9 +56,8 @@ def test_products_on_meta_are_those_of_real_tensors_with_the_same_mask(kind):
 def test_greedy_generation_runs_and_says_what_it_assumed(llama):
     ids, mask = prompt()
     with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
-        out = llama.generate(
-            on_meta(ids), attention_mask=on_meta(mask), min_new_tokens=5, max_new_tokens=5, do_sample=False, pad_token_id=0
-        )
+        length = {"min_new_tokens": 5, "max_new_tokens": 5}
+        out = llama.generate(on_meta(ids), attention_mask=on_meta(mask), do_sample=False, pad_token_id=0, **length)
     assert out.shape == (2, 16 + 5)
     (assumption,) = meter.report().assumptions
     assert assumption.startswith("generation: no sequence ends before max_new_tokens")

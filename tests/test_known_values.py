@@ -34,10 +34,10 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.name()
-        if func is not torch.ops.aten.item.default and has_kernel(name, "CompositeImplicitAutograd"):
-            if not (has_kernel(name, "CPU") or has_kernel(name, "Meta")):
-                with self:
-                    return func.decompose(*args, **kwargs)
+        is_composite = func is not torch.ops.aten.item.default and has_kernel(name, "CompositeImplicitAutograd")
+        if is_composite and not (has_kernel(name, "CPU") or has_kernel(name, "Meta")):
+            with self:
+                return func.decompose(*args, **kwargs)
         self.ops.append(str(func))
         return self.known.run(func, args, kwargs, tensors_of((args, tuple(kwargs.values()))))
 
@@ -310,7 +310,7 @@ def test_forgotten_tensors_are_data():
             x.tolist()
 
 
-@pytest.mark.parametrize("size, is_known", [(1 << 20, True), ((1 << 20) + 1, False)])
+@pytest.mark.parametrize(("size", "is_known"), [(1 << 20, True), ((1 << 20) + 1, False)])
 def test_values_are_kept_up_to_a_size(size: int, is_known: bool):
     outside = on_meta(torch.ones(size, dtype=torch.bool))
     with metered():
@@ -359,7 +359,7 @@ class Batch:
     size: int
 
 
-Pair = namedtuple("Pair", "ids mask")  # noqa: PYI024
+Pair = namedtuple("Pair", "ids mask")
 
 
 def test_on_meta_keeps_the_form_of_the_tree():
@@ -565,7 +565,7 @@ def test_gradients_flow_through_a_known_mask():
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("options", "message"),
     [
         ({"routing": "even"}, "routing must be None or 'balanced', not 'even'"),
         ({"checks": True}, "checks must be None or 'hold', not True"),
@@ -625,7 +625,7 @@ def test_checks_hold_lets_gradients_be_finite():
     assert len(mode.known.assumptions) == 1
 
 
-@pytest.mark.parametrize("fraction, kept", [(0.0, 0), (0.25, 3), (0.5, 6), (1.0, 12)])
+@pytest.mark.parametrize(("fraction", "kept"), [(0.0, 0), (0.25, 3), (0.5, 6), (1.0, 12)])
 def test_a_share_of_an_unknown_mask_is_true(fraction: float, kept: int):
     with metered(mask_fraction=fraction) as mode:
         x = torch.rand(3, 4, device="meta")
@@ -774,10 +774,11 @@ def test_an_op_on_unknown_tensors_costs_about_nothing_extra():
 
             return min(once() for _ in range(7))
 
-        plain = seconds(lambda: aten.add.Tensor(*args, **{}))
+        plain = seconds(lambda: aten.add.Tensor(*args))
         through = seconds(lambda: known.run(aten.add.Tensor, args, {}, args, addresses))
         slow = seconds(lambda: known.run(aten.add.Tensor, args, {}, args))
     print(
-        f"\nop {plain * 1e6:.2f} us, through run {(through - plain) * 1e6:+.2f}, without addresses {(slow - plain) * 1e6:+.2f}"
+        f"\nop {plain * 1e6:.2f} us, through run {(through - plain) * 1e6:+.2f},"
+        f" without addresses {(slow - plain) * 1e6:+.2f}"
     )
     assert through - plain < 20e-6  # it is 0.3; a loaded machine may be far off

@@ -22,7 +22,8 @@ Initializer = Callable[[nn.Module], Any]
 def recall_buffers(model: nn.Module, values: Values) -> None:
     """Make what the integer and bool buffers of the model were initialized to known."""
     for module, initialize in _initializers(model, None):
-        lost = {name: buffer for name, buffer in module._buffers.items() if _is_lost(module, name, buffer, values)}
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        lost = {name: buffer for name, buffer in buffers.items() if _is_lost(module, name, buffer, values)}
         for name, value in _initialized(module, initialize, lost).items() if lost else ():
             values.write(lost[name], value)
 
@@ -40,10 +41,9 @@ def _initializers(module: nn.Module, inherited: Initializer | None) -> Iterator[
         yield from _initializers(child, initialize)
 
 
-def _is_lost(module: nn.Module, name: str, buffer: Tensor | None, values: Values) -> bool:
+def _is_lost(module: nn.Module, name: str, buffer: Tensor, values: Values) -> bool:
     return (
-        buffer is not None
-        and buffer.is_meta
+        buffer.is_meta
         and name in module._non_persistent_buffers_set
         and is_discrete(buffer)
         and is_small(buffer)
