@@ -64,10 +64,9 @@ def test_a_decoding_product_reads_its_weights_at_the_measured_bandwidth(device):
     assert 0.69 <= share <= 0.90
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_matrix_times_a_vector_takes_as_long_as_reading_the_matrix(dtype):
-    matrix, vector = meta(16384, 16384, dtype=dtype), meta(16384, dtype=dtype)
-    read = 16384**2 * dtype.itemsize / (0.86 * 2039e9)
+def test_an_fp32_matrix_times_a_vector_takes_as_long_as_reading_the_matrix():
+    matrix, vector = meta(16384, 16384, dtype=torch.float32), meta(16384, dtype=torch.float32)
+    read = 16384**2 * 4 / (0.86 * 2039e9)
     assert only(lambda: matrix @ vector).seconds == pytest.approx(read, rel=0.05)
 
 

@@ -36,7 +36,7 @@ VECTOR_OVERLAP = 3.0
 
 # Elements of the output that one thread block computes, rows x columns: the tiles of cuBLAS and CUTLASS.
 # Batched products come with sides of at least 64 only. Both sets are those that fit [NeuSight] best.
-TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32))
+TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32), (64, 16), (16, 64))
 LEAST_BATCHED_SIDE = 64
 
 # A tile of tm x tn runs at (tm·tn / 128²)^0.3 of the rate of 128 x 128: each operand that is loaded is used

@@ -56,7 +56,7 @@ def _products(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
     item_bytes = _ITEM_BYTES.get(cost.dtype, 1)
     on_matrix_units = peak.unit == "matrix"
     tile_seconds = cycles_to_seconds(constants.TILE_CYCLES, hardware)
-    rates = Rates(peak.sustained_flop_per_s, bandwidth, hardware.sm_count, tile_seconds)
+    rates = Rates(peak.sustained_flop_per_s, bandwidth, hardware.sm_count, tile_seconds, on_matrix_units)
     if cost.convolution is not None:
         (implicit,) = cost.matmuls
         if is_depthwise(cost.convolution, implicit):

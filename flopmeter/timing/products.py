@@ -20,6 +20,7 @@ class Rates(NamedTuple):
     bytes_per_s: float
     sm_count: int
     tile_seconds: float = 0.0  # of each wave beyond its multiply-adds
+    only_tiles: bool = False  # matrix units have no other way
 
 
 class Busy(NamedTuple):
@@ -57,11 +58,11 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
 
     A tile is computed whole, however much of it lies outside of the matrix; SMs without a tile in the last
     wave wait; a slice of the depth has a least size and writes partial sums, which another kernel reads and adds.
-    A matrix times a vector has kernels of its own without tiles: each element of the matrix is used once.
+    On vector units a matrix times a vector has kernels without tiles: each element of the matrix is used once.
     """
     batch, m, n, k = shape
     memory = nbytes / rates.bytes_per_s
-    if m == 1 or n == 1:
+    if (m == 1 or n == 1) and not rates.only_tiles:
         compute = 2 * batch * m * n * k / rates.flop_per_s
         return Busy(compute, memory, overlap(compute, memory, constants.PRODUCT_OVERLAP))
     best = Busy(0.0, memory, float("inf"))
