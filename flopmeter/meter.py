@@ -113,22 +113,26 @@ class FlopMeter:
         Raises StreamError where the other device would have run other ops, HardwareError where it lacks a
         type that the program computes in.
         """
-        if mode not in MODES:
-            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         device = self.hardware if hardware is None else load_hardware(hardware)
         self._check_stream(device)
-        kernels = kernels_of(self.trace, strict=self._strict)
-        run = launches(kernels, self.trace, MODES[mode], compiled_region(self.trace))
+        return self._price(self.trace, device, mode)
+
+    def _price(self, trace: Trace, device: Hardware, mode: str) -> Report:
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+        kernels = kernels_of(trace, strict=self._strict)
+        run = launches(kernels, trace, MODES[mode], compiled_region(trace))
         return Report(
             launches=run,
-            timings=time_kernels(run, device, self.trace.switches, self._host),
+            timings=time_kernels(run, device, trace.switches, self._host),
             hardware=device,
-            switches=self.trace.switches,
+            switches=trace.switches,
             host_seconds=host_seconds(run, self._host),
-            memory=memory_of(self.trace),
+            memory=memory_of(trace),
             causal=self._causal,
             assumptions=self._assumptions(),
             notes=self._notes(device, MODES[mode]),
+            in_mode=functools.partial(self._price, trace, device),
         )
 
     def _notes(self, device: Hardware, mode: LaunchMode) -> tuple[str, ...]:

@@ -89,7 +89,8 @@ def summary(report: Report) -> list[str]:
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s, MFU {report.mfu:.1%}"
         f" · peak memory {report.peak_memory_bytes / 1e9:.1f} GB",
         _memory(report),
-        f"{regime}-bound for {share:.0f} % of the time: {report.remedy}.",
+        f"{regime}-bound for {share:.0f} % of the time: {report.remedy}.{_compiled(report)}",
+        _band(report),
         f"ridge point {device.ridge_point(report.main_dtype):.0f} FLOP/B"
         f" ({peak.flop_per_s / 1e12:g} TFLOP/s {report.main_dtype} {peak.unit},"
         f" {device.bandwidth_bytes_per_s / 1e9:g} GB/s) · uncounted: {uncounted}"
@@ -99,6 +100,31 @@ def summary(report: Report) -> list[str]:
         f" {'may' if switches.cudnn_tf32 else 'do not'}",
         *report.notes,
     ]
+
+
+def _compiled(report: Report) -> str:
+    """What torch.compile would make of an eager run."""
+    compiled = report.compiled
+    if compiled is None or not compiled.seconds:
+        return ""
+    return f" Compiled: {_time(compiled.seconds)}, {report.seconds / compiled.seconds:.2f}x."
+
+
+def _band(report: Report) -> str:
+    """Where the band of the prediction comes from."""
+    known = report.uncertainty
+    seconds = dict.fromkeys((*known.validated, *known.transferred, *known.extrapolated), 0.0)
+    for timing in report.timings:
+        seconds[timing.kernel_class] += timing.seconds
+    here, elsewhere, nowhere = (
+        sum(_percent(seconds[name], report.kernel_seconds) for name in names)
+        for names in (known.validated, known.transferred, known.extrapolated)
+    )
+    extrapolated = f" ({'; '.join(known.extrapolated)})" if known.extrapolated else ""
+    return (
+        f"kernels of classes validated on this device {here:.0f} % of the device's time, on others {elsewhere:.0f} %,"
+        f" extrapolated {nowhere:.0f} %{extrapolated}"
+    )
 
 
 def _memory(report: Report) -> str:

@@ -12,13 +12,9 @@ from flopmeter.hardware import Hardware
 from flopmeter.memory import Memory
 from flopmeter.modes import Launches
 from flopmeter.records import OP_CLASSES, UNCOUNTED, Cost, Kernel, Regime, Switches, Timing
+from flopmeter.timing import Uncertainty, uncertainty
 
 By = Literal["class", "op", "module", "phase", "kernel"]
-
-# How far a prediction of this first time model may be off, as a fraction of it. A roofline with one
-# achieved fraction for compute and one for memory was 7 to 11 % off (median, mean) on 1,242 vision nets
-# on two desktop GPUs and 8 to 36 % on fp32 networks on five data-centre GPUs.
-BAND = 0.3
 
 REMEDIES: dict[Regime, str] = {
     "compute": "use lower precision or the matrix units, a cheaper algorithm, or a device with more FLOP/s",
@@ -81,7 +77,8 @@ class Report:
     memory: Memory
     causal: Literal["full", "exact"] = "full"
     assumptions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())  # what else the reader must know about the trace
+    notes: tuple[str, ...] = ()  # what else the reader must know about the trace
+    in_mode: Callable[[str], Report] | None = field(default=None, repr=False)  # the same run in another mode
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -92,6 +89,13 @@ class Report:
     def mode(self) -> str:
         """'eager', 'compiled', 'cudagraph' or 'eager-cudagraph'."""
         return self.launches.mode.name
+
+    @cached_property
+    def compiled(self) -> Report | None:
+        """An eager run as torch.compile would run it; None for other modes."""
+        if self.mode != "eager" or self.in_mode is None or not self.timings:
+            return None
+        return self.in_mode("compiled")
 
     @cached_property
     def flops(self) -> int:
@@ -137,13 +141,18 @@ class Report:
         last = self.timings[-1]
         return max(self.host_seconds, last.start_seconds + last.seconds)
 
+    @cached_property
+    def uncertainty(self) -> Uncertainty:
+        """The band around `seconds`, from the validation of the kernel classes in the run."""
+        return uncertainty(self.timings, self.seconds, self.hardware)
+
     @property
     def seconds_low(self) -> float:
-        return self.seconds * (1 - BAND)
+        return self.uncertainty.low
 
     @property
     def seconds_high(self) -> float:
-        return self.seconds * (1 + BAND)
+        return self.uncertainty.high
 
     @cached_property
     def kernel_seconds(self) -> float:
