@@ -1,0 +1,160 @@
+"""What docs/*.md show is real: their code runs, and what they print is what is shown.
+
+    python tests/test_docs.py --update     write the true outputs into docs/*.md
+
+A page runs from top to bottom in an empty directory, its ```python blocks in one namespace:
+
+    ```yaml my-gpu.yaml     a block with a file name is written to that file (so is ```python model.py)
+    ```python               runs; what it prints stands in the ```text block after it
+    ```console              each line `$ flopmeter ...` or `$ python scripts/... ` is followed by its output
+    ```sh                   for a reader's own machine: not run
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import runpy
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from flopmeter import cli
+from flopmeter.costs import RULES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+FENCE = re.compile(r"^```(?P<language>\w+) *(?P<file>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
+
+
+def played(page: str, text: str) -> str:
+    """The page with the outputs that its code really has. Files go to the working directory."""
+    namespace: dict[str, Any] = {"__name__": "docs"}
+    printed = ""  # by the last block of code, and not shown yet
+
+    def play(block: re.Match[str]) -> str:
+        nonlocal printed
+        language, file, body = block["language"], block["file"], block["body"]
+        assert language == "text" or not printed, f"{page}: no ```text block shows {printed!r}"
+        if file:
+            Path(file).write_text(body)
+        elif language == "python":
+            printed = _of_code(page, body, namespace, line=text.count("\n", 0, block.start("body")))
+        elif language == "console":
+            body = "".join(f"$ {command}\n{_of_command(command)}" for command in COMMAND.findall(body))
+        elif language == "text" and printed:
+            body, printed = printed, ""
+        return f"```{language}{' ' + file if file else ''}\n{body}```"
+
+    result = FENCE.sub(play, text)
+    assert not printed, f"{page}: no ```text block shows {printed!r}"
+    return result
+
+
+def _of_code(page: str, code: str, namespace: dict[str, Any], line: int) -> str:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile("\n" * line + code, f"docs/{page}", "exec"), namespace)
+    return _tidy(out.getvalue())
+
+
+def _of_command(command: str) -> str:
+    """What a command prints, run in this process; a line tells an exit code other than 0."""
+    program, *arguments = shlex.split(command)
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out):
+        code = _PROGRAMS[program](arguments)
+    return _tidy(out.getvalue()) + (f"(exit code {code})\n" if code else "")
+
+
+def _python(arguments: list[str]) -> int:
+    script, *rest = arguments
+    with mock.patch.object(sys, "argv", [script, *rest]):
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as stop:
+            return int(stop.code or 0)
+    return 0
+
+
+_PROGRAMS = {"flopmeter": cli.main, "python": _python}
+
+
+def _tidy(output: str) -> str:
+    """Without white space that no reader sees."""
+    lines = [line.rstrip() for line in output.rstrip().splitlines()]
+    return "".join(f"{line}\n" for line in lines)
+
+
+@contextmanager
+def _somewhere_else() -> Iterator[None]:
+    """In an empty directory; rules that a page registers are taken back."""
+    home, rules = Path.cwd(), dict(RULES)
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        try:
+            yield
+        finally:
+            os.chdir(home)
+            RULES.clear()
+            RULES.update(rules)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_shows_what_its_code_prints(page):
+    text = page.read_text(encoding="utf-8")
+    with _somewhere_else():
+        assert played(page.name, text) == text, "python tests/test_docs.py --update writes the true outputs"
+
+
+def test_a_wrong_output_is_noticed():
+    assert played("page", "```python\nprint(6 * 7)\n```\n```text\n41\n```") == (
+        "```python\nprint(6 * 7)\n```\n```text\n42\n```"
+    )
+    assert "0.1.0" not in played("page", "```console\n$ flopmeter explain relu\n0.1.0\n```")
+    with pytest.raises(AssertionError, match="no ```text block shows"):
+        played("page", "```python\nprint(6 * 7)\n```")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_of_the_repository_leads_somewhere(page):
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_of_a_source_file_exists(page):
+    """`flopmeter/costs/pointwise.py` and the like, in backquotes."""
+    names = re.findall(r"`((?:flopmeter|scripts|tests|hardware)/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    assert [name for name in names if not (ROOT / name).exists() and "NAME" not in name] == []
+
+
+def test_every_make_target_that_the_docs_name_exists():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        assert set(re.findall(r"`make ([\w-]+)`", page.read_text(encoding="utf-8"))) <= targets
+
+
+def _update() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        with _somewhere_else():
+            new = played(page.name, text)
+        if new != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"updated {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--update"]:
+        sys.exit("usage: python tests/test_docs.py --update")
+    _update()
