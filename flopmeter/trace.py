@@ -26,8 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
+from flopmeter.known_values.rules import rule_of
 from flopmeter.modules import ModulePaths, Regions
 from flopmeter.records import Call, Op, Phase, Switches, TensorSpec
+from flopmeter.replicas import Replica, nobody_else_sees_ops, replica
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
 _autograd_node = torch._C._current_autograd_node
@@ -102,6 +104,14 @@ class _Handling(NamedTuple):
     is_composite: bool  # arrives undecomposed under inference_mode
     shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
     changes_storages: bool  # resizes one that it was passed, or was passed one that is new
+    asks_values: bool  # known values may answer it whatever it is passed
+
+
+class _Known(NamedTuple):
+    """What there is to know of a call before it is made again."""
+
+    call: Call
+    replica: Replica | None
 
 
 class _Seen:
@@ -136,7 +146,7 @@ class Recorder(TorchDispatchMode):
         self._values = values
         self._compiled_region = compiled_region
         self._regions = Regions()
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[Any, _Known] = {}
         self._handlings: dict[Any, _Handling] = {}
         self._storages: dict[int, _StorageRef] = {}
         self._shared_number: int | None = None  # of tensors without a storage
@@ -222,20 +232,25 @@ class Recorder(TorchDispatchMode):
                 return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
         seen = _Seen()
         key = self._key(func, args, kwargs, seen)
-        if self._values is None:
-            result = func(*args, **kwargs)
-        else:
-            result = self._values.run(func, args, kwargs, seen.tensors, seen.addresses)
-            for func, args, kwargs in self._values.ran:  # in place of the call
+        known = self._calls.get(key)
+        values = self._values
+        if values is not None and (handling.asks_values or not values.values.cells.keys().isdisjoint(seen.addresses)):
+            result = values.run(func, args, kwargs, seen.tensors, seen.addresses)
+            for func, args, kwargs in values.ran:  # in place of the call
                 handling = self._handlings.get(func) or self._handle(func)
                 seen = _Seen()
                 key = self._key(func, args, kwargs, seen)
-        self._record(handling, key, func, args, kwargs, result, seen)
+                known = self._calls.get(key)
+        elif known is None or known.replica is None or types or not nobody_else_sees_ops():
+            result = func(*args, **kwargs)
+        else:
+            result = known.replica(seen.tensors)
+        self._record(handling, key, known, func, args, kwargs, result, seen)
         return result
 
     def _key(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], seen: _Seen) -> Any:
         """What tells calls of different cost apart."""
-        key: list[Any] = [func]
+        key: list[Any] = [func, torch.get_default_dtype()]  # integers divided are floats of that type
         self._describe(args, seen, BEFORE, key)
         if kwargs:
             key += kwargs
@@ -243,29 +258,44 @@ class Recorder(TorchDispatchMode):
         return tuple(key)
 
     def _record(
-        self, handling: _Handling, key: Any, func: OpOverload, args: Any, kwargs: Any, result: Any, seen: _Seen
+        self,
+        handling: _Handling,
+        key: Any,
+        known: _Known | None,
+        func: OpOverload,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        seen: _Seen,
     ) -> None:
         trace, numbers = self.trace, seen.numbers
         if isinstance(result, Tensor) and not handling.shape_depends_on_data:  # nearly always
             numbers.setdefault(self._number(result, len(trace.ops), seen.addresses), len(numbers))
         else:
+            inputs = len(seen.tensors)
             described: list[Any] = []
             self._describe((result,), seen, len(trace.ops), described)
+            del seen.tensors[inputs:]
             if handling.shape_depends_on_data:
                 key = (key, *described)
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = _build(func, args, kwargs, result, self._spec_reader(numbers))
-            trace.devices.update(dict.fromkeys(spec.device for spec in (*call.inputs, *call.outputs)))
-            if self._on_new_call is not None:
-                self._on_new_call(call)
+                known = self._calls.get(key)
+        if known is None:
+            known = self._calls[key] = self._first(func, args, kwargs, result, seen)
         if handling.changes_storages:
-            self._note_changes(func, seen.tensors)
+            self._note_changes(func, (*seen.tensors, result))
         phase, module = self._place()
         source = caller() if self._source else None
         trace.module_calls.append(self.modules.calls)
         region = None if self._compiled_region is None else self._region(self._compiled_region())
-        trace.ops.append(Op(call, tuple(numbers), module, phase, source, region))
+        trace.ops.append(Op(known.call, tuple(numbers), module, phase, source, region))
+
+    def _first(self, func: OpOverload, args: Any, kwargs: Any, result: Any, seen: _Seen) -> _Known:
+        """A call of a geometry that was not seen before."""
+        call = _build(func, args, kwargs, result, self._spec_reader(seen.numbers))
+        self.trace.devices.update(dict.fromkeys(spec.device for spec in (*call.inputs, *call.outputs)))
+        if self._on_new_call is not None:
+            self._on_new_call(call)
+        return _Known(call, replica(func, seen.tensors, result))
 
     def _describe(self, values: Iterable[Any], seen: _Seen, born: int, key: list[Any]) -> None:
         """Add to the key what describes arguments or results: geometry for tensors, else the value. Notes
@@ -277,11 +307,10 @@ class Recorder(TorchDispatchMode):
         for value in values:
             if isinstance(value, Tensor):
                 tensors.append(value)
-                number = self._number(value, born, addresses)
-                local = numbers.setdefault(number, len(numbers))
+                local = numbers.setdefault(self._number(value, born, addresses), len(numbers))
                 if value.layout is torch.strided:
                     offset = value.storage_offset()
-                    key.append((value.shape, value.stride(), value.dtype, local, offset, value.is_meta))
+                    key.append((value.shape, value.stride(), value.dtype, local, offset, value.device))
                 else:
                     key.append((value.shape, value.layout, value.dtype, local))
             elif isinstance(value, (list, tuple)):
@@ -304,8 +333,10 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known.number
         number = len(self.trace.storages)
-        self.trace.storages.append(Storage(storage.nbytes(), tensor.device.type, born))
-        self._storages[address] = _StorageRef(storage, self._on_death, address, number)
+        device = "meta" if tensor.is_meta else tensor.device.type  # asking for the type is slow
+        self.trace.storages.append(Storage(storage.nbytes(), device, born))
+        reference = self._storages[address] = _StorageRef(storage, self._on_death)
+        reference.address, reference.number = address, number
         return number
 
     def _no_storage(self, tensor: Tensor, born: int) -> int:
@@ -319,8 +350,8 @@ class Recorder(TorchDispatchMode):
         self._storages.pop(reference.address, None)
         self.trace.storages[reference.number].died = len(self.trace.ops)
 
-    def _note_changes(self, func: OpOverload, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
+    def _note_changes(self, func: OpOverload, tensors: tuple[Any, ...]) -> None:
+        for tensor in _tensors_in(tensors):
             number = self._number(tensor, BEFORE, [])
             if func.overloadpacket in _FRESH:
                 self.trace.storages[number].born = len(self.trace.ops)
@@ -370,6 +401,8 @@ class Recorder(TorchDispatchMode):
 
     def _handle(self, func: Any) -> _Handling:
         handling = _handling(func)
+        if self._values is not None:
+            handling = handling._replace(asks_values=rule_of(func, self._values.assume).always)
         self._handlings[func] = handling
         return handling
 
@@ -378,13 +411,8 @@ class _StorageRef(weakref.ref[Any]):
     """A weak reference that remembers which storage it was."""
 
     __slots__ = ("address", "number")
-
-    def __new__(cls, storage: Any, callback: Any, address: int, number: int) -> _StorageRef:
-        return super().__new__(cls, storage, callback)
-
-    def __init__(self, storage: Any, callback: Any, address: int, number: int):
-        self.address = address
-        self.number = number
+    address: int
+    number: int
 
 
 @functools.cache
@@ -396,14 +424,14 @@ def _is_plain(kind: type) -> bool:
 def _handling(func: Any) -> _Handling:
     # A higher-order op is no OpOverload: its body is traced op by op.
     if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES:
-        return _Handling(True, False, False, False)
+        return _Handling(True, False, False, False, False)
     name = func.name()
     is_composite = _has_kernel(name, "CompositeImplicitAutograd") and not (
         _has_kernel(name, "CPU") or _has_kernel(name, "Meta")
     )
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
     has_out = any(argument.is_out for argument in func._schema.arguments)
-    return _Handling(False, is_composite, by_data, has_out or func.overloadpacket in (*_RESIZING, *_FRESH))
+    return _Handling(False, is_composite, by_data, has_out or func.overloadpacket in (*_RESIZING, *_FRESH), False)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
