@@ -126,9 +126,18 @@ def test_a_wrong_output_is_noticed():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_of_the_repository_leads_somewhere(page):
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_every_link_inside_the_repository_leads_somewhere(page):
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for path, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", prose):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in _anchors(target), f"{path}#{anchor}"
+
+
+def _anchors(page: Path) -> list[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
