@@ -18,7 +18,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from flopmeter import FlopMeter, Report, Row, load_hardware, sweep
-from flopmeter.targets import load_target
+from flopmeter.cli.targets import load_target
 from flopmeter.timing import Host
 
 A100 = "a100-sxm4-40gb"

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from flopmeter.cli.hardware_table import hardware_table
 from flopmeter.hardware import HardwareError
-from flopmeter.hardware_table import hardware_table
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from flopmeter import FlopMeter
+from flopmeter.cli.targets import Programs, TargetError, load_target
 from flopmeter.models import BUILTINS
-from flopmeter.targets import Programs, TargetError, load_target
 
 SMALL = """
     import torch

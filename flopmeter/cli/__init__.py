@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, get_args
 
 from flopmeter import __version__
+from flopmeter.cli.difference import difference, read_report
+from flopmeter.cli.explain import explain
+from flopmeter.cli.hardware_table import hardware_table
+from flopmeter.cli.prices import load_prices
+from flopmeter.cli.progress import on_terminal
+from flopmeter.cli.targets import DTYPES, Program, Programs, load_target
 from flopmeter.compare import Sort, compare
 from flopmeter.costs import UncountedError
-from flopmeter.difference import difference, read_report
 from flopmeter.document import FORMATS, Document
-from flopmeter.explain import explain
 from flopmeter.hardware import load_hardware
-from flopmeter.hardware_table import hardware_table
 from flopmeter.known_values import DataDependentError
 from flopmeter.largest_batch import largest_batch
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.plots import roofline, save, sweep_curve
-from flopmeter.prices import load_prices
-from flopmeter.progress import on_terminal
 from flopmeter.render import RENDERERS, headline, summary, table
 from flopmeter.report import By, Report, Row
 from flopmeter.sweep import sweep
-from flopmeter.targets import DTYPES, Program, Programs, load_target
 
 DEFAULT_COMPARISON = "a100-sxm4-80gb,h100-sxm5-80gb,b200-sxm-180gb"
 DEFAULT_BATCHES = [1, 2, 4, 8, 16, 32, 64]

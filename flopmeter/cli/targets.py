@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from flopmeter.cli.model_hubs import TargetError, huggingface, timm_model
 from flopmeter.costs import UncountedError
 from flopmeter.hardware import HardwareError
 from flopmeter.known_values import DataDependentError, on_meta
-from flopmeter.model_hubs import TargetError, huggingface, timm_model
 from flopmeter.models import BUILTINS, Trainable
 
 __all__ = ["DTYPES", "Program", "Programs", "Target", "TargetError", "load_target"]
