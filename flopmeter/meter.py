@@ -139,6 +139,11 @@ class FlopMeter:
         notes = [*self._emulation.notes, *_target(device).notes] if self._emulation else []
         if mode.fuses:
             notes.append(NOTE)
+        if self._recorder is not None and self._recorder.modules.missed:
+            notes.append(
+                f"not metered: {self._recorder.modules.missed} module calls in other threads; a meter sees the ops of "
+                "the thread that entered it"
+            )
         return tuple(dict.fromkeys(notes))
 
     def _check_stream(self, device: Hardware) -> None:

@@ -21,17 +21,26 @@ _next_node_number = torch._C._autograd._get_sequence_nr
 
 
 class ModulePaths:
-    """A context that knows the path of the running module, such as `Bert.encoder.layers.0`."""
+    """A context that knows the path of the running module, such as `Bert.encoder.layers.0`.
 
-    def __init__(self, on_leave_outermost: Callable[[nn.Module], None] = lambda _: None) -> None:
+    Hooks see the modules of all threads: those that run where `is_on()` is false are counted as missed.
+    """
+
+    def __init__(
+        self,
+        on_leave_outermost: Callable[[nn.Module], None] = lambda _: None,
+        is_on: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.path = ""  # of the innermost module whose forward runs; '' outside of modules
         self.calls = 0  # module calls so far
+        self.missed = 0
         self._stack: list[tuple[str, nn.Module]] = []
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # id -> last path
         self._roots: dict[str, int] = {}  # class name -> how many outermost modules have it
         self._numbers: list[int] = []  # sequence numbers at which the path changed ...
         self._paths: list[str] = []  # ... and what it changed to
         self._on_leave_outermost = on_leave_outermost
+        self._is_on = is_on
         self._undo = ExitStack()
 
     def __enter__(self) -> ModulePaths:
@@ -47,6 +56,11 @@ class ModulePaths:
         self._stack.clear()
         self.path = ""
 
+    @property
+    def outermost(self) -> nn.Module | None:
+        """The outermost module whose forward runs."""
+        return self._stack[0][1] if self._stack else None
+
     def path_of_node(self, node: Any) -> str | None:
         """The path in whose forward the autograd node was made; None for a gradient accumulation,
         which belongs to no forward op, and for nodes that are older than the context."""
@@ -56,6 +70,9 @@ class ModulePaths:
         return None if place < 0 or is_accumulation else self._paths[place]
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        if not self._is_on():
+            self.missed += 1
+            return
         self.calls += 1
         self.path = self._path(module)
         self._stack.append((self.path, module))
@@ -63,7 +80,7 @@ class ModulePaths:
 
     def _leave_module(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         # A module whose own pre-hook raised never got onto the stack.
-        if self._stack and self._stack[-1][1] is module:
+        if self._stack and self._stack[-1][1] is module and self._is_on():
             self._stack.pop()
             self.path = self._stack[-1][0] if self._stack else ""
             self._log()

@@ -19,17 +19,21 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from flopmeter import higher_order, mixed_devices
+from flopmeter.geometry import build_call, has_strides, hashable, storage_of, unstrided_spec
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.rules import rule_of
 from flopmeter.modules import ModulePaths, Regions
-from flopmeter.records import Call, Op, Phase, Switches, TensorSpec
+from flopmeter.records import Call, Op, Phase, Switches
 from flopmeter.replicas import Replica, nobody_else_sees_ops, replica
+from flopmeter.sharding import unseen_propagation
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
 _autograd_node = torch._C._current_autograd_node
@@ -114,19 +118,24 @@ class _Known(NamedTuple):
     replica: Replica | None
 
 
-class _Seen:
-    """The tensors of one call in order, the addresses of their storages, and the call's own numbering."""
+class _Arrival:
+    """A call as it arrives, with its tensors in order, the addresses of their storages, and its own numbering."""
 
-    __slots__ = ("addresses", "numbers", "tensors")
+    __slots__ = ("addresses", "args", "func", "handling", "key", "known", "kwargs", "numbers", "tensors")
+    key: Any  # what tells calls of different cost apart
+    known: _Known | None
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling):
+        self.func, self.args, self.kwargs, self.handling = func, args, kwargs, handling
+        self.tensors: list[Tensor] = []  # of the arguments
         self.addresses: list[int] = []
         self.numbers: dict[int, int] = {}  # trace-wide number -> number in the call
 
 
 class Recorder(TorchDispatchMode):
     """The dispatch mode: appends one Op to `trace` for each aten call that reaches a kernel."""
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -140,10 +149,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_new_call = on_new_call
         self.trace = Trace()
-        self.modules = ModulePaths(self._note_module)
+        self.modules = ModulePaths(self._note_module, self._is_on)
         self._source = source
         self._overrides = overrides or {}
         self._values = values
+        self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
         self._compiled_region = compiled_region
         self._regions = Regions()
         self._calls: dict[Any, _Known] = {}
@@ -166,6 +176,7 @@ class Recorder(TorchDispatchMode):
         if self._depth == 0:  # else a composite enters again
             with ExitStack() as undo:
                 undo.enter_context(self.modules)
+                undo.enter_context(unseen_propagation())
                 undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
                 undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
                 self._undo = undo.pop_all()
@@ -181,10 +192,18 @@ class Recorder(TorchDispatchMode):
             self._steps.clear()
             self._storages.clear()  # what is freed from now on outlived the trace
 
+    def _is_on(self) -> bool:
+        """Whether this thread's ops come here: a mode belongs to the thread that entered it, and to the
+        threads in which autograd runs its backward passes."""
+        return self in _get_current_dispatch_mode_stack()
+
     def _enter_step(self, *_: Any) -> None:
-        self._steps.append(_graph_task())
+        if self._is_on():
+            self._steps.append(_graph_task())
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_on():
+            return
         if self._steps:  # not where the context was entered inside of a step
             self._steps.pop()
         for group in optimizer.param_groups:
@@ -208,8 +227,9 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, tensor: Tensor, role: Role) -> None:
         if not _is_plain(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
-            for name in tensor.__tensor_flatten__()[0]:  # what a DTensor or the like wraps is what there is
-                self._note(getattr(tensor, name), role)
+            for inner in map(tensor.__getattribute__, tensor.__tensor_flatten__()[0]):
+                if isinstance(inner, Tensor):  # what a DTensor or the like wraps is what there is
+                    self._note(inner, role)
             return
         storage = self.trace.storages[self._number(tensor, BEFORE, [])]
         if storage.role is None:
@@ -224,98 +244,128 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         handling = self._handlings.get(func) or self._handle(func)
         if handling.is_host:
-            return func(*args, **kwargs)
-        if handling.is_composite:
+            return self._open(func, args, kwargs) if isinstance(func, HigherOrderOperator) else func(*args, **kwargs)
+        if handling.is_composite and all(has_strides(tensor) for tensor in _tensors_in(args)):
             with self:
                 override = self._overrides.get(func)
                 # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.
                 return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
-        seen = _Seen()
-        key = self._key(func, args, kwargs, seen)
-        known = self._calls.get(key)
-        values = self._values
-        if values is not None and (handling.asks_values or not values.values.cells.keys().isdisjoint(seen.addresses)):
-            result = values.run(func, args, kwargs, seen.tensors, seen.addresses)
-            for func, args, kwargs in values.ran:  # in place of the call
-                handling = self._handlings.get(func) or self._handle(func)
-                seen = _Seen()
-                key = self._key(func, args, kwargs, seen)
-                known = self._calls.get(key)
+        arrival = self._meet(func, args, kwargs, handling)
+        known = arrival.known
+        if handling.asks_values or not self._cells.keys().isdisjoint(arrival.addresses):
+            arrival, result = self._ask_values(arrival)
         elif known is None or known.replica is None or types or not nobody_else_sees_ops():
-            result = func(*args, **kwargs)
+            result = self._run(arrival)
         else:
-            result = known.replica(seen.tensors)
-        self._record(handling, key, known, func, args, kwargs, result, seen)
+            result = known.replica(arrival.tensors)
+        self._record(arrival, result)
         return result
 
-    def _key(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], seen: _Seen) -> Any:
-        """What tells calls of different cost apart."""
+    def _open(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self:
+            return higher_order.run(func, args, kwargs)
+
+    def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling) -> _Arrival:
+        arrival = _Arrival(func, args, kwargs, handling)
         key: list[Any] = [func, torch.get_default_dtype()]  # integers divided are floats of that type
-        self._describe(args, seen, BEFORE, key)
+        self._describe(args, arrival, BEFORE, key)
         if kwargs:
             key += kwargs
-            self._describe(kwargs.values(), seen, BEFORE, key)
-        return tuple(key)
+            self._describe(kwargs.values(), arrival, BEFORE, key)
+        self._look_up(arrival, tuple(key))
+        return arrival
 
-    def _record(
-        self,
-        handling: _Handling,
-        key: Any,
-        known: _Known | None,
-        func: OpOverload,
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        seen: _Seen,
-    ) -> None:
-        trace, numbers = self.trace, seen.numbers
-        if isinstance(result, Tensor) and not handling.shape_depends_on_data:  # nearly always
-            numbers.setdefault(self._number(result, len(trace.ops), seen.addresses), len(numbers))
+    def _look_up(self, arrival: _Arrival, key: Any) -> None:
+        try:
+            known = self._calls.get(key)
+        except TypeError:  # there are symbols among the sizes
+            key = hashable(key, arrival.func)
+            known = self._calls.get(key)
+        arrival.key, arrival.known = key, known
+
+    def _ask_values(self, arrival: _Arrival) -> tuple[_Arrival, Any]:
+        """The call that was made, which may be another one, and its result."""
+        assert self._values is not None
+        func, args, kwargs = arrival.func, arrival.args, arrival.kwargs
+        try:
+            result = self._values.run(func, args, kwargs, arrival.tensors, arrival.addresses)
+        except RuntimeError as error:
+            self._explain(error, arrival)
+            raise
+        for func, args, kwargs in self._values.ran:  # in place of the call
+            arrival = self._meet(func, args, kwargs, self._handlings.get(func) or self._handle(func))
+        return arrival, result
+
+    def _run(self, arrival: _Arrival) -> Any:
+        try:
+            return arrival.func(*arrival.args, **arrival.kwargs)
+        except RuntimeError as error:
+            self._explain(error, arrival)
+            raise
+
+    def _explain(self, error: RuntimeError, arrival: _Arrival) -> None:
+        explained = mixed_devices.explain(arrival.func, arrival.tensors, self.modules.outermost)
+        if explained is not None and type(error) is RuntimeError:
+            raise explained from error
+
+    def _record(self, arrival: _Arrival, result: Any) -> None:
+        trace, numbers = self.trace, arrival.numbers
+        if isinstance(result, Tensor) and not arrival.handling.shape_depends_on_data:  # nearly always
+            numbers.setdefault(self._number(result, len(trace.ops), arrival.addresses), len(numbers))
         else:
-            inputs = len(seen.tensors)
-            described: list[Any] = []
-            self._describe((result,), seen, len(trace.ops), described)
-            del seen.tensors[inputs:]
-            if handling.shape_depends_on_data:
-                key = (key, *described)
-                known = self._calls.get(key)
+            self._describe_result(arrival, result)
+        known = arrival.known
         if known is None:
-            known = self._calls[key] = self._first(func, args, kwargs, result, seen)
-        if handling.changes_storages:
-            self._note_changes(func, (*seen.tensors, result))
+            known = self._calls[arrival.key] = self._first(arrival, result)
+        if arrival.handling.changes_storages:
+            self._note_changes(arrival.func, (*arrival.tensors, result))
         phase, module = self._place()
         source = caller() if self._source else None
         trace.module_calls.append(self.modules.calls)
         region = None if self._compiled_region is None else self._region(self._compiled_region())
         trace.ops.append(Op(known.call, tuple(numbers), module, phase, source, region))
 
-    def _first(self, func: OpOverload, args: Any, kwargs: Any, result: Any, seen: _Seen) -> _Known:
+    def _describe_result(self, arrival: _Arrival, result: Any) -> None:
+        arguments = len(arrival.tensors)
+        described: list[Any] = []
+        self._describe((result,), arrival, len(self.trace.ops), described)
+        del arrival.tensors[arguments:]
+        if arrival.handling.shape_depends_on_data:
+            self._look_up(arrival, (arrival.key, *described))
+
+    def _first(self, arrival: _Arrival, result: Any) -> _Known:
         """A call of a geometry that was not seen before."""
-        call = _build(func, args, kwargs, result, self._spec_reader(seen.numbers))
-        self.trace.devices.update(dict.fromkeys(spec.device for spec in (*call.inputs, *call.outputs)))
+        func, tensors, numbers = arrival.func, arrival.tensors, arrival.numbers
+
+        def number(tensor: Tensor) -> int:
+            return numbers[self._number(tensor, BEFORE, [])]
+
+        call = build_call(func, arrival.args, arrival.kwargs, result, number)
+        mixed_devices.check(call, tensors, self.modules.outermost)
+        self.trace.devices.update(mixed_devices.touched(self.trace.devices, call))
         if self._on_new_call is not None:
             self._on_new_call(call)
-        return _Known(call, replica(func, seen.tensors, result))
+        return _Known(call, replica(func, tensors, result))
 
-    def _describe(self, values: Iterable[Any], seen: _Seen, born: int, key: list[Any]) -> None:
+    def _describe(self, values: Iterable[Any], arrival: _Arrival, born: int, key: list[Any]) -> None:
         """Add to the key what describes arguments or results: geometry for tensors, else the value. Notes
         the tensors and numbers their storages; one first seen as an argument was there BEFORE.
 
         This runs for every op: it is one loop, without a helper for each kind of value.
         """
-        tensors, addresses, numbers = seen.tensors, seen.addresses, seen.numbers
+        tensors, addresses, numbers = arrival.tensors, arrival.addresses, arrival.numbers
         for value in values:
             if isinstance(value, Tensor):
                 tensors.append(value)
                 local = numbers.setdefault(self._number(value, born, addresses), len(numbers))
-                if value.layout is torch.strided:
+                if value.layout is torch.strided and not value.is_nested:
                     offset = value.storage_offset()
                     key.append((value.shape, value.stride(), value.dtype, local, offset, value.device))
                 else:
-                    key.append((value.shape, value.layout, value.dtype, local))
+                    key.append((value.layout, unstrided_spec(value, local)))
             elif isinstance(value, (list, tuple)):
                 key.append(len(value))
-                self._describe(value, seen, born, key)
+                self._describe(value, arrival, born, key)
             elif isinstance(value, (bool, float)):  # 1, 1.0 and True hash alike, but make other dtypes
                 key.append((type(value), value))
             else:
@@ -323,10 +373,13 @@ class Recorder(TorchDispatchMode):
 
     def _number(self, tensor: Tensor, born: int, addresses: list[int]) -> int:
         """The trace-wide number of the tensor's storage, whose address is noted."""
+        storage: torch.UntypedStorage | None
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors and others that have none
-            return self._no_storage(tensor, born)
+        except (NotImplementedError, RuntimeError):
+            storage = storage_of(tensor)
+            if storage is None:
+                return self._no_storage(tensor, born)
         address = storage._cdata
         addresses.append(address)
         known = self._storages.get(address)
@@ -334,7 +387,7 @@ class Recorder(TorchDispatchMode):
             return known.number
         number = len(self.trace.storages)
         device = "meta" if tensor.is_meta else tensor.device.type  # asking for the type is slow
-        self.trace.storages.append(Storage(storage.nbytes(), device, born))
+        self.trace.storages.append(Storage(_nbytes(storage), device, born))
         reference = self._storages[address] = _StorageRef(storage, self._on_death)
         reference.address, reference.number = address, number
         return number
@@ -355,18 +408,9 @@ class Recorder(TorchDispatchMode):
             number = self._number(tensor, BEFORE, [])
             if func.overloadpacket in _FRESH:
                 self.trace.storages[number].born = len(self.trace.ops)
-            nbytes = 0 if number == self._shared_number else tensor.untyped_storage().nbytes()
+            nbytes = 0 if number == self._shared_number else _nbytes(tensor.untyped_storage())
             if nbytes != self.trace.size(number):
                 self.trace.resizes.append(Resize(len(self.trace.ops), number, nbytes))
-
-    def _spec_reader(self, numbers: dict[int, int]) -> Callable[[Tensor], TensorSpec]:
-        def spec(tensor: Tensor) -> TensorSpec:
-            local = numbers[self._number(tensor, BEFORE, [])]
-            strided = tensor.layout is torch.strided
-            stride, offset = (tensor.stride(), int(tensor.storage_offset())) if strided else ((), 0)
-            return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, local, offset, tensor.device.type)
-
-        return spec
 
     def _place(self) -> tuple[Phase, str]:
         """The phase, and the path of the module that the op belongs to."""
@@ -418,7 +462,9 @@ class _StorageRef(weakref.ref[Any]):
 @functools.cache
 def _is_plain(kind: type) -> bool:
     """Whether tensors of the type run aten kernels themselves, rather than through code of their own."""
-    return issubclass(kind, FakeTensor) or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    if issubclass(kind, (FakeTensor, FunctionalTensor)):  # run by modes that are called after this one
+        return True
+    return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 
 def _handling(func: Any) -> _Handling:
@@ -434,6 +480,13 @@ def _handling(func: Any) -> _Handling:
     return _Handling(False, is_composite, by_data, has_out or func.overloadpacket in (*_RESIZING, *_FRESH), False)
 
 
+def _nbytes(storage: torch.UntypedStorage) -> int:
+    nbytes: Any = storage.nbytes()
+    if type(nbytes) is int:
+        return nbytes
+    return int(nbytes.node.hint) if nbytes.node.has_hint() else 0  # 0: the op's record will raise
+
+
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -447,24 +500,6 @@ def _switches() -> Switches:
     return Switches(
         matmul.allow_tf32, torch.backends.cudnn.allow_tf32, getattr(matmul, "allow_fp16_accumulation", False)
     )
-
-
-def _build(func: OpOverload, args: Any, kwargs: Any, result: Any, spec: Callable[[Tensor], TensorSpec]) -> Call:
-    inputs: list[TensorSpec] = []
-    outputs: list[TensorSpec] = []
-
-    def freeze(value: Any, into: list[TensorSpec]) -> Any:
-        if isinstance(value, Tensor):
-            into.append(spec(value))
-            return into[-1]
-        if isinstance(value, (list, tuple)):
-            return tuple(freeze(item, into) for item in value)
-        return value
-
-    frozen_args = freeze(args, inputs)
-    frozen_kwargs = {name: freeze(value, inputs) for name, value in kwargs.items()}
-    freeze(result, outputs)
-    return Call(func, frozen_args, frozen_kwargs, tuple(inputs), tuple(outputs))
 
 
 def _creates_graph() -> bool:

@@ -1,0 +1,111 @@
+"""What an op sees of a tensor, in plain numbers: sizes that are symbols become the sizes that they stand for, and
+tensors without strides are described by what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from flopmeter.known_values import DataDependentError
+from flopmeter.known_values.values import no_modes
+from flopmeter.records import Call, TensorSpec
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+
+
+def has_strides(tensor: Tensor) -> bool:
+    """False for sparse tensors (of which COO ones claim to have some), nested and opaque ones."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def spec_of(tensor: Tensor, storage: int, asked_by: OpOverload) -> TensorSpec:
+    """The spec of a tensor on a storage of that number.
+
+    Raises DataDependentError where a size follows from data that nobody knows.
+    """
+    if not has_strides(tensor):
+        return unstrided_spec(tensor, storage)
+    shape, stride, offset = plain((tensor.shape, tensor.stride(), tensor.storage_offset()), asked_by)
+    return TensorSpec(shape, stride, tensor.dtype, storage, offset, tensor.device.type)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of the values of a sparse tensor; None for opaque tensors."""
+    with no_modes():
+        if tensor.layout is torch.sparse_coo:
+            return tensor._values().untyped_storage()
+        return tensor.values().untyped_storage() if tensor.layout in _COMPRESSED else None
+
+
+def unstrided_spec(tensor: Tensor, storage: int) -> TensorSpec:
+    """With the shape and the strides of a dense tensor of that shape; a nested tensor is one row of elements."""
+    shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    return TensorSpec(shape, stride, tensor.dtype, storage, 0, tensor.device.type, _held_bytes(tensor))
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    """Bytes of a sparse tensor's values and indices, or of all elements of another."""
+    with no_modes():
+        if tensor.layout is torch.sparse_coo:
+            return tensor._values().nbytes + tensor._indices().nbytes
+        if tensor.layout in _COMPRESSED:
+            by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+            starts, places = (
+                (tensor.crow_indices(), tensor.col_indices())
+                if by_row
+                else (tensor.ccol_indices(), tensor.row_indices())
+            )
+            return tensor.values().nbytes + starts.nbytes + places.nbytes
+    return tensor.numel() * tensor.element_size()
+
+
+def plain(value: Any, asked_by: object) -> Any:
+    """The value with tuples for lists and with numbers for symbols, by the hints that they were traced with.
+
+    (Asking a symbol for its number would specialize the program on it.)
+    Raises DataDependentError for a symbol without a hint, as for the number of nonzero elements.
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(plain(item, asked_by) for item in value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if not value.node.has_hint():
+            raise DataDependentError(str(asked_by))
+        return value.node.hint
+    return value
+
+
+def hashable(value: Any, asked_by: OpOverload) -> Any:
+    """The part of a key in plain values; what cannot be hashed is equal to nothing else."""
+    if isinstance(value, (list, tuple)):
+        return tuple(hashable(item, asked_by) for item in value)
+    value = plain(value, asked_by)
+    try:
+        hash(value)
+    except TypeError:
+        return object()
+    return value
+
+
+def build_call(func: OpOverload, args: Any, kwargs: Any, result: Any, number: Callable[[Tensor], int]) -> Call:
+    """The record of a call; `number` tells the storage of a tensor, numbered within the call."""
+    inputs: list[TensorSpec] = []
+    outputs: list[TensorSpec] = []
+    frozen_args = _freeze(args, func, number, inputs)
+    frozen_kwargs = {name: _freeze(value, func, number, inputs) for name, value in kwargs.items()}
+    _freeze(result, func, number, outputs)
+    return Call(func, frozen_args, frozen_kwargs, tuple(inputs), tuple(outputs))
+
+
+def _freeze(value: Any, func: OpOverload, number: Callable[[Tensor], int], specs: list[TensorSpec]) -> Any:
+    """(A function that is defined in another and calls itself would keep its arguments alive.)"""
+    if isinstance(value, Tensor):
+        specs.append(spec_of(value, number(value), func))
+        return specs[-1]
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item, func, number, specs) for item in value)
+    return plain(value, func)
