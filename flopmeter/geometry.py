@@ -4,6 +4,7 @@ tensors without strides are described by what they hold."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def unstrided_spec(tensor: Tensor, storage: int) -> TensorSpec:
-    """With the shape and the strides of a dense tensor of that shape; a nested tensor is one row of elements."""
+    """With the shape and strides of a dense tensor, and the bytes that it holds; a nested tensor is one row."""
     shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
-    stride = tuple(torch.empty(shape, device="meta").stride())
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return TensorSpec(shape, stride, tensor.dtype, storage, 0, tensor.device.type, _held_bytes(tensor))
 
 

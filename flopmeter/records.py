@@ -47,7 +47,7 @@ class TensorSpec(NamedTuple):
     storage: int  # in a Call: numbered by first appearance; in an Op: unique in the trace
     offset: int
     device: str  # device type
-    held_bytes: int | None = None  # by a sparse tensor: its values and indices; shape and strides are the dense ones
+    held_bytes: int | None = None  # by a sparse or nested tensor: values and indices; the strides are dense ones
 
     @property
     def numel(self) -> int:
@@ -55,16 +55,15 @@ class TensorSpec(NamedTuple):
 
     @property
     def is_strided(self) -> bool:
-        """Whether there is one storage to stride over; a sparse tensor has none."""
-        return len(self.stride) == len(self.shape)
+        """Whether the strides are the tensor's own: a sparse, nested or opaque one has none."""
+        return self.held_bytes is None
 
     @property
     def distinct_elements(self) -> int:
         """Elements of the storage that the region covers: an expanded (stride 0) dimension counts once,
-        and overlapping windows never count more than the span that they slide over. A sparse tensor, whose
-        occupancy a trace does not know, counts as if it were dense: an upper bound."""
-        if 0 in self.shape or not self.is_strided:
-            return self.numel
+        and overlapping windows never count more than the span that they slide over."""
+        if 0 in self.shape:
+            return 0
         pairs = [(size, abs(stride)) for size, stride in zip(self.shape, self.stride, strict=True) if stride]
         span = 1 + sum((size - 1) * stride for size, stride in pairs)
         return min(prod(size for size, _ in pairs), span)
