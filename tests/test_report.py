@@ -250,3 +250,12 @@ def test_every_profile_prices_an_encoder_layer_in_a_type_that_it_has(name):
     report = report_of(lambda: model(x).backward(x), name)
     assert report.seconds > 0
     assert report.regime == "overhead"
+
+
+def test_sparse_operands_are_uncounted_with_the_bytes_that_they_hold():
+    sparse, dense = torch.eye(4).to_sparse(), torch.ones(4, 2)
+    report = report_of(lambda: torch.mm(sparse, dense))
+    (row,) = report.uncounted
+    values, indices = 4 * 4, 8 * 2 * 4
+    assert (row.name, row.flops) == ("mm", 0)
+    assert (row.bytes_read, row.bytes_written) == (values + indices + 4 * 8, 4 * 8)

@@ -94,6 +94,8 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
 def find_rule(call: Call) -> Rule | None:
     """The rule that prices the call, or None."""
     func = call.func
+    if not is_view(func) and not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
+        return None  # of sparse tensors: how much work it is depends on their values
     own = RULES.get(func) or RULES.get(func.overloadpacket)
     if own is not None:
         return own

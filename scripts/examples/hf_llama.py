@@ -26,7 +26,7 @@ LLAMA_3_8B = LlamaConfig(
 @torch.no_grad()
 def main() -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(LLAMA_3_8B).to(torch.bfloat16).eval()
+        model = LlamaForCausalLM(LLAMA_3_8B).bfloat16().eval()
     ids = torch.randint(5, 1000, (BATCH, LENGTH))
     mask = torch.ones_like(ids)
     mask[0, :100] = 0  # the first prompt is shorter, padded on the left
