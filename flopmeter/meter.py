@@ -13,6 +13,7 @@ from flopmeter.fusion import NOTE
 from flopmeter.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.generation import sequences_go_on
+from flopmeter.materialised import materialised_notes
 from flopmeter.memory import memory_of
 from flopmeter.modes import MODES, compiled_region, launches
 from flopmeter.modes import Mode as LaunchMode
@@ -136,7 +137,9 @@ class FlopMeter:
         )
 
     def _notes(self, device: Hardware, mode: LaunchMode) -> tuple[str, ...]:
-        notes = [*self._emulation.notes, *_target(device).notes] if self._emulation else []
+        notes = []
+        if self._emulation:
+            notes += [*self._emulation.notes, *_target(device).notes, *materialised_notes(self._emulation)]
         if mode.fuses:
             notes.append(NOTE)
         if self._recorder is not None and self._recorder.modules.missed:

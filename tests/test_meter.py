@@ -75,6 +75,8 @@ def test_materialised_attention_moves_many_times_the_bytes_of_fused_attention():
     log_sum_exp = 4 * 32 * 4096
     assert totals["h100-sxm5-80gb"] == pytest.approx(q_k_v_out + log_sum_exp, rel=0.01)
     assert totals["t4"] > 37 * totals["h100-sxm5-80gb"]
+    factor = totals["t4"] / q_k_v_out
+    assert f"has no fused kernel here: it moves {factor:.0f}x the bytes of one" in report.render()
 
 
 def test_autocast_runs_products_in_half_precision_on_meta():

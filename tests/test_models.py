@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flopmeter import FlopMeter
+from flopmeter import FlopMeter, HardwareError, available_hardware, load_hardware
 from flopmeter.models import BUILTINS, training_step
 from flopmeter.records import ATTENTION, CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALIZATION, REDUCTION
 
@@ -60,6 +60,29 @@ def test_materialised_attention_is_read_as_the_papers_table():
 def test_llama_has_one_fused_attention_kernel_per_layer_and_pass_on_an_h100():
     rows = {row.name: row for row in train("llama-3-8b").rows("class")}
     assert rows[ATTENTION].calls == 2 * 32
+
+
+def dtype_of(device):
+    """The narrowest floating type of BERT's that the device multiplies."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+        try:
+            device.contraction_peak(name)
+        except HardwareError:
+            continue
+        return dtype
+    raise AssertionError(f"{device.name} has none of the types")
+
+
+@pytest.mark.parametrize("name", available_hardware())
+def test_every_profile_prices_bert_large_in_a_type_that_it_has(name):
+    model, inputs = BUILTINS["bert-large"](dtype=dtype_of(load_hardware(name)))
+    with torch.no_grad(), FlopMeter(name, strict=True) as meter:
+        model(*inputs)
+    report = meter.report()
+    device_peak = report.hardware.contraction_peak(report.main_dtype)
+    fastest = max(device_peak.flop_per_s, device_peak.sustained_flop_per_s)
+    assert report.kernel_seconds > report.executed_flops / fastest
 
 
 def test_a_second_run_of_the_same_meter_gives_the_same_numbers():

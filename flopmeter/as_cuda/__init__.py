@@ -62,6 +62,11 @@ class Emulation:
         return next(filter(None, (differs(target) for differs in self._scope.differences)), None)
 
     @property
+    def materialised_attention(self) -> list[attention.Call]:
+        """The attention calls, one of each geometry, that the target runs without a fused kernel."""
+        return [call for call, backend in self._scope.attention.items() if backend is attention.MATH]
+
+    @property
     def compiled_region(self) -> int | None:
         """The number, from 1, of the call of a torch.compile'd function that is running in this thread, or None."""
         return fast_paths.compiled_region()

@@ -361,7 +361,7 @@ FLASH_HEAD_ALIGNMENT = 8
 def install(scope: Scope) -> None:
     """Dispatch scaled_dot_product_attention on meta tensors as CUDA would."""
     rules = rules_for(private.running_version())
-    chosen: dict[Call, SDPBackend] = {}
+    chosen = scope.attention
     scope.differences.append(lambda target: _difference(chosen, rules, target))
     composite = aten.scaled_dot_product_attention.default
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 from torch.library import Library
+from torch.nn.attention import SDPBackend
 
 from flopmeter.as_cuda import torch_private as private
 from flopmeter.as_cuda.target import CudaTarget
@@ -27,6 +28,7 @@ class Scope:
 
     target: CudaTarget
     overrides: dict[OpOverload, Kernel] = field(default_factory=dict)
+    attention: dict[Any, SDPBackend] = field(default_factory=dict)  # the backend of each call of another geometry
     differences: list[Callable[[CudaTarget], str | None]] = field(default_factory=list)
     _notes: dict[str, None] = field(default_factory=dict)
     _libraries: dict[str, Library] = field(default_factory=dict)
