@@ -70,7 +70,11 @@ class Assumptions:
 def caller() -> str:
     """'file:line' of the program's innermost frame."""
     frame = program_frame()
-    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    if frame is None:
+        return "unknown"
+    # Of an installed library's file, the part that is the same on every machine.
+    file = frame.f_code.co_filename.replace("\\", "/").rpartition("/site-packages/")[2]
+    return f"{file}:{frame.f_lineno}"
 
 
 def program_frame() -> FrameType | None:
