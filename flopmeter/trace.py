@@ -191,6 +191,7 @@ class Recorder(TorchDispatchMode):
             self._undo.close()
             self._steps.clear()
             self._storages.clear()  # what is freed from now on outlived the trace
+            self._calls.clear()  # the keys are as large as the calls
 
     def _is_on(self) -> bool:
         """Whether this thread's ops come here: a mode belongs to the thread that entered it, and to the

@@ -1,0 +1,161 @@
+"""What the meter costs, with bounds far above what is measured: scripts/bench_overhead.py has the figures."""
+
+import gc
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+
+from flopmeter import FlopMeter
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_overhead.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_overhead", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cpu_seconds(run):
+    gc.collect()
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def loop(ops, size=64):
+    x = torch.empty(size, size, device="meta")
+    y = x
+    for _ in range(ops // 4):
+        y = (y * x).sin() + x
+        y.add_(1)
+    return y
+
+
+def record(ops, size=64):
+    with FlopMeter() as meter:
+        loop(ops, size)
+    return meter
+
+
+@pytest.mark.parametrize("name", ["resnet-50-train", "bert-large-forward"])
+def test_the_meter_takes_less_time_than_flop_counter_mode(bench, name):
+    ratios = bench.measure(bench.PROGRAMS[name](), rounds=3)
+    assert ratios["meter / counter"] < bench.GOAL
+
+
+def test_the_time_of_an_op_does_not_grow_with_the_size_of_its_tensors():
+    small = median(cpu_seconds(lambda: record(4000)) for _ in range(3))
+    large = median(cpu_seconds(lambda: record(4000, size=2**28)) for _ in range(3))
+    assert large < 2 * small
+
+
+def test_the_time_of_an_op_does_not_grow_with_the_ops_before_it():
+    record(1000)
+    few = median(cpu_seconds(lambda: record(5_000).report().flops) for _ in range(3))
+    many = median(cpu_seconds(lambda: record(50_000).report().flops) for _ in range(3))
+    assert many < 10 * 2 * few
+
+
+def memory_per_op(ops):
+    record(1000)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        meter = record(ops)
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return held / len(meter.trace.ops)
+
+
+def test_an_op_takes_less_than_a_kilobyte():
+    assert memory_per_op(20_000) < 1000
+
+
+def test_an_op_of_a_training_step_takes_less_than_a_kilobyte():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.TransformerEncoderLayer(64, 4, 128) for _ in range(8)])
+        x = torch.empty(4, 8, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def steps():
+        with FlopMeter() as meter:
+            for _ in range(3):
+                model(x).sum().backward()
+                optimizer.step()
+        return meter
+
+    steps()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        meter = steps()
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / len(meter.trace.ops) < 1000
+
+
+def test_repeated_layers_share_their_records():
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(100)]), torch.empty(4, 8)
+    with FlopMeter() as meter:
+        model(x).sum().backward()
+    assert len({id(op.call) for op in meter.trace.ops}) < 40 < len(meter.trace.ops) / 10
+
+
+@pytest.mark.slow
+def test_a_million_ops_take_a_kilobyte_each_and_no_longer_each_than_a_few():
+    few = cpu_seconds(lambda: record(100_000).report().flops)
+    gc.collect()
+    start = time.process_time()
+    meter = record(1_000_000)
+    assert meter.report().flops > 0
+    assert str(meter.report())
+    assert time.process_time() - start < 10 * 2 * few
+    assert memory_per_op(1_000_000) < 1000
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Runs code in a new process that finds its modules compiled, as those of an installed package are."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path_factory.mktemp("pycache"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[1]), environment.get("PYTHONPATH", "")])
+
+    def run(code):
+        arguments = [sys.executable, "-c", code]
+        return subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment).stdout
+
+    run("import flopmeter")
+    return run
+
+
+def test_importing_flopmeter_adds_little_to_torch(python):
+    code = (
+        "import gc, time, torch; gc.collect();"  # of torch's own garbage, which is due after its import
+        "start = time.process_time(); import flopmeter; print(time.process_time() - start)"
+    )
+    assert min(float(python(code)) for _ in range(3)) < 0.2  # seconds; measured: 0.06
+
+
+def test_importing_flopmeter_imports_no_models_and_no_compiler(python):
+    imported = python(
+        "import torch, sys; before = set(sys.modules); import flopmeter; print(*set(sys.modules) - before)"
+    )
+    slow = ("flopmeter.models", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transformers")
+    assert not [name for name in imported.split() if name.startswith(slow)]
