@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
+
+from flopmeter.torch_private import DispatchKey
 
 Body = Callable[..., Any]
 

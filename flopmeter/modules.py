@@ -13,11 +13,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-_next_node_number = torch._C._autograd._get_sequence_nr
+from flopmeter.torch_private import next_node_number
 
 
 class ModulePaths:
@@ -66,7 +65,7 @@ class ModulePaths:
         which belongs to no forward op, and for nodes that are older than the context."""
         place = bisect_right(self._numbers, node._sequence_nr()) - 1
         # Accumulation nodes carry the largest number of all, so that they run as early as possible.
-        is_accumulation = node._sequence_nr() > _next_node_number()
+        is_accumulation = node._sequence_nr() > next_node_number()
         return None if place < 0 or is_accumulation else self._paths[place]
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
@@ -88,7 +87,7 @@ class ModulePaths:
                 self._on_leave_outermost(module)
 
     def _log(self) -> None:
-        number = _next_node_number()
+        number = next_node_number()
         if self._numbers and self._numbers[-1] == number:
             self._paths[-1] = self.path
         else:
@@ -133,11 +132,11 @@ class Regions:
         if region != self._regions[-1]:
             self._numbers.append(self._next)
             self._regions.append(region)
-        self._next = _next_node_number()
+        self._next = next_node_number()
 
     def of_node(self, node: Any) -> int | None:
         """The region of a node's forward op; None for gradient accumulation."""
-        if node is None or (number := node._sequence_nr()) > _next_node_number():
+        if node is None or (number := node._sequence_nr()) > next_node_number():
             return None
         return self._regions[bisect_right(self._numbers, number) - 1]
 

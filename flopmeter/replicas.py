@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
+
+from flopmeter.torch_private import dispatch_modes, peek_interpreter_stack
 
 Replica = Callable[[Sequence[Tensor]], Any]  # from the call's tensor arguments, in order, to its result
 
-_modes = torch._C._len_torch_dispatch_stack
 _NUMBERS = (int, float, bool, type(None))  # not their subclasses
 
 
 def nobody_else_sees_ops() -> bool:
     """Whether an op that is called now goes straight to its kernel: no other dispatch mode (as FakeTensorMode or
     another meter) and no transform of torch.func waits for it."""
-    return not _modes() and peek_interpreter_stack() is None
+    return not dispatch_modes() and peek_interpreter_stack() is None
 
 
 def replica(func: OpOverload, inputs: Sequence[Tensor], result: Any) -> Replica | None:

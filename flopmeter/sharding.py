@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from torch.utils._python_dispatch import _disable_current_modes
+from flopmeter.torch_private import no_dispatch_modes
 
 _MODULE = "torch.distributed.tensor._sharding_prop"  # a program without DTensors need not pay for its import
 _METHOD = "_propagate_tensor_meta_non_cached"
@@ -45,7 +45,7 @@ def unseen_propagation() -> Iterator[None]:
 def _without_modes(method: Any) -> Any:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with no_dispatch_modes():
             return method(*args, **kwargs)
 
     return run

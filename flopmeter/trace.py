@@ -34,12 +34,9 @@ from flopmeter.modules import ModulePaths, Regions
 from flopmeter.records import Call, Op, Phase, Switches
 from flopmeter.replicas import Replica, nobody_else_sees_ops, replica
 from flopmeter.sharding import unseen_propagation
+from flopmeter.torch_private import AccumulateGrad, DispatchKey, autograd_node, graph_task, has_kernel, no_dispatch
 
-_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
-_autograd_node = torch._C._current_autograd_node
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_Accumulation = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _RESIZING = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.resize)
 _FRESH = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)  # of what torch.tensor(...) just made
 _HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
@@ -200,7 +197,7 @@ class Recorder(TorchDispatchMode):
 
     def _enter_step(self, *_: Any) -> None:
         if self._is_on():
-            self._steps.append(_graph_task())
+            self._steps.append(graph_task())
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_on():
@@ -415,7 +412,7 @@ class Recorder(TorchDispatchMode):
 
     def _place(self) -> tuple[Phase, str]:
         """The phase, and the path of the module that the op belongs to."""
-        task = _graph_task()
+        task = graph_task()
         if self._steps and self._steps[-1] == task and not self.modules.path:
             return "optimizer", ""
         if task == -1:
@@ -427,16 +424,16 @@ class Recorder(TorchDispatchMode):
 
     def _region(self, running: int | None) -> int | None:
         """The compiled region that the op belongs to: the one that runs or, in backward, ran."""
-        if _graph_task() == -1:
+        if graph_task() == -1:
             self._regions.note(running)
             return running
-        return self._regions.of_node(_autograd_node())
+        return self._regions.of_node(autograd_node())
 
     def _path_in_backward(self) -> str:
         if self.modules.path:
             return self.modules.path
-        node = _autograd_node()
-        if isinstance(node, _Accumulation):
+        node = autograd_node()
+        if isinstance(node, AccumulateGrad):
             leaf = self._number(node.variable, BEFORE, [])
             self.trace.accumulations.append(Accumulation(len(self.trace.ops), leaf))
         path = None if node is None else self.modules.path_of_node(node)
@@ -465,7 +462,7 @@ def _is_plain(kind: type) -> bool:
     """Whether tensors of the type run aten kernels themselves, rather than through code of their own."""
     if issubclass(kind, (FakeTensor, FunctionalTensor)):  # run by modes that are called after this one
         return True
-    return kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    return kind.__torch_dispatch__ is no_dispatch  # type: ignore[attr-defined]
 
 
 def _handling(func: Any) -> _Handling:
@@ -473,8 +470,8 @@ def _handling(func: Any) -> _Handling:
     if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES:
         return _Handling(True, False, False, False, False)
     name = func.name()
-    is_composite = _has_kernel(name, "CompositeImplicitAutograd") and not (
-        _has_kernel(name, "CPU") or _has_kernel(name, "Meta")
+    is_composite = has_kernel(name, "CompositeImplicitAutograd") and not (
+        has_kernel(name, "CPU") or has_kernel(name, "Meta")
     )
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
     has_out = any(argument.is_out for argument in func._schema.arguments)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs import RULES, find_rule
 from flopmeter.costs.traffic import is_view
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost
+from flopmeter.torch_private import DispatchKey
 
 # Arguments for ops whose schema does not tell what shapes go together; the others are tried with SHAPES.
 _EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from flopmeter.costs.rules import Rule, make_cost, rule
 from flopmeter.records import CONTRACTION, ELEMENTWISE, Call, Cost, TensorSpec
+from flopmeter.torch_private import no_dispatch_modes
 
 CustomRule = Callable[[Call], "int | Cost | tuple[Cost, ...]"]
 
@@ -53,7 +53,7 @@ def torch_formula(call: Call) -> Rule | None:
         return None
 
     def by_formula(call: Call) -> Cost:
-        with _disable_current_modes():  # the formula may look at tensors, which must not be metered
+        with no_dispatch_modes():  # the formula may look at tensors, which must not be metered
             args, kwargs = _as_tensors((call.args, dict(call.kwargs)))
             returned = _as_tensors(call.outputs)
             flops = int(formula(*args, **kwargs, out_val=returned[0] if len(returned) == 1 else returned))

@@ -18,10 +18,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.utils._device import _device_constructors
 
 from flopmeter.known_values.values import is_small, is_weight, no_modes
+from flopmeter.torch_private import device_constructors, peek_interpreter_stack
 
 if TYPE_CHECKING:
     from flopmeter.known_values.replay import KnownValues
@@ -65,7 +64,7 @@ def close_for(known: KnownValues) -> None:
 
 
 def _install() -> ExitStack:
-    _device_constructors()  # remembers torch.tensor at its first call: let it be the true one
+    device_constructors()  # remembers torch.tensor at its first call: let it be the true one
     with ExitStack() as undo:
         library = torch.library.Library("aten", "IMPL")
         undo.callback(library._destroy)

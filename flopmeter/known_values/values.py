@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes
+
+from flopmeter.torch_private import no_dispatch_modes, no_function_modes, no_transforms
 
 # Beyond this a value is dropped: 2^20 int64 are 8 MB and 1 ms to replay. Masks [batch, 1, 512, 512] fit, and nothing
 # was seen to read a larger one back.
@@ -51,7 +52,7 @@ def address(tensor: Tensor) -> int:
 @contextmanager
 def no_modes() -> Iterator[None]:
     """Ops inside belong to the meter: no mode and no functorch level sees them, and autograd is off."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), torch.no_grad():
+    with no_dispatch_modes(), no_function_modes(), no_transforms(), torch.no_grad():
         yield
 
 
