@@ -120,13 +120,9 @@ def test_repeated_layers_share_their_records():
 
 @pytest.mark.slow
 def test_a_million_ops_take_a_kilobyte_each_and_no_longer_each_than_a_few():
-    few = cpu_seconds(lambda: record(100_000).report().flops)
-    gc.collect()
-    start = time.process_time()
-    meter = record(1_000_000)
-    assert meter.report().flops > 0
-    assert str(meter.report())
-    assert time.process_time() - start < 10 * 2 * few
+    few = cpu_seconds(lambda: str(record(100_000).report()))
+    many = cpu_seconds(lambda: str(record(1_000_000).report()))
+    assert many < 10 * 2 * few
     assert memory_per_op(1_000_000) < 1000
 
 
