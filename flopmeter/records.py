@@ -244,6 +244,7 @@ class Timing(NamedTuple):
     wait_seconds: float  # the device idled so long for the host before this kernel
     start_seconds: float
     kernel_class: str  # that the error band is known for (timing/bands.py)
+    enqueued_seconds: float  # when the host has sent it, on the same clock as start_seconds
 
     @property
     def seconds(self) -> float:

@@ -42,7 +42,7 @@ def kernels(draw):
 @st.composite
 def timings(draw):
     compute, memory, floor, wait, start = (draw(SECONDS) for _ in range(5))
-    return Timing(compute, memory, max(compute, memory), floor, wait, start, draw(KERNEL_CLASSES))
+    return Timing(compute, memory, max(compute, memory), floor, wait, start, draw(KERNEL_CLASSES), start)
 
 
 @st.composite
@@ -134,7 +134,7 @@ def test_a_name_that_is_markup_is_shown_as_it_is():
     cost = Cost("<b>", "element-wise", (("element-wise", 1),), 1, 1, "fp32")
     report = Report(
         launches=Launches([Kernel((op,), cost, 0, 1)], [None], ALL_MODES[0]),
-        timings=[Timing(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, "element-wise")],
+        timings=[Timing(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, "element-wise", 0.0)],
         hardware=load_hardware("a100-sxm4-80gb"),
         switches=Switches(False, False, False),
         host_seconds=0.0,

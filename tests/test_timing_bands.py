@@ -11,7 +11,7 @@ V100, H100, MI300X = (load_hardware(name) for name in ("v100-pcie-32gb", "h100-s
 
 
 def timing(kernel_class, seconds):
-    return Timing(0.0, seconds, seconds, 0.0, 0.0, 0.0, kernel_class)
+    return Timing(0.0, seconds, seconds, 0.0, 0.0, 0.0, kernel_class, 0.0)
 
 
 @pytest.mark.parametrize("kernel_class", BANDS)

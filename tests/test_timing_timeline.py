@@ -24,6 +24,7 @@ def test_a_tiny_kernel_starts_when_the_host_has_sent_it():
     x = meta(16)
     report = metered(lambda: [x + 1 for _ in range(3)])
     assert [timing.start_seconds for timing in report.timings] == pytest.approx([10e-6, 20e-6, 30e-6])
+    assert [timing.enqueued_seconds for timing in report.timings] == pytest.approx([10e-6, 20e-6, 30e-6])
     assert {timing.regime for timing in report.timings} == {"overhead"}
 
 
@@ -38,6 +39,7 @@ def test_a_long_kernel_hides_the_launches_behind_it():
     report = metered(lambda: (x + 1, small + 1, small + 1))
     first, second, third = report.timings
     assert second.start_seconds == pytest.approx(first.start_seconds + first.seconds)
+    assert second.enqueued_seconds == pytest.approx(20e-6)
     assert second.wait_seconds == third.wait_seconds == 0
     assert report.seconds == pytest.approx(third.start_seconds + third.seconds)
 

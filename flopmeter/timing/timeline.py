@@ -42,7 +42,7 @@ def time_kernels(launches: Launches, hardware: Hardware, switches: Switches, hos
         start = max(enqueued, free)
         # A node of a graph takes no less than the device needs to step to the next one.
         ramp = floor if graph is None else max(floor, launches.mode.node_seconds - work)
-        timings.append(Timing(compute, memory, work, ramp, start - free, start, kernel_class))
+        timings.append(Timing(compute, memory, work, ramp, start - free, start, kernel_class, enqueued))
         free = start + work + ramp
         if cost.blocks_host:
             enqueued = free
