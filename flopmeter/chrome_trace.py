@@ -65,7 +65,7 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
     with open(path, "wb") as file:
         # No name and no date in the archive: the same report is the same file.
         packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if os.fspath(path).endswith(".gz") else file
-        with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as text:  # type: ignore[type-var]
+        with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as text:
             text.write(json.dumps(head, allow_nan=False)[:-1] + ', "traceEvents": [\n')
             for number, event in enumerate(events(report)):
                 text.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
@@ -219,7 +219,7 @@ def _memory(report: Report, launches: list[Slice]) -> Iterator[Event]:
     before: Event = {}
     for kernel, launch in zip(report.kernels, launches, strict=True):
         step = place.get(id(kernel.ops[0]))
-        alive = before if step is None else {category: alive[step] for category, alive in timeline.items()}
+        alive = before if step is None else {str(category): sizes[step] for category, sizes in timeline.items()}
         if alive != before:
             yield {"ph": "C", "name": "memory (bytes)", "pid": HOST, "ts": launch.start / 1000, "args": alive}
             before = alive
