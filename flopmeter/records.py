@@ -156,6 +156,20 @@ class Reread(NamedTuple):
     threads: int  # that work on one row
 
 
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
+    "recv", "barrier",
+]  # fmt: skip
+
+
+class Collective(NamedTuple):
+    """What a group of ranks does together; its price depends on how they are linked (cluster.py)."""
+
+    kind: CollectiveKind
+    nbytes: int  # of the whole: the gathered tensor, the one before a reduce-scatter (as nccl-tests count sizes)
+    ranks: tuple[int, ...]  # global ranks of the group, this rank's included
+
+
 # How a kernel walks its memory, where the op class does not say it.
 Access = Literal[
     "stream", "broadcast", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"
@@ -191,6 +205,7 @@ class Cost:
     rereads: tuple[Reread, ...] = ()
     serial_steps: int = 0  # dependent memory accesses that each thread makes, where they bound the kernel
     link_bytes: int = 0  # of a copy between host and device
+    collective: Collective | None = None
     blocks_host: bool = False  # the host waits for the result before it goes on (`item`, blocking copies)
 
     @property

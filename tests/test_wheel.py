@@ -68,7 +68,7 @@ def test_the_wheel_holds_the_package_and_the_profiles_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     profiles = {Path(name).name for name in names if name.startswith("flopmeter/profiles/")}
-    assert profiles == {path.name for path in (ROOT / "hardware").glob("*.yaml")}
+    assert profiles == {path.name for path in (ROOT / "hardware").rglob("*.yaml")}
     modules = {name for name in names if name.endswith(".py")}
     assert modules == {str(path.relative_to(ROOT)) for path in (ROOT / "flopmeter").rglob("*.py")}
     assert "flopmeter/py.typed" in names
