@@ -9,7 +9,7 @@ import torch
 from flopmeter import FlopMeter, sweep
 from flopmeter.cli import main
 from flopmeter.models import BUILTINS, backward
-from flopmeter.plots import PlotError, bars, memory_timeline, roofline, save, sweep_curve
+from flopmeter.plots import PICTURES, PlotError, bars, memory_timeline, roofline, save, sweep_curve
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,9 @@ def test_every_kernel_of_some_intensity_is_a_dot_under_the_roof(matplotlib, mete
     report = meter.report()
     (panel,) = roofline(report).axes
     dots = [dot for marks in panel.collections for dot in marks.get_offsets()]
-    assert len(dots) == len({kernel.cost for kernel in report.kernels if kernel.cost.flops >= 0.01 * kernel.cost.bytes})
+    assert len(dots) == len(
+        {kernel.cost for kernel in report.kernels if kernel.cost.executed_flops >= 0.01 * kernel.cost.bytes}
+    )
     for intensity, flop_per_s in dots:
         assert flop_per_s <= min(312e12, intensity * 2039e9)
 
@@ -45,7 +47,7 @@ def test_dots_take_the_space_that_kernels_take_of_the_time(matplotlib, meter):
     (panel,) = roofline(report).axes
     areas = sum(size - 12 for marks in panel.collections for size in marks.get_sizes())
     pairs = zip(report.kernels, report.timings, strict=True)
-    seconds = sum(timing.seconds for kernel, timing in pairs if kernel.cost.flops >= 0.01 * kernel.cost.bytes)
+    seconds = sum(timing.seconds for kernel, timing in pairs if kernel.cost.executed_flops >= 0.01 * kernel.cost.bytes)
     assert areas == pytest.approx(900 * seconds / report.kernel_seconds)
 
 
@@ -114,3 +116,26 @@ def test_without_matplotlib_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["table", "encoder-layer", "--batch", "1", "--seq", "64", "--plot", "x.png"]) == 2
     assert capsys.readouterr().err == "flopmeter: pictures need matplotlib: pip install 'flopmeter[plot]'\n"
+
+
+def test_causal_attention_stays_under_the_roof(matplotlib):
+    """It is counted in full, but what it executes places it."""
+    q = torch.empty(1, 32, 8192, 128, dtype=torch.bfloat16, device="meta")
+    with FlopMeter("a100-sxm4-80gb") as attention:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    (panel,) = roofline(attention.report()).axes
+    ((_, flop_per_s),) = panel.collections[0].get_offsets()
+    assert 0.1 * 312e12 < flop_per_s < 312e12
+
+
+def test_bars_of_many_modules_stop_at_the_depth_that_has_room(matplotlib, meter):
+    (panel,) = bars(meter.report(), "module", most=5).axes
+    names = [label.get_text() for label in panel.get_yticklabels()]
+    depth = next(depth for depth in (3, 2, 1) if len(meter.report().rows("module", depth=depth)) <= 5)
+    assert len(names) == len(meter.report().rows("module", depth=depth))
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_every_picture_of_a_report_is_drawn(matplotlib, meter, tmp_path, name):
+    save(PICTURES[name](meter.report()), str(tmp_path / "picture.svg"))
+    assert (tmp_path / "picture.svg").stat().st_size > 10_000
