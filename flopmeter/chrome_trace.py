@@ -150,8 +150,12 @@ def _launches(report: Report) -> list[Slice]:
             args = {"External id": number, "module": kernel.ops[0].module}
             slices.append(Slice(_ns(ready), _ns(timing.enqueued_seconds), _DEEPEST, name, "cpu_op", args))
         graph_before = graph
-        ready = _end(timing) if kernel.cost.blocks_host else timing.enqueued_seconds
+        ready = _end(timing) if _host_waits(report, kernel) else timing.enqueued_seconds
     return slices
+
+
+def _host_waits(report: Report, kernel: Kernel) -> bool:
+    return kernel.cost.blocks_host or report.hardware.is_cpu
 
 
 _DEEPEST = 1_000_000  # launches lie below any module
@@ -159,7 +163,7 @@ _DEEPEST = 1_000_000  # launches lie below any module
 
 def _waits(report: Report) -> Iterator[Slice]:
     for kernel, timing in zip(report.kernels, report.timings, strict=True):
-        if kernel.cost.blocks_host:
+        if _host_waits(report, kernel):
             start, end = _ns(timing.enqueued_seconds), _ns(_end(timing))
             yield Slice(start, end, _DEEPEST, f"wait for {kernel.cost.name}", "cuda_runtime", {})
 

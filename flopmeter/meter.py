@@ -42,6 +42,7 @@ class FlopMeter:
     checks: 'hold' lets an `all()` of unknown values be true.
     mask_fraction: so large a share of an unknown bool mask that selects elements is true.
     source: note the caller's file and line with every op (slower).
+    host: what the program costs the CPU; by default as the hardware's profile has it.
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.
     """
@@ -65,7 +66,7 @@ class FlopMeter:
         self._strict = strict
         self._causal: Causal = causal
         self._source = source
-        self._host = host or Host()
+        self._host = host
         self._as_cuda = as_cuda
         self._new_values = functools.partial(KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction)
         self._new_values()  # complains about unknown options now rather than on entry
@@ -122,13 +123,14 @@ class FlopMeter:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         kernels = kernels_of(trace, strict=self._strict)
+        host = self._host or device.host
         run = launches(kernels, trace, MODES[mode], compiled_region(trace))
         return Report(
             launches=run,
-            timings=time_kernels(run, device, trace.switches, self._host),
+            timings=time_kernels(run, device, trace.switches, host),
             hardware=device,
             switches=trace.switches,
-            host_seconds=host_seconds(run, self._host),
+            host_seconds=host_seconds(run, host),
             memory=memory_of(trace),
             causal=self._causal,
             assumptions=self._assumptions(),

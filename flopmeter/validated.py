@@ -12,6 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
+from math import inf
 from typing import Any, Generic, TypeVar
 
 import yaml
@@ -76,11 +77,15 @@ def at(place: str, parse: Parser[T], value: object) -> T:
         raise HardwareError(error.message, field=f"{place}{joint}{error.field}") from None
 
 
-def number(what: str, *, above: float, most: float) -> Parser[float]:
-    """A number in (above, most]: finite, and no bool."""
+def number(what: str, *, above: float = -inf, least: float = -inf, most: float) -> Parser[float]:
+    """A number over `above`, at least `least` and at most `most`: finite, and no bool."""
 
     def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= most:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (above < value <= most and least <= value)
+        ):
             raise expected(what, value)
         return float(value)
 
@@ -94,6 +99,12 @@ def whole_number(least: int, most: int) -> Parser[int]:
         return value
 
     return parse
+
+
+def true_or_false(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise HardwareError(f"expected true or false, got {reprlib.repr(value)}")
+    return value
 
 
 def text(value: object) -> str:

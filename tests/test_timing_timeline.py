@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from flopmeter import FlopMeter, load_hardware
+from flopmeter import FlopMeter, available_hardware, load_hardware
 from flopmeter.timing import Host
+from flopmeter.what_if import what_if
 
 A100 = load_hardware("a100-sxm4-80gb")
 HOST = Host(launch_seconds=10e-6, view_seconds=2e-6, module_call_seconds=0.0)
@@ -84,3 +85,37 @@ def test_half_the_host_time_halves_an_overhead_bound_run_and_leaves_a_busy_one()
     halved = Host(launch_seconds=HOST.launch_seconds / 2)
     assert seconds(16, halved) == pytest.approx(seconds(16, Host(launch_seconds=HOST.launch_seconds)) / 2, rel=0.02)
     assert seconds(1 << 26, halved) == pytest.approx(seconds(1 << 26, HOST), rel=0.01)
+
+
+CPU = load_hardware("cpu-xeon-8480plus")
+
+
+@pytest.mark.parametrize("elements", [16, 1 << 24])
+def test_on_a_cpu_dispatch_and_work_add_up_since_one_thread_does_both(elements):
+    """On a GPU the launches of long kernels hide behind the kernel before."""
+    x = meta(elements)
+    report = metered(lambda: [x + 1 for _ in range(10)], CPU)
+    assert report.seconds == pytest.approx(10 * HOST.launch_seconds + report.kernel_seconds)
+    assert report.idle_seconds == pytest.approx(report.launch_seconds) == pytest.approx(10 * HOST.launch_seconds)
+    assert [timing.wait_seconds for timing in report.timings] == pytest.approx([HOST.launch_seconds] * 10)
+
+
+def test_every_profile_of_a_cpu_says_that_it_is_one_and_no_other_does():
+    cpus = {name for name in available_hardware() if load_hardware(name).is_cpu}
+    assert cpus == {name for name in available_hardware() if name.startswith("cpu-")}
+
+
+def test_the_host_of_a_profile_sends_the_kernels_unless_the_caller_names_another():
+    """100 kernels of next to no work, at 1 ms each as the profile has it, then at 10 µs as the caller has it."""
+    slow = A100.replace(host={"launch_seconds": 1e-3, "source": "a slow one"})
+
+    def program():
+        for _ in range(100):
+            torch.empty(16, device="meta").add_(1)
+
+    with FlopMeter(slow) as meter:
+        program()
+    assert meter.report().seconds == pytest.approx(0.1, rel=0.01)
+    assert meter.report(hardware=A100).seconds < 0.002
+    assert what_if(meter.report()).speedup["overhead"] == pytest.approx(2, rel=0.01)
+    assert metered(program, slow).seconds == pytest.approx(100 * (HOST.launch_seconds + HOST.view_seconds), rel=0.01)

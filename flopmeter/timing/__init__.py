@@ -5,7 +5,8 @@ attention.py price the parts of a kernel; kernels.py puts them together; timelin
 the kernels and the device run them; bands.py says how far off a prediction may be.
 """
 
+from flopmeter.hardware import Host
 from flopmeter.timing.bands import Uncertainty, uncertainty
-from flopmeter.timing.timeline import Host, host_seconds, time_kernels
+from flopmeter.timing.timeline import host_seconds, time_kernels
 
 __all__ = ["Host", "Uncertainty", "host_seconds", "time_kernels", "uncertainty"]

@@ -1,38 +1,26 @@
 """When each kernel runs: the host enqueues kernels one after another, the device runs them in order, each no
-earlier than it was enqueued. A kernel whose result the host needs makes the host wait for the device.
+earlier than it was enqueued. A kernel whose result the host needs makes the host wait for the device; a CPU is its
+own host, so there every kernel does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from flopmeter.hardware import Hardware
+from flopmeter.hardware import Hardware, Host
 from flopmeter.modes import Launches
 from flopmeter.records import Cost, Switches, Timing
 from flopmeter.timing.kernels import Price, price
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """What an eager program costs the CPU that runs it, in seconds.
-
-    The defaults reproduce two measured overhead-bound programs within 7 % (Llama-2-7B decoding, 25.8 ms a
-    token, and ResNet-50 at batch 1, 6.5 ms, both Hugging Face eager on an A100's host) and come out 30 %
-    low on a third (ConvNeXt-L, 10.4 ms). Hosts differ by a factor of two.
-    """
-
-    launch_seconds: float = 8e-6  # an op that launches a kernel, with the Python around it
-    view_seconds: float = 3e-6  # an op that launches none
-    module_call_seconds: float = 16e-6  # nn.Module.__call__ and the forward around its ops
-
-
 def time_kernels(launches: Launches, hardware: Hardware, switches: Switches, host: Host | None = None) -> list[Timing]:
-    """The timing of each kernel in order. Raises HardwareError where the device lacks a kernel's dtype."""
+    """The timing of each kernel in order; without `host`, sent by the profile's own.
+
+    Raises HardwareError where the device lacks a kernel's dtype.
+    """
     prices: dict[Cost, Price] = {}
     timings: list[Timing] = []
     floor = hardware.kernel_floor_seconds
     enqueued = free = 0.0  # when the host has sent the kernel; when the device has finished the last one
-    host_steps = _host_steps(launches, host or Host())
+    host_steps = _host_steps(launches, host or hardware.host)
     for (_, cost, _, _), graph, host_step in zip(launches.kernels, launches.graphs, host_steps, strict=True):
         priced = prices.get(cost)
         if priced is None:
@@ -44,14 +32,14 @@ def time_kernels(launches: Launches, hardware: Hardware, switches: Switches, hos
         ramp = floor if graph is None else max(floor, launches.mode.node_seconds - work)
         timings.append(Timing(compute, memory, work, ramp, start - free, start, kernel_class, enqueued))
         free = start + work + ramp
-        if cost.blocks_host:
+        if cost.blocks_host or hardware.is_cpu:
             enqueued = free
     return timings
 
 
-def host_seconds(launches: Launches, host: Host | None = None) -> float:
+def host_seconds(launches: Launches, host: Host) -> float:
     """How long the host takes to enqueue all kernels, not counting where it waits for the device."""
-    return sum(_host_steps(launches, host or Host()))
+    return sum(_host_steps(launches, host))
 
 
 def _host_steps(launches: Launches, host: Host) -> list[float]:
