@@ -56,7 +56,7 @@ ASSUMED_GPUS_PER_NODE = 8
 
 _rate = number("a number over 0 and at most 1e5", above=0, most=1e5)
 _share = number("a number over 0 and at most 1", above=0, most=1)
-_microseconds = number("a number of microseconds from 0 to 1e6", above=-1e-12, most=1e6)
+_microseconds = number("a number of microseconds from 0 to 1e6", least=0, most=1e6)
 _count = whole_number(1, 1_000_000)
 
 
