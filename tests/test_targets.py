@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flopmeter import FlopMeter
+from flopmeter.cli import model_hubs
 from flopmeter.cli.targets import Programs, TargetError, load_target
 from flopmeter.models import BUILTINS
 
@@ -208,6 +209,50 @@ def test_timm_models_are_built_on_meta_at_their_own_size(monkeypatch):
     assert (program.items, program.unit) == (2, "images")
     with pytest.raises(TargetError, match="near to it: net"):
         load_target("timm:nett")
+
+
+@pytest.fixture
+def timm():
+    pytest.importorskip("timm", exc_type=ImportError)
+
+
+@pytest.mark.parametrize(
+    ("name", "gmacs"),  # the column infer_gmacs of timm's own results (github.com/huggingface/pytorch-image-models)
+    [("resnet50", 4.11), ("vit_base_patch16_224", 17.58), ("convnext_tiny", 4.47), ("efficientnet_b0", 0.40)],
+)
+def test_timm_models_have_the_work_that_timm_publishes(timm, name, gmacs):
+    program = load_target(f"timm:{name}").program(batch=2, image_size=224)
+    assert report_of(program).macs / 2e9 == pytest.approx(gmacs, rel=0.01, abs=0.02)
+
+
+def test_a_convolutional_net_of_timm_takes_another_size(timm):
+    small, large = (report_of(load_target("timm:resnet18").program(image_size=size)) for size in (224, 448))
+    assert large.macs == pytest.approx(4 * small.macs, rel=0.01)
+
+
+def test_torchvision_without_its_library_of_ops_does_not_stop_timm(monkeypatch):
+    """As PyPI's torchvision beside a CPU build of torch: it fails where it registers the shapes of nms."""
+
+    def imports(_name):
+        return torch.library.register_fake("torchvision::nms", lambda boxes, scores, threshold: None)
+
+    monkeypatch.setattr(model_hubs, "import_module", imports)
+    declared = []
+    monkeypatch.setattr(model_hubs, "_declared", declared)
+    if hasattr(torch.ops.torchvision, "nms"):
+        pytest.skip("torchvision is here, with its ops")
+    model_hubs._let_torchvision_load()
+    assert hasattr(torch.ops.torchvision, "nms")
+    assert len(declared) == 1
+
+
+def test_what_timm_itself_lacks_is_named(monkeypatch):
+    def imports(name):
+        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+
+    monkeypatch.setattr(model_hubs, "import_module", imports)
+    with pytest.raises(TargetError, match=r"timm cannot be imported .*pip install torchvision$"):
+        load_target("timm:resnet18")
 
 
 @pytest.fixture

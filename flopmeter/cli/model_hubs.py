@@ -50,6 +50,7 @@ def huggingface(name: str) -> Callable[..., Built]:
 
 def timm_model(name: str) -> Callable[..., tuple[nn.Module, Tensor]]:
     """A builder of the timm model of that name. Raises TargetError where timm is missing or knows no such model."""
+    _let_torchvision_load()
     timm = _installed("timm")
     if not timm.is_model(name):
         raise TargetError(f"timm has no model named {name!r}; near to it: {_near(name, timm.list_models())}")
@@ -57,9 +58,8 @@ def timm_model(name: str) -> Callable[..., tuple[nn.Module, Tensor]]:
     def build(
         batch: int = 1, image_size: int | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[nn.Module, Tensor]:
-        size = {} if image_size is None else {"img_size": image_size}
         with torch.device("meta"):
-            model = timm.create_model(name, pretrained=False, **size)
+            model = _timm_of_size(timm, name, image_size)
         channels, height, width = model.default_cfg["input_size"]
         if image_size is not None:
             height = width = image_size
@@ -68,13 +68,53 @@ def timm_model(name: str) -> Callable[..., tuple[nn.Module, Tensor]]:
     return build
 
 
+def _timm_of_size(timm: Any, name: str, image_size: int | None) -> Any:
+    """A transformer is built for a size; a convolutional net takes any, and no argument that names one."""
+    if image_size is not None:
+        try:
+            return timm.create_model(name, pretrained=False, img_size=image_size)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+    return timm.create_model(name, pretrained=False)
+
+
 def _installed(package: str) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        why = "is not installed" if missing else f"cannot be imported ({error})"
-        raise TargetError(f"{package} {why}: pip install {package}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else package
+        why = "is not installed" if missing == package else f"cannot be imported ({error})"
+        raise TargetError(f"{package} {why}: pip install {missing.partition('.')[0]}") from error
+
+
+# Ops whose shapes torchvision registers when it is imported.
+_TORCHVISION_OPS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+def _let_torchvision_load() -> None:
+    """Declare torchvision's own ops where its library of them cannot be loaded.
+
+    timm imports torchvision, and on Linux PyPI's torchvision is built for CUDA: beside a CPU build of torch its ops
+    are missing and its import fails, although no image model calls one.
+    """
+    try:
+        import_module("torchvision")
+    except ImportError:  # timm's own import tells
+        return
+    except RuntimeError as error:
+        if "operator torchvision::nms does not exist" not in str(error):
+            raise
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for schema in _TORCHVISION_OPS:
+            library.define(schema)
+        _declared.append(library)
+
+
+_declared: list[torch.library.Library] = []  # an op lives as long as the library that declares it
 
 
 def _near(name: str, known: Any) -> str:
