@@ -650,6 +650,51 @@ def test_nothing_is_assumed_unasked():
     assert mode.known.assumptions == ()
 
 
+# --- writes that torch leaves open
+
+
+@pytest.mark.parametrize(
+    ("write", "is_open"),
+    [
+        (lambda x, i: x.scatter_(0, i, torch.arange(3).to(i.device)), True),
+        (lambda x, i: x.index_copy_(0, i, torch.arange(3).to(i.device)), True),
+        (lambda x, i: x.__setitem__(i, torch.arange(3).to(i.device)), True),
+        (lambda x, i: x.__setitem__(i, 7), False),
+        (lambda x, i: x.scatter_(0, i, 7), False),
+        (lambda x, i: x.index_put_((i,), torch.arange(3).to(i.device), accumulate=True), False),
+        (lambda x, i: x.index_add_(0, i, torch.arange(3).to(i.device)), False),
+    ],
+)
+@pytest.mark.parametrize("places", [[1, 1, 0], [0, 1, 2]])
+def test_of_two_elements_written_to_one_place_it_is_open_which_stays(write, is_open, places):
+    on_cpu, i = torch.zeros(4, dtype=torch.long), torch.tensor(places)
+    write(on_cpu, i)
+    with metered() as mode:
+        twin = torch.zeros(4, dtype=torch.long, device="meta")
+        write(twin, i.to("meta"))
+        knows = mode.known.values.knows(twin)
+        assert knows == (not is_open or places == [0, 1, 2])
+        assert not knows or torch.equal(mode.known.values.read(twin), on_cpu)
+
+
+def test_a_place_counted_from_the_end_is_the_same_place():
+    with metered() as mode:
+        x = torch.zeros(4, dtype=torch.long, device="meta")
+        x[torch.tensor([-1, 2])] = torch.tensor([5, 6], device="meta")
+        assert mode.known.values.read(x).tolist() == [0, 0, 6, 5]
+        x[torch.tensor([-1, 3])] = torch.tensor([5, 6], device="meta")
+        assert not mode.known.values.knows(x)
+
+
+def test_a_fill_of_overlapping_windows_does_not_know_the_rest():
+    """Two windows of two cover three of four elements: as many elements, but not the whole storage."""
+    with metered() as mode:
+        x = torch.empty(4, dtype=torch.long, device="meta")
+        mode.known.forget([x])
+        x.unfold(0, 2, 1)[:2].fill_(3)
+        assert not mode.known.values.knows(x)
+
+
 # --- random programs of views and writes, on known and unknown tensors
 
 
@@ -727,14 +772,17 @@ def _run_random_program(seed: int, steps: int) -> tuple[int, int]:
         mode.known.forget(twins[2:3])
         for _ in range(steps):
             func, picked, draw = _step(rng, on_cpu)
+            storage = on_cpu[picked[0]].untyped_storage()
+            before = storage.clone()
             try:
                 result = func(random.Random(draw), *(on_cpu[i] for i in picked))
             except (RuntimeError, IndexError, ValueError):
                 continue
             try:
                 twin = func(random.Random(draw), *(twins[i] for i in picked))
-            except DataDependentError:
-                continue  # nothing was written
+            except DataDependentError:  # nothing was written on meta
+                storage.copy_(before)
+                continue
             if isinstance(result, Tensor) and 0 < result.numel() < 500:
                 on_cpu.append(result)
                 twins.append(twin)

@@ -174,6 +174,33 @@ def index(known: KnownValues, call: Invocation) -> Any:
     return known.replay(call)
 
 
+def index_put(known: KnownValues, call: Invocation) -> Any:
+    """Of elements written to one place torch leaves open which stays: the result is then unknown."""
+    target, indices, values = call.args[:3]
+    given = [(item, size) for item, size in zip(indices, target.shape, strict=False) if item is not None]
+    are_places = all(item.dtype not in (torch.bool, torch.uint8) for item, _ in given)
+    adds_up = call.argument(3, "accumulate", False) or values.numel() == 1
+    if are_places and not adds_up and known.knows_all(item for item, _ in given):
+        with no_modes():
+            columns = torch.broadcast_tensors(*(known.values.read(item) % size for item, size in given))
+            places = torch.stack([column.flatten() for column in columns], 1)
+            if len(places.unique(dim=0)) < len(places):
+                return opaque(known, call)
+    return index(known, call)
+
+
+def scatter(known: KnownValues, call: Invocation) -> Any:
+    """scatter and index_copy: as index_put."""
+    dim, places = call.argument(1, "dim"), call.argument(2, "index")
+    if known.values.knows(places):
+        with no_modes():
+            along = dim if places.dim() > 1 else 0
+            in_order = torch.atleast_1d(known.values.read(places)).sort(along).values
+            if bool((in_order.diff(dim=along) == 0).any()):
+                return opaque(known, call)
+    return known.replay(call)
+
+
 def _read_index_lists(known: KnownValues, call: Invocation) -> None:
     """Index tensors that torch made of lists of numbers become known, where it matters."""
     if not known.values.knows(call.args[0]):
@@ -368,9 +395,9 @@ SPECIAL: dict[OpOverload, Handler] = {
     aten.masked_fill_.Tensor: masked_fill,
     aten.histc.default: histogram,
     aten.resize_.default: reshaped,
-    **dict.fromkeys(
-        (*_GATHERS, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default), index
-    ),
+    **dict.fromkeys(_GATHERS, index),
+    **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default), index_put),
+    **dict.fromkeys((aten.scatter.src, aten.scatter_.src, aten.index_copy.default, aten.index_copy_.default), scatter),
     **dict.fromkeys((aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), overwrite),
     **dict.fromkeys(
         (

@@ -128,7 +128,15 @@ class Values:
 
 
 def spans_storage(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes() and tensor.storage_offset() == 0
+    """Whether each element of the storage is one element of the tensor."""
+    if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes() or tensor.storage_offset():
+        return False
+    expected = 1  # strides of a tensor that is dense in some order of its dimensions
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return not tensor.numel()
+        expected *= size
+    return True
 
 
 def _like(tensor: Tensor, memory: torch.UntypedStorage) -> Tensor:
