@@ -6,11 +6,13 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flopmeter.costs import costs_of, find_rule
@@ -85,7 +87,10 @@ def sweep(
     share: float = 1.0,
     databases: tuple[str, ...] = ("op_db",),
 ) -> Iterator[Swept]:
-    """Run the samples of every entry, or of a share drawn by seed: forward and, where there is one, backward."""
+    """Run the samples of every entry, or of a share drawn by seed: forward and, where there is one, backward.
+
+    device: "meta", "cpu", or "fake" for FakeTensors on the CPU.
+    """
     from torch.testing._internal import common_methods_invocations
 
     draw = random.Random(f"{device} {dtype}")
@@ -99,19 +104,24 @@ def _samples(entry: Any, device: str, dtype: torch.dtype, most: int | None) -> I
     name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
     has_gradient = entry.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     torch.manual_seed(0)
-    source = "cpu" if device == "meta" else device
-    for sample in itertools.islice(entry.sample_inputs(source, dtype, requires_grad=has_gradient), most):
-        recorder, error = Recorder(), None
-        try:
-            moved = sample.transform(lambda value: _moved(value, device))
-            with recorder:
-                _run(entry, moved, has_gradient)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-            if recorder.trace.ops:  # it must be torch that cannot, not the recorder
-                with pytest.raises(type(raised)):
-                    _run(entry, sample.transform(lambda value: _moved(value, device)), has_gradient)
-        yield Swept(name, tuple(op.call for op in recorder.trace.ops), error)
+    for sample in itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=has_gradient), most):
+        mode = FakeTensorMode() if device == "fake" else None
+        with mode or nullcontext():
+            yield _metered(name, sample, functools.partial(_moved, device=device, mode=mode), entry, has_gradient)
+
+
+def _metered(name: str, sample: Any, move: Callable[[Any], Any], entry: Any, has_gradient: bool) -> Swept:
+    recorder, error = Recorder(), None
+    try:
+        moved = sample.transform(move)
+        with recorder:
+            _run(entry, moved, has_gradient)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        if recorder.trace.ops:  # it must be torch that cannot, not the recorder
+            with pytest.raises(type(raised)):
+                _run(entry, sample.transform(move), has_gradient)
+    return Swept(name, tuple(op.call for op in recorder.trace.ops), error)
 
 
 def _run(entry: Any, sample: Any, has_gradient: bool) -> None:
@@ -121,11 +131,13 @@ def _run(entry: Any, sample: Any, has_gradient: bool) -> None:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
-def _moved(value: Any, device: str) -> Any:
-    if not isinstance(value, Tensor) or value.device.type == device:
+def _moved(value: Any, device: str, mode: FakeTensorMode | None) -> Any:
+    if not isinstance(value, Tensor) or device == "cpu":
         return value
     if value.layout is not torch.strided:
         raise NotImplementedError("sparse tensors have no meta twin")
+    if mode is not None:
+        return mode.from_tensor(value)
     return value.detach().to(device).requires_grad_(value.requires_grad)
 
 

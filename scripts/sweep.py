@@ -1,0 +1,104 @@
+"""Run the long sweeps and write what came of them to docs/sweep.md.
+
+    make sweep                            # or: python scripts/sweep.py; about an hour on two cores
+    python scripts/sweep.py -- -k wheel   # some of them, printed and not written
+
+Runs the tests marked `slow`. Those over torch's op_db tell how many entries, samples and ops they ran: every sample
+of every entry, forward and, where there is one, backward. Exit status 1 if any test fails; the page names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tabulate import tabulate
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "sweep.md"
+COLUMNS = ("entries", "samples", "refused", "sparse", "calls", "ops", "uncounted", "failures")
+LEGEND = """\
+Each row is one pass over torch's op_db: **entries** of the database, **samples** of them; those **refused** by torch
+itself (no kernel for meta, a shape that depends on data), with or without the meter; those with **sparse** tensors,
+whose work depends on values. Of the rest, the **calls** that were priced, of so many **ops** (overloads); the ops that
+were **uncounted**; the **failures**: calls without a rule that the test does not name, or with bytes out of bounds."""
+
+
+class Result(NamedTuple):
+    """One test."""
+
+    file: str
+    name: str
+    outcome: str  # passed, failed, skipped
+    figures: dict[str, str]  # that the test recorded
+
+
+def run(arguments: list[str]) -> list[Result]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sweep.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "-m", "slow", f"--junitxml={path}", *arguments]
+        subprocess.run(command, cwd=ROOT, check=False)
+        return [_result(case) for case in ET.parse(path).iter("testcase")]
+
+
+def _result(case: ET.Element) -> Result:
+    tags = {child.tag for child in case}
+    outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+    figures = {entry.get("name", ""): entry.get("value", "") for entry in case.iter("property")}
+    return Result(case.get("classname", "").rpartition(".")[2], case.get("name", ""), outcome, figures)
+
+
+def page(results: list[Result]) -> str:
+    counts = Counter(result.outcome for result in results)
+    total = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
+    head = f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}: {total}."
+    swept = [(_parameters(result), *map(result.figures.get, COLUMNS)) for result in results if result.figures]
+    files = {result.file for result in results}
+    by_file = [(f"`{file}`", *_outcomes(result for result in results if result.file == file)) for file in sorted(files)]
+    failed = [f"- `{result.file}`: `{result.name}`" for result in results if result.outcome == "failed"]
+    return "\n\n".join((
+        "# The long sweeps",
+        "Written by `make sweep`.",
+        head,
+        "## Every op of torch's database",
+        LEGEND,
+        tabulate(swept, headers=("run", *COLUMNS), tablefmt="github"),
+        "## All tests marked slow",
+        tabulate(by_file, headers=("file", "passed", "skipped", "failed"), tablefmt="github"),
+        "\n".join(["Failures:", "", *failed]) if failed else "Failures: none.",
+    )) + "\n"  # fmt: skip
+
+
+def _parameters(result: Result) -> str:
+    return result.name.partition("[")[2].rstrip("]").replace("-torch.", ", ")
+
+
+def _outcomes(results: Iterable[Result]) -> tuple[int, ...]:
+    counts = Counter(result.outcome for result in results)
+    return tuple(counts[outcome] for outcome in ("passed", "skipped", "failed"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="of pytest, after --; then nothing is written")
+    chosen = parser.parse_args()
+    results = run(chosen.pytest)
+    text = page(results)
+    print(text)
+    if results and not chosen.pytest:
+        PAGE.write_text(text, encoding="utf-8")
+    return int(not results or any(result.outcome == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
