@@ -6,6 +6,7 @@ from flopmeter.generation import Generation, time_generation
 from flopmeter.hardware import Hardware, HardwareError, available_hardware, load_hardware
 from flopmeter.known_values import Assumption, DataDependentError, on_meta
 from flopmeter.largest_batch import largest_batch
+from flopmeter.measured import Check, ProfileError, check
 from flopmeter.memory import Memory
 from flopmeter.meter import FlopMeter, StreamError
 from flopmeter.report import Report, Row
@@ -14,6 +15,7 @@ from flopmeter.sweep import Sweep, sweep
 __version__ = "0.1.0"
 __all__ = [
     "Assumption",
+    "Check",
     "Comparison",
     "DataDependentError",
     "FlopMeter",
@@ -21,12 +23,14 @@ __all__ = [
     "Hardware",
     "HardwareError",
     "Memory",
+    "ProfileError",
     "Report",
     "Row",
     "Sweep",
     "StreamError",
     "UncountedError",
     "available_hardware",
+    "check",
     "compare",
     "largest_batch",
     "load_hardware",

@@ -25,12 +25,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from flopmeter import higher_order, mixed_devices
+from flopmeter import higher_order, mixed_devices, streams
 from flopmeter.geometry import build_call, has_strides, hashable, storage_of, unstrided_spec
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.rules import rule_of
 from flopmeter.modules import ModulePaths, Regions
+from flopmeter.ordering import NAMESPACES, Groups, Ordering, Sync, without_handles
 from flopmeter.records import Call, Op, Phase, Switches
 from flopmeter.replicas import Replica, nobody_else_sees_ops, replica
 from flopmeter.sharding import unseen_propagation
@@ -40,6 +41,7 @@ _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _RESIZING = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.resize)
 _FRESH = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)  # of what torch.tensor(...) just made
 _HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
+_WRAPPERS = ("_c10d_functional::_wrap_tensor_autograd",)  # returns its argument as a tensor subclass
 
 
 Role = Literal["parameters", "gradients", "optimizer state"]
@@ -83,6 +85,7 @@ class Trace:
     resizes: list[Resize] = field(default_factory=list)
     accumulations: list[Accumulation] = field(default_factory=list)
     switches: Switches = field(default_factory=lambda: _switches())
+    ordering: Ordering = field(default_factory=Ordering)
 
     devices: dict[str, None] = field(default_factory=dict)  # that any op touched, in order of appearance
 
@@ -106,6 +109,7 @@ class _Handling(NamedTuple):
     shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
     changes_storages: bool  # resizes one that it was passed, or was passed one that is new
     asks_values: bool  # known values may answer it whatever it is passed
+    is_collective: bool = False  # is passed process groups and returns handles
 
 
 class _Known(NamedTuple):
@@ -118,12 +122,16 @@ class _Known(NamedTuple):
 class _Arrival:
     """A call as it arrives, with its tensors in order, the addresses of their storages, and its own numbering."""
 
-    __slots__ = ("addresses", "args", "func", "handling", "key", "known", "kwargs", "numbers", "tensors")
+    __slots__ = (
+        "addresses", "args", "func", "handling", "key", "known", "kwargs", "numbers", "plain_args", "plain_kwargs",
+        "tensors",
+    )  # fmt: skip
     key: Any  # what tells calls of different cost apart
     known: _Known | None
 
     def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling):
         self.func, self.args, self.kwargs, self.handling = func, args, kwargs, handling
+        self.plain_args, self.plain_kwargs = args, kwargs  # for the record
         self.tensors: list[Tensor] = []  # of the arguments
         self.addresses: list[int] = []
         self.numbers: dict[int, int] = {}  # trace-wide number -> number in the call
@@ -156,6 +164,7 @@ class Recorder(TorchDispatchMode):
         self._calls: dict[Any, _Known] = {}
         self._handlings: dict[Any, _Handling] = {}
         self._storages: dict[int, _StorageRef] = {}
+        self._groups = Groups()
         self._shared_number: int | None = None  # of tensors without a storage
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._noted: WeakSet[nn.Module] = WeakSet()
@@ -176,6 +185,8 @@ class Recorder(TorchDispatchMode):
                 undo.enter_context(unseen_propagation())
                 undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
                 undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
+                streams.listeners.append(self)
+                undo.callback(streams.listeners.remove, self)
                 self._undo = undo.pop_all()
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -189,11 +200,33 @@ class Recorder(TorchDispatchMode):
             self._steps.clear()
             self._storages.clear()  # what is freed from now on outlived the trace
             self._calls.clear()  # the keys are as large as the calls
+            self._groups.clear()
 
     def _is_on(self) -> bool:
         """Whether this thread's ops come here: a mode belongs to the thread that entered it, and to the
         threads in which autograd runs its backward passes."""
         return self in _get_current_dispatch_mode_stack()
+
+    def on_event(self, event: int, stream: int) -> None:
+        self.trace.ordering.syncs.append(Sync(len(self.trace.ops), stream, "record", event))
+
+    def on_wait(self, event: int, stream: int) -> None:
+        self.trace.ordering.syncs.append(Sync(len(self.trace.ops), stream, "wait for event", event))
+
+    def on_wait_for_work(self, work: Any, stream: int) -> None:
+        op = self._groups.op_of(work)
+        if op is not None:
+            self.trace.ordering.syncs.append(Sync(len(self.trace.ops), stream, "wait for op", op))
+
+    def on_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """A program gave a storage another size by itself, between ops: FSDP frees and gathers parameters so."""
+        known = self._storages.get(storage._cdata)
+        if known is None or nbytes == self.trace.size(known.number):
+            return
+        now = len(self.trace.ops)
+        is_freed = nbytes < self.trace.size(known.number)
+        self.trace.resizes.append(Resize(now - is_freed, known.number, nbytes))  # the op before was the last with it
+        self.trace.storages[known.number].role = "parameters"
 
     def _enter_step(self, *_: Any) -> None:
         if self._is_on():
@@ -265,6 +298,9 @@ class Recorder(TorchDispatchMode):
 
     def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling) -> _Arrival:
         arrival = _Arrival(func, args, kwargs, handling)
+        if handling.is_collective:
+            arrival.plain_args = args = self._groups.plain_args(func, args)
+            arrival.plain_kwargs = kwargs = self._groups.plain_kwargs(kwargs)
         key: list[Any] = [func, torch.get_default_dtype()]  # integers divided are floats of that type
         self._describe(args, arrival, BEFORE, key)
         if kwargs:
@@ -308,6 +344,9 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, arrival: _Arrival, result: Any) -> None:
         trace, numbers = self.trace, arrival.numbers
+        if arrival.handling.is_collective:
+            self._groups.note_work(result, len(trace.ops))
+            result = without_handles(result)
         if isinstance(result, Tensor) and not arrival.handling.shape_depends_on_data:  # nearly always
             numbers.setdefault(self._number(result, len(trace.ops), arrival.addresses), len(numbers))
         else:
@@ -321,6 +360,8 @@ class Recorder(TorchDispatchMode):
         source = caller() if self._source else None
         trace.module_calls.append(self.modules.calls)
         region = None if self._compiled_region is None else self._region(self._compiled_region())
+        if streams.current() != streams.DEFAULT:
+            trace.ordering.streams[len(trace.ops)] = streams.current()
         trace.ops.append(Op(known.call, tuple(numbers), module, phase, source, region))
 
     def _describe_result(self, arrival: _Arrival, result: Any) -> None:
@@ -338,7 +379,7 @@ class Recorder(TorchDispatchMode):
         def number(tensor: Tensor) -> int:
             return numbers[self._number(tensor, BEFORE, [])]
 
-        call = build_call(func, arrival.args, arrival.kwargs, result, number)
+        call = build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number)
         mixed_devices.check(call, tensors, self.modules.outermost)
         self.trace.devices.update(mixed_devices.touched(self.trace.devices, call))
         if self._on_new_call is not None:
@@ -465,17 +506,26 @@ def _is_plain(kind: type) -> bool:
     return kind.__torch_dispatch__ is no_dispatch  # type: ignore[attr-defined]
 
 
+def is_composite(func: OpOverload) -> bool:
+    """Whether the op is made of others, above autograd: its parts reach a dispatch mode, itself as a rule not."""
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "Meta"))
+
+
 def _handling(func: Any) -> _Handling:
     # A higher-order op is no OpOverload: its body is traced op by op.
-    if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES:
+    if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES or func.name() in _WRAPPERS:
         return _Handling(True, False, False, False, False)
-    name = func.name()
-    is_composite = has_kernel(name, "CompositeImplicitAutograd") and not (
-        has_kernel(name, "CPU") or has_kernel(name, "Meta")
-    )
     by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
     has_out = any(argument.is_out for argument in func._schema.arguments)
-    return _Handling(False, is_composite, by_data, has_out or func.overloadpacket in (*_RESIZING, *_FRESH), False)
+    return _Handling(
+        False,
+        is_composite(func),
+        by_data,
+        has_out or func.overloadpacket in (*_RESIZING, *_FRESH),
+        False,
+        func.namespace in NAMESPACES,
+    )
 
 
 def _nbytes(storage: torch.UntypedStorage) -> int:

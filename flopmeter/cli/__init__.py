@@ -24,6 +24,7 @@ from flopmeter.document import FORMATS, Document
 from flopmeter.hardware import load_hardware
 from flopmeter.known_values import DataDependentError
 from flopmeter.largest_batch import largest_batch
+from flopmeter.measured import check
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.plots import roofline, save, sweep_curve
 from flopmeter.render import RENDERERS, headline, summary, table
@@ -147,6 +148,11 @@ def _diff(options: argparse.Namespace) -> int:
     return 1 if grown else 0
 
 
+def _check(options: argparse.Namespace) -> int:
+    print(check(options.trace, options.hardware).render(options.format))
+    return 0
+
+
 def _hardware(options: argparse.Namespace) -> int:
     print(hardware_table(options.names))
     return 0
@@ -222,6 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_fit(commands)
     _add_diff(commands)
+    _add_check(commands)
     _add_hardware(commands)
     _add_explain(commands)
     return parser
@@ -293,6 +300,20 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("after", metavar="AFTER.json")
     parser.add_argument(
         "--fail-above", metavar="PERCENT%", type=_percentage, help="exit with 1 where a total grew by more"
+    )
+    _add_format(parser, FORMATS)
+
+
+def _add_check(commands: Any) -> None:
+    example = (
+        "Example: flopmeter check trace.json --hardware this-cpu.yaml\n\n"
+        "The trace comes from torch.profiler.profile(record_shapes=True) and its export_chrome_trace();\n"
+        "it may be gzipped.\n"
+    )
+    parser = _add(commands, "check", _check, "A profile of torch.profiler, measured beside predicted", example)
+    parser.add_argument("trace", metavar="TRACE.json")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="a name or a YAML file (default: the GPU that the trace names)"
     )
     _add_format(parser, FORMATS)
 

@@ -1,0 +1,10 @@
+"""What was measured: a profile beside its prediction.
+
+kineto.py reads a trace, rebuild.py makes calls of its ops again, comparison.py prices them, result.py shows it.
+"""
+
+from flopmeter.measured.comparison import check
+from flopmeter.measured.kineto import ProfileError
+from flopmeter.measured.result import Check, CheckRow, UnpricedRow
+
+__all__ = ["Check", "CheckRow", "ProfileError", "UnpricedRow", "check"]

@@ -1,0 +1,265 @@
+"""A profile beside the prediction: what each op took, what it should take, and how much time there is to win."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flopmeter.costs import costs_of
+from flopmeter.hardware import Hardware, HardwareError, Peak, load_hardware
+from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, covered_nanoseconds, read_profile
+from flopmeter.measured.rebuild import Arguments, NotRebuilt, arguments_of, commonest_float, find_ops, run
+from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
+from flopmeter.meter import FlopMeter
+from flopmeter.records import Call, Cost, Switches
+from flopmeter.timing.kernels import price
+
+_TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
+_SECONDS = 1e-9  # of a nanosecond
+
+
+def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardware | None = None) -> Check:
+    """Compare a Chrome trace of torch.profiler, recorded with record_shapes=True, with the prediction for `hardware`.
+
+    hardware: a name, a path or a Hardware; without it the device that the trace names. A trace of a CPU names none:
+        `flopmeter calibrate` writes the profile of the machine.
+
+    Raises ProfileError where the file is no such trace, HardwareError for an unknown device.
+    """
+    profile = read_profile(path)
+    device = _device(Path(path), profile, hardware)
+    pricer = _Pricer(device, profile)
+    for root in profile.roots:
+        for event in find_ops(root):
+            pricer.add(event)
+    return pricer.result(Path(path).name)
+
+
+def _device(path: Path, profile: Profile, hardware: str | os.PathLike[str] | Hardware | None) -> Hardware:
+    if hardware is None:
+        if not profile.is_cuda:
+            raise ProfileError(
+                f"{path} was recorded on a CPU and does not name it: give the hardware "
+                "(flopmeter calibrate -o this-cpu.yaml writes the profile of this machine)"
+            )
+        if profile.device_name is None:
+            raise ProfileError(f"{path} does not name its device: give the hardware")
+        return load_hardware(profile.device_name)
+    device = load_hardware(hardware)
+    if device.is_cpu == profile.is_cuda:
+        ran, is_one = ("a GPU", "is a CPU") if profile.is_cuda else ("a CPU", "is none")
+        raise ProfileError(f"{path} was recorded on {ran}, but {device.name} {is_one}")
+    return device
+
+
+class _Prediction(NamedTuple):
+    """Of one call."""
+
+    name: str
+    shapes: str
+    op_class: str
+    dtype: str
+    seconds: float
+    floor_seconds: float
+    flops: int
+    bytes: int
+    macs: int
+    model_flops: int
+
+
+@dataclass
+class _Pricer:
+    """Collects the ops of a profile; equal calls are rebuilt and priced once."""
+
+    device: Hardware
+    profile: Profile
+    _known: dict[Any, _Prediction | str] = field(default_factory=dict)  # a text: why there is none
+    _calls: Counter[Any] = field(default_factory=Counter)
+    _nanoseconds: Counter[Any] = field(default_factory=Counter)
+    _launched_nothing: int = 0
+    _assumed_dtype: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._dtype_in_lists = commonest_float(self.profile.roots)
+
+    def add(self, event: OpEvent) -> None:
+        launched = list(event.all_launched())
+        if self.profile.is_cuda and not launched:
+            self._launched_nothing += 1
+            return
+        crosses_link = bool(launched) and all(
+            one.is_copy and any(way in one.name for way in _TO_OR_FROM_HOST) for one in launched
+        )
+        is_tf32 = any("tf32" in one.name.lower() for one in launched)  # as cuBLAS and cuDNN name their kernels
+        key = (event.name, event.inputs, crosses_link, is_tf32)
+        if key not in self._known:
+            self._known[key] = self._predicted(event, crosses_link, is_tf32)
+        spans = [one.span for one in launched] if self.profile.is_cuda else [event.span]
+        self._calls[key] += 1
+        self._nanoseconds[key] += sum(span.end - span.start for span in spans)
+
+    def result(self, name: str) -> Check:
+        span = _seconds(self.profile.span)
+        dtype = self._main_dtype()
+        flops = sum(known.model_flops * self._calls[key] for key, known in self._predictions())
+        peak = self.device.contraction_peak(dtype).flop_per_s
+        return Check(
+            title=f"{name} · {self.device.title} · {dtype}",
+            hardware=self.device,
+            is_cuda=self.profile.is_cuda,
+            rows=tuple(sorted(self._rows(), key=lambda row: -row.to_win_seconds)),
+            unpriced=tuple(sorted(_merged(self._unpriced()), key=lambda row: -row.measured_seconds)),
+            span_seconds=span,
+            busy_seconds=covered_nanoseconds(self._busy()) * _SECONDS,
+            host_seconds=covered_nanoseconds(root.span for root in self.profile.roots) * _SECONDS,
+            mfu=flops / (span * peak) if span else 0.0,
+            main_dtype=dtype,
+            notes=tuple(self._notes()),
+        )
+
+    def _rows(self) -> Iterator[CheckRow]:
+        for key, known in self._predictions():
+            yield _row(known, self._calls[key], self._nanoseconds[key] * _SECONDS)
+
+    def _unpriced(self) -> Iterator[UnpricedRow]:
+        for key, known in self._known.items():
+            if isinstance(known, str):
+                name = key[0].removeprefix("aten::")
+                yield UnpricedRow(name, self._calls[key], self._nanoseconds[key] * _SECONDS, known)
+        for event in self.profile.unlinked:
+            why = "launched outside of any op: compiled code, a replayed graph, a library"
+            yield UnpricedRow(event.name, 1, _seconds(event.span), why)
+
+    def _busy(self) -> Iterator[Span]:
+        """When the device runs something, or a CPU an op."""
+        if self.profile.is_cuda:
+            yield from (event.span for event in self.profile.device_events)
+        else:
+            yield from (event.span for root in self.profile.roots for event in find_ops(root))
+
+    def _predictions(self) -> Iterator[tuple[Any, _Prediction]]:
+        for key, known in self._known.items():
+            if isinstance(known, _Prediction):
+                yield key, known
+
+    def _main_dtype(self) -> str:
+        """The type in which most of the products are done; fp32 where there are none."""
+        macs: Counter[str] = Counter()
+        for key, known in self._predictions():
+            if known.macs:
+                macs[known.dtype] += known.macs * self._calls[key]
+        return max(macs, key=macs.__getitem__, default="fp32")
+
+    def _notes(self) -> Iterator[str]:
+        if self._launched_nothing:
+            yield f"{self._launched_nothing} ops launched nothing on the device: views, allocation, work on the host"
+        if self._assumed_dtype:
+            names = ", ".join(sorted(self._assumed_dtype))
+            dtype = str(self._dtype_in_lists).removeprefix("torch.")
+            yield f"assumed: the tensors in the lists of {names} are {dtype}; a trace tells no types there"
+        if self.profile.is_cuda:
+            yield "measured: the time of an op's kernels; predicted: the same, without launching them"
+        else:
+            yield "measured: an op with all that it calls, slowed by the profiler; predicted: its dispatch and its work"
+        yield "floor: FLOPs at the peak or bytes at the bandwidth, whichever takes longer; to win: down to the floor"
+
+    # --- one call ---
+
+    def _predicted(self, event: OpEvent, crosses_link: bool, is_tf32: bool) -> _Prediction | str:
+        try:
+            arguments = arguments_of(event, self._dtype_in_lists)
+            calls = self._recorded(arguments)
+            costs = [cost for call in calls for cost in costs_of(call)]
+            if crosses_link:
+                costs = [replace(cost, link_bytes=cost.bytes_written) for cost in costs]
+            prediction = _priced(event, calls, costs, self.device, Switches(is_tf32, is_tf32, False))
+        except (NotRebuilt, HardwareError) as reason:
+            return str(reason)
+        if arguments.assumes_dtype:
+            self._assumed_dtype.add(prediction.name)
+        return prediction
+
+    def _recorded(self, arguments: Arguments) -> list[Call]:
+        """The calls that the tracer sees: on meta, some ops are made of others."""
+        with FlopMeter(self.device, as_cuda=self.profile.is_cuda) as meter:
+            unrun = run(arguments)
+        return [unrun] if unrun is not None else [op.call for op in meter.trace.ops]
+
+
+def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, switches: Switches) -> _Prediction:
+    name = event.name.removeprefix("aten::")
+    inputs = calls[0].inputs if calls else ()
+    shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
+    host = device.host if device.is_cpu else None  # of a GPU the device's time is measured
+    if not costs:
+        return _Prediction(name, shapes, NO_KERNEL, "", host.view_seconds if host else 0.0, 0.0, 0, 0, 0, 0)
+    seconds = [price(cost, device, switches).busy.work_seconds + device.kernel_floor_seconds for cost in costs]
+    longest = costs[seconds.index(max(seconds))]
+    return _Prediction(
+        name=name,
+        shapes=shapes,
+        op_class=longest.op_class,
+        dtype=switches.product_dtype(longest),
+        seconds=sum(seconds) + (host.launch_seconds if host else 0.0),
+        floor_seconds=sum(floor_seconds(cost, device, switches) for cost in costs),
+        flops=sum(cost.executed_flops for cost in costs),
+        bytes=sum(cost.bytes for cost in costs),
+        macs=sum(cost.macs for cost in costs),
+        model_flops=sum(cost.model_flops for cost in costs),
+    )
+
+
+def floor_seconds(cost: Cost, device: Hardware, switches: Switches) -> float:
+    """What no kernel can beat that reads its inputs from memory and runs at the device's peak.
+
+    A host link, where the bytes cross one, is slower than either memory: its spec rate bounds them.
+    """
+    products = 2 * cost.macs - cost.masked_flops
+    others = cost.flops - 2 * cost.macs
+    compute = 0.0
+    if cost.macs:
+        compute += products / _best_rate(device.contraction_peak(switches.product_dtype(cost)))
+    if others:
+        compute += others / _best_rate(device.vector_peak(cost.dtype))
+    link = device.host_link_bytes_per_s
+    memory = cost.link_bytes / link if cost.link_bytes and link else cost.bytes / device.bandwidth_bytes_per_s
+    return max(compute, memory)
+
+
+def _best_rate(peak: Peak) -> float:
+    """A part that clocks above its spec reaches more than the spec peak."""
+    return max(peak.flop_per_s, peak.sustained_flop_per_s)
+
+
+def _row(known: _Prediction, calls: int, measured_seconds: float) -> CheckRow:
+    return CheckRow(
+        known.name,
+        known.shapes,
+        known.op_class,
+        known.dtype,
+        calls,
+        measured_seconds,
+        known.seconds * calls,
+        known.floor_seconds * calls,
+        known.flops * calls,
+        known.bytes * calls,
+    )
+
+
+def _seconds(span: Span) -> float:
+    return (span.end - span.start) * _SECONDS
+
+
+def _merged(rows: Iterable[UnpricedRow]) -> list[UnpricedRow]:
+    """One row for each name and reason."""
+    groups: dict[tuple[str, str], list[UnpricedRow]] = {}
+    for row in rows:
+        groups.setdefault((row.name, row.reason), []).append(row)
+    return [
+        UnpricedRow(name, sum(row.calls for row in group), sum(row.measured_seconds for row in group), reason)
+        for (name, reason), group in groups.items()
+    ]

@@ -1,0 +1,220 @@
+"""Read a Chrome trace of torch.profiler (libkineto writes it) into a tree of ops with what the device ran for each.
+
+Events that matter, all complete ones (ph 'X', ts and dur in µs):
+
+    cat                 what it is                                     args
+    cpu_op              an op on the host; ops nest by time            External id; with record_shapes=True Input type,
+                        within a thread                                Input Dims, Input Strides, Concrete Inputs
+    cuda_runtime,       a call of the driver: cudaLaunchKernel, ...    External id (of its op), correlation
+    cuda_driver
+    kernel, gpu_memcpy, what ran on the device                         External id, correlation, stream
+    gpu_memset
+
+At the top level `deviceProperties` lists the devices with their `name`. (github.com/pytorch/kineto,
+libkineto/src/output_json.cpp; torch/csrc/autograd/profiler_kineto.cpp.)
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_DRIVER = ("cuda_runtime", "cuda_driver")
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class ProfileError(ValueError):
+    """A file that is no trace of torch.profiler, or one that lacks what a check needs."""
+
+
+class Span(NamedTuple):
+    """From start to end, in nanoseconds of the trace's clock."""
+
+    start: int
+    end: int
+
+
+class DeviceEvent(NamedTuple):
+    """A kernel, a copy or a fill on the device."""
+
+    name: str
+    is_copy: bool
+    span: Span
+
+
+@dataclass(slots=True)
+class OpEvent:
+    """An op on the host with those that it called, and what itself launched on the device."""
+
+    name: str
+    span: Span
+    inputs: OpInputs | None  # None: the trace tells none
+    children: list[OpEvent] = field(default_factory=list)
+    launched: list[DeviceEvent] = field(default_factory=list)
+
+    @property
+    def own_nanoseconds(self) -> int:
+        """Without the ops that it called."""
+        return _length(self.span) - sum(_length(child.span) for child in self.children)
+
+    def all_launched(self) -> Iterator[DeviceEvent]:
+        """By itself and by the ops that it called."""
+        yield from self.launched
+        for child in self.children:
+            yield from child.all_launched()
+
+
+class OpInputs(NamedTuple):
+    """The arguments in the order of the schema: C++ type names; sizes and strides of tensors; values as text."""
+
+    types: tuple[Any, ...]
+    dims: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    concrete: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a trace holds."""
+
+    roots: list[OpEvent]  # of all threads
+    unlinked: list[DeviceEvent]  # that no op launched: a replayed graph, code that calls the driver itself
+    device_events: list[DeviceEvent]
+    device_name: str | None  # where something ran on a device
+    span: Span  # from the first to the last of the above
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether anything ran on a device other than the CPU."""
+        return bool(self.device_events)
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read a trace, gzipped or not. Raises ProfileError where it is none or was recorded without shapes."""
+    document = _document(Path(path))
+    events = [event for event in document["traceEvents"] if _is_complete(event)]
+    ops = _ops(events)
+    if not ops:
+        raise ProfileError(
+            f"{path} holds no ops: profile with activities=[ProfilerActivity.CPU, ...] and export_chrome_trace()"
+        )
+    if not any(op.inputs for _, _, op in ops):
+        raise ProfileError(f"{path} was recorded without shapes: use torch.profiler.profile(..., record_shapes=True)")
+    roots = _nested(ops)
+    device_events, unlinked = _linked(events, {number: op for _, number, op in ops if number is not None})
+    spans = [*(op.span for op in roots), *(event.span for event in device_events)]
+    whole = Span(min(span.start for span in spans), max(span.end for span in spans))
+    return Profile(roots, unlinked, device_events, _device_name(document) if device_events else None, whole)
+
+
+def covered_nanoseconds(spans: Iterable[Span]) -> int:
+    """Length of the union: what overlaps counts once."""
+    total = end = 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    try:
+        content = path.read_bytes()
+        if content.startswith(_GZIP_MAGIC):
+            content = gzip.decompress(content)
+        document = json.loads(content)
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read ({error.strerror or error})") from None
+    except (ValueError, EOFError, zlib.error, RecursionError) as error:
+        raise ProfileError(f"{path} is no JSON ({error})") from None
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        raise ProfileError(f"{path} is no trace of torch.profiler: write one with export_chrome_trace()")
+    return document
+
+
+def _is_complete(event: Any) -> bool:
+    return (
+        isinstance(event, dict)
+        and event.get("ph") == "X"
+        and all(isinstance(event.get(key), (int, float)) for key in ("ts", "dur"))
+        and isinstance(event.get("name"), str)
+        and isinstance(event.setdefault("args", {}), dict)
+    )
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    start = round(event["ts"] * 1000)
+    return Span(start, start + round(event["dur"] * 1000))
+
+
+def _length(span: Span) -> int:
+    return span.end - span.start
+
+
+def _ops(events: Iterable[Mapping[str, Any]]) -> list[tuple[Any, int | None, OpEvent]]:
+    """Each op with its thread and its number."""
+    return [
+        ((str(event.get("pid")), str(event.get("tid"))), event["args"].get("External id"), _op(event))
+        for event in events
+        if event.get("cat") == "cpu_op"
+    ]
+
+
+def _op(event: Mapping[str, Any]) -> OpEvent:
+    keys = ("Input type", "Input Dims", "Input Strides", "Concrete Inputs")
+    columns = [event["args"].get(key) for key in keys]
+    inputs = None
+    if all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        inputs = OpInputs(*(_frozen(column) for column in columns))
+    return OpEvent(event["name"], _span(event), inputs)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _nested(ops: Iterable[tuple[Any, int | None, OpEvent]]) -> list[OpEvent]:
+    """The outermost ops; the others become children of the op that they run in."""
+    roots: list[OpEvent] = []
+    running: dict[Any, list[OpEvent]] = {}
+    for thread, _, op in sorted(ops, key=lambda entry: (entry[2].span.start, -entry[2].span.end)):
+        stack = running.setdefault(thread, [])
+        while stack and stack[-1].span.end <= op.span.start:
+            stack.pop()
+        (stack[-1].children if stack else roots).append(op)
+        stack.append(op)
+    return roots
+
+
+def _linked(events: list[dict[str, Any]], ops: Mapping[Any, OpEvent]) -> tuple[list[DeviceEvent], list[DeviceEvent]]:
+    """What ran on the device, and of that what no op launched. A kernel names its op; where it does not, the driver's
+    call of the same correlation does."""
+    by_correlation = {
+        event["args"].get("correlation"): event["args"].get("External id")
+        for event in events
+        if event.get("cat") in _DRIVER
+    }
+    ran: list[DeviceEvent] = []
+    unlinked: list[DeviceEvent] = []
+    for event in events:
+        if event.get("cat") not in _DEVICE:
+            continue
+        args = event["args"]
+        device_event = DeviceEvent(event["name"], event["cat"] == "gpu_memcpy", _span(event))
+        ran.append(device_event)
+        op = ops.get(args.get("External id")) or ops.get(by_correlation.get(args.get("correlation")))
+        (op.launched if op else unlinked).append(device_event)
+    return ran, unlinked
+
+
+def _device_name(document: Mapping[str, Any]) -> str | None:
+    devices = document.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices else None
+    name = first.get("name") if isinstance(first, dict) else None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,245 @@
+"""From the op of a profile back to the call: the overload by the types of its arguments, run on meta tensors of the
+sizes and strides that the profile tells. What the tracer then records is priced by the same rules as any program."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+from flopmeter.geometry import build_call
+from flopmeter.known_values import DataDependentError
+from flopmeter.measured.kineto import OpEvent, OpInputs
+from flopmeter.records import Call
+from flopmeter.trace import is_composite
+
+# C++ names of element types, as c10's TypeMeta prints them.
+DTYPES = {
+    "float": torch.float32, "double": torch.float64, "c10::Half": torch.float16, "c10::BFloat16": torch.bfloat16,
+    "long int": torch.int64, "long": torch.int64, "long long": torch.int64, "int": torch.int32, "short": torch.int16,
+    "short int": torch.int16, "signed char": torch.int8, "unsigned char": torch.uint8, "bool": torch.bool,
+    "c10::complex<float>": torch.complex64, "c10::complex<double>": torch.complex128,
+    "c10::Float8_e4m3fn": torch.float8_e4m3fn, "c10::Float8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+# A Python number among tensors arrives as a tensor without dimensions, its value untold; the tracer sees a number.
+_NUMBERS = {"double": 1.0, "long int": 1, "long": 1, "long long": 1, "bool": True}
+_NOTHING = ("", "nullptr (uninitialized)")
+_META = torch.device("meta")
+MOST_REASON = 120  # characters
+# What a value of the trace may be passed as, best first. dtype, layout and memory format are numbers there.
+_NUMBER = ("NumberType", "FloatType")
+_WHOLE_NUMBER = ("IntType", "SymIntType", "ScalarTypeType", "LayoutType", "MemoryFormatType", *_NUMBER)
+_BOOL = ("BoolType", *_NUMBER[:1])
+
+
+class NotRebuilt(Exception):  # noqa: N818  (no error of the caller's)
+    """Why the call of an op is not known."""
+
+
+class _Mismatch(Exception):  # noqa: N818
+    """An overload that does not take such arguments."""
+
+
+class _Told(NamedTuple):
+    """What the trace tells of one argument; see OpInputs."""
+
+    kind: Any
+    dims: Any
+    strides: Any
+    concrete: Any
+
+
+class Arguments(NamedTuple):
+    """What an overload is called with."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    conversions: int  # of values that were passed as a type that is not their own
+    assumes_dtype: bool  # the type of the tensors in a list, which no trace tells
+
+
+def commonest_float(roots: Iterable[OpEvent]) -> torch.dtype:
+    """The floating type that most tensor arguments of the profile have."""
+    counts: Counter[torch.dtype] = Counter()
+    for root in roots:
+        counts.update(map(DTYPES.__getitem__, _tensor_types(root)))
+    return max((dtype for dtype in counts if dtype.is_floating_point), key=counts.__getitem__, default=torch.float32)
+
+
+def _tensor_types(event: OpEvent) -> Iterator[str]:
+    if event.inputs:
+        told = zip(event.inputs.types, event.inputs.dims, strict=True)
+        yield from (kind for kind, dims in told if kind in DTYPES and dims)
+    for child in event.children:
+        yield from _tensor_types(child)
+
+
+def find_ops(root: OpEvent) -> Iterator[OpEvent]:
+    """The ops of the tree that the tracer would see: below autograd and below composites, whose parts are ops of
+    their own, but above what a kernel calls. Ops of libraries that are not loaded are among them."""
+    namespace, _, name = root.name.partition("::")
+    if not name or namespace in ("autograd", "torch", "prim", "profiler") or _is_composite(root):
+        for child in root.children:
+            yield from find_ops(child)
+    else:
+        yield root
+
+
+def arguments_of(event: OpEvent, dtype_in_lists: torch.dtype) -> Arguments:
+    """The overload and its arguments, tensors on meta. Of tensors in a list no trace tells the type: it is that of
+    the op's other tensors, or else `dtype_in_lists`.
+
+    Raises NotRebuilt where the trace does not tell enough.
+    """
+    packet = _packet(event.name)
+    if packet is None:
+        raise NotRebuilt("no op of this name is registered: import the library that it comes from")
+    if event.inputs is None:
+        raise NotRebuilt("the trace tells no arguments")
+    best = _best(packet, event.inputs, dtype_in_lists)
+    if best is None:
+        raise NotRebuilt("no overload takes what the trace tells of the arguments")
+    return best
+
+
+def _is_composite(event: OpEvent) -> bool:
+    packet = _packet(event.name)
+    if packet is None:
+        return False
+    best = _best(packet, event.inputs) if event.inputs else None
+    return all(map(is_composite, [best.func] if best else _overloads(packet)))
+
+
+def _packet(qualified: str) -> OpOverloadPacket | None:
+    namespace, _, name = qualified.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name.isidentifier() else None
+    return packet if isinstance(packet, OpOverloadPacket) else None
+
+
+def _overloads(packet: OpOverloadPacket) -> list[OpOverload]:
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def _best(packet: OpOverloadPacket, inputs: OpInputs, dtype_in_lists: torch.dtype = torch.float32) -> Arguments | None:
+    """The overload that takes such arguments with the least conversions."""
+    found = _candidates(packet, inputs, dtype_in_lists)
+    return min(found, key=lambda arguments: arguments.conversions, default=None)
+
+
+def _candidates(packet: OpOverloadPacket, inputs: OpInputs, dtype_in_lists: torch.dtype) -> Iterator[Arguments]:
+    """Each overload that takes such arguments."""
+    sized = [DTYPES[kind] for kind, dims in zip(inputs.types, inputs.dims, strict=True) if kind in DTYPES and dims]
+    in_lists = sized[0] if sized else dtype_in_lists
+    for overload in _overloads(packet):
+        parameters = overload._schema.arguments
+        if len(parameters) != len(inputs.types):
+            continue
+        takes_number = False  # once there is a tensor
+        conversions = 0
+        args, kwargs = [], {}
+        try:
+            for parameter, *columns in zip(parameters, *inputs, strict=True):
+                value, is_converted = _value(parameter, _Told(*columns), in_lists, number_for_scalar=takes_number)
+                conversions += is_converted
+                takes_number |= isinstance(value, Tensor) and torch.Tag.pointwise in overload.tags
+                if parameter.kwarg_only:
+                    kwargs[parameter.name] = value
+                else:
+                    args.append(value)
+        except _Mismatch:
+            continue
+        yield Arguments(overload, tuple(args), kwargs, conversions, "TensorList" in inputs.types and not sized)
+
+
+def _value(parameter: Any, told: _Told, in_lists: torch.dtype, *, number_for_scalar: bool) -> tuple[Any, bool]:
+    """What to pass, and whether the schema's type is another than the value's. Raises _Mismatch."""
+    wanted = parameter.real_type
+    is_optional = wanted.kind() == "OptionalType"
+    if is_optional:
+        wanted = wanted.getElementType()
+    if wanted.kind() == "DeviceObjType":
+        return _META, False
+    if parameter.name == "pin_memory":  # of host memory
+        return None, False
+    if told.kind in _NOTHING:
+        return _default(parameter, is_optional), False
+    if wanted.kind() == "TensorType":
+        if told.kind not in DTYPES:
+            raise _Mismatch
+        if number_for_scalar and told.kind in _NUMBERS and told.dims == ():
+            return _NUMBERS[told.kind], False
+        return _tensor(DTYPES[told.kind], told.dims, told.strides), False
+    if wanted.kind() == "ListType" and wanted.getElementType().kind() == "TensorType":
+        if told.kind != "TensorList":
+            raise _Mismatch
+        return [_tensor(in_lists, *geometry) for geometry in zip(told.dims, told.strides, strict=True)], False
+    return _literal(wanted, told)
+
+
+def _default(parameter: Any, is_optional: bool) -> Any:
+    if parameter.has_default_value():
+        return parameter.default_value
+    if is_optional or parameter.real_type.kind() == "GeneratorType":
+        return None
+    raise _Mismatch
+
+
+def _tensor(dtype: torch.dtype, dims: Any, strides: Any) -> Tensor:
+    if not isinstance(dims, tuple) or not isinstance(strides, tuple) or len(dims) != len(strides):
+        raise _Mismatch
+    return torch.empty_strided(dims, strides, dtype=dtype, device=_META)
+
+
+def _literal(wanted: Any, told: _Told) -> tuple[Any, bool]:
+    if told.kind not in ("Scalar", "ScalarList") or not isinstance(told.concrete, str):
+        raise _Mismatch
+    value = _parsed(told.concrete)
+    if isinstance(value, list):
+        if wanted.kind() != "ListType":
+            raise _Mismatch
+        return value, any(_is_converted(wanted.getElementType().kind(), item) for item in value)
+    return value, _is_converted(wanted.kind(), value)
+
+
+def _is_converted(wanted: str, value: Any) -> bool:
+    takes = _BOOL if isinstance(value, bool) else _WHOLE_NUMBER if isinstance(value, int) else _NUMBER
+    if wanted not in takes:
+        raise _Mismatch
+    return isinstance(value, bool) and wanted != "BoolType"
+
+
+def _parsed(text: str) -> Any:
+    """'True', '3', '0.5', '-inf' or '[1, 2]'."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise _Mismatch from None
+
+
+def run(arguments: Arguments) -> Call | None:
+    """Run the call on meta, for the mode that records it; an op that answers with a value, not with tensors, has no
+    answer there, and its call is returned unrun. Raises NotRebuilt where it cannot run."""
+    func = arguments.func
+    if func._schema.returns and not any("Tensor" in str(result.type) for result in func._schema.returns):
+        numbers: dict[int, int] = {}
+        return build_call(
+            func, arguments.args, arguments.kwargs, None, lambda tensor: numbers.setdefault(id(tensor), len(numbers))
+        )
+    try:
+        func(*arguments.args, **arguments.kwargs)
+    except DataDependentError:
+        raise NotRebuilt("its result depends on data, which no trace holds") from None
+    except Exception as error:
+        reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+        raise NotRebuilt(f"it does not run on meta tensors: {reason}") from error
+    return None
