@@ -24,7 +24,7 @@ from flopmeter.records import (
     UNCOUNTED,
     Cost,
 )
-from flopmeter.report import Report
+from flopmeter.report import Report, Row
 
 
 class Look(NamedTuple):
@@ -88,3 +88,14 @@ def phase_starts(report: Report) -> list[tuple[str, int]]:
     starts = [(after, place + 1) for place, (before, after) in enumerate(pairwise(phases)) if before != after]
     starts = [(phases[0], 0), *starts] if phases else []
     return starts if len(starts) <= 6 else []
+
+
+def modules_to_depth(report: Report, most: int) -> tuple[list[Row], int | None]:
+    """The module tree to the depth at which it has at most so many rows (one level at least), and that depth;
+    None: all of it."""
+    rows = report.rows("module")
+    if len(rows) <= most:
+        return rows, None
+    depths = [row.name.count(".") + 1 for row in rows]
+    depth = max([1, *(d for d in range(2, max(depths)) if sum(own <= d for own in depths) <= most)])
+    return [row for row, own in zip(rows, depths, strict=True) if own <= depth][:most], depth

@@ -12,6 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from flopmeter.memory import usable_bytes
+from flopmeter.page import page
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION
 from flopmeter.report import Report, Row
 
@@ -204,20 +205,14 @@ def _json(report: Report) -> str:
 
 
 def _html(report: Report) -> str:
-    """One self-contained page."""
-    tables = [
-        table(report, report.rows(), "class", "html"),
-        table(report, report.rows("module"), "module", "html", indent=True),
-        table(report, report.rows("op"), "op", "html"),
-    ]
-    title = html.escape(headline(report))
-    lines = "".join(f"<p>{html.escape(line)}</p>" for line in summary(report))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>'
-        "body{font-family:sans-serif;margin:2em}table{border-collapse:collapse;margin:1.5em 0}"
-        "td,th{padding:.2em .8em;border-bottom:1px solid #ccc}td:first-child{white-space:pre}</style></head>"
-        f"<body><h1>{title}</h1>{tables[0]}{lines}{tables[1]}{tables[2]}</body></html>"
-    )
+    return page(report, headline(report), summary(report))
+
+
+def notebook(report: Report) -> str:
+    """The text report as a piece of HTML that needs neither script nor style."""
+    lines = "<br>".join(html.escape(line) for line in summary(report))
+    body = table(report, report.rows(), "class", "html")
+    return f"<div><p><b>{html.escape(headline(report))}</b></p>{body}<p><small>{lines}</small></p></div>"
 
 
 RENDERERS: dict[str, Callable[[Report], str]] = {

@@ -254,6 +254,12 @@ class Report:
     def __str__(self) -> str:
         return self.render("text")
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from flopmeter.render import notebook
+
+        return notebook(self)
+
     def _flops(self, cost: Cost) -> int:
         return cost.flops - (cost.masked_flops if self.causal == "exact" else 0)
 

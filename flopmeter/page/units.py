@@ -1,0 +1,49 @@
+"""Numbers with SI prefixes: `1.5 k`, and a table's column in one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
+
+
+def with_prefix(value: float, unit: str) -> str:
+    """`with_prefix(2e12, "B/s")` is '2.00 TB/s'."""
+    power = _power(value)
+    return f"{_three_digits(value / 1000.0**power)} {_PREFIXES[power]}{unit}"
+
+
+def tick(value: float) -> str:
+    """A round value of an axis, in few characters: `10 k`, `0.1`."""
+    power = max(0, _power(value))
+    return f"{value / 1000.0**power:g} {_PREFIXES[power]}".rstrip()
+
+
+def scale(values: Iterable[float], unit: str) -> tuple[float, str]:
+    """What to divide a column by, so that its largest value reads well, and the unit that it then has."""
+    power = _power(max(values, default=0.0))
+    return 1000.0**power, f"{_PREFIXES[power]}{unit}"
+
+
+def decimal(value: float, digits: int = 2) -> str:
+    """So many digits after the point; what would round to none is said to be less than the last of them."""
+    least = 10.0**-digits
+    if value == 0:
+        return "0"
+    if 0 < value < least:
+        return f"<{least:g}"
+    return f"{value:.{digits}f}" if value < 1e6 else f"{value:.2e}"
+
+
+def _power(value: float) -> int:
+    """Of 1000, so that the value reads as 1 to 999."""
+    power = 0
+    while value >= 1000.0 ** (power + 1) and power < max(_PREFIXES):
+        power += 1
+    while 0 < value < 1000.0**power and power > min(_PREFIXES):
+        power -= 1
+    return power
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:#.3g}".removesuffix(".") if value else "0"
