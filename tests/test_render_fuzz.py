@@ -74,10 +74,10 @@ def reports(draw):
 WITH_BF16 = [name for name in available_hardware() if "bf16" in load_hardware(name).matrix_tflop_per_s]
 
 
-PAGE_TAGS = set(
-    "html head meta title link style body main header section script h1 h2 p b dl dt dd div span figure figcaption ul li"
-    " table thead tbody tr th td svg defs pattern rect path g use text".split()
-)
+DOCUMENT = {"html", "head", "meta", "title", "link", "style", "body", "main", "header", "section", "script"}
+TEXT = {"h1", "h2", "p", "b", "dl", "dt", "dd", "div", "span", "figure", "figcaption", "ul", "li"}
+TABLE = {"table", "thead", "tbody", "tr", "th", "td"}
+PICTURE = {"svg", "defs", "pattern", "rect", "path", "g", "use", "text", "title"}
 
 
 class Page(html.parser.HTMLParser):
@@ -128,7 +128,7 @@ def test_json_comes_back_with_its_numbers_and_texts(report):
 def test_no_name_becomes_markup_in_html(report):
     page = Page()
     page.feed(report.render("html"))
-    assert page.tags <= PAGE_TAGS
+    assert page.tags <= DOCUMENT | TEXT | TABLE | PICTURE
 
 
 def test_a_name_that_is_markup_is_shown_as_it_is():
