@@ -310,6 +310,19 @@ def test_forgotten_tensors_are_data():
             x.tolist()
 
 
+def test_a_balanced_routing_among_hundreds_of_experts_stays_known():
+    """LongCat-Flash: a one-hot mask [tokens, choices, experts] of 2^22 elements tells the experts that were hit."""
+    tokens, choices, experts = 512, 12, 768
+    with metered(routing="balanced") as mode:
+        scores = torch.empty(tokens, experts, device="meta")
+        mask = torch.nn.functional.one_hot(scores.topk(choices, sorted=False)[1], experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum((-1, -2)), 0).nonzero()
+        assert hit.flatten().tolist() == list(range(experts))
+        picked = [len(torch.where(mask[expert])[1]) for expert in (0, 767)]
+    assert picked == [tokens * choices // experts] * 2 == [8, 8]
+    assert mode.known.assumptions[0].rule == 'routing="balanced"'
+
+
 @pytest.mark.parametrize(("size", "is_known"), [(1 << 20, True), ((1 << 20) + 1, False)])
 def test_values_are_kept_up_to_a_size(size: int, is_known: bool):
     outside = on_meta(torch.ones(size, dtype=torch.bool))

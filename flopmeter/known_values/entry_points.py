@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from flopmeter.known_values.values import is_small, is_weight, no_modes
+from flopmeter.known_values.values import is_weight, no_modes
 from flopmeter.torch_private import device_constructors, peek_interpreter_stack
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _constructor(original: Callable[..., Tensor], name: str, position: int) -> C
 
 
 def _remember(known: KnownValues, tensor: Tensor, data: Any) -> None:
-    if not is_small(tensor):
+    if not known.is_small(tensor):
         return
     try:
         numbers = _numbers(known, data)

@@ -14,7 +14,7 @@ from flopmeter.known_values import entry_points, rules, twins
 from flopmeter.known_values.assumptions import Assumption, Assumptions
 from flopmeter.known_values.recall import has_initializer, recall_buffers
 from flopmeter.known_values.rules import Invocation, Rule
-from flopmeter.known_values.values import Values, address, is_small, no_modes
+from flopmeter.known_values.values import MAX_ELEMENTS, MAX_ROUTED_ELEMENTS, Values, address, is_small, no_modes
 
 
 class KnownValues:
@@ -31,6 +31,7 @@ class KnownValues:
     def __init__(self, *, routing: str | None = None, checks: str | None = None, mask_fraction: float | None = None):
         self._assumptions = Assumptions(routing, checks, mask_fraction)
         self.values = Values()
+        self._most_elements = MAX_ROUTED_ELEMENTS if routing else MAX_ELEMENTS
         self._rules: dict[Any, Rule] = {}
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose buffers were recalled
         # What the last `run` made instead of the call that it was given, as (func, args, kwargs); () if nothing.
@@ -97,7 +98,7 @@ class KnownValues:
         knows = self.knows_all(call.tensors)
         result = call.run()
         outputs = flat(result)
-        if knows and all(map(is_small, call.tensors)) and all(map(is_small, outputs)):
+        if knows and all(map(self.is_small, (*call.tensors, *outputs))):
             self._replay_on_cpu(call, outputs)
         else:
             self.forget(call.written())
@@ -119,9 +120,13 @@ class KnownValues:
             return type(result)([self.lift(item) for item in result])
         return result
 
+    def is_small(self, tensor: Tensor) -> bool:
+        """Whether a value of the tensor's dtype and size is worth keeping."""
+        return is_small(tensor, self._most_elements)
+
     def set(self, tensor: Tensor, value: Tensor) -> None:
         """A meta tensor that spans its storage has this value, if it is worth keeping."""
-        if is_small(tensor):
+        if self.is_small(tensor):
             self.values.write(tensor, value)
 
     @property

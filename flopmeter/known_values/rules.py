@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from flopmeter.known_values.assumptions import Assumptions, DataDependentError
 from flopmeter.known_values.index_lists import index_lists
-from flopmeter.known_values.values import is_discrete, is_small, is_weight, no_modes, spans_storage
+from flopmeter.known_values.values import is_discrete, is_weight, no_modes, spans_storage
 
 if TYPE_CHECKING:
     from flopmeter.known_values.replay import KnownValues
@@ -92,7 +92,7 @@ def replay(known: KnownValues, call: Invocation) -> Any:
 def factory(known: KnownValues, call: Invocation) -> Any:
     """Constants: torch.arange, full, ..."""
     result = call.run()
-    if isinstance(result, Tensor) and result.is_meta and is_small(result):
+    if isinstance(result, Tensor) and result.is_meta and known.is_small(result):
         with no_modes():
             known.set(result, known.answer(call))
     return result
@@ -255,13 +255,13 @@ def overwrite(known: KnownValues, call: Invocation) -> Any:
         return ask_copy(known, call) if any(source.is_meta for source in sources) else call.run()
     if any(not source.is_meta and source.dim() and not _brings_values(source) for source in sources):
         return opaque(known, call)
-    if not known.values.knows(target) and _can_become_known(target) and known.knows_all(sources):
+    if not known.values.knows(target) and _can_become_known(known, target) and known.knows_all(sources):
         _start_blank(known, target)
     return known.replay(call)
 
 
-def _can_become_known(target: Tensor) -> bool:
-    return is_discrete(target) and is_small(target) and spans_storage(target) and not is_weight(target)
+def _can_become_known(known: KnownValues, target: Tensor) -> bool:
+    return is_discrete(target) and known.is_small(target) and spans_storage(target) and not is_weight(target)
 
 
 def ask_copy(known: KnownValues, call: Invocation) -> Any:
@@ -275,7 +275,7 @@ def ask_copy(known: KnownValues, call: Invocation) -> Any:
 def blank(known: KnownValues, call: Invocation) -> Any:
     """torch.empty of integers: a correct program reads no element before it wrote it, so any start is true."""
     result = call.run()
-    if result.is_meta and is_discrete(result) and is_small(result):
+    if result.is_meta and is_discrete(result) and known.is_small(result):
         _start_blank(known, result)
     return result
 
@@ -288,7 +288,7 @@ def _start_blank(known: KnownValues, tensor: Tensor) -> None:
 def filled(known: KnownValues, call: Invocation) -> Any:
     """zeros_like, new_full, ...: constants, whatever the values of the tensor that lends its shape."""
     result = call.run()
-    if result.is_meta and is_discrete(result) and is_small(result):
+    if result.is_meta and is_discrete(result) and known.is_small(result):
         _start_blank(known, result)
         name = call.func.overloadpacket.__name__
         fill = call.argument(2, "fill_value") if name == "new_full" else call.argument(1, "fill_value")
@@ -309,7 +309,7 @@ def histogram(known: KnownValues, call: Invocation) -> Any:
     """Counts integers on a GPU; the CPU kernel takes floats only."""
     result = call.run()
     source = call.args[0]
-    if known.values.knows(source) and is_small(source):
+    if known.values.knows(source) and known.is_small(source):
         with no_modes():
             counts = known.values.read(source).double().histc(*call.args[1:], **call.kwargs)
             known.set(result, counts.to(result.dtype))
@@ -334,7 +334,7 @@ def balanced(known: KnownValues, call: Invocation) -> Any:
     chosen = result if isinstance(result, Tensor) else result[1]
     position = ROUTES[call.func]
     dim = -1 if position is None else call.argument(position, "dim", -1)
-    if dim is None or not scores.dim() or not chosen.numel() or not is_small(chosen):
+    if dim is None or not scores.dim() or not chosen.numel() or not known.is_small(chosen):
         return result
     with no_modes():
         kept = chosen.dim() == scores.dim()
@@ -373,7 +373,7 @@ def _assume_mask(known: KnownValues, call: Invocation, mask: Tensor) -> None:
     fraction = known.assume.mask_fraction
     if fraction is None or mask.dtype is not torch.bool or known.values.knows(mask):
         return
-    if not (is_small(mask) and spans_storage(mask)):
+    if not (known.is_small(mask) and spans_storage(mask)):
         return
     n = mask.numel()
     with no_modes():

@@ -20,16 +20,20 @@ from flopmeter.torch_private import no_dispatch_modes, no_function_modes, no_tra
 # Beyond this a value is dropped: 2^20 int64 are 8 MB and 1 ms to replay. Masks [batch, 1, 512, 512] fit, and nothing
 # was seen to read a larger one back.
 MAX_ELEMENTS = 1 << 20
-# Floats are derived (positions, sampling offsets, a mask's sum); only small ones are ever asked for.
-MAX_FLOAT_ELEMENTS = 1 << 20
+# Where the routing is assumed, the masks [tokens, choices, experts] that pick each expert's tokens: 1,000 tokens of 12
+# among 768 experts make 2^23. At most 128 MB, some 50 ms to replay.
+MAX_ROUTED_ELEMENTS = 1 << 24
 
 
-def is_small(tensor: Tensor) -> bool:
-    """Whether a value of the tensor's dtype and size is worth keeping. Complex ones never are."""
+def is_small(tensor: Tensor, most: int = MAX_ELEMENTS) -> bool:
+    """Whether a value of the tensor's dtype and size is worth keeping.
+
+    Complex ones never are; of floats (positions, sampling offsets, a mask's sum) only small ones are ever asked for.
+    """
     dtype = tensor.dtype
     if dtype.is_complex:
         return False
-    return tensor.numel() <= (MAX_FLOAT_ELEMENTS if dtype.is_floating_point else MAX_ELEMENTS)
+    return tensor.numel() <= (MAX_ELEMENTS if dtype.is_floating_point else most)
 
 
 def is_discrete(tensor: Tensor) -> bool:
