@@ -24,7 +24,7 @@ def run(capsys):
     """Runs the command; returns its exit code, output and errors."""
 
     def run(*arguments):
-        code = main(arguments)
+        code = main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.out, captured.err
@@ -71,6 +71,27 @@ def test_table_writes_json_that_json_reads(run, report):
     document = json.loads(ok(run("table", *LAYER, "--hardware", H100, "--format", "json")))
     assert document["totals"]["flops"] == report.flops
     assert document["hardware"] == H100
+
+
+@pytest.mark.parametrize("format", ["text", "csv", "html"])
+def test_output_goes_to_a_file(run, report, tmp_path, format):
+    path = tmp_path / "report"
+    assert ok(run("table", *LAYER, "--hardware", H100, "--format", format, "-o", path)) == ""
+    assert path.read_text(encoding="utf-8") == report.render(format).rstrip("\n") + "\n"
+
+
+def test_table_writes_the_predicted_timeline(run, report, tmp_path):
+    path, expected = tmp_path / "trace.json.gz", tmp_path / "expected.json.gz"
+    ok(run("table", *LAYER, "--hardware", H100, "--trace", path))
+    report.save_trace(expected)
+    assert path.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+def test_a_file_that_cannot_be_written_is_told_in_one_line(run, tmp_path, option):
+    path = tmp_path / "missing" / "file"
+    code, _, complaint = run("table", *LAYER, "--hardware", H100, option, path)
+    assert (code, complaint) == (2, f"flopmeter: {path} cannot be written: No such file or directory\n")
 
 
 @pytest.mark.parametrize("by", ["op", "module", "phase", "kernel"])

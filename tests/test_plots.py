@@ -105,8 +105,9 @@ def test_what_cannot_be_drawn_or_written_is_told(matplotlib, meter, tmp_path):
 
 
 def test_the_command_draws(matplotlib, tmp_path, capsys):
-    for command in (("table", "--batch", "1"), ("sweep", "--batch", "1,2")):
-        path = tmp_path / f"{command[0]}.svg"
+    pictures = [("table", "--batch", "1", "--picture", name) for name in PICTURES]
+    for command in (("table", "--batch", "1"), *pictures, ("sweep", "--batch", "1,2")):
+        path = tmp_path / f"{command[-1]}.svg"
         assert main([command[0], "encoder-layer", *command[1:], "--seq", "64", "--plot", str(path)]) == 0
         assert path.exists()
         capsys.readouterr()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from flopmeter import __version__
@@ -26,7 +28,7 @@ from flopmeter.known_values import DataDependentError
 from flopmeter.largest_batch import largest_batch
 from flopmeter.measured import check
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
-from flopmeter.plots import roofline, save, sweep_curve
+from flopmeter.plots import PICTURES, save, sweep_curve
 from flopmeter.render import RENDERERS, headline, summary, table
 from flopmeter.report import By, Report, Row
 from flopmeter.sweep import sweep
@@ -77,9 +79,12 @@ def _table(options: argparse.Namespace) -> int:
     with FlopMeter(options.hardware) as meter:
         program.run()
     report = meter.report(mode=options.mode)
-    print(_rendered(report, options.format, options.by))
+    _show(_rendered(report, options.format, options.by), options)
     if options.plot:
-        save(roofline(report), options.plot)
+        save(PICTURES[options.picture](report), options.plot)
+    if options.trace:
+        with _writing(options.trace):
+            report.save_trace(options.trace)
     return 0
 
 
@@ -98,7 +103,7 @@ def _compare(options: argparse.Namespace) -> int:
         sort=options.sort,
         progress=on_terminal("comparing"),
     )
-    print(comparison.with_note(prices.source).render(options.format))
+    _show(comparison.with_note(prices.source).render(options.format), options)
     return 0
 
 
@@ -116,7 +121,7 @@ def _sweep(options: argparse.Namespace) -> int:
         unit="samples" if first.items is None else first.unit,
         progress=on_terminal("sweeping"),
     )
-    print(result.render(options.format))
+    _show(result.render(options.format), options)
     if options.plot:
         save(sweep_curve(result), options.plot)
     return 0
@@ -129,17 +134,14 @@ def _fit(options: argparse.Namespace) -> int:
     what = "a training step" if options.train else "inference"
     answer = {"target": options.target, "hardware": device.name, "train": options.train, "largest_batch": largest}
     note = f"the largest batch that fits is {largest}" if largest else "not even a batch of 1 fits"
-    print(
-        Document("fit", f"{options.target}, {what} · {device.title}", [], [note], answer, [answer]).render(
-            options.format
-        )
-    )
+    title = f"{options.target}, {what} · {device.title}"
+    _show(Document("fit", title, [], [note], answer, [answer]).render(options.format), options)
     return 0 if largest else 1
 
 
 def _diff(options: argparse.Namespace) -> int:
     result = difference(read_report(options.before), read_report(options.after))
-    print(result.render(options.format))
+    _show(result.render(options.format), options)
     grown = [] if options.fail_above is None else result.grown(beyond=options.fail_above)
     for change in grown:
         print(
@@ -149,7 +151,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    print(check(options.trace, options.hardware).render(options.format))
+    _show(check(options.trace, options.hardware).render(options.format), options)
     return 0
 
 
@@ -205,6 +207,23 @@ def _rendered(report: Report, format: str, by: By) -> str:
     return "\n".join((headline(report), "", body, "", *summary(report)))
 
 
+def _show(text: str, options: argparse.Namespace) -> None:
+    """Print it, or write it to the file of --output."""
+    if options.output is None:
+        print(text)
+        return
+    with _writing(options.output):
+        Path(options.output).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+
+
 # --- their arguments ---------------------------------------------------------------------------------------------
 
 
@@ -251,7 +270,15 @@ def _add_table(commands: Any) -> None:
     _add_target(parser, _size)
     _add_device(parser)
     _add_format(parser, RENDERERS)
-    _add_plot(parser, "the roofline with every kernel")
+    _add_plot(parser, "a picture")
+    parser.add_argument(
+        "--picture", choices=PICTURES, default="roofline",
+        help="what --plot draws: the roofline with every kernel (an eager run beside what torch.compile makes of it),"
+        " bars of the classes, modules or ops, or the memory over the run (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace", metavar="FILE", help="also write the predicted timeline to a .json or .json.gz for ui.perfetto.dev"
+    )
     parser.add_argument("--by", choices=get_args(By), default="class", help="rows of the table (default: %(default)s)")
 
 
@@ -356,6 +383,7 @@ def _add_mode(parser: argparse.ArgumentParser) -> None:
 
 def _add_format(parser: argparse.ArgumentParser, formats: Any) -> None:
     parser.add_argument("--format", choices=tuple(formats), default="text", help="default: %(default)s")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write to a file instead of the terminal")
 
 
 def _add_plot(parser: argparse.ArgumentParser, what: str) -> None:
