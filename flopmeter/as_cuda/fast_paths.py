@@ -41,8 +41,6 @@ def install_checkpoint(scope: Scope) -> None:
 
 def install_flex_attention(scope: Scope) -> None:
     """Refuse flex_attention by name: its kernel is a Triton template that only torch.compile makes."""
-    if not private.FLEX_VALIDATE.loaded:
-        return
     validate = private.FLEX_VALIDATE.value
 
     def validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
