@@ -234,9 +234,9 @@ def cluster_of(hardware: Hardware) -> Cluster:
 
     Raises HardwareError where the profile knows no link to other devices.
     """
-    for name in available_clusters():
-        if hardware.name in _packaged(name).devices:
-            return _packaged(name)
+    listed = _defaults().get(hardware.name)
+    if listed is not None:
+        return _packaged(listed)
     link = _link_of(hardware)
     return Cluster(
         name=f"{ASSUMED_GPUS_PER_NODE}x {hardware.name}",
@@ -263,6 +263,12 @@ def _link_of(hardware: Hardware) -> Link:
         achieved=ASSUMED_SHARE[transport],
         source=f"the rate is that of the hardware profile {hardware.name}; the share is assumed",
     )
+
+
+@functools.cache
+def _defaults() -> dict[str, str]:
+    """The cluster of each device that one of them lists."""
+    return {device: name for name in available_clusters() for device in _packaged(name).devices}
 
 
 @functools.cache
