@@ -182,6 +182,8 @@ def compare(
             notes += CudaTarget.stand_in(device.title).notes
     rows.sort(key=(lambda row: row.seconds) if sort == "seconds" else _by_cost)
     title = titles[0] if titles else "no device of the list can run this program"
+    if titles and items is not None:
+        title += f" · {items:,.10g} {unit} a step"
     return Comparison(title, tuple(rows), unable, unit, tuple(dict.fromkeys(notes)))
 
 

@@ -224,3 +224,8 @@ def test_csv_and_json_hold_the_same_unrounded_figures():
 def test_markdown_is_a_table_with_a_row_for_each_device():
     lines = compare(products, [A100, H100]).render("markdown").splitlines()
     assert sum(line.startswith((f"| {A100}", f"| {H100}")) for line in lines) == 4
+
+
+def test_the_title_says_how_much_a_step_works_on():
+    assert compare(product, ["l4"], items=8192, unit="tokens").title.endswith(" · 8,192 tokens a step")
+    assert "step" not in compare(product, ["l4"]).title

@@ -305,7 +305,7 @@ def test_wrong_configs_and_types_are_told(transformers, tmp_path):
         ("hf:lama", "near to it: .*llama"),
         ("hf:meta-llama/Llama-3.1-8B", r"save its config\.json"),
         (f"hf:{tmp_path}/config.json", "is no model config"),
-        (f"hf:{tmp_path}/missing.json", "is no model config"),
+        (f"hf:{tmp_path}/missing.json", "missing.json cannot be read: No such file"),
         (f"hf:{tmp_path}/new.json", "no model type 'unheard_of'"),
     ]:
         with pytest.raises(TargetError, match=says):

@@ -133,7 +133,9 @@ def _config(transformers: Any, name: str) -> Any:
     try:
         values = json.loads(Path(name).read_text(encoding="utf-8"))
         model_type = values["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise TargetError(f"{name} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise TargetError(f"{name} is no model config ({type(error).__name__}: {error})") from error
     if model_type not in types:
         raise TargetError(f"{name}: transformers knows no model type {model_type!r}; a newer version may")
