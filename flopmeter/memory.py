@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from flopmeter.allocator import BLOCK_BYTES, OutOfMemoryError, round_up, serve
 from flopmeter.hardware import Hardware, HardwareError
 from flopmeter.records import Op
-from flopmeter.trace import BEFORE, Resize, Storage, Trace
+from flopmeter.storages import BEFORE, Resize, Storage
+from flopmeter.trace import Trace
 
 Category = Literal["parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -183,7 +184,7 @@ def _lives(trace: Trace, steps: int) -> Iterator[tuple[int, int, int, int | None
             resizes.setdefault(resize.storage, []).append(resize)
     for number, storage in enumerate(trace.storages):
         nbytes, born, died = storage.nbytes, storage.born, storage.died
-        if born >= steps or storage.device != device:
+        if born >= steps or storage.device != device or died == born:  # of no op's time
             continue
         for resize in resizes.get(number, ()):
             yield number, nbytes, born, resize.op + 1
@@ -223,10 +224,16 @@ class _Categories:
         ops, gradients = self._trace.ops, set[int]()
         for place, leaf in self._trace.accumulations:
             variable = self._trace.storages[leaf]
-            is_given = variable.born == BEFORE or not ops[variable.born].call.inputs
+            is_given = variable.born == BEFORE or not _computes(ops[variable.born], leaf)
             if place < steps and (variable.role == "parameters" or is_given):
                 gradients.update(ops[place].storages[spec.storage] for spec in ops[place].call.outputs)
         return gradients
+
+
+def _computes(op: Op, storage: int) -> bool:
+    """Whether the op made the storage, out of others."""
+    inputs, outputs = ({op.storages[spec.storage] for spec in specs} for specs in (op.call.inputs, op.call.outputs))
+    return bool(inputs) and storage in outputs - inputs
 
 
 def _is_alive_at_next(places: list[int], storage: Storage) -> bool:

@@ -1,20 +1,18 @@
 """Run a program under a TorchDispatchMode and write down its aten ops. Knows no FLOPs and no hardware.
 
 The recorder must not change what it records. It keeps no tensor alive (an output held back makes autograd
-copy gradients: 38 ops instead of 31 in a small net); storages are watched through weak references, which
-also tell when memory is freed.
+copy gradients: 38 ops instead of 31 in a small net).
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -26,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from flopmeter import higher_order, mixed_devices, streams
-from flopmeter.geometry import build_call, has_strides, hashable, storage_of, unstrided_spec
+from flopmeter.geometry import build_call, has_strides, hashable, unstrided_spec
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.rules import rule_of
@@ -35,6 +33,7 @@ from flopmeter.ordering import NAMESPACES, Groups, Ordering, Sync, without_handl
 from flopmeter.records import Call, Op, Phase, Switches
 from flopmeter.replicas import Replica, nobody_else_sees_ops, replica
 from flopmeter.sharding import unseen_propagation
+from flopmeter.storages import BEFORE, Resize, Role, Storage, Storages
 from flopmeter.torch_private import AccumulateGrad, DispatchKey, autograd_node, graph_task, has_kernel, no_dispatch
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -42,30 +41,6 @@ _RESIZING = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.r
 _FRESH = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)  # of what torch.tensor(...) just made
 _HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
 _WRAPPERS = ("_c10d_functional::_wrap_tensor_autograd",)  # returns its argument as a tensor subclass
-
-
-Role = Literal["parameters", "gradients", "optimizer state"]
-BEFORE = -1  # when what was there before the trace was born
-
-
-@dataclass(slots=True)
-class Storage:
-    """A block of memory of the program: the index of the op that made it, or BEFORE, and of the op before
-    which it went away."""
-
-    nbytes: int  # when it was first seen
-    device: str
-    born: int
-    died: int | None = None  # None: alive when the context ended
-    role: Role | None = None  # where a module or an optimizer said it
-
-
-class Resize(NamedTuple):
-    """A storage got another size, by the op of that index."""
-
-    op: int
-    storage: int
-    nbytes: int
 
 
 class Accumulation(NamedTuple):
@@ -94,11 +69,6 @@ class Trace:
         """Where the program runs: 'meta' if any op does, else on the first device that is not the CPU.
         Ops that touch nothing there are the host's own work (Adam's step counters live on the CPU)."""
         return "meta" if "meta" in self.devices else next((kind for kind in self.devices if kind != "cpu"), "cpu")
-
-    def size(self, storage: int) -> int:
-        """Bytes of the storage of that number by now."""
-        sizes = (resize.nbytes for resize in reversed(self.resizes) if resize.storage == storage)
-        return next(sizes, self.storages[storage].nbytes)
 
 
 class _Handling(NamedTuple):
@@ -154,18 +124,20 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_new_call = on_new_call
         self.trace = Trace()
+        self._storages = Storages(self.trace.ops, self.trace.storages, self.trace.resizes)
+        self._number = self._storages.number  # asked for every tensor
         self.modules = ModulePaths(self._note_module, self._is_on)
         self._source = source
         self._overrides = overrides or {}
         self._values = values
+        if values is not None:
+            values.on_new = self._storages.note_new
         self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
         self._compiled_region = compiled_region
         self._regions = Regions()
         self._calls: dict[Any, _Known] = {}
         self._handlings: dict[Any, _Handling] = {}
-        self._storages: dict[int, _StorageRef] = {}
         self._groups = Groups()
-        self._shared_number: int | None = None  # of tensors without a storage
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._noted: WeakSet[nn.Module] = WeakSet()
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
@@ -198,7 +170,7 @@ class Recorder(TorchDispatchMode):
         if self._depth == 0:
             self._undo.close()
             self._steps.clear()
-            self._storages.clear()  # what is freed from now on outlived the trace
+            self._storages.outlive()
             self._calls.clear()  # the keys are as large as the calls
             self._groups.clear()
 
@@ -220,13 +192,7 @@ class Recorder(TorchDispatchMode):
 
     def on_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """A program gave a storage another size by itself, between ops: FSDP frees and gathers parameters so."""
-        known = self._storages.get(storage._cdata)
-        if known is None or nbytes == self.trace.size(known.number):
-            return
-        now = len(self.trace.ops)
-        is_freed = nbytes < self.trace.size(known.number)
-        self.trace.resizes.append(Resize(now - is_freed, known.number, nbytes))  # the op before was the last with it
-        self.trace.storages[known.number].role = "parameters"
+        self._storages.resize(storage, nbytes)
 
     def _enter_step(self, *_: Any) -> None:
         if self._is_on():
@@ -262,9 +228,7 @@ class Recorder(TorchDispatchMode):
                 if isinstance(inner, Tensor):  # what a DTensor or the like wraps is what there is
                     self._note(inner, role)
             return
-        storage = self.trace.storages[self._number(tensor, BEFORE, [])]
-        if storage.role is None:
-            storage.role = role
+        self._storages.note(tensor, role)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -322,7 +286,8 @@ class Recorder(TorchDispatchMode):
         assert self._values is not None
         func, args, kwargs = arrival.func, arrival.args, arrival.kwargs
         try:
-            result = self._values.run(func, args, kwargs, arrival.tensors, arrival.addresses)
+            kernel = self._overrides.get(func)
+            result = self._values.run(func, args, kwargs, arrival.tensors, arrival.addresses, kernel)
         except RuntimeError as error:
             self._explain(error, arrival)
             raise
@@ -331,8 +296,9 @@ class Recorder(TorchDispatchMode):
         return arrival, result
 
     def _run(self, arrival: _Arrival) -> Any:
+        run = self._overrides.get(arrival.func, arrival.func)
         try:
-            return arrival.func(*arrival.args, **arrival.kwargs)
+            return run(*arrival.args, **arrival.kwargs)
         except RuntimeError as error:
             self._explain(error, arrival)
             raise
@@ -355,7 +321,7 @@ class Recorder(TorchDispatchMode):
         if known is None:
             known = self._calls[arrival.key] = self._first(arrival, result)
         if arrival.handling.changes_storages:
-            self._note_changes(arrival.func, (*arrival.tensors, result))
+            self._note_changes(arrival.func, tuple(_tensors_in((*arrival.tensors, result))))
         phase, module = self._place()
         source = caller() if self._source else None
         trace.module_calls.append(self.modules.calls)
@@ -410,46 +376,11 @@ class Recorder(TorchDispatchMode):
             else:
                 key.append(value)
 
-    def _number(self, tensor: Tensor, born: int, addresses: list[int]) -> int:
-        """The trace-wide number of the tensor's storage, whose address is noted."""
-        storage: torch.UntypedStorage | None
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            storage = storage_of(tensor)
-            if storage is None:
-                return self._no_storage(tensor, born)
-        address = storage._cdata
-        addresses.append(address)
-        known = self._storages.get(address)
-        if known is not None:
-            return known.number
-        number = len(self.trace.storages)
-        device = "meta" if tensor.is_meta else tensor.device.type  # asking for the type is slow
-        self.trace.storages.append(Storage(_nbytes(storage), device, born))
-        reference = self._storages[address] = _StorageRef(storage, self._on_death)
-        reference.address, reference.number = address, number
-        return number
-
-    def _no_storage(self, tensor: Tensor, born: int) -> int:
-        """All tensors without a storage share one number, of a block of no size."""
-        if self._shared_number is None:
-            self._shared_number = len(self.trace.storages)
-            self.trace.storages.append(Storage(0, tensor.device.type, born))
-        return self._shared_number
-
-    def _on_death(self, reference: _StorageRef) -> None:
-        self._storages.pop(reference.address, None)
-        self.trace.storages[reference.number].died = len(self.trace.ops)
-
-    def _note_changes(self, func: OpOverload, tensors: tuple[Any, ...]) -> None:
-        for tensor in _tensors_in(tensors):
-            number = self._number(tensor, BEFORE, [])
-            if func.overloadpacket in _FRESH:
-                self.trace.storages[number].born = len(self.trace.ops)
-            nbytes = 0 if number == self._shared_number else _nbytes(tensor.untyped_storage())
-            if nbytes != self.trace.size(number):
-                self.trace.resizes.append(Resize(len(self.trace.ops), number, nbytes))
+    def _note_changes(self, func: OpOverload, tensors: tuple[Tensor, ...]) -> None:
+        if func.overloadpacket in _FRESH:
+            for tensor in tensors:
+                self._storages.note_new(tensor)
+        self._storages.note_sizes(tensors)
 
     def _place(self) -> tuple[Phase, str]:
         """The phase, and the path of the module that the op belongs to."""
@@ -490,14 +421,6 @@ class Recorder(TorchDispatchMode):
         return handling
 
 
-class _StorageRef(weakref.ref[Any]):
-    """A weak reference that remembers which storage it was."""
-
-    __slots__ = ("address", "number")
-    address: int
-    number: int
-
-
 @functools.cache
 def _is_plain(kind: type) -> bool:
     """Whether tensors of the type run aten kernels themselves, rather than through code of their own."""
@@ -526,13 +449,6 @@ def _handling(func: Any) -> _Handling:
         False,
         func.namespace in NAMESPACES,
     )
-
-
-def _nbytes(storage: torch.UntypedStorage) -> int:
-    nbytes: Any = storage.nbytes()
-    if type(nbytes) is int:
-        return nbytes
-    return int(nbytes.node.hint) if nbytes.node.has_hint() else 0  # 0: the op's record will raise
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

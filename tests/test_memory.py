@@ -270,6 +270,24 @@ def test_tensors_made_of_lists_are_not_there_before_they_are_made():
     assert memory_when(program).peak_bytes == 1000 * FLOAT + FLOAT
 
 
+def test_tensors_made_of_lists_on_meta_are_not_there_before_they_are_made():
+    """torch.tensor on meta runs no op: the meter is told by the constructor."""
+    with FlopMeter() as meter:
+        for _ in range(5):
+            torch.tensor([1.0] * 1000, device="meta").sum()
+            torch.as_tensor([1.0] * 4000, device="meta")  # nobody has it while an op runs
+    memory = memory_of(meter.trace)
+    assert memory.peak_bytes == 1000 * FLOAT + FLOAT
+    assert memory.reserved_bytes == 2 * 2**20  # one segment serves all
+
+
+def test_the_gradient_of_a_leaf_made_of_a_list_is_a_gradient():
+    with FlopMeter() as meter:
+        x = torch.tensor([1.0] * 1000, device="meta", requires_grad=True)
+        (x * 2).sum().backward()
+    assert max(memory_of(meter.trace).timeline["gradients"]) == 1000 * FLOAT
+
+
 def test_the_gradient_of_a_leaf_made_in_the_context_is_a_gradient():
     def program():
         x = torch.empty(1000, device="meta", requires_grad=True)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from flopmeter import FlopMeter
 from flopmeter.costs import kernels_of
 from flopmeter.fusion import fuse, modules_compiled
-from flopmeter.modes import MODES, launches
+from flopmeter.modes import MODES, compiled_region, launches
 from flopmeter.records import Kernel
 from flopmeter.trace import Recorder, Trace
 
@@ -50,6 +51,20 @@ def test_what_is_not_marked_stays_eager_in_every_mode(step: tuple[list[Kernel], 
     for mode in MODES.values():
         made = launches(kernels, trace, mode, modules_compiled("Sequential.9"))
         assert made == (kernels, [None] * len(kernels), mode)
+
+
+def test_of_a_program_with_compiled_parts_only_these_are_compiled():
+    with FlopMeter() as meter:
+        x = torch.empty(8, device="meta")
+        torch.compile(torch.sin)(x.cos()).exp()
+    marked = compiled_region(meter.trace)
+    assert [op.call.name for op in meter.trace.ops if marked(op) is not None] == ["sin"]
+
+
+def test_of_a_program_without_compiled_parts_all_is_compiled(step: tuple[list[Kernel], Trace]):
+    _, trace = step
+    forward = [op for op in trace.ops if op.phase == "forward"]
+    assert all(compiled_region(trace)(op) is not None for op in forward)
 
 
 def test_replaying_costs_the_host_a_call_and_compiling_a_launch_for_each_kernel():

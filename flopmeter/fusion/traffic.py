@@ -7,7 +7,8 @@ from collections import defaultdict
 from flopmeter.fusion.dataflow import Flow, Touch, Value
 from flopmeter.fusion.grouping import Groups
 from flopmeter.records import Kernel
-from flopmeter.trace import Storage, Trace
+from flopmeter.storages import Storage
+from flopmeter.trace import Trace
 
 
 class Traffic:

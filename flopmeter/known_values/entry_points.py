@@ -105,8 +105,10 @@ def _constructor(original: Callable[..., Tensor], name: str, position: int) -> C
             return original(*args, **{**kwargs, "device": "cpu"}).to("meta")
         if (known := _knower(result)) is not None:
             data = args[position] if position < len(args) else kwargs[name]
-            if not isinstance(data, Tensor) and not known.values.knows(result) and not is_weight(result):
-                _remember(known, result, data)
+            if not isinstance(data, Tensor):
+                known.on_new(result)
+                if not known.values.knows(result) and not is_weight(result):
+                    _remember(known, result, data)
         return result
 
     return construct

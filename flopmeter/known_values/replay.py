@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class KnownValues:
         self._assumptions = Assumptions(routing, checks, mask_fraction)
         self.values = Values()
         self._most_elements = MAX_ROUTED_ELEMENTS if routing else MAX_ELEMENTS
+        self.on_new: Callable[[Tensor], object] = lambda tensor: None  # told of meta tensors that came without an op
         self._rules: dict[Any, Rule] = {}
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose buffers were recalled
         # What the last `run` made instead of the call that it was given, as (func, args, kwargs); () if nothing.
@@ -62,12 +63,13 @@ class KnownValues:
         kwargs: dict[str, Any],
         tensors: Sequence[Tensor],
         addresses: Iterable[int] | None = None,
+        kernel: Callable[..., Any] | None = None,
     ) -> Any:
         """The result of `func(*args, **kwargs)`; values of meta tensors are answered where they are known.
 
         `tensors` is the flat sequence of the tensor arguments, `addresses` that of their storages
-        (`untyped_storage()._cdata`) for a caller who has them. DataDependentError where a value is needed
-        and not known.
+        (`untyped_storage()._cdata`) for a caller who has them, `kernel` what runs on meta in place of `func`.
+        DataDependentError where a value is needed and not known.
         """
         self.ran = ()
         rule = self._rules.get(func) or self._look_up(func)
@@ -75,8 +77,8 @@ class KnownValues:
             if addresses is None:
                 addresses = map(address, tensors)
             if self.values.cells.keys().isdisjoint(addresses):
-                return func(*args, **kwargs)
-        return rule.handle(self, Invocation(func, args, kwargs, tensors, rule.writes))
+                return (kernel or func)(*args, **kwargs)
+        return rule.handle(self, Invocation(func, args, kwargs, tensors, rule.writes, kernel or func))
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """The tensors are data from now on: weights, features."""
