@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
+from flopmeter.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.fusion import NOTE
 from flopmeter.hardware import Hardware, load_hardware
@@ -41,6 +42,8 @@ class FlopMeter:
     routing: 'balanced' lets experts picked by unknown scores take turns (see known_values).
     checks: 'hold' lets an `all()` of unknown values be true.
     mask_fraction: so large a share of an unknown bool mask that selects elements is true.
+    cluster: over whose links collectives go: a name of `available_clusters()`, a path or a Cluster; without it, the
+        one that the hardware comes in (see flopmeter.cluster).
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
 
@@ -59,6 +62,7 @@ class FlopMeter:
         mask_fraction: float | None = None,
         source: bool = False,
         host: Host | None = None,
+        cluster: str | os.PathLike[str] | Cluster | None = None,
     ):
         if causal not in get_args(Causal):
             raise ValueError(f"unknown causal convention {causal!r}; known: {', '.join(get_args(Causal))}")
@@ -67,6 +71,7 @@ class FlopMeter:
         self._causal: Causal = causal
         self._source = source
         self._host = host
+        self._cluster = None if cluster is None else load_cluster(cluster)
         self._as_cuda = as_cuda
         self._new_values = functools.partial(KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction)
         self._new_values()  # complains about unknown options now rather than on entry
@@ -109,25 +114,35 @@ class FlopMeter:
             raise RuntimeError("nothing was metered yet: run the program inside `with meter:` first")
         return self._recorder.trace
 
-    def report(self, *, hardware: str | os.PathLike[str] | Hardware | None = None, mode: Mode = "eager") -> Report:
-        """Price what was metered so far, on the meter's device or another one.
+    def report(
+        self,
+        *,
+        hardware: str | os.PathLike[str] | Hardware | None = None,
+        mode: Mode = "eager",
+        cluster: str | os.PathLike[str] | Cluster | None = None,
+    ) -> Report:
+        """Price what was metered so far, on the meter's device or another one, in the meter's cluster or another one.
 
         Raises StreamError where the other device would have run other ops, HardwareError where it lacks a
-        type that the program computes in.
+        type that the program computes in, or where the cluster is too small for the program's collectives.
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
         self._check_stream(device)
-        return self._price(self.trace, device, mode)
+        return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
 
-    def _price(self, trace: Trace, device: Hardware, mode: str) -> Report:
+    def _price(self, trace: Trace, device: Hardware, cluster: Cluster | None, mode: str) -> Report:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         kernels = kernels_of(trace, strict=self._strict)
         host = self._host or device.host
         run = launches(kernels, trace, MODES[mode], compiled_region(trace))
+        if not any(kernel.cost.collective for kernel in kernels):
+            cluster = None
+        elif cluster is None:
+            cluster = cluster_of(device)
         return Report(
             launches=run,
-            timings=time_kernels(run, device, trace.switches, host),
+            timings=time_kernels(run, device, trace.switches, host, cluster),
             hardware=device,
             switches=trace.switches,
             host_seconds=host_seconds(run, host),
@@ -135,7 +150,8 @@ class FlopMeter:
             causal=self._causal,
             assumptions=self._assumptions(),
             notes=self._notes(device, MODES[mode]),
-            in_mode=functools.partial(self._price, trace, device),
+            in_mode=functools.partial(self._price, trace, device, cluster),
+            cluster=cluster,
         )
 
     def _notes(self, device: Hardware, mode: LaunchMode) -> tuple[str, ...]:

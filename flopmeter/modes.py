@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flopmeter.fusion import Region, fuse, graphs_of, whole_program
+from flopmeter.places import Place, places
 from flopmeter.records import Kernel
 from flopmeter.trace import Trace
 
@@ -85,11 +86,12 @@ class Launches(NamedTuple):
     kernels: list[Kernel]
     graphs: list[int | None]  # of each kernel; None: launched eagerly
     mode: Mode
+    places: list[Place] | None = None  # None: all on one stream
 
 
 def launches(kernels: list[Kernel], trace: Trace, mode: Mode, region: Region = whole_program) -> Launches:
     """The kernels of a trace as the mode launches them. `region` marks what is compiled or captured."""
     if not mode.has_graphs:
-        return Launches(kernels, [None] * len(kernels), mode)
+        return Launches(kernels, [None] * len(kernels), mode, places(kernels, trace))
     made = fuse(kernels, trace, region=region) if mode.fuses else kernels
-    return Launches(made, graphs_of(made, region), mode)
+    return Launches(made, graphs_of(made, region), mode, places(made, trace))

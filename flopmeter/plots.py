@@ -13,7 +13,7 @@ from flopmeter.render import headline
 from flopmeter.report import By, Report, Row
 from flopmeter.sweep import Sweep
 
-_REGIME_MARKS: dict[Regime, str] = {"compute": "^", "memory": "s", "overhead": "o"}
+_REGIME_MARKS: dict[Regime, str] = {"compute": "^", "memory": "s", "communication": "D", "overhead": "o"}
 _CATEGORY_HATCHES = dict(zip(CATEGORIES, ("", "//", "..", "xx", "\\\\", "++"), strict=True))
 _LARGEST_DOT = 900.0  # points², of a kernel that takes all of the time
 

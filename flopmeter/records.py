@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
 Tf32Switch = Literal["matmul", "cudnn"]  # torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-Regime = Literal["compute", "memory", "overhead"]
+Regime = Literal["compute", "memory", "communication", "overhead"]
 
 # Op classes in the order in which tables print them. The first three are those of the BERT table of
 # 'Data Movement Is All You Need' (Ivanov et al., MLSys 2021, arXiv 2007.00072).
@@ -127,6 +127,14 @@ class Op(NamedTuple):
 
 class Matmul(NamedTuple):
     """`batch` independent products [m, k] @ [k, n]: what the time model needs to know of a contraction."""
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group, as it stands among the arguments of a call."""
+
+    ranks: tuple[int, ...]  # global
+    rank: int  # this rank's place among them
+
 
     batch: int
     m: int
@@ -263,12 +271,22 @@ class Timing(NamedTuple):
 
     @property
     def seconds(self) -> float:
+    stream: int = 0  # 0: the one that computes
+    link_wait_seconds: float = 0.0  # its stream idled so long for other streams, once the host had sent it
+    is_collective: bool = False
         """Device time."""
         return self.work_seconds + self.floor_seconds
 
     @property
     def regime(self) -> Regime:
-        """What bounds it: launching it (overhead), its arithmetic, or its memory traffic."""
+        """What bounds it: launching it (overhead), its arithmetic, its memory traffic, or the links to other ranks."""
+        if self.is_collective:
+            return "communication"
+    @property
+    def end_seconds(self) -> float:
+        """When it has finished."""
+        return self.start_seconds + self.seconds
+
         if self.wait_seconds > self.seconds or self.floor_seconds > self.work_seconds:
             return "overhead"
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"

@@ -90,6 +90,7 @@ def summary(report: Report) -> list[str]:
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s, MFU {report.mfu:.1%}"
         f" · peak memory {report.peak_memory_bytes / 1e9:.1f} GB",
         _memory(report),
+        *_communication(report),
         f"{regime}-bound for {share:.0f} % of the time: {report.remedy}.{_compiled(report)}",
         _band(report),
         f"ridge point {device.ridge_point(report.main_dtype):.0f} FLOP/B"
@@ -100,6 +101,21 @@ def summary(report: Report) -> list[str]:
         f" · fp32 products {'may' if switches.matmul_tf32 else 'do not'} use TF32, convolutions"
         f" {'may' if switches.cudnn_tf32 else 'do not'}",
         *report.notes,
+    ]
+
+
+def _communication(report: Report) -> list[str]:
+    """Of a program of many ranks: its collectives, and what the step's time goes to."""
+    if report.cluster is None:
+        return []
+    count = sum(kernel.cost.collective is not None for kernel in report.kernels)
+    shares = ", ".join(
+        f"{name} {_percent(seconds, report.seconds):.0f} %" for name, seconds in report.seconds_by_regime.items()
+    )
+    return [
+        f"communication {_time(report.communication_seconds)} in {count} collectives over {report.cluster.title},"
+        f" {_time(report.exposed_seconds)} of it exposed",
+        f"shares of the time: {shares}",
     ]
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
+from flopmeter.cluster import Cluster
 from flopmeter.hardware import Hardware
 from flopmeter.memory import Memory
 from flopmeter.modes import Launches
 from flopmeter.records import OP_CLASSES, UNCOUNTED, Cost, Kernel, Regime, Switches, Timing
+from flopmeter.streams import DEFAULT
 from flopmeter.timing import Uncertainty, uncertainty
 
 By = Literal["class", "op", "module", "phase", "kernel"]
@@ -19,6 +21,7 @@ By = Literal["class", "op", "module", "phase", "kernel"]
 REMEDIES: dict[Regime, str] = {
     "compute": "use lower precision or the matrix units, a cheaper algorithm, or a device with more FLOP/s",
     "memory": "fuse (torch.compile), keep data narrower, or use a device with more bandwidth",
+    "communication": "overlap it with compute, send less (another layout, a larger batch per GPU), or use faster links",
     "overhead": "trace and fuse (torch.compile), replay CUDA graphs, run less Python, or enlarge the batch",
 }
 
@@ -79,6 +82,7 @@ class Report:
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
     in_mode: Callable[[str], Report] | None = field(default=None, repr=False)  # the same run in another mode
+    cluster: Cluster | None = None  # whose links collectives go over; None: there are none
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -138,8 +142,8 @@ class Report:
         """Predicted wall-clock: the end of the launch timeline."""
         if not self.timings:
             return self.host_seconds
-        last = self.timings[-1]
-        return max(self.host_seconds, last.start_seconds + last.seconds)
+        streams = {timing.stream: timing for timing in self.timings}  # the last of each
+        return max(self.host_seconds, *(last.end_seconds for last in streams.values()))
 
     @cached_property
     def uncertainty(self) -> Uncertainty:
@@ -156,7 +160,7 @@ class Report:
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """The device's busy time."""
+        """The device's busy time, on all streams."""
         return sum(timing.seconds for timing in self.timings)
 
     @property
@@ -167,7 +171,30 @@ class Report:
     @property
     def idle_seconds(self) -> float:
         """How long the device waits for the host."""
-        return max(0.0, self.seconds - self.kernel_seconds)
+        computing = sum(timing.seconds for timing in self._on_compute_stream)
+        return max(0.0, self.seconds - computing - self.exposed_seconds)
+
+    @cached_property
+    def communication_seconds(self) -> float:
+        """Device time of collectives, hidden behind compute or not."""
+        return sum(timing.seconds for timing in self.timings if timing.is_collective)
+
+    @cached_property
+    def exposed_seconds(self) -> float:
+        """How long the computing stream waits for communication: before a kernel, in a collective that it runs
+        itself, and in the end."""
+        if self.cluster is None:
+            return 0.0
+        on_stream = [timing for timing in self.timings if timing.stream == DEFAULT]
+        waits = sum(timing.link_wait_seconds for timing in on_stream)
+        own = sum(timing.seconds for timing in on_stream if timing.is_collective)
+        done = on_stream[-1].end_seconds if on_stream else 0.0
+        return waits + own + max(0.0, self.seconds - max(done, self.host_seconds))
+
+    @cached_property
+    def _on_compute_stream(self) -> list[Timing]:
+        """Kernels that compute; not the collectives between them, nor the copies of other streams."""
+        return [timing for timing in self.timings if timing.stream == DEFAULT and not timing.is_collective]
 
     @property
     def mfu(self) -> float:
@@ -195,10 +222,14 @@ class Report:
 
     @cached_property
     def seconds_by_regime(self) -> dict[Regime, float]:
-        """The wall-clock in its three shares: kernels bound by compute, kernels bound by memory, and
-        overhead (the device waiting for the host, and kernels too small to outlast their own launch)."""
-        shares: dict[Regime, float] = dict.fromkeys(get_args(Regime), 0.0)
-        for timing in self.timings:
+        """The wall-clock in its shares: kernels bound by compute, kernels bound by memory, communication that nothing
+        hides (in a run with collectives), and overhead (the device waiting for the host, and kernels too small to
+        outlast their own launch)."""
+        shares: dict[Regime, float] = {"compute": 0.0, "memory": 0.0}
+        if self.cluster is not None:
+            shares["communication"] = self.exposed_seconds
+        shares["overhead"] = 0.0
+        for timing in self._on_compute_stream:
             is_compute = timing.compute_seconds >= timing.memory_seconds
             shares["compute" if is_compute else "memory"] += timing.work_seconds
             shares["overhead"] += timing.floor_seconds

@@ -10,13 +10,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from flopmeter.cluster import Cluster, Link
 from flopmeter.hardware import Hardware
 from flopmeter.modes import Launches
 from flopmeter.records import Regime
 from flopmeter.report import Report
 from flopmeter.timing import Host, host_seconds, time_kernels
 
-RESOURCES: dict[Regime, str] = {"compute": "FLOP/s", "memory": "bandwidth", "overhead": "host speed"}
+RESOURCES: dict[Regime, str] = {
+    "compute": "FLOP/s", "memory": "bandwidth", "communication": "link speed", "overhead": "host speed",
+}  # fmt: skip
 """What bounds a run in each regime."""
 
 MOST_TIMES = 64.0  # no device generation is further away than that
@@ -35,8 +38,9 @@ class Boundary(NamedTuple):
 
 
 class WhatIf(NamedTuple):
-    """How many times as fast the run would be with twice the FLOP/s ('compute'), twice the bandwidth ('memory') or
-    half the host time ('overhead'), and where the verdict turns; None: not up to 64 times what bounds it now."""
+    """How many times as fast the run would be with twice the FLOP/s ('compute'), twice the bandwidth ('memory'), links
+    twice as fast ('communication', in a run with collectives) or half the host time ('overhead'), and where the verdict
+    turns; None: not up to 64 times what bounds it now."""
 
     speedup: Mapping[Regime, float]
     boundary: Boundary | None
@@ -44,7 +48,7 @@ class WhatIf(NamedTuple):
 
 def what_if(report: Report, host: Host | None = None) -> WhatIf:
     """The what-if of a report that was priced with `host`."""
-    doubled = {regime: improved(report, regime, 2.0, host) for regime in RESOURCES}
+    doubled = {regime: improved(report, regime, 2.0, host) for regime in report.seconds_by_regime}
     speedup = {regime: report.seconds / other.seconds for regime, other in doubled.items()}
     return WhatIf(speedup, next_boundary(report, host))
 
@@ -73,6 +77,10 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
     host = host or report.hardware.host
     if regime == "overhead":
         return _priced(report, report.hardware, _faster(host, times), _called_faster(report.launches, times))
+    if regime == "communication":
+        assert report.cluster is not None  # else nothing is bound by it
+        report = dataclasses.replace(report, cluster=_faster_links(report.cluster, times))
+        return _priced(report, report.hardware, host, report.launches)
     return _priced(report, _with_more(report.hardware, regime, times), host, report.launches)
 
 
@@ -83,6 +91,14 @@ def _with_more(hardware: Hardware, regime: Regime, times: float) -> Hardware:
     return hardware.replace(
         **{name: {dtype: times * rate for dtype, rate in rates.items()} for name, rates in tables.items()}
     )
+
+
+def _faster_links(cluster: Cluster, times: float) -> Cluster:
+    def faster(link: Link) -> Link:
+        return dataclasses.replace(link, bandwidth_gb_per_s=times * link.bandwidth_gb_per_s)
+
+    inter = None if cluster.inter is None else faster(cluster.inter)
+    return dataclasses.replace(cluster, intra=faster(cluster.intra), inter=inter)
 
 
 def _faster(host: Host, times: float) -> Host:
@@ -109,6 +125,6 @@ def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) 
         report,
         hardware=hardware,
         launches=launches,
-        timings=time_kernels(launches, hardware, report.switches, host),
+        timings=time_kernels(launches, hardware, report.switches, host, report.cluster),
         host_seconds=host_seconds(launches, host),
     )

@@ -28,7 +28,7 @@ def step() -> tuple[list[Kernel], Trace]:
 
 def test_an_eager_program_has_no_graphs(step: tuple[list[Kernel], Trace]):
     kernels, trace = step
-    assert launches(kernels, trace, MODES["eager"]) == (kernels, [None] * len(kernels), MODES["eager"])
+    assert launches(kernels, trace, MODES["eager"])[:3] == (kernels, [None] * len(kernels), MODES["eager"])
 
 
 @pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.has_graphs])

@@ -13,6 +13,7 @@ import torch
 
 from flopmeter.costs import (  # noqa: F401  (they fill RULES)
     attention,
+    communication,
     contraction,
     fused_layers,
     indexing,

@@ -15,6 +15,29 @@ from torch._ops import OpOverload
 
 from flopmeter.records import Call, TensorSpec
 
+# (is read, is written), where the schema does not say it: c10d's ops write into tensors that they do not mark.
+_READ_AND_WRITTEN, _WRITTEN = (True, True), (False, True)
+_UNMARKED: dict[str, dict[str, tuple[bool, bool]]] = {
+    "c10d::allreduce_": {"tensors": _READ_AND_WRITTEN},
+    "c10d::allreduce_coalesced_": {"tensors": _READ_AND_WRITTEN},
+    "c10d::broadcast_": {"tensors": _READ_AND_WRITTEN},
+    "c10d::reduce_": {"tensors": _READ_AND_WRITTEN},
+    "c10d::allgather_": {"output_tensors": _WRITTEN},
+    "c10d::_allgather_base_": {"output_tensor": _WRITTEN},
+    "c10d::allgather_coalesced_": {"output_lists": _WRITTEN},
+    "c10d::allgather_into_tensor_coalesced_": {"outputs": _WRITTEN},
+    "c10d::reduce_scatter_": {"output_tensors": _WRITTEN},
+    "c10d::_reduce_scatter_base_": {"output_tensor": _WRITTEN},
+    "c10d::reduce_scatter_tensor_coalesced_": {"outputs": _WRITTEN},
+    "c10d::alltoall_": {"output_tensors": _WRITTEN},
+    "c10d::alltoall_base_": {"output": _WRITTEN},
+    "c10d::gather_": {"output_tensors": _WRITTEN},
+    "c10d::scatter_": {"output_tensors": _WRITTEN},
+    "c10d::recv_": {"tensors": _WRITTEN},
+    "c10d::recv_any_source_": {"tensors": _WRITTEN},
+    "fsdp::all_gather_copy_in": {"all_gather_output": _WRITTEN},
+}
+
 
 def traffic(call: Call) -> tuple[int, int]:
     """Bytes read and bytes written by the call under the law."""
@@ -52,7 +75,7 @@ def argument_roles(func: OpOverload) -> dict[str, tuple[bool, bool]]:
     for argument in func._schema.arguments:
         mutated = argument.alias_info is not None and argument.alias_info.is_write
         roles[argument.name] = (not argument.is_out, mutated)
-    return roles
+    return roles | _UNMARKED.get(func._schema.name, {})
 
 
 @functools.cache

@@ -1,40 +1,100 @@
 """When each kernel runs: the host enqueues kernels one after another, the device runs them in order, each no
 earlier than it was enqueued. A kernel whose result the host needs makes the host wait for the device; a CPU is its
-own host, so there every kernel does.
+own host, so there every kernel does. In a program of many ranks, kernels and collectives run on several streams
+(places.py); a stream that waits for another one waits for communication.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from flopmeter.cluster import Cluster, collective_seconds
 from flopmeter.hardware import Hardware, Host
 from flopmeter.modes import Launches
-from flopmeter.records import Cost, Switches, Timing
-from flopmeter.timing.kernels import Price, price
+from flopmeter.places import Place
+from flopmeter.records import COMMUNICATION, Cost, Switches, Timing
+from flopmeter.timing import kernels
+from flopmeter.timing.kernels import Price
 
 
-def time_kernels(launches: Launches, hardware: Hardware, switches: Switches, host: Host | None = None) -> list[Timing]:
-    """The timing of each kernel in order; without `host`, sent by the profile's own.
+def time_kernels(
+    launches: Launches,
+    hardware: Hardware,
+    switches: Switches,
+    host: Host | None = None,
+    cluster: Cluster | None = None,
+) -> list[Timing]:
+    """The timing of each kernel in order; without `host`, sent by the profile's own, and without `cluster`, over the
+    links of the one that the device comes in.
 
-    Raises HardwareError where the device lacks a kernel's dtype.
+    Raises HardwareError where the device lacks a kernel's dtype, or the cluster has too few GPUs.
     """
-    prices: dict[Cost, Price] = {}
+    prices = _Prices(launches, hardware, switches, cluster)
     timings: list[Timing] = []
-    floor = hardware.kernel_floor_seconds
-    enqueued = free = 0.0  # when the host has sent the kernel; when the device has finished the last one
+    enqueued = 0.0  # when the host has sent the kernel
+    free: dict[int, float] = {}  # when each stream has finished its last one
     host_steps = _host_steps(launches, host or hardware.host)
-    for (_, cost, _, _), graph, host_step in zip(launches.kernels, launches.graphs, host_steps, strict=True):
-        priced = prices.get(cost)
-        if priced is None:
-            priced = prices[cost] = price(cost, hardware, switches)
-        (compute, memory, work), kernel_class = priced
+    places = launches.places or [_ONE_STREAM] * len(launches.kernels)
+    for number, (host_step, (stream, after)) in enumerate(zip(host_steps, places, strict=True)):
+        cost = launches.kernels[number].cost
+        work, ramp, kernel_class, bounds = prices(number)
         enqueued += host_step
-        start = max(enqueued, free)
-        # A node of a graph takes no less than the device needs to step to the next one.
-        ramp = floor if graph is None else max(floor, launches.mode.node_seconds - work)
-        timings.append(Timing(compute, memory, work, ramp, start - free, start, kernel_class, enqueued))
-        free = start + work + ramp
+        idle_from = free.get(stream, 0.0)
+        sent = max(enqueued, idle_from)
+        start = max(sent, *(timings[other].end_seconds for other in after)) if after else sent
+        is_collective = cost.collective is not None
+        timings.append(
+            Timing(
+                *bounds,
+                work,
+                ramp,
+                sent - idle_from,
+                start,
+                kernel_class,
+                enqueued,
+                stream,
+                start - sent,
+                is_collective,
+            )
+        )
+        free[stream] = start + work + ramp
         if cost.blocks_host or hardware.is_cpu:
-            enqueued = free
+            enqueued = free[stream]
     return timings
+
+
+_ONE_STREAM = Place(0, ())
+
+
+class _Priced(NamedTuple):
+    work_seconds: float
+    floor_seconds: float
+    kernel_class: str
+    bounds: tuple[float, float]  # compute and memory seconds
+
+
+class _Prices:
+    """What each kernel of a run takes; equal costs are priced once."""
+
+    def __init__(self, launches: Launches, hardware: Hardware, switches: Switches, cluster: Cluster | None):
+        self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
+        self._price = kernels.price
+        self._known: dict[Cost, Price] = {}
+
+    def __call__(self, number: int) -> _Priced:
+        cost = self._launches.kernels[number].cost
+        if cost.collective is not None:
+            seconds = collective_seconds(cost.collective, self._hardware, self._cluster)
+            return _Priced(seconds, 0.0, COMMUNICATION, (0.0, 0.0))  # latency is part of the price
+        known = self._known.get(cost)
+        if known is None:
+            known = self._known[cost] = self._price(cost, self._hardware, self._switches)
+        (compute, memory, work), kernel_class = known
+        ramp = self._hardware.kernel_floor_seconds
+        if self._launches.graphs[number] is not None:
+            # A node of a graph takes no less than the device needs to step to the next one.
+            ramp = max(ramp, self._launches.mode.node_seconds - work)
+        return _Priced(work, ramp, kernel_class, (compute, memory))
 
 
 def host_seconds(launches: Launches, host: Host) -> float:
@@ -45,7 +105,7 @@ def host_seconds(launches: Launches, host: Host) -> float:
 def _host_steps(launches: Launches, host: Host) -> list[float]:
     """Host seconds before each kernel is sent. An eager kernel costs its op, the views and the module calls
     before it; a graph costs one call, and each of its kernels a launch where the graph is not replayed."""
-    kernels, graphs, mode = launches
+    kernels, graphs, mode = launches.kernels, launches.graphs, launches.mode
     steps = []
     running: int | None = None
     for (_, _, views, module_calls), graph in zip(kernels, graphs, strict=True):

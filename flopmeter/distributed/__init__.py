@@ -1,0 +1,83 @@
+"""Programs of many ranks, metered as one of them.
+
+    with flopmeter.distributed.world(64, mesh={"dp": 8, "tp": 8}) as mesh:
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            model(tokens).sum().backward()
+
+torch's own code runs, on torch's `fake` process group: collectives return at once. What is counted is what this
+rank does, at its local shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any
+
+import torch
+
+if not torch.distributed.is_available():
+    raise ImportError("this torch was built without torch.distributed, which flopmeter.distributed runs")
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flopmeter.distributed import rules  # noqa: F401  (it fills the table of cost rules)
+from flopmeter.distributed import torch_private as private
+from flopmeter.distributed.meta import runs_on_meta
+
+__all__ = ["WorldError", "world"]
+
+GPUS_PER_NODE = 8
+
+
+class WorldError(ValueError):
+    """A world that cannot be: its error says what to change."""
+
+
+@contextmanager
+def world(
+    size: int, mesh: Mapping[str, int] | None = None, rank: int = 0, *, gpus_per_node: int = GPUS_PER_NODE
+) -> Iterator[DeviceMesh]:
+    """A world of `size` ranks of which this process is `rank`, as torch.distributed's default process group.
+
+    Gives the device mesh: `mesh` names its dimensions, from the outermost, with their sizes; without it there is one,
+    "world". Programs in it run on meta tensors. The world ends with the context, whatever happens in it.
+
+    Raises WorldError for sizes that do not fit, and where a world is open already.
+    """
+    shape = {"world": size} if mesh is None else dict(mesh)
+    _check(size, shape, rank, gpus_per_node)
+    with ExitStack() as undo:
+        undo.enter_context(runs_on_meta(gpus_per_node, rank))
+        undo.callback(_close)
+        dist.init_process_group("fake", rank=rank, world_size=size, store=private.FakeStore())
+        yield init_device_mesh("meta", tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def _close() -> None:
+    if dist.is_initialized():  # the program may have ended it
+        dist.destroy_process_group()
+
+
+def _check(size: int, shape: Mapping[str, int], rank: int, gpus_per_node: int) -> None:
+    numbers: dict[str, Any] = {"size": size, "gpus_per_node": gpus_per_node}
+    numbers |= {f"mesh[{name!r}]": length for name, length in shape.items()}
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise WorldError(f"{name} is {number!r}: it has to be a whole number from 1 on")
+    if not shape or not all(isinstance(name, str) and name.isidentifier() for name in shape):
+        raise WorldError(f"the mesh {shape} needs names for its dimensions, such as {{'dp': {size}}}")
+    if prod(shape.values()) != size:
+        product = " x ".join(map(str, shape.values()))
+        raise WorldError(f"the mesh {dict(shape)} has {product} = {prod(shape.values())} ranks, the world {size}")
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise WorldError(f"rank {rank!r} is not in a world of {size}: name one from 0 to {size - 1}")
+    if dist.is_initialized():
+        raise WorldError(
+            f"torch.distributed is initialized already, with {dist.get_world_size()} ranks: leave that world first "
+            "(torch.distributed.destroy_process_group())"
+        )

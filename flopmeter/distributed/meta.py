@@ -1,0 +1,82 @@
+"""What stands between torch.distributed and meta tensors, set aside while a world is open.
+
+Each patch says what the original does there. None changes which kernels or collectives run on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flopmeter import streams
+from flopmeter.distributed import torch_private as private
+from flopmeter.distributed.device import meta_device
+
+
+@contextmanager
+def runs_on_meta(gpus_per_node: int, rank: int) -> Iterator[None]:
+    """DDP, FSDP2 and DTensor run on meta tensors in this context; recorders hear of streams, waits and resizes."""
+    with ExitStack() as undo:
+        undo.callback(private.unregister, private.meta_kernels(_KERNELS))
+        patches: tuple[Any, ...] = (
+            # The module of the device type.
+            mock.patch.object(torch, "meta", meta_device(gpus_per_node, rank), create=True),
+            # FSDP2 refuses parameters on meta, which on a GPU somebody forgot to make.
+            mock.patch.object(private.FSDPParamGroup, "_validate_no_meta_params", _skip),
+            # DDP compares the parameters' shapes among ranks, by values that meta tensors do not have.
+            mock.patch.object(torch.nn.parallel.distributed, private.VERIFY_PARAMETERS, _skip),
+            *(mock.patch.object(kind, "wait", _heard_wait(kind.wait)) for kind in (private.FakeWork, private.Work)),
+            mock.patch.object(torch.UntypedStorage, "resize_", _heard_resize(torch.UntypedStorage.resize_)),
+        )
+        for patch in patches:
+            undo.enter_context(patch)
+        yield
+
+
+def _all_reduce(tensors: list[Tensor], *args: Any) -> tuple[list[Tensor], torch.ScriptObject]:
+    """DDP takes the sums from the future of the collective, which that of the fake group does not hold."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return tensors, private.work_of_future(future).boxed()
+
+
+def _waits_on_first_use(tensor: Tensor) -> Tensor:
+    """As the op does on devices; torch's own Meta kernel returns a plain tensor, for which nobody waits."""
+    waiting: Tensor = private.functional_collectives.AsyncCollectiveTensor(tensor)
+    return waiting
+
+
+_KERNELS: dict[str, Any] = {
+    "c10d::allreduce_": _all_reduce,
+    "_c10d_functional::_wrap_tensor_autograd": _waits_on_first_use,
+}
+
+
+def _heard_wait(wait: Any) -> Any:
+    @functools.wraps(wait)
+    def heard(work: Any, *args: Any, **kwargs: Any) -> Any:
+        for listener in streams.listeners:
+            listener.on_wait_for_work(work, streams.current())
+        return wait(work, *args, **kwargs)
+
+    return heard
+
+
+def _heard_resize(resize: Any) -> Any:
+    @functools.wraps(resize)
+    def heard(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        for listener in streams.listeners:
+            listener.on_resize(storage, nbytes)
+        return resize(storage, nbytes)
+
+    return heard
+
+
+def _skip(*args: Any) -> None:
+    """Instead of a check."""

@@ -1,0 +1,44 @@
+"""Every private name of torch's distributed package that flopmeter uses, and what for. Read from torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.library import Library
+
+from flopmeter.torch_private import private
+
+FakeStore = private(
+    "torch.testing._internal.distributed.fake_pg", "FakeStore", "how to open a world of which one rank runs"
+)
+FakeWork = private("torch._C._distributed_c10d", "FakeWork", "what a program waits for")
+Work = private("torch._C._distributed_c10d", "Work", "what a program waits for")
+work_of_future = private("torch._C._distributed_c10d", "_create_work_from_future", "how DDP runs on meta")
+FSDPParamGroup = private(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "how FSDP2 runs on meta"
+)
+functional_collectives = private(
+    "torch.distributed", "_functional_collectives", "when tensor parallel programs wait for a collective"
+)
+VERIFY_PARAMETERS = "_verify_param_shape_across_processes"
+private("torch.nn.parallel.distributed", VERIFY_PARAMETERS, "how DDP runs on meta")
+
+
+def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> list[Library]:
+    """Stand before the Meta kernels of these ops ("namespace::name"), until `unregister`."""
+    libraries = []
+    for name, kernel in kernels.items():
+        namespace, op = name.split("::")
+        libraries.append(Library(namespace, "IMPL"))
+        with warnings.catch_warnings():  # torch warns, once a process, of the first kernel that stands before another
+            warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+            libraries[-1].m.impl(op, "Meta", kernel)  # type: ignore[union-attr]
+    return libraries
+
+
+def unregister(libraries: Iterable[Library]) -> None:
+    """Take back their kernels now, not when they are collected."""
+    for library in libraries:
+        library._destroy()

@@ -1,0 +1,133 @@
+"""The streams and events of a device, for programs on meta: what `torch.cuda` is to a program on CUDA.
+
+Nothing runs on meta, so nothing has to wait. What a program does with streams decides when its kernels could run:
+which stream each op was given to, and what that stream waited for. Recorders listen; the time model reads it.
+Stream 0 is the default one. The current stream belongs to the thread, as on CUDA.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import UntypedStorage
+
+DEFAULT = 0
+
+
+class Listener(Protocol):
+    """What wants to know of what a program does between its ops."""
+
+    def on_event(self, event: int, stream: int) -> None:
+        """The event stands for all that the stream was given so far."""
+
+    def on_wait(self, event: int, stream: int) -> None:
+        """What the stream is given from now on runs after the event."""
+
+    def on_wait_for_work(self, work: Any, stream: int) -> None:
+        """What the stream is given from now on runs after the collective whose handle this is."""
+
+    def on_resize(self, storage: UntypedStorage, nbytes: int) -> None:
+        """The storage is about to get another size."""
+
+
+listeners: list[Listener] = []  # that are open, the innermost last
+_numbers = itertools.count(DEFAULT + 1)
+_events = itertools.count()
+
+
+class _Current(threading.local):
+    stream = DEFAULT
+
+
+_current = _Current()
+
+
+def current() -> int:
+    """The number of the stream that this thread's ops are given to."""
+    return _current.stream
+
+
+class Event:
+    """torch.cuda.Event, less its clock."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number: int | None = None  # None: not recorded, so that nobody waits
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Stand for all that the stream was given so far."""
+        self._number = next(_events)
+        for listener in listeners:
+            listener.on_event(self._number, current() if stream is None else stream.number)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """What the stream is given from now on runs after the event."""
+        if self._number is not None:
+            for listener in listeners:
+                listener.on_wait(self._number, current() if stream is None else stream.number)
+
+    def query(self) -> bool:
+        """Whether it has happened: nothing takes time here."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait, for nothing."""
+
+
+class Stream:
+    """torch.cuda.Stream. `number` is unique in the process."""
+
+    def __init__(self, *args: Any, number: int | None = None, **kwargs: Any) -> None:
+        self.number = next(_numbers) if number is None else number
+
+    def wait_event(self, event: Event) -> None:
+        """What this stream is given from now on runs after the event."""
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """What this stream is given from now on runs after all that the other was given so far."""
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that stands for all that this stream was given so far."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Whether it is done: nothing takes time here."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait, for nothing."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The stream that this thread's ops are given to."""
+    return Stream(number=current())
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The stream of programs that choose none."""
+    return Stream(number=DEFAULT)
+
+
+@contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Give this thread's ops to the stream; None changes nothing."""
+    before = current()
+    if stream is not None:
+        _current.stream = stream.number
+    try:
+        yield
+    finally:
+        _current.stream = before
