@@ -92,6 +92,9 @@ class Comparison:
     def __str__(self) -> str:
         return self.render()
 
+    def _repr_html_(self) -> str:
+        return self._document()._repr_html_()
+
     def with_note(self, note: str) -> Comparison:
         """The same with a line more under the tables; an empty one adds none."""
         return replace(self, notes=(*self.notes, note)) if note else self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,12 @@ class Document:
         if format not in FORMATS:
             raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
         return FORMATS[format](self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a piece of HTML that needs neither script nor style."""
+        grids = "".join(_grid(table, "html") for table in self.tables)
+        notes = "<br>".join(html.escape(note) for note in self.notes)
+        return f"<div><p><b>{html.escape(self.title)}</b></p>{grids}<p><small>{notes}</small></p></div>"
 
 
 def figure(value: float | None, digits: int = 3) -> str:

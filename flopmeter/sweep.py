@@ -103,6 +103,9 @@ class Sweep:
     def __str__(self) -> str:
         return self.render()
 
+    def _repr_html_(self) -> str:
+        return self._document()._repr_html_()
+
     def _document(self) -> Document:
         records = [point.as_dict() for point in self.points]
         facts = {"over": self.over, "unit": self.unit, "knee": self.knee, "largest_that_fits": self.largest_that_fits}

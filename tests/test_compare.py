@@ -227,5 +227,13 @@ def test_markdown_is_a_table_with_a_row_for_each_device():
 
 
 def test_the_title_says_how_much_a_step_works_on():
-    assert compare(product, ["l4"], items=8192, unit="tokens").title.endswith(" · 8,192 tokens a step")
-    assert "step" not in compare(product, ["l4"]).title
+    assert compare(products, ["l4"], items=8192, unit="tokens").title.endswith(" · 8,192 tokens a step")
+    assert "step" not in compare(products, ["l4"]).title
+
+
+def test_a_notebook_shows_the_tables_and_escapes_what_they_hold():
+    shown = compare(products, ["l4", "v100-sxm2-16gb"], items=1, unit="<b>")._repr_html_()
+    assert shown.count("<table>") == 2
+    assert shown.count("<tr>") == 2 * (1 + 2)
+    assert "&lt;b&gt;/s" in shown
+    assert "<b>/s" not in shown
