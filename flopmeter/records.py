@@ -38,6 +38,9 @@ OP_CLASSES = (
 )  # fmt: skip
 
 
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # of an element by the type's name; others: 1
+
+
 class TensorSpec(NamedTuple):
     """A region of a storage: what an op sees of a tensor. Shape, stride and offset are in elements."""
 
@@ -125,9 +128,6 @@ class Op(NamedTuple):
         return tuple(spec._replace(storage=self.storages[spec.storage]) for spec in self.call.outputs)
 
 
-class Matmul(NamedTuple):
-    """`batch` independent products [m, k] @ [k, n]: what the time model needs to know of a contraction."""
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """A process group, as it stands among the arguments of a call."""
@@ -135,6 +135,9 @@ class Group:
     ranks: tuple[int, ...]  # global
     rank: int  # this rank's place among them
 
+
+class Matmul(NamedTuple):
+    """`batch` independent products [m, k] @ [k, n]: what the time model needs to know of a contraction."""
 
     batch: int
     m: int
@@ -268,25 +271,25 @@ class Timing(NamedTuple):
     start_seconds: float
     kernel_class: str  # that the error band is known for (timing/bands.py)
     enqueued_seconds: float  # when the host has sent it, on the same clock as start_seconds
-
-    @property
-    def seconds(self) -> float:
     stream: int = 0  # 0: the one that computes
     link_wait_seconds: float = 0.0  # its stream idled so long for other streams, once the host had sent it
     is_collective: bool = False
+
+    @property
+    def seconds(self) -> float:
         """Device time."""
         return self.work_seconds + self.floor_seconds
+
+    @property
+    def end_seconds(self) -> float:
+        """When it has finished."""
+        return self.start_seconds + self.seconds
 
     @property
     def regime(self) -> Regime:
         """What bounds it: launching it (overhead), its arithmetic, its memory traffic, or the links to other ranks."""
         if self.is_collective:
             return "communication"
-    @property
-    def end_seconds(self) -> float:
-        """When it has finished."""
-        return self.start_seconds + self.seconds
-
         if self.wait_seconds > self.seconds or self.floor_seconds > self.work_seconds:
             return "overhead"
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
