@@ -24,6 +24,7 @@ from flopmeter.as_cuda import (
     attention,
     autocast,
     composites,
+    convolution,
     fast_paths,
     meta_kernels,
     optimizers,
@@ -49,7 +50,8 @@ class Emulation:
 
     @property
     def overrides(self) -> Mapping[OpOverload, Callable[..., Any]]:
-        """Kernels of composites that reach __torch_dispatch__ whole, under inference_mode, for a mode to call."""
+        """Kernels for a dispatch mode to call: of composites that reach it whole, under inference_mode, and of ops
+        whose results lie in memory as CUDA's do."""
         return MappingProxyType(self._scope.overrides)
 
     @property
@@ -161,6 +163,7 @@ def _install(target: CudaTarget) -> Emulation:
 
 def _install_features(scope: Scope) -> None:
     meta_kernels.install(scope)
+    convolution.install(scope)
     for feature, install in _FEATURES.items():
         _install_feature(scope, feature, install)
 

@@ -15,6 +15,7 @@ from flopmeter.costs import (  # noqa: F401  (they fill RULES)
     attention,
     communication,
     contraction,
+    convolution,
     fused_layers,
     indexing,
     linalg,

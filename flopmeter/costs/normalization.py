@@ -10,7 +10,8 @@ from math import prod
 import torch
 
 from flopmeter.costs.rules import make_cost, rule
-from flopmeter.records import NORMALIZATION, Call, Cost, Reread, TensorSpec
+from flopmeter.layout import is_channels_last
+from flopmeter.records import NORMALIZATION, Access, Call, Cost, Reread, TensorSpec
 
 aten = torch.ops.aten
 
@@ -104,8 +105,11 @@ def batch_norm(call: Call) -> Cost:
     x = call.inputs[0]
     affine = sum(call.argument(name) is not None for name in ("weight", "bias"))
     is_training = _is_training(call)
-    rereads = (_whole_reread(x),) if is_training else ()  # the statistics come first, in a kernel of their own
-    return make_cost(call, NORMALIZATION, ((5 if is_training else 2) + affine) * x.numel, rereads=rereads)
+    flops = ((5 if is_training else 2) + affine) * x.numel
+    if is_training:  # the statistics come first, in a kernel of their own
+        return make_cost(call, NORMALIZATION, flops, rereads=(_whole_reread(x),))
+    access: Access = "stream" if is_channels_last(x.shape, x.stride) else "channels"
+    return make_cost(call, NORMALIZATION, flops, access=access)
 
 
 @rule(aten.native_batch_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward)

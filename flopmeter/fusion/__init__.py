@@ -3,7 +3,8 @@
 Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one
 kernel; products, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
 or cuDNN by default). roles.py says what fuses, graphs.py where a compiled graph ends, dataflow.py who reads
-what, grouping.py which kernels become one; here they are put together and priced.
+what, layout.py which convolutions run channels-last, grouping.py which kernels become one; here they are put together
+and priced.
 
 A fused kernel reads each region from memory once and writes what is needed outside of it: what another kernel
 reads (a saved activation in backward), and what a Python object still holds after the graph has ended: a
@@ -23,9 +24,10 @@ from dataclasses import replace
 from flopmeter.fusion.dataflow import flow_of
 from flopmeter.fusion.graphs import Region, graphs_of, modules_compiled, whole_program
 from flopmeter.fusion.grouping import Groups
+from flopmeter.fusion.layout import in_chosen_layout
 from flopmeter.fusion.roles import OPAQUE
 from flopmeter.fusion.traffic import Traffic
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel
+from flopmeter.records import ELEMENTWISE, ITEM_BYTES, NORMALIZATION, REDUCTION, Cost, Kernel
 from flopmeter.trace import Trace
 
 __all__ = ["NOTE", "Region", "fuse", "graphs_of", "modules_compiled", "whole_program"]
@@ -37,6 +39,10 @@ NOTE = (
 
 MOST_NAMES = 6  # of ops in the name of a fused kernel
 
+# Inductor's persistent reductions hold rows of up to so many elements in registers, several of them to a block, and
+# neither read nor wait twice (should_use_persistent_reduction in torch/_inductor/choices.py).
+HELD_ROW_ELEMENTS = 1024
+
 
 def fuse(kernels: list[Kernel], trace: Trace, *, region: Region = whole_program) -> list[Kernel]:
     """The kernels as torch.compile would launch them, in an order that respects every dependency.
@@ -44,6 +50,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: Region = whole_program)
     `kernels` are those of `kernels_of(trace)`; `region` says what is compiled. Kernels of compiled graphs
     carry no views and no module calls: the host runs none. Raises ValueError for kernels of another trace.
     """
+    kernels = in_chosen_layout(kernels, region)
     graphs = graphs_of(kernels, region)
     flow = flow_of(kernels)
     groups = Groups(kernels, graphs, flow)
@@ -69,7 +76,8 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: Region = whole_program)
 def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) -> Cost:
     """One kernel of inductor's for all parts. FLOPs keep their classes, those of the kernel's own class first.
 
-    The quirks of eager kernels (how they walk memory, serial loops) go; second reads of norms stay.
+    The quirks of eager kernels (how they walk memory, serial loops) go; second reads stay, of rows too long to be
+    held.
     """
     main = max(parts, key=lambda part: part.bytes)
     op_class = _class_of(parts) or main.op_class
@@ -88,7 +96,12 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
         recomputed_flops=sum(part.recomputed_flops for part in parts),
         access="fused",
-        rereads=tuple(reread for part in parts for reread in part.rereads),
+        rereads=tuple(
+            reread
+            for part in parts
+            for reread in part.rereads
+            if reread.row_bytes > HELD_ROW_ELEMENTS * ITEM_BYTES.get(part.dtype, 1)
+        ),
         serial_steps=0,
     )
 

@@ -78,7 +78,7 @@ class KnownValues:
                 addresses = map(address, tensors)
             if self.values.cells.keys().isdisjoint(addresses):
                 return (kernel or func)(*args, **kwargs)
-        return rule.handle(self, Invocation(func, args, kwargs, tensors, rule.writes, kernel or func))
+        return rule.handle(self, Invocation(func, args, kwargs, tensors, rule.writes, kernel))
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """The tensors are data from now on: weights, features."""

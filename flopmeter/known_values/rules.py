@@ -28,10 +28,10 @@ class Invocation(NamedTuple):
     kwargs: dict[str, Any]
     tensors: Sequence[Tensor]
     writes: tuple[tuple[int, str], ...]  # position and name of the arguments that the op writes to
-    kernel: Callable[..., Any]  # what runs on meta: the op, or what stands in its place
+    kernel: Callable[..., Any] | None = None  # what runs on meta in place of the op
 
     def run(self) -> Any:
-        return self.kernel(*self.args, **self.kwargs)
+        return (self.kernel or self.func)(*self.args, **self.kwargs)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)

@@ -27,9 +27,11 @@ DEFAULT_CLOCK_HZ = 1.5e9
 PLAIN_ARITHMETIC_SHARE = 0.5
 
 # Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap. Products load
-# tiles and compute on them in turns: 2, flat from 1.5 to 3 on [NeuSight]. Element-wise kernels have many
+# tiles and compute on them in turns: 2, flat from 1.5 to 3 on [NeuSight]. On matrix units since Ampere, several
+# stages of tiles are under way at once (`cp.async`): 4, flat from 3 to 8 on [timm]. Element-wise kernels have many
 # independent threads to overlap: 3, the knee of the fused-multiply curve of the article above.
 PRODUCT_OVERLAP = 2.0
+ASYNCHRONOUS_PRODUCT_OVERLAP = 4.0
 VECTOR_OVERLAP = 3.0
 
 # --- matrix products ---------------------------------------------------------------------------------------
@@ -70,8 +72,13 @@ HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
 
-# Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. [timm]
+# Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. In channels-last they
+# are bound by their bytes (.25 and above are alike on [timm]) up to a side of 7; cuDNN has no such kernel beyond,
+# and what it takes is slow (one network, ConvMixer-1536/20, whose side is 9: .010 to .014).
 DEPTHWISE_SHARE = 0.06
+DEPTHWISE_SHARE_CHANNELS_LAST = 0.25
+DEPTHWISE_MOST_SIDE = 7
+DEPTHWISE_SHARE_LARGE = 0.012
 
 # cuDNN runs dense 3x3 convolutions on vector units as Winograd's F(4x4, 3x3): a 6x6 patch of the input
 # becomes 36 numbers, multiplied as 36 products, and 4x4 outputs come of it (Lavin and Gray, arXiv 1509.09308).

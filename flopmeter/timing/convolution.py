@@ -29,7 +29,7 @@ def _grouped(shape: Convolution, implicit: Matmul, nbytes: int, rates: Rates) ->
     flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
     compute = flops / (rates.flop_per_s * channel_share(shape, implicit.batch))
     memory = nbytes / rates.bytes_per_s
-    return Busy(compute, memory, overlap(compute, memory, constants.PRODUCT_OVERLAP))
+    return Busy(compute, memory, overlap(compute, memory, rates.overlap_exponent))
 
 
 def is_depthwise(shape: Convolution, implicit: Matmul) -> bool:
@@ -37,12 +37,20 @@ def is_depthwise(shape: Convolution, implicit: Matmul) -> bool:
     return shape.channels == 1 and implicit.batch > 1
 
 
-def depthwise(implicit: Matmul, nbytes: int, vector_flop_per_s: float, bytes_per_s: float) -> Busy:
+def depthwise(shape: Convolution, implicit: Matmul, nbytes: int, vector_flop_per_s: float, bytes_per_s: float) -> Busy:
     """Each output gathers its window: far below the vector peak, or bound by its bytes."""
     flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
-    compute = flops / (vector_flop_per_s * constants.DEPTHWISE_SHARE)
+    compute = flops / (vector_flop_per_s * depthwise_share(shape))
     memory = nbytes / bytes_per_s
     return Busy(compute, memory, max(compute, memory))
+
+
+def depthwise_share(shape: Convolution) -> float:
+    """The share of the vector peak: in channels-last neighbouring threads read neighbouring channels."""
+    if not shape.channels_last:
+        return constants.DEPTHWISE_SHARE
+    is_large = max(shape.kernel) > constants.DEPTHWISE_MOST_SIDE
+    return constants.DEPTHWISE_SHARE_LARGE if is_large else constants.DEPTHWISE_SHARE_CHANNELS_LAST
 
 
 def channel_share(shape: Convolution, groups: int) -> float:
@@ -67,4 +75,8 @@ def _winograd(shape: Convolution, implicit: Matmul, nbytes: int, item_bytes: int
     busy = product(inner, transformed, item_bytes, rates)
     transforms = (nbytes + transformed) / rates.bytes_per_s
     memory = busy.memory_seconds + transforms
-    return Busy(busy.compute_seconds, memory, overlap(busy.compute_seconds, busy.memory_seconds, 2.0) + transforms)
+    return Busy(
+        busy.compute_seconds,
+        memory,
+        overlap(busy.compute_seconds, busy.memory_seconds, rates.overlap_exponent) + transforms,
+    )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.hardware import Hardware, Peak
-from flopmeter.records import ATTENTION, Cost, Switches
+from flopmeter.records import ATTENTION, ITEM_BYTES, Cost, Switches
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
 from flopmeter.timing.memory import cycles_to_seconds, memory_seconds, share_of_stream
 from flopmeter.timing.products import Busy, Rates, overlap, product, tile_count
 
-_ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}  # the others: 1
+ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that `cp.async` came with
 
 
 class Price(NamedTuple):
@@ -42,6 +42,14 @@ def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
     )
 
 
+def _exponent(hardware: Hardware, peak: Peak) -> float:
+    """How well loads and products overlap; a device without a compute capability is taken to load as newer ones do."""
+    loads_asynchronously = (hardware.compute_capability or ASYNCHRONOUS_COPIES) >= ASYNCHRONOUS_COPIES
+    if peak.unit == "matrix" and loads_asynchronously:
+        return constants.ASYNCHRONOUS_PRODUCT_OVERLAP
+    return constants.PRODUCT_OVERLAP
+
+
 def _unit(dtype: str, peak: Peak) -> str:
     """The type and the unit that a product runs in; tf32 exists on matrix units only."""
     return dtype if peak.unit == "matrix" else f"{'fp32' if dtype == 'tf32' else dtype} on {peak.unit} units"
@@ -53,15 +61,22 @@ def _products(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
     if cost.op_class == ATTENTION:
         return attention(cost, hardware, peak.sustained_flop_per_s, vector), "attention"
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
-    item_bytes = _ITEM_BYTES.get(cost.dtype, 1)
+    item_bytes = ITEM_BYTES.get(cost.dtype, 1)
     on_matrix_units = peak.unit == "matrix"
     tile_seconds = cycles_to_seconds(constants.TILE_CYCLES, hardware)
-    rates = Rates(peak.sustained_flop_per_s, bandwidth, hardware.sm_count, tile_seconds, on_matrix_units)
+    rates = Rates(
+        peak.sustained_flop_per_s,
+        bandwidth,
+        hardware.sm_count,
+        tile_seconds,
+        on_matrix_units,
+        _exponent(hardware, peak),
+    )
     if cost.convolution is not None:
         (implicit,) = cost.matmuls
         if is_depthwise(cost.convolution, implicit):
             fp32 = hardware.vector_peak("fp32").flop_per_s
-            return depthwise(implicit, cost.bytes, fp32, bandwidth), "depthwise convolution"
+            return depthwise(cost.convolution, implicit, cost.bytes, fp32, bandwidth), "depthwise convolution"
         busy = convolution(cost.convolution, implicit, cost.bytes, item_bytes, rates, on_matrix_units=on_matrix_units)
         return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
     if on_matrix_units:

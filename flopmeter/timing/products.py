@@ -21,6 +21,7 @@ class Rates(NamedTuple):
     sm_count: int
     tile_seconds: float = 0.0  # of each wave beyond its multiply-adds
     only_tiles: bool = False  # matrix units have no other way
+    overlap_exponent: float = constants.PRODUCT_OVERLAP
 
 
 class Busy(NamedTuple):
@@ -64,7 +65,7 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
     memory = nbytes / rates.bytes_per_s
     if (m == 1 or n == 1) and not rates.only_tiles:
         compute = 2 * batch * m * n * k / rates.flop_per_s
-        return Busy(compute, memory, overlap(compute, memory, constants.PRODUCT_OVERLAP))
+        return Busy(compute, memory, overlap(compute, memory, rates.overlap_exponent))
     best = Busy(0.0, memory, float("inf"))
     tiles_to_try, splits = (_BATCHED_TILES, (1,)) if batch > 1 else (_TILES, constants.SPLIT_K)
     for rows, columns, share in tiles_to_try:
@@ -79,7 +80,7 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
             if slices > 1:
                 traffic += 2 * slices * item_bytes * batch * m * n / rates.bytes_per_s
                 extra = constants.SPLIT_K_SECONDS
-            work = overlap(compute, traffic, constants.PRODUCT_OVERLAP) + extra
+            work = overlap(compute, traffic, rates.overlap_exponent) + extra
             if work < best.work_seconds:
                 best = Busy(compute, traffic, work)
             if k <= slices * constants.LEAST_SLICE_DEPTH:

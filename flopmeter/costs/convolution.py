@@ -1,0 +1,119 @@
+"""Convolutions, forward and backward: an implicit product of 2·M·N·K, the bias, and the copies that a layout costs."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from flopmeter.costs.rules import FREE, make_contraction, make_cost, rule
+from flopmeter.layout import is_channels_last, is_dense
+from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Convolution, Cost, Matmul, TensorSpec
+
+aten = torch.ops.aten
+_GENERAL = (aten.convolution, aten._convolution)  # they say whether it is transposed
+
+
+@rule(
+    aten.convolution, aten._convolution, aten.cudnn_convolution,
+    aten.mkldnn_convolution, aten.cudnn_convolution_transpose,
+)  # fmt: skip
+def convolution(call: Call) -> tuple[Cost, ...]:
+    """An implicit product of [output positions, (C_in/groups)·kernel] with the filters, per group.
+
+    A transposed convolution does the same arithmetic with input and output exchanged. The full kernel is
+    counted at the border, padding included. cuDNN reads what is dense in its layout, which others are copied
+    to, and leaves the bias to a kernel of its own.
+    """
+    x, weight = call.inputs[:2]
+    (out,) = call.outputs
+    packet = call.func.overloadpacket
+    transposed = packet is aten.cudnn_convolution_transpose or (packet in _GENERAL and call.argument("transposed"))
+    product = _implicit_product(x, weight, out, transposed, call.argument("groups"))
+    channels_last = is_channels_last(out.shape, out.stride)
+    shape = _shape(call, weight, x if transposed else out, transposed, channels_last)
+    kernels = _copies_to_layout(call, (x, weight), channels_last)
+    kernels.append(
+        make_contraction(call, [product], read=(x, weight), written=(out,), tf32_switch="cudnn", convolution=shape)
+    )
+    if len(call.inputs) > 2:
+        read = (out, call.inputs[2])
+        kernels.append(make_cost(call, ELEMENTWISE, out.numel, read=read, written=(out,), access="broadcast"))
+    return tuple(kernels)
+
+
+@rule(aten.cudnn_convolution_relu, aten.cudnn_convolution_add_relu)
+def convolution_relu(call: Call) -> Cost:
+    """One kernel: the product, alpha·z where there is one, the bias and ReLU (0)."""
+    x, weight, *_ = call.inputs
+    (out,) = call.outputs
+    adds = (len(call.inputs) - 2) * out.numel
+    scaled = call.func.overloadpacket is aten.cudnn_convolution_add_relu and call.argument("alpha") not in (None, 1)
+    product = _implicit_product(x, weight, out, False, call.argument("groups"))
+    extra = ((ELEMENTWISE, adds + scaled * out.numel),)
+    shape = _shape(call, weight, out, False, is_channels_last(out.shape, out.stride))
+    return make_contraction(call, [product], extra=extra, tf32_switch="cudnn", convolution=shape)
+
+
+@rule(aten.convolution_backward)
+def convolution_backward(call: Call) -> tuple[Cost, ...]:
+    """The gradients of input and filters are one product each, of the forward's size; that of the bias
+    is a sum over everything but the channels."""
+    grad, x, weight = call.inputs[:3]
+    transposed = call.argument("transposed")
+    product = _implicit_product(x, weight, grad, transposed, call.argument("groups"))
+    wants_input, wants_weight, wants_bias = call.argument("output_mask")
+    outputs = iter(call.outputs)
+    if not (wants_input or wants_weight):
+        return (_bias_gradient(call, grad, next(outputs)),) if wants_bias else FREE
+    channels_last = any(is_channels_last(spec.shape, spec.stride) for spec in (x, weight))
+    shape = _shape(call, weight, x if transposed else grad, transposed, channels_last)
+    kernels = _copies_to_layout(call, (grad, x, weight), channels_last)
+    if wants_input:
+        kernels.append(_gradient(call, product, (grad, weight), next(outputs), shape))
+    if wants_weight:
+        batch, m, n, k = product
+        by_weight = Matmul(batch, n, k, m)  # the positions are what is summed over
+        kernels.append(_gradient(call, by_weight, (grad, x), next(outputs), shape._replace(positions=())))
+    if wants_bias:
+        kernels.append(_bias_gradient(call, grad, next(outputs)))
+    return tuple(kernels)
+
+
+def _gradient(
+    call: Call, product: Matmul, read: tuple[TensorSpec, ...], written: TensorSpec, shape: Convolution
+) -> Cost:
+    return make_contraction(call, [product], read=read, written=(written,), tf32_switch="cudnn", convolution=shape)
+
+
+def _bias_gradient(call: Call, grad: TensorSpec, written: TensorSpec) -> Cost:
+    return make_cost(call, REDUCTION, grad.numel, read=(grad,), written=(written,))
+
+
+def _copies_to_layout(call: Call, operands: tuple[TensorSpec, ...], channels_last: bool) -> list[Cost]:
+    """`tensor.contiguous(backend_memory_format)` of each operand (aten/src/ATen/native/Convolution.cpp)."""
+    return [
+        make_cost(call, MOVEMENT, read=(spec,), written=spec.numel * spec.dtype.itemsize, access="strided")
+        for spec in operands
+        if spec.is_strided and not is_dense(spec.shape, spec.stride, channels_last=channels_last)
+    ]
+
+
+def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool, channels_last: bool) -> Convolution:
+    """What the time model needs beside the product; `anchor` has the positions that meet the whole kernel."""
+    _, channels, *kernel = weight.shape
+    steps = (*call.argument("stride"), *call.argument("dilation"))
+    is_unit_step = not transposed and all(step == 1 for step in steps)
+    return Convolution(channels, tuple(kernel), anchor.shape[-len(kernel) :], is_unit_step, channels_last)
+
+
+def _implicit_product(x: TensorSpec, weight: TensorSpec, out: TensorSpec, transposed: Any, groups: int) -> Matmul:
+    """Filters are [C_out, C_in/groups, *kernel]; transposed ones [C_in, C_out/groups, *kernel], and it is
+    the input positions that each meet the whole kernel."""
+    channels, per_group, *kernel = weight.shape
+    anchor = x if transposed else out
+    positions = anchor.shape[0] * prod(anchor.shape[2:])
+    if len(anchor.shape) == len(weight.shape) - 1:  # unbatched
+        positions = prod(anchor.shape[1:])
+    return Matmul(groups, positions, channels // groups, per_group * prod(kernel))
