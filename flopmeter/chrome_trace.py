@@ -36,8 +36,7 @@ class Track(NamedTuple):
 
 DEVICE, HOST = 0, 1  # processes
 PROGRAM = Track(HOST, 1, "the program: phases, modules, launches")
-COMPUTE = Track(DEVICE, 7, "stream 7: kernels")  # the number that torch.profiler gives to the default stream
-TRACKS = (PROGRAM, COMPUTE)
+FIRST_STREAM = 7  # the number that torch.profiler gives to the default stream
 
 
 class Slice(NamedTuple):
@@ -75,32 +74,39 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
 def events(report: Report) -> Iterator[Event]:
     """All events, track by track, each track in the order of time; an outer slice before those inside it."""
     launches = _launches(report)
-    yield from _names(report)
+    streams = _streams(report)
+    yield from _names(report, [PROGRAM, *streams.values()])
     own = (launch for number, launch in enumerate(launches) if launch.args["External id"] == number)
     slices = [*own, *_waits(report), *_scopes(report, launches)]
     for piece in sorted(slices, key=lambda piece: (piece.start, -piece.end, piece.depth)):
         yield piece.event(PROGRAM)
     for number, (kernel, timing) in enumerate(zip(report.kernels, report.timings, strict=True)):
-        yield _kernel(kernel, timing, number).event(_stream(kernel))
-    yield from _arrows(report, launches)
+        yield _kernel(kernel, timing, number).event(streams[timing.stream])
+    yield from _arrows(report, launches, streams)
     if not report.launches.mode.fuses:  # else other tensors are alive, in another order
         yield from _memory(report, launches)
 
 
-def _names(report: Report) -> Iterator[Event]:
+def _streams(report: Report) -> dict[int, Track]:
+    """The track of each stream of the device, by the number that the timeline has for it."""
+    runs_collectives = {timing.stream for timing in report.timings if timing.is_collective}
+    return {
+        stream: Track(DEVICE, FIRST_STREAM + stream, "communication" if stream in runs_collectives - {0} else "kernels")
+        for stream in sorted({timing.stream for timing in report.timings})
+    }
+
+
+def _names(report: Report, tracks: list[Track]) -> Iterator[Event]:
     """Titles of processes and threads, the host above the device."""
+    unit = "CPU" if report.hardware.is_cpu else "GPU 0"
     for order, (process, title, label) in enumerate(
-        ((HOST, "host (predicted)", "CPU"), (DEVICE, f"{report.hardware.title} (predicted)", "GPU 0"))
+        ((HOST, "host (predicted)", "CPU"), (DEVICE, f"{report.hardware.title} (predicted)", unit))
     ):
         yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}}
         yield {"ph": "M", "name": "process_labels", "pid": process, "args": {"labels": label}}
         yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": order}}
-    for track in TRACKS:
+    for track in tracks:
         yield {"ph": "M", "name": "thread_name", **track.place, "args": {"name": track.title}}
-
-
-def _stream(_kernel: Kernel) -> Track:
-    return COMPUTE
 
 
 def _kernel(kernel: Kernel, timing: Timing, number: int) -> Slice:
@@ -108,7 +114,7 @@ def _kernel(kernel: Kernel, timing: Timing, number: int) -> Slice:
     args = {
         "External id": number,
         "device": 0,
-        "stream": _stream(kernel).thread,
+        "stream": FIRST_STREAM + timing.stream,
         "module": op.module,
         "phase": op.phase,
         "class": cost.op_class,
@@ -117,13 +123,10 @@ def _kernel(kernel: Kernel, timing: Timing, number: int) -> Slice:
         "bytes read": cost.bytes_read,
         "bytes written": cost.bytes_written,
         "bound by": timing.regime,
+        **(cost.collective._asdict() if cost.collective else {}),
         **({"source": op.source} if op.source else {}),
     }
-    return Slice(_ns(timing.start_seconds), _ns(_end(timing)), 0, cost.name, "kernel", args)
-
-
-def _end(timing: Timing) -> float:
-    return timing.start_seconds + timing.seconds
+    return Slice(_ns(timing.start_seconds), _ns(timing.end_seconds), 0, cost.name, "kernel", args)
 
 
 def _ns(seconds: float) -> int:
@@ -150,11 +153,12 @@ def _launches(report: Report) -> list[Slice]:
             args = {"External id": number, "module": kernel.ops[0].module}
             slices.append(Slice(_ns(ready), _ns(timing.enqueued_seconds), _DEEPEST, name, "cpu_op", args))
         graph_before = graph
-        ready = _end(timing) if _host_waits(report, kernel) else timing.enqueued_seconds
+        ready = timing.end_seconds if _host_waits(report, kernel) else timing.enqueued_seconds
     return slices
 
 
 def _host_waits(report: Report, kernel: Kernel) -> bool:
+    """Whether the host goes on only when the kernel has ended. A CPU runs its kernels itself."""
     return kernel.cost.blocks_host or report.hardware.is_cpu
 
 
@@ -164,7 +168,7 @@ _DEEPEST = 1_000_000  # launches lie below any module
 def _waits(report: Report) -> Iterator[Slice]:
     for kernel, timing in zip(report.kernels, report.timings, strict=True):
         if _host_waits(report, kernel):
-            start, end = _ns(timing.enqueued_seconds), _ns(_end(timing))
+            start, end = _ns(timing.enqueued_seconds), _ns(timing.end_seconds)
             yield Slice(start, end, _DEEPEST, f"wait for {kernel.cost.name}", "cuda_runtime", {})
 
 
@@ -208,12 +212,12 @@ def _path(kernel: Kernel, graph: int | None) -> list[tuple[str, str]]:
 # --- between the tracks ----------------------------------------------------------------------------------------------
 
 
-def _arrows(report: Report, launches: list[Slice]) -> Iterator[Event]:
+def _arrows(report: Report, launches: list[Slice], streams: dict[int, Track]) -> Iterator[Event]:
     """From the launch to its kernel; each end lies in its slice."""
-    for number, (kernel, timing, launch) in enumerate(zip(report.kernels, report.timings, launches, strict=True)):
+    for number, (timing, launch) in enumerate(zip(report.timings, launches, strict=True)):
         arrow = {"name": "launch", "cat": "ac2g", "id": number}
         yield {"ph": "s", **arrow, "ts": launch.start / 1000, **PROGRAM.place}
-        yield {"ph": "f", "bp": "e", **arrow, "ts": _ns(timing.start_seconds) / 1000, **_stream(kernel).place}
+        yield {"ph": "f", "bp": "e", **arrow, "ts": _ns(timing.start_seconds) / 1000, **streams[timing.stream].place}
 
 
 def _memory(report: Report, launches: list[Slice]) -> Iterator[Event]:

@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -187,6 +188,21 @@ def test_the_memory_counter_reaches_the_peak_and_only_changes_are_written(report
     counts = [event["args"] for event in read(reports["eager"], tmp_path / "trace.json") if event["ph"] == "C"]
     assert max(sum(count.values()) for count in counts) == reports["eager"].peak_memory_bytes
     assert all(before != after for before, after in pairwise(counts))
+
+
+def test_each_stream_is_a_track(reports, tmp_path):
+    """Every fifth kernel on a stream of its own, as if it were a collective."""
+    report = reports["eager"]
+    timings = [
+        timing._replace(stream=1, is_collective=True) if number % 5 == 0 else timing
+        for number, timing in enumerate(report.timings)
+    ]
+    events = read(replace(report, timings=timings), tmp_path / "trace.json")
+    assert breaches(events) == []
+    titles = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0]
+    assert titles == ["kernels", "communication"]
+    on_second = [event for event in of_category(events, "kernel") if event["tid"] == 8]
+    assert len(on_second) == len(timings[::5])
 
 
 def test_the_host_is_seen_to_wait_for_a_value(tmp_path):
