@@ -180,6 +180,7 @@ class Hardware(Validated):
 
     memory_gb: SI gigabytes, near what a driver leaves of the binary ones that are soldered on.
     l2_cache_mb: as vendors print it, which for caches means 2**20 bytes; on a CPU the last-level cache.
+    l2_bandwidth_gb_per_s: of that cache, reached by a copy; only the times of CPUs use it.
     host_link: what copies from and to the host pass, where that is not PCIe (NVLink-C2C).
     is_cpu: the host runs the kernels itself: an op's dispatch and its work add up, nothing overlaps.
     kernel_floor_us: time of the smallest kernel, back to back with others on the device.
@@ -210,6 +211,7 @@ class Hardware(Validated):
     memory_type: str = field(metadata=by(text))
     memory_bandwidth_gb_per_s: float = field(metadata=by(_amount))
     l2_cache_mb: float | None = field(default=None, metadata=by(_amount))
+    l2_bandwidth_gb_per_s: float | None = field(default=None, metadata=by(_amount))
     tdp_w: float | None = field(default=None, metadata=by(_amount))
     interconnect: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
     pcie: Pcie | None = field(default=None, metadata=by(record(Pcie)))
@@ -313,6 +315,11 @@ class Hardware(Validated):
     def l2_cache_bytes(self) -> int | None:
         """Size of the last cache before memory."""
         return None if self.l2_cache_mb is None else round(self.l2_cache_mb * 2**20)
+
+    @property
+    def l2_bandwidth_bytes_per_s(self) -> float | None:
+        """Bandwidth that a copy inside of that cache reaches."""
+        return None if self.l2_bandwidth_gb_per_s is None else self.l2_bandwidth_gb_per_s * 1e9
 
     @property
     def kernel_floor_seconds(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +18,14 @@ MOST_LINES = 60
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """Runs an example as a script; returns what it printed."""
     rules = dict(RULES)
 
-    def run(name: str) -> str:
+    def run(name: str, *arguments: str) -> str:
         if name in NEEDS:
             pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed", exc_type=ImportError)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 
@@ -53,7 +55,7 @@ def test_every_example_that_needs_another_package_is_known_to_need_it():
             for line in path.read_text().splitlines()
             if line.startswith(("import ", "from "))
         }
-        assert imported - {"__future__", "torch", "tabulate", "flopmeter"} == (
+        assert imported - {*sys.stdlib_module_names, "torch", "tabulate", "flopmeter"} == (
             {NEEDS[path.stem]} if path.stem in NEEDS else set()
         )
 
@@ -104,3 +106,13 @@ def test_a_timm_transformer_is_swept_over_the_batch(run):
     out = run("timm_vit")
     sizes = [line.split()[0] for line in out.splitlines() if line[:8].strip().isdigit()]
     assert sizes == ["1", "2", "4", "8", "16", "32", "64"]
+
+
+def test_this_cpu_is_calibrated_predicted_and_timed(run):
+    """Tests share their cores with others, so the figures need only be of the right order."""
+    out = run("predict_this_cpu", "--models", "resnet-50", "--repeats", "3", "--seconds", "2")
+    ((measured, best, predicted, error),) = lines_of_table(out, "resnet-50")
+    assert 0 < float(best) <= float(measured)
+    assert float(measured) / 10 < float(predicted) < float(measured) * 10
+    assert float(error) == pytest.approx(100 * (float(predicted) / float(measured) - 1), abs=1)
+    assert "flopmeter calibrate" in out

@@ -26,7 +26,7 @@ from flopmeter.document import FORMATS, Document
 from flopmeter.hardware import load_hardware
 from flopmeter.known_values import DataDependentError
 from flopmeter.largest_batch import largest_batch
-from flopmeter.measured import check
+from flopmeter.measured import Device, as_yaml, calibrate, check
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.plots import PICTURES, save, sweep_curve
 from flopmeter.render import RENDERERS, headline, summary, table
@@ -155,6 +155,30 @@ def _check(options: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(options: argparse.Namespace) -> int:
+    path = None if options.output is None else _yaml_path(options.output)
+    profile = as_yaml(calibrate(options.device, budget_seconds=options.seconds, progress=on_terminal("measuring")))
+    if path is None:
+        print(profile, end="")
+        return 0
+    try:
+        path.write_text(profile, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror})") from None
+    print(f"wrote {path}: use it as --hardware {path}")
+    return 0
+
+
+def _yaml_path(name: str) -> Path:
+    """Complains before the measurement, not after it."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"{name} must end in .yaml: profiles are found by that")
+    if not path.parent.is_dir():
+        raise ValueError(f"{name} cannot be written: there is no folder {path.parent}")
+    return path
+
+
 def _hardware(options: argparse.Namespace) -> int:
     print(hardware_table(options.names))
     return 0
@@ -248,6 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_fit(commands)
     _add_diff(commands)
     _add_check(commands)
+    _add_calibrate(commands)
     _add_hardware(commands)
     _add_explain(commands)
     return parser
@@ -343,6 +368,17 @@ def _add_check(commands: Any) -> None:
         "--hardware", metavar="NAME", help="a name or a YAML file (default: the GPU that the trace names)"
     )
     _add_format(parser, FORMATS)
+
+
+def _add_calibrate(commands: Any) -> None:
+    example = "Example: flopmeter calibrate -o this-cpu.yaml\n\nOMP_NUM_THREADS says how many cores it measures.\n"
+    what = "Measure this machine and write its profile"
+    parser = _add(commands, "calibrate", _calibrate, what, example)
+    parser.add_argument("-o", "--output", metavar="FILE.yaml", help="where to write it (default: print it)")
+    parser.add_argument("--device", choices=get_args(Device), default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--seconds", metavar="N", type=_size, default=20, help="time to spend, about (default: %(default)s)"
+    )
 
 
 def _add_hardware(commands: Any) -> None:

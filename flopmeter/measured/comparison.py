@@ -16,7 +16,7 @@ from flopmeter.measured.rebuild import Arguments, NotRebuilt, arguments_of, comm
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, Switches
-from flopmeter.timing.kernels import price
+from flopmeter.timing import cpu, kernels
 
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
 _SECONDS = 1e-9  # of a nanosecond
@@ -197,6 +197,7 @@ def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardwa
     host = device.host if device.is_cpu else None  # of a GPU the device's time is measured
     if not costs:
         return _Prediction(name, shapes, NO_KERNEL, "", host.view_seconds if host else 0.0, 0.0, 0, 0, 0, 0)
+    price = cpu.price if device.is_cpu else kernels.price
     seconds = [price(cost, device, switches).busy.work_seconds + device.kernel_floor_seconds for cost in costs]
     longest = costs[seconds.index(max(seconds))]
     return _Prediction(

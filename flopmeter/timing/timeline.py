@@ -13,7 +13,7 @@ from flopmeter.hardware import Hardware, Host
 from flopmeter.modes import Launches
 from flopmeter.places import Place
 from flopmeter.records import COMMUNICATION, Cost, Switches, Timing
-from flopmeter.timing import kernels
+from flopmeter.timing import cpu, kernels
 from flopmeter.timing.kernels import Price
 
 
@@ -78,7 +78,7 @@ class _Prices:
 
     def __init__(self, launches: Launches, hardware: Hardware, switches: Switches, cluster: Cluster | None):
         self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
-        self._price = kernels.price
+        self._price = cpu.price if hardware.is_cpu else kernels.price
         self._known: dict[Cost, Price] = {}
 
     def __call__(self, number: int) -> _Priced:

@@ -1,0 +1,423 @@
+"""Measure the machine that this runs on, and write its profile: rates of large products by type, bandwidth of memory
+and of the last-level cache, and what ops, views and module calls cost the host.
+
+Every figure is the median of repeats on the wall clock, so that it is what a program on this machine meets, whatever
+else runs there; the spread of the repeats is told in the profile's sources.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from flopmeter.hardware import Hardware, HardwareError, load_hardware
+from flopmeter.validated import build, plain
+
+Device = Literal["cpu", "cuda"]
+PRODUCT_DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "int8": torch.int8,
+}  # fmt: skip
+LONGEST_PRODUCT_SECONDS = 0.2  # sides double up to one that takes as long as that on the device
+MEASURED_SHARE = 0.7  # of the budget; the rest goes to finding sizes and to warming up
+SIDES = (256, 512, 1024, 2048, 4096, 8192)
+CACHE_FACTOR = 4  # a copy of so many caches is out of any
+LEAST_REPEATS = 5
+OPS_PER_REPEAT = 200  # where a single one is too short for the clock
+DEPTH = 10  # of nested modules
+SMALL = 16  # elements: next to no work
+# ATen gives each thread at least so many elements of an element-wise op (at::internal::GRAIN_SIZE).
+GRAIN_ELEMENTS = 32768
+LEAST_FLOOR_US = 0.1  # of a fork and join, where one thread makes none
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+class Figure(NamedTuple):
+    """The median of repeats, and half the distance of their quartiles as a share of it."""
+
+    value: float
+    spread: float
+    repeats: int
+
+    def per(self, amount: float) -> Figure:
+        """The rate at which an amount of work was done in so many seconds."""
+        return self._replace(value=amount / self.value)
+
+
+@dataclass
+class Calibration:
+    """Figures by the name of what was measured. `profile()` is their profile."""
+
+    device: Device
+    threads: int
+    figures: dict[str, Figure] = field(default_factory=dict)
+    unsupported: dict[str, str] = field(default_factory=dict)  # types of products: why not
+
+    def rates_tflop_per_s(self) -> dict[str, float]:
+        """Of products, by type."""
+        prefix = "product "
+        return {
+            name.removeprefix(prefix): _rounded(figure.value / 1e12)
+            for name, figure in self.figures.items()
+            if name.startswith(prefix)
+        }
+
+    def told(self, *names: str) -> str:
+        """How sure the figures are, for a profile's sources."""
+        figures = [self.figures[name] for name in names if name in self.figures]
+        repeats, spread = min(figure.repeats for figure in figures), max(figure.spread for figure in figures)
+        return f"median of at least {repeats} repeats, quartiles within {100 * spread:.0f} %"
+
+
+def calibrate(
+    device: Device = "cpu",
+    *,
+    budget_seconds: float = 20.0,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+) -> Hardware:
+    """Measure this machine for about `budget_seconds` and return its profile; `as_yaml` writes it.
+
+    progress: wraps the list of measurements, as `tqdm` does.
+    Raises HardwareError where there is no such device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise HardwareError("torch finds no CUDA device here: calibrate the CPU, or run this where there is one")
+    calibration = Calibration(device, torch.get_num_threads())
+    steps = _steps(device)
+    clock = _Clock(device, budget_seconds * MEASURED_SHARE / len(steps))
+    with torch.inference_mode():
+        for name, measure in progress(steps):
+            try:
+                calibration.figures[name] = measure(clock)
+            except (RuntimeError, NotImplementedError) as error:
+                if not name.startswith("product "):
+                    raise
+                calibration.unsupported[name.removeprefix("product ")] = str(error).splitlines()[0]
+    return cpu_profile(calibration) if device == "cpu" else cuda_profile(calibration)
+
+
+def as_yaml(profile: Hardware) -> str:
+    """The file that load_hardware() reads; it is named by its stem."""
+    values = {name: value for name, value in _without_empty(plain(profile)).items() if name != "name"}
+    head = f"# {profile.title}, measured by `flopmeter calibrate`.\n"
+    return head + str(yaml.safe_dump(values, sort_keys=False, width=100, allow_unicode=True))
+
+
+def _without_empty(value: Any) -> Any:
+    """Of nested mappings, what says something: no empty lists, mappings and no false."""
+    if not isinstance(value, dict):
+        return value
+    below = {key: _without_empty(item) for key, item in value.items()}
+    return {key: item for key, item in below.items() if item not in ([], {}) and item is not False}
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Times a function on the device, again and again until its share of the budget is spent."""
+
+    def __init__(self, device: Device, seconds: float):
+        self.device, self._seconds = device, seconds
+
+    def once(self, function: Callable[[], object]) -> float:
+        self._wait()
+        start = time.perf_counter()
+        function()
+        self._wait()
+        return time.perf_counter() - start
+
+    def median(self, function: Callable[[], object], calls: int = 1) -> Figure:
+        """Seconds of one of the calls that `function` makes."""
+        self.once(function)  # libraries choose and compile their kernels
+        samples: list[float] = []
+        end = time.perf_counter() + self._seconds
+        while len(samples) < LEAST_REPEATS or time.perf_counter() < end:
+            samples.append(self.once(function) / calls)
+        low, middle, high = statistics.quantiles(samples, n=4)
+        return Figure(middle, (high - low) / 2 / middle, len(samples))
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+_Step = tuple[str, Callable[[_Clock], Figure]]
+
+
+def _steps(device: Device) -> list[_Step]:
+    def product_of(dtype: str) -> Callable[[_Clock], Figure]:
+        return lambda clock: _product(clock, dtype)
+
+    types = [dtype for dtype in PRODUCT_DTYPES if device == "cuda" or dtype != "tf32"]
+    steps: list[_Step] = [(f"product {dtype}", product_of(dtype)) for dtype in types]
+    steps += [("copy", _copy), ("op", _op), ("view", _view), ("module call", _module_call)]
+    return steps + ([("cache copy", _cache_copy), ("fork", _fork)] if device == "cpu" else [("kernel", _graph_node)])
+
+
+def _product(clock: _Clock, dtype: str) -> Figure:
+    """FLOP/s of square products, as large as the time allows."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+    try:
+        for side in SIDES:
+            operands = [_operand(side, dtype, clock.device) for _ in range(2)]
+            run = functools.partial(torch._int_mm if dtype == "int8" else torch.mm, *operands)
+            run()
+            # The next side takes eight times as long.
+            if 8 * clock.once(run) > LONGEST_PRODUCT_SECONDS:
+                break
+        return clock.median(run).per(2.0 * side**3)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _operand(side: int, dtype: str, device: Device) -> Tensor:
+    if dtype == "int8":
+        return torch.randint(-9, 10, (side, side), dtype=torch.int8, device=device)
+    return torch.randn(side, side, device=device).to(PRODUCT_DTYPES[dtype])
+
+
+def _copy(clock: _Clock) -> Figure:
+    """Bytes read and written per second by a copy of several caches."""
+    return _copied(clock, CACHE_FACTOR * _last_cache_bytes(clock.device))
+
+
+def _cache_copy(clock: _Clock) -> Figure:
+    """The same of two buffers that share half of the last-level cache."""
+    return _copied(clock, _last_cache_bytes("cpu") // 4)
+
+
+def _copied(clock: _Clock, nbytes: int) -> Figure:
+    source = torch.ones(nbytes // 4, device=clock.device)
+    target = torch.empty_like(source)
+    return clock.median(lambda: target.copy_(source)).per(2.0 * source.nbytes)
+
+
+def _op(clock: _Clock) -> Figure:
+    """Seconds of the mean of some ops with next to no work, with the Python that calls them."""
+    x, square, norm = (torch.ones(shape, device=clock.device) for shape in ((SMALL,), (4, 4), (SMALL,)))
+    layer_norm = nn.functional.layer_norm
+
+    def ops() -> None:
+        for _ in range(OPS_PER_REPEAT // 5):
+            x + norm
+            x.relu()
+            torch.addmm(square, square, square)
+            layer_norm(x, (SMALL,), norm, norm)
+            x.softmax(0)
+
+    return clock.median(ops, OPS_PER_REPEAT)
+
+
+def _view(clock: _Clock) -> Figure:
+    x = torch.ones(4, 4, device=clock.device)
+
+    def views() -> None:
+        for _ in range(OPS_PER_REPEAT // 2):
+            x.view(2, 8)
+            x.transpose(0, 1)
+
+    return clock.median(views, OPS_PER_REPEAT)
+
+
+class _Around(nn.Module):
+    """Calls another module, as modules that hold modules do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def _module_call(clock: _Clock) -> Figure:
+    module: nn.Module = nn.Identity()
+    for _ in range(DEPTH - 1):
+        module = _Around(module)
+    x = torch.ones(1)
+
+    def calls() -> None:
+        for _ in range(OPS_PER_REPEAT // DEPTH):
+            module(x)
+
+    return clock.median(calls, OPS_PER_REPEAT)
+
+
+def _fork(clock: _Clock) -> Figure:
+    """Seconds that all threads take to start and to meet: an op with a grain for each against one grain alone."""
+    threads = torch.get_num_threads()
+    alone, shared = (torch.ones(count * GRAIN_ELEMENTS) for count in (1, threads))
+    one = clock.median(lambda: [alone.add_(1) for _ in range(OPS_PER_REPEAT)], OPS_PER_REPEAT)
+    all_together = clock.median(lambda: [shared.add_(1) for _ in range(OPS_PER_REPEAT)], OPS_PER_REPEAT)
+    return all_together._replace(value=max(LEAST_FLOOR_US * 1e-6, all_together.value - one.value))
+
+
+def _graph_node(clock: _Clock) -> Figure:
+    """Seconds from one tiny kernel to the next in a CUDA graph, where no host slows them down."""
+    x = torch.ones(SMALL, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(OPS_PER_REPEAT):
+            x.add_(1)
+    return clock.median(graph.replay, OPS_PER_REPEAT)
+
+
+def _last_cache_bytes(device: Device) -> int:
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties().L2_cache_size)
+    return max(_cache_sizes().values(), default=32 * 2**20)
+
+
+def _cache_sizes() -> dict[int, int]:
+    """Bytes of the data caches of the first CPU by level, where the system tells (Linux)."""
+    sizes = {}
+    for folder in _CACHES.glob("index*"):
+        try:
+            level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+            if kind != "Instruction":
+                sizes[int(level)] = int(size.removesuffix("K")) * 1024
+        except (OSError, ValueError):
+            continue
+    return sizes
+
+
+# --- profiles ------------------------------------------------------------------------------------------------------
+
+
+_MEASURED_PEAKS = "the rates and the bandwidth are measured ones"
+_NOTE = "year: that of the measurement. Peaks are the rates of large products: MFU is relative to those."
+
+
+def cpu_profile(calibration: Calibration) -> Hardware:
+    """Rates as measured stand for the peaks, and the achieved fractions are 1: nobody told the machine's datasheet."""
+    figures, model = calibration.figures, _cpu_model()
+    caches = _cache_sizes()
+    values: dict[str, Any] = {
+        "name": "this-cpu",
+        "title": f"{model['name']} ({_threads(calibration)})",
+        "vendor": model["vendor"],
+        "year": datetime.date.today().year,
+        "architecture": torch.backends.cpu.get_cpu_capability(),
+        "is_cpu": True,
+        "sm_count": calibration.threads,
+        "vector_tflop_per_s": calibration.rates_tflop_per_s(),
+        "memory_type": "not told",
+        "memory_bandwidth_gb_per_s": _rounded(figures["copy"].value / 1e9),
+        "achieved": {"vector": 1.0, "memory": 1.0, "source": _MEASURED_PEAKS},
+        "kernel_floor_us": _rounded(figures["fork"].value * 1e6),
+    }
+    if caches:
+        values["l2_cache_mb"] = caches[max(caches)] / 2**20
+        values["l2_bandwidth_gb_per_s"] = _rounded(figures["cache copy"].value / 1e9)
+    sources = {
+        "kernel_floor_us": f"an element-wise op on all threads against one; {calibration.told('fork')}",
+        "memory_bandwidth_gb_per_s": f"a copy of {CACHE_FACTOR} last-level caches; {calibration.told('copy')}",
+    }
+    return build(Hardware, values | _common(calibration, sources, _NOTE))
+
+
+def cuda_profile(calibration: Calibration) -> Hardware:
+    """A device that flopmeter knows keeps its spec peaks and gets measured fractions of them; of another one the
+    measured rates stand for the peaks."""
+    found = torch.cuda.get_device_properties()
+    try:
+        known = load_hardware(found.name)
+    except HardwareError:
+        return _unknown_gpu(calibration, found)
+    figures, rates = calibration.figures, calibration.rates_tflop_per_s()
+    shares = {
+        name: _rounded(rate * 1e12 / known.contraction_peak(name).flop_per_s)
+        for name, rate in rates.items()
+        if name in known.matrix_tflop_per_s
+    }
+    achieved = {
+        "matrix_by_dtype": shares,
+        "vector": _rounded(rates["fp32"] * 1e12 / known.vector_peak("fp32").flop_per_s),
+        "memory": _rounded(figures["copy"].value / known.bandwidth_bytes_per_s),
+    }
+    common = _common(calibration, {"kernel_floor_us": _graph_source(calibration)}, known.notes)
+    measured = common["sources"].pop("default")
+    floor = _rounded(figures["kernel"].value * 1e6)
+    return known.replace(achieved={**achieved, "source": measured}, kernel_floor_us=floor, **common)
+
+
+def _unknown_gpu(calibration: Calibration, found: Any) -> Hardware:
+    figures, rates = calibration.figures, calibration.rates_tflop_per_s()
+    on_vector_units = ("fp64", "fp32")
+    values = {
+        "name": "this-gpu",
+        "title": found.name,
+        "vendor": "nvidia",
+        "year": datetime.date.today().year,
+        "architecture": f"compute capability {found.major}.{found.minor}",
+        "compute_capability": [found.major, found.minor],
+        "sm_count": found.multi_processor_count,
+        "vector_tflop_per_s": {name: rates[name] for name in on_vector_units if name in rates},
+        "matrix_tflop_per_s": {name: rate for name, rate in rates.items() if name not in on_vector_units},
+        "memory_gb": found.total_memory / 1e9,
+        "memory_type": "not told",
+        "memory_bandwidth_gb_per_s": _rounded(figures["copy"].value / 1e9),
+        "l2_cache_mb": found.L2_cache_size / 2**20,
+        "achieved": {"matrix": 1.0, "vector": 1.0, "memory": 1.0, "source": _MEASURED_PEAKS},
+        "kernel_floor_us": _rounded(figures["kernel"].value * 1e6),
+    }
+    return build(Hardware, values | _common(calibration, {"kernel_floor_us": _graph_source(calibration)}, _NOTE))
+
+
+def _graph_source(calibration: Calibration) -> str:
+    return f"from one tiny kernel to the next in a CUDA graph; {calibration.told('kernel')}"
+
+
+def _common(calibration: Calibration, sources: dict[str, str], note: str | None) -> dict[str, Any]:
+    """What profiles of all devices tell of the calibration."""
+    figures = calibration.figures
+    products = [name for name in figures if name.startswith("product ")]
+    default = (
+        f"flopmeter calibrate, {datetime.date.today().isoformat()}, torch {torch.__version__}, "
+        f"{_threads(calibration)}; {calibration.told(*products)} (products)"
+    )
+    lacking = [f"{dtype}: {why}" for dtype, why in calibration.unsupported.items()]
+    return {
+        "host": {
+            "launch_seconds": _rounded(figures["op"].value),
+            "view_seconds": _rounded(figures["view"].value),
+            "module_call_seconds": _rounded(figures["module call"].value),
+            "source": f"loops of tiny ops, views and nested modules; {calibration.told('op', 'view', 'module call')}",
+        },
+        "sources": {"default": default, **sources},
+        "notes": " ".join([*([note] if note else []), *(f"No product in {text}." for text in lacking)]) or None,
+    }
+
+
+def _threads(calibration: Calibration) -> str:
+    return "1 thread" if calibration.threads == 1 else f"{calibration.threads} threads"
+
+
+def _rounded(value: float) -> float:
+    """To four digits: more than the repeats agree on."""
+    return float(f"{value:.4g}")
+
+
+def _cpu_model() -> dict[str, str]:
+    """Name and vendor, where the system tells."""
+    told: dict[str, str] = {}
+    if os.path.exists("/proc/cpuinfo"):
+        lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        told = {key.strip(): value.strip() for key, _, value in reversed(list(lines))}
+    vendors = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}
+    name = told.get("model name") or platform.processor() or platform.machine() or "CPU"
+    return {"name": name, "vendor": vendors.get(told.get("vendor_id", ""), "not told")}

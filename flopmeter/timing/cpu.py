@@ -1,0 +1,54 @@
+"""One kernel on a CPU, whose libraries (MKL, oneDNN, ATen's own loops) differ from a GPU's kernels in three things.
+
+There are no tiles to fill, so a product runs at the rate of a large one once its operands are packed; what a small one
+lacks is its dispatch. A last-level cache is large enough to hold what the op before has written. And there is no unit
+for exp and its like.
+"""
+
+from __future__ import annotations
+
+from flopmeter.hardware import Hardware
+from flopmeter.records import Cost, Switches
+from flopmeter.timing import constants
+from flopmeter.timing.kernels import Price
+from flopmeter.timing.products import Busy, overlap
+
+# Vector operations of one exp, log, tanh or erf: range reduction, a polynomial of degree 5 to 7, scaling, and the
+# special cases, counted in SLEEF's single-precision functions (github.com/shibatch/sleef, src/libm/sleefsimdsp.c).
+TRANSCENDENTAL_OPERATIONS = 20
+
+# Exponent p of (compute^p + memory^p)^(1/p) for products: a library copies panels of the operands into a layout of its
+# own before it multiplies them, and a core that copies computes nothing (Goto and van de Geijn, 'Anatomy of
+# High-Performance Matrix Multiplication', ACM TOMS 2008): no overlap.
+PACKING_OVERLAP = 1.0
+
+# How often a convolution in NCHW moves its tensors: oneDNN computes in a blocked layout, so each is read and written
+# once to be reordered, and read or written again by the convolution (oneDNN, "Memory Format Propagation").
+REORDERED_PASSES = 3
+
+
+def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
+    """Raises HardwareError where the device lacks the kernel's dtype."""
+    products = 2 * cost.macs - cost.masked_flops
+    others = cost.flops - 2 * cost.macs + (TRANSCENDENTAL_OPERATIONS - 1) * cost.transcendentals
+    compute = 0.0
+    if products:
+        compute += products / hardware.contraction_peak(switches.product_dtype(cost)).sustained_flop_per_s
+    if others:
+        share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
+        compute += others / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
+    memory = memory_seconds(cost, hardware)
+    exponent = PACKING_OVERLAP if cost.macs else constants.VECTOR_OVERLAP
+    return Price(Busy(compute, memory, overlap(compute, memory, exponent)), f"{cost.op_class}, CPU")
+
+
+def memory_seconds(cost: Cost, hardware: Hardware) -> float:
+    """Weights come from memory: between two uses of one, all others pass through the cache. Activations that fit are
+    still in the cache, where the op before has left them."""
+    moved = cost.bytes
+    if cost.convolution is not None and not cost.convolution.channels_last:
+        moved *= REORDERED_PASSES
+    cache, bandwidth = hardware.l2_cache_bytes, hardware.l2_bandwidth_bytes_per_s
+    if cache and bandwidth and not cost.macs and moved <= cache:
+        return moved / bandwidth
+    return moved / hardware.sustained_bandwidth_bytes_per_s
