@@ -2,7 +2,7 @@
 
     python scripts/validate.py --neusight DIR      operators and whole fp32 networks of NeuSight (ASPLOS 2025)
     python scripts/validate.py --timm FILE         inference of image models, pytorch-image-models' results/
-    python scripts/validate.py --e2e FILE          published end-to-end runs, one a line
+    python scripts/validate.py --e2e FILE          published end-to-end runs, one a line, on one GPU and on eight
 
 The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
 conv2d.csv and e2e.csv; any of them may be missing. --timm needs timm installed, whole networks of NeuSight
@@ -181,6 +181,10 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
 
         for title, rows in runs(arguments.e2e):
             yield title, rows, lambda row: row.name
+        from validate_distributed import sharded_runs
+
+        for title, rows in sharded_runs(arguments.e2e):
+            yield title, rows, _group
 
 
 if __name__ == "__main__":

@@ -71,6 +71,19 @@ def test_the_command_prints_tables_and_one_json_line(neusight):
     assert results["softmax"]["T4"] < 20
 
 
+def test_published_runs_on_eight_gpus_are_predicted(tmp_path):
+    """A row of llm-foundry's table (scripts/train/benchmarking/README.md): 136,334 tokens/s on each A100."""
+    row = {
+        "id": "1", "source": "llm-foundry", "model": "MPT-125m", "gpu": "a100_40gb", "n_gpus": "8", "dtype": "bf16",
+        "mode": "eager FSDP", "workload": "train", "batch": "26", "seq": "2048", "measured": "136334",
+        "unit": "tokens/s/GPU", "other_config": "AC=False; d_model 768 heads 12 layers 12 vocab 50368",
+    }  # fmt: skip
+    (tmp_path / "e2e.csv").write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
+    done = run("--e2e", str(tmp_path / "e2e.csv"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["llm-foundry, 8 GPUs, seconds"]["MPT-125m"] < 30
+
+
 def test_the_command_asks_for_a_file():
     done = run()
     assert done.returncode == 2

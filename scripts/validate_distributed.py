@@ -1,0 +1,195 @@
+"""Published training runs on 8 GPUs: MPT of llm-foundry and Llama-3.1-8B of torchtitan, both sharded by FSDP.
+
+llm-foundry ran FSDP1, whose traffic is that of the FSDP2 that is metered here. Its optimizer, an eighth of the
+parameters once in a step of 3 to 16 micro-batches, is less than 1 % of the time and left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from validate import Line, Row, roofline_seconds
+
+from flopmeter import FlopMeter
+from flopmeter.distributed import world
+from flopmeter.models.gpt2 import GPT2, GPT2Config
+from flopmeter.models.llama import LLAMA_3_8B, Attention, Llama
+from flopmeter.report import Report
+
+GPUS = 8
+PROFILES: dict[str, str | Path] = {
+    "a100_40gb": "a100-sxm4-40gb",
+    "H100 96GB HBM2e (500W)": Path(__file__).parent / "h100-96gb-500w.yaml",
+}
+Step = Callable[[], None]
+
+
+def sharded_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each source, in the order of the file, and the same again for the memory that was stated (in bytes).
+
+    Left out are the lines with fp8, whose products another library defines, and those without a batch size.
+    """
+    reports: dict[str, list[tuple[Line, Report]]] = {}
+    for line in csv.DictReader(path.open()):
+        program = PROGRAMS.get(line["source"])
+        if program is not None and line["n_gpus"] == str(GPUS) and line["dtype"] == "bf16":
+            reports.setdefault(line["source"], []).append((line, _report(line, program)))
+    for source, runs in reports.items():
+        yield f"{source}, 8 GPUs, seconds", [_time(line, report) for line, report in runs]
+        stated = [(line, report) for line, report in runs if "memory" in line["other_config"]]
+        if stated:
+            yield f"{source}, 8 GPUs, bytes of memory", [_memory(line, report) for line, report in stated]
+
+
+def _report(line: Line, program: Callable[[Line, DeviceMesh], Step]) -> Report:
+    with world(GPUS, {"dp": GPUS}) as mesh:
+        step = program(line, mesh)
+        step()  # the first one makes the optimizer's state
+        with FlopMeter(PROFILES[line["gpu"]]) as meter:
+            step()
+        return meter.report(mode="compiled" if "compile" in line["mode"] else "eager")
+
+
+def _time(line: Line, report: Report) -> Row:
+    tokens = int(line["batch"]) * int(line["seq"])
+    return Row(
+        group=line["model"],
+        gpu=line["gpu"],
+        name=_named(line),
+        measured=tokens / float(line["measured"]),
+        predicted=report.seconds,
+        low=report.seconds_low,
+        high=report.seconds_high,
+        roofline=roofline_seconds(report, report.hardware),
+    )
+
+
+def _memory(line: Line, report: Report) -> Row:
+    """What the allocator reserves, which is what torchtitan prints; the roofline is what tensors ask for."""
+    (gib,) = re.findall(r"memory ([\d.]+) GiB", line["other_config"])
+    reserved = float(report.memory.reserved_bytes)
+    return Row(
+        group=line["model"],
+        gpu=line["gpu"],
+        name=_named(line),
+        measured=float(gib) * 2**30,
+        predicted=reserved,
+        low=reserved,
+        high=reserved,
+        roofline=float(report.memory.peak_bytes),
+    )
+
+
+def _named(line: Line) -> str:
+    return f"{line['id']}: {line['model']}, {line['mode'].partition(' (')[0]}, {line['batch']} x {line['seq']}"
+
+
+def _shard(model: Any, mesh: DeviceMesh, reduced_in: torch.dtype) -> None:
+    """Each block on its own, then what is left, as both libraries do."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced_in)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _recompute(blocks: Iterable[nn.Module], **options: Any) -> None:
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+# --- llm-foundry -----------------------------------------------------------------------------------------------------
+
+
+def _mpt(line: Line, mesh: DeviceMesh) -> Step:
+    """GPT-2's architecture, all in bf16 (`mixed_precision: PURE`), the loss too, as in its own kernel."""
+    sizes = dict(re.findall(r"(d_model|heads|layers|vocab) (\d+)", line["other_config"]))
+    width, heads, layers, vocabulary = (int(sizes[name]) for name in ("d_model", "heads", "layers", "vocab"))
+    length = int(line["seq"])
+    with torch.device("meta"):
+        model = GPT2(GPT2Config(layers, width, heads, vocabulary, positions=length))
+        tokens, labels = (torch.zeros(int(line["batch"]), length, dtype=torch.long) for _ in range(2))
+    if "AC=True" in line["other_config"]:
+        _recompute(model.blocks)
+    _shard(model, mesh, reduced_in=torch.bfloat16)
+    return lambda: F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+
+
+# --- torchtitan ------------------------------------------------------------------------------------------------------
+
+
+class TitanAttention(Attention):
+    """Rotary positions as products of complex numbers in fp32; keys and values repeated for each query head."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turns = torch.complex(cos[:, ::2].float(), sin[:, ::2].float())[:, None]
+        q = _turned(self.query(x).unflatten(-1, (self.heads, -1)), turns)
+        k = _turned(self.key(x).unflatten(-1, (self.kv_heads, -1)), turns)
+        v = self.value(x).unflatten(-1, (self.kv_heads, -1))
+        repeats = self.heads // self.kv_heads
+        k, v = (part[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3) for part in (k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
+        return out
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
+
+
+def _llama(line: Line, mesh: DeviceMesh) -> Step:
+    """Selective recomputation; gradients are reduced in fp32, and AdamW steps on an eighth of the parameters."""
+    shape = int(line["batch"]), int(line["seq"])
+    with torch.device("meta"):
+        model = Llama(LLAMA_3_8B)
+        tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+    for block in model.blocks:
+        block.attention.__class__ = TitanAttention
+    _recompute(model.blocks, context_fn=_selective)
+    _shard(model, mesh, reduced_in=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # what torch of then preferred, and what is saved
+            F.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+SAVED = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+)
+
+
+def _selective() -> Any:
+    """torchtitan's `selective_ac_option = "op"`: attention and every second product are saved."""
+    products: Counter[bool] = Counter()
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = func is torch.ops.aten.mm.default
+        products[context.is_recompute] += is_product
+        is_saved = func in SAVED and not (is_product and products[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+PROGRAMS: dict[str, Callable[[Line, DeviceMesh], Step]] = {"llm-foundry": _mpt, "torchtitan 2024-12": _llama}
