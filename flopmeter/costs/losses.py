@@ -21,7 +21,7 @@ class PerTerm(NamedTuple):
 _LOSSES: dict[OpOverloadPacket, PerTerm] = {
     aten.mse_loss: PerTerm(2),  # (x - y)²
     aten.smooth_l1_loss: PerTerm(4),  # 0.5 * (x - y)² / beta
-    aten.huber_loss: PerTerm(4),
+    aten.huber_loss: PerTerm(3),  # 0.5 * (x - y)²; beyond delta as many: delta * (|x - y| - delta/2)
     # -(y * log x + (1 - y) * log(1 - x)): two logs, two products, two differences, add, negate
     aten.binary_cross_entropy: PerTerm(8, 2),
     aten.soft_margin_loss: PerTerm(4, 2),  # log1p(exp(-x * y))

@@ -53,6 +53,7 @@ _FUNCTIONS = _words("""
 """)
 
 _FORMULAS = {
+    **dict.fromkeys(("abs", "gcd", "lcm"), ONE),  # torch does not tag their in-place forms
     "sigmoid": PerElement(4, 1),  # 1 / (1 + exp(-x))
     "sigmoid_backward": PerElement(3),  # dy * (1 - y) * y
     "tanh_backward": PerElement(3),  # dy * (1 - y*y)
@@ -75,8 +76,8 @@ _FORMULAS = {
     "log_sigmoid_backward": PerElement(6, 1),  # z = exp(-|x|); dy * (c - s * z / (1 + z))
     "logit": PerElement(3, 1),  # log(x / (1 - x))
     "logit_backward": PerElement(3),  # dy / (x * (1 - x))
-    "logaddexp": PerElement(5, 2),  # max + log1p(exp(-|a - b|))
-    "logaddexp2": PerElement(5, 2),
+    "logaddexp": PerElement(4, 2),  # max + log1p(exp(-|a - b|)), the sign set
+    "logaddexp2": PerElement(5, 2),  # max + log2(1 + exp2(-|a - b|))
     "xlogy": PerElement(2, 1),  # x * log(y)
     "special_xlog1py": PerElement(2, 1),
     "special_entr": PerElement(3, 1),  # -x * log(x)
