@@ -255,17 +255,16 @@ def _notes(report: Report) -> Iterator[str]:
         yield f"assumed: {'; '.join(report.assumptions)}"
 
 
-def _what_would_help(rows: Iterable[DeviceRow]) -> Table:
-    columns = [
-        Column("what would help", "<"), Column("2x FLOP/s"), Column("2x bandwidth"), Column("half host time"),
-        Column("the verdict", "<"),
-    ]  # fmt: skip
+_CHANGES: dict[Regime, str] = {
+    "compute": "2x FLOP/s", "memory": "2x bandwidth", "communication": "2x link speed", "overhead": "half host time",
+}  # fmt: skip
+
+
+def _what_would_help(rows: Sequence[DeviceRow]) -> Table:
+    changes = {regime: what for regime, what in _CHANGES.items() if any(regime in row.what_if.speedup for row in rows)}
     return Table(
-        columns,
-        [
-            [row.hardware, *(f"{row.what_if.speedup[regime]:.2f}x" for regime in RESOURCES), _verdict(row)]
-            for row in rows
-        ],
+        [Column("what would help", "<"), *(Column(what) for what in changes.values()), Column("the verdict", "<")],
+        [[row.hardware, *(f"{row.what_if.speedup[regime]:.2f}x" for regime in changes), _verdict(row)] for row in rows],
     )
 
 
