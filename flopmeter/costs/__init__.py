@@ -127,6 +127,6 @@ def _divides_fresh_mask(previous: Op | None, op: Op) -> bool:
 def _how_to_add(call: Call) -> str:
     return (
         f"no cost rule covers {call.func}. Add one: a function of the call under "
-        f"@flopmeter.register_cost(torch.ops.{call.func}) that returns its cost (see the README), "
+        f"@flopmeter.register_cost(torch.ops.{call.func}) that returns its cost (see docs/contributing.md), "
         "or meter with strict=False, which lists the op as uncounted."
     )
