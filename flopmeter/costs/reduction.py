@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, prod
+from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverloadPacket
@@ -20,46 +21,41 @@ from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Matmul
 
 aten = torch.ops.aten
 
-# Per input element: (FLOPs, transcendentals), and FLOPs per output element.
-_PER_INPUT: dict[OpOverloadPacket, tuple[int, int, int]] = {
-    aten.sum: (1, 0, 0),
-    aten.nansum: (1, 0, 0),
-    aten.mean: (1, 0, 1),  # sum, then one division
-    aten.prod: (1, 0, 0),
-    aten.amax: (0, 0, 0),
-    aten.amin: (0, 0, 0),
-    aten.aminmax: (0, 0, 0),
-    aten.argmax: (0, 0, 0),
-    aten.argmin: (0, 0, 0),
-    aten.any: (0, 0, 0),
-    aten.all: (0, 0, 0),
-    aten.count_nonzero: (0, 0, 0),
-    aten.logsumexp: (3, 1, 2),  # subtract the maximum, exp, sum; log and add back
-    aten.var: (3, 0, 4),  # sum 1, sum of squares 2; mean, its square, subtract, divide
-    aten.var_mean: (3, 0, 4),
-    aten.std: (3, 0, 5),
-    aten.std_mean: (3, 0, 5),
-    aten.cumsum: (1, 0, 0),
-    aten.cumsum_: (1, 0, 0),
-    aten.cumprod: (1, 0, 0),
-    aten.cumprod_: (1, 0, 0),
-    aten.cummax: (0, 0, 0),
-    aten.cummin: (0, 0, 0),
-    aten.logcumsumexp: (4, 2, 0),  # per step: subtract, exp, log1p, add
-    aten.median: (0, 0, 0),
-    aten.nanmedian: (0, 0, 0),
-    aten.mode: (0, 0, 0),
-    aten.equal: (0, 0, 0),
-    aten.max_pool2d_with_indices: (0, 0, 0),
-    aten.max_pool3d_with_indices: (0, 0, 0),
-    aten.adaptive_max_pool2d: (0, 0, 0),
-    aten.adaptive_max_pool3d: (0, 0, 0),
-    aten._adaptive_avg_pool2d: (1, 0, 1),
-    aten._adaptive_avg_pool3d: (1, 0, 1),
-    aten.fractional_max_pool2d: (0, 0, 0),
-    aten.fractional_max_pool3d: (0, 0, 0),
-    aten.hash_tensor: (0, 0, 0),
-    aten.col2im: (1, 0, 0),  # overlapping windows add up
+
+class PerInput(NamedTuple):
+    """Of each input element, and of each output element."""
+
+    flops: int
+    transcendentals: int = 0
+    output_flops: int = 0
+    output_transcendentals: int = 0
+
+
+_COMPARES = (
+    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.count_nonzero, aten.cummax,
+    aten.cummin, aten.median, aten.nanmedian, aten.mode, aten.equal, aten.max_pool2d_with_indices,
+    aten.max_pool3d_with_indices, aten.adaptive_max_pool2d, aten.adaptive_max_pool3d, aten.fractional_max_pool2d,
+    aten.fractional_max_pool3d, aten.hash_tensor,
+)  # fmt: skip
+_PER_INPUT: dict[OpOverloadPacket, PerInput] = {
+    **dict.fromkeys(_COMPARES, PerInput(0)),
+    aten.sum: PerInput(1),
+    aten.nansum: PerInput(1),
+    aten.mean: PerInput(1, output_flops=1),  # sum, then one division
+    aten.prod: PerInput(1),
+    aten.logsumexp: PerInput(3, 1, 2, 1),  # subtract the maximum, exp, sum; log and add back
+    aten.var: PerInput(3, 0, 4),  # sum 1, sum of squares 2; mean, its square, subtract, divide
+    aten.var_mean: PerInput(3, 0, 4),
+    aten.std: PerInput(3, 0, 5, 1),  # and a root
+    aten.std_mean: PerInput(3, 0, 5, 1),
+    aten.cumsum: PerInput(1),
+    aten.cumsum_: PerInput(1),
+    aten.cumprod: PerInput(1),
+    aten.cumprod_: PerInput(1),
+    aten.logcumsumexp: PerInput(4, 2),  # per step: subtract, exp, log1p, add
+    aten._adaptive_avg_pool2d: PerInput(1, output_flops=1),
+    aten._adaptive_avg_pool3d: PerInput(1, output_flops=1),
+    aten.col2im: PerInput(1),  # overlapping windows add up
 }
 
 _COMPLEX_FACTORS = {
@@ -70,13 +66,13 @@ _COMPLEX_FACTORS = {
 
 def reduction(call: Call) -> Cost:
     """The default for every op that torch tags as a reduction, and for the table above."""
-    per_input, transcendentals, per_output = _PER_INPUT.get(call.func.overloadpacket, (1, 0, 0))
+    per = _PER_INPUT.get(call.func.overloadpacket, PerInput(1))
     n, outputs = call.inputs[0].numel, call.outputs[0].numel if call.outputs else 0
     return make_cost(
         call,
         REDUCTION,
-        per_input * n + per_output * outputs,
-        transcendentals=transcendentals * n,
+        per.flops * n + per.output_flops * outputs,
+        transcendentals=per.transcendentals * n + per.output_transcendentals * outputs,
         complex_factor=_COMPLEX_FACTORS.get(call.func.overloadpacket, COMPLEX_OTHER),
     )
 

@@ -1,0 +1,340 @@
+"""Options, orders, sides and batches, by hand: what an op costs when it is not called in its plainest way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from costs_support import call_by_hand, calls_of, meta
+from torch import Tensor
+
+from flopmeter.costs import costs_of
+from flopmeter.records import Call, Cost
+
+aten = torch.ops.aten
+I64, I32, U8, C64 = torch.int64, torch.int32, torch.uint8, torch.complex64
+T = meta
+
+
+def i64(*shape: int) -> Tensor:
+    return meta(*shape, dtype=I64)
+
+
+def c64(*shape: int) -> Tensor:
+    return meta(*shape, dtype=C64)
+
+
+def by_hand(func: Any, args: tuple[Any, ...], *outputs: Tensor, **kwargs: Any) -> Call:
+    return call_by_hand(func, args, outputs, **kwargs)
+
+
+def costs_of_case(case: Callable[[], Any] | Call) -> tuple[Cost, ...]:
+    return costs_of(case if isinstance(case, Call) else calls_of(case)[-1])
+
+
+# (call, FLOPs, of these library functions); 4 rows of 6, or the sizes that stand there
+Case = tuple["Callable[[], Any] | Call", int, int]
+NONE = (0, 0)
+REDUCTIONS: dict[str, Case] = {
+    "sum": (lambda: aten.sum(T(4, 6)), 24, 0),
+    "nansum": (lambda: aten.nansum(T(4, 6)), 24, 0),
+    "mean": (lambda: aten.mean(T(4, 6), [1]), 24 + 4, 0),
+    "prod": (lambda: aten.prod(T(4, 6)), 24, 0),
+    "prod complex": (lambda: aten.prod(c64(4, 6)), 24 * 6, 0),
+    "cumsum complex": (lambda: aten.cumsum(c64(4, 6), 1), 24 * 2, 0),
+    "cumprod complex": (lambda: aten.cumprod(c64(4, 6), 1), 24 * 6, 0),
+    "cumprod": (lambda: aten.cumprod(T(4, 6), 1), 24, 0),
+    "cumprod_": (lambda: aten.cumprod_(T(4, 6), 1), 24, 0),
+    "cumsum_": (lambda: aten.cumsum_(T(4, 6), 1), 24, 0),
+    "logcumsumexp": (lambda: aten.logcumsumexp(T(4, 6), 1), 24 * 4, 24 * 2),
+    "logsumexp": (lambda: aten.logsumexp(T(4, 6), [1]), 24 * 3 + 4 * 2, 24 + 4),
+    "var": (lambda: aten.var.correction(T(4, 6), [1]), 24 * 3 + 4 * 4, 0),
+    "var_mean": (lambda: aten.var_mean.correction(T(4, 6), [1]), 24 * 3 + 4 * 4, 0),
+    "std": (lambda: aten.std.correction(T(4, 6), [1]), 24 * 3 + 4 * 5, 4),
+    "std_mean": (lambda: aten.std_mean.correction(T(4, 6), [1]), 24 * 3 + 4 * 5, 4),
+    "_adaptive_avg_pool3d": (lambda: aten._adaptive_avg_pool3d(T(1, 3, 2, 2, 2), [1, 1, 1]), 24 + 3, 0),
+    "_adaptive_avg_pool3d_backward": (
+        lambda: aten._adaptive_avg_pool3d_backward(T(1, 3, 1, 1, 1), T(1, 3, 2, 2, 2)), 3 + 24, 0
+    ),
+    "avg_pool3d": (lambda: aten.avg_pool3d(T(1, 3, 4, 4, 4), [2], [2]), 24 * (8 + 1), 0),
+    "avg_pool3d of a box": (lambda: aten.avg_pool3d(T(1, 3, 4, 4, 4), [1, 2, 4], [1, 2, 4]), 24 * (8 + 1), 0),
+    "avg_pool2d of one number": (lambda: aten.avg_pool2d(T(1, 3, 6, 6), [3], [3]), 12 * (9 + 1), 0),
+    "avg_pool3d_backward": (
+        lambda: aten.avg_pool3d_backward(
+            T(1, 3, 2, 2, 2), T(1, 3, 4, 4, 4), [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None
+        ),
+        24 * 9, 0,
+    ),
+    "norm of order 0": (lambda: aten.linalg_vector_norm(T(4, 6), 0), 24, 0),
+    "norm of order 1": (lambda: aten.linalg_vector_norm(T(4, 6), 1), 24, 0),
+    "norm of order 2": (lambda: aten.linalg_vector_norm(T(4, 6), 2, [1]), 48 + 4, 4),
+    "norm of order 3": (lambda: aten.linalg_vector_norm(T(4, 6), 3, [1]), 48 + 4, 24 + 4),
+    "norm of order inf": (lambda: aten.linalg_vector_norm(T(4, 6), inf), *NONE),
+    "norm of order -inf": (lambda: aten.linalg_vector_norm(T(4, 6), -inf), *NONE),
+    "dist 0": (lambda: aten.dist(T(6), T(6), 0), 6 * 2, 0),
+    "dist 1": (lambda: aten.dist(T(6), T(6), 1), 6 * 3, 0),
+    "dist 2": (lambda: aten.dist(T(6), T(6), 2), 6 * 3 + 1, 1),
+    "dist 3": (lambda: aten.dist(T(6), T(6), 3), 6 * 4 + 1, 6 + 1),
+    "dist inf": (lambda: aten.dist(T(6), T(6), inf), 6 * 2, 0),
+    # 20 pairs of rows of 6: 120 differences
+    "cdist 0": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 0.0, None), 120 * 2, 0),
+    "cdist 2": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 2.0, None), 120 * 3 + 20, 20),
+    "cdist 3": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 3.0, None), 120 * 4 + 20, 120 + 20),
+    "cdist inf": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), inf, None), 120 * 2, 0),
+    "cdist of 25 rows": (lambda: aten._cdist_forward(T(4, 6), T(25, 6), 2.0, 0), 600 * 3 + 100, 100),
+    "cdist of 26 rows, through a product": (
+        lambda: aten._cdist_forward(T(4, 6), T(26, 6), 2.0, 0), 3 * 24 + 2 * 156 + 2 * 104 * 8 + 104, 104
+    ),
+    "cdist of 26 rows, told not to": (
+        lambda: aten._cdist_forward(T(4, 6), T(26, 6), 2.0, 2), 104 * 6 * 3 + 104, 104
+    ),
+    "cdist of few rows, told to": (
+        lambda: aten._cdist_forward(T(4, 6), T(5, 6), 2.0, 1), 3 * 24 + 2 * 30 + 2 * 20 * 8 + 20, 20
+    ),
+    "cdist of a batch, through a product": (
+        lambda: aten._cdist_forward(T(3, 4, 6), T(3, 26, 6), 2.0, None),
+        3 * (3 * 24 + 2 * 156 + 2 * 104 * 8 + 104), 3 * 104,
+    ),
+    **{
+        f"cdist backward {p}": (
+            by_hand(aten._cdist_backward.default, (T(4, 5), T(4, 6), T(5, 6), float(p), T(4, 5)), T(4, 6)),
+            120 * each, 0,
+        )
+        for p, each in ((0, 0), (1, 3), (2, 4), (3, 6), (inf, 3))
+    },
+    "pdist 1": (lambda: aten._pdist_forward(T(4, 6), 1.0), 36 * 3, 0),  # 6 pairs
+    "pdist 2": (lambda: aten._pdist_forward(T(4, 6), 2.0), 36 * 3 + 6, 6),
+    "pdist backward 2": (lambda: aten._pdist_backward(T(6), T(4, 6), 2.0, T(6)), 36 * (4 + 1), 0),
+    "pdist backward 1": (lambda: aten._pdist_backward(T(6), T(4, 6), 1.0, T(6)), 36 * (3 + 1), 0),
+}  # fmt: skip
+
+COMPARISONS: dict[str, Callable[[], Any]] = {
+    "amax": lambda: aten.amax(T(4, 6), [1]),
+    "amin": lambda: aten.amin(T(4, 6), [1]),
+    "aminmax": lambda: aten.aminmax(T(4, 6), dim=1),
+    "argmax": lambda: aten.argmax(T(4, 6), 1),
+    "argmin": lambda: aten.argmin(T(4, 6), 1),
+    "any": lambda: aten.any(T(4, 6), 1),
+    "all": lambda: aten.all(T(4, 6), 1),
+    "count_nonzero": lambda: aten.count_nonzero(T(4, 6), [1]),
+    "max": lambda: aten.max(T(4, 6), 1),
+    "min": lambda: aten.min(T(4, 6)),
+    "cummax": lambda: aten.cummax(T(4, 6), 1),
+    "cummin": lambda: aten.cummin(T(4, 6), 1),
+    "median": lambda: aten.median(T(4, 6), 1),
+    "nanmedian": lambda: aten.nanmedian(T(4, 6), 1),
+    "mode": lambda: aten.mode(T(4, 6), 1),
+    "equal": lambda: aten.equal(torch.ones(4), torch.ones(4)),
+    "hash_tensor": lambda: aten.hash_tensor(T(4, 6)),
+    "max_pool2d_with_indices": lambda: aten.max_pool2d_with_indices(T(1, 3, 4, 4), [2, 2]),
+    "max_pool3d_with_indices": lambda: aten.max_pool3d_with_indices(T(1, 3, 4, 4, 4), [2, 2, 2]),
+    "adaptive_max_pool2d": lambda: aten.adaptive_max_pool2d(T(1, 3, 4, 4), [2, 2]),
+    "adaptive_max_pool3d": lambda: aten.adaptive_max_pool3d(T(1, 3, 4, 4, 4), [2, 2, 2]),
+    "fractional_max_pool2d": lambda: aten.fractional_max_pool2d(T(1, 3, 4, 4), [2, 2], [2, 2], T(1, 3, 2)),
+    "sort": lambda: aten.sort(T(4, 6)),
+    "topk": lambda: aten.topk(T(4, 6), 2),
+}
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_what_only_compares_is_no_flops(name):
+    costs = costs_of_case(COMPARISONS[name])
+    assert [(cost.flops, cost.transcendentals) for cost in costs] == [(0, 0)]
+    assert costs[0].op_class != "uncounted"
+
+
+# n = 6 (216 = 6³), or 9 x 6
+LIBRARY: dict[str, Case] = {
+    "cholesky": (lambda: aten.cholesky(T(6, 6)), 72, 0),
+    "cholesky_inverse": (lambda: aten.cholesky_inverse(T(6, 6)), 144, 0),
+    "linalg_ldl_factor_ex": (lambda: aten.linalg_ldl_factor_ex(T(6, 6)), 72, 0),
+    "linalg_lu": (lambda: aten.linalg_lu(T(9, 6)), 9 * 36 - 72, 0),
+    "linalg_lu of a wide one": (lambda: aten.linalg_lu(T(6, 9)), 9 * 36 - 72, 0),
+    "_linalg_slogdet": (lambda: aten._linalg_slogdet(T(5, 6, 6)), 5 * (216 - 72 + 6), 0),
+    "linalg_matrix_exp": (lambda: aten.linalg_matrix_exp(T(6, 6)), 10 * 216, 0),
+    "_linalg_svd of a wide one": (lambda: aten._linalg_svd(T(6, 9)), 14 * 9 * 36 + 8 * 216, 0),
+    "_linalg_svd full": (lambda: aten._linalg_svd(T(9, 6), True), 4 * 81 * 6 + 8 * 9 * 36 + 9 * 216, 0),
+    "linalg_pinv": (
+        by_hand(aten.linalg_pinv.atol_rtol_tensor, (T(9, 6),), T(6, 9)), 14 * 9 * 36 + 8 * 216 + 2 * 9 * 6 * 6, 0
+    ),
+    "linalg_pinv hermitian": (
+        by_hand(aten.linalg_pinv.atol_rtol_tensor, (T(6, 6),), T(6, 6), hermitian=True), 9 * 216 + 2 * 216, 0
+    ),
+    # Q from 6 reflectors: 4·m·c·6 - 2·(m + c)·36 + 4·216/3
+    "linalg_qr complete": (lambda: aten.linalg_qr(T(9, 6), "complete"), 504 + (1944 - 1296 + 288), 0),
+    "linalg_qr of a wide one": (lambda: aten.linalg_qr(T(6, 9)), 504 + (864 - 864 + 288), 0),
+    "linalg_householder_product": (
+        lambda: aten.linalg_householder_product(T(9, 6), T(3)), 4 * 54 * 3 - 2 * 15 * 9 + 36, 0
+    ),
+    "ormqr on the left": (lambda: aten.ormqr(T(9, 3), T(3), T(9, 2)), 4 * 18 * 3 - 2 * 9 * 2, 0),
+    "ormqr on the right": (lambda: aten.ormqr(T(9, 3), T(3), T(5, 9), False), 4 * 45 * 3 - 2 * 9 * 5, 0),
+    "linalg_lstsq of a batch": (  # QR 504; each of two right sides 4·9·6 - 72 + 36
+        by_hand(aten.linalg_lstsq.default, (T(5, 9, 6), T(5, 9, 2)), T(5, 6, 2), T(5, 2), T(5), T(0)),
+        5 * (504 + 2 * 180), 0,
+    ),
+    "triangular_solve": (lambda: aten.triangular_solve(T(6, 2), T(6, 6)), 36 * 2, 0),
+    "linalg_lu_solve": (
+        lambda: aten.linalg_lu_solve(T(6, 6), meta(6, dtype=I32), T(6, 2)), 2 * 36 * 2, 0
+    ),
+    "linalg_ldl_solve": (
+        lambda: aten.linalg_ldl_solve(T(6, 6), meta(6, dtype=I32), T(6, 2)), 2 * 36 * 2, 0
+    ),
+    "_linalg_solve_ex of a batch": (lambda: aten._linalg_solve_ex(T(5, 6, 6), T(5, 6, 2)), 5 * (144 + 144), 0),
+    "cholesky complex": (lambda: aten.linalg_cholesky_ex(c64(6, 6)), 4 * 72, 0),
+    "lu_unpack": (lambda: aten.lu_unpack(T(6, 6), meta(6, dtype=I32)), *NONE),
+    # 5·N·log2 N; 2.5 for real ones; one more for each real number of a normalized output
+    "_fft_c2c of two dimensions": (lambda: aten._fft_c2c(c64(3, 4, 8), [1, 2], 0, True), 3 * 5 * 32 * 5, 0),
+    "_fft_c2c of one point": (lambda: aten._fft_c2c(c64(3, 1), [1], 0, True), *NONE),
+    "_fft_c2c of nothing": (by_hand(aten._fft_c2c.default, (c64(0, 8), [1], 0, True), c64(0, 8)), *NONE),
+    "_fft_r2c normalized": (lambda: aten._fft_r2c(T(3, 8), [1], 1, True), 180 + 2 * 15, 0),
+    "_fft_c2r normalized": (lambda: aten._fft_c2r(c64(3, 5), [1], 1, 8), 180 + 24, 0),
+}  # fmt: skip
+
+LISTS = ([T(6), T(5)], [T(6), T(5)], [T(6), T(5)], [T(6), T(5)])  # parameters, gradients and two moments of 11
+ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "maximize": False}
+SGD = {"lr": 0.1, "dampening": 0.0, "maximize": False, "is_first_step": False}
+ADAGRAD = {"lr": 0.1, "lr_decay": 0.0, "eps": 1e-8, "maximize": False}
+OPTIMIZERS: dict[str, Case] = {
+    "adam": (  # moments 3 and 4, root, correction and epsilon 3, step 3; decay: g += wd·p
+        by_hand(aten._fused_adam_.default, (*LISTS, [], [T(), T()]), **ADAM, weight_decay=0.01, amsgrad=False),
+        11 * (13 + 2), 11,
+    ),
+    "adamw": (  # p *= 1 - lr·wd
+        by_hand(aten._fused_adamw_.default, (*LISTS, [], [T(), T()]), **ADAM, weight_decay=0.01, amsgrad=False),
+        11 * (13 + 1), 11,
+    ),
+    "adamw with amsgrad": (  # a comparison more
+        by_hand(
+            aten._fused_adamw_.default, (*LISTS, [T(6), T(5)], [T(), T()]), **ADAM, weight_decay=0.0, amsgrad=True
+        ),
+        11 * 13, 11,
+    ),
+    "sgd": (  # p -= lr·g
+        by_hand(aten._fused_sgd_.default, (*LISTS[:2], []), **SGD, weight_decay=0.0, momentum=0.0, nesterov=False),
+        11 * 2, 0,
+    ),
+    "sgd with decay": (
+        by_hand(aten._fused_sgd_.default, (*LISTS[:2], []), **SGD, weight_decay=0.1, momentum=0.0, nesterov=False),
+        11 * (2 + 2), 0,
+    ),
+    "sgd with Nesterov's momentum": (  # b = mu·b + (1 - d)·g; g + mu·b
+        by_hand(aten._fused_sgd_.default, LISTS[:3], **SGD, weight_decay=0.0, momentum=0.9, nesterov=True),
+        11 * (2 + 3 + 2), 0,
+    ),
+    "adagrad with decay": (
+        by_hand(aten._fused_adagrad_.default, (*LISTS[:3], [T(), T()]), **ADAGRAD, weight_decay=0.1),
+        11 * (2 + 5 + 2), 11,
+    ),
+    "_foreach_lerp_": (lambda: aten._foreach_lerp_([T(6), T(5)], [T(6), T(5)], 0.1), 33, 0),
+    "_foreach_mul_": (lambda: aten._foreach_mul_([T(6), T(5)], 2.0), 11, 0),
+    "_foreach_div": (lambda: aten._foreach_div([T(6), T(5)], [T(6), T(5)]), 11, 0),
+    "_foreach_neg": (lambda: aten._foreach_neg([T(6), T(5)]), 11, 0),
+    "_foreach_abs": (lambda: aten._foreach_abs([T(6), T(5)]), 11, 0),
+    "_foreach_reciprocal": (lambda: aten._foreach_reciprocal([T(6), T(5)]), 11, 0),
+    "_foreach_round": (lambda: aten._foreach_round([T(6), T(5)]), 11, 0),
+    "_foreach_pow": (lambda: aten._foreach_pow([T(6), T(5)], 2.5), 11, 11),
+    "_foreach_sigmoid": (lambda: aten._foreach_sigmoid([T(6), T(5)]), 44, 11),
+    "_foreach_maximum": (lambda: aten._foreach_maximum([T(6), T(5)], [T(6), T(5)]), *NONE),
+    "_foreach_sub_ scaled": (lambda: aten._foreach_sub_([T(6), T(5)], [T(6), T(5)], alpha=2), 22, 0),
+    "_foreach_add of a number": (lambda: aten._foreach_add([T(6), T(5)], 1.0), 11, 0),
+    "_foreach_addcdiv_ by numbers": (
+        lambda: aten._foreach_addcdiv_([T(6), T(5)], [T(6), T(5)], [T(6), T(5)], [2.0, 3.0]), 33, 0
+    ),
+    "_foreach_addcmul": (
+        lambda: aten._foreach_addcmul([T(6), T(5)], [T(6), T(5)], [T(6), T(5)]), 22, 0
+    ),
+}  # fmt: skip
+
+# Lines through t taps: 2t - 1 operations. 2 axes: t of them and one more. 3 axes: t² + t + 1.
+RESAMPLING: dict[str, Case] = {
+    "upsample_linear1d": (lambda: aten.upsample_linear1d(T(1, 2, 3), [6], False), 12 * 3, 0),
+    "upsample_trilinear3d": (lambda: aten.upsample_trilinear3d(T(1, 1, 2, 2, 2), [4] * 3, False), 64 * 3 * 7, 0),
+    "upsample_bilinear2d_backward": (
+        lambda: aten.upsample_bilinear2d_backward(T(1, 2, 6, 6), [6, 6], [1, 2, 3, 3], False), 72 * 2 * 4, 0
+    ),
+    "upsample_trilinear3d_backward": (
+        lambda: aten.upsample_trilinear3d_backward(T(1, 1, 4, 4, 4), [4] * 3, [1, 1, 2, 2, 2], False), 64 * 2 * 8, 0
+    ),
+    "upsample_bicubic2d_backward": (
+        lambda: aten.upsample_bicubic2d_backward(T(1, 2, 6, 6), [6, 6], [1, 2, 3, 3], False), 72 * 2 * 16, 0
+    ),
+    "_upsample_bilinear2d_aa enlarged": (lambda: aten._upsample_bilinear2d_aa(T(1, 2, 3, 3), [6, 6], False), 72 * 8, 0),
+    "_upsample_bilinear2d_aa to a third and a half": (
+        lambda: aten._upsample_bilinear2d_aa(T(1, 2, 9, 8), [3, 4], False), 24 * 2 * 6 * 4, 0
+    ),
+    "_upsample_bilinear2d_aa_backward": (
+        lambda: aten._upsample_bilinear2d_aa_backward(T(1, 2, 3, 4), [3, 4], [1, 2, 9, 8], False), 24 * 2 * 6 * 4, 0
+    ),
+    # 9 places, 18 outputs: 2 coordinates of 4; weights; taps
+    "grid_sampler_2d bicubic": (  # 4 weights of degree 3 (6) an axis, 16 products of them
+        lambda: aten.grid_sampler_2d(T(1, 2, 5, 5), T(1, 3, 3, 2), 2, 0, False),
+        9 * (8 + 2 * 4 * 6 + 16) + 18 * 2 * 16, 0,
+    ),
+    "grid_sampler_3d": (  # 8 places, 16 outputs: 3 coordinates, 6 distances, 2 products for each of 8 taps
+        lambda: aten.grid_sampler_3d(T(1, 2, 5, 5, 5), T(1, 2, 2, 2, 3), 0, 0, False),
+        8 * (12 + 6 + 16) + 16 * 2 * 8, 0,
+    ),
+    "grid_sampler_2d_backward": (  # each tap: 2 for the input's gradient, 3 for each of 2 coordinates
+        lambda: aten.grid_sampler_2d_backward(
+            T(1, 2, 3, 3), T(1, 2, 5, 5), T(1, 3, 3, 2), 0, 0, False, [True, True]
+        ),
+        9 * (8 + 4 + 4) + 18 * 4 * (2 + 6), 0,
+    ),
+    "grid_sampler_2d_backward of the grid alone": (
+        lambda: aten.grid_sampler_2d_backward(
+            T(1, 2, 3, 3), T(1, 2, 5, 5), T(1, 3, 3, 2), 0, 0, False, [False, True]
+        ),
+        9 * (8 + 4 + 4) + 18 * 4 * 6, 0,
+    ),
+    "grid_sampler_2d_backward nearest": (
+        lambda: aten.grid_sampler_2d_backward(
+            T(1, 2, 3, 3), T(1, 2, 5, 5), T(1, 3, 3, 2), 1, 0, False, [True, True]
+        ),
+        9 * 8 + 18 * 2, 0,
+    ),
+}  # fmt: skip
+
+
+def cudnn_rnn(mode: int, gates: int, *, layers: int = 1, both_ways: bool = False, packed: bool = False) -> Call:
+    """7 steps of 2 sequences, width 5, hidden 3."""
+    ways = 1 + both_ways
+    weights = []
+    for layer in range(layers):
+        width = 5 if layer == 0 else 3 * ways
+        weights += [T(gates * 3, width), T(gates * 3, 3), T(gates * 3), T(gates * 3)] * ways
+    state = T(layers * ways, 2, 3)
+    x, out = (T(14, 5), T(14, 3 * ways)) if packed else (T(7, 2, 5), T(7, 2, 3 * ways))
+    sizes = [2] * 7 if packed else []
+    cell = state if mode == 2 else None
+    return by_hand(
+        aten._cudnn_rnn.default,
+        (x, weights, 4, None, state, cell, mode, 3, 0, layers, False, 0.0, False, both_ways, sizes, None),
+        out, state, T(0), T(0), meta(0, dtype=U8),
+    )  # fmt: skip
+
+
+# 14 tokens, 42 units. Each gate of a unit: two products of depth 5 and 3, two biases; and their sum.
+RNNS: dict[str, Case] = {
+    # a sigmoid is 4 with one exp; tanh 1
+    "relu": (cudnn_rnn(0, 1), 42 * (2 * 8 + 2 + 1), 0),
+    "tanh": (cudnn_rnn(1, 1), 42 * (2 * 8 + 2 + 2), 42),
+    "lstm": (cudnn_rnn(2, 4), 42 * (4 * (2 * 8 + 2 + 1) + 3 * 4 + 2 + 3 + 1), 42 * 5),
+    "lstm, packed": (cudnn_rnn(2, 4, packed=True), 42 * (4 * (2 * 8 + 2 + 1) + 3 * 4 + 2 + 3 + 1), 42 * 5),
+    "gru": (cudnn_rnn(3, 3), 42 * (3 * (2 * 8 + 2) + 2 + 2 * 4 + 3 + 3), 42 * 3),
+    "gru, two layers both ways": (  # the second layer reads both directions: depth 6 and 3
+        cudnn_rnn(3, 3, layers=2, both_ways=True),
+        2 * 42 * (3 * (2 * 8 + 2) + 16) + 2 * 42 * (3 * (2 * 9 + 2) + 16), 4 * 42 * 3,
+    ),
+}  # fmt: skip
+
+ALL = REDUCTIONS | LIBRARY | OPTIMIZERS | RESAMPLING | RNNS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_op_with_its_options_costs_what_arithmetic_by_hand_says(name):
+    case, flops, functions = ALL[name]
+    costs = costs_of_case(case)
+    assert (sum(cost.flops for cost in costs), sum(cost.transcendentals for cost in costs)) == (flops, functions)
