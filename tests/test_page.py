@@ -171,7 +171,15 @@ def test_markup_escapes_all_that_is_not_markup():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (2.039e12, "2.04 TB"), (80e9, "80.0 GB"), (2**100, "1.27e+12 EB")],
+    [
+        (0, "0 B"),
+        (8, "8 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (2.039e12, "2.04 TB"),
+        (80e9, "80.0 GB"),
+        (2**100, "1.27e+12 EB"),
+    ],
 )
 def test_a_figure_is_shown_with_three_digits_and_a_prefix(value, text):
     assert with_prefix(value, "B") == text

@@ -10,7 +10,8 @@ _PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 
 def with_prefix(value: float, unit: str) -> str:
     """`with_prefix(2e12, "B/s")` is '2.00 TB/s'."""
     power = _power(value)
-    return f"{_three_digits(value / 1000.0**power)} {_PREFIXES[power]}{unit}"
+    digits = str(value) if isinstance(value, int) and power == 0 else _three_digits(value / 1000.0**power)
+    return f"{digits} {_PREFIXES[power]}{unit}"
 
 
 def tick(value: float) -> str:
