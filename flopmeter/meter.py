@@ -149,17 +149,19 @@ class FlopMeter:
             memory=memory_of(trace),
             causal=self._causal,
             assumptions=self._assumptions(),
-            notes=self._notes(device, MODES[mode]),
+            notes=self._notes(device, MODES[mode], has_collectives=cluster is not None),
             in_mode=functools.partial(self._price, trace, device, cluster),
             cluster=cluster,
         )
 
-    def _notes(self, device: Hardware, mode: LaunchMode) -> tuple[str, ...]:
+    def _notes(self, device: Hardware, mode: LaunchMode, *, has_collectives: bool) -> tuple[str, ...]:
         notes = []
         if self._emulation:
             notes += [*self._emulation.notes, *_target(device).notes, *materialised_notes(self._emulation)]
         if mode.fuses:
             notes.append(NOTE)
+        if mode.has_graphs and has_collectives:
+            notes.append(f"{mode.name}: collectives are issued where the eager program does it; inductor may move them")
         if self._recorder is not None and self._recorder.modules.missed:
             notes.append(
                 f"not metered: {self._recorder.modules.missed} module calls in other threads; a meter sees the ops of "

@@ -57,7 +57,8 @@ class _Placing:
 
     def run(self, kernels: list[Kernel]) -> list[Place]:
         for kernel in kernels:
-            index = max((self._index.get(id(op), 0) for op in kernel.ops), default=0)
+            # Of a fused kernel the first op: it waits for what its other ops read all the same.
+            index = min((self._index.get(id(op), 0) for op in kernel.ops), default=0)
             self._go_to(index)
             self._place(kernel, index)
         return self._places

@@ -96,8 +96,9 @@ class Report:
 
     @cached_property
     def compiled(self) -> Report | None:
-        """An eager run as torch.compile would run it; None for other modes."""
-        if self.mode != "eager" or self.in_mode is None or not self.timings:
+        """An eager run as torch.compile would run it; None for other modes, and for programs of many ranks, whose
+        collectives inductor would put in another order."""
+        if self.mode != "eager" or self.in_mode is None or not self.timings or self.cluster is not None:
             return None
         return self.in_mode("compiled")
 

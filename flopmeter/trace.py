@@ -223,12 +223,8 @@ class Recorder(TorchDispatchMode):
             self._note(parameter.grad, "gradients")
 
     def _note(self, tensor: Tensor, role: Role) -> None:
-        if not _is_plain(type(tensor)) and hasattr(tensor, "__tensor_flatten__"):
-            for inner in map(tensor.__getattribute__, tensor.__tensor_flatten__()[0]):
-                if isinstance(inner, Tensor):  # what a DTensor or the like wraps is what there is
-                    self._note(inner, role)
-            return
-        self._storages.note(tensor, role)
+        for inner in _wrapped(tensor):
+            self._storages.note(inner, role)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -406,8 +402,9 @@ class Recorder(TorchDispatchMode):
             return self.modules.path
         node = autograd_node()
         if isinstance(node, AccumulateGrad):
-            leaf = self._number(node.variable, BEFORE, [])
-            self.trace.accumulations.append(Accumulation(len(self.trace.ops), leaf))
+            for variable in _wrapped(node.variable):
+                leaf = self._number(variable, BEFORE, [])
+                self.trace.accumulations.append(Accumulation(len(self.trace.ops), leaf))
         path = None if node is None else self.modules.path_of_node(node)
         if path is None:  # accumulation follows the op that made the gradient
             return self.trace.ops[-1].module if self.trace.ops else ""
@@ -449,6 +446,16 @@ def _handling(func: Any) -> _Handling:
         False,
         func.namespace in NAMESPACES,
     )
+
+
+def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
+    """What a DTensor or the like wraps: that is what there is. A plain tensor wraps itself."""
+    if _is_plain(type(tensor)) or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for inner in map(tensor.__getattribute__, tensor.__tensor_flatten__()[0]):
+        if isinstance(inner, Tensor):
+            yield from _wrapped(inner)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
