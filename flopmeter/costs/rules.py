@@ -123,7 +123,7 @@ def make_contraction(
     `tf32_switch` names the torch setting that lets an fp32 product of this kind use TF32.
     """
     products = tuple(matmuls)
-    per_mac = 4 if any(spec.dtype.is_complex for spec in call.inputs) else 1
+    per_mac = 4 if call.inputs[0].dtype.is_complex else 1
     if not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs):
         per_mac, extra = 0, ()
     macs = per_mac * sum(p.batch * p.m * p.n * p.k for p in products)

@@ -1,0 +1,203 @@
+"""What the time model is told beside counts: how a kernel walks its memory, what it reads again, what the host waits
+for. Expected is what torch's CUDA kernels do, by their sources."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from costs_support import call_by_hand, costs_in, meta
+from torch import Tensor
+
+from flopmeter.costs import costs_of
+from flopmeter.records import Cost, Reread
+
+aten = torch.ops.aten
+BF16, I64, C64 = torch.bfloat16, torch.int64, torch.complex64
+T = meta
+F32_BYTES = 4
+
+
+def cost_of(program) -> Cost:
+    return costs_in(program)[-1]
+
+
+def channels_last(*shape: int) -> Tensor:
+    return T(*shape).to(memory_format=torch.channels_last)
+
+
+WALKS = {
+    "a copy in order": (lambda: T(4, 6).clone(), None),
+    "a copy to another order": (lambda: T(4, 6).t().contiguous(), "strided"),
+    "a copy of a column": (lambda: T(4, 1).t().contiguous().clone(), None),
+    "a cast": (lambda: aten._to_copy(T(4, 6), dtype=BF16), None),
+    "a copy onto another order": (lambda: aten.copy_(T(6, 4).t(), T(4, 6)), "strided"),
+    "a copy of one number": (lambda: aten.copy_(T(1, 1), T(1, 1).t()), None),
+    "of two rows": (lambda: T(4, 6) + T(4, 6), None),
+    "of a row and a matrix": (lambda: T(4, 6) + T(6), "broadcast"),
+    "of a number and a matrix": (lambda: T(4, 6) + T(1), None),
+    "in place, of a row and a matrix": (lambda: aten.add_(T(4, 6), T(6)), "broadcast"),
+    "a pooled window": (lambda: aten.max_pool2d_with_indices(T(1, 3, 4, 4), [2, 2]), "window"),
+    "an addition at indices": (lambda: aten.index_add_(T(50, 6), 0, T(3, dtype=I64), T(3, 6)), "scatter"),
+    "a batch norm in training": (
+        lambda: aten._native_batch_norm_legit(T(2, 3, 4, 4), T(3), T(3), T(3), T(3), True, 0.1, 1e-5), "channels"
+    ),
+    "a batch norm in evaluation, channels first": (
+        lambda: aten._native_batch_norm_legit_no_training(T(2, 3, 4, 4), T(3), T(3), T(3), T(3), 0.1, 1e-5), "channels"
+    ),
+    "a batch norm in evaluation, channels last": (
+        lambda: aten._native_batch_norm_legit_no_training(
+            channels_last(2, 3, 4, 4), T(3), T(3), T(3), T(3), 0.1, 1e-5
+        ),
+        "stream",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_kernel_walks_its_memory_as_its_operands_lie(name):
+    program, access = WALKS[name]
+    assert cost_of(program).access == access
+
+
+def test_interpolation_loops_over_planes_where_channels_are_first():
+    up = lambda x: aten.upsample_bilinear2d(x, [6, 6], False)  # noqa: E731
+    assert cost_of(lambda: up(T(2, 5, 3, 3))).serial_steps == 2 * 5
+    assert cost_of(lambda: up(channels_last(2, 5, 3, 3))).serial_steps == 0
+    assert cost_of(lambda: T(4) + 1).serial_steps == 0
+
+
+def test_a_copy_between_host_and_device_goes_over_their_link_and_blocks_unless_asked_not_to():
+    on_cpu = torch.ones(4, 6)
+    cost = cost_of(lambda: aten.copy_(T(4, 6), on_cpu))
+    assert (cost.link_bytes, cost.blocks_host) == (4 * 6 * F32_BYTES, True)
+    assert not cost_of(lambda: aten.copy_(T(4, 6), on_cpu, True)).blocks_host
+    assert cost_of(lambda: T(4, 6).clone()).link_bytes == 0
+
+
+def test_the_host_waits_for_what_it_must_know():
+    def blocks(func, *args, outputs):
+        return costs_of(call_by_hand(func, args, outputs))[-1].blocks_host
+
+    mask, places = T(4, dtype=torch.bool), T(2, dtype=I64)
+    assert blocks(aten.nonzero.default, T(4), outputs=(T(4, 1, dtype=I64),))
+    assert blocks(aten.index.Tensor, T(4), [mask], outputs=(T(2),))
+    assert not blocks(aten.index.Tensor, T(4), [places], outputs=(T(2),))
+    assert not blocks(aten.add.Tensor, T(4), T(4), outputs=(T(4),))
+
+
+# --- what is read again
+
+
+def test_a_softmax_reads_rows_again_that_do_not_fit_in_registers():
+    """SoftMax.cu keeps rows up to 1,024 in registers; longer ones it reads three times, in loads of 16 B. Its block
+    doubles while it is below half of the loads of a row, of which it takes at most 1,024."""
+    assert cost_of(lambda: aten._softmax(T(6, 1024), -1, False)).rereads == ()
+    (again,) = cost_of(lambda: aten._softmax(T(6, 1025), -1, False)).rereads
+    assert again == Reread(2 * 6 * 1025 * F32_BYTES, 6, 1025 * F32_BYTES, 128)  # 4,100 B: 256 loads
+    (again,) = cost_of(lambda: aten._softmax(T(6, 2**20), -1, False)).rereads
+    assert again.threads == 512
+    (again,) = cost_of(lambda: aten._softmax_backward_data(T(6, 2048), T(6, 2048), -1, torch.float32)).rereads
+    assert again.nbytes == 2 * 6 * 2048 * F32_BYTES  # the gradient and the output once more
+    assert cost_of(lambda: aten._softmax(T(2048, 6), 1, False)).rereads == ()
+    assert cost_of(lambda: aten._softmax(T(), 0, False)).rereads == ()
+
+
+def test_a_layer_norm_reads_each_row_again():
+    (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [6], None, None, 1e-5)).rereads
+    assert again == Reread(5 * 4 * 6 * F32_BYTES, 5 * 4, 6 * F32_BYTES, 128)
+    (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [4, 6], None, None, 1e-5)).rereads
+    assert (again.rows, again.row_bytes) == (5, 4 * 6 * F32_BYTES)
+    (again,) = cost_of(lambda: aten.native_group_norm(T(5, 4, 6), None, None, 5, 4, 6, 2, 1e-5)).rereads
+    assert again == Reread(5 * 4 * 6 * F32_BYTES, 5 * 2, 2 * 6 * F32_BYTES, 512)
+
+
+def backward_of_layer_norm(mask: list[bool]) -> Cost:
+    return cost_of(lambda: aten.native_layer_norm_backward(T(4, 6), T(4, 6), [6], T(4, 1), T(4, 1), T(6), T(6), mask))
+
+
+@pytest.mark.parametrize(
+    ("mask", "flops", "again"),
+    [([True, False, False], 10, 1), ([False, True, False], 2, 3), ([True, False, True], 11, 3), ([True] * 3, 13, 3)],
+)
+def test_the_gradients_of_weights_go_over_all_rows_once_more(mask, flops, again):
+    """A row kernel for the input's gradient reads gradient and x twice; a kernel over columns reads both again."""
+    cost = backward_of_layer_norm(mask)
+    assert cost.flops == flops * 24
+    assert len(cost.rereads) == again
+    assert cost.rereads[0].nbytes == 2 * 24 * F32_BYTES
+
+
+def test_a_batch_norm_in_training_reads_all_of_it_twice():
+    train = cost_of(lambda: aten._native_batch_norm_legit(T(2, 3, 4, 4), T(3), T(3), T(3), T(3), True, 0.1, 1e-5))
+    evaluate = cost_of(
+        lambda: aten._native_batch_norm_legit_no_training(T(2, 3, 4, 4), T(3), T(3), T(3), T(3), 0.1, 1e-5)
+    )
+    assert train.rereads == (Reread(96 * F32_BYTES, 1, 96 * F32_BYTES, 512),)
+    assert evaluate.rereads == ()
+    assert (train.flops, evaluate.flops) == (96 * 7, 96 * 4)
+
+
+def backward_of_batch_norm(*, train: bool, mask: list[bool]) -> Cost:
+    return cost_of(
+        lambda: aten.native_batch_norm_backward(
+            T(2, 3, 4, 4), T(2, 3, 4, 4), T(3), T(3), T(3), T(3), T(3), train, 1e-5, mask
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "mask", "flops"),
+    [(True, [True] * 3, 13), (True, [True, False, False], 10), (False, [True] * 3, 5), (False, [False, True, True], 3)],
+)
+def test_the_backward_of_a_batch_norm_costs_what_is_asked_of_it(train, mask, flops):
+    cost = backward_of_batch_norm(train=train, mask=mask)
+    assert cost.flops == flops * 96
+    assert len(cost.rereads) == 2 * train
+
+
+def test_a_batch_norm_without_weights_scales_by_none():
+    cost = cost_of(lambda: aten._native_batch_norm_legit(T(2, 3, 4, 4), None, None, T(3), T(3), True, 0.1, 1e-5))
+    assert cost.flops == 96 * 5
+
+
+# --- products
+
+
+def test_a_plain_product_is_products_alone():
+    cost = cost_of(lambda: T(2, 3) @ T(3, 5))
+    assert (cost.transcendentals, cost.recomputed_flops, cost.masked_flops) == (0, 0, 0)
+    assert cost.matmuls == ((1, 2, 5, 3),)
+
+
+@pytest.mark.parametrize(
+    ("depth", "columns", "alignment"), [(64, 128, 16), (64, 100, 8), (64, 66, 4), (64, 65, 2), (65, 64, 2), (68, 64, 8)]
+)
+def test_the_alignment_of_a_product_is_that_of_its_worst_row(depth, columns, alignment):
+    """Rows start at multiples of their pitch: 100 numbers of 2 B are 200 B, a multiple of 8 and not of 16."""
+    cost = cost_of(lambda: T(32, depth, dtype=BF16) @ T(depth, columns, dtype=BF16))
+    assert cost.alignment_bytes == alignment
+
+
+def test_products_and_convolutions_ask_their_own_switch_for_tf32():
+    assert cost_of(lambda: T(2, 3) @ T(3, 5)).tf32_switch == "matmul"
+    assert cost_of(lambda: torch.nn.functional.conv1d(T(1, 3, 8), T(5, 3, 3))).tf32_switch == "cudnn"
+
+
+def test_an_op_computes_in_the_type_that_it_is_given():
+    fp8 = torch.float8_e4m3fn
+    scaled = cost_of(lambda: aten._scaled_mm(T(16, 32, dtype=fp8), T(64, 32, dtype=fp8).t(), T(), T(), out_dtype=BF16))
+    assert scaled.dtype == "fp8"
+    assert cost_of(lambda: aten._to_copy(T(4, dtype=I64), dtype=BF16)).dtype == "bf16"
+    assert cost_of(lambda: T(4, dtype=I64) + 1).dtype == "int64"
+    assert cost_of(lambda: T(4, dtype=C64) * 2).dtype == "fp32"
+
+
+def test_multiply_adds_are_told_from_work_that_cannot_use_the_fused_rate():
+    assert cost_of(lambda: aten.addcmul(T(6), T(6), T(6))).fused_multiply_add
+    assert cost_of(lambda: aten.add(T(6), T(6), alpha=2)).fused_multiply_add
+    assert cost_of(lambda: aten.lerp(T(6), T(6), 0.5)).fused_multiply_add
+    assert cost_of(lambda: aten.linalg_vector_norm(T(6))).fused_multiply_add
+    assert not cost_of(lambda: aten.linalg_vector_norm(T(6), 3)).fused_multiply_add
+    assert not cost_of(lambda: aten.mul(T(6), T(6))).fused_multiply_add
+    assert not cost_of(lambda: aten.add(T(6), T(6))).fused_multiply_add
+    assert not cost_of(lambda: aten.sum(T(6))).fused_multiply_add
