@@ -330,7 +330,43 @@ RNNS: dict[str, Case] = {
     ),
 }  # fmt: skip
 
-ALL = REDUCTIONS | LIBRARY | OPTIMIZERS | RESAMPLING | RNNS
+FP8, BF16, F16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+BYTES_A, BYTES_B, RESULT = meta(16, 32, dtype=FP8), meta(32, 64, dtype=FP8), meta(16, 64, dtype=BF16)
+QUANTIZED: dict[str, Case] = {
+    "_scaled_mm with a scale for each": (
+        by_hand(aten._scaled_mm.default, (BYTES_A, BYTES_B, T(), T(), None, None, BF16), RESULT),
+        2 * 16 * 64 * 32 + 1024, 0,
+    ),
+    "_scaled_mm with a scale a row, and a bias": (
+        by_hand(aten._scaled_mm.default, (BYTES_A, BYTES_B, T(16, 1), T(1, 64), T(64), None, BF16), RESULT),
+        2 * 16 * 64 * 32 + (2 + 1) * 1024, 0,
+    ),
+    "_scaled_grouped_mm with a bias": (
+        by_hand(
+            aten._scaled_grouped_mm.default,
+            (BYTES_A, meta(4, 32, 64, dtype=FP8), T(16), T(4, 64), meta(4, dtype=I32), T(64), None, BF16),
+            RESULT,
+        ),
+        2 * 16 * 64 * 32 + (2 + 1) * 1024, 0,
+    ),
+    "_sparse_semi_structured_mm of bytes": (
+        by_hand(
+            aten._sparse_semi_structured_mm.default,
+            (meta(16, 16, dtype=F16), meta(16, 2, dtype=torch.int16), meta(32, 8, dtype=F16)),
+            meta(16, 8, dtype=F16),
+        ),
+        16 * 8 * 32, 0,
+    ),
+    "_cslt_sparse_mm with a bias": (
+        by_hand(
+            aten._cslt_sparse_mm.default, (meta(300, dtype=F16), meta(32, 8, dtype=F16), meta(16, dtype=F16)),
+            meta(16, 8, dtype=F16),
+        ),
+        16 * 8 * 32 + 128, 0,
+    ),
+}  # fmt: skip
+
+ALL = QUANTIZED | REDUCTIONS | LIBRARY | OPTIMIZERS | RESAMPLING | RNNS
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -338,3 +374,100 @@ def test_an_op_with_its_options_costs_what_arithmetic_by_hand_says(name):
     case, flops, functions = ALL[name]
     costs = costs_of_case(case)
     assert (sum(cost.flops for cost in costs), sum(cost.transcendentals for cost in costs)) == (flops, functions)
+
+
+# --- bytes: (read, written)
+
+
+def trained_lstm() -> Call:
+    weights = [T(12, 5), T(12, 3), T(12), T(12)]
+    return by_hand(
+        aten._cudnn_rnn.default,
+        (T(7, 2, 5), weights, 4, T(120), T(1, 2, 3), T(1, 2, 3), 2, 3, 0, 1, False, 0.0, True, False, [], None),
+        T(7, 2, 3), T(1, 2, 3), T(1, 2, 3), T(0), meta(0, dtype=U8),
+    )  # fmt: skip
+
+
+def backward_of_lstm(wants_weights: bool) -> Call:
+    weights = [T(12, 5), T(12, 3), T(12), T(12)]
+    gradients = [T(12, 5), T(12, 3), T(12), T(12)] if wants_weights else []
+    outputs = (T(7, 2, 5), T(1, 2, 3), T(1, 2, 3), *gradients)
+    return by_hand(
+        aten._cudnn_rnn_backward.default,
+        (
+            T(7, 2, 5), weights, 4, T(120), T(1, 2, 3), T(1, 2, 3), T(7, 2, 3), T(7, 2, 3), None, None, 2, 3, 0, 1,
+            False, 0.0, True, False, [], None, meta(0, dtype=U8), [True, True, True, wants_weights],
+        ),
+        *outputs,
+    )  # fmt: skip
+
+
+WEIGHTS, INPUT, STATE, OUTPUT, GATES = 120, 70, 6, 42, 42 * 5  # elements; of each unit four gates and the cell are kept
+MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
+    "an LSTM in training": (trained_lstm(), 4 * (WEIGHTS + INPUT + 2 * STATE), 4 * (OUTPUT + 2 * STATE + GATES)),
+    "its backward": (  # input, states, output and its gradient, weights, what was kept; not the weights' copy
+        backward_of_lstm(True),
+        4 * (INPUT + 2 * STATE + 2 * OUTPUT + WEIGHTS + GATES), 4 * (INPUT + 2 * STATE + WEIGHTS),
+    ),
+    "a gather that names few": (lambda: aten.take(T(50, 6), i64(4)), 32 + 16, 16),
+    "a weighted bag": (  # 7 rows of 6 into 3 bags
+        lambda: aten._embedding_bag(T(50, 6), i64(7), i64(3), False, 0, False, T(7)),
+        168 + 56 + 24 + 28, 72 + 8 * (7 + 3),
+    ),
+    "a bag's backward": (
+        by_hand(
+            aten._embedding_bag_dense_backward.default,
+            (T(3, 6), i64(7), i64(7), i64(3), i64(0), 50, False, 0, None), T(50, 6),
+        ),
+        72 + 56 + 56 + 24 + 168, 1200 + 168,
+    ),
+    "the weights of a bag's backward": (
+        by_hand(
+            aten._embedding_bag_per_sample_weights_backward.default,
+            (T(3, 6), T(50, 6), i64(7), i64(3), i64(7), 0), T(7),
+        ),
+        72 + 168 + 56 + 24 + 56, 28,
+    ),
+    "a fill at a mask, as large as its target": (
+        lambda: aten.index_put_(T(4, 6), [meta(4, 6, dtype=torch.bool)], T()), 24 + 4, 96
+    ),
+    "a copy at a mask of rows": (
+        lambda: aten.masked_scatter_(T(4, 6), meta(4, 6, dtype=torch.bool), T(24)), 24 + 96, 96
+    ),
+    "two positions of a cache": (lambda: aten.index_put_(T(2, 64, 6), [None, i64(2)], T(2, 2, 6)), 16 + 96, 96),
+    "a number at two positions of a cache": (lambda: aten.index_put_(T(2, 64, 6), [None, i64(2)], T()), 16 + 4, 96),
+    "a scatter of part of its source": (lambda: aten.scatter_(T(50, 6), 0, i64(2, 3), T(4, 6)), 48 + 96, 24),
+    "a fill of columns": (lambda: aten.index_fill_(T(4, 6), 1, i64(2), 1.0), 16, 4 * 2 * 4),
+    "a fill of a number": (lambda: aten.index_fill_(T(), 0, i64(1), 1.0), 8, 4),
+    "a product of three, functional": (
+        lambda: aten.scatter_reduce(T(4, 6), 0, i64(2, 6), T(2, 6), "prod"), 96 + 96 + 48 + 48, 96 + 48
+    ),
+    "an unpooling": (lambda: aten.max_unpool2d(T(1, 3, 2, 2), i64(1, 3, 2, 2), [4, 4]), 48 + 96, 192 + 48),
+    "a search in one number": (lambda: aten.searchsorted(T(1), T(3)), 4 + 12, 24),
+    "a bucket": (lambda: aten.bucketize(T(3), T(1000)), 3 * 11 * 4 + 12, 24),
+    "the diagonal of a tall matrix": (lambda: aten.trace(T(9, 6)), 24, 4),
+    "targets weighted by class": (
+        lambda: aten.nll_loss_forward(T(4, 6), i64(4), T(6), 1, -100), 16 + 32 + 24, 8
+    ),
+    "a fused update with a scale writes the gradients back": (
+        by_hand(
+            aten._fused_sgd_.default, (*LISTS[:2], []), **SGD, weight_decay=0.0, momentum=0.0, nesterov=False,
+            grad_scale=T(),
+        ),
+        88 + 4, 88,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_an_op_moves_what_arithmetic_by_hand_says(name):
+    case, read, written = MOVED[name]
+    costs = costs_of_case(case)
+    assert (sum(cost.bytes_read for cost in costs), sum(cost.bytes_written for cost in costs)) == (read, written)
+
+
+def test_the_gradient_of_a_recurrent_network_without_its_weights_is_one_product_each():
+    """14 tokens: depth 5 and 3, 12 gates; 23 operations a unit; the biases' gradients are sums over tokens."""
+    products = 2 * 14 * 12 * 8
+    assert sum(cost.flops for cost in costs_of(backward_of_lstm(False))) == products + 42 * 23
+    assert sum(cost.flops for cost in costs_of(backward_of_lstm(True))) == 2 * products + 42 * 23 + 14 * 24

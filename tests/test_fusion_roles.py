@@ -1,0 +1,149 @@
+"""The parts that fusion is made of: loops of an op (results kept, elements reduced to each, whether a row makes a
+result), what may join what, regions in common, and what must come before what."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from costs_support import calls_of, meta
+
+from flopmeter.costs import costs_of, kernels_of
+from flopmeter.fusion import fuse
+from flopmeter.fusion.dataflow import Touch
+from flopmeter.fusion.roles import OPAQUE, Loops, role_of
+from flopmeter.fusion.traffic import _common
+from flopmeter.trace import Recorder
+
+aten = torch.ops.aten
+T = meta
+
+
+def role(program):
+    call = calls_of(program)[-1]
+    return role_of(call, costs_of(call)[-1])
+
+
+def batch_norm(training):
+    return lambda: aten.native_batch_norm(T(2, 3, 4, 4), T(3), T(3), T(3), T(3), training, 0.1, 1e-5)
+
+
+LOOPS = {
+    "softmax of rows": (lambda: aten._softmax(T(4, 6), 1, False), Loops(4, 6, True)),
+    "softmax of rows, counted from the end": (lambda: aten._softmax(T(4, 6), -1, False), Loops(4, 6, True)),
+    "softmax of columns": (lambda: aten._softmax(T(4, 6), 0, False), Loops(6, 4, False)),
+    "layer norm": (lambda: aten.native_layer_norm(T(5, 4, 6), [6], None, None, 1e-5), Loops(20, 6, True)),
+    "layer norm of matrices": (
+        lambda: aten.native_layer_norm(T(5, 4, 6), [4, 6], None, None, 1e-5), Loops(5, 24, True)
+    ),
+    "group norm": (lambda: aten.native_group_norm(T(5, 4, 6), None, None, 5, 4, 6, 2, 1e-5), Loops(10, 12, True)),
+    "batch norm": (batch_norm(True), Loops(3, 32, False)),
+    "batch norm in evaluation": (batch_norm(False), None),
+    "sum": (lambda: aten.sum(T(4, 6)), Loops(1, 24, True)),
+    "sum of rows": (lambda: aten.sum(T(4, 6), [1]), Loops(4, 6, True)),
+    "sum of columns": (lambda: aten.sum(T(4, 6), [0]), Loops(6, 4, False)),
+    "sum of outer and inner": (lambda: aten.sum(T(4, 5, 6), [0, 2]), Loops(5, 24, False)),
+    "mean of a number": (lambda: aten.mean(T()), Loops(1, 1, True)),
+    "argmax": (lambda: aten.argmax(T(4, 6), 1), Loops(4, 6, True)),
+    "sine": (lambda: aten.sin(T(4, 6)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_op_has_the_loops_of_its_definition(name):
+    program, loops = LOOPS[name]
+    assert role(program).loops == loops
+
+
+def test_an_element_wise_op_computes_the_elements_of_its_result():
+    assert role(lambda: T(4, 6) + T(6)).elements == 24
+    assert role(lambda: aten.add_(T(4, 6), T(6))).elements == 24
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda: aten.mm(T(4, 6), T(6, 5)),
+        lambda: aten.randperm(6, device="meta"),
+        lambda: aten.median(T(4, 6), 1),
+        lambda: aten._foreach_add([T(6), T(5)], [T(6), T(5)]),
+    ],
+)
+def test_what_inductor_leaves_to_libraries_and_to_eager_is_opaque(program):
+    assert role(program) is OPAQUE
+
+
+def test_what_reads_windows_joins_its_readers_alone():
+    pooled = role(lambda: aten.max_pool2d_with_indices(T(1, 3, 4, 4), [2, 2]))
+    assert (pooled.joins_producers, pooled.joins_consumers) == (False, True)
+    plain = role(lambda: aten.sin(T(4)))
+    assert (plain.joins_producers, plain.joins_consumers) == (True, True)
+
+
+# --- regions
+
+
+def dense(start, stop):
+    return Touch(0, start, stop, stop - start, stop - start)
+
+
+def test_the_bytes_that_two_dense_regions_share_are_those_in_both():
+    for a, b in product([(i, j) for i in range(6) for j in range(i + 1, 7)], repeat=2):
+        assert _common(dense(*a), dense(*b)) == len(set(range(*a)) & set(range(*b)))
+
+
+def test_a_dense_region_that_holds_one_with_gaps_shares_all_of_it():
+    gaps = Touch(0, 10, 20, 6, 6)
+    assert _common(dense(10, 20), gaps) == _common(gaps, dense(5, 25)) == 6
+    assert _common(gaps, gaps) == 6
+    assert _common(gaps, Touch(0, 12, 22, 6, 6)) == 0  # nobody knows: none
+    assert _common(dense(12, 22), gaps) == 0
+
+
+# --- order and bytes of programs
+
+
+def fused(program):
+    with Recorder() as recorder:
+        result = program()
+    kernels = fuse(kernels_of(recorder.trace), recorder.trace)
+    del result
+    return [(kernel.cost.name, kernel.cost.bytes_read, kernel.cost.bytes_written) for kernel in kernels]
+
+
+N = 32 * 32 * 4  # bytes of a matrix below
+
+
+def test_what_overwrites_a_result_comes_after_it_though_nobody_read_it():
+    """The copy could run with its source, which is ready before the product: both wait."""
+    x, y, weight = T(32, 32), T(32, 32), T(32, 32)
+
+    def program():
+        ready = x.sin()
+        torch.mm(x, weight, out=y)
+        y.copy_(ready)
+        return ready
+
+    assert fused(program) == [("mm", 2 * N, N), ("fused(sin, copy_)", N, 2 * N)]
+
+
+def test_the_gradient_of_a_convolutions_bias_reads_the_gradient_alone():
+    image, weight, bias = (x.requires_grad_() for x in (T(2, 8, 16, 16), T(8, 8, 3, 3), T(8)))
+    gradient = T(2, 8, 16, 16)
+
+    def program():
+        F.conv2d(image, weight, bias, padding=1).backward(gradient)
+        return image.grad, weight.grad, bias.grad
+
+    large, small = 2 * 8 * 16 * 16 * 4, 8 * 4
+    assert fused(program)[-1][1:] == (large, small)
+
+
+def test_fused_kernels_have_no_quirks_of_eager_ones():
+    with Recorder() as recorder:
+        kept = aten.upsample_bilinear2d(T(2, 5, 3, 3), [6, 6], False).relu()
+    kernels = kernels_of(recorder.trace)
+    (kernel,) = fuse(kernels, recorder.trace)
+    assert kernels[0].cost.serial_steps == 10
+    assert (kernel.cost.serial_steps, kernel.cost.access) == (0, "fused")
+    del kept
