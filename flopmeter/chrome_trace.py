@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from flopmeter.records import Kernel, Timing
 from flopmeter.report import Report
+from flopmeter.streams import DEFAULT
 
 Event = dict[str, Any]
 
@@ -81,18 +82,24 @@ def events(report: Report) -> Iterator[Event]:
     for piece in sorted(slices, key=lambda piece: (piece.start, -piece.end, piece.depth)):
         yield piece.event(PROGRAM)
     for number, (kernel, timing) in enumerate(zip(report.kernels, report.timings, strict=True)):
-        yield _kernel(kernel, timing, number).event(streams[timing.stream])
+        track = streams[timing.stream]
+        yield _kernel(kernel, timing, number, track).event(track)
     yield from _arrows(report, launches, streams)
     if not report.launches.mode.fuses:  # else other tensors are alive, in another order
         yield from _memory(report, launches)
 
 
 def _streams(report: Report) -> dict[int, Track]:
-    """The track of each stream of the device, by the number that the timeline has for it."""
+    """The track of each stream of the device, by the number that the timeline has for it; the default one first."""
     runs_collectives = {timing.stream for timing in report.timings if timing.is_collective}
+    streams = sorted({timing.stream for timing in report.timings}, key=lambda stream: (stream != DEFAULT, stream))
     return {
-        stream: Track(DEVICE, FIRST_STREAM + stream, "communication" if stream in runs_collectives - {0} else "kernels")
-        for stream in sorted({timing.stream for timing in report.timings})
+        stream: Track(
+            DEVICE,
+            FIRST_STREAM + place,
+            "communication" if stream in runs_collectives and stream != DEFAULT else "kernels",
+        )
+        for place, stream in enumerate(streams)
     }
 
 
@@ -109,12 +116,12 @@ def _names(report: Report, tracks: list[Track]) -> Iterator[Event]:
         yield {"ph": "M", "name": "thread_name", **track.place, "args": {"name": track.title}}
 
 
-def _kernel(kernel: Kernel, timing: Timing, number: int) -> Slice:
+def _kernel(kernel: Kernel, timing: Timing, number: int, track: Track) -> Slice:
     cost, op = kernel.cost, kernel.ops[0]
     args = {
         "External id": number,
         "device": 0,
-        "stream": FIRST_STREAM + timing.stream,
+        "stream": track.thread,
         "module": op.module,
         "phase": op.phase,
         "class": cost.op_class,
