@@ -62,8 +62,12 @@ class Storages:
         known = self._alive.get(address)
         if known is not None:
             return known.number
-        number = len(self._found)
-        device = "meta" if tensor.is_meta else tensor.device.type  # asking for the type is slow
+        # Asking for the type is slow; and the storage of a FakeTensor is on meta, whatever the tensor says.
+        return self._new(storage, "meta" if tensor.is_meta else tensor.device.type, born)
+
+    def _new(self, storage: torch.UntypedStorage, device: str, born: int) -> int:
+        """The number of a storage that was not seen before."""
+        number, address = len(self._found), storage._cdata
         self._found.append(Storage(_nbytes(storage), device, born))
         reference = self._alive[address] = _Reference(storage, self._on_death)
         reference.address, reference.number = address, number
@@ -90,11 +94,13 @@ class Storages:
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """A program gave a storage another size by itself, between ops: FSDP frees and gathers parameters so."""
         known = self._alive.get(storage._cdata)
-        if known is None or nbytes == (size := self._size(known.number)):
+        number = self._new(storage, storage.device.type, BEFORE) if known is None else known.number
+        size = self._size(number)
+        if nbytes == size:
             return
         # Where it shrinks, the op before was the last with the old one.
-        self._resizes.append(Resize(len(self._ops) - (nbytes < size), known.number, nbytes))
-        self._found[known.number].role = "parameters"
+        self._resizes.append(Resize(len(self._ops) - (nbytes < size), number, nbytes))
+        self._found[number].role = "parameters"
 
     def outlive(self) -> None:
         """What is freed from now on outlived the trace."""

@@ -38,7 +38,7 @@ Step = Callable[[], None]
 
 
 def sharded_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each source, in the order of the file, and the same again for the memory that was stated (in bytes).
+    """The rows of each source, tokens/s in place of seconds, and once more for the memory that was stated, in bytes.
 
     Left out are the lines with fp8, whose products another library defines, and those without a batch size.
     """
@@ -48,7 +48,7 @@ def sharded_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
         if program is not None and line["n_gpus"] == str(GPUS) and line["dtype"] == "bf16":
             reports.setdefault(line["source"], []).append((line, _report(line, program)))
     for source, runs in reports.items():
-        yield f"{source}, 8 GPUs, seconds", [_time(line, report) for line, report in runs]
+        yield f"{source}, 8 GPUs, tokens/s", [_throughput(line, report) for line, report in runs]
         stated = [(line, report) for line, report in runs if "memory" in line["other_config"]]
         if stated:
             yield f"{source}, 8 GPUs, bytes of memory", [_memory(line, report) for line, report in stated]
@@ -63,17 +63,18 @@ def _report(line: Line, program: Callable[[Line, DeviceMesh], Step]) -> Report:
         return meter.report(mode="compiled" if "compile" in line["mode"] else "eager")
 
 
-def _time(line: Line, report: Report) -> Row:
+def _throughput(line: Line, report: Report) -> Row:
+    """Tokens/s of each GPU."""
     tokens = int(line["batch"]) * int(line["seq"])
     return Row(
         group=line["model"],
         gpu=line["gpu"],
         name=_named(line),
-        measured=tokens / float(line["measured"]),
-        predicted=report.seconds,
-        low=report.seconds_low,
-        high=report.seconds_high,
-        roofline=roofline_seconds(report, report.hardware),
+        measured=float(line["measured"]),
+        predicted=tokens / report.seconds,
+        low=tokens / report.seconds_high,
+        high=tokens / report.seconds_low,
+        roofline=tokens / roofline_seconds(report, report.hardware),
     )
 
 

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from flopmeter import FlopMeter
+from flopmeter.distributed import world
 from flopmeter.hardware import HardwareError
 from flopmeter.scaling import scale
 
@@ -33,6 +35,8 @@ def program(mesh):
             parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         if "dp" in mesh.mesh_dim_names:
             fully_shard(block, mesh=mesh["dp"])
+    if "dp" in mesh.mesh_dim_names:
+        fully_shard(model, mesh=mesh["dp"])  # the root: blocks that are roots stay gathered
     return lambda: model(x).sum().backward()
 
 
@@ -49,6 +53,19 @@ def test_more_data_ranks_do_the_same_work_each_with_less_memory_for_parameters()
     shard = LAYERS * 8 * WIDTH**2 * 2 * (1 / 2 - 1 / 8)  # bf16; as much again where the gradients are there at the peak
     assert shard <= two.peak_memory_bytes - eight.peak_memory_bytes <= 2 * shard
     assert eight.items_per_s == pytest.approx(4 * two.items_per_s * two.seconds / eight.seconds)
+
+
+def test_parameters_that_an_earlier_step_gathered_count_from_when_they_are_gathered_again():
+    """At no time are more than two of four blocks gathered, in any step."""
+    with world(8, {"dp": 8}) as mesh:
+        step = program(mesh)
+        step()
+        with FlopMeter(A100) as meter:
+            step()
+        gathered = meter.report().memory.timeline["parameters"]
+    block, shards = 8 * WIDTH**2 * 2, LAYERS * 8 * WIDTH**2 * 2 // 8  # bf16
+    assert gathered[0] <= shards
+    assert block <= max(gathered) <= shards + 2 * block
 
 
 def test_no_more_communication_is_exposed_than_there_is():
