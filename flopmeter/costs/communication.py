@@ -6,15 +6,22 @@ makes are not counted: they are done in passing, at the rate of the links.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.rules import FREE, make_cost, rule
 from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, Group, TensorSpec
 
 c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
+
+
+def _functional(name: str) -> tuple[OpOverloadPacket, ...]:
+    """The op of that name, where this version of torch has it."""
+    return (getattr(functional, name),) if hasattr(functional, name) else ()
 
 
 def collective(call: Call, kind: CollectiveKind, nbytes: int, ranks: tuple[int, ...] | None = None) -> Cost:
@@ -46,13 +53,13 @@ def reduce_scatter(call: Call) -> Cost:
     return collective(call, "reduce_scatter", _nbytes(call.inputs))
 
 
-@rule(*([functional.reduce_scatter_tensor_out] if hasattr(functional, "reduce_scatter_tensor_out") else []))
+@rule(*_functional("reduce_scatter_tensor_out"))
 def reduce_scatter_out(call: Call) -> Cost:
     """The same into a tensor that is there."""
     return collective(call, "reduce_scatter", _nbytes(call.argument("input")))
 
 
-@rule(functional.all_to_all_single, *([torch.ops._dtensor.shard_dim_alltoall]))
+@rule(functional.all_to_all_single, torch.ops._dtensor.shard_dim_alltoall)
 def all_to_all(call: Call) -> Cost:
     """Each rank sends every other a part of its input."""
     return collective(call, "all_to_all", _nbytes(call.inputs))
@@ -103,16 +110,44 @@ def in_place(call: Call) -> Cost:
 _PART = {"gather": "input_tensors", "scatter": "output_tensors"}
 
 
-@rule(c10d.send, c10d.recv_, c10d.recv_any_source_)
-def point_to_point(call: Call) -> Cost:
-    """From one rank to another."""
+@rule(c10d.send, *_functional("isend"))
+def send(call: Call) -> Cost:
+    """To one other rank; the op's result stands for the handle."""
+    cost = collective(call, "send", _nbytes(call.inputs), _pair(call, call.argument("dst")))
+    return replace(cost, bytes_written=0)
+
+
+@rule(c10d.recv_, *_functional("irecv"))
+def receive(call: Call) -> Cost:
+    """From one other rank, into a tensor that is there."""
+    cost = collective(call, "recv", _nbytes(call.inputs), _pair(call, call.argument("src")))
+    return replace(cost, bytes_read=0, bytes_written=_nbytes(call.inputs))
+
+
+@rule(c10d.recv_any_source_)
+def receive_from_anyone(call: Call) -> Cost:
+    """Taken to come from the next rank of the group."""
     group = _group(call)
-    is_send = call.func.overloadpacket is c10d.send
-    peer = (
-        call.args[2] if call.func.overloadpacket is not c10d.recv_any_source_ else (group.rank + 1) % len(group.ranks)
-    )
-    ranks = tuple(sorted((group.ranks[group.rank], group.ranks[peer])))
-    return collective(call, "send" if is_send else "recv", _nbytes(call.inputs), ranks)
+    cost = collective(call, "recv", _nbytes(call.inputs), _pair(call, (group.rank + 1) % len(group.ranks)))
+    return replace(cost, bytes_read=0)
+
+
+@rule(*_functional("batch_p2p_ops"))
+def batch_of_sends_and_receives(call: Call) -> tuple[Cost, ...]:
+    """One after another; NCCL runs those of a batch together."""
+    costs = []
+    for kind, peer, tensor in zip(call.args[0], call.args[1], call.inputs, strict=True):
+        way: CollectiveKind = "send" if "send" in kind else "recv"
+        cost = collective(call, way, tensor.nbytes, _pair(call, peer))
+        sent = tensor.nbytes if way == "send" else 0
+        costs.append(replace(cost, bytes_read=sent, bytes_written=tensor.nbytes - sent))
+    return tuple(costs)
+
+
+def _pair(call: Call, peer: int) -> tuple[int, ...]:
+    """This rank and another one of the group, which is named by its place there."""
+    group = _group(call)
+    return tuple(sorted((group.ranks[group.rank], group.ranks[peer])))
 
 
 @rule(c10d.barrier, c10d.monitored_barrier_)

@@ -34,6 +34,7 @@ _UNMARKED: dict[str, dict[str, tuple[bool, bool]]] = {
     "c10d::gather_": {"output_tensors": _WRITTEN},
     "c10d::scatter_": {"output_tensors": _WRITTEN},
     "c10d::recv_": {"tensors": _WRITTEN},
+    "_c10d_functional::irecv": {"tensor": _WRITTEN},
     "c10d::recv_any_source_": {"tensors": _WRITTEN},
     "fsdp::all_gather_copy_in": {"all_gather_output": _WRITTEN},
 }

@@ -41,9 +41,39 @@ def runs_on_meta(gpus_per_node: int, rank: int) -> Iterator[None]:
 
 def _all_reduce(tensors: list[Tensor], *args: Any) -> tuple[list[Tensor], torch.ScriptObject]:
     """DDP takes the sums from the future of the collective, which that of the fake group does not hold."""
+    return tensors, _done(tensors)
+
+
+def _all_gather(output: Tensor, part: Tensor, group: torch.ScriptObject, *args: Any) -> tuple[Tensor, Any]:
+    """The fake group takes any sizes."""
+    _check_sizes(output, part, group)
+    return output, _done([output])
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor, group: torch.ScriptObject, *args: Any) -> tuple[Tensor, Any]:
+    """The fake group takes any sizes."""
+    _check_sizes(whole, part, group)
+    return part, _done([part])
+
+
+def _check_sizes(whole: Tensor, part: Tensor, group: torch.ScriptObject) -> None:
+    """As the process group of NCCL does."""
+    size = torch.distributed.ProcessGroup.unbox(group).size()
+    if whole.numel() != size * part.numel():
+        raise ValueError(
+            f"a group of {size} ranks gathers {size} equal parts or scatters as many: {list(whole.shape)} is not "
+            f"{size} times {list(part.shape)}"
+        )
+    if whole.dtype != part.dtype:
+        raise TypeError(f"a collective has one type: {whole.dtype} is not {part.dtype}")
+
+
+def _done(tensors: list[Tensor]) -> torch.ScriptObject:
+    """The handle of a collective that has these results."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    return tensors, private.work_of_future(future).boxed()
+    handle: torch.ScriptObject = private.work_of_future(future).boxed()
+    return handle
 
 
 def _waits_on_first_use(tensor: Tensor) -> Tensor:
@@ -54,6 +84,8 @@ def _waits_on_first_use(tensor: Tensor) -> Tensor:
 
 _KERNELS: dict[str, Any] = {
     "c10d::allreduce_": _all_reduce,
+    "c10d::_allgather_base_": _all_gather,
+    "c10d::_reduce_scatter_base_": _reduce_scatter,
     "_c10d_functional::_wrap_tensor_autograd": _waits_on_first_use,
 }
 
