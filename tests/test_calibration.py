@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.benchmark import Timer
 
 from flopmeter import HardwareError, cli, load_hardware
 from flopmeter.measured import as_yaml, calibrate, calibration
-from flopmeter.measured.calibration import Calibration, Figure, cuda_profile
+from flopmeter.measured.calibration import CLOCKS, Calibration, Figure, cuda_profile
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,25 @@ def test_the_profile_says_when_how_and_with_what_it_was_measured(this_cpu):
     assert this_cpu.sm_count == torch.get_num_threads()
 
 
+def test_cpu_time_stands_still_while_others_run_and_tells_of_one_thread_only():
+    """0.2 s of sleep in a measured function count on the wall clock alone."""
+    sleeping = {clock: calibration._Timer("cpu", now, 0).once(lambda: time.sleep(0.2)) for clock, now in CLOCKS.items()}
+    assert sleeping["wall"] >= 0.2
+    assert sleeping["cpu"] < 0.1
+    with pytest.raises(ValueError, match="CPU time tells of one thread on the CPU"), threads(2):
+        calibrate(clock="cpu")
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_calibration_leaves_nothing_behind():
     before = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads(), torch.is_inference_mode_enabled()
     calibrate(budget_seconds=0.01)
@@ -58,7 +79,7 @@ def test_a_calibration_leaves_nothing_behind():
 # --- a GPU, from figures ------------------------------------------------------------------------------------------
 
 
-def on_a_gpu(monkeypatch, name, **changes):
+def on_a_gpu(monkeypatch, name, spread=0.01):
     """The profile of a GPU that sustained 10 TFLOP/s in fp32, 250 in bf16 and 1500 GB/s."""
     found = SimpleNamespace(
         name=name, major=8, minor=0, multi_processor_count=108, total_memory=85e9, L2_cache_size=40 * 2**20
@@ -68,8 +89,8 @@ def on_a_gpu(monkeypatch, name, **changes):
         "product fp32": 10e12, "product bf16": 250e12, "copy": 1500e9, "op": 5e-6, "view": 1e-6, "module call": 2e-6,
         "kernel": 2e-6,
     }  # fmt: skip
-    figures = {what: Figure(value, 0.01, 7) for what, value in values.items()}
-    return cuda_profile(Calibration("cuda", 8, figures, {"fp64": "not compiled for this device"}))
+    figures = {what: Figure(value, spread, 7) for what, value in values.items()}
+    return cuda_profile(Calibration("cuda", 8, "wall", figures, {"fp64": "not compiled for this device"}))
 
 
 def test_a_known_gpu_keeps_its_spec_and_gets_measured_fractions(monkeypatch):
@@ -93,6 +114,11 @@ def test_an_unknown_gpu_gets_a_profile_of_measured_rates(monkeypatch, tmp_path):
     assert (gpu.title, gpu.sm_count, gpu.compute_capability) == ("Quantum 9000", 108, (8, 0))
     assert gpu.contraction_peak("bf16").sustained_flop_per_s == 250e12
     assert gpu.sustained_bandwidth_bytes_per_s == 1500e9
+
+
+def test_a_profile_of_a_busy_machine_says_so(monkeypatch):
+    assert "measure again" not in (on_a_gpu(monkeypatch, "Quantum 9000").notes or "")
+    assert "Repeats differ by 50 %: other work ran here" in on_a_gpu(monkeypatch, "Quantum 9000", spread=0.5).notes
 
 
 # --- the command ---------------------------------------------------------------------------------------------------

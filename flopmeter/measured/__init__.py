@@ -4,9 +4,20 @@ kineto.py reads a trace, rebuild.py makes calls of its ops again, comparison.py 
 calibration.py measures this machine.
 """
 
-from flopmeter.measured.calibration import Device, as_yaml, calibrate
+from flopmeter.measured.calibration import CLOCKS, Clock, Device, as_yaml, calibrate
 from flopmeter.measured.comparison import check
 from flopmeter.measured.kineto import ProfileError
 from flopmeter.measured.result import Check, CheckRow, UnpricedRow
 
-__all__ = ["Check", "CheckRow", "Device", "ProfileError", "UnpricedRow", "as_yaml", "calibrate", "check"]
+__all__ = [
+    "CLOCKS",
+    "Check",
+    "CheckRow",
+    "Clock",
+    "Device",
+    "ProfileError",
+    "UnpricedRow",
+    "as_yaml",
+    "calibrate",
+    "check",
+]

@@ -2,7 +2,8 @@
 and of the last-level cache, and what ops, views and module calls cost the host.
 
 Every figure is the median of repeats on the wall clock, so that it is what a program on this machine meets, whatever
-else runs there; the spread of the repeats is told in the profile's sources.
+else runs there; the spread of the repeats is told in the profile's sources. On a busy machine one thread may be
+measured by its own CPU time instead, which stops where other programs run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from flopmeter.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.validated import build, plain
 
 Device = Literal["cpu", "cuda"]
+Clock = Literal["wall", "cpu"]
+CLOCKS: dict[Clock, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 PRODUCT_DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
     "int8": torch.int8,
@@ -35,6 +38,7 @@ MEASURED_SHARE = 0.7  # of the budget; the rest goes to finding sizes and to war
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
 CACHE_FACTOR = 4  # a copy of so many caches is out of any
 LEAST_REPEATS = 5
+BUSY_SPREAD = 0.2  # of quartiles: an idle machine repeats itself within a few percent
 OPS_PER_REPEAT = 200  # where a single one is too short for the clock
 DEPTH = 10  # of nested modules
 SMALL = 16  # elements: next to no work
@@ -62,6 +66,7 @@ class Calibration:
 
     device: Device
     threads: int
+    clock: Clock = "wall"
     figures: dict[str, Figure] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)  # types of products: why not
 
@@ -85,22 +90,26 @@ def calibrate(
     device: Device = "cpu",
     *,
     budget_seconds: float = 20.0,
+    clock: Clock = "wall",
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
 ) -> Hardware:
     """Measure this machine for about `budget_seconds` and return its profile; `as_yaml` writes it.
 
+    clock: 'cpu' measures the CPU time of the one thread that torch is set to.
     progress: wraps the list of measurements, as `tqdm` does.
-    Raises HardwareError where there is no such device.
+    Raises HardwareError where there is no such device, ValueError for a clock that cannot tell its time.
     """
+    if clock == "cpu" and (device == "cuda" or torch.get_num_threads() > 1):
+        raise ValueError("CPU time tells of one thread on the CPU: use the wall clock, or torch.set_num_threads(1)")
     if device == "cuda" and not torch.cuda.is_available():
         raise HardwareError("torch finds no CUDA device here: calibrate the CPU, or run this where there is one")
-    calibration = Calibration(device, torch.get_num_threads())
+    calibration = Calibration(device, torch.get_num_threads(), clock)
     steps = _steps(device)
-    clock = _Clock(device, budget_seconds * MEASURED_SHARE / len(steps))
+    timer = _Timer(device, CLOCKS[clock], budget_seconds * MEASURED_SHARE / len(steps))
     with torch.inference_mode():
         for name, measure in progress(steps):
             try:
-                calibration.figures[name] = measure(clock)
+                calibration.figures[name] = measure(timer)
             except (RuntimeError, NotImplementedError) as error:
                 if not name.startswith("product "):
                     raise
@@ -126,18 +135,18 @@ def _without_empty(value: Any) -> Any:
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 
-class _Clock:
+class _Timer:
     """Times a function on the device, again and again until its share of the budget is spent."""
 
-    def __init__(self, device: Device, seconds: float):
-        self.device, self._seconds = device, seconds
+    def __init__(self, device: Device, now: Callable[[], float], seconds: float):
+        self.device, self._now, self._seconds = device, now, seconds
 
     def once(self, function: Callable[[], object]) -> float:
         self._wait()
-        start = time.perf_counter()
+        start = self._now()
         function()
         self._wait()
-        return time.perf_counter() - start
+        return self._now() - start
 
     def median(self, function: Callable[[], object], calls: int = 1) -> Figure:
         """Seconds of one of the calls that `function` makes."""
@@ -154,12 +163,12 @@ class _Clock:
             torch.cuda.synchronize()
 
 
-_Step = tuple[str, Callable[[_Clock], Figure]]
+_Step = tuple[str, Callable[[_Timer], Figure]]
 
 
 def _steps(device: Device) -> list[_Step]:
-    def product_of(dtype: str) -> Callable[[_Clock], Figure]:
-        return lambda clock: _product(clock, dtype)
+    def product_of(dtype: str) -> Callable[[_Timer], Figure]:
+        return lambda timer: _product(timer, dtype)
 
     types = [dtype for dtype in PRODUCT_DTYPES if device == "cuda" or dtype != "tf32"]
     steps: list[_Step] = [(f"product {dtype}", product_of(dtype)) for dtype in types]
@@ -167,19 +176,18 @@ def _steps(device: Device) -> list[_Step]:
     return steps + ([("cache copy", _cache_copy), ("fork", _fork)] if device == "cpu" else [("kernel", _graph_node)])
 
 
-def _product(clock: _Clock, dtype: str) -> Figure:
+def _product(timer: _Timer, dtype: str) -> Figure:
     """FLOP/s of square products, as large as the time allows."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     try:
         for side in SIDES:
-            operands = [_operand(side, dtype, clock.device) for _ in range(2)]
+            operands = [_operand(side, dtype, timer.device) for _ in range(2)]
             run = functools.partial(torch._int_mm if dtype == "int8" else torch.mm, *operands)
-            run()
-            # The next side takes eight times as long.
-            if 8 * clock.once(run) > LONGEST_PRODUCT_SECONDS:
+            # The next side takes eight times as long. (The shortest of three: a core may be taken away meanwhile.)
+            if 8 * min(timer.once(run) for _ in range(3)) > LONGEST_PRODUCT_SECONDS:
                 break
-        return clock.median(run).per(2.0 * side**3)
+        return timer.median(run).per(2.0 * side**3)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
@@ -190,25 +198,25 @@ def _operand(side: int, dtype: str, device: Device) -> Tensor:
     return torch.randn(side, side, device=device).to(PRODUCT_DTYPES[dtype])
 
 
-def _copy(clock: _Clock) -> Figure:
+def _copy(timer: _Timer) -> Figure:
     """Bytes read and written per second by a copy of several caches."""
-    return _copied(clock, CACHE_FACTOR * _last_cache_bytes(clock.device))
+    return _copied(timer, CACHE_FACTOR * _last_cache_bytes(timer.device))
 
 
-def _cache_copy(clock: _Clock) -> Figure:
+def _cache_copy(timer: _Timer) -> Figure:
     """The same of two buffers that share half of the last-level cache."""
-    return _copied(clock, _last_cache_bytes("cpu") // 4)
+    return _copied(timer, _last_cache_bytes("cpu") // 4)
 
 
-def _copied(clock: _Clock, nbytes: int) -> Figure:
-    source = torch.ones(nbytes // 4, device=clock.device)
+def _copied(timer: _Timer, nbytes: int) -> Figure:
+    source = torch.ones(nbytes // 4, device=timer.device)
     target = torch.empty_like(source)
-    return clock.median(lambda: target.copy_(source)).per(2.0 * source.nbytes)
+    return timer.median(lambda: target.copy_(source)).per(2.0 * source.nbytes)
 
 
-def _op(clock: _Clock) -> Figure:
+def _op(timer: _Timer) -> Figure:
     """Seconds of the mean of some ops with next to no work, with the Python that calls them."""
-    x, square, norm = (torch.ones(shape, device=clock.device) for shape in ((SMALL,), (4, 4), (SMALL,)))
+    x, square, norm = (torch.ones(shape, device=timer.device) for shape in ((SMALL,), (4, 4), (SMALL,)))
     layer_norm = nn.functional.layer_norm
 
     def ops() -> None:
@@ -219,18 +227,18 @@ def _op(clock: _Clock) -> Figure:
             layer_norm(x, (SMALL,), norm, norm)
             x.softmax(0)
 
-    return clock.median(ops, OPS_PER_REPEAT)
+    return timer.median(ops, OPS_PER_REPEAT)
 
 
-def _view(clock: _Clock) -> Figure:
-    x = torch.ones(4, 4, device=clock.device)
+def _view(timer: _Timer) -> Figure:
+    x = torch.ones(4, 4, device=timer.device)
 
     def views() -> None:
         for _ in range(OPS_PER_REPEAT // 2):
             x.view(2, 8)
             x.transpose(0, 1)
 
-    return clock.median(views, OPS_PER_REPEAT)
+    return timer.median(views, OPS_PER_REPEAT)
 
 
 class _Around(nn.Module):
@@ -244,7 +252,7 @@ class _Around(nn.Module):
         return self.inner(x)
 
 
-def _module_call(clock: _Clock) -> Figure:
+def _module_call(timer: _Timer) -> Figure:
     module: nn.Module = nn.Identity()
     for _ in range(DEPTH - 1):
         module = _Around(module)
@@ -254,26 +262,26 @@ def _module_call(clock: _Clock) -> Figure:
         for _ in range(OPS_PER_REPEAT // DEPTH):
             module(x)
 
-    return clock.median(calls, OPS_PER_REPEAT)
+    return timer.median(calls, OPS_PER_REPEAT)
 
 
-def _fork(clock: _Clock) -> Figure:
+def _fork(timer: _Timer) -> Figure:
     """Seconds that all threads take to start and to meet: an op with a grain for each against one grain alone."""
     threads = torch.get_num_threads()
     alone, shared = (torch.ones(count * GRAIN_ELEMENTS) for count in (1, threads))
-    one = clock.median(lambda: [alone.add_(1) for _ in range(OPS_PER_REPEAT)], OPS_PER_REPEAT)
-    all_together = clock.median(lambda: [shared.add_(1) for _ in range(OPS_PER_REPEAT)], OPS_PER_REPEAT)
+    one = timer.median(lambda: [alone.add_(1) for _ in range(OPS_PER_REPEAT)], OPS_PER_REPEAT)
+    all_together = timer.median(lambda: [shared.add_(1) for _ in range(OPS_PER_REPEAT)], OPS_PER_REPEAT)
     return all_together._replace(value=max(LEAST_FLOOR_US * 1e-6, all_together.value - one.value))
 
 
-def _graph_node(clock: _Clock) -> Figure:
+def _graph_node(timer: _Timer) -> Figure:
     """Seconds from one tiny kernel to the next in a CUDA graph, where no host slows them down."""
     x = torch.ones(SMALL, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(OPS_PER_REPEAT):
             x.add_(1)
-    return clock.median(graph.replay, OPS_PER_REPEAT)
+    return timer.median(graph.replay, OPS_PER_REPEAT)
 
 
 def _last_cache_bytes(device: Device) -> int:
@@ -298,6 +306,7 @@ def _cache_sizes() -> dict[int, int]:
 # --- profiles ------------------------------------------------------------------------------------------------------
 
 
+_CLOCK_NAMES: dict[Clock, str] = {"wall": "wall clock", "cpu": "CPU time"}
 _MEASURED_PEAKS = "the rates and the bandwidth are measured ones"
 _NOTE = "year: that of the measurement. Peaks are the rates of large products: MFU is relative to those."
 
@@ -388,9 +397,13 @@ def _common(calibration: Calibration, sources: dict[str, str], note: str | None)
     products = [name for name in figures if name.startswith("product ")]
     default = (
         f"flopmeter calibrate, {datetime.date.today().isoformat()}, torch {torch.__version__}, "
-        f"{_threads(calibration)}; {calibration.told(*products)} (products)"
+        f"{_threads(calibration)}, {_CLOCK_NAMES[calibration.clock]}; {calibration.told(*products)} (products)"
     )
-    lacking = [f"{dtype}: {why}" for dtype, why in calibration.unsupported.items()]
+    remarks = [note] if note else []
+    remarks += [f"No product in {dtype}: {why}." for dtype, why in calibration.unsupported.items()]
+    spread = max(figure.spread for figure in figures.values())
+    if spread > BUSY_SPREAD:
+        remarks.append(f"Repeats differ by {100 * spread:.0f} %: other work ran here; measure again without it.")
     return {
         "host": {
             "launch_seconds": _rounded(figures["op"].value),
@@ -399,7 +412,7 @@ def _common(calibration: Calibration, sources: dict[str, str], note: str | None)
             "source": f"loops of tiny ops, views and nested modules; {calibration.told('op', 'view', 'module call')}",
         },
         "sources": {"default": default, **sources},
-        "notes": " ".join([*([note] if note else []), *(f"No product in {text}." for text in lacking)]) or None,
+        "notes": " ".join(remarks) or None,
     }
 
 

@@ -1,22 +1,21 @@
 """BERT-base, GPT-2 and ResNet-50 on this very CPU: calibrate, predict, then run them and compare.
 
-    python scripts/examples/predict_this_cpu.py
+    python scripts/examples/predict_this_cpu.py [--cpu-time]
 
 Weights are random, type and batch are fp32 and 1. What the prediction knows of a run are its ops, not their times.
-Run it on an idle machine: with other work on the same cores, each op on several threads waits for the slowest.
+On a machine with other work each op on several threads waits for the slowest: --cpu-time measures one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 
 import torch
 from tabulate import tabulate
 
-from flopmeter import FlopMeter, load_hardware
-from flopmeter.measured import calibrate
+from flopmeter import FlopMeter
+from flopmeter.measured import CLOCKS, Clock, calibrate
 from flopmeter.models import BUILTINS
 
 
@@ -29,13 +28,17 @@ def on_this_cpu(name: str, **sizes: int) -> tuple[torch.nn.Module, list[torch.Te
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--hardware", help="a profile to predict from, instead of a calibration")
 parser.add_argument("--seconds", type=float, default=20, help="of calibration")
 parser.add_argument("--repeats", type=int, default=7)
+parser.add_argument("--cpu-time", action="store_true", help="of one thread, by which other programs do not count")
 parser.add_argument("--models", default="bert-base,gpt2-124m,resnet-50")
 options = parser.parse_args()
 
-cpu = load_hardware(options.hardware) if options.hardware else calibrate(budget_seconds=options.seconds)
+clock: Clock = "cpu" if options.cpu_time else "wall"
+if options.cpu_time:
+    torch.set_num_threads(1)
+now = CLOCKS[clock]
+cpu = calibrate(budget_seconds=options.seconds, clock=clock)
 rows = []
 with torch.inference_mode():
     for name in options.models.split(","):
@@ -44,16 +47,11 @@ with torch.inference_mode():
             model(*inputs)
         predicted, seconds = meter.report().seconds, []
         for _ in range(options.repeats):
-            start = time.perf_counter()
+            start = now()
             model(*inputs)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(now() - start)
         measured = statistics.median(seconds)
         rows.append((name, measured * 1e3, min(seconds) * 1e3, predicted * 1e3, 100 * (predicted / measured - 1)))
-print(f"{cpu.title}: {cpu.sources['default']}\n")
-print(
-    tabulate(
-        rows,
-        ["model", "measured, ms", "best, ms", "predicted, ms", "error, %"],
-        floatfmt=("", ".1f", ".1f", ".1f", "+.0f"),
-    )
-)
+print(f"{cpu.title}: {cpu.sources['default']}. {cpu.notes or ''}\n")
+headers = ("model", "measured, ms", "best, ms", "predicted, ms", "error, %")
+print(tabulate(rows, headers, floatfmt=("", ".1f", ".1f", ".1f", "+.0f")))
