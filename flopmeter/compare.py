@@ -156,12 +156,16 @@ def compare(
     meter_options: of FlopMeter.
 
     A device that lacks a data type of the program is listed in `unable`. Raises HardwareError for an unknown device
-    and ValueError for options that make no sense or a program that runs nothing on the device.
+    and ValueError or TypeError for options that make no sense or a program that runs nothing on the device.
     """
     if sort not in get_args(Sort):
         raise ValueError(f"unknown order {sort!r}; known: {', '.join(get_args(Sort))}")
     if items is not None and not (items > 0 and math.isfinite(items)):
         raise ValueError(f"items must be a positive number of {unit} in a step, not {items}")
+    if isinstance(hardware, str | os.PathLike | Hardware):
+        raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
+    if not callable(fn):
+        raise TypeError(f"compare runs a function without arguments for each device, not {fn!r}")
     devices = [load_hardware(name) for name in hardware]
     if not devices:
         raise ValueError("compare needs at least one device: see available_hardware()")

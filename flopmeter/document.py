@@ -41,7 +41,7 @@ class Document:
 
     def render(self, format: str = "text") -> str:
         """Raises ValueError for an unknown format."""
-        if format not in FORMATS:
+        if format not in tuple(FORMATS):
             raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
         return FORMATS[format](self)
 

@@ -25,8 +25,8 @@ Category = Literal["parameters", "gradients", "optimizer state", "activations", 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 # What a process takes of a GPU before it allocates anything: driver context, loaded kernels, cuBLAS handles.
-# Recalled, not measured: 0.3 to 0.6 GB by nvidia-smi on T4 to H100, more with more SMs, where CUDA loads
-# kernels lazily (CUDA_MODULE_LOADING, the default since 12.2). The upper end, to err towards too little room.
+# An assumption, which the report prints: 0.3 to 0.6 GB by nvidia-smi on T4 to H100, more with more SMs, where CUDA
+# loads kernels lazily (CUDA_MODULE_LOADING, the default since 12.2). The upper end, to err towards too little room.
 CONTEXT_BYTES = 600_000_000
 
 

@@ -66,6 +66,8 @@ class FlopMeter:
     ):
         if causal not in get_args(Causal):
             raise ValueError(f"unknown causal convention {causal!r}; known: {', '.join(get_args(Causal))}")
+        if not isinstance(host, Host | None):
+            raise TypeError(f"host must be a flopmeter.timing.Host or None, not {host!r}")
         self.hardware = load_hardware(hardware)
         self._strict = strict
         self._causal: Causal = causal
@@ -131,7 +133,7 @@ class FlopMeter:
         return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
 
     def _price(self, trace: Trace, device: Hardware, cluster: Cluster | None, mode: str) -> Report:
-        if mode not in MODES:
+        if mode not in tuple(MODES):
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         kernels = kernels_of(trace, strict=self._strict)
         host = self._host or device.host

@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flopmeter.memory import usable_bytes
+from flopmeter.memory import CONTEXT_BYTES, usable_bytes
 from flopmeter.page import page
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION
 from flopmeter.report import Report, Row
@@ -24,7 +24,7 @@ JSON_SCHEMA_VERSION = 1
 
 def render(report: Report, format: str) -> str:
     """The report in one of the formats. Raises ValueError for an unknown one."""
-    if format not in RENDERERS:
+    if format not in tuple(RENDERERS):
         raise ValueError(f"unknown format {format!r}; known: {', '.join(RENDERERS)}")
     return RENDERERS[format](report)
 
@@ -152,6 +152,7 @@ def _memory(report: Report) -> str:
         fits = "fits" if memory.fits(device) else "does NOT fit"
         verdict = (
             f"{fits} {device.title}: {usable_bytes(device) / 1e9:.1f} of {device.memory_bytes / 1e9:.1f} GB usable"
+            f" ({CONTEXT_BYTES / 1e9:.1f} assumed for the process)"
         )
     made_of = ", ".join(f"{name} {nbytes / 1e9:.2f}" for name, nbytes in memory.at_peak.items() if nbytes)
     if memory.steady_peak_bytes > memory.peak_bytes:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
-from flopmeter import DataDependentError, FlopMeter, on_meta
+from flopmeter import DataDependentError, FlopMeter, compare, on_meta
 from flopmeter.mixed_devices import MixedDevicesError
 from flopmeter.render import RENDERERS
 
@@ -106,6 +106,62 @@ def test_a_branch_on_data_is_an_error_with_the_line_that_asked():
 def test_the_size_of_a_selection_of_unknown_data_is_an_error():
     with pytest.raises(DataDependentError, match="nonzero"), FlopMeter():
         meta(8).nonzero()
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("mode", ["fast", None, ["eager"], 1])
+def test_an_unknown_mode_or_format_is_an_error_that_names_the_known_ones(mode):
+    with FlopMeter() as meter:
+        meta(4).sin()
+    with pytest.raises(ValueError, match=r"unknown mode .* known: eager, compiled, cudagraph"):
+        meter.report(mode=mode)
+    with pytest.raises(ValueError, match=r"unknown format .* known: text, markdown, csv, json, html"):
+        meter.report().render(mode)
+
+
+@pytest.mark.parametrize("host", [3, "h100", {}])
+def test_a_host_that_is_none_is_an_error_before_anything_runs(host):
+    with pytest.raises(TypeError, match=r"flopmeter\.timing\.Host"):
+        FlopMeter(host=host)
+
+
+def test_one_device_where_a_list_is_due_is_an_error_that_shows_the_list():
+    with pytest.raises(TypeError, match=r"such as \['l4'\]"):
+        compare(lambda: None, "l4")
+    with pytest.raises(TypeError, match="a function without arguments"):
+        compare(3, ["l4"])
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "cudagraph", "eager-cudagraph"])
+def test_a_program_that_runs_nothing_costs_nothing_in_every_mode_and_format(mode):
+    with FlopMeter() as meter:
+        pass
+    report = meter.report(mode=mode)
+    assert (report.flops, report.bytes_read, report.peak_memory_bytes, report.mfu) == (0, 0, 0, 0)
+    assert all(report.render(format) for format in RENDERERS)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)]),
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    ],
+)
+def test_a_tensor_that_meta_cannot_hold_has_no_twin(tensor):
+    with pytest.raises(TypeError, match="has no twin on meta: meter the program on real CPU tensors"):
+        on_meta({"x": tensor()})
+
+
+def test_a_jagged_tensor_has_a_twin():
+    ragged = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    twin = on_meta(ragged)
+    assert twin.is_meta
+    assert twin.values().shape == (5, 8)
 
 
 # --- exceptions

@@ -19,7 +19,7 @@ class Traffic:
         self._flow, self._groups = flow, groups
         places = _places(kernels, trace)
         self._last = dict(zip(graphs, places, strict=True))  # for each graph, the op of its last kernel
-        self._end = dict(zip(graphs, [*places[1:], len(trace.ops)], strict=True))  # and of the next one after it
+        self._end = dict(zip(graphs, [*places, len(trace.ops)][1:], strict=True))  # and of the next one after it
 
     def of_group(self, members: list[int]) -> tuple[int, int]:
         """Bytes read and bytes written by the kernels as one."""

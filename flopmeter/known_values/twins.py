@@ -71,6 +71,12 @@ class _Twinning:
 
 
 def _twin(tensor: Tensor) -> Tensor:
+    if tensor.layout not in (torch.strided, torch.jagged) or tensor.is_quantized or _is_nested_strided(tensor):
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(
+            f"a {kind} tensor has no twin on meta: meter the program on real CPU tensors, as they are, or pass the "
+            "dense tensors that this one is made of"
+        )
     twin = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, tensor.requires_grad)
@@ -81,6 +87,10 @@ def _twin(tensor: Tensor) -> Tensor:
         for known in entry_points.open_ones():
             known.values.bring(cell)
     return twin
+
+
+def _is_nested_strided(tensor: Tensor) -> bool:
+    return tensor.is_nested and tensor.layout is torch.strided
 
 
 def _on_death(cell: weakref.ref[Any]) -> None:
