@@ -9,7 +9,8 @@ A page runs from top to bottom in an empty directory, its ```python blocks in on
     ```console              each line `$ flopmeter ...` or `$ python scripts/... ` is followed by its output
     ```sh                   for a reader's own machine: not run
 
-README.md's python blocks are doctests, which pytest runs as such.
+README.md's python blocks are doctests, which pytest runs as such. The `flopmeter ...` lines of its ```sh blocks run
+too, where what they need is installed; what they print is not looked at.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +39,15 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = {"README.md": "transformers"}
 FENCE = re.compile(r"^```(?P<language>\w+) *(?P<file>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
+
+
+MY_MODEL = """
+import torch
+
+def build(batch: int = 2):
+    with torch.device("meta"):
+        return torch.nn.Linear(64, 64), torch.empty(batch, 64)
+"""
 
 
 def played(page: str, text: str) -> str:
@@ -122,6 +133,24 @@ def test_a_page_shows_what_its_code_prints(page):
     text = page.read_text(encoding="utf-8")
     with _somewhere_else():
         assert played(page.name, text) == text, "python tests/test_docs.py --update writes the true outputs"
+
+
+def _commands_without_output() -> list[str]:
+    blocks = [body for language, _, body in FENCE.findall(PAGES[0].read_text(encoding="utf-8")) if language == "sh"]
+    lines = "".join(blocks).splitlines()
+    return [line.partition("#")[0].strip() for line in lines if line.startswith("flopmeter ")]
+
+
+@pytest.mark.parametrize("command", _commands_without_output())
+def test_a_command_shown_without_its_output_runs(command):
+    for part, package in (("timm:", "timm"), ("hf:", "transformers"), ("--plot", "matplotlib")):
+        if part in command and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    with _somewhere_else():
+        Path("my_model.py").write_text(MY_MODEL)
+        assert "(exit code" not in _of_command(command)
+        written = re.findall(r"(?:-o|--plot|--trace) (\S+)", command)
+        assert all(Path(file).stat().st_size for file in written)
 
 
 def test_a_wrong_output_is_noticed():
