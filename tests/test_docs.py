@@ -126,10 +126,15 @@ def _somewhere_else() -> Iterator[None]:
             RULES.update(rules)
 
 
+def _lacks(page: Path) -> bool:
+    """Whether a package that the page's commands need is missing."""
+    return page.name in NEEDS and find_spec(NEEDS[page.name]) is None
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_shows_what_its_code_prints(page):
-    if page.name in NEEDS:
-        pytest.importorskip(NEEDS[page.name])
+    if _lacks(page):
+        pytest.skip(f"{NEEDS[page.name]} is not installed")
     text = page.read_text(encoding="utf-8")
     with _somewhere_else():
         assert played(page.name, text) == text, "python tests/test_docs.py --update writes the true outputs"
@@ -192,6 +197,9 @@ def test_every_make_target_that_the_docs_name_exists():
 
 def _update() -> None:
     for page in PAGES:
+        if _lacks(page):
+            print(f"left {page.name} as it is: {NEEDS[page.name]} is not installed")
+            continue
         text = page.read_text(encoding="utf-8")
         with _somewhere_else():
             new = played(page.name, text)
