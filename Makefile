@@ -1,7 +1,9 @@
-# make demo   set everything up and print the BERT table
-# make test   set everything up and run every test but the long sweeps
-# make check  format, lint, types
-# make sweep  the long sweeps too
+# make demo      set everything up and print the BERT table
+# make test      set everything up and run every test but the long sweeps
+# make check     format, lint, types
+# make sweep     the long sweeps; writes docs/sweep.md
+# make coverage  the tests again, and the lines that none of them reaches
+# make mutants   300 small faults, and those that no test notices
 # TORCH_INDEX=URL names another package index for torch (for example PyTorch's own, for a CPU build).
 
 VENV := .venv
@@ -9,7 +11,7 @@ PYTHON ?= python3
 RUN := $(VENV)/bin
 TORCH := torch==2.13.0
 
-.PHONY: demo test check sweep clean
+.PHONY: demo test check sweep coverage mutants clean
 
 demo: $(VENV)/.ready
 	$(RUN)/python scripts/bert_table.py
@@ -18,7 +20,13 @@ test: $(VENV)/.ready
 	$(RUN)/python -m pytest -q -n auto -m "not slow"
 
 sweep: $(VENV)/.ready
-	$(RUN)/python -m pytest -q -n auto
+	$(RUN)/python scripts/sweep.py
+
+coverage: $(VENV)/.ready
+	$(RUN)/python -m pytest -q -n auto -m "not slow" --cov=flopmeter --cov-report=term-missing:skip-covered
+
+mutants: $(VENV)/.ready
+	$(RUN)/python scripts/mutate.py
 
 check: $(VENV)/.ready
 	$(RUN)/ruff format --check .
