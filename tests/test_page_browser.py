@@ -17,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    " --disable-component-update --disable-sync --hide-scrollbars"
+    " --disable-component-update --disable-sync --hide-scrollbars --disable-dev-shm-usage"
 )
 BY = ("class", "phase", "module", "op", "kernel")
 

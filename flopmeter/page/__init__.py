@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
 from flopmeter.memory import usable_bytes
@@ -60,27 +60,29 @@ def _section(heading: str, *parts: Markup) -> Markup:
 def _header(report: Report, title: str) -> Markup:
     """What ran where, and the figures that are asked for first."""
     what, *where = title.split(" · ")
-    low, high = (with_prefix(seconds, "s") for seconds in (report.seconds_low, report.seconds_high))
-    compiled = report.compiled
-    facts = [
-        ("predicted time", with_prefix(report.seconds, "s"), f"{low} to {high}"),
-        ("bound by", report.regime, f"{_share(report.seconds_by_regime[report.regime], report):.0f} % of the time"),
-        (
-            "work",
-            with_prefix(report.flops, "FLOP"),
-            f"{with_prefix(report.flops / report.seconds if report.seconds else 0, 'FLOP/s')}, MFU {report.mfu:.1%}",
-        ),
-        ("moved", with_prefix(report.bytes_read + report.bytes_written, "B"), f"{len(report.kernels)} kernels"),
-        ("peak memory", with_prefix(report.peak_memory_bytes, "B"), _verdict(report)),
-    ]
-    if compiled is not None and compiled.seconds:
-        times = f"{report.seconds / compiled.seconds:.2f} times as fast"
-        facts.append(("compiled", with_prefix(compiled.seconds, "s"), times))
-    cards = (tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", more))) for name, value, more in facts)
+    facts = _facts(report)
+    cards = (
+        tag("div", tag("dt", name), tag("dd", tag("b", figure), tag("span", more))) for name, figure, more in facts
+    )
     advice = f"It is {report.regime}-bound: {report.remedy}."
     return tag(
         "header", tag("h1", what), tag("p", " · ".join(where)), tag("dl", *cards, class_="facts"), tag("p", advice)
     )
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Name, figure and a word more."""
+    low, high = (with_prefix(seconds, "s") for seconds in (report.seconds_low, report.seconds_high))
+    yield "predicted time", with_prefix(report.seconds, "s"), f"{low} to {high}"
+    yield "bound by", report.regime, f"{_share(report.seconds_by_regime[report.regime], report):.0f} % of the time"
+    rate = with_prefix(report.flops / report.seconds if report.seconds else 0, "FLOP/s")
+    yield "work", with_prefix(report.flops, "FLOP"), f"{rate}, MFU {report.mfu:.1%}"
+    yield "moved", with_prefix(report.bytes_read + report.bytes_written, "B"), f"{len(report.kernels)} kernels"
+    yield "peak memory", with_prefix(report.peak_memory_bytes, "B"), _verdict(report)
+    compiled = report.compiled
+    if compiled is not None and compiled.seconds:
+        times = report.seconds / compiled.seconds
+        yield "compiled", with_prefix(compiled.seconds, "s"), f"{times:.2f} times as fast"
 
 
 def _verdict(report: Report) -> str:
@@ -96,7 +98,7 @@ def _share(seconds: float, report: Report) -> float:
 
 
 def _regimes(report: Report) -> Markup:
-    """The wall-clock as a bar of three parts; one too short for its name has it in the text below."""
+    """The wall-clock as a bar of its shares; one too short for its name has it in the text below."""
     shares = {regime: _share(seconds, report) for regime, seconds in report.seconds_by_regime.items()}
     parts = [
         tag("span", f"{regime} {share:.0f} %" if share >= 12 else "", class_=regime, style=f"flex-grow:{share:.2f}")
