@@ -26,6 +26,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         if name in NEEDS:
             pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed", exc_type=ImportError)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 
@@ -116,3 +117,16 @@ def test_this_cpu_is_calibrated_predicted_and_timed(run):
     assert float(measured) / 10 < float(predicted) < float(measured) * 10
     assert float(error) == pytest.approx(100 * (float(predicted) / float(measured) - 1), abs=1)
     assert "flopmeter calibrate" in out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_of_a_llama_on_64_ranks_says_what_goes_over_the_links(run):
+    out = run("llama_70b_fsdp_tp", "2", "64")
+    (calls, *_, bound) = lines_of_table(out, "communication ")[0]
+    assert int(calls) == 36
+    assert bound == "communication"
+    assert "in 36 collectives over" in out
+    assert "uncounted: none" in out
+    assert "does NOT fit" not in out
+    (rate,) = (float(line.split()[0]) for line in out.splitlines() if line.endswith("tokens/s a GPU"))
+    assert rate > 0
