@@ -103,3 +103,12 @@ def test_the_installed_wheel_runs_the_first_example_of_the_readme(python, tmp_pa
 @pytest.mark.slow
 def test_the_installed_wheel_has_its_command(python, tmp_path):
     assert "h100-sxm5-80gb" in run(python, "-m", "flopmeter", "hardware", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_writes_an_html_report_with_its_style_and_script(python, tmp_path):
+    page = tmp_path / "report.html"
+    run(python, "-m", "flopmeter", "table", "encoder-layer", "--format", "html", "-o", str(page), cwd=tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "prefers-color-scheme" in text
+    assert "makeSortable" in text
