@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import random
 from collections import Counter
 
 import pytest
@@ -118,6 +119,18 @@ def test_what_cannot_be_rebuilt_is_listed_with_its_time_and_the_reason(tmp_path)
     assert "import the library" in reasons["nobody_knows::it"]
     assert all(row.measured_seconds > 0 for row in found.unpriced)
     assert all(name in found.render() for name in reasons)
+
+
+def test_of_an_op_that_cannot_be_rebuilt_those_that_it_called_are(tmp_path):
+    """A trace leaves out lists of more than 30 tensors; on a CPU `_foreach_add_` calls add_ for each."""
+    xs = [torch.ones(100) for _ in range(31)]
+    found = flopmeter.check(recorded(lambda: torch._foreach_add_(xs, 1.0), tmp_path / "t.json"), CPU)
+    assert "add_" in {row.name for row in found.rows}
+    assert sum(row.flops for row in found.rows) == 31 * 100
+    (row,) = found.unpriced
+    assert (row.name, row.reason) == ("_foreach_add_", "the trace leaves out lists of more than 30 tensors")
+    assert 0 < row.measured_seconds < found.measured_seconds
+    assert found.measured_seconds == pytest.approx(found.busy_seconds)
 
 
 def test_a_number_beside_a_tensor_is_no_second_tensor(tmp_path):
@@ -287,6 +300,33 @@ def test_a_file_that_is_no_profile_is_one_error(tmp_path, content, expected):
     path.write_bytes(content)
     with pytest.raises(ProfileError, match=expected):
         flopmeter.check(path, CPU)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_profile_is_read_or_is_one_error(tmp_path, seed):
+    """Three values of the CUDA trace, picked at random, become something else."""
+    chance = random.Random(seed)
+    trace = cuda_trace()
+    for _ in range(3):
+        place, key = chance.choice(list(places(trace)))
+        place[key] = chance.choice([None, -1, 10**30, float("nan"), 0.5, "", "x", [], [[1]], {}, {"a": []}, True])
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(trace))
+    try:
+        found = flopmeter.check(path, A100)
+    except ProfileError:
+        return
+    assert found.render("text")
+    assert json.loads(found.render("json"))
+    assert found.render("csv")
+
+
+def places(value):
+    """Every place in nested mappings and lists, as (mapping or list, key)."""
+    if isinstance(value, (dict, list)):
+        for key, below in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            yield value, key
+            yield from places(below)
 
 
 def test_the_hardware_must_be_known_and_of_the_kind_that_ran(cuda_path, step_profile, tmp_path):

@@ -32,10 +32,12 @@ def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardw
     """
     profile = read_profile(path)
     device = _device(Path(path), profile, hardware)
-    pricer = _Pricer(device, profile)
-    for root in profile.roots:
-        for event in find_ops(root):
-            pricer.add(event)
+    meter = FlopMeter(device, as_cuda=profile.is_cuda)
+    pricer = _Pricer(device, profile, meter)
+    with meter:
+        for root in profile.roots:
+            for event in find_ops(root):
+                pricer.add(event)
     return pricer.result(Path(path).name)
 
 
@@ -77,6 +79,7 @@ class _Pricer:
 
     device: Hardware
     profile: Profile
+    meter: FlopMeter  # entered
     _known: dict[Any, _Prediction | str] = field(default_factory=dict)  # a text: why there is none
     _calls: Counter[Any] = field(default_factory=Counter)
     _nanoseconds: Counter[Any] = field(default_factory=Counter)
@@ -98,9 +101,17 @@ class _Pricer:
         key = (event.name, event.inputs, crosses_link, is_tf32)
         if key not in self._known:
             self._known[key] = self._predicted(event, crosses_link, is_tf32)
-        spans = [one.span for one in launched] if self.profile.is_cuda else [event.span]
+        nanoseconds = self._measured(event)
+        if isinstance(self._known[key], str):  # then what it called may be predicted, and the rest is its own
+            for part in (op for child in event.children for op in find_ops(child)):
+                nanoseconds -= self._measured(part)
+                self.add(part)
         self._calls[key] += 1
-        self._nanoseconds[key] += sum(span.end - span.start for span in spans)
+        self._nanoseconds[key] += nanoseconds
+
+    def _measured(self, event: OpEvent) -> int:
+        spans = [one.span for one in event.all_launched()] if self.profile.is_cuda else [event.span]
+        return sum(span.end - span.start for span in spans)
 
     def result(self, name: str) -> Check:
         span = _seconds(self.profile.span)
@@ -185,9 +196,9 @@ class _Pricer:
 
     def _recorded(self, arguments: Arguments) -> list[Call]:
         """The calls that the tracer sees: on meta, some ops are made of others."""
-        with FlopMeter(self.device, as_cuda=self.profile.is_cuda) as meter:
-            unrun = run(arguments)
-        return [unrun] if unrun is not None else [op.call for op in meter.trace.ops]
+        before = len(self.meter.trace.ops)
+        unrun = run(arguments)
+        return [unrun] if unrun is not None else [op.call for op in self.meter.trace.ops[before:]]
 
 
 def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, switches: Switches) -> _Prediction:

@@ -22,6 +22,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,10 +143,16 @@ def _is_complete(event: Any) -> bool:
     return (
         isinstance(event, dict)
         and event.get("ph") == "X"
-        and all(isinstance(event.get(key), (int, float)) for key in ("ts", "dur"))
+        and all(isinstance(event.get(key), (int, float)) and isfinite(event[key]) for key in ("ts", "dur"))
+        and event["dur"] >= 0
         and isinstance(event.get("name"), str)
         and isinstance(event.setdefault("args", {}), dict)
     )
+
+
+def _number(event: Mapping[str, Any], key: str) -> int | None:
+    value = event["args"].get(key)
+    return value if isinstance(value, int) else None
 
 
 def _span(event: Mapping[str, Any]) -> Span:
@@ -160,7 +167,7 @@ def _length(span: Span) -> int:
 def _ops(events: Iterable[Mapping[str, Any]]) -> list[tuple[Any, int | None, OpEvent]]:
     """Each op with its thread and its number."""
     return [
-        ((str(event.get("pid")), str(event.get("tid"))), event["args"].get("External id"), _op(event))
+        ((str(event.get("pid")), str(event.get("tid"))), _number(event, "External id"), _op(event))
         for event in events
         if event.get("cat") == "cpu_op"
     ]
@@ -176,6 +183,9 @@ def _op(event: Mapping[str, Any]) -> OpEvent:
 
 
 def _frozen(value: Any) -> Any:
+    """Hashable: a mapping is nothing that a profiler writes here."""
+    if isinstance(value, dict):
+        return ""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -192,23 +202,22 @@ def _nested(ops: Iterable[tuple[Any, int | None, OpEvent]]) -> list[OpEvent]:
     return roots
 
 
-def _linked(events: list[dict[str, Any]], ops: Mapping[Any, OpEvent]) -> tuple[list[DeviceEvent], list[DeviceEvent]]:
+def _linked(
+    events: list[dict[str, Any]], ops: Mapping[int | None, OpEvent]
+) -> tuple[list[DeviceEvent], list[DeviceEvent]]:
     """What ran on the device, and of that what no op launched. A kernel names its op; where it does not, the driver's
     call of the same correlation does."""
     by_correlation = {
-        event["args"].get("correlation"): event["args"].get("External id")
-        for event in events
-        if event.get("cat") in _DRIVER
+        _number(event, "correlation"): _number(event, "External id") for event in events if event.get("cat") in _DRIVER
     }
     ran: list[DeviceEvent] = []
     unlinked: list[DeviceEvent] = []
     for event in events:
         if event.get("cat") not in _DEVICE:
             continue
-        args = event["args"]
         device_event = DeviceEvent(event["name"], event["cat"] == "gpu_memcpy", _span(event))
         ran.append(device_event)
-        op = ops.get(args.get("External id")) or ops.get(by_correlation.get(args.get("correlation")))
+        op = ops.get(_number(event, "External id")) or ops.get(by_correlation.get(_number(event, "correlation")))
         (op.launched if op else unlinked).append(device_event)
     return ran, unlinked
 

@@ -30,6 +30,7 @@ DTYPES = {
 _NUMBERS = {"double": 1.0, "long int": 1, "long": 1, "long long": 1, "bool": True}
 _NOTHING = ("", "nullptr (uninitialized)")
 _META = torch.device("meta")
+LONGEST_LIST = 30  # TENSOR_LIST_DISPLAY_LENGTH_LIMIT of torch/csrc/profiler/util.h
 MOST_REASON = 120  # characters
 # What a value of the trace may be passed as, best first. dtype, layout and memory format are numbers there.
 _NUMBER = ("NumberType", "FloatType")
@@ -102,6 +103,8 @@ def arguments_of(event: OpEvent, dtype_in_lists: torch.dtype) -> Arguments:
         raise NotRebuilt("no op of this name is registered: import the library that it comes from")
     if event.inputs is None:
         raise NotRebuilt("the trace tells no arguments")
+    if any(kind == "TensorList" and not dims for kind, dims, *_ in zip(*event.inputs, strict=True)):
+        raise NotRebuilt(f"the trace leaves out lists of more than {LONGEST_LIST} tensors")
     best = _best(packet, event.inputs, dtype_in_lists)
     if best is None:
         raise NotRebuilt("no overload takes what the trace tells of the arguments")
@@ -176,7 +179,9 @@ def _value(parameter: Any, told: _Told, in_lists: torch.dtype, *, number_for_sca
             return _NUMBERS[told.kind], False
         return _tensor(DTYPES[told.kind], told.dims, told.strides), False
     if wanted.kind() == "ListType" and wanted.getElementType().kind() == "TensorType":
-        if told.kind != "TensorList":
+        if told.kind != "TensorList" or not all(isinstance(told_of, tuple) for told_of in (told.dims, told.strides)):
+            raise _Mismatch
+        if len(told.dims) != len(told.strides):
             raise _Mismatch
         return [_tensor(in_lists, *geometry) for geometry in zip(told.dims, told.strides, strict=True)], False
     return _literal(wanted, told)
@@ -191,9 +196,10 @@ def _default(parameter: Any, is_optional: bool) -> Any:
 
 
 def _tensor(dtype: torch.dtype, dims: Any, strides: Any) -> Tensor:
-    if not isinstance(dims, tuple) or not isinstance(strides, tuple) or len(dims) != len(strides):
-        raise _Mismatch
-    return torch.empty_strided(dims, strides, dtype=dtype, device=_META)
+    try:
+        return torch.empty_strided(dims, strides, dtype=dtype, device=_META)
+    except (RuntimeError, TypeError, ValueError):
+        raise _Mismatch from None
 
 
 def _literal(wanted: Any, told: _Told) -> tuple[Any, bool]:
