@@ -48,14 +48,18 @@ def _draw_roof(panel: Any, report: Report) -> None:
     device = report.hardware
     bandwidth, sustained = device.bandwidth_bytes_per_s, device.sustained_bandwidth_bytes_per_s
     panel.set(xscale="log", yscale="log", xlim=(LEAST_INTENSITY, MOST_INTENSITY))
+    labels: dict[float, str] = {}  # by height; roofs that leave no room for a text between them share one
     for name, peak in (
         (f"{report.main_dtype} products", device.contraction_peak(report.main_dtype)),
         ("fp32 vector", device.vector_peak("fp32")),
     ):
         _draw_line(panel, peak.flop_per_s, bandwidth, "k-", 1.2)
         _draw_line(panel, peak.sustained_flop_per_s, sustained, "k--", 0.7)
+        near = next((height for height in labels if 0.7 < peak.flop_per_s / height < 1.4), None)
         label = f"{name} {peak.flop_per_s / 1e12:g} TFLOP/s"
-        panel.text(MOST_INTENSITY * 0.8, peak.flop_per_s * 1.06, label, ha="right", va="bottom", fontsize=8)
+        labels[near or peak.flop_per_s] = f"{labels[near]}, {label}" if near else label
+    for height, label in labels.items():
+        panel.text(MOST_INTENSITY * 0.8, height * 1.06, label, ha="right", va="bottom", fontsize=8)
     on_slope = 1.0, bandwidth  # where no dot is: above the slope, left of it
     panel.annotate(
         f"{bandwidth / 1e9:g} GB/s", on_slope, (-6, 2), textcoords="offset points", ha="right", va="bottom", fontsize=8
