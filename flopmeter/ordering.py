@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._ops import OpOverload
@@ -43,11 +44,15 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups: dict[Any, Group] = {}
-        self._works: dict[Any, int] = {}  # handle of a collective -> index of its op
+        # Handle of a collective -> index of its op. A handle may hold the results, so it lives no longer than the
+        # program needs it; but the last one, which the program is about to be given, until the next.
+        self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._last_work: Any = None
 
     def clear(self) -> None:
         self._groups.clear()
         self._works.clear()
+        self._last_work = None
 
     def plain_args(self, func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with groups as records, without handles of C++ objects."""
@@ -62,7 +67,8 @@ class Groups:
         """Remember the handle that a c10d op returned."""
         handle = result[-1] if isinstance(result, (tuple, list)) and result else result
         if isinstance(handle, torch.ScriptObject):
-            self._works[torch.distributed.Work.unbox(handle)] = op
+            self._last_work = torch.distributed.Work.unbox(handle)
+            self._works[self._last_work] = op
 
     def op_of(self, work: Any) -> int | None:
         """The index of the op that returned the handle; None for one of before the trace."""
