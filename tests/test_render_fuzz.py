@@ -40,8 +40,8 @@ def kernels(draw):
 
 
 @st.composite
-def timelines(draw, length):
-    """The host sends the kernels one after another, and the device runs each when it is free."""
+def timelines(draw, length, is_cpu):
+    """The host sends the kernels one after another, and the device runs each when it is free; a CPU runs them itself."""
     timings, enqueued, free = [], 0.0, 0.0
     for _ in range(length):
         compute, memory, floor, step = (draw(SECONDS) for _ in range(4))
@@ -51,17 +51,20 @@ def timelines(draw, length):
             compute, memory, max(compute, memory), floor, start - free, start, draw(KERNEL_CLASSES), enqueued
         )
         timings.append(timing)
-        free = start + timing.seconds
+        free = timing.end_seconds
+        if is_cpu:
+            enqueued = free
     return timings
 
 
 @st.composite
 def reports(draw):
     run = draw(st.lists(kernels(), max_size=6))
+    hardware = load_hardware(draw(st.sampled_from(WITH_BF16)))
     return Report(
         launches=Launches(run, [None] * len(run), draw(st.sampled_from(ALL_MODES))),
-        timings=draw(timelines(len(run))),
-        hardware=load_hardware(draw(st.sampled_from(WITH_BF16))),
+        timings=draw(timelines(len(run), hardware.is_cpu)),
+        hardware=hardware,
         switches=Switches(draw(st.booleans()), draw(st.booleans()), draw(st.booleans())),
         host_seconds=draw(SECONDS),
         memory=memory_of(Trace()),
