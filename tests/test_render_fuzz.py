@@ -41,7 +41,7 @@ def kernels(draw):
 
 @st.composite
 def timelines(draw, length, is_cpu):
-    """The host sends the kernels one after another, and the device runs each when it is free; a CPU runs them itself."""
+    """The host sends kernels one after another, and the device runs each when it is free; a CPU runs them itself."""
     timings, enqueued, free = [], 0.0, 0.0
     for _ in range(length):
         compute, memory, floor, step = (draw(SECONDS) for _ in range(4))
