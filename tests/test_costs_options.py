@@ -332,6 +332,84 @@ RNNS: dict[str, Case] = {
 
 FP8, BF16, F16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 BYTES_A, BYTES_B, RESULT = meta(16, 32, dtype=FP8), meta(32, 64, dtype=FP8), meta(16, 64, dtype=BF16)
+LOSSES: dict[str, Case] = {
+    # 1 - y, times x; log_sigmoid (3); the difference; then the sum
+    "binary_cross_entropy_with_logits": (
+        lambda: aten.binary_cross_entropy_with_logits(T(6), T(6)), 6 * (2 + 3 + 1 + 1), 12
+    ),
+    "the same, not summed": (
+        lambda: aten.binary_cross_entropy_with_logits(T(6), T(6), None, None, 0), 6 * (2 + 3 + 1), 12
+    ),
+    "the same, weighted": (lambda: aten.binary_cross_entropy_with_logits(T(6), T(6), T(6)), 6 * (7 + 1), 12),
+    "the same, weighted by class": (  # (w - 1)·y + 1, times log_sigmoid
+        lambda: aten.binary_cross_entropy_with_logits(T(6), T(6), None, T(6)), 6 * (7 + 3), 12
+    ),
+    "multi_margin_loss": (  # max(0, margin - x[y] + x)**p, and the sum
+        lambda: aten.multi_margin_loss(torch.ones(4, 6), torch.zeros(4, dtype=I64)), 24 * (4 + 1), 0
+    ),
+    "nll_loss_forward": (lambda: aten.nll_loss_forward(T(4, 6), i64(4), None, 1, -100), 2 * 4, 0),
+    "_ctc_loss": (lambda: aten._ctc_loss(T(7, 2, 5), i64(2, 3), [7, 7], [3, 3]), 98 * 11, 98 * 4),
+    "_ctc_loss_backward": (
+        by_hand(
+            aten._ctc_loss_backward.default,
+            (T(2), T(7, 2, 5), i64(2, 3), [7, 7], [3, 3], T(2), T(2, 7, 7), 0), T(7, 2, 5),
+        ),
+        17 * 98 + 7 * 70, 7 * 98 + 2 * 70,
+    ),
+}  # fmt: skip
+
+
+def encoder_layer(*batch: int, norm_first: bool = False, gelu: bool = False) -> Call:
+    """Length 5, width 16, 2 heads, hidden 32."""
+    weights = (T(48, 16), T(48), T(16, 16), T(16), gelu, norm_first, 1e-5, T(16), T(16), T(16), T(16))
+    feed_forward = (T(32, 16), T(32), T(16, 32), T(16))
+    x = T(*batch, 5, 16)
+    return by_hand(aten._transformer_encoder_layer_fwd.default, (x, 16, 2, *weights, *feed_forward), T(*batch, 5, 16))
+
+
+ENCODER_LAYER = 2 * 5 * 16 * 128 + 4 * 25 * 16 + 5 * (48 + 16 + 32 + 16) + 2 * 80 + 2 * 7 * 80
+LAYERS: dict[str, Case] = {
+    "an encoder layer of one sequence": (encoder_layer(1), ENCODER_LAYER, 0),
+    "of a sequence alone": (encoder_layer(), ENCODER_LAYER, 0),
+    "with the norms first": (encoder_layer(1, norm_first=True), ENCODER_LAYER, 0),
+    "with GELU": (encoder_layer(1, gelu=True), ENCODER_LAYER + 9 * 5 * 32, 5 * 32),
+    "of two sequences": (encoder_layer(2), 2 * ENCODER_LAYER, 0),
+}
+
+PRODUCTS: dict[str, Case] = {
+    "one image without a batch": (  # 5 channels of 6·6 positions, 27 multiply-adds each
+        lambda: aten.convolution(T(3, 8, 8), T(5, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        2 * 5 * 36 * 27, 0,
+    ),
+    "the gradient of a bias alone": (
+        lambda: aten.convolution_backward(
+            T(2, 5, 6, 6), T(2, 3, 8, 8), T(5, 3, 3, 3), [5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
+            [False, False, True],
+        ),
+        2 * 5 * 36, 0,
+    ),
+    "the gradient of the weights alone": (
+        lambda: aten.convolution_backward(
+            T(2, 5, 6, 6), T(2, 3, 8, 8), T(5, 3, 3, 3), [5], [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
+            [False, True, False],
+        ),
+        2 * 2 * 5 * 36 * 27, 0,
+    ),
+    "both gradients of a transposed one": (  # 6 positions, each spread over 3 taps of 5 channels
+        lambda: aten.convolution_backward(
+            T(1, 5, 13), T(1, 4, 6), T(4, 5, 3), None, [2], [0], [1], True, [0], 1, [True, True, False]
+        ),
+        2 * (2 * 6 * 4 * 5 * 3), 0,
+    ),
+}  # fmt: skip
+
+if hasattr(aten, "_foreach_mm"):  # torch 2.13
+    PRODUCTS["products of a list"] = (
+        by_hand(aten._foreach_mm.default, ([T(2, 3), T(4, 5)], [T(3, 7), T(5, 6)]), T(2, 7), T(4, 6)),
+        2 * (2 * 7 * 3 + 4 * 6 * 5),
+        0,
+    )
+
 QUANTIZED: dict[str, Case] = {
     "_scaled_mm with a scale for each": (
         by_hand(aten._scaled_mm.default, (BYTES_A, BYTES_B, T(), T(), None, None, BF16), RESULT),
@@ -366,7 +444,7 @@ QUANTIZED: dict[str, Case] = {
     ),
 }  # fmt: skip
 
-ALL = QUANTIZED | REDUCTIONS | LIBRARY | OPTIMIZERS | RESAMPLING | RNNS
+ALL = PRODUCTS | QUANTIZED | LOSSES | LAYERS | REDUCTIONS | LIBRARY | OPTIMIZERS | RESAMPLING | RNNS
 
 
 @pytest.mark.parametrize("name", ALL)
