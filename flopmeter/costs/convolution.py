@@ -114,6 +114,4 @@ def _implicit_product(x: TensorSpec, weight: TensorSpec, out: TensorSpec, transp
     channels, per_group, *kernel = weight.shape
     anchor = x if transposed else out
     positions = anchor.shape[0] * prod(anchor.shape[2:])
-    if len(anchor.shape) == len(weight.shape) - 1:  # unbatched
-        positions = prod(anchor.shape[1:])
     return Matmul(groups, positions, channels // groups, per_group * prod(kernel))
