@@ -210,6 +210,7 @@ class Cost:
     matmuls: tuple[Matmul, ...] = ()
     tf32_switch: Tf32Switch | None = None
     alignment_bytes: int = 16  # of the rows of a product's operands: the largest power of two, at most 16
+    may_pad: bool = False  # inductor copies unaligned operands to aligned rows where that pays
     convolution: Convolution | None = None
     attention: AttentionBackend | None = None
     access: Access | None = None  # None: as the op class has it

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from measured_programs import NanoGPT
 from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware, on_meta
@@ -88,25 +88,22 @@ def _llama(line: Line) -> Metered | None:
 
 
 def _gpt2(line: Line) -> Metered | None:
-    """Later steps keep what earlier ones brought: fused attention, then the padded vocabulary, then fused AdamW."""
-    transformers = import_module("transformers")
+    """Later steps keep what earlier ones brought: fused attention, the padded vocabulary, fused AdamW and clipping."""
     step = float(line["measured"])
-    config = transformers.GPT2Config(
-        vocab_size=50304 if step <= 93 else 50257, activation_function="gelu_pytorch_tanh", attn_pdrop=0.0,
-        embd_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa" if step <= 96 else "eager",
-    )  # fmt: skip
+    is_bf16 = "bf16" in line["dtype"]
     with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config).train()
+        model = NanoGPT(50304 if step <= 93 else 50257, is_fused=step <= 96)
         tokens = torch.zeros(int(line["batch"]), int(line["seq"]), dtype=torch.long)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=step <= 90)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=step <= 90)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = "TF32" in line["dtype"]
     try:
         with FlopMeter(_profile(line)) as meter:
-            with torch.autocast("cuda", torch.bfloat16, enabled="bf16" in line["dtype"]):
-                logits = model(input_ids=on_meta(tokens), use_cache=False).logits
-                loss = F.cross_entropy(logits.view(-1, config.vocab_size), tokens.view(-1))
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_bf16):
+                loss = model(on_meta(tokens), on_meta(tokens))
             loss.backward()
+            if step <= 90:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopmeter import FlopMeter
 from flopmeter.known_values import Assumption, DataDependentError, KnownValues, on_meta
 
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -843,3 +844,21 @@ def test_an_op_on_unknown_tensors_costs_about_nothing_extra():
         f" without addresses {(slow - plain) * 1e6:+.2f}"
     )
     assert through - plain < 20e-6  # it is 0.3; a loaded machine may be far off
+
+
+def test_buffers_are_recalled_under_inference_mode_too():
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("index", torch.arange(4), persistent=False)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            module.index.copy_(torch.arange(4))
+
+        def forward(self) -> int:
+            return int(self.index[3])
+
+    with torch.device("meta"):
+        model = Positions()
+    with FlopMeter("a100-sxm4-80gb"), torch.inference_mode():
+        assert model() == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flopmeter.costs.rules import FREE, make_cost, rule
-from flopmeter.records import MOVEMENT, RANDOM, SORTING, Call, Cost
+from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, SORTING, Call, Cost
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def foreach_copy(call: Call) -> Cost:
 
 
 @rule(
-    aten.cat, aten.stack, aten.block_diag, aten._chunk_cat, aten.constant_pad_nd, aten.reflection_pad1d,
+    aten.cat, aten.stack, aten.block_diag, aten._chunk_cat, aten.reflection_pad1d,
     aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
     aten.replication_pad3d, aten.roll, aten.flip, aten.rot90, aten.repeat, aten.tril, aten.triu, aten.tril_,
     aten.triu_, aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.native_channel_shuffle,
@@ -83,6 +83,25 @@ def scatter_copy(call: Call) -> tuple[Cost, Cost]:
     """A copy of the whole tensor, then the part written over it."""
     base, part = call.inputs[:2]
     return (make_cost(call, MOVEMENT, read=(base,)), make_cost(call, MOVEMENT, read=(part,), written=(part,)))
+
+
+@rule(aten.masked_fill)
+def masked_fill(call: Call) -> tuple[Cost, Cost]:
+    """A clone, then `masked_fill_` on it (ATen/native/TensorAdvancedIndexing.cpp). Selecting is 0 FLOP."""
+    x, *rest = call.inputs
+    copy = make_cost(call, MOVEMENT, read=(x,), access=None)
+    return (copy, make_cost(call, ELEMENTWISE, read=(*call.outputs, *rest)))
+
+
+@rule(aten.constant_pad_nd)
+def constant_pad(call: Call) -> tuple[Cost, Cost]:
+    """The whole output is filled, then the input copied into it (ATen/native/PadNd.cpp)."""
+    (x,) = call.inputs
+    (out,) = call.outputs
+    return (
+        make_cost(call, MOVEMENT, read=0),
+        make_cost(call, MOVEMENT, written=min(x.numel, out.numel) * x.dtype.itemsize),
+    )
 
 
 @rule(

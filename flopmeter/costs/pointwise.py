@@ -34,7 +34,7 @@ def _words(text: str) -> list[str]:
 _COMPARISONS_AND_SELECTIONS = _words("""
     eq ne lt le gt ge isnan isinf isposinf isneginf signbit sign sgn logical_and logical_or logical_not
     logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift __lshift__
-    __rshift__ __ilshift__ __irshift__ where masked_fill clamp clamp_min clamp_max max min maximum minimum fmax
+    __rshift__ __ilshift__ __irshift__ where masked_fill_ clamp clamp_min clamp_max max min maximum minimum fmax
     fmin relu hardtanh hardtanh_backward threshold threshold_backward heaviside copysign nextafter nan_to_num
     hardshrink softshrink hardshrink_backward softshrink_backward frexp angle complex _conj_physical
 """)

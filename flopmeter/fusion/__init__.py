@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from flopmeter.fusion.dataflow import flow_of
 from flopmeter.fusion.graphs import Region, graphs_of, modules_compiled, whole_program
 from flopmeter.fusion.grouping import Groups
@@ -29,6 +31,8 @@ from flopmeter.fusion.roles import OPAQUE
 from flopmeter.fusion.traffic import Traffic
 from flopmeter.records import ELEMENTWISE, ITEM_BYTES, NORMALIZATION, REDUCTION, Cost, Kernel
 from flopmeter.trace import Trace
+
+aten = torch.ops.aten
 
 __all__ = ["NOTE", "Region", "fuse", "graphs_of", "modules_compiled", "whole_program"]
 
@@ -56,6 +60,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: Region = whole_program)
     groups = Groups(kernels, graphs, flow)
     traffic = Traffic(kernels, trace, graphs, flow, groups)
     costs: dict[tuple[tuple[Cost, ...], int, int], Cost] = {}
+    libraries: dict[Cost, Cost] = {}
     fused = []
     for members in groups.in_order():
         first = kernels[members[0]]
@@ -63,7 +68,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: Region = whole_program)
             fused.append(first)
             continue
         if flow.roles[members[0]] is OPAQUE:
-            fused.append(first._replace(views=0, module_calls=0))
+            fused.append(first._replace(cost=_of_library(first, libraries), views=0, module_calls=0))
             continue
         key = (tuple(kernels[member].cost for member in members), *traffic.of_group(members))
         if key not in costs:
@@ -104,6 +109,16 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
         ),
         serial_steps=0,
     )
+
+
+def _of_library(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
+    """The kernel stays as it is, but torch/_inductor/fx_passes/pad_mm.py pads products where its benchmark says so."""
+    cost = kernel.cost
+    if kernel.ops[0].call.func.overloadpacket not in (aten.mm, aten.addmm, aten.bmm) or not cost.macs:
+        return cost
+    if cost not in known:
+        known[cost] = replace(cost, may_pad=True)
+    return known[cost]
 
 
 def _class_of(parts: tuple[Cost, ...]) -> str | None:

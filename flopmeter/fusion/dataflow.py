@@ -24,7 +24,11 @@ aten = torch.ops.aten
 MOST_REGIONS = 16
 
 _CONVOLUTIONS = (aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_overrideable)
-_VIEW_GRADIENTS = (aten.slice_backward, aten.select_backward, aten.diagonal_backward, aten.unfold_backward)
+# They fill the output, or copy a tensor to it, and write into that.
+_WRITTEN_TWICE = (
+    aten.slice_backward, aten.select_backward, aten.diagonal_backward, aten.unfold_backward, aten.constant_pad_nd,
+    aten.masked_fill,
+)  # fmt: skip
 
 
 class Touch(NamedTuple):
@@ -180,7 +184,10 @@ def _facts_of_part(call: Call, cost: Cost) -> _Facts:
     if packet is aten.convolution_backward and cost.op_class == REDUCTION:
         role = role_of(call, cost)
         return _Facts(role, _touches(inputs[:1]), _touches(outputs[-1:]))
-    if packet in _VIEW_GRADIENTS:  # zeros, and the gradient copied into its part
+    if packet is aten.masked_fill and cost.op_class == ELEMENTWISE:  # after its clone
+        role = Role(True, True, elements=outputs[0].numel)
+        return _Facts(role, _touches((*outputs, *inputs[1:])), _touches(outputs))
+    if packet in _WRITTEN_TWICE:
         role = Role(True, True, elements=outputs[0].numel)
         read = inputs[:1] if cost.bytes_read else ()
         return _Facts(role, _touches(read), _touches(outputs, cost.bytes_written))

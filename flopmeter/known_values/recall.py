@@ -54,7 +54,7 @@ def _is_lost(module: nn.Module, name: str, buffer: Tensor, values: Values) -> bo
 def _initialized(module: nn.Module, initialize: Initializer, lost: dict[str, Tensor]) -> dict[str, Tensor]:
     """The values that the initializer writes to the lost buffers."""
     stand_in = copy.copy(module)
-    with no_modes():
+    with no_modes(), torch.inference_mode(False), torch.no_grad():  # inference tensors do not count their versions
         real = {name: torch.empty_like(buffer, device="cpu") for name, buffer in lost.items()}
         stand_in._buffers = {**{name: _blank(buffer) for name, buffer in module._buffers.items()}, **real}
         stand_in._parameters = {name: _blank(weight) for name, weight in module._parameters.items()}  # type: ignore[misc]

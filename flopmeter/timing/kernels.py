@@ -79,9 +79,19 @@ def _products(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
             return depthwise(cost.convolution, implicit, cost.bytes, fp32, bandwidth), "depthwise convolution"
         busy = convolution(cost.convolution, implicit, cost.bytes, item_bytes, rates, on_matrix_units=on_matrix_units)
         return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
-    if on_matrix_units:
-        rates = rates._replace(flop_per_s=rates.flop_per_s * alignment_share(cost.alignment_bytes))
-    return _sum_of_products(cost, item_bytes, rates)
+    return (_aligned if on_matrix_units else _sum_of_products)(cost, item_bytes, rates)
+
+
+def _aligned(cost: Cost, item_bytes: int, rates: Rates) -> tuple[Busy, str]:
+    """As the operands lie in memory; or, where compiled code may, on copies of them with aligned rows."""
+    slowed = rates._replace(flop_per_s=rates.flop_per_s * alignment_share(cost.alignment_bytes))
+    as_they_are, kind = _sum_of_products(cost, item_bytes, slowed)
+    if not cost.may_pad or slowed == rates:
+        return as_they_are, kind
+    copies = 2 * cost.bytes_read / rates.bytes_per_s  # read, and written
+    padded, _ = _sum_of_products(cost, item_bytes, rates)
+    padded = Busy(padded.compute_seconds, padded.memory_seconds + copies, padded.work_seconds + copies)
+    return min(as_they_are, padded, key=lambda busy: busy.work_seconds), kind
 
 
 def _sum_of_products(cost: Cost, item_bytes: int, rates: Rates) -> tuple[Busy, str]:
