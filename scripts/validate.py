@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,6 +145,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.neusight or arguments.timm or arguments.e2e):
         parser.error("name at least one of --neusight, --timm and --e2e")
+    _need(arguments)
     results: dict[str, dict[str, float]] = {}
     every_row: list[Row] = []
     for title, rows, key in _tables(arguments):
@@ -153,6 +155,20 @@ def main() -> None:
     if every_row:
         results["all"] = error_table("all rows, by GPU", every_row, _gpu)
     print(json.dumps(results))
+
+
+def _need(arguments: argparse.Namespace) -> None:
+    """Ends the program, before anything was predicted, where a package is missing."""
+    from validate_runs import uses_transformers
+    from validate_timm import declare_torchvision_ops
+
+    declare_torchvision_ops()  # transformers loads torchvision where there is one
+    of_networks = arguments.neusight and (arguments.neusight / "e2e.csv").is_file()
+    of_runs = arguments.e2e and uses_transformers(arguments.e2e)
+    wanted = {"timm": arguments.timm, "transformers": of_networks or of_runs}
+    missing = [name for name, is_wanted in wanted.items() if is_wanted and find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"these files need {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Callable[[Row], str]]]:

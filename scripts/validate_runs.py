@@ -33,6 +33,11 @@ def runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
     yield from tables.items()
 
 
+def uses_transformers(path: Path) -> bool:
+    """Whether a run in the file is of a model that transformers defines."""
+    return any(line["model"].startswith(FROM_TRANSFORMERS) for line in csv.DictReader(path.open()))
+
+
 def _row(line: Line, metered: Metered) -> Row:
     meter, tokens = metered
     device = load_hardware(_profile(line))
@@ -128,6 +133,7 @@ def _resnet(line: Line) -> Metered:
     return meter, 1
 
 
+FROM_TRANSFORMERS = ("Llama-2-7b-hf", "google/vit-base-patch16-224")
 PROGRAMS: dict[str, Callable[[Line], Metered | None]] = {
     "Llama-2-7b-hf": _llama,
     "GPT-2 124M": _gpt2,

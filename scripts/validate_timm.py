@@ -1,13 +1,13 @@
 """Inference of image models under AMP: the step times that pytorch-image-models publishes (results/*.csv).
 
-Its benchmark ran fp32 weights under autocast(float16) with inference_mode, NCHW, and fast norms (layer norm in
-fp16); weights are cast again in every step.
+Its benchmark ran fp32 weights under autocast(float16) with inference_mode and fast norms (layer norm in fp16); weights
+are cast again in every step. `eager` is NCHW, `eager_nhwc` channels-last, `dynamo` torch.compile with its defaults.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -15,31 +15,64 @@ import torch
 from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware
-from flopmeter.timing import uncertainty
+from flopmeter.meter import Mode
 
 PROFILES = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090"}
-EAGER = ("eager", "2.4")  # mode and version of torch that both cards were measured with
+VERSION = "2.4"  # of torch, the one that both cards were measured with
+MODES: dict[str, Mode] = {
+    "eager": "eager",
+    "eager_nhwc": "eager",
+    "dynamo": "compiled",
+}  # the file's name of a run, and the report's
+Key = tuple[str, ...]
 
 
 def image_models(path: Path, count: int) -> Iterator[tuple[str, list[Row]]]:
-    """A row for each card that ran one of `count` models, spread over the families. Models whose attention takes the
-    math path have a table of their own: torch 2.5 began to compute it in fp32, the measurements are older."""
-    mode, version = EAGER
-    lines = [line for line in csv.DictReader(path.open()) if line["mode"] == mode and line["torch"].startswith(version)]
+    """A row for each run of `count` models, spread over the families, by mode; then what compiling brings. Models whose
+    attention takes the math path have a table of their own: torch 2.5 began to compute it in fp32, the measurements
+    are older."""
+    lines = [
+        line for line in csv.DictReader(path.open()) if line["torch"].startswith(VERSION) and line["mode"] in MODES
+    ]
     chosen = spread({line["model"] for line in lines}, count)
-    meters: dict[str, tuple[Line, FlopMeter | None]] = {}
-    tables: dict[bool, list[Row]] = {False: [], True: []}
-    for line in lines:
+    meters: dict[Key, FlopMeter | None] = {}
+    tables: dict[str, list[tuple[Line, Row]]] = {}
+    for line in sorted(lines, key=lambda line: list(MODES).index(line["mode"])):
+        key = (line["model"], line["img_size"], line["batch"], "nhwc" * line["mode"].endswith("nhwc"))
         if line["model"] not in chosen:
             continue
-        if line["model"] not in meters:
-            meters[line["model"]] = line, trace(line["model"], line["img_size"], line["batch"])
-        first, meter = meters[line["model"]]
-        if meter is not None and (line["img_size"], line["batch"]) == (first["img_size"], first["batch"]):
-            tables[_multiplies_in_fp32(meter)].append(_row(line, meter))
-    yield "image models, eager", tables[False]
-    if tables[True]:
-        yield "image models, eager, with math attention", tables[True]
+        if key not in meters:
+            meters[key] = trace(*key)
+        meter = meters[key]
+        if meter is not None:
+            math = ", with math attention" if _multiplies_in_fp32(meter) else ""
+            tables.setdefault(f"image models, {line['mode']}{math}", []).append((line, _row(line, meter)))
+    for title, rows in tables.items():
+        yield title, [row for _, row in rows]
+    both = speed_ups(tables.get("image models, eager", ()), tables.get("image models, dynamo", ()))
+    if both:
+        yield "image models, compiled over eager", both
+
+
+def speed_ups(eager: Iterable[tuple[Line, Row]], compiled: Iterable[tuple[Line, Row]]) -> list[Row]:
+    """Images a second compiled over those eager, of the models that a card ran in both."""
+    by_run = {(line["gpu"], line["model"]): (line, row) for line, row in eager}
+    rows = []
+    for line, after in compiled:
+        if (line["gpu"], line["model"]) not in by_run:
+            continue
+        first, before = by_run[line["gpu"], line["model"]]
+        images = int(line["batch"]) / int(first["batch"])
+        rows.append(
+            after._replace(
+                measured=images * before.measured / after.measured,
+                predicted=images * before.predicted / after.predicted,
+                low=images * before.predicted / after.high,
+                high=images * before.predicted / after.low,
+                roofline=images * before.roofline / after.roofline,
+            )
+        )
+    return rows
 
 
 def _multiplies_in_fp32(meter: FlopMeter) -> bool:
@@ -66,15 +99,16 @@ def spread(models: set[str], count: int) -> set[str]:
     return set(chosen[:count])
 
 
-def trace(model_name: str, img_size: str, batch: str) -> FlopMeter | None:
+def trace(model_name: str, img_size: str, batch: str, layout: str = "") -> FlopMeter | None:
     """The metered forward pass; None for a model that does not run on meta."""
-    _declare_torchvision_ops()
+    declare_torchvision_ops()
     timm = import_module("timm")
     timm.layers.set_fast_norm(True)
+    order = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     try:
         with torch.device("meta"):
-            model = timm.create_model(model_name).eval()
-            images = torch.empty(int(batch), 3, int(img_size), int(img_size))
+            model = timm.create_model(model_name).eval().to(memory_format=order)
+            images = torch.empty(int(batch), 3, int(img_size), int(img_size)).to(memory_format=order)
         with FlopMeter("rtx-4090") as meter, torch.inference_mode(), torch.autocast("cuda", torch.float16):
             model(images)
     except Exception as error:
@@ -85,24 +119,24 @@ def trace(model_name: str, img_size: str, batch: str) -> FlopMeter | None:
 
 def _row(line: Line, meter: FlopMeter) -> Row:
     device = load_hardware(PROFILES[line["gpu"]])
-    report = meter.report(hardware=device)
-    bounds = uncertainty(report.timings, report.seconds, device)
+    report = meter.report(hardware=device, mode=MODES[line["mode"]])
     return Row(
         group=family(line["model"]),
         gpu=line["gpu"],
         measured=float(line["step_time_ms"]) * 1e-3,
         predicted=report.seconds,
-        low=bounds.low,
-        high=bounds.high,
+        low=report.seconds_low,
+        high=report.seconds_high,
         roofline=roofline_seconds(report, device),
         name=line["model"],
+        mode=line["mode"],
     )
 
 
 _TORCHVISION: list[torch.library.Library] = []
 
 
-def _declare_torchvision_ops() -> None:
+def declare_torchvision_ops() -> None:
     """A CPU build of torch cannot load torchvision's extension, but its Python part asks for these schemas."""
     if not _TORCHVISION:
         library = torch.library.Library("torchvision", "DEF")
