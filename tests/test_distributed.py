@@ -26,11 +26,14 @@ def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
-    patched = (private.FakeWork.wait, private.Work.wait, torch.UntypedStorage.resize_)
+    def patched() -> list[object]:
+        return [private.FakeWork.wait, private.Work.wait, torch.UntypedStorage.resize_, dist.DeviceMesh.__init__]
+
+    before = patched()
     yield
     assert not dist.is_initialized()
     assert not hasattr(torch, "meta")
-    assert (private.FakeWork.wait, private.Work.wait, torch.UntypedStorage.resize_) == patched
+    assert patched() == before
     assert streams.current() == streams.DEFAULT
     assert streams.listeners == []
 
@@ -43,6 +46,17 @@ def test_a_world_gives_the_mesh_that_was_asked_for():
         assert mesh["tp"].size() == 8
         assert tuple(mesh.get_coordinate()) == (1, 3)
         assert dist.get_process_group_ranks(mesh["dp"].get_group()) == [3, 11, 19, 27]
+
+
+def test_a_program_may_make_the_mesh_of_the_gpus_that_it_asks_for():
+    with world(8):
+        mesh = dist.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+        layer = fully_shard(nn.Linear(4, 8, bias=False, device="meta"), mesh=mesh["dp"])
+        with FlopMeter() as meter:
+            layer(on_meta(2, 4))
+    assert [kernel.cost.collective for kernel in kernels_of(meter.trace) if kernel.cost.collective] == [
+        Collective("all_gather", 4 * 8 * 4, (0, 4))
+    ]
 
 
 def test_a_world_without_a_mesh_has_one_dimension():

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from flopmeter import streams
 from flopmeter.distributed import torch_private as private
@@ -27,6 +28,8 @@ def runs_on_meta(gpus_per_node: int, rank: int) -> Iterator[None]:
         patches: tuple[Any, ...] = (
             # The module of the device type.
             mock.patch.object(torch, "meta", meta_device(gpus_per_node, rank), create=True),
+            # Programs ask for meshes of the device that they run on.
+            mock.patch.object(DeviceMesh, "__init__", _on_meta(DeviceMesh.__init__)),
             # FSDP2 refuses parameters on meta, which on a GPU somebody forgot to make.
             mock.patch.object(private.FSDPParamGroup, "_validate_no_meta_params", _skip),
             # DDP compares the parameters' shapes among ranks, by values that meta tensors do not have.
@@ -88,6 +91,14 @@ _KERNELS: dict[str, Any] = {
     "c10d::_reduce_scatter_base_": _reduce_scatter,
     "_c10d_functional::_wrap_tensor_autograd": _waits_on_first_use,
 }
+
+
+def _on_meta(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        make(mesh, "meta" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return made
 
 
 def _heard_wait(wait: Any) -> Any:
