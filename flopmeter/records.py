@@ -155,6 +155,13 @@ class Convolution(NamedTuple):
     channels_last: bool = False  # a position's channels lie together: matrix units read them as they are
 
 
+class Recurrence(NamedTuple):
+    """Steps that wait for one another. `products` are those of one step: one for each layer and direction."""
+
+    steps: int
+    products: tuple[Matmul, ...]
+
+
 class Reread(NamedTuple):
     """What a kernel reads again after a first pass; whether a cache serves that depends on the device.
 
@@ -212,6 +219,7 @@ class Cost:
     alignment_bytes: int = 16  # of the rows of a product's operands: the largest power of two, at most 16
     may_pad: bool = False  # inductor copies unaligned operands to aligned rows where that pays
     convolution: Convolution | None = None
+    recurrence: Recurrence | None = None
     attention: AttentionBackend | None = None
     access: Access | None = None  # None: as the op class has it
     rereads: tuple[Reread, ...] = ()

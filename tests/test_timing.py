@@ -218,3 +218,34 @@ def test_a_fused_chain_of_multiplies_bends_where_it_was_measured_to_bend(repeat)
     report = meter.report(mode="compiled")
     (timing,) = (timing for timing in report.timings if timing.work_seconds)
     assert timing.seconds * 1e6 == pytest.approx(CURVE[repeat], rel=0.10)
+
+
+# --- recurrent layers ----------------------------------------------------------------------------------------------
+
+
+def recurrent_seconds(steps, sequences, width=512, **options):
+    with torch.device("meta"):
+        layer = torch.nn.LSTM(width, width, **options).half()
+        tokens = torch.empty(*((sequences, steps) if options.get("batch_first") else (steps, sequences)), width).half()
+    (timing,) = [each for each in timings(lambda: layer(tokens)) if each.kernel_class.startswith("recurrent")]
+    return timing.seconds
+
+
+def test_the_steps_of_a_recurrent_layer_wait_for_one_another():
+    """A step takes microseconds, however little it computes (Diamos et al., 'Persistent RNNs', ICML 2016)."""
+    assert 1e-3 < recurrent_seconds(1000, 1) < 20e-3
+    assert recurrent_seconds(2000, 1) == pytest.approx(2 * recurrent_seconds(1000, 1), rel=0.01)
+    assert recurrent_seconds(1000, 4) == pytest.approx(recurrent_seconds(1000, 1), rel=0.1)  # latency, not work
+    assert recurrent_seconds(1000, 1, batch_first=True) == recurrent_seconds(1000, 1)
+
+
+def test_layers_and_directions_of_a_recurrent_network_add_up():
+    one = recurrent_seconds(1000, 1)
+    assert recurrent_seconds(1000, 1, num_layers=3) == pytest.approx(3 * one, rel=0.01)
+    assert recurrent_seconds(1000, 1, bidirectional=True) == pytest.approx(2 * one, rel=0.01)
+
+
+def test_a_recurrent_layer_with_many_sequences_is_bound_by_its_products():
+    """2·4·512·512·2 FLOP for each of 100 · 16,384 tokens, at .4 to .9 of 312 TFLOP/s."""
+    flops = 2 * 4 * 512 * 512 * 2 * 100 * 16384
+    assert flops / (0.9 * 312e12) < recurrent_seconds(100, 16384) < flops / (0.4 * 312e12)

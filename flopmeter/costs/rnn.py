@@ -1,7 +1,7 @@
 """Recurrent networks: the fused cuDNN and oneDNN layers, and the kernels of a single cell's gates.
 
 Every weight matrix [rows, columns] meets every token once, 2·tokens·rows·columns, whatever the kind of network.
-The recurrence forces steps to follow one another; that is the time model's concern, not a count.
+The recurrence forces steps to follow one another, which the time model needs to know of (`Recurrence`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.costs.rules import make_contraction, make_cost, rule
-from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, TensorSpec
+from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Recurrence, TensorSpec
 
 aten = torch.ops.aten
 
@@ -54,6 +54,7 @@ def cudnn_rnn(call: Call) -> Cost:
         written=_nbytes(call.outputs[:3]) + reserve,
         transcendentals=cell.transcendentals * units,
         tf32_switch="cudnn",
+        recurrence=_recurrence(call, weights, tokens),
     )
 
 
@@ -75,6 +76,7 @@ def cudnn_rnn_backward(call: Call) -> Cost:
         extra=((ELEMENTWISE, cell.backward_flops * units + biases),),
         read=_nbytes(inputs) + kept,
         tf32_switch="cudnn",
+        recurrence=_recurrence(call, weights, tokens),
     )
 
 
@@ -131,6 +133,20 @@ def _tokens(call: Call) -> int:
     """Steps times sequences; packed input [tokens, features] has them in one dimension."""
     x = call.argument("input")
     return int(x.numel // max(x.shape[-1], 1))
+
+
+def _recurrence(call: Call, weights: Sequence[TensorSpec], tokens: int) -> Recurrence:
+    """Of a layer's matrices the first meets all inputs at once, the second the state of each step (a third, of a
+    projected LSTM, goes with it). A packed input says how many sequences each step has."""
+    x, packed = call.argument("input"), call.argument("batch_sizes")
+    steps = len(packed) if packed else x.shape[1 if call.argument("batch_first") else 0]
+    matrices = [spec for spec in weights if len(spec.shape) == 2]
+    per_stack = len(matrices) // max(1, _stacks(call))
+    sequences = -(-tokens // max(1, steps))
+    return Recurrence(
+        steps,
+        tuple(Matmul(1, sequences, *spec.shape) for place, spec in enumerate(matrices) if place % per_stack == 1),
+    )
 
 
 def _stacks(call: Call) -> int:

@@ -64,6 +64,10 @@ SPLIT_K_SECONDS = 4e-6
 FULL_ALIGNMENT_BYTES = 16
 ALIGNMENT_EXPONENT = 1 / 3
 
+# Seconds from one step of a recurrent layer to the next, however small: the SMs meet at a barrier. 2.8 TFLOP/s at
+# 1152 units and 4 sequences on a Titan X are 3.8 µs a step (Diamos et al., 'Persistent RNNs', ICML 2016).
+RECURRENT_STEP_SECONDS = 3.8e-6
+
 # --- convolutions ------------------------------------------------------------------------------------------
 
 # Input channels per filter at which a convolution on matrix units reaches half its rate: the fragments of

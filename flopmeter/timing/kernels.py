@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.hardware import Hardware, Peak
-from flopmeter.records import ATTENTION, ITEM_BYTES, Cost, Switches
+from flopmeter.records import ATTENTION, ITEM_BYTES, Cost, Recurrence, Switches
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
@@ -101,9 +101,21 @@ def _sum_of_products(cost: Cost, item_bytes: int, rates: Rates) -> tuple[Busy, s
     share = cost.bytes / len(cost.matmuls)
     parts = [product(shape, share, item_bytes, rates) for shape in cost.matmuls]
     busy = Busy(*(sum(column) for column in zip(*parts, strict=True)))
+    if cost.recurrence is not None:
+        return _in_steps(cost.recurrence, busy, rates), "recurrent product"
     if min(tile_count(shape) for shape in cost.matmuls) < rates.sm_count:
         return busy, "small product"
     return busy, "batched product" if cost.matmuls[0].batch > 1 else "product"
+
+
+def _in_steps(recurrence: Recurrence, together: Busy, rates: Rates) -> Busy:
+    """No faster than step after step, with the weights held on the chip."""
+    of_step = [product(shape, 0.0, 0, rates).compute_seconds for shape in recurrence.products]
+    compute = recurrence.steps * sum(of_step)
+    barriers = recurrence.steps * len(of_step) * constants.RECURRENT_STEP_SECONDS
+    return Busy(
+        max(together.compute_seconds, compute), together.memory_seconds, max(together.work_seconds, compute, barriers)
+    )
 
 
 def alignment_share(alignment_bytes: int) -> float:
