@@ -12,7 +12,7 @@ from flopmeter.cluster import Cluster
 from flopmeter.hardware import Hardware
 from flopmeter.memory import Memory
 from flopmeter.modes import Launches
-from flopmeter.records import OP_CLASSES, UNCOUNTED, Cost, Kernel, Regime, Switches, Timing
+from flopmeter.records import COMMUNICATION, OP_CLASSES, UNCOUNTED, Cost, Kernel, Regime, Switches, Timing
 from flopmeter.streams import DEFAULT
 from flopmeter.timing import Uncertainty, uncertainty
 
@@ -149,7 +149,12 @@ class Report:
     @cached_property
     def uncertainty(self) -> Uncertainty:
         """The band around `seconds`, from the validation of the kernel classes in the run."""
-        return uncertainty(self.timings, self.seconds, self.hardware)
+        if self.cluster is None:
+            return uncertainty(self.timings, self.seconds, self.hardware)
+        # What compute hides makes no step longer.
+        exposed = Timing(0.0, 0.0, self.exposed_seconds, 0.0, 0.0, 0.0, COMMUNICATION, 0.0, is_collective=True)
+        hidden = [timing._replace(work_seconds=0.0, floor_seconds=0.0) for timing in self.timings]
+        return uncertainty([*self._on_compute_stream, exposed, *hidden], self.seconds, self.hardware)
 
     @property
     def seconds_low(self) -> float:

@@ -216,6 +216,18 @@ def test_the_shares_of_the_time_add_up_also_where_streams_overlap(fsdp):
     assert fsdp.seconds < fsdp.kernel_seconds + fsdp.idle_seconds
 
 
+def test_a_stream_that_is_given_little_is_not_said_to_wait_for_the_host(fsdp):
+    copies = [timing for timing in fsdp.timings if timing.stream != 0 and not timing.is_collective]
+    assert copies
+    assert {timing.wait_seconds for timing in copies} == {0}
+    assert {timing.regime for timing in copies} == {"memory"}
+
+
+def test_what_is_hidden_makes_the_prediction_no_less_sure(fsdp):
+    """The whole cannot be further off than all of its parts together: bands of 35 % below and 120 % above at most."""
+    assert 0.3 * fsdp.seconds < fsdp.seconds_low < fsdp.seconds < fsdp.seconds_high < 2.2 * fsdp.seconds
+
+
 def test_kernels_of_a_stream_do_not_overlap(fsdp):
     ends: dict[int, float] = {}
     for timing in fsdp.timings:

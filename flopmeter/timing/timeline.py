@@ -13,6 +13,7 @@ from flopmeter.hardware import Hardware, Host
 from flopmeter.modes import Launches
 from flopmeter.places import Place
 from flopmeter.records import COMMUNICATION, Cost, Switches, Timing
+from flopmeter.streams import DEFAULT
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.kernels import Price
 
@@ -42,21 +43,10 @@ def time_kernels(
         idle_from = free.get(stream, 0.0)
         sent = max(enqueued, idle_from)
         start = max(sent, *(timings[other].end_seconds for other in after)) if after else sent
+        idle = sent - idle_from if stream == DEFAULT else 0.0  # another stream has nothing to do in between
         is_collective = cost.collective is not None
-        timings.append(
-            Timing(
-                *bounds,
-                work,
-                ramp,
-                sent - idle_from,
-                start,
-                kernel_class,
-                enqueued,
-                stream,
-                start - sent,
-                is_collective,
-            )
-        )
+        times = (*bounds, work, ramp, idle, start)
+        timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective))
         free[stream] = start + work + ramp
         if cost.blocks_host or hardware.is_cpu:
             enqueued = free[stream]
