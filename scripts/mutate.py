@@ -8,8 +8,8 @@ A mutant is the package with one change: an integer one more or one less, anothe
 arithmetic operator, comparison, and/or, min/max or `not` flipped. They are drawn by seed. First the tests run once
 under coverage, which tells the tests that reach each line; a mutant then runs the tests that reach its statement, the
 fastest first, until one fails or a limit of CPU time ends it (an endless loop counts as noticed). Tests that expect
-what flopmeter itself printed earlier do not count. Prints the survivors, each with its reason where it changes nothing
-that anyone could see (EQUIVALENT), then the rate; exit status 1 if it is below 90 %.
+what flopmeter itself printed earlier do not count. Prints the survivors, then the rate, and writes both to
+docs/mutants.md where all modules were drawn from; exit status 1 if the rate is below 90 %.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date
+from importlib.metadata import version
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType
@@ -44,6 +46,9 @@ PARTS = (
     "flopmeter/allocator.py",
 )  # fmt: skip
 GOAL = 0.9
+PAGE = ROOT / "docs" / "mutants.md"
+# Survivors that change nothing that anyone could see, and why: `file: change`, without the line.
+EQUIVALENT: dict[str, str] = {}
 # Tests that do not count, and why.
 LEFT_OUT = {
     "test_docs": "expects what flopmeter printed when the pages were written",
@@ -78,6 +83,11 @@ class Mutant(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.lines.start}: {self.change}"
+
+    @property
+    def reason(self) -> str | None:
+        """Why nobody could notice it."""
+        return EQUIVALENT.get(f"{self.file}: {self.change}")
 
 
 def places(tree: ast.AST) -> Iterator[ast.AST]:
@@ -372,9 +382,26 @@ def main() -> int:
         for mutant, count in survivors_of(drawn, reached, chosen.seed, chosen.jobs):
             print(f"survived: {mutant} ({count} tests)", flush=True)
             survivors.append(mutant)
-    rate = 1 - len(survivors) / len(drawn)
-    print(f"{len(drawn) - len(survivors)} of {len(drawn)} mutants noticed ({rate:.0%}), seed {chosen.seed}")
+    verdict, rate = summary(drawn, survivors, chosen.seed)
+    print(verdict)
+    if chosen.parts == PARTS and len(drawn) == chosen.mutants:
+        PAGE.write_text(page(verdict, survivors), encoding="utf-8")
     return int(rate < GOAL)
+
+
+def summary(drawn: list[Mutant], survivors: list[Mutant], seed: int) -> tuple[str, float]:
+    """One line, and the share that was noticed. Equivalent mutants count as survivors too."""
+    noticed, equivalent = len(drawn) - len(survivors), sum(mutant.reason is not None for mutant in survivors)
+    rate = noticed / len(drawn)
+    return f"{noticed} of {len(drawn)} mutants noticed ({rate:.1%}), {equivalent} equivalent, seed {seed}", rate
+
+
+def page(verdict: str, survivors: list[Mutant]) -> str:
+    lines = [f"- `{mutant}`" + (f": {mutant.reason}" if mutant.reason else "") for mutant in sorted(survivors, key=str)]
+    return "\n".join((
+        "# Mutants", "", "Written by `make mutants`: small faults in the models of cost and time.", "",
+        f"{date.today()}, torch {version('torch')}: {verdict}.", "", "Survivors:", "", *(lines or ["none"]), "",
+    ))  # fmt: skip
 
 
 def _arguments() -> argparse.Namespace:
