@@ -40,4 +40,5 @@ no_function_modes = private("torch._C", "DisableTorchFunction", "how to look at 
 no_transforms = private("torch._C", "_DisableFuncTorch", "how to look at values unseen by transforms")
 no_dispatch_modes = private("torch.utils._python_dispatch", "_disable_current_modes", "how to look at values unmetered")
 device_constructors = private("torch.utils._device", "_device_constructors", "which functions make tensors")
-resolve_group = private("torch.distributed.distributed_c10d", "_resolve_process_group", "which ranks a group has")
+if torch.distributed.is_available():
+    resolve_group = private("torch.distributed.distributed_c10d", "_resolve_process_group", "which ranks a group has")

@@ -13,7 +13,6 @@ import torch
 
 from flopmeter.costs import (  # noqa: F401  (they fill RULES)
     attention,
-    communication,
     contraction,
     convolution,
     fused_layers,
@@ -45,6 +44,9 @@ __all__ = [
     "make_cost",
     "register_cost",
 ]
+
+if torch.distributed.is_available():  # else torch has no collectives
+    from flopmeter.costs import communication  # noqa: F401
 
 _DRAW, _DIVIDE = torch.ops.aten.bernoulli_.float, torch.ops.aten.div_.Scalar
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12

@@ -46,6 +46,7 @@ def world(
 
     Gives the device mesh: `mesh` names its dimensions, from the outermost, with their sizes; without it there is one,
     "world". Programs in it run on meta tensors. The world ends with the context, whatever happens in it.
+    `gpus_per_node` is what DTensor asks for when it weighs one way to redistribute a tensor against another.
 
     Raises WorldError for sizes that do not fit, and where a world is open already.
     """
