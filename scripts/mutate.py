@@ -104,7 +104,7 @@ def places(tree: ast.AST) -> Iterator[ast.AST]:
 
 def _can_change(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
-        return type(node.value) in (int, float)
+        return type(node.value) is int or (type(node.value) is float and node.value != 0)
     if isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp)):
         return type(node.op) in FLIPS
     if isinstance(node, ast.Compare):

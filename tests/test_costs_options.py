@@ -169,6 +169,9 @@ LIBRARY: dict[str, Case] = {
     "linalg_householder_product": (
         lambda: aten.linalg_householder_product(T(9, 6), T(3)), 4 * 54 * 3 - 2 * 15 * 9 + 36, 0
     ),
+    "linalg_householder_product of a batch": (
+        lambda: aten.linalg_householder_product(T(5, 9, 6), T(5, 3)), 5 * (4 * 54 * 3 - 2 * 15 * 9 + 36), 0
+    ),
     "ormqr on the left": (lambda: aten.ormqr(T(9, 3), T(3), T(9, 2)), 4 * 18 * 3 - 2 * 9 * 2, 0),
     "ormqr on the right": (lambda: aten.ormqr(T(9, 3), T(3), T(5, 9), False), 4 * 45 * 3 - 2 * 9 * 5, 0),
     "linalg_lstsq of a batch": (  # QR 504; each of two right sides 4·9·6 - 72 + 36
@@ -374,6 +377,26 @@ LAYERS: dict[str, Case] = {
     "with the norms first": (encoder_layer(1, norm_first=True), ENCODER_LAYER, 0),
     "with GELU": (encoder_layer(1, gelu=True), ENCODER_LAYER + 9 * 5 * 32, 5 * 32),
     "of two sequences": (encoder_layer(2), 2 * ENCODER_LAYER, 0),
+    "attention of 5 queries to 7 other keys": (  # 2 sequences, 2 heads of 8; the scores are kept: scale, softmax
+        by_hand(
+            aten._native_multi_head_attention.default,
+            (T(2, 5, 16), T(2, 7, 16), T(2, 7, 16), 16, 2, T(48, 16), T(48), T(16, 16), T(16)),
+            T(2, 5, 16),
+            T(2, 5, 7),
+        ),
+        (2 * 256 + 16) * (10 + 14 + 14 + 10) + 160 + 2 * (2 * 4 * 5 * 7 * 8) + 4 * 140,
+        140,
+    ),
+    "self-attention whose heads are no multiples of 8": (  # as wide, 4 heads of 4
+        by_hand(
+            aten._native_multi_head_attention.default,
+            (*[T(2, 5, 16)] * 3, 16, 4, T(48, 16), T(48), T(16, 16), T(16), None, False),
+            T(2, 5, 16),
+            T(0),
+        ),
+        (2 * 256 + 16) * 40 + 160 + 2 * (2 * 8 * 5 * 5 * 4) + 4 * 200,
+        200,
+    ),
 }
 
 PRODUCTS: dict[str, Case] = {
@@ -483,6 +506,9 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
         backward_of_lstm(True),
         4 * (INPUT + 2 * STATE + 2 * OUTPUT + WEIGHTS + GATES), 4 * (INPUT + 2 * STATE + WEIGHTS),
     ),
+    # each kernel reads its operands, weights and biases: q, k and v 896; attention 240; 352; residual 160; norm 80;
+    # 624; 688; residual and norm
+    "an encoder layer": (encoder_layer(1), 4 * (896 + 240 + 352 + 240 + 624 + 688 + 240), 4 * (240 + 7 * 80 + 160)),
     "a gather that names few": (lambda: aten.take(T(50, 6), i64(4)), 32 + 16, 16),
     "a weighted bag": (  # 7 rows of 6 into 3 bags
         lambda: aten._embedding_bag(T(50, 6), i64(7), i64(3), False, 0, False, T(7)),

@@ -10,7 +10,7 @@ from costs_support import calls_of, meta
 
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.fusion import fuse
-from flopmeter.fusion.dataflow import Touch
+from flopmeter.fusion.dataflow import Touch, _covers, _overlap
 from flopmeter.fusion.roles import OPAQUE, Loops, role_of
 from flopmeter.fusion.traffic import _common
 from flopmeter.trace import Recorder
@@ -73,6 +73,15 @@ def test_what_inductor_leaves_to_libraries_and_to_eager_is_opaque(program):
     assert role(program) is OPAQUE
 
 
+@pytest.mark.parametrize(
+    ("kept", "reduced", "joins"),
+    [(4, 8192, True), (4, 8193, False), (215, 9000, False), (216, 9000, True)],
+)
+def test_a_long_reduction_to_fewer_results_than_two_an_sm_is_split(kept, reduced, joins):
+    """`Reduction.num_splits` of inductor, on the 108 SMs of an A100: what reads the result needs another kernel."""
+    assert role(lambda: aten.sum(T(kept, reduced), [1])).joins_consumers == joins
+
+
 def test_what_reads_windows_joins_its_readers_alone():
     pooled = role(lambda: aten.max_pool2d_with_indices(T(1, 3, 4, 4), [2, 2]))
     assert (pooled.joins_producers, pooled.joins_consumers) == (False, True)
@@ -90,6 +99,21 @@ def dense(start, stop):
 def test_the_bytes_that_two_dense_regions_share_are_those_in_both():
     for a, b in product([(i, j) for i in range(6) for j in range(i + 1, 7)], repeat=2):
         assert _common(dense(*a), dense(*b)) == len(set(range(*a)) & set(range(*b)))
+
+
+def test_one_dense_region_covers_or_overlaps_another_as_its_bytes_do():
+    for a, b in product([(i, j) for i in range(5) for j in range(i + 1, 6)], repeat=2):
+        first, second = set(range(*a)), set(range(*b))
+        assert _covers(dense(*a), dense(*b)) == (second <= first)
+        assert _overlap(dense(*a), dense(*b)) == bool(first & second)
+
+
+def test_a_region_with_gaps_covers_itself_alone():
+    gaps = Touch(0, 10, 20, 6, 6)
+    assert _covers(gaps, gaps)
+    assert _covers(dense(10, 20), gaps)
+    assert not _covers(gaps, dense(12, 14))
+    assert not _covers(gaps, Touch(0, 12, 18, 3, 3))
 
 
 def test_a_dense_region_that_holds_one_with_gaps_shares_all_of_it():
@@ -146,4 +170,24 @@ def test_fused_kernels_have_no_quirks_of_eager_ones():
     (kernel,) = fuse(kernels, recorder.trace)
     assert kernels[0].cost.serial_steps == 10
     assert (kernel.cost.serial_steps, kernel.cost.access) == (0, "fused")
+    del kept
+
+
+def test_a_result_that_grew_counts_as_large_as_it_is():
+    x = T(32, 32)
+
+    def program():
+        out = T(0)
+        torch.exp(x, out=out)
+        return out, out * 2
+
+    assert fused(program) == [("fused(exp, mul)", N, 2 * N)]
+
+
+def test_a_kernel_that_only_moves_is_of_the_class_that_moves_most():
+    """A gather of 8 rows reads 8 B a row more than the cast behind it writes less."""
+    with Recorder() as recorder:
+        kept = aten.embedding(T(50, 32), T(8, dtype=torch.int64)).to(torch.bfloat16)
+    (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace)
+    assert kernel.cost.op_class == "indexing"
     del kept

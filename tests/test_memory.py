@@ -513,6 +513,8 @@ def test_checkpointing_keeps_one_blocks_activations(reentrant):
         # A reentrant backward pass differentiates with respect to a copy of each block's input: only the first
         # one's is a copy of x, and its gradient one of x.
         assert max(timeline["gradients"]) == state_bytes([*model.parameters(), x, *([x] if reentrant else [])])
+        freed = sum(max(0, before - after) for before, after in pairwise(timeline["gradients"]))
+        assert freed == state_bytes([x] if reentrant else [])  # of the copy of x; all others stay
         return max(timeline["activations"])
 
     loss, hidden, row = 2 * FLOAT, 1024 * 256 * FLOAT, 1024 * 64 * FLOAT
