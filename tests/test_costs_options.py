@@ -265,11 +265,11 @@ RESAMPLING: dict[str, Case] = {
         lambda: aten.upsample_bicubic2d_backward(T(1, 2, 6, 6), [6, 6], [1, 2, 3, 3], False), 72 * 2 * 16, 0
     ),
     "_upsample_bilinear2d_aa enlarged": (lambda: aten._upsample_bilinear2d_aa(T(1, 2, 3, 3), [6, 6], False), 72 * 8, 0),
-    "_upsample_bilinear2d_aa to a third and a half": (
-        lambda: aten._upsample_bilinear2d_aa(T(1, 2, 9, 8), [3, 4], False), 24 * 2 * 6 * 4, 0
+    "_upsample_bilinear2d_aa by 4/9 and 3/8": (  # filters of 2·ceil(9/4) and 2·ceil(8/3)
+        lambda: aten._upsample_bilinear2d_aa(T(1, 2, 9, 8), [4, 3], False), 24 * 2 * 6 * 6, 0
     ),
     "_upsample_bilinear2d_aa_backward": (
-        lambda: aten._upsample_bilinear2d_aa_backward(T(1, 2, 3, 4), [3, 4], [1, 2, 9, 8], False), 24 * 2 * 6 * 4, 0
+        lambda: aten._upsample_bilinear2d_aa_backward(T(1, 2, 4, 3), [4, 3], [1, 2, 9, 8], False), 24 * 2 * 6 * 6, 0
     ),
     # 9 places, 18 outputs: 2 coordinates of 4; weights; taps
     "grid_sampler_2d bicubic": (  # 4 weights of degree 3 (6) an axis, 16 products of them
