@@ -446,6 +446,17 @@ QUANTIZED: dict[str, Case] = {
         ),
         2 * 16 * 64 * 32 + (2 + 1) * 1024, 0,
     ),
+    "_scaled_grouped_mm of fp4": (  # two numbers an element
+        by_hand(
+            aten._scaled_grouped_mm.default,
+            (
+                meta(16, 32, dtype=torch.float4_e2m1fn_x2), meta(4, 32, 64, dtype=torch.float4_e2m1fn_x2), T(16),
+                T(4, 64), meta(4, dtype=I32), None, None, BF16,
+            ),
+            RESULT,
+        ),
+        2 * 16 * 64 * 64 + 2 * 1024, 0,
+    ),
     "_sparse_semi_structured_mm of bytes": (
         by_hand(
             aten._sparse_semi_structured_mm.default,

@@ -122,7 +122,7 @@ def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcenden
 
 
 def _is_complex(call: Call) -> bool:
-    return any(spec.dtype.is_complex for spec in call.inputs)
+    return call.inputs[0].dtype.is_complex
 
 
 def _product(a: TensorSpec, b: TensorSpec) -> Matmul:
