@@ -79,10 +79,11 @@ class Mutant(NamedTuple):
     file: str
     place: int
     lines: range  # of the statement, or of the head of a compound one
+    line: int  # of the change itself
     change: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.lines.start}: {self.change}"
+        return f"{self.file}:{self.line}: {self.change}"
 
     @property
     def reason(self) -> str | None:
@@ -153,7 +154,7 @@ def all_mutants(parts: Iterable[str], seed: int) -> list[Mutant]:
                 _, node, what = mutated(source, place, seed)
                 line: int = getattr(node, "lineno", 1)
                 lines = min((lines for lines in statements if line in lines), key=len)
-                found.append(Mutant(str(path.relative_to(ROOT)), place, lines, what))
+                found.append(Mutant(str(path.relative_to(ROOT)), place, lines, line, what))
     return found
 
 

@@ -286,6 +286,13 @@ RESAMPLING: dict[str, Case] = {
         ),
         9 * (8 + 4 + 4) + 18 * 4 * (2 + 6), 0,
     ),
+    "cudnn_grid_sampler_backward": (  # 9 places of 3 channels
+        by_hand(
+            aten.cudnn_grid_sampler_backward.default, (T(1, 3, 5, 5), T(1, 3, 3, 2), T(1, 3, 3, 3)),
+            T(1, 3, 5, 5), T(1, 3, 3, 2),
+        ),
+        9 * (8 + 4 + 4) + 27 * 4 * (2 + 6), 0,
+    ),
     "grid_sampler_2d_backward of the grid alone": (
         lambda: aten.grid_sampler_2d_backward(
             T(1, 2, 3, 3), T(1, 2, 5, 5), T(1, 3, 3, 2), 0, 0, False, [False, True]
@@ -349,6 +356,43 @@ LOSSES: dict[str, Case] = {
     ),
     "multi_margin_loss": (  # max(0, margin - x[y] + x)**p, and the sum
         lambda: aten.multi_margin_loss(torch.ones(4, 6), torch.zeros(4, dtype=I64)), 24 * (4 + 1), 0
+    ),
+    "multilabel_margin_loss": (
+        lambda: aten.multilabel_margin_loss_forward(torch.ones(4, 6), torch.zeros(4, 6, dtype=I64), 1), 24 * (4 + 1), 0
+    ),
+    "multilabel_margin_loss_backward": (
+        by_hand(
+            aten.multilabel_margin_loss_backward.default, (T(), T(4, 6), i64(4, 6), 1, T(4, 6)), T(4, 6)
+        ),
+        24 * 4, 0,
+    ),
+    "_safe_softmax": (by_hand(aten._safe_softmax.default, (T(4, 6), -1), T(4, 6)), 24 * 4, 24),
+    "rrelu in evaluation": (lambda: aten.rrelu_with_noise(T(6), T(6)), 6, 0),
+    "rrelu_with_noise_backward": (
+        by_hand(aten.rrelu_with_noise_backward.default, (T(6), T(6), T(6), 0.1, 0.3, True, False), T(6)), 6, 0
+    ),
+    "ldexp": (by_hand(aten.ldexp.Tensor, (T(6), T(6)), T(6)), 6 * 2, 6),  # x·2^n
+    "_prelu_kernel_backward": (  # dy·w for x, dy·x for w
+        by_hand(aten._prelu_kernel_backward.default, (T(6), T(6), T(6)), T(6), T(6)), 6 * 2, 0
+    ),
+    "native_dropout_backward": (lambda: aten.native_dropout_backward(T(6), meta(6, dtype=torch.bool), 2.0), 6, 0),
+    "the weights of a bag's backward": (
+        by_hand(
+            aten._embedding_bag_per_sample_weights_backward.default,
+            (T(3, 6), T(50, 6), i64(7), i64(3), i64(7), 0), T(7),
+        ),
+        2 * 7 * 6, 0,
+    ),
+    "flash attention of packed queries, one of each sequence": (  # 5 of them, 4 heads of 8, 7 keys each
+        by_hand(
+            aten._flash_attention_forward.default,
+            (
+                meta(5, 4, 8, dtype=torch.bfloat16), meta(35, 4, 8, dtype=torch.bfloat16),
+                meta(35, 4, 8, dtype=torch.bfloat16), meta(6, dtype=I32), meta(6, dtype=I32), 1, 7, 0.0, False, False,
+            ),
+            meta(5, 4, 8, dtype=torch.bfloat16), T(4, 5), meta(2, dtype=I64), T(0), T(0),
+        ),
+        2 * 2 * 5 * 4 * 7 * 8, 0,
     ),
     "nll_loss_forward": (lambda: aten.nll_loss_forward(T(4, 6), i64(4), None, 1, -100), 2 * 4, 0),
     "_ctc_loss": (lambda: aten._ctc_loss(T(7, 2, 5), i64(2, 3), [7, 7], [3, 3]), 98 * 11, 98 * 4),
@@ -520,6 +564,9 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
     # each kernel reads its operands, weights and biases: q, k and v 896; attention 240; 352; residual 160; norm 80;
     # 624; 688; residual and norm
     "an encoder layer": (encoder_layer(1), 4 * (896 + 240 + 352 + 240 + 624 + 688 + 240), 4 * (240 + 7 * 80 + 160)),
+    "a softmax of masked rows": (  # x twice, the mask, the result; it is written twice
+        by_hand(aten._safe_softmax.default, (T(4, 6), -1), T(4, 6)), 2 * 96 + 24 + 96, 2 * 96 + 24
+    ),
     "a gather that names few": (lambda: aten.take(T(50, 6), i64(4)), 32 + 16, 16),
     "a weighted bag": (  # 7 rows of 6 into 3 bags
         lambda: aten._embedding_bag(T(50, 6), i64(7), i64(3), False, 0, False, T(7)),

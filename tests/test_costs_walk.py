@@ -198,6 +198,8 @@ def test_multiply_adds_are_told_from_work_that_cannot_use_the_fused_rate():
     assert cost_of(lambda: aten.lerp(T(6), T(6), 0.5)).fused_multiply_add
     assert cost_of(lambda: aten.linalg_vector_norm(T(6))).fused_multiply_add
     assert not cost_of(lambda: aten.linalg_vector_norm(T(6), 3)).fused_multiply_add
+    assert cost_of(lambda: aten._foreach_lerp_([T(6)], [T(6)], 0.5)).fused_multiply_add
+    assert not cost_of(lambda: aten._foreach_mul_([T(6)], [T(6)])).fused_multiply_add
     assert not cost_of(lambda: aten.mul(T(6), T(6))).fused_multiply_add
     assert not cost_of(lambda: aten.add(T(6), T(6))).fused_multiply_add
     assert not cost_of(lambda: aten.sum(T(6))).fused_multiply_add
