@@ -31,6 +31,7 @@ from unittest import mock
 
 import pytest
 
+import flopmeter.distributed  # noqa: F401  (its rules are no page's own)
 from flopmeter import cli
 from flopmeter.costs import RULES
 
