@@ -137,7 +137,7 @@ class FlopMeter:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         kernels = kernels_of(trace, strict=self._strict)
         host = self._host or device.host
-        run = launches(kernels, trace, MODES[mode], compiled_region(trace))
+        run = launches(kernels, trace, MODES[mode], compiled_region(trace.ops))
         if not any(kernel.cost.collective for kernel in kernels):
             cluster = None
         elif cluster is None:

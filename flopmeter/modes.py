@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from flopmeter.fusion import Region, fuse, graphs_of, whole_program
 from flopmeter.places import Place, places
-from flopmeter.records import Kernel
+from flopmeter.records import Kernel, Op
 from flopmeter.trace import Trace
 
 # Host time of one call of a compiled graph, in seconds: looking up Dynamo's cache and checking its guards;
@@ -73,9 +73,9 @@ ALL_MODES = (
 MODES: Mapping[str, Mode] = {mode.name: mode for mode in ALL_MODES}
 
 
-def compiled_region(trace: Trace) -> Region:
-    """What a trace marks as compiled: the regions under torch.compile, or all of a program that has none."""
-    if any(op.region is not None for op in trace.ops):
+def compiled_region(ops: Iterable[Op]) -> Region:
+    """What a program marks as compiled: the regions under torch.compile, or all of one that has none."""
+    if any(op.region is not None for op in ops):
         return lambda op: op.region
     return whole_program
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from flopmeter.cluster import Cluster
 from flopmeter.hardware import Hardware
@@ -15,6 +15,9 @@ from flopmeter.modes import Launches
 from flopmeter.records import COMMUNICATION, OP_CLASSES, UNCOUNTED, Cost, Kernel, Regime, Switches, Timing
 from flopmeter.streams import DEFAULT
 from flopmeter.timing import Uncertainty, uncertainty
+
+if TYPE_CHECKING:
+    from flopmeter.speed_up import SpeedUp
 
 By = Literal["class", "op", "module", "phase", "kernel"]
 
@@ -101,6 +104,12 @@ class Report:
         if self.mode != "eager" or self.in_mode is None or not self.timings or self.cluster is not None:
             return None
         return self.in_mode("compiled")
+
+    def speed_up(self) -> SpeedUp:
+        """Eager and compiled side by side, region by region. Raises ValueError for a report of another mode."""
+        from flopmeter.speed_up import speed_up
+
+        return speed_up(self)
 
     @cached_property
     def flops(self) -> int:

@@ -57,14 +57,14 @@ def test_of_a_program_with_compiled_parts_only_these_are_compiled():
     with FlopMeter() as meter:
         x = torch.empty(8, device="meta")
         torch.compile(torch.sin)(x.cos()).exp()
-    marked = compiled_region(meter.trace)
+    marked = compiled_region(meter.trace.ops)
     assert [op.call.name for op in meter.trace.ops if marked(op) is not None] == ["sin"]
 
 
 def test_of_a_program_without_compiled_parts_all_is_compiled(step: tuple[list[Kernel], Trace]):
     _, trace = step
     forward = [op for op in trace.ops if op.phase == "forward"]
-    assert all(compiled_region(trace)(op) is not None for op in forward)
+    assert all(compiled_region(trace.ops)(op) is not None for op in forward)
 
 
 def test_replaying_costs_the_host_a_call_and_compiling_a_launch_for_each_kernel():

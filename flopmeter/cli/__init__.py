@@ -79,7 +79,10 @@ def _table(options: argparse.Namespace) -> int:
     with FlopMeter(options.hardware) as meter:
         program.run()
     report = meter.report(mode=options.mode)
-    _show(_rendered(report, options.format, options.by), options)
+    if options.speed_up:
+        _show(report.speed_up().render(options.format), options)
+    else:
+        _show(_rendered(report, options.format, options.by), options)
     if options.plot:
         save(PICTURES[options.picture](report), options.plot)
     if options.trace:
@@ -305,6 +308,9 @@ def _add_table(commands: Any) -> None:
         "--trace", metavar="FILE", help="also write the predicted timeline to a .json or .json.gz for ui.perfetto.dev"
     )
     parser.add_argument("--by", choices=get_args(By), default="class", help="rows of the table (default: %(default)s)")
+    parser.add_argument(
+        "--speed-up", action="store_true", help="instead: eager and compiled side by side, what fusion saves by region"
+    )
 
 
 def _add_compare(commands: Any) -> None:
