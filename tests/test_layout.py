@@ -96,6 +96,7 @@ NETWORKS = {
     "grouped, mostly dense": lambda: nn.Sequential(_block(128), _block(128), _block(128, groups=8)),
     "depthwise": lambda: nn.Sequential(_block(128, groups=128), _block(128, kernel=1)),
     "narrowing": lambda: nn.Sequential(_block(128), _block(128, out=32)),
+    "to few channels, pointwise": lambda: nn.Sequential(_block(128, out=32, kernel=1), _block(32, out=128, kernel=1)),
     "small": lambda: nn.Sequential(_block(32), _block(32)),
     "no convolution": lambda: nn.Sequential(nn.BatchNorm2d(128), nn.ReLU()),
     "hardly any convolution": lambda: nn.Sequential(_block(128), *(nn.Sigmoid() for _ in range(400))),
