@@ -1,0 +1,83 @@
+"""What costs tell the time model beside FLOPs and bytes, and options that count for nothing, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from costs_support import call_by_hand, calls_of, meta
+from torch import nn
+
+from flopmeter import FlopMeter
+from flopmeter.costs import costs_of
+from flopmeter.records import Matmul
+from flopmeter.timing.memory import miss_share
+
+aten = torch.ops.aten
+
+
+def metered(program, hardware="a100-sxm4-80gb"):
+    with FlopMeter(hardware) as meter:
+        program()
+    return meter.report()
+
+
+@pytest.mark.parametrize(
+    ("stride", "dilation", "is_dense"), [(1, 1, True), (2, 1, False), (1, 2, False), (2, 2, False)]
+)
+def test_a_convolution_with_steps_is_none_for_winograd(stride, dilation, is_dense):
+    """F(4x4, 3x3) computes neighbouring outputs from neighbouring inputs (Lavin and Gray, arXiv 1509.09308)."""
+    x, weight = meta(1, 8, 16, 16), meta(8, 8, 3, 3)
+    (cost,) = costs_of(calls_of(lambda: F.conv2d(x, weight, stride=stride, dilation=dilation))[-1])
+    assert cost.convolution is not None
+    assert cost.convolution.is_dense is is_dense
+
+
+def test_winograd_moves_its_transformed_patches_through_memory():
+    """64 images of 64 channels and 56² positions: 14² patches each, 36 numbers of 4 bytes for each channel in and out,
+    written and read once more, and the tensors themselves; no faster than 900 GB/s."""
+    x, weight = meta(64, 64, 56, 56), meta(64, 64, 3, 3)
+    report = metered(lambda: F.conv2d(x, weight, padding=1), "v100-sxm2-32gb")
+    transformed = 36 * 4 * (2 * 64 * 14**2 * 64)
+    tensors = 4 * 2 * 64 * 64 * 56**2
+    assert report.kernel_seconds > (transformed + tensors) / 900e9
+
+
+def test_groups_of_few_channels_run_far_below_the_matrix_units_rate():
+    """Groups of 8 channels fill an eighth of a 64-wide tile at best (fp16, 312 TFLOP/s)."""
+    x, weight = meta(64, 256, 28, 28, dtype=torch.float16), meta(256, 8, 3, 3, dtype=torch.float16)
+    report = metered(lambda: F.conv2d(x, weight, padding=1, groups=32))
+    flops = 2 * 64 * 256 * 28 * 28 * 8 * 9
+    assert flops / report.kernel_seconds < 312e12 / 4
+
+
+def test_the_state_of_a_recurrent_layer_meets_the_second_matrix_of_each_stack():
+    """Two layers, both directions: [4·12, 12] each, 5 sequences, 7 steps; inputs of 20 and 24 features meet others."""
+    with torch.device("meta"):
+        layer, tokens = nn.LSTM(20, 12, num_layers=2, bidirectional=True), torch.empty(7, 5, 20)
+    (cost,) = [kernel.cost for kernel in metered(lambda: layer(tokens)).kernels if kernel.cost.recurrence]
+    assert cost.recurrence == (7, (Matmul(1, 5, 48, 12),) * 4)
+
+
+@pytest.mark.parametrize(("kind", "functions"), [(nn.LSTMCell, 5), (nn.GRUCell, 3)])
+def test_a_recurrent_cell_calls_five_functions_of_an_lstm_and_three_of_a_gru(kind, functions):
+    """Sigmoid for the gates (three, two) and tanh for the candidate (and an LSTM's state): for 6 · 12 units."""
+    with torch.device("meta"):
+        cell, x = kind(20, 12), torch.empty(6, 20)
+    gates = [kernel.cost for kernel in metered(lambda: cell(x)).kernels if "fused" in kernel.cost.name]
+    assert [cost.transcendentals for cost in gates] == [functions * 6 * 12]
+
+
+def test_the_gradient_of_an_rms_norms_weight_alone_is_two_operations_an_element():
+    x, weight, root = meta(4, 6), meta(6), meta(4, 1)
+    args = (x, x, [6], root, weight, [False, True])
+    (cost,) = costs_of(call_by_hand(aten._fused_rms_norm_backward.default, args, (meta(6),)))
+    assert cost.flops == 2 * 4 * 6
+
+
+def test_a_device_without_a_known_cache_reads_everything_again():
+    x = meta(4096, 65536)
+    (reread,) = metered(lambda: x.softmax(-1)).kernels[0].cost.rereads
+    assert miss_share(reread, SimpleNamespace(l2_cache_bytes=None)) == 1.0
