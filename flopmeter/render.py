@@ -12,7 +12,6 @@ from typing import Any
 from tabulate import tabulate
 
 from flopmeter.memory import CONTEXT_BYTES, usable_bytes
-from flopmeter.page import page
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION
 from flopmeter.report import Report, Row
 
@@ -222,6 +221,8 @@ def _json(report: Report) -> str:
 
 
 def _html(report: Report) -> str:
+    from flopmeter.page import page  # seldom wanted, and one import in ten of the package
+
     return page(report, headline(report), summary(report))
 
 
