@@ -158,14 +158,7 @@ def compare(
     A device that lacks a data type of the program is listed in `unable`. Raises HardwareError for an unknown device
     and ValueError or TypeError for options that make no sense or a program that runs nothing on the device.
     """
-    if sort not in get_args(Sort):
-        raise ValueError(f"unknown order {sort!r}; known: {', '.join(get_args(Sort))}")
-    if items is not None and not (items > 0 and math.isfinite(items)):
-        raise ValueError(f"items must be a positive number of {unit} in a step, not {items}")
-    if isinstance(hardware, str | os.PathLike | Hardware):
-        raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
-    if not callable(fn):
-        raise TypeError(f"compare runs a function without arguments for each device, not {fn!r}")
+    _check_options(fn, hardware, items, unit, sort)
     devices = [load_hardware(name) for name in hardware]
     if not devices:
         raise ValueError("compare needs at least one device: see available_hardware()")
@@ -192,6 +185,20 @@ def compare(
     if titles and items is not None:
         title += f" · {items:,.10g} {unit} a step"
     return Comparison(title, tuple(rows), unable, unit, tuple(dict.fromkeys(notes)))
+
+
+def _check_options(
+    fn: Callable[[], object], hardware: Iterable[AnyHardware], items: float | None, unit: str, sort: Sort
+) -> None:
+    """Raises ValueError or TypeError for what makes no sense, before anything runs."""
+    if sort not in get_args(Sort):
+        raise ValueError(f"unknown order {sort!r}; known: {', '.join(get_args(Sort))}")
+    if items is not None and not (items > 0 and math.isfinite(items)):
+        raise ValueError(f"items must be a positive number of {unit} in a step, not {items}")
+    if isinstance(hardware, str | os.PathLike | Hardware):
+        raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
+    if not callable(fn):
+        raise TypeError(f"compare runs a function without arguments for each device, not {fn!r}")
 
 
 def _report(

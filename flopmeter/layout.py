@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 _DIMS_FROM_INNERMOST = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
 
 

@@ -6,10 +6,10 @@ from math import pi
 
 import pytest
 import torch
+from page_support import bert_training
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.memory import CATEGORIES, memory_of
-from flopmeter.models import BUILTINS, training_step
 from flopmeter.modes import ALL_MODES, Launches
 from flopmeter.page.markup import Markup, tag
 from flopmeter.page.units import decimal, scale, tick, with_prefix
@@ -21,11 +21,7 @@ from flopmeter.trace import Trace
 
 @pytest.fixture(scope="module")
 def report():
-    model, inputs = BUILTINS["bert-base"](batch=2, seq=64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with FlopMeter("h100-sxm5-80gb") as meter:
-        training_step(model, inputs, optimizer)
-    return meter.report()
+    return bert_training()
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,7 @@ import shutil
 from collections import defaultdict
 
 import pytest
-import torch
-
-from flopmeter import FlopMeter
-from flopmeter.models import BUILTINS, training_step
+from page_support import bert_training
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -28,11 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def report():
-    model, inputs = BUILTINS["bert-base"](batch=2, seq=64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with FlopMeter("h100-sxm5-80gb") as meter:
-        training_step(model, inputs, optimizer)
-    return meter.report()
+    return bert_training()
 
 
 @pytest.fixture(scope="module")

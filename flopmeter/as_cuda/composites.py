@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from flopmeter.as_cuda import torch_private as private
 from flopmeter.as_cuda.scope import Kernel, Scope
+from flopmeter.layout import CHANNELS_LAST
 
 aten = torch.ops.aten
 
@@ -149,8 +150,7 @@ def _cudnn_takes_batch_norm(
 
 def _dense(tensor: Tensor) -> Tensor:
     """cuDNN reads contiguous or channels-last memory."""
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    layout = layouts.get(tensor.dim())
+    layout = CHANNELS_LAST.get(tensor.dim())
     if layout is not None and tensor.is_contiguous(memory_format=layout):
         return tensor
     return tensor.contiguous()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flopmeter.as_cuda import torch_private as private
 from flopmeter.as_cuda.scope import Scope
-from flopmeter.layout import is_channels_last
+from flopmeter.layout import CHANNELS_LAST, is_channels_last
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 
@@ -26,8 +26,7 @@ def convolution(tensor: Tensor, weight: Tensor, *rest: Any, **kwargs: Any) -> Te
     out: Tensor = _CONVOLUTION(tensor, weight, *rest, **kwargs)
     if not private.is_emulated(tensor) or not runs_channels_last(tensor, weight):
         return out
-    layout = torch.channels_last if out.dim() == 4 else torch.channels_last_3d
-    return torch.empty_like(out, memory_format=layout)
+    return torch.empty_like(out, memory_format=CHANNELS_LAST[out.dim()])
 
 
 def runs_channels_last(tensor: Tensor, weight: Tensor) -> bool:
