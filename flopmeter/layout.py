@@ -26,12 +26,19 @@ def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def is_dense(shape: Sequence[int], stride: Sequence[int], *, channels_last: bool) -> bool:
     """Whether the elements lie in that order without gaps, as `is_contiguous(memory_format=...)` asks."""
+    expected = dense_strides(shape, channels_last=channels_last)
+    return 0 in shape or all(
+        size == 1 or own == dense for size, own, dense in zip(shape, stride, expected, strict=True)
+    )
+
+
+def dense_strides(shape: Sequence[int], *, channels_last: bool) -> tuple[int, ...]:
+    """In elements, of a tensor whose elements lie in that order without gaps."""
     dims: Sequence[int] = range(len(shape) - 1, -1, -1)
     if channels_last:
         dims = _DIMS_FROM_INNERMOST.get(len(shape), dims)
-    expected = 1
+    strides, step = [0] * len(shape), 1
     for dim in dims:
-        if shape[dim] != 1 and stride[dim] != expected:
-            return 0 in shape
-        expected *= shape[dim]
-    return True
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)

@@ -190,7 +190,7 @@ class Collective(NamedTuple):
 
 # How a kernel walks its memory, where the op class does not say it.
 Access = Literal[
-    "stream", "broadcast", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"
+    "stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"
 ]  # fmt: skip
 AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
 
@@ -223,6 +223,7 @@ class Cost:
     attention: AttentionBackend | None = None
     access: Access | None = None  # None: as the op class has it
     rereads: tuple[Reread, ...] = ()
+    index_operations: int = 0  # integer operations that find where elements lie, of operands that lie differently
     serial_steps: int = 0  # dependent memory accesses that each thread makes, where they bound the kernel
     link_bytes: int = 0  # of a copy between host and device
     collective: Collective | None = None

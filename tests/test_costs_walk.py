@@ -33,9 +33,7 @@ WALKS = {
     "a copy onto another order": (lambda: aten.copy_(T(6, 4).t(), T(4, 6)), "strided"),
     "a copy of one number": (lambda: aten.copy_(T(1, 1), T(1, 1).t()), None),
     "of two rows": (lambda: T(4, 6) + T(4, 6), None),
-    "of a row and a matrix": (lambda: T(4, 6) + T(6), "broadcast"),
-    "of a number and a matrix": (lambda: T(4, 6) + T(1), None),
-    "in place, of a row and a matrix": (lambda: aten.add_(T(4, 6), T(6)), "broadcast"),
+    "of a row and a matrix": (lambda: T(4, 6) + T(6), None),
     "a pooled window": (lambda: aten.max_pool2d_with_indices(T(1, 3, 4, 4), [2, 2]), "window"),
     "an addition at indices": (lambda: aten.index_add_(T(50, 6), 0, T(3, dtype=I64), T(3, 6)), "scatter"),
     "a batch norm in training": (

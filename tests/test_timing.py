@@ -85,12 +85,12 @@ def test_a_product_with_few_tiles_splits_its_depth():
     assert only(lambda: a @ b).seconds < on_one_multiprocessor / 10
 
 
-def test_an_unpadded_vocabulary_halves_the_rate_of_the_last_layer():
-    """A. Karpathy, nanoGPT, 2023: padding 50257 to 50304 made GPT-2's training about 25 % faster; the last layer
-    is about a third of its products."""
+def test_an_unpadded_vocabulary_makes_the_last_layer_three_times_slower():
+    """A. Karpathy, nanoGPT, 2023: padding 50257 to 50304 took a compiled step from 135 to 108 ms, of which the last
+    layer's products take 12."""
     x = meta(16384, 768, dtype=torch.bfloat16)
     odd, even = (only(lambda n=n: x @ meta(768, n, dtype=torch.bfloat16)).seconds for n in (50257, 50304))
-    assert 1.6 < odd / even < 2.1
+    assert 2.6 < odd / even < 3.4
 
 
 def test_fp32_products_on_vector_units_do_not_care_for_alignment():

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from flopmeter.costs.offsets import index_operations
 from flopmeter.costs.rules import FREE, make_contraction, make_cost, rule
-from flopmeter.layout import is_channels_last, is_dense
+from flopmeter.layout import dense_strides, is_channels_last, is_dense
 from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Convolution, Cost, Matmul, TensorSpec
 
 aten = torch.ops.aten
@@ -38,9 +39,16 @@ def convolution(call: Call) -> tuple[Cost, ...]:
         make_contraction(call, [product], read=(x, weight), written=(out,), tf32_switch="cudnn", convolution=shape)
     )
     if len(call.inputs) > 2:
-        read = (out, call.inputs[2])
-        kernels.append(make_cost(call, ELEMENTWISE, out.numel, read=read, written=(out,), access="broadcast"))
+        kernels.append(_bias(call, out, call.inputs[2]))
     return tuple(kernels)
+
+
+def _bias(call: Call, out: TensorSpec, bias: TensorSpec) -> Cost:
+    """`output.add_(bias)`, one number for each channel (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
+    trailing = len(out.shape) - 2
+    by_channel = bias._replace(shape=bias.shape + (1,) * trailing, stride=(1,) * (1 + trailing))
+    walked = index_operations((out, out, by_channel))
+    return make_cost(call, ELEMENTWISE, out.numel, read=(out, bias), written=(out,), index_operations=walked)
 
 
 @rule(aten.cudnn_convolution_relu, aten.cudnn_convolution_add_relu)
@@ -94,10 +102,16 @@ def _bias_gradient(call: Call, grad: TensorSpec, written: TensorSpec) -> Cost:
 def _copies_to_layout(call: Call, operands: tuple[TensorSpec, ...], channels_last: bool) -> list[Cost]:
     """`tensor.contiguous(backend_memory_format)` of each operand (aten/src/ATen/native/Convolution.cpp)."""
     return [
-        make_cost(call, MOVEMENT, read=(spec,), written=spec.numel * spec.dtype.itemsize, access="strided")
+        _copy_to_layout(call, spec, channels_last)
         for spec in operands
         if spec.is_strided and not is_dense(spec.shape, spec.stride, channels_last=channels_last)
     ]
+
+
+def _copy_to_layout(call: Call, spec: TensorSpec, channels_last: bool) -> Cost:
+    copy = spec._replace(stride=dense_strides(spec.shape, channels_last=channels_last))
+    walked = index_operations((copy, spec))
+    return make_cost(call, MOVEMENT, read=(spec,), written=copy.nbytes, access="strided", index_operations=walked)
 
 
 def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool, channels_last: bool) -> Convolution:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flopmeter.costs.offsets import index_operations
 from flopmeter.costs.rules import FREE, make_cost, rule
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, SORTING, Call, Cost
 
@@ -89,8 +90,9 @@ def scatter_copy(call: Call) -> tuple[Cost, Cost]:
 def masked_fill(call: Call) -> tuple[Cost, Cost]:
     """A clone, then `masked_fill_` on it (ATen/native/TensorAdvancedIndexing.cpp). Selecting is 0 FLOP."""
     x, *rest = call.inputs
-    copy = make_cost(call, MOVEMENT, read=(x,), access=None)
-    return (copy, make_cost(call, ELEMENTWISE, read=(*call.outputs, *rest)))
+    (out,) = call.outputs
+    fill = make_cost(call, ELEMENTWISE, read=(out, *rest), index_operations=index_operations((out, out, *rest)))
+    return (make_cost(call, MOVEMENT, read=(x,)), fill)
 
 
 @rule(aten.constant_pad_nd)

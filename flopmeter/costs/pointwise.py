@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.offsets import index_operations
 from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_DIVIDE, COMPLEX_MULTIPLY, COMPLEX_OTHER, make_cost, rule
 from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost
 
@@ -141,7 +142,8 @@ def elementwise(
     call: Call, per_element: PerElement, *, fused_multiply_add: bool = False, complex_factor: int | None = None
 ) -> Cost:
     """So many operations for each element of the (first) output, broadcast operands included."""
-    n = call.outputs[0].numel if call.outputs else call.inputs[0].numel
+    operands = (*call.outputs, *call.inputs)
+    n = operands[0].numel
     flops, transcendentals = per_element
     return make_cost(
         call,
@@ -150,6 +152,7 @@ def elementwise(
         transcendentals=transcendentals * n,
         fused_multiply_add=fused_multiply_add,
         complex_factor=complex_factor or _COMPLEX_FACTORS.get(call.func.overloadpacket, COMPLEX_OTHER),
+        index_operations=index_operations(operands),
     )
 
 
@@ -223,19 +226,19 @@ def polar(call: Call) -> Cost:
 @rule(aten.renorm, aten.renorm_)
 def renorm(call: Call) -> Cost:
     """The norm of each slice (2 an element) and, in a second pass, its scale (1)."""
-    return elementwise(call, PerElement(3), fused_multiply_add=True)
+    return make_cost(call, ELEMENTWISE, 3 * call.inputs[0].numel, fused_multiply_add=True)
 
 
 @rule(aten._weight_norm_interface)
 def weight_norm(call: Call) -> Cost:
     """v·(g / |v|): square, add, multiply."""
-    return elementwise(call, PerElement(3), fused_multiply_add=True)
+    return make_cost(call, ELEMENTWISE, 3 * call.inputs[0].numel, fused_multiply_add=True)
 
 
 @rule(aten._weight_norm_interface_backward)
 def weight_norm_backward(call: Call) -> Cost:
     """The sum of dw·v (2), then g/|v|·(dw - v·sum/|v|²): three."""
-    return elementwise(call, PerElement(5), fused_multiply_add=True)
+    return make_cost(call, ELEMENTWISE, 5 * call.outputs[0].numel, fused_multiply_add=True)
 
 
 @rule(aten._transform_bias_rescale_qkv)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.offsets import index_operations
 from flopmeter.records import Access, Call, TensorSpec
 
 aten = torch.ops.aten
@@ -59,17 +60,9 @@ def walk(call: Call) -> dict[str, Any]:
     elif packet in _LOOP_OVER_PLANES:
         images, channels, *_ = call.inputs[0].shape
         facts["serial_steps"] = images * channels if call.inputs[0].stride[1] != 1 else 0
-    elif torch.Tag.pointwise in call.func.tags and _broadcasts(call):
-        facts["access"] = "broadcast"
     if any(tag in call.func.tags for tag in _ASKS_FOR_DATA) and _shape_depends_on_data(call):
         facts["blocks_host"] = True
     return facts
-
-
-def _broadcasts(call: Call) -> bool:
-    """Whether an operand is repeated along a dimension (a single number does not count: it stays in a register)."""
-    elements = call.outputs[0].numel if call.outputs else call.inputs[0].numel
-    return any(1 < spec.distinct_elements < elements for spec in call.inputs)
 
 
 def _copy(call: Call) -> dict[str, Any]:
@@ -80,7 +73,10 @@ def _copy(call: Call) -> dict[str, Any]:
     target = call.outputs[0] if call.outputs else call.inputs[0]
     if source.device != target.device:
         return {"link_bytes": source.nbytes, "blocks_host": not call.argument("non_blocking")}
-    return {} if _order(source) == _order(target) or source.numel <= 1 else {"access": "strided"}
+    facts: dict[str, Any] = {"index_operations": index_operations((target, source))}
+    if source.numel > 1 and _order(source) != _order(target):
+        facts["access"] = "strided"
+    return facts
 
 
 def _order(spec: TensorSpec) -> list[int]:

@@ -30,8 +30,9 @@ def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
     """
     other = _vector_seconds(cost, hardware)
     if not cost.macs:
+        compute = max(other, index_seconds(cost, hardware))  # integers have pipes of their own
         memory = memory_seconds(cost, hardware)
-        return Price(Busy(other, memory, overlap(other, memory, constants.VECTOR_OVERLAP)), _vector_class(cost))
+        return Price(Busy(compute, memory, overlap(compute, memory, constants.VECTOR_OVERLAP)), _vector_class(cost))
     dtype = switches.product_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
     busy, kind = _products(cost, hardware, peak)
@@ -130,6 +131,12 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
         return 0.0
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
     return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
+
+
+def index_seconds(cost: Cost, hardware: Hardware) -> float:
+    """Finding where the elements lie, on the integer units."""
+    cycles = cost.index_operations / (constants.INTEGER_LANES_PER_SM * hardware.sm_count)
+    return cycles_to_seconds(cycles, hardware)
 
 
 def _vector_class(cost: Cost) -> str:

@@ -23,7 +23,7 @@ _ACCESS_OF_CLASS: dict[str, Access] = {
     INDEXING: "gather",
     SORTING: "sort",
 }
-_BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "broadcast", "normalize")
+_BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "normalize")
 
 
 def memory_seconds(cost: Cost, hardware: Hardware) -> float:

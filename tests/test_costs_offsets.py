@@ -1,0 +1,85 @@
+"""Index arithmetic of element-wise kernels, against TensorIterator's rules by hand.
+
+A dimension that is left once neighbouring ones are merged: a division in four instructions and a multiply-add for each
+operand. An operand: an address in two. Outputs are operands; of an op in place, the tensor is one twice.
+"""
+
+import pytest
+import torch
+from costs_support import costs_in, meta
+from hypothesis import given
+from hypothesis import strategies as st
+
+aten = torch.ops.aten
+T = meta
+
+
+def operations_of(program) -> int:
+    return costs_in(program)[-1].index_operations
+
+
+def per_element(dimensions: int, operands: int) -> int:
+    return dimensions * (4 + operands) + 2 * operands
+
+
+def transposed(*shape: int) -> torch.Tensor:
+    """[batch, tokens, heads, features] in memory, [batch, heads, tokens, features] to the eye."""
+    batch, heads, tokens, features = shape
+    return T(batch, tokens, heads, features).transpose(1, 2)
+
+
+WALKS = {
+    "two matrices": (lambda: T(4, 6) + T(4, 6), 0),
+    "two matrices, both transposed": (lambda: T(6, 4).t() + T(6, 4).t(), 0),
+    "a matrix and a number of the host": (lambda: T(4, 6) * 2.0, 0),
+    "a copy": (lambda: T(4, 6).clone(), 0),
+    "a cast": (lambda: T(4, 6).to(torch.bfloat16), 0),
+    "a matrix and a row": (lambda: T(4, 6) + T(6), 24 * per_element(2, 3)),
+    "a matrix and a column": (lambda: T(4, 6) + T(4, 1), 24 * per_element(2, 3)),
+    "a row onto a matrix": (lambda: aten.add_(T(4, 6), T(6)), 24 * per_element(2, 3)),
+    "a matrix and a number of the device": (lambda: T(4, 6) + T(1), 24 * per_element(1, 3)),
+    "scores and a causal mask": (lambda: T(2, 3, 5, 5) + T(1, 1, 5, 5), 150 * per_element(2, 3)),
+    "scores and the mask of a batch": (lambda: T(2, 3, 5, 5) + T(2, 1, 5, 5), 150 * per_element(3, 3)),
+    "heads and rotary cosines": (lambda: transposed(2, 3, 5, 8) * T(1, 1, 5, 8), 240 * per_element(4, 3)),
+    "heads into one row": (lambda: transposed(2, 3, 5, 8).contiguous(), 240 * per_element(4, 2)),
+    "the first half of each row": (lambda: T(4, 6)[:, :3].neg(), 12 * per_element(2, 2)),
+    "every other row": (lambda: T(4, 6)[::2] * 2.0, 12 * per_element(2, 2)),
+    "a mask that fills": (lambda: T(4, 6).masked_fill_(T(6, dtype=torch.bool), 0.0), 24 * per_element(2, 3)),
+    "a choice": (lambda: torch.where(T(6, dtype=torch.bool), T(4, 6), T(4, 6)), 24 * per_element(2, 4)),
+    "a matrix product": (lambda: T(4, 6) @ T(6, 4), 0),
+}
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_each_element_is_looked_up_in_the_dimensions_that_cannot_be_merged(name):
+    program, operations = WALKS[name]
+    assert operations_of(program) == operations
+
+
+def test_the_bias_of_a_convolution_is_looked_up_by_channel():
+    convolution = lambda: aten.convolution(  # noqa: E731
+        T(2, 3, 8, 8), T(4, 3, 1, 1), T(4), [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    )
+    product, bias = costs_in(convolution)
+    assert product.index_operations == 0
+    assert bias.index_operations == 2 * 4 * 64 * per_element(3, 3)
+
+
+sizes = st.lists(st.integers(2, 5), min_size=1, max_size=4)
+
+
+@given(sizes, st.integers(2, 4), st.data())
+def test_splitting_a_dimension_of_all_operands_changes_nothing(shape, parts, data):
+    rest = [size if data.draw(st.booleans()) else 1 for size in shape]
+    repeated = data.draw(st.booleans())
+    first, joined = ([1, 1], [1]) if repeated else ([parts, 3], [parts * 3])
+    split = operations_of(lambda: T(parts, 3, *shape) + T(*first, *rest))
+    assert split == operations_of(lambda: T(parts * 3, *shape) + T(*joined, *rest))
+
+
+@given(sizes, st.data())
+def test_the_order_of_the_dimensions_does_not_matter_where_all_operands_have_the_same(shape, data):
+    row = [size if data.draw(st.booleans()) else 1 for size in shape]
+    order = data.draw(st.permutations(range(len(shape))))
+    plain = operations_of(lambda: T(*shape) + T(*row))
+    assert operations_of(lambda: T(*shape).permute(order) + T(*row).permute(order)) == plain
