@@ -1,7 +1,8 @@
 """Index arithmetic of element-wise kernels, against TensorIterator's rules by hand.
 
-A dimension that is left once neighbouring ones are merged: a division in four instructions and a multiply-add for each
-operand. An operand: an address in two. Outputs are operands; of an op in place, the tensor is one twice.
+A dimension that is left once neighbouring ones are merged: a comparison, a division in four instructions and a
+multiply-add for each operand. An operand: an address in two. Outputs are operands; of an op in place, the tensor is
+one twice.
 """
 
 import pytest
@@ -19,7 +20,7 @@ def operations_of(program) -> int:
 
 
 def per_element(dimensions: int, operands: int) -> int:
-    return dimensions * (4 + operands) + 2 * operands
+    return dimensions * (1 + 4 + operands) + 2 * operands
 
 
 def transposed(*shape: int) -> torch.Tensor:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from flopmeter.records import TensorSpec
 
-# Integer instructions for each element, as torch's source has them. For each dimension: multiply-high, add and shift
-# give the quotient, a multiply-subtract the remainder (IntegerDivider.cuh), and a multiply-add moves on in each operand
-# (OffsetCalculator.cuh). Then a 64-bit address for each operand, in two 32-bit additions.
-DIVISION_OPERATIONS = 4
+# Integer instructions for each element, as torch's source has them. For each dimension: a comparison whether there is
+# one more (OffsetCalculator.cuh), multiply-high, add and shift for the quotient, a multiply-subtract for the remainder
+# (IntegerDivider.cuh), and in each operand a multiply-add. Then an address for each, of 64 bits in two additions.
+DIMENSION_OPERATIONS = 5
 STEP_OPERATIONS = 1
 ADDRESS_OPERATIONS = 2
 
@@ -29,7 +29,7 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
     runs = _runs(shape, [_strides(spec, len(shape)) for spec in on_device])
     if not runs or (len(runs) == 1 and set(runs[0]) == {1}):
         return 0
-    steps = len(runs) * (DIVISION_OPERATIONS + STEP_OPERATIONS * len(on_device))
+    steps = len(runs) * (DIMENSION_OPERATIONS + STEP_OPERATIONS * len(on_device))
     return operands[0].numel * (steps + ADDRESS_OPERATIONS * len(on_device))
 
 

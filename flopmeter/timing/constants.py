@@ -29,10 +29,12 @@ PLAIN_ARITHMETIC_SHARE = 0.5
 # Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap. Products load
 # tiles and compute on them in turns: 2, flat from 1.5 to 3 on [NeuSight]. On matrix units since Ampere, several
 # stages of tiles are under way at once (`cp.async`): 4, flat from 3 to 8 on [timm]. Element-wise kernels have many
-# independent threads to overlap: 3, the knee of the fused-multiply curve of the article above.
+# independent threads to overlap: 3, the knee of the fused-multiply curve of the article above. A thread that has to
+# find where an element lies does so before it loads, in turns again: 2, flat from 2 to 3 on [timm].
 PRODUCT_OVERLAP = 2.0
 ASYNCHRONOUS_PRODUCT_OVERLAP = 4.0
 VECTOR_OVERLAP = 3.0
+INDEX_OVERLAP = 2.0
 
 # Integer additions and multiply-adds that an SM does in a clock cycle (CUDA C++ Programming Guide, 'Arithmetic
 # Instructions', throughput of native ones: 64 for compute capability 7.0 to 9.0).

@@ -30,9 +30,7 @@ def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
     """
     other = _vector_seconds(cost, hardware)
     if not cost.macs:
-        compute = max(other, index_seconds(cost, hardware))  # integers have pipes of their own
-        memory = memory_seconds(cost, hardware)
-        return Price(Busy(compute, memory, overlap(compute, memory, constants.VECTOR_OVERLAP)), _vector_class(cost))
+        return Price(_vector_work(cost, hardware, other), _vector_class(cost))
     dtype = switches.product_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
     busy, kind = _products(cost, hardware, peak)
@@ -131,6 +129,14 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
         return 0.0
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
     return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
+
+
+def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float) -> Busy:
+    """Elements are found, then loaded; what is computed with them overlaps both."""
+    index, memory = index_seconds(cost, hardware), memory_seconds(cost, hardware)
+    loaded = overlap(index, memory, constants.INDEX_OVERLAP)
+    work = overlap(arithmetic, loaded, constants.VECTOR_OVERLAP)
+    return Busy(max(arithmetic, index), memory, work)  # integers have units of their own
 
 
 def index_seconds(cost: Cost, hardware: Hardware) -> float:
