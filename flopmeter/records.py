@@ -163,15 +163,15 @@ class Recurrence(NamedTuple):
 
 
 class Reread(NamedTuple):
-    """What a kernel reads again after a first pass; whether a cache serves that depends on the device.
-
-    The rows in flight compete for the cache: as many as there are places for `threads` on all SMs.
+    """How a kernel goes over rows, and what it reads again after a first pass; whether a cache serves that depends on
+    the device. The rows in flight compete for the cache: as many as there are places for `threads` on all SMs.
     """
 
-    nbytes: int  # beyond the first read
+    nbytes: int  # beyond the first read; 0 where the row stays in registers
     rows: int
     row_bytes: int
     threads: int  # that work on one row
+    operations: int = 0  # of each of these threads, besides those on elements: to combine their partial results
 
 
 CollectiveKind = Literal[

@@ -23,6 +23,12 @@ SOFTMAX_ROW_IN_REGISTERS = 1024
 LAYER_NORM_THREADS = 128
 BLOCK_THREADS = 512  # group norm, and all kernels that reduce a whole channel
 LOAD_BYTES = 16
+WARP_THREADS = 32
+# Operations of each thread besides those on its elements: the partial results of 32 lanes and of several warps are
+# combined in steps of a shuffle, a division and a few multiply-adds (WelfordOps, BlockReduce), twice or three times a
+# row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025) are flat from 250 to 450, on five
+# cards; image models on RTX 3090 and 4090 (pytorch-image-models, results/) ask for 300.
+OPERATIONS_TO_COMBINE = 350
 
 
 @rule(aten._softmax, aten._log_softmax)
@@ -138,14 +144,14 @@ def _is_training(call: Call) -> bool:
 
 
 def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
-    """Rows that do not fit in registers are read again, `passes` times."""
+    """A warp holds a short row in registers; a block reads a longer one again, `passes` times."""
     columns = x.shape[call.argument("dim")] if x.shape else 1
+    rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
-        return ()
-    row_bytes = columns * x.dtype.itemsize
+        return (Reread(0, rows, row_bytes, WARP_THREADS, OPERATIONS_TO_COMBINE),)
     loads = min(1024, row_bytes // LOAD_BYTES)
-    threads = max(32, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
-    return (Reread(passes * x.nbytes, x.numel // columns, row_bytes, threads),)
+    threads = max(WARP_THREADS, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
+    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE),)
 
 
 def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
@@ -156,7 +162,8 @@ def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
     else:
         columns, threads = x.numel // max(1, call.argument("N") * call.argument("group")), BLOCK_THREADS
     columns = max(1, columns)
-    return (Reread(passes * x.nbytes, x.numel // columns, columns * x.dtype.itemsize, threads),)
+    rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
+    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE),)
 
 
 def _whole_reread(x: TensorSpec) -> Reread:

@@ -107,6 +107,7 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
             for reread in part.rereads
             if reread.row_bytes > HELD_ROW_ELEMENTS * ITEM_BYTES.get(part.dtype, 1)
         ),
+        index_operations=0,  # sizes are constants of a compiled kernel
         serial_steps=0,
     )
 

@@ -1,6 +1,6 @@
 """How far off a prediction may be: what validation found for each class of kernel, and how that adds up.
 
-A band holds about nine in ten of the measurements that its class was validated on (scripts/validate.py makes the
+A band holds eight to nine in ten of the measurements that its class was validated on (scripts/validate.py makes the
 tables). On a device that was not among them it is wider; a class that was never validated is marked extrapolated.
 """
 
@@ -40,8 +40,8 @@ class Band(NamedTuple):
 # to B200 lie within 15 % (p10 to p90 of aiconfigurator's GEMM database), but published training runs on A100 and H100
 # are mostly 10 to 25 % slower than predicted (llm-foundry, torchtitan); why is not known.
 BANDS: dict[str, Band] = {
-    "product, fp32 on vector units": Band(0.10, 0.30, NEUSIGHT),
-    "small product, fp32 on vector units": Band(0.20, 0.35, NEUSIGHT),
+    "product, fp32 on vector units": Band(0.13, 0.22, NEUSIGHT),
+    "small product, fp32 on vector units": Band(0.22, 0.40, NEUSIGHT),
     "batched product, fp32 on vector units": Band(0.30, 0.45, NEUSIGHT),
     "convolution, fp32 on vector units": Band(0.35, 1.20, NEUSIGHT),
     "product, fp16": Band(0.15, 0.15, TIMM + AICONFIGURATOR),
@@ -52,7 +52,7 @@ BANDS: dict[str, Band] = {
     "depthwise convolution, fp16": Band(0.25, 0.35, TIMM),
     "attention, fp16": Band(0.25, 0.30, TIMM),
     ELEMENTWISE: Band(0.07, 0.07, NEUSIGHT + TIMM),
-    NORMALIZATION: Band(0.17, 0.50, NEUSIGHT + TIMM),
+    NORMALIZATION: Band(0.13, 0.27, NEUSIGHT + TIMM),
     MOVEMENT: Band(0.12, 0.15, TIMM),
     REDUCTION: Band(0.25, 0.35, TIMM),
     "strided copy": Band(0.25, 0.35, TIMM),

@@ -137,11 +137,6 @@ ACCESS_SHARE: Mapping[Access, float] = {
 NARROW_ELEMENT_BYTES = 4
 NARROW_SHARE = 0.94
 
-# Clock cycles that one block takes from its first load to its last store beyond the bytes it moves: load, reduce,
-# synchronise, load again. Row kernels run in waves of resident blocks. [NeuSight], layer norm and softmax of short
-# rows, flat from 2000 to 5000 on parts at 1.1 to 1.6 GHz; [timm] asks for fewer seconds at 1.7 and 2.5 GHz.
-ROW_BLOCK_CYCLES = 3000
-
 # Threads that an SM holds, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications); 2048 on the others.
 RESIDENT_THREADS = 2048
@@ -150,9 +145,9 @@ RESIDENT_THREADS_BY_CAPABILITY = {
 }  # fmt: skip
 MOST_BLOCKS_PER_SM = 32
 
-# Second reads miss the cache as the square of the share of it that the rows in flight take, all of them
-# once they fill it. [NeuSight]
-CACHE_MISS_EXPONENT = 2.0
+# Second reads begin to miss the cache when the rows in flight take more than this share of it, and all do so when they
+# take 1.3 of it: addresses are hashed over slices, and other blocks' rows are in the way. [NeuSight], .3 on all parts.
+CACHE_SHARE_WITHOUT_MISSES = 0.3
 
 # Seconds for one of a chain of dependent accesses. [timm]: torch's NCHW kernel of bilinear upsampling has a
 # thread for each output position, which loops over batch and channels.

@@ -9,7 +9,7 @@ from flopmeter.records import ATTENTION, ITEM_BYTES, Cost, Recurrence, Switches
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
-from flopmeter.timing.memory import cycles_to_seconds, memory_seconds, share_of_stream
+from flopmeter.timing.memory import cycles_to_seconds, last_wave_stretch, memory_seconds, share_of_stream
 from flopmeter.timing.products import Busy, Rates, overlap, product, tile_count
 
 ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that `cp.async` came with
@@ -133,10 +133,20 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
 
 def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float) -> Busy:
     """Elements are found, then loaded; what is computed with them overlaps both."""
-    index, memory = index_seconds(cost, hardware), memory_seconds(cost, hardware)
+    stretch = last_wave_stretch(cost, hardware)
+    arithmetic = (arithmetic + _row_seconds(cost, hardware)) * stretch
+    index, memory = index_seconds(cost, hardware), memory_seconds(cost, hardware) * stretch
     loaded = overlap(index, memory, constants.INDEX_OVERLAP)
     work = overlap(arithmetic, loaded, constants.VECTOR_OVERLAP)
     return Busy(max(arithmetic, index), memory, work)  # integers have units of their own
+
+
+def _row_seconds(cost: Cost, hardware: Hardware) -> float:
+    """What the threads of each row do to combine their partial results."""
+    operations = sum(reread.rows * reread.threads * reread.operations for reread in cost.rereads)
+    if not operations:
+        return 0.0
+    return operations / (hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE)
 
 
 def index_seconds(cost: Cost, hardware: Hardware) -> float:

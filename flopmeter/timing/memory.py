@@ -27,16 +27,13 @@ _BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "normalize")
 
 
 def memory_seconds(cost: Cost, hardware: Hardware) -> float:
-    """First reads and writes at the bandwidth of the kernel's access pattern, second reads as far as the
-    cache does not serve them, and a block's latency for each wave of row blocks."""
+    """First reads and writes at the bandwidth of the kernel's access pattern, and second reads as far as the cache
+    does not serve them."""
     if cost.link_bytes:
         return link_seconds(cost, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
-    seconds = (cost.bytes + missed) / bandwidth
-    waves = sum(row_waves(reread, hardware) for reread in cost.rereads)
-    seconds += waves * cycles_to_seconds(constants.ROW_BLOCK_CYCLES, hardware)
-    return max(seconds, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
+    return max((cost.bytes + missed) / bandwidth, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
 def link_seconds(cost: Cost, hardware: Hardware) -> float:
@@ -72,15 +69,17 @@ def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
     return cycles / (mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ)
 
 
-def row_waves(reread: Reread, hardware: Hardware) -> int:
-    """How often the device fills up with row blocks until all rows are done."""
-    return ceil(reread.rows / rows_in_flight(reread, hardware))
+def last_wave_stretch(cost: Cost, hardware: Hardware) -> float:
+    """How much longer a kernel of row blocks takes since its last wave is not full: rows that find no place start
+    when all others end, and then each takes as long as it did among many."""
+    waves = [reread.rows / rows_in_flight(reread, hardware) for reread in cost.rereads]
+    return max((ceil(each) / each for each in waves if each > 1), default=1.0)
 
 
 def miss_share(reread: Reread, hardware: Hardware) -> float:
-    """The share of second reads that the cache does not serve: 1 once the rows in flight fill it."""
+    """The share of second reads that the cache does not serve: it rises once the rows in flight take a part of it."""
     cache = hardware.l2_cache_bytes
     if not cache:
         return 1.0
     in_flight = min(reread.rows, rows_in_flight(reread, hardware)) * reread.row_bytes
-    return float(min(1.0, in_flight / cache) ** constants.CACHE_MISS_EXPONENT)
+    return min(1.0, max(0.0, in_flight / cache - constants.CACHE_SHARE_WITHOUT_MISSES))
