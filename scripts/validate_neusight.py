@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from validate import Line, Row, roofline_seconds
 
-from flopmeter import FlopMeter, load_hardware
+from flopmeter import FlopMeter, Hardware, Report, load_hardware
 from flopmeter.timing import uncertainty
 
 PROFILES = {
@@ -28,6 +28,8 @@ PROFILES = {
     "MI250": "mi250-gcd",
 }
 
+Program = Callable[[Line], Callable[[], object]]
+
 # Rows below this measure the host's dispatch, not the device. Longer ones contain the part of it until the launch, as
 # each call meets an idle device: what is left at no rows, on a straight line of time over rows at equal columns (median
 # of the five cards). Products have none, tiles are steps; they stand beside what has shortest calls as long as theirs.
@@ -40,30 +42,32 @@ DISPATCH_SECONDS |= {"linear": DISPATCH_SECONDS["layernorm"]}
 def operators(folder: Path) -> Iterator[tuple[str, list[Row]]]:
     """The rows of each operator file that there is, with its title."""
     for name, program in PROGRAMS.items():
-        path = folder / f"{name}.csv"
-        if path.is_file():
-            lines = [line for line in csv.DictReader(path.open()) if float(line["latency_ms"]) >= LEAST_SECONDS * 1e3]
-            kept = [line for line in lines if not _is_anomalous(line)]
+        lines = operator_lines(folder, name)
+        kept = [line for line in lines if not is_anomalous(line)]
+        if lines:
             dispatch = DISPATCH_SECONDS[name]
             yield name, [_operator_row(line, program, dispatch) for line in kept]
             if len(kept) < len(lines):
-                anomalous = [line for line in lines if _is_anomalous(line)]
+                anomalous = [line for line in lines if is_anomalous(line)]
                 yield f"{name}, Pascal's anomalous rows", [_operator_row(line, program, dispatch) for line in anomalous]
 
 
-def _is_anomalous(line: Line) -> bool:
+def operator_lines(folder: Path, name: str) -> list[Line]:
+    """The lines that are long enough to tell of the device; none where the file is missing."""
+    path = folder / f"{name}.csv"
+    lines = csv.DictReader(path.open()) if path.is_file() else ()
+    return [line for line in lines if float(line["latency_ms"]) >= LEAST_SECONDS * 1e3]
+
+
+def is_anomalous(line: Line) -> bool:
     """Pascal's linear layers of odd sizes ran at a third of the rate of others, and long ones at half."""
     is_pascal_linear = line["op"] == "linear" and line["gpu"] in ("P4", "P100")
     return is_pascal_linear and (line["source"] == "micro_train" or int(line["k"]) > 8192)
 
 
-def _operator_row(line: Line, program: Callable[[Line], Callable[[], object]], dispatch_seconds: float) -> Row:
+def _operator_row(line: Line, program: Program, dispatch_seconds: float) -> Row:
     device = load_hardware(PROFILES[line["gpu"]])
-    with torch.device("meta"):
-        run = program(line)
-    with torch.inference_mode(), FlopMeter(device) as meter:
-        run()
-    report = meter.report()
+    report = operator_report(line, program, device)
     busy = uncertainty(report.timings, report.kernel_seconds, device)  # the host's part is left out
     return Row(
         group=line["op"],
@@ -74,6 +78,14 @@ def _operator_row(line: Line, program: Callable[[Line], Callable[[], object]], d
         high=busy.high + dispatch_seconds,
         roofline=roofline_seconds(report, device),
     )
+
+
+def operator_report(line: Line, program: Program, device: Hardware) -> Report:
+    with torch.device("meta"):
+        run = program(line)
+    with torch.inference_mode(), FlopMeter(device) as meter:
+        run()
+    return meter.report()
 
 
 def _linear(line: Line) -> Callable[[], object]:
@@ -125,7 +137,7 @@ def _conv2d(line: Line) -> Callable[[], object]:
     return lambda: F.conv2d(x, weight, stride=int(line["stride"]), padding=int(line["padding"]))
 
 
-PROGRAMS: dict[str, Callable[[Line], Callable[[], object]]] = {
+PROGRAMS: dict[str, Program] = {
     "linear": _linear,
     "bmm": _bmm,
     "elementwise": _elementwise,

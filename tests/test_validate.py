@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from flopmeter.timing import constants
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import leave_one_out  # noqa: E402
 import validate  # noqa: E402
 import validate_timm  # noqa: E402
 
@@ -57,8 +60,8 @@ def neusight(tmp_path):
     return tmp_path
 
 
-def run(*arguments):
-    command = [sys.executable, str(SCRIPTS / "validate.py"), *arguments]
+def run(*arguments, script="validate.py"):
+    command = [sys.executable, str(SCRIPTS / script), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}  # from a checkout that is not installed, too
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
@@ -69,6 +72,38 @@ def test_the_command_prints_tables_and_one_json_line(neusight):
     assert set(results) == {"linear", "softmax", "all"}
     assert results["linear"]["V100"] < 10
     assert results["softmax"]["T4"] < 20
+
+
+def test_each_gpu_is_predicted_with_constants_set_on_the_others(tmp_path):
+    (tmp_path / "linear.csv").write_text(
+        "gpu,op,m,n,k,dtype,latency_ms,source\n"
+        "V100,linear,8192,8192,8192,float32,82.0,micro_test\n"
+        "T4,linear,8192,8192,8192,float32,275.0,micro_test\n"
+    )
+    done = run("--neusight", str(tmp_path), script="leave_one_out.py")
+    assert done.returncode == 0, done.stderr
+    for gpu in ("V100", "T4"):
+        (line,) = [line.split() for line in done.stdout.splitlines() if line.split()[1:2] == [gpu]]
+        assert line[:1] + line[2:3] == ["linear", "1"]
+        assert float(line[3]) < 15
+
+
+def test_the_gpu_that_is_left_out_has_no_say():
+    tried = [
+        ({"A": 1.0}, {("bmm", "T4"): 0.0, ("bmm", "L4"): 0.5}),
+        ({"A": 2.0}, {("bmm", "T4"): 0.9, ("bmm", "L4"): 0.1}),
+    ]
+    assert leave_one_out.least_without("T4", tried)[0] == {"A": 2.0}
+    assert leave_one_out.least_without("L4", tried)[0] == {"A": 1.0}
+
+
+def test_constants_are_put_back_even_after_an_error():
+    before = constants.TILE_EXPONENT
+    with leave_one_out.set_to({"TILE_EXPONENT": 0.9}):
+        assert constants.TILE_EXPONENT == 0.9
+    with pytest.raises(ZeroDivisionError), leave_one_out.set_to({"TILE_EXPONENT": 0.0}):
+        1 / constants.TILE_EXPONENT
+    assert before == constants.TILE_EXPONENT
 
 
 def test_published_runs_on_eight_gpus_are_predicted(tmp_path):

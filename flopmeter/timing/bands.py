@@ -41,8 +41,8 @@ class Band(NamedTuple):
 # are mostly 10 to 25 % slower than predicted (llm-foundry, torchtitan); why is not known.
 BANDS: dict[str, Band] = {
     "product, fp32 on vector units": Band(0.13, 0.22, NEUSIGHT),
-    "small product, fp32 on vector units": Band(0.22, 0.40, NEUSIGHT),
-    "batched product, fp32 on vector units": Band(0.30, 0.45, NEUSIGHT),
+    "small product, fp32 on vector units": Band(0.18, 0.50, NEUSIGHT),
+    "batched product, fp32 on vector units": Band(0.25, 0.48, NEUSIGHT),
     "convolution, fp32 on vector units": Band(0.35, 1.20, NEUSIGHT),
     "product, fp16": Band(0.15, 0.15, TIMM + AICONFIGURATOR),
     "product, bf16": Band(0.15, 0.30, AICONFIGURATOR),

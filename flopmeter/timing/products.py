@@ -6,6 +6,7 @@ tiles and splits that a library would choose from.
 
 from __future__ import annotations
 
+import functools
 from math import ceil
 from typing import NamedTuple
 
@@ -32,17 +33,14 @@ class Busy(NamedTuple):
     work_seconds: float
 
 
-def _with_shares(least_side: int) -> list[tuple[int, int, float]]:
+@functools.cache
+def _tiles(least_side: int, exponent: float) -> list[tuple[int, int, float]]:
     """Tiles of at least such sides, each with its share of the full tile's rate."""
     return [
-        (rows, columns, (rows * columns / constants.FULL_TILE_ELEMENTS) ** constants.TILE_EXPONENT)
+        (rows, columns, (rows * columns / constants.FULL_TILE_ELEMENTS) ** exponent)
         for rows, columns in constants.TILES
         if min(rows, columns) >= least_side
     ]
-
-
-_TILES = _with_shares(0)
-_BATCHED_TILES = _with_shares(constants.LEAST_BATCHED_SIDE)
 
 
 def overlap(compute: float, memory: float, exponent: float) -> float:
@@ -67,8 +65,8 @@ def product(shape: Matmul, nbytes: float, item_bytes: int, rates: Rates) -> Busy
         compute = 2 * batch * m * n * k / rates.flop_per_s
         return Busy(compute, memory, overlap(compute, memory, rates.overlap_exponent))
     best = Busy(0.0, memory, float("inf"))
-    tiles_to_try, splits = (_BATCHED_TILES, (1,)) if batch > 1 else (_TILES, constants.SPLIT_K)
-    for rows, columns, share in tiles_to_try:
+    least_side, splits = (constants.LEAST_BATCHED_SIDE, (1,)) if batch > 1 else (0, constants.SPLIT_K)
+    for rows, columns, share in _tiles(least_side, constants.TILE_EXPONENT):
         tiles = batch * ceil(m / rows) * ceil(n / columns)
         wave_flop_per_depth = 2 * rows * columns * rates.sm_count
         rate = rates.flop_per_s * share
