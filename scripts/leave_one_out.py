@@ -4,7 +4,7 @@
 
 The constants of the time model that were set on these measurements are set again on the other four cards, by the least
 mean error over a grid, and the card that was left out is predicted with them. A card's own rates need no leaving out:
-none of them comes from these measurements. The last column shows what the laws of power (flopmeter/power.py) give that
+none of them comes from these measurements. Beside it stands what the laws of power (flopmeter/power.py) give, which
 know nothing but the datasheet.
 """
 
@@ -50,6 +50,18 @@ class Measured(NamedTuple):
     switches: Switches
 
 
+class Line(NamedTuple):
+    """Of the table; mean errors in percent."""
+
+    operator: str
+    gpu: str
+    rows: int
+    shipped: float
+    left_out: float
+    by_law: float
+    setting: str = ""
+
+
 Errors = dict[tuple[str, str], float]  # mean relative error by operator and GPU
 
 
@@ -57,11 +69,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--neusight", type=Path, metavar="DIR", required=True)
     folder = parser.parse_args().neusight
-    lines: list[list[object]] = []
+    lines: list[Line] = []
     for names, grid in GROUPS:
         lines += _table([row for name in names for row in _measured(folder, name)], grid)
+    lines += [
+        _together(gpu, [line for line in lines if line.gpu == gpu]) for gpu in dict.fromkeys(x.gpu for x in lines)
+    ]
     headers = ["", "GPU", "rows", "mean % as shipped", "left out", "by the laws of power", "set on the others"]
     print(tabulate(lines, headers, floatfmt=".1f"))
+
+
+def _together(gpu: str, lines: list[Line]) -> Line:
+    """All operators of a GPU, each row as heavy as another."""
+    rows = sum(line.rows for line in lines)
+    means = [
+        sum(line.rows * error for line, error in zip(lines, column, strict=True)) / rows
+        for column in zip(*((line.shipped, line.left_out, line.by_law) for line in lines), strict=True)
+    ]
+    return Line("all", gpu, rows, *means)
 
 
 def _measured(folder: Path, name: str) -> Iterator[Measured]:
@@ -72,7 +97,7 @@ def _measured(folder: Path, name: str) -> Iterator[Measured]:
             yield Measured(name, line["gpu"], seconds, tuple(kernel.cost for kernel in report.kernels), report.switches)
 
 
-def _table(rows: list[Measured], grid: Grid) -> Iterator[list[object]]:
+def _table(rows: list[Measured], grid: Grid) -> Iterator[Line]:
     """A line for each operator and GPU."""
     devices = {row.gpu: load_hardware(PROFILES[row.gpu]) for row in rows}
     shipped = mean_errors(rows, devices)
@@ -87,7 +112,7 @@ def _table(rows: list[Measured], grid: Grid) -> Iterator[list[object]]:
         operator, gpu = key
         setting, errors = least_without(gpu, tried)
         chosen = ", ".join(f"{constant} {value:g}" for constant, value in setting.items())
-        yield [operator, gpu, count, 100 * shipped[key], 100 * errors[key], 100 * by_law[key], chosen]
+        yield Line(operator, gpu, count, 100 * shipped[key], 100 * errors[key], 100 * by_law[key], chosen)
 
 
 def least_without(gpu: str, tried: list[tuple[dict[str, float], Errors]]) -> tuple[dict[str, float], Errors]:

@@ -83,9 +83,10 @@ def test_each_gpu_is_predicted_with_constants_set_on_the_others(tmp_path):
     done = run("--neusight", str(tmp_path), script="leave_one_out.py")
     assert done.returncode == 0, done.stderr
     for gpu in ("V100", "T4"):
-        (line,) = [line.split() for line in done.stdout.splitlines() if line.split()[1:2] == [gpu]]
-        assert line[:1] + line[2:3] == ["linear", "1"]
-        assert float(line[3]) < 15
+        linear, every = [line.split() for line in done.stdout.splitlines() if line.split()[1:2] == [gpu]]
+        assert linear[:1] + linear[2:3] == ["linear", "1"]
+        assert every == ["all", *linear[1:6]]
+        assert float(linear[3]) < 15
 
 
 def test_the_gpu_that_is_left_out_has_no_say():
