@@ -1,7 +1,8 @@
 """Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, measured, unit, ...).
 
-Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill and decoding),
-the steps of build-nanogpt's GPT-2 124M, ViT-B/16 of transformers' docs, and NVIDIA's ResNet-50.
+Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill and decoding) and
+of gpt-fast (decoding in 16 bits), the steps of build-nanogpt's GPT-2 124M, ViT-B/16 of transformers' docs, and NVIDIA's
+ResNet-50.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from pathlib import Path
 
 import torch
 from measured_programs import NanoGPT
+from torch import nn
 from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware, on_meta
+from flopmeter.meter import Mode
 from flopmeter.models import BUILTINS
 from flopmeter.timing import uncertainty
 
-PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4"}
+PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI250X (1 GCD)": "mi250x-gcd"}
 Metered = tuple[FlopMeter, float]  # and how many units of the line's measure a run makes (tokens; 1 for a time)
 
 
@@ -41,8 +44,8 @@ def uses_transformers(path: Path) -> bool:
 def _row(line: Line, metered: Metered) -> Row:
     meter, tokens = metered
     device = load_hardware(_profile(line))
-    compiled = line["mode"].startswith("compiled")
-    report = meter.report(hardware=device, mode="compiled" if compiled else "eager")
+    mode = _mode(line)
+    report = meter.report(hardware=device, mode=mode)
     bounds = uncertainty(report.timings, report.seconds, device)
     figure = float(line["measured"])
     return Row(
@@ -54,8 +57,14 @@ def _row(line: Line, metered: Metered) -> Row:
         high=bounds.high,
         roofline=roofline_seconds(report, device),
         name=f"{line['id']}: {line['dtype'].partition('(')[0]}, {line['mode']}, batch {line['batch']}",
-        mode="compiled" if compiled else "eager",
+        mode=mode,
     )
+
+
+def _mode(line: Line) -> Mode:
+    if line["mode"].startswith("compiled (reduce-overhead"):
+        return "cudagraph"
+    return "compiled" if line["mode"].startswith("compiled") else "eager"
 
 
 def _profile(line: Line) -> str:
@@ -74,22 +83,40 @@ def _meter(line: Line) -> Metered | None:
 def _llama(line: Line) -> Metered | None:
     if "eager attention" not in line["other_config"] or not line["workload"].startswith(("prefill", "decode")):
         return None
-    transformers = import_module("transformers")
     batch, prompt = int(line["batch"]), 256
-    config = transformers.LlamaConfig(attn_implementation="eager", dtype=torch.float16)  # its defaults are Llama-2-7B's
+    model = _llama_2_7b(torch.float16, "eager")
+    if line["workload"].startswith("decode"):
+        return _next_token(model, line, batch, cached=2 * prompt)
+    with torch.inference_mode(), FlopMeter(_profile(line)) as meter:
+        model(input_ids=_tokens(batch, prompt))
+    return meter, 1
+
+
+def _gpt_fast(line: Line) -> Metered | None:
+    """The middle of 200 tokens after a prompt of five (the default of generate.py)."""
+    if line["dtype"] != "bf16" or not line["unit"].startswith("tokens"):
+        return None
+    return _next_token(_llama_2_7b(torch.bfloat16, "sdpa"), line, batch=1, cached=5 + 100)
+
+
+def _llama_2_7b(dtype: torch.dtype, attention: str) -> nn.Module:
+    transformers = import_module("transformers")
+    config = transformers.LlamaConfig(attn_implementation=attention, dtype=dtype)  # its defaults are Llama-2-7B's
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).half().eval()
-        tokens = torch.zeros(batch, prompt, dtype=torch.long)
+        model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    return model
+
+
+def _next_token(model: nn.Module, line: Line, batch: int, cached: int) -> Metered:
     with torch.inference_mode():
-        if line["workload"].startswith("prefill"):
-            with FlopMeter(_profile(line)) as meter:
-                model(input_ids=on_meta(tokens))
-            return meter, 1
-        middle = torch.zeros(batch, 2 * prompt, dtype=torch.long, device="meta")
-        cache = model(input_ids=middle, use_cache=True).past_key_values
+        cache = model(input_ids=_tokens(batch, cached), use_cache=True).past_key_values
         with FlopMeter(_profile(line)) as meter:
-            model(input_ids=on_meta(tokens[:, :1]), past_key_values=cache, use_cache=True)
+            model(input_ids=_tokens(batch, 1), past_key_values=cache, use_cache=True)
     return meter, batch
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.zeros(batch, length, dtype=torch.long, device="meta")
 
 
 def _gpt2(line: Line) -> Metered | None:
@@ -133,9 +160,10 @@ def _resnet(line: Line) -> Metered:
     return meter, 1
 
 
-FROM_TRANSFORMERS = ("Llama-2-7b-hf", "google/vit-base-patch16-224")
+FROM_TRANSFORMERS = ("Llama-2-7b-hf", "Llama-2-7B", "google/vit-base-patch16-224")
 PROGRAMS: dict[str, Callable[[Line], Metered | None]] = {
     "Llama-2-7b-hf": _llama,
+    "Llama-2-7B": _gpt_fast,
     "GPT-2 124M": _gpt2,
     "google/vit-base-patch16-224": _vit,
     "ResNet-50": _resnet,
