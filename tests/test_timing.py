@@ -249,3 +249,20 @@ def test_a_recurrent_layer_with_many_sequences_is_bound_by_its_products():
     """2·4·512·512·2 FLOP for each of 100 · 16,384 tokens, at .4 to .9 of 312 TFLOP/s."""
     flops = 2 * 4 * 512 * 512 * 2 * 100 * 16384
     assert flops / (0.9 * 312e12) < recurrent_seconds(100, 16384) < flops / (0.4 * 312e12)
+
+
+def test_looking_elements_up_takes_the_integer_units_of_a_gpu_and_half_of_the_lanes_of_a_tpu():
+    """4 Mi elements in two runs of three operands, 22 operations each, at 64 lanes x 108 SMs x 1.41 GHz: 9.5 µs. The
+    TPU v4 is one core: its 4.3 TFLOP/s of fp32 are 2.15e12 multiply-adds a second, half of that 1.075e12: 86 µs."""
+    matrix, row = meta(4096, 1024), meta(1024)
+    assert only(lambda: matrix + row).compute_seconds == pytest.approx(9.47e-6, rel=0.01)
+    assert only(lambda: matrix + row, load_hardware("tpu-v4")).compute_seconds == pytest.approx(85.8e-6, rel=0.01)
+
+
+def test_a_row_kernel_takes_whole_waves_of_rows():
+    """16 rows of 128 threads are in flight on each of 108 SMs, 1728 in all: one row more takes a second wave."""
+    full, one_more, two = (
+        only(lambda n=n: F.layer_norm(meta(n, 4096), (4096,))).work_seconds for n in (1728, 1729, 3456)
+    )
+    assert one_more == pytest.approx(two, rel=0.01)
+    assert one_more == pytest.approx(2 * full, rel=0.01)

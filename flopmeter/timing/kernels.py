@@ -150,9 +150,13 @@ def _row_seconds(cost: Cost, hardware: Hardware) -> float:
 
 
 def index_seconds(cost: Cost, hardware: Hardware) -> float:
-    """Finding where the elements lie, on the integer units."""
+    """Finding where the elements lie, on the integer units; of devices that are no arrays of SMs (TPUs), on half of
+    the lanes that do fp32 multiply-adds, as in most GPUs that are."""
+    if not cost.index_operations:
+        return 0.0
     cycles = cost.index_operations / (constants.INTEGER_LANES_PER_SM * hardware.sm_count)
-    return cycles_to_seconds(cycles, hardware)
+    half_of_lanes = hardware.vector_peak("fp32").flop_per_s / 4
+    return min(cycles_to_seconds(cycles, hardware), cost.index_operations / half_of_lanes)
 
 
 def _vector_class(cost: Cost) -> str:
