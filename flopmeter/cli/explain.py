@@ -151,3 +151,5 @@ def _cost(cost: Cost) -> Iterator[str]:
     intensity = cost.flops / cost.bytes if cost.bytes else 0.0
     yield f"    FLOP   {flops}{macs}, in {cost.dtype}"
     yield f"    bytes  {cost.bytes_read:,} read, {cost.bytes_written:,} written; {intensity:.3g} FLOP/B"
+    if cost.index_operations:
+        yield f"    index  {cost.index_operations:,} integer operations: its operands do not lie alike"

@@ -48,7 +48,7 @@ TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 
 LEAST_BATCHED_SIDE = 64
 
 # A tile of tm x tn runs at (tm·tn / 128²)^0.2 of the rate of 128 x 128: each operand that is loaded is used
-# less often. From products on five cards [NeuSight], .15 to .3 are alike; [timm] asks for .2.
+# less often. From products on five cards [NeuSight], .2 to .3 are alike; [timm] asks for .2.
 FULL_TILE_ELEMENTS = 128 * 128
 TILE_EXPONENT = 0.2
 

@@ -132,13 +132,13 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
 
 
 def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float) -> Busy:
-    """Elements are found, then loaded; what is computed with them overlaps both."""
+    """Elements are found, then loaded; what is computed with them overlaps both. Finding them counts as memory
+    traffic: what helps is the same, fusion, and not more FLOP/s."""
     stretch = last_wave_stretch(cost, hardware)
-    arithmetic = (arithmetic + _row_seconds(cost, hardware)) * stretch
-    index, memory = index_seconds(cost, hardware), memory_seconds(cost, hardware) * stretch
-    loaded = overlap(index, memory, constants.INDEX_OVERLAP)
-    work = overlap(arithmetic, loaded, constants.VECTOR_OVERLAP)
-    return Busy(max(arithmetic, index), memory, work)  # integers have units of their own
+    compute = (arithmetic + _row_seconds(cost, hardware)) * stretch
+    traffic = memory_seconds(cost, hardware) * stretch
+    memory = overlap(index_seconds(cost, hardware), traffic, constants.INDEX_OVERLAP)
+    return Busy(compute, memory, overlap(compute, memory, constants.VECTOR_OVERLAP))
 
 
 def _row_seconds(cost: Cost, hardware: Hardware) -> float:
