@@ -266,8 +266,8 @@ def test_looking_elements_up_takes_the_integer_units_of_a_gpu_and_half_of_the_la
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
-# Microseconds from event to event in NeuSight's measurements (Lee et al., ASPLOS 2025, fp32, torch 2.1), by operator,
-# card, rows and columns; of them 26 (softmax) and 38 (layer norm) pass before the launch (scripts/validate_neusight.py).
+# Microseconds from event to event in NeuSight's measurements (Lee et al., ASPLOS 2025, fp32, torch 2.1) by operator,
+# card, rows and columns; 26 (softmax) and 38 (layer norm) pass before the launch (scripts/validate_neusight.py).
 BEFORE_LAUNCH = {"softmax": 26, "layer_norm": 38}
 MEASURED_ROWS = {
     ("softmax", "v100-pcie-32gb", 32768, 8192): 5360,
