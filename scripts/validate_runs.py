@@ -19,7 +19,7 @@ from torch import nn
 from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, Report, load_hardware, on_meta
-from flopmeter.layout import is_dense
+from flopmeter.costs.offsets import cat_operations
 from flopmeter.meter import Mode
 from flopmeter.models import BUILTINS
 from flopmeter.records import Cost, Kernel
@@ -66,13 +66,6 @@ def _row(line: Line, metered: Metered) -> Row:
     )
 
 
-# Instructions for an element that torch 2.1's `cat` moves (CatArrayBatchedCopy in Shape.cu), to find where it goes, and
-# where it comes from unless its operand has no gaps: for each dimension but the slowest a division by a number that is
-# known only then ('up to 20 instructions', CUDA C++ Programming Guide), the remainder and a step; then an address of 64
-# bits for each. torch 2.11 to 2.13, which flopmeter prices, copy runs of memory where operands have no gaps.
-CAT_DIVISION, CAT_STEP, CAT_ADDRESS = 20, 2, 2
-
-
 def as_in_torch_2_1(report: Report) -> Report:
     """The same run where `cat` looks up each element."""
     kernels = [
@@ -84,16 +77,12 @@ def as_in_torch_2_1(report: Report) -> Report:
 
 
 def _cat_of_torch_2_1(kernel: Kernel) -> Cost:
+    """Onto an empty cache there was none: transformers kept what it had."""
     (op,) = kernel.ops
     (out,) = op.call.outputs
-    if not all(spec.numel for spec in op.call.inputs):
-        return kernel.cost  # onto an empty cache: transformers did not yet
-    look_up = (len(out.shape) - 1) * (CAT_DIVISION + CAT_STEP)
-    operations = sum(
-        spec.numel * (look_up * (1 if is_dense(spec.shape, spec.stride, channels_last=False) else 2) + 2 * CAT_ADDRESS)
-        for spec in op.call.inputs
-    )
-    return replace(kernel.cost, index_operations=operations)
+    is_first = not all(spec.numel for spec in op.call.inputs)
+    looked_up = 0 if is_first else cat_operations(op.call.inputs, len(out.shape), copies_runs=False)
+    return replace(kernel.cost, index_operations=looked_up)
 
 
 def _mode(line: Line) -> Mode:

@@ -121,7 +121,7 @@ def test_an_old_cat_divides_for_each_element():
     now = meter.report()
     first, onto_nothing = validate_runs.as_in_torch_2_1(now).timings
     assert first.seconds == pytest.approx((0.97e-3**2 + 0.33e-3**2) ** 0.5, rel=0.05)
-    assert onto_nothing.seconds == now.timings[1].seconds
+    assert onto_nothing.seconds == now.timings[1].seconds < 0.5e-3
 
 
 def test_published_runs_on_eight_gpus_are_predicted(tmp_path):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flopmeter.costs.offsets import index_operations
+from flopmeter.costs.offsets import cat_operations, index_operations
 from flopmeter.costs.rules import FREE, make_cost, rule
+from flopmeter.layout import is_dense
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, SORTING, Call, Cost
 
 aten = torch.ops.aten
@@ -46,7 +47,7 @@ def foreach_copy(call: Call) -> Cost:
 
 
 @rule(
-    aten.cat, aten.stack, aten.block_diag, aten._chunk_cat, aten.reflection_pad1d,
+    aten.stack, aten.block_diag, aten._chunk_cat, aten.reflection_pad1d,
     aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
     aten.replication_pad3d, aten.roll, aten.flip, aten.rot90, aten.repeat, aten.tril, aten.triu, aten.tril_,
     aten.triu_, aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.native_channel_shuffle,
@@ -57,6 +58,15 @@ def foreach_copy(call: Call) -> Cost:
 def rearrange(call: Call) -> Cost:
     """Reads what moves, writes where it goes."""
     return make_cost(call, MOVEMENT)
+
+
+@rule(aten.cat)
+def cat(call: Call) -> Cost:
+    """Reads what moves, writes where it goes. Operands that all lie in one order are copied in runs."""
+    (out,) = call.outputs
+    in_order = all(is_dense(spec.shape, spec.stride, channels_last=True) for spec in call.inputs)
+    walked = 0 if in_order else cat_operations(call.inputs, len(out.shape))
+    return make_cost(call, MOVEMENT, index_operations=walked)
 
 
 @rule(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flopmeter.layout import is_dense
 from flopmeter.records import TensorSpec
 
 # Integer instructions for each element, as torch's source has them. For each dimension: a comparison whether there is
@@ -17,6 +18,10 @@ from flopmeter.records import TensorSpec
 DIMENSION_OPERATIONS = 5
 STEP_OPERATIONS = 1
 ADDRESS_OPERATIONS = 2
+
+# `cat` divides by numbers that it learns at run time (CatArrayBatchedCopy in Shape.cu): 'up to 20 instructions' (CUDA
+# C++ Programming Guide, Arithmetic Instructions), then the remainder and a step.
+DIVISION_OPERATIONS = 20
 
 
 def index_operations(operands: Sequence[TensorSpec]) -> int:
@@ -31,6 +36,21 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
         return 0
     steps = len(runs) * (DIMENSION_OPERATIONS + STEP_OPERATIONS * len(on_device))
     return operands[0].numel * (steps + ADDRESS_OPERATIONS * len(on_device))
+
+
+def cat_operations(operands: Sequence[TensorSpec], dimensions: int, *, copies_runs: bool = True) -> int:
+    """Integer operations of a `cat`: it looks up where each element goes, in all dimensions but the slowest, and where
+    it comes from unless its operand has no gaps. `copies_runs`: where no operand has any, runs of memory are copied, as
+    torch 2.11 to 2.13 do and 2.1 did not.
+    """
+    has_gaps = [not is_dense(spec.shape, spec.stride, channels_last=False) for spec in operands]
+    if copies_runs and not any(has_gaps):
+        return 0
+    look_up = (dimensions - 1) * (DIVISION_OPERATIONS + 2)
+    return sum(
+        spec.numel * ((1 + gaps) * look_up + 2 * ADDRESS_OPERATIONS)
+        for spec, gaps in zip(operands, has_gaps, strict=True)
+    )
 
 
 def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:
