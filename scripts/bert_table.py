@@ -147,16 +147,17 @@ def paper_class(kernel: Kernel) -> str:
 
 def as_in_2020(report: Report) -> list[Timed]:
     """The kernels and their seconds, those of layer norms as torch had them when the paper was written."""
-    timed = []
-    for kernel, timing in zip(report.kernels, report.timings, strict=True):
-        is_layer_norm = kernel.cost.name.startswith("native_layer_norm")
-        costs = layer_norm_of_2020(kernel.cost) if is_layer_norm else []
-        seconds = sum(
-            price(cost, report.hardware, report.switches).busy.work_seconds + report.hardware.kernel_floor_seconds
-            for cost in costs
-        )
-        timed.append((kernel, seconds or timing.seconds))
-    return timed
+    return [
+        (kernel, _layer_norm_seconds(kernel.cost, report) if "layer_norm" in kernel.cost.name else timing.seconds)
+        for kernel, timing in zip(report.kernels, report.timings, strict=True)
+    ]
+
+
+def _layer_norm_seconds(cost: Cost, report: Report) -> float:
+    return sum(
+        price(part, report.hardware, report.switches).busy.work_seconds + report.hardware.kernel_floor_seconds
+        for part in layer_norm_of_2020(cost)
+    )
 
 
 def layer_norm_of_2020(cost: Cost) -> list[Cost]:

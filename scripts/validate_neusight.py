@@ -34,9 +34,11 @@ Program = Callable[[Line], Callable[[], object]]
 # each call meets an idle device: what is left at no rows, on a straight line of time over rows at equal columns (median
 # of the five cards). Products have none, tiles are steps; they stand beside what has shortest calls as long as theirs.
 LEAST_SECONDS = 1e-4
-DISPATCH_SECONDS = {"elementwise": 10e-6, "softmax": 26e-6, "layernorm": 38e-6}
-DISPATCH_SECONDS |= {"bmm": DISPATCH_SECONDS["softmax"], "conv2d": DISPATCH_SECONDS["softmax"]}
-DISPATCH_SECONDS |= {"linear": DISPATCH_SECONDS["layernorm"]}
+DISPATCH_SECONDS = {
+    "elementwise": 10e-6,
+    **dict.fromkeys(("softmax", "bmm", "conv2d"), 26e-6),
+    **dict.fromkeys(("layernorm", "linear"), 38e-6),
+}
 
 
 def operators(folder: Path) -> Iterator[tuple[str, list[Row]]]:

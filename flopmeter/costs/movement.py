@@ -6,7 +6,6 @@ import torch
 
 from flopmeter.costs.offsets import cat_operations, index_operations
 from flopmeter.costs.rules import FREE, make_cost, rule
-from flopmeter.layout import is_dense
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, SORTING, Call, Cost
 
 aten = torch.ops.aten
@@ -62,11 +61,9 @@ def rearrange(call: Call) -> Cost:
 
 @rule(aten.cat)
 def cat(call: Call) -> Cost:
-    """Reads what moves, writes where it goes. Operands that all lie in one order are copied in runs."""
+    """Reads what moves, writes where it goes."""
     (out,) = call.outputs
-    in_order = all(is_dense(spec.shape, spec.stride, channels_last=True) for spec in call.inputs)
-    walked = 0 if in_order else cat_operations(call.inputs, len(out.shape))
-    return make_cost(call, MOVEMENT, index_operations=walked)
+    return make_cost(call, MOVEMENT, index_operations=cat_operations(call.inputs, len(out.shape)))
 
 
 @rule(

@@ -40,17 +40,17 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
 
 def cat_operations(operands: Sequence[TensorSpec], dimensions: int, *, copies_runs: bool = True) -> int:
     """Integer operations of a `cat`: it looks up where each element goes, in all dimensions but the slowest, and where
-    it comes from unless its operand has no gaps. `copies_runs`: where no operand has any, runs of memory are copied, as
-    torch 2.11 to 2.13 do and 2.1 did not.
+    it comes from unless its operand has no gaps. `copies_runs`: operands that all lie dense in one order are copied
+    in runs, as torch 2.11 to 2.13 do and 2.1 did not.
     """
-    has_gaps = [not is_dense(spec.shape, spec.stride, channels_last=False) for spec in operands]
-    if copies_runs and not any(has_gaps):
+    if copies_runs and any(all(_is_dense(spec, order) for spec in operands) for order in (False, True)):
         return 0
     look_up = (dimensions - 1) * (DIVISION_OPERATIONS + 2)
-    return sum(
-        spec.numel * ((1 + gaps) * look_up + 2 * ADDRESS_OPERATIONS)
-        for spec, gaps in zip(operands, has_gaps, strict=True)
-    )
+    return sum(spec.numel * ((1 if _is_dense(spec) else 2) * look_up + 2 * ADDRESS_OPERATIONS) for spec in operands)
+
+
+def _is_dense(spec: TensorSpec, channels_last: bool = False) -> bool:
+    return is_dense(spec.shape, spec.stride, channels_last=channels_last)
 
 
 def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:
