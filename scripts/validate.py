@@ -3,6 +3,7 @@
     python scripts/validate.py --neusight DIR      operators and whole fp32 networks of NeuSight (ASPLOS 2025)
     python scripts/validate.py --timm FILE         inference of image models, pytorch-image-models' results/
     python scripts/validate.py --e2e FILE          published end-to-end runs, one a line, on one GPU and on eight
+    python scripts/validate.py --kernels DIR       kernels of language models, one by one (aiconfigurator, vidur)
 
 The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
 conv2d.csv and e2e.csv; any of them may be missing. --timm needs timm installed, whole networks of NeuSight
@@ -43,6 +44,7 @@ class Row(NamedTuple):
     name: str = ""  # of the model
     published: tuple[tuple[str, float], ...] = ()  # other predictors' seconds for the same row
     mode: str = "eager"
+    held_out: bool = False  # its shape set no constant
 
     @property
     def error(self) -> float:
@@ -144,10 +146,11 @@ def main() -> None:
     parser.add_argument("--neusight", type=Path, metavar="DIR")
     parser.add_argument("--timm", type=Path, metavar="FILE")
     parser.add_argument("--e2e", type=Path, metavar="FILE")
+    parser.add_argument("--kernels", type=Path, metavar="DIR")
     parser.add_argument("--models", type=int, default=200, help="how many timm models to sample (default: %(default)s)")
     arguments = parser.parse_args()
-    if not (arguments.neusight or arguments.timm or arguments.e2e):
-        parser.error("name at least one of --neusight, --timm and --e2e")
+    if not (arguments.neusight or arguments.timm or arguments.e2e or arguments.kernels):
+        parser.error("name at least one of --neusight, --timm, --e2e and --kernels")
     _need(arguments)
     results: dict[str, dict[str, float]] = {}
     every_row: list[Row] = []
@@ -204,6 +207,10 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
 
         for title, rows in sharded_runs(arguments.e2e):
             yield title, rows, _group
+    if arguments.kernels:
+        from validate_kernels import kernels
+
+        yield from kernels(arguments.kernels)
 
 
 if __name__ == "__main__":
