@@ -27,7 +27,7 @@ def attention(cost: Cost, hardware: Hardware, matmul_flop_per_s: float, vector_f
     visible_scores = scores.batch * scores.m * scores.n * visible
     compute = 2 * cost.macs * visible / rate + visible_scores * operations / vector_flop_per_s
     memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
-    return Busy(compute, memory, overlap(compute, memory, constants.MATMUL_OVERLAP))
+    return Busy(compute, memory, overlap(compute, memory, constants.ATTENTION_OVERLAP))
 
 
 def backend_share(backend: AttentionBackend | None, hardware: Hardware) -> float:

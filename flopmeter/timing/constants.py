@@ -8,6 +8,7 @@ Sources used more than once:
     github.com/sitar-lab/NeuSight, torch 2.1).
 [timm] eager and compiled inference of 1,242 image models, AMP, on RTX 3090 and 4090
     (github.com/huggingface/pytorch-image-models, results/, torch 2.4).
+[aiconfigurator] bf16 GEMMs on A100, H100, H200 and L40S (github.com/ai-dynamo/aiconfigurator@095f58a).
 """
 
 from __future__ import annotations
@@ -26,15 +27,13 @@ DEFAULT_CLOCK_HZ = 1.5e9
 # (Horace He, 'Making Deep Learning Go Brrrr From First Principles', 2022).
 PLAIN_ARITHMETIC_SHARE = 0.5
 
-# Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap. Matmuls load a tile and
-# compute on it in turns: 2 (1.5 to 3 are equally good on [NeuSight]). Matrix units since Ampere load the next tiles
-# meanwhile (`cp.async`): 4 (3 to 8 are equally good on [timm]). Element-wise kernels have many independent threads that
-# overlap: 3, from the knee of the fused-multiply curve of the article above. A thread computes the address of an
-# element before it loads the element, in turns again: 2 (2 to 3 are equally good on [timm]).
-MATMUL_OVERLAP = 2.0
-ASYNCHRONOUS_MATMUL_OVERLAP = 4.0
+# Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap (those of matmuls are in
+# gemm_kernels.py). Element-wise kernels have many independent threads that overlap: 3, from the knee of the
+# fused-multiply curve of the article above. A thread computes the address of an element before it loads the element, in
+# turns: 2 (2 to 3 are equally good on [timm]). Attention in between: 2.
 VECTOR_OVERLAP = 3.0
 INDEX_OVERLAP = 2.0
+ATTENTION_OVERLAP = 2.0
 
 # Integer additions and multiply-adds of an SM per clock cycle (CUDA C++ Programming Guide, 'Arithmetic Instructions',
 # throughput of native instructions: 64 for compute capability 7.0 to 9.0).
@@ -42,27 +41,19 @@ INTEGER_LANES_PER_SM = 64
 
 # --- matmuls -----------------------------------------------------------------------------------------------
 
-# Elements of the output that one thread block computes, rows x columns: the tiles of cuBLAS and CUTLASS.
-# Batched matmuls have only tiles with sides of 64 or more. Both sets are those that fit [NeuSight] best.
-TILES = ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32), (64, 16), (16, 64))
+# The tile whose rate counts as full (gemm_kernels.py). Batched matmuls have only tiles with sides of 64 or more, which
+# fits [NeuSight] best.
+FULL_TILE_SIDE = 128
+FULL_TILE_ELEMENTS = FULL_TILE_SIDE**2
 LEAST_BATCHED_SIDE = 64
 
-# A tile of tm x tn runs at (tm·tn / 128²)^0.2 of the rate of 128 x 128: a smaller tile uses each element that it loads
-# less often. On matmuls of five cards [NeuSight] .2 to .3 are equally good, on [timm] .2 is best.
-FULL_TILE_ELEMENTS = 128 * 128
-TILE_EXPONENT = 0.2
-
-# Clock cycles that a tile takes beyond its multiply-adds, to load its first operands and to store its result. They
-# matter where K is small and the units are fast, as for the scores of attention in fp16. Up to 1000 is equally good on
-# [timm]; Hopper's kernels hide some of it (aiconfigurator's GEMM database), V100's of 2020 hid less (arXiv 2007.00072).
-TILE_CYCLES = 500
-
 # Split-K: into how many slices K may be split when a matmul has too few tiles to fill the device (not for batched
-# matmuls, for which cuBLAS has no such kernels), the least depth of a slice, and the time of the kernel that adds the
-# slices (seconds; a typical value, which changes little).
+# matmuls, for which cuBLAS has no such kernels), the least depth of a slice, bytes of a partial sum (fp32), and the
+# clock cycles of the kernel that adds them: 2,900 on A100, 3,600 on L40S, 5,200 on H100 and H200 [aiconfigurator].
 SPLIT_K = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LEAST_SLICE_DEPTH = 64
-SPLIT_K_SECONDS = 4e-6
+PARTIAL_SUM_BYTES = 4
+SPLIT_K_CYCLES = 4500
 
 # A matrix unit loads rows 16 bytes at a time. A matmul whose rows are an odd number of 2-byte elements long runs at .31
 # of the rate; alignments between follow a power law. Source: padding GPT-2's vocabulary from 50257 to 50304 made

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
-from flopmeter.records import ATTENTION, Cost, Recurrence, Switches
+from flopmeter.records import ATTENTION, Convolution, Cost, Matmul, Recurrence, Switches
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import cycles_to_seconds, last_wave_stretch, memory_seconds, share_of_stream
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
-from flopmeter.timing.matmul import Busy, Rates, overlap, price_matmul, side_by_side, tile_count
-
-ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that `cp.async` came with
+from flopmeter.timing.gemm_kernels import gemm_kernels
+from flopmeter.timing.matmul import Busy, Rates, Traffic, overlap, price_matmul, side_by_side, tile_count
 
 
 class Price(NamedTuple):
@@ -36,18 +35,10 @@ def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
     busy, kind = _matmuls(cost, hardware, peak)
     floor = (2 * cost.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
-    return Price(
-        Busy(max(busy.compute_seconds, floor) + other, busy.memory_seconds, max(busy.work_seconds, floor) + other),
-        f"{kind}, {_unit(dtype, peak)}",
+    busy = busy._replace(
+        compute_seconds=max(busy.compute_seconds, floor) + other, work_seconds=max(busy.work_seconds, floor) + other
     )
-
-
-def _exponent(hardware: Hardware, peak: Peak) -> float:
-    """How well loads and multiply-adds overlap. A device without a compute capability counts as a recent one."""
-    loads_asynchronously = (hardware.compute_capability or ASYNCHRONOUS_COPIES) >= ASYNCHRONOUS_COPIES
-    if peak.unit == "matrix" and loads_asynchronously:
-        return constants.ASYNCHRONOUS_MATMUL_OVERLAP
-    return constants.MATMUL_OVERLAP
+    return Price(busy, f"{kind}, {_unit(dtype, peak)}")
 
 
 def _unit(dtype: str, peak: Peak) -> str:
@@ -57,70 +48,75 @@ def _unit(dtype: str, peak: Peak) -> str:
 
 def _matmuls(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
     """The time of a kernel's matmuls, and the kind of kernel that runs them."""
+    library = gemm_kernels(hardware, peak)
     if not cost.matmuls:  # from a formula without shapes: taken as a matmul that fills the device
         compute = 2 * cost.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
-        return Busy(compute, memory, overlap(compute, memory, _exponent(hardware, peak))), "product"
+        return Busy(compute, memory, overlap(compute, memory, library.overlap_exponent)), "product"
     vector = hardware.vector_peak("fp32").sustained_flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
     if cost.op_class == ATTENTION:
         return attention(cost, hardware, peak.sustained_flop_per_s, vector), "attention"
-    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
-    item_bytes = item_bytes_of(cost.dtype)
-    on_matrix_units = peak.unit == "matrix"
-    tile_seconds = cycles_to_seconds(constants.TILE_CYCLES, hardware)
     rates = Rates(
         peak.sustained_flop_per_s,
-        bandwidth,
+        max(peak.sustained_flop_per_s, peak.flop_per_s * library.issue_share),
+        hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost),
         hardware.sm_count,
-        tile_seconds,
-        on_matrix_units,
-        _exponent(hardware, peak),
+        1 / cycles_to_seconds(1, hardware),
+        library,
     )
+    traffic = Traffic(cost.bytes_read, cost.bytes_written, item_bytes_of(cost.dtype))
     if cost.convolution is not None:
-        (implicit,) = cost.matmuls
-        if is_depthwise(cost.convolution, implicit):
-            fp32 = hardware.vector_peak("fp32").flop_per_s
-            return depthwise(cost.convolution, implicit, cost.bytes, fp32, bandwidth), "depthwise convolution"
-        busy = convolution(cost.convolution, implicit, cost.bytes, item_bytes, rates, on_matrix_units=on_matrix_units)
-        return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
-    return (_aligned if on_matrix_units else _sum_of_matmuls)(cost, item_bytes, rates)
+        return _convolution(cost.convolution, cost.matmuls[0], traffic, rates, hardware, peak)
+    return (_aligned if peak.unit == "matrix" else _sum_of_matmuls)(cost, traffic, rates)
 
 
-def _aligned(cost: Cost, item_bytes: float, rates: Rates) -> tuple[Busy, str]:
+def _convolution(
+    shape: Convolution, implicit: Matmul, traffic: Traffic, rates: Rates, hardware: Hardware, peak: Peak
+) -> tuple[Busy, str]:
+    if is_depthwise(shape, implicit):
+        fp32 = hardware.vector_peak("fp32").flop_per_s
+        return depthwise(shape, implicit, traffic, fp32, rates.bytes_per_s), "depthwise convolution"
+    busy = convolution(shape, implicit, traffic, rates, on_matrix_units=peak.unit == "matrix")
+    return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
+
+
+def _aligned(cost: Cost, traffic: Traffic, rates: Rates) -> tuple[Busy, str]:
     """With the operands as they are; or, if it is faster and compiled code may, on copies with aligned rows."""
-    slowed = rates._replace(flop_per_s=rates.flop_per_s * alignment_share(cost.alignment_bytes))
-    as_they_are, kind = _sum_of_matmuls(cost, item_bytes, slowed)
-    if not cost.may_pad or slowed == rates:
+    share = alignment_share(cost.alignment_bytes)
+    as_they_are, kind = _sum_of_matmuls(cost, traffic, rates.slowed(share))
+    if not cost.may_pad or share == 1.0:
         return as_they_are, kind
     copies = 2 * cost.bytes_read / rates.bytes_per_s  # read, and written
-    padded, _ = _sum_of_matmuls(cost, item_bytes, rates)
-    padded = Busy(padded.compute_seconds, padded.memory_seconds + copies, padded.work_seconds + copies)
+    padded, _ = _sum_of_matmuls(cost, traffic, rates)
+    padded = padded._replace(memory_seconds=padded.memory_seconds + copies, work_seconds=padded.work_seconds + copies)
     return min(as_they_are, padded, key=lambda busy: busy.work_seconds), kind
 
 
-def _sum_of_matmuls(cost: Cost, item_bytes: float, rates: Rates) -> tuple[Busy, str]:
+def _sum_of_matmuls(cost: Cost, traffic: Traffic, rates: Rates) -> tuple[Busy, str]:
     """Several matmuls in one kernel (as in a cell of an LSTM) run one after another and share its bytes."""
     plain_macs = sum(shape.batch * shape.m * shape.n * shape.k for shape in cost.matmuls)
-    rates = rates._replace(flop_per_s=rates.flop_per_s * plain_macs / cost.macs)  # complex ones take four
+    rates = rates.slowed(plain_macs / cost.macs)  # complex ones take four
     if cost.is_grouped:
-        return side_by_side(cost.matmuls, cost.bytes, rates), "grouped product"
-    share = cost.bytes / len(cost.matmuls)
-    parts = [price_matmul(shape, share, item_bytes, rates) for shape in cost.matmuls]
+        return side_by_side(cost.matmuls, traffic, rates), "grouped product"
+    each = traffic.share(len(cost.matmuls))
+    parts = [price_matmul(shape, each, rates) for shape in cost.matmuls]
     busy = Busy(*(sum(column) for column in zip(*parts, strict=True)))
     if cost.recurrence is not None:
-        return _in_steps(cost.recurrence, busy, rates), "recurrent product"
+        return _in_steps(cost.recurrence, busy, traffic, rates), "recurrent product"
     if min(tile_count(shape) for shape in cost.matmuls) < rates.sm_count:
         return busy, "small product"
     return busy, "batched product" if cost.matmuls[0].batch > 1 else "product"
 
 
-def _in_steps(recurrence: Recurrence, together: Busy, rates: Rates) -> Busy:
+def _in_steps(recurrence: Recurrence, together: Busy, traffic: Traffic, rates: Rates) -> Busy:
     """No faster than one step after the other, with the weights kept on the chip."""
-    of_step = [price_matmul(shape, 0.0, 0, rates).compute_seconds for shape in recurrence.matmuls]
+    on_chip = Traffic(0.0, 0.0, traffic.item_bytes)
+    of_step = [price_matmul(shape, on_chip, rates).compute_seconds for shape in recurrence.matmuls]
     compute = recurrence.steps * sum(of_step)
     barriers = recurrence.steps * len(of_step) * constants.RECURRENT_STEP_SECONDS
-    return Busy(
-        max(together.compute_seconds, compute), together.memory_seconds, max(together.work_seconds, compute, barriers)
+    return together._replace(
+        compute_seconds=max(together.compute_seconds, compute),
+        work_seconds=max(together.work_seconds, compute, barriers),
     )
 
 

@@ -1,7 +1,6 @@
 """Matmuls: tiles that cover the output, waves of tiles on the SMs, slices of the depth K (split-K).
 
-`Rates` are what a device sustains. A library chooses among tile shapes and numbers of slices; the functions here try
-them and take the fastest.
+A library chooses among tile shapes and numbers of slices; the functions here try them and take the fastest.
 """
 
 from __future__ import annotations
@@ -13,33 +12,56 @@ from typing import NamedTuple
 
 from flopmeter.records import Matmul
 from flopmeter.timing import constants
+from flopmeter.timing.gemm_kernels import GemmKernels
 
 
 class Rates(NamedTuple):
-    """What a device sustains for one kind of matmul."""
+    """What a device sustains for one kind of matmul, and the kernels that run it."""
 
     flop_per_s: float  # of a large, well-shaped one
+    issue_flop_per_s: float  # of main loops, if power does not limit the clock: the larger of both
     bytes_per_s: float
     sm_count: int
-    tile_seconds: float = 0.0  # of each wave beyond its multiply-adds
-    only_tiles: bool = False  # matrix units have no other way
-    overlap_exponent: float = constants.MATMUL_OVERLAP
+    clock_hz: float
+    kernels: GemmKernels
+
+    def slowed(self, share: float) -> Rates:
+        """With this share of the arithmetic rates."""
+        return self._replace(flop_per_s=self.flop_per_s * share, issue_flop_per_s=self.issue_flop_per_s * share)
+
+
+class Traffic(NamedTuple):
+    """Bytes that a kernel reads and writes, and those of an element of its operands."""
+
+    read_bytes: float
+    written_bytes: float
+    item_bytes: float
+
+    def share(self, parts: int) -> Traffic:
+        """Of each of several matmuls in one kernel."""
+        return self._replace(read_bytes=self.read_bytes / parts, written_bytes=self.written_bytes / parts)
+
+    @property
+    def nbytes(self) -> float:
+        return self.read_bytes + self.written_bytes
 
 
 class Busy(NamedTuple):
-    """Seconds that the arithmetic and the memory traffic of a kernel take, and both together."""
+    """Seconds that the arithmetic and the memory traffic of a kernel take, both together, and those in which it waits
+    for its first loads and last stores."""
 
     compute_seconds: float
     memory_seconds: float
     work_seconds: float
+    latency_seconds: float = 0.0
 
 
 @functools.cache
-def _tiles(least_side: int, exponent: float) -> list[tuple[int, int, float]]:
+def _tiles(kernels: GemmKernels, least_side: int) -> list[tuple[int, int, float]]:
     """Tiles of at least such sides, each with its share of the full tile's rate."""
     return [
-        (rows, columns, (rows * columns / constants.FULL_TILE_ELEMENTS) ** exponent)
-        for rows, columns in constants.TILES
+        (rows, columns, min(1.0, rows * columns / constants.FULL_TILE_ELEMENTS) ** kernels.tile_exponent)
+        for rows, columns in kernels.tiles
         if min(rows, columns) >= least_side
     ]
 
@@ -53,57 +75,71 @@ def overlap(compute: float, memory: float, exponent: float) -> float:
     return float(larger * (1.0 + ratio**exponent) ** (1.0 / exponent))
 
 
-def price_matmul(shape: Matmul, nbytes: float, item_bytes: float, rates: Rates) -> Busy:
+def price_matmul(shape: Matmul, traffic: Traffic, rates: Rates) -> Busy:
     """The fastest way to run the matmul, of all tile shapes and split-K factors.
 
-    A tile at the edge takes as long as a full one. SMs without a tile in the last wave wait. A slice of the depth has a
-    least size and writes partial sums, which another kernel reads and adds. On vector units a matrix times a vector
-    has kernels without tiles, since each element of the matrix is used once.
+    A slice of the depth has a least size and writes partial sums in fp32, which are read again and added. On vector
+    units a matrix times a vector has kernels without tiles, since each element of the matrix is used once.
     """
     batch, m, n, k = shape
-    memory = nbytes / rates.bytes_per_s
-    if (m == 1 or n == 1) and not rates.only_tiles:
+    if (m == 1 or n == 1) and not rates.kernels.only_tiles:
         compute = 2 * batch * m * n * k / rates.flop_per_s
-        return Busy(compute, memory, overlap(compute, memory, rates.overlap_exponent))
-    best = Busy(0.0, memory, float("inf"))
+        memory = traffic.nbytes / rates.bytes_per_s
+        return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
     least_side, splits = (constants.LEAST_BATCHED_SIDE, (1,)) if batch > 1 else (0, constants.SPLIT_K)
-    for rows, columns, share in _tiles(least_side, constants.TILE_EXPONENT):
+    ways = []
+    for rows, columns, share in _tiles(rates.kernels, least_side):
         tiles = batch * ceil(m / rows) * ceil(n / columns)
-        wave_flop_per_depth = 2 * rows * columns * rates.sm_count
-        rate = rates.flop_per_s * share
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
-            waves = ceil(tiles * slices / rates.sm_count)
-            compute = waves * (wave_flop_per_depth * depth / rate + rates.tile_seconds)
-            traffic, extra = memory, 0.0
-            if slices > 1:
-                traffic += 2 * slices * item_bytes * batch * m * n / rates.bytes_per_s
-                extra = constants.SPLIT_K_SECONDS
-            work = overlap(compute, traffic, rates.overlap_exponent) + extra
-            if work < best.work_seconds:
-                best = Busy(compute, traffic, work)
+            way = _in_waves(tiles * slices, rows * columns, depth, share, traffic, rates)
+            ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             if k <= slices * constants.LEAST_SLICE_DEPTH:
                 break  # more slices would be no shallower
-    return best
+    return min(ways, key=_work)
 
 
-def side_by_side(shapes: Sequence[Matmul], nbytes: float, rates: Rates) -> Busy:
+def side_by_side(shapes: Sequence[Matmul], traffic: Traffic, rates: Rates) -> Busy:
     """Matmuls of groups in one kernel. The tiles of all groups share the waves; tiles of a deep group take longer. All
     groups have the same tile shape, one of those for batched matmuls."""
-    memory = nbytes / rates.bytes_per_s
-    best = Busy(0.0, memory, float("inf"))
-    for rows, columns, share in _tiles(constants.LEAST_BATCHED_SIDE, constants.TILE_EXPONENT):
+    ways = []
+    for rows, columns, share in _tiles(rates.kernels, constants.LEAST_BATCHED_SIDE):
         counts = [shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns) for shape in shapes]
         depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / max(sum(counts), 1)
-        wave_seconds = 2 * rows * columns * rates.sm_count * depth / (rates.flop_per_s * share) + rates.tile_seconds
-        compute = ceil(sum(counts) / rates.sm_count) * wave_seconds
-        work = overlap(compute, memory, rates.overlap_exponent)
-        if work < best.work_seconds:
-            best = Busy(compute, memory, work)
-    return best
+        ways.append(_in_waves(sum(counts), rows * columns, depth, share, traffic, rates))
+    return min(ways, key=_work)
+
+
+def _in_waves(tiles: int, elements: int, depth: float, share: float, traffic: Traffic, rates: Rates) -> Busy:
+    """Tiles of so many elements, one on each SM at a time. A tile at the edge takes as long as a full one, and SMs
+    without a tile in the last wave wait; but only SMs that compute need power."""
+    kernels = rates.kernels
+    step = kernels.depth_step_bytes / traffic.item_bytes
+    tile_flops = 2 * elements * ceil(depth / step) * step
+    waves = ceil(tiles / rates.sm_count)
+    main_loops = waves * rates.sm_count * tile_flops / (rates.issue_flop_per_s * share)
+    with_power = tiles * tile_flops / rates.flop_per_s
+    memory = traffic.nbytes / rates.bytes_per_s
+    epilogue = traffic.written_bytes / rates.bytes_per_s
+    if kernels.hides_epilogue and waves:
+        epilogue /= waves  # that of the last wave
+    work = overlap(main_loops, memory - epilogue, kernels.overlap_exponent) + epilogue
+    work += waves * kernels.wave_cycles / rates.clock_hz
+    return Busy(max(main_loops, with_power), memory, max(work, with_power), kernels.latency_cycles / rates.clock_hz)
+
+
+def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
+    """With the time to write the partial sums of all slices, and to read and add them in another kernel."""
+    seconds = 2 * constants.PARTIAL_SUM_BYTES * partial_sums / rates.bytes_per_s
+    extra = seconds + constants.SPLIT_K_CYCLES / rates.clock_hz
+    return way._replace(memory_seconds=way.memory_seconds + seconds, work_seconds=way.work_seconds + extra)
+
+
+def _work(busy: Busy) -> float:
+    return busy.work_seconds
 
 
 def tile_count(shape: Matmul) -> int:
     """How many full tiles cover the output. If they are fewer than the SMs, some SMs are idle."""
-    rows, columns = constants.TILES[0]
-    return shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns)
+    side = constants.FULL_TILE_SIDE
+    return shape.batch * ceil(shape.m / side) * ceil(shape.n / side)

@@ -76,8 +76,8 @@ class _LaunchPrices:
         known = self._known.get(cost)
         if known is None:
             known = self._known[cost] = self._price(cost, self._hardware, self._switches)
-        (compute, memory, work), kernel_class = known
-        ramp = self._hardware.kernel_floor_seconds
+        (compute, memory, work, latency), kernel_class = known
+        ramp = self._hardware.kernel_floor_seconds + latency
         if self._launches.graphs[number] is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
             ramp = max(ramp, self._launches.mode.node_seconds - work)
