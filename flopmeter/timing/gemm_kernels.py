@@ -22,45 +22,48 @@ class GemmKernels(NamedTuple):
     tiles: tuple[tuple[int, int], ...]  # rows x columns of the output that one thread block computes
     tile_exponent: float  # a tile runs at (its elements / 128²)^exponent of the rate of 128 x 128, at most at that rate
     overlap_exponent: float  # p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap
-    issue_share: float  # of the unit's peak, in the main loop of a full tile, if power does not limit the clock
+    reaches_peak: bool  # main loops run at the unit's peak if power does not limit the clock, else at the sustained rate
     depth_step_bytes: int  # bytes of a row of an operand that the main loop takes at a time
     latency_cycles: float  # once a kernel: its arguments, the first loads, the last stores
     wave_cycles: float  # once a wave: tiles start, and fill their pipeline of loads
-    hides_epilogue: bool  # an SM computes its next tile while it writes the last one
+    stores_each_tile: bool  # an SM writes a tile before it begins the next one; else it writes only the last one so
     only_tiles: bool = True  # matrix units have no other way
 
 
 _CUBLAS_TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64))
 
-# Of vector units, for which two exponents are equally good on [NeuSight]: tiles .2 to .3, overlap 1.5 to 3. Latency was
+# Of vector units. Set on [NeuSight], where .2 to .3 for tiles and 1.5 to 3 for the overlap are equally good. Latency was
 # not measured: rows of less than 100 µs tell of the host there.
 SIMT = GemmKernels(
     tiles=((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32), (64, 16), (16, 64)),
     tile_exponent=0.2,
     overlap_exponent=2.0,
-    issue_share=0.0,  # no more than the profile's sustained share
+    reaches_peak=False,
     depth_step_bytes=4,
     latency_cycles=0.0,
     wave_cycles=0.0,
-    hides_epilogue=True,
+    stores_each_tile=False,
     only_tiles=False,
 )
-# `mma` instructions from Ampere on: `cp.async` loads the next tiles during the multiply-adds. 3 to 4 overlap alike.
+# `mma` instructions from Ampere on: `cp.async` loads the next tiles during the multiply-adds.
 MMA = GemmKernels(
     tiles=_CUBLAS_TILES,
-    tile_exponent=0.25,
-    overlap_exponent=3.0,
-    issue_share=0.92,
-    depth_step_bytes=128,
-    latency_cycles=1250.0,
-    wave_cycles=1300.0,
-    hides_epilogue=False,
+    tile_exponent=0.27,
+    overlap_exponent=2.7,
+    reaches_peak=True,
+    depth_step_bytes=64,
+    latency_cycles=2200.0,
+    wave_cycles=0.0,
+    stores_each_tile=True,
 )
 # Volta and Turing: a thread loads to registers, in turns with the multiply-adds.
 SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0)
 # Hopper's `wgmma` and Blackwell's `tcgen05`: persistent thread blocks, of which some warps load, some multiply and some
 # store (CUTLASS, "Efficient GEMM in CUDA", warp specialization).
-WARP_SPECIALIZED = MMA._replace(hides_epilogue=True)
+WARP_SPECIALIZED = MMA._replace(depth_step_bytes=128, stores_each_tile=False)
+# cuDNN's implicit GEMMs on matrix units: narrow tiles for few filters, and several thread blocks on an SM, of which one
+# computes while another waits. Set on [timm].
+CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles=True)
 
 _ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that `cp.async` came with
 _WARP_SPECIALIZED_MAJORS = (9, 10)  # data-centre Hopper and Blackwell; 12.0 has Ampere's `mma`

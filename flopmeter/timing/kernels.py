@@ -11,7 +11,7 @@ from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import cycles_to_seconds, last_wave_stretch, memory_seconds, share_of_stream
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
-from flopmeter.timing.gemm_kernels import gemm_kernels
+from flopmeter.timing.gemm_kernels import CONVOLUTIONS, gemm_kernels
 from flopmeter.timing.matmul import Busy, Rates, Traffic, overlap, price_matmul, side_by_side, tile_count
 
 
@@ -58,7 +58,7 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
         return attention(cost, hardware, peak.sustained_flop_per_s, vector), "attention"
     rates = Rates(
         peak.sustained_flop_per_s,
-        max(peak.sustained_flop_per_s, peak.flop_per_s * library.issue_share),
+        max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
         hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost),
         hardware.sm_count,
         1 / cycles_to_seconds(1, hardware),
@@ -76,6 +76,8 @@ def _convolution(
     if is_depthwise(shape, implicit):
         fp32 = hardware.vector_peak("fp32").flop_per_s
         return depthwise(shape, implicit, traffic, fp32, rates.bytes_per_s), "depthwise convolution"
+    if peak.unit == "matrix":
+        rates = rates._replace(kernels=CONVOLUTIONS, issue_flop_per_s=rates.flop_per_s)
     busy = convolution(shape, implicit, traffic, rates, on_matrix_units=peak.unit == "matrix")
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 

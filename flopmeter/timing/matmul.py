@@ -117,15 +117,14 @@ def _in_waves(tiles: int, elements: int, depth: float, share: float, traffic: Tr
     step = kernels.depth_step_bytes / traffic.item_bytes
     tile_flops = 2 * elements * ceil(depth / step) * step
     waves = ceil(tiles / rates.sm_count)
-    main_loops = waves * rates.sm_count * tile_flops / (rates.issue_flop_per_s * share)
+    main_loop = rates.sm_count * tile_flops / (rates.issue_flop_per_s * share)
+    store = traffic.written_bytes / max(tiles, 1) / constants.L2_BYTES_PER_CLOCK_OF_SM / rates.clock_hz
+    compute = waves * (main_loop + kernels.wave_cycles / rates.clock_hz)
+    compute += store * (waves if kernels.stores_each_tile else 1)
     with_power = tiles * tile_flops / rates.flop_per_s
     memory = traffic.nbytes / rates.bytes_per_s
-    epilogue = traffic.written_bytes / rates.bytes_per_s
-    if kernels.hides_epilogue and waves:
-        epilogue /= waves  # that of the last wave
-    work = overlap(main_loops, memory - epilogue, kernels.overlap_exponent) + epilogue
-    work += waves * kernels.wave_cycles / rates.clock_hz
-    return Busy(max(main_loops, with_power), memory, max(work, with_power), kernels.latency_cycles / rates.clock_hz)
+    work = max(overlap(compute, memory, kernels.overlap_exponent), with_power)
+    return Busy(max(compute, with_power), memory, work, kernels.latency_cycles / rates.clock_hz)
 
 
 def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
