@@ -23,6 +23,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from flopmeter.device.hardware import Hardware
+from flopmeter.records import Cost, Switches
 from flopmeter.report.report import Report
 
 Line = dict[str, str]
@@ -122,14 +123,18 @@ def _ranks(values: Iterable[float]) -> list[float]:
 
 
 def roofline_seconds(report: Report, device: Hardware) -> float:
+    return roofline_of((kernel.cost for kernel in report.kernels), report.switches, device)
+
+
+def roofline_of(costs: Iterable[Cost], switches: Switches, device: Hardware) -> float:
     """The plain roofline: each kernel at the datasheet's peaks, the larger of the two."""
     total = 0.0
-    for kernel in report.kernels:
+    for cost in costs:
         compute = 0.0
-        if kernel.cost.macs:
-            peak = device.contraction_peak(report.switches.matmul_dtype(kernel.cost))
-            compute = kernel.cost.executed_flops / peak.flop_per_s
-        total += max(compute, kernel.cost.bytes / device.bandwidth_bytes_per_s)
+        if cost.macs:
+            peak = device.contraction_peak(switches.matmul_dtype(cost))
+            compute = cost.executed_flops / peak.flop_per_s
+        total += max(compute, cost.bytes / device.bandwidth_bytes_per_s)
     return total
 
 

@@ -106,4 +106,10 @@ def _fp8_gemm(m: int, n: int, k: int, kind: str) -> Program:
     return run
 
 
-SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {"gemm": gemms}
+def _layers_of_experts(lines: list[Line]) -> dict[str, list[Row]]:
+    from validate_moe import layers
+
+    return layers(lines)
+
+
+SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {"gemm": gemms, "moe": _layers_of_experts}

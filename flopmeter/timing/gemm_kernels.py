@@ -22,7 +22,9 @@ class GemmKernels(NamedTuple):
     tiles: tuple[tuple[int, int], ...]  # rows x columns of the output that one thread block computes
     tile_exponent: float  # a tile runs at (its elements / 128²)^exponent of the rate of 128 x 128, at most at that rate
     overlap_exponent: float  # p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap
-    reaches_peak: bool  # main loops run at the unit's peak if power does not limit the clock, else at the sustained rate
+    reaches_peak: (
+        bool  # main loops run at the unit's peak if power does not limit the clock, else at the sustained rate
+    )
     depth_step_bytes: int  # bytes of a row of an operand that the main loop takes at a time
     latency_cycles: float  # once a kernel: its arguments, the first loads, the last stores
     wave_cycles: float  # once a wave: tiles start, and fill their pipeline of loads

@@ -102,6 +102,7 @@ def price_matmul(shape: Matmul, traffic: Traffic, rates: Rates) -> Busy:
 def side_by_side(shapes: Sequence[Matmul], traffic: Traffic, rates: Rates) -> Busy:
     """Matmuls of groups in one kernel. The tiles of all groups share the waves; tiles of a deep group take longer. All
     groups have the same tile shape, one of those for batched matmuls."""
+    rates = rates.slowed(constants.GROUPED_RATE_SHARE)
     ways = []
     for rows, columns, share in _tiles(rates.kernels, constants.LEAST_BATCHED_SIDE):
         counts = [shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns) for shape in shapes]
