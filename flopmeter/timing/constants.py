@@ -60,9 +60,9 @@ LEAST_SLICE_DEPTH = 64
 PARTIAL_SUM_BYTES = 4
 SPLIT_K_CYCLES = 4500
 
-# Share of a matmul's rate that a kernel for many groups reaches: each tile looks up the pointers and the end of its group
-# first, and neighbouring tiles share fewer operands in the L2 cache. Fitted to layers of experts with more than 64 rows
-# an expert [aiconfigurator]; CUTLASS's kernels reach .85 to .95, Triton's .65 to .8.
+# Share of a matmul's rate that a kernel for many groups reaches: each tile first looks up the pointers and the end of
+# its group, and neighbouring tiles share fewer operands in the L2 cache. Fitted to layers of experts with more than 64
+# rows an expert [aiconfigurator]; CUTLASS's kernels reach .85 to .95, Triton's .65 to .8.
 GROUPED_RATE_SHARE = 0.8
 
 # A matrix unit loads rows 16 bytes at a time. A matmul whose rows are an odd number of 2-byte elements long runs at .31

@@ -34,8 +34,8 @@ class GemmKernels(NamedTuple):
 
 _CUBLAS_TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64))
 
-# Of vector units. Set on [NeuSight], where .2 to .3 for tiles and 1.5 to 3 for the overlap are equally good. Latency was
-# not measured: rows of less than 100 µs tell of the host there.
+# Of vector units. Set on [NeuSight], where .2 to .3 for tiles and 1.5 to 3 for the overlap are equally good. Latency
+# was not measured: rows of less than 100 µs tell of the host there.
 SIMT = GemmKernels(
     tiles=((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32), (64, 16), (16, 64)),
     tile_exponent=0.2,
