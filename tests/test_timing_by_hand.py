@@ -23,7 +23,8 @@ from flopmeter.records import (
 )
 from flopmeter.timing.bands import BANDS, HOST_BAND, UNVALIDATED, UNVALIDATED_DEFAULT
 from flopmeter.timing.convolution import convolution
-from flopmeter.timing.matmul import Rates, overlap, price_matmul
+from flopmeter.timing.gemm_kernels import MMA, SIMT, WARP_SPECIALIZED
+from flopmeter.timing.matmul import MatmulBytes, Rates, overlap, price_matmul
 
 A100, V100 = load_hardware("a100-sxm4-80gb"), load_hardware("v100-sxm2-32gb")
 FP32, FP16 = torch.float32, torch.float16
@@ -42,6 +43,11 @@ def only(program, hardware=A100):
 
 def bytes_moved(timing, hardware):
     return timing.memory_seconds * hardware.sustained_bandwidth_bytes_per_s
+
+
+def rates(flop_per_s, bytes_per_s, sm_count, kernels=SIMT):
+    """Of a device with a clock so fast that waiting takes no time."""
+    return Rates(flop_per_s, flop_per_s, bytes_per_s, sm_count, 1e18, kernels)
 
 
 # --- convolutions on vector units ------------------------------------------------------------------------------------
@@ -66,9 +72,9 @@ def test_winograd_moves_each_transformed_number_there_and_back(images, channels,
 def test_winograd_multiplies_36_numbers_where_direct_products_multiply_144():
     """4 x 4 outputs of 9 multiply-adds each, at 1 TFLOP/s and with no bytes to speak of; tiles fill the device."""
     shape, implicit = Convolution(512, (3, 3), (64, 64), True), Matmul(1, 16 * 64 * 64, 512, 512 * 9)
-    rates = Rates(1e12, 1e18, 8)
-    winograd = convolution(shape, implicit, 1, 4, rates, on_matrix_units=False)
-    strided = convolution(shape._replace(is_dense=False), implicit, 1, 4, rates, on_matrix_units=False)
+    fast, moved = rates(1e12, 1e18, 8), MatmulBytes(1, 0, 4)
+    winograd = convolution(shape, implicit, moved, fast, on_matrix_units=False)
+    strided = convolution(shape._replace(is_dense=False), implicit, moved, fast, on_matrix_units=False)
     assert strided.work_seconds == pytest.approx(2 * implicit.m * implicit.n * implicit.k / 1e12, rel=0.02)
     assert winograd.work_seconds == pytest.approx(strided.work_seconds / 4, rel=0.02)
 
@@ -77,7 +83,7 @@ def test_winograds_transforms_wait_for_the_products_between_them():
     """Three kernels: 36 numbers of 4 bytes for 16² patches of 16 images with 512 channels in and as many out, and for
     512 x 512 filters, written by the transforms and not overlapped; at 100 GB/s."""
     shape, implicit = Convolution(512, (3, 3), (64, 64), True), Matmul(1, 16 * 64 * 64, 512, 512 * 9)
-    busy = convolution(shape, implicit, 1, 4, Rates(1e12, 1e11, 8), on_matrix_units=False)
+    busy = convolution(shape, implicit, MatmulBytes(1, 0, 4), rates(1e12, 1e11, 8), on_matrix_units=False)
     transforms = 36 * 4 * (16 * 16**2 * 1024 + 512**2) / 1e11
     assert busy.memory_seconds == pytest.approx(2 * transforms, rel=1e-6)
     assert busy.compute_seconds + transforms <= busy.work_seconds <= busy.compute_seconds + 2 * transforms
@@ -104,7 +110,7 @@ def test_the_slices_of_a_depth_each_write_a_partial_result_that_is_read_once():
 
 def test_four_slices_for_four_multiprocessors_move_four_partial_results_there_and_back():
     """128 x 128 numbers of 4 bytes each, besides 1 MB of operands; four tiles of 64 x 64 would not reach the rate."""
-    busy = price_matmul(Matmul(1, 128, 128, 65536), 1e6, 4, Rates(1e12, 1e12, 4))
+    busy = price_matmul(Matmul(1, 128, 128, 65536), MatmulBytes(1e6, 0, 4), rates(1e12, 1e12, 4))
     assert busy.compute_seconds == pytest.approx(2 * 128 * 128 * 65536 / 1e12)
     assert busy.memory_seconds == pytest.approx((1e6 + 4 * 2 * 4 * 128 * 128) / 1e12)
 
@@ -121,11 +127,40 @@ def test_a_batched_product_is_never_split_in_its_depth():
 
 
 def test_small_products_of_a_batch_fill_tiles_of_64():
-    """A tile is computed whole: 32 x 32 results take as long as 64 x 64 in a batch, and less than that alone."""
-    small, full = (only(lambda n=n: meta(4096, n, 512) @ meta(4096, 512, n)).compute_seconds for n in (32, 64))
-    assert small == pytest.approx(full)
-    rows, tile = (only(lambda n=n: meta(n, 512) @ meta(512, 32 * 4096)).compute_seconds for n in (32, 64))
+    """A tile is computed whole: 32 x 32 results take as long as 64 x 64 in a batch, and less than that alone on vector
+    units, whose libraries have narrower tiles. (Only the stores of matrix units tell both apart.)"""
+    small, full = (only(lambda n=n: meta(4096, n, 4096) @ meta(4096, 4096, n)).compute_seconds for n in (32, 64))
+    assert small == pytest.approx(full, rel=0.1)
+    x = meta(512, 32 * 4096, dtype=FP32)
+    rows, tile = (only(lambda n=n: meta(n, 512, dtype=FP32) @ x, V100).compute_seconds for n in (32, 64))
     assert rows < 0.75 * tile
+
+
+def test_an_sm_stores_each_tile_at_8_bytes_a_clock_before_it_begins_the_next():
+    """512 x 512 numbers of 2 bytes on 4 SMs at 1 GHz: 16,384 cycles, whatever the tiles. A warp-specialised kernel hides
+    all but the last tile of an SM, one of at least 64 x 64."""
+    shape, moved = Matmul(1, 512, 512, 64), MatmulBytes(0, 2 * 512 * 512, 2)
+    stores, last = (
+        price_matmul(shape, moved, Rates(1e18, 1e18, 1e18, 4, 1e9, kernels)) for kernels in (MMA, WARP_SPECIALIZED)
+    )
+    assert stores.compute_seconds == pytest.approx(16384e-9, rel=1e-3)
+    assert last.compute_seconds == pytest.approx(1024e-9, rel=1e-3)
+
+
+def test_a_main_loop_may_run_faster_than_power_allows_while_sms_are_idle():
+    """One tile of 64 x 64 on 4 SMs, which has .688 of the rate of 128 x 128: the sustained rate, which power limits, is
+    for all four; one alone computes at its quarter of the peak."""
+    shape, moved = Matmul(1, 64, 64, 64), MatmulBytes(0, 0, 2)
+    one = price_matmul(shape, moved, Rates(2e12, 4e12, 1e18, 4, 1e18, MMA))
+    all_of_them = price_matmul(shape._replace(m=256), moved, Rates(2e12, 4e12, 1e18, 4, 1e18, MMA))
+    assert one.work_seconds == pytest.approx(2 * 64**3 / (0.688e12), rel=1e-3)
+    assert all_of_them.work_seconds == pytest.approx(4 * 2 * 64**3 / 2e12)
+
+
+def test_a_matmul_waits_for_its_first_loads_and_last_stores():
+    """2,200 clock cycles, at the 1.41 GHz of an A100, beside the device's floor of 1.3 µs."""
+    timing = only(lambda: meta(64, 64) @ meta(64, 64))
+    assert timing.floor_seconds == pytest.approx(1.3e-6 + 2200 / 1.41e9)
 
 
 # --- recurrent layers ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from flopmeter.launch.modes import GRAPH_CHECK_SECONDS, GRAPH_LAUNCH_SECONDS, GR
 from flopmeter.timing import constants
 from flopmeter.timing.bands import BANDS, HOST_BAND
 from flopmeter.timing.constants import RESIDENT_THREADS, RESIDENT_THREADS_BY_CAPABILITY
+from flopmeter.timing.gemm_kernels import MMA, SIMT
 
 # 'Maximum number of resident threads per SM', CUDA C++ Programming Guide, technical specifications by capability.
 GUIDE = {
@@ -22,11 +23,11 @@ def test_an_sm_holds_as_many_threads_as_the_programming_guide_says(capability):
 
 
 def test_tiles_and_slices_are_powers_of_two_as_those_of_cuda_libraries():
-    sides = {side for tile in constants.TILES for side in tile}
-    assert sides == {16, 32, 64, 128}
-    assert (max(map(prod, constants.TILES)), constants.FULL_TILE_ELEMENTS) == (128 * 128, 128 * 128)
+    on_vector_units, on_matrix_units = ({side for tile in family.tiles for side in tile} for family in (SIMT, MMA))
+    assert (on_vector_units, on_matrix_units) == ({16, 32, 64, 128}, {64, 128, 256})
+    assert max(map(prod, SIMT.tiles)) == constants.FULL_TILE_ELEMENTS == 128 * 128
     assert list(constants.SPLIT_K) == [2**power for power in range(len(constants.SPLIT_K))]
-    assert constants.LEAST_BATCHED_SIDE in sides
+    assert constants.LEAST_BATCHED_SIDE in on_vector_units & on_matrix_units
     assert constants.LEAST_SLICE_DEPTH.bit_count() == 1
 
 

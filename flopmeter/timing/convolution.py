@@ -6,26 +6,28 @@ from math import ceil, prod
 
 from flopmeter.records import Convolution, Matmul
 from flopmeter.timing import constants
-from flopmeter.timing.matmul import Busy, Rates, Traffic, overlap, price_matmul
+from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, overlap, price_matmul
 
 
-def convolution(shape: Convolution, implicit: Matmul, traffic: Traffic, rates: Rates, *, on_matrix_units: bool) -> Busy:
+def convolution(
+    shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates, *, on_matrix_units: bool
+) -> Busy:
     """The faster of the implicit GEMM and, on vector units, Winograd's algorithm. The GEMMs of groups are too narrow
     for tiles; their rate depends on the number of channels alone."""
     if implicit.batch > 1:
-        return _grouped(shape, implicit, traffic, rates)
+        return _grouped(shape, implicit, moved, rates)
     if on_matrix_units:
-        return price_matmul(implicit, traffic, rates.slowed(channel_share(shape, implicit.batch)))
-    direct = price_matmul(implicit, traffic, rates)
+        return price_matmul(implicit, moved, rates.slowed(channel_share(shape, implicit.batch)))
+    direct = price_matmul(implicit, moved, rates)
     if not _suits_winograd(shape, implicit):
         return direct
-    return min(direct, _winograd(shape, implicit, traffic, rates), key=lambda busy: busy.work_seconds)
+    return min(direct, _winograd(shape, implicit, moved, rates), key=lambda busy: busy.work_seconds)
 
 
-def _grouped(shape: Convolution, implicit: Matmul, traffic: Traffic, rates: Rates) -> Busy:
+def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
     compute = flops / (rates.flop_per_s * channel_share(shape, implicit.batch))
-    memory = traffic.nbytes / rates.bytes_per_s
+    memory = moved.nbytes / rates.bytes_per_s
     return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
 
 
@@ -35,12 +37,12 @@ def is_depthwise(shape: Convolution, implicit: Matmul) -> bool:
 
 
 def depthwise(
-    shape: Convolution, implicit: Matmul, traffic: Traffic, vector_flop_per_s: float, bytes_per_s: float
+    shape: Convolution, implicit: Matmul, moved: MatmulBytes, vector_flop_per_s: float, bytes_per_s: float
 ) -> Busy:
     """Each output reads its window: far below the vector peak, or bound by memory."""
     flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
     compute = flops / (vector_flop_per_s * depthwise_share(shape))
-    memory = traffic.nbytes / bytes_per_s
+    memory = moved.nbytes / bytes_per_s
     return Busy(compute, memory, max(compute, memory))
 
 
@@ -63,15 +65,15 @@ def _suits_winograd(shape: Convolution, implicit: Matmul) -> bool:
     return shape.is_dense and shape.kernel == (3, 3) and implicit.batch == 1 and len(shape.positions) == 2
 
 
-def _winograd(shape: Convolution, implicit: Matmul, traffic: Traffic, rates: Rates) -> Busy:
+def _winograd(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     """Transform the input, multiply, transform back: three kernels that exchange data through memory."""
     images = implicit.m // max(1, prod(shape.positions))
     patches = images * prod(ceil(size / constants.WINOGRAD_OUTPUT) for size in shape.positions)
     numbers = constants.WINOGRAD_PATCH**2
     inner = Matmul(numbers, patches, implicit.n, shape.channels)
-    one_number = numbers * traffic.item_bytes
+    one_number = numbers * moved.item_bytes
     read = one_number * shape.channels * (patches + implicit.n)
     written = one_number * patches * implicit.n
-    busy = price_matmul(inner, Traffic(read, written, traffic.item_bytes), rates)
-    transforms = (traffic.nbytes + read + written) / rates.bytes_per_s
+    busy = price_matmul(inner, MatmulBytes(read, written, moved.item_bytes), rates)
+    transforms = (moved.nbytes + read + written) / rates.bytes_per_s
     return busy._replace(memory_seconds=busy.memory_seconds + transforms, work_seconds=busy.work_seconds + transforms)

@@ -12,7 +12,7 @@ from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import cycles_to_seconds, last_wave_stretch, memory_seconds, share_of_stream
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
 from flopmeter.timing.gemm_kernels import CONVOLUTIONS, gemm_kernels
-from flopmeter.timing.matmul import Busy, Rates, Traffic, overlap, price_matmul, side_by_side, tile_count
+from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, overlap, price_matmul, side_by_side, tile_count
 
 
 class Price(NamedTuple):
@@ -64,55 +64,55 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
         1 / cycles_to_seconds(1, hardware),
         library,
     )
-    traffic = Traffic(cost.bytes_read, cost.bytes_written, item_bytes_of(cost.dtype))
+    moved = MatmulBytes(cost.bytes_read, cost.bytes_written, item_bytes_of(cost.dtype))
     if cost.convolution is not None:
-        return _convolution(cost.convolution, cost.matmuls[0], traffic, rates, hardware, peak)
-    return (_aligned if peak.unit == "matrix" else _sum_of_matmuls)(cost, traffic, rates)
+        return _convolution(cost.convolution, cost.matmuls[0], moved, rates, hardware, peak)
+    return (_aligned if peak.unit == "matrix" else _sum_of_matmuls)(cost, moved, rates)
 
 
 def _convolution(
-    shape: Convolution, implicit: Matmul, traffic: Traffic, rates: Rates, hardware: Hardware, peak: Peak
+    shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates, hardware: Hardware, peak: Peak
 ) -> tuple[Busy, str]:
     if is_depthwise(shape, implicit):
         fp32 = hardware.vector_peak("fp32").flop_per_s
-        return depthwise(shape, implicit, traffic, fp32, rates.bytes_per_s), "depthwise convolution"
+        return depthwise(shape, implicit, moved, fp32, rates.bytes_per_s), "depthwise convolution"
     if peak.unit == "matrix":
         rates = rates._replace(kernels=CONVOLUTIONS, issue_flop_per_s=rates.flop_per_s)
-    busy = convolution(shape, implicit, traffic, rates, on_matrix_units=peak.unit == "matrix")
+    busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
 
-def _aligned(cost: Cost, traffic: Traffic, rates: Rates) -> tuple[Busy, str]:
+def _aligned(cost: Cost, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
     """With the operands as they are; or, if it is faster and compiled code may, on copies with aligned rows."""
     share = alignment_share(cost.alignment_bytes)
-    as_they_are, kind = _sum_of_matmuls(cost, traffic, rates.slowed(share))
+    as_they_are, kind = _sum_of_matmuls(cost, moved, rates.slowed(share))
     if not cost.may_pad or share == 1.0:
         return as_they_are, kind
     copies = 2 * cost.bytes_read / rates.bytes_per_s  # read, and written
-    padded, _ = _sum_of_matmuls(cost, traffic, rates)
+    padded, _ = _sum_of_matmuls(cost, moved, rates)
     padded = padded._replace(memory_seconds=padded.memory_seconds + copies, work_seconds=padded.work_seconds + copies)
     return min(as_they_are, padded, key=lambda busy: busy.work_seconds), kind
 
 
-def _sum_of_matmuls(cost: Cost, traffic: Traffic, rates: Rates) -> tuple[Busy, str]:
+def _sum_of_matmuls(cost: Cost, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
     """Several matmuls in one kernel (as in a cell of an LSTM) run one after another and share its bytes."""
     plain_macs = sum(shape.batch * shape.m * shape.n * shape.k for shape in cost.matmuls)
     rates = rates.slowed(plain_macs / cost.macs)  # complex ones take four
     if cost.is_grouped:
-        return side_by_side(cost.matmuls, traffic, rates), "grouped product"
-    each = traffic.share(len(cost.matmuls))
+        return side_by_side(cost.matmuls, moved, rates), "grouped product"
+    each = moved.share(len(cost.matmuls))
     parts = [price_matmul(shape, each, rates) for shape in cost.matmuls]
     busy = Busy(*(sum(column) for column in zip(*parts, strict=True)))
     if cost.recurrence is not None:
-        return _in_steps(cost.recurrence, busy, traffic, rates), "recurrent product"
+        return _in_steps(cost.recurrence, busy, moved, rates), "recurrent product"
     if min(tile_count(shape) for shape in cost.matmuls) < rates.sm_count:
         return busy, "small product"
     return busy, "batched product" if cost.matmuls[0].batch > 1 else "product"
 
 
-def _in_steps(recurrence: Recurrence, together: Busy, traffic: Traffic, rates: Rates) -> Busy:
+def _in_steps(recurrence: Recurrence, together: Busy, moved: MatmulBytes, rates: Rates) -> Busy:
     """No faster than one step after the other, with the weights kept on the chip."""
-    on_chip = Traffic(0.0, 0.0, traffic.item_bytes)
+    on_chip = MatmulBytes(0.0, 0.0, moved.item_bytes)
     of_step = [price_matmul(shape, on_chip, rates).compute_seconds for shape in recurrence.matmuls]
     compute = recurrence.steps * sum(of_step)
     barriers = recurrence.steps * len(of_step) * constants.RECURRENT_STEP_SECONDS

@@ -30,14 +30,14 @@ class Rates(NamedTuple):
         return self._replace(flop_per_s=self.flop_per_s * share, issue_flop_per_s=self.issue_flop_per_s * share)
 
 
-class Traffic(NamedTuple):
+class MatmulBytes(NamedTuple):
     """Bytes that a kernel reads and writes, and those of an element of its operands."""
 
     read_bytes: float
     written_bytes: float
     item_bytes: float
 
-    def share(self, parts: int) -> Traffic:
+    def share(self, parts: int) -> MatmulBytes:
         """Of each of several matmuls in one kernel."""
         return self._replace(read_bytes=self.read_bytes / parts, written_bytes=self.written_bytes / parts)
 
@@ -47,7 +47,7 @@ class Traffic(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """Seconds that the arithmetic and the memory traffic of a kernel take, both together, and those in which it waits
+    """Seconds that the arithmetic and the memory moved of a kernel take, both together, and those in which it waits
     for its first loads and last stores."""
 
     compute_seconds: float
@@ -75,7 +75,7 @@ def overlap(compute: float, memory: float, exponent: float) -> float:
     return float(larger * (1.0 + ratio**exponent) ** (1.0 / exponent))
 
 
-def price_matmul(shape: Matmul, traffic: Traffic, rates: Rates) -> Busy:
+def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     """The fastest way to run the matmul, of all tile shapes and split-K factors.
 
     A slice of the depth has a least size and writes partial sums in fp32, which are read again and added. On vector
@@ -84,7 +84,7 @@ def price_matmul(shape: Matmul, traffic: Traffic, rates: Rates) -> Busy:
     batch, m, n, k = shape
     if (m == 1 or n == 1) and not rates.kernels.only_tiles:
         compute = 2 * batch * m * n * k / rates.flop_per_s
-        memory = traffic.nbytes / rates.bytes_per_s
+        memory = moved.nbytes / rates.bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
     least_side, splits = (constants.LEAST_BATCHED_SIDE, (1,)) if batch > 1 else (0, constants.SPLIT_K)
     ways = []
@@ -92,14 +92,14 @@ def price_matmul(shape: Matmul, traffic: Traffic, rates: Rates) -> Busy:
         tiles = batch * ceil(m / rows) * ceil(n / columns)
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
-            way = _in_waves(tiles * slices, rows * columns, depth, share, traffic, rates)
+            way = _in_waves(tiles * slices, rows * columns, depth, share, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             if k <= slices * constants.LEAST_SLICE_DEPTH:
                 break  # more slices would be no shallower
     return min(ways, key=_work)
 
 
-def side_by_side(shapes: Sequence[Matmul], traffic: Traffic, rates: Rates) -> Busy:
+def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> Busy:
     """Matmuls of groups in one kernel. The tiles of all groups share the waves; tiles of a deep group take longer. All
     groups have the same tile shape, one of those for batched matmuls."""
     rates = rates.slowed(constants.GROUPED_RATE_SHARE)
@@ -107,23 +107,23 @@ def side_by_side(shapes: Sequence[Matmul], traffic: Traffic, rates: Rates) -> Bu
     for rows, columns, share in _tiles(rates.kernels, constants.LEAST_BATCHED_SIDE):
         counts = [shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns) for shape in shapes]
         depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / max(sum(counts), 1)
-        ways.append(_in_waves(sum(counts), rows * columns, depth, share, traffic, rates))
+        ways.append(_in_waves(sum(counts), rows * columns, depth, share, moved, rates))
     return min(ways, key=_work)
 
 
-def _in_waves(tiles: int, elements: int, depth: float, share: float, traffic: Traffic, rates: Rates) -> Busy:
+def _in_waves(tiles: int, elements: int, depth: float, share: float, moved: MatmulBytes, rates: Rates) -> Busy:
     """Tiles of so many elements, one on each SM at a time. A tile at the edge takes as long as a full one, and SMs
     without a tile in the last wave wait; but only SMs that compute need power."""
     kernels = rates.kernels
-    step = kernels.depth_step_bytes / traffic.item_bytes
+    step = kernels.depth_step_bytes / moved.item_bytes
     tile_flops = 2 * elements * ceil(depth / step) * step
     waves = ceil(tiles / rates.sm_count)
     main_loop = rates.sm_count * tile_flops / (rates.issue_flop_per_s * share)
-    store = traffic.written_bytes / max(tiles, 1) / constants.L2_BYTES_PER_CLOCK_OF_SM / rates.clock_hz
+    store = moved.written_bytes / max(tiles, 1) / constants.L2_BYTES_PER_CLOCK_OF_SM / rates.clock_hz
     compute = waves * (main_loop + kernels.wave_cycles / rates.clock_hz)
     compute += store * (waves if kernels.stores_each_tile else 1)
     with_power = tiles * tile_flops / rates.flop_per_s
-    memory = traffic.nbytes / rates.bytes_per_s
+    memory = moved.nbytes / rates.bytes_per_s
     work = max(overlap(compute, memory, kernels.overlap_exponent), with_power)
     return Busy(max(compute, with_power), memory, work, kernels.latency_cycles / rates.clock_hz)
 
