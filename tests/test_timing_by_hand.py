@@ -137,8 +137,8 @@ def test_small_products_of_a_batch_fill_tiles_of_64():
 
 
 def test_an_sm_stores_each_tile_at_8_bytes_a_clock_before_it_begins_the_next():
-    """512 x 512 numbers of 2 bytes on 4 SMs at 1 GHz: 16,384 cycles, whatever the tiles. A warp-specialised kernel hides
-    all but the last tile of an SM, one of at least 64 x 64."""
+    """512 x 512 numbers of 2 bytes on 4 SMs at 1 GHz: 16,384 cycles, whatever the tiles. A warp-specialised kernel
+    hides all but the last tile of an SM, one of at least 64 x 64."""
     shape, moved = Matmul(1, 512, 512, 64), MatmulBytes(0, 2 * 512 * 512, 2)
     stores, last = (
         price_matmul(shape, moved, Rates(1e18, 1e18, 1e18, 4, 1e9, kernels)) for kernels in (MMA, WARP_SPECIALIZED)
