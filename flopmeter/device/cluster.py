@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from flopmeter.device.files import names_in, read_record, resolve
 from flopmeter.device.hardware import PROFILES, Hardware, available_hardware, load_hardware
-from flopmeter.device.nccl import Algorithm, GroupShape, Protocol, Schedule, Transport, schedules
+from flopmeter.device.nccl import GroupShape, Protocol, Schedule, Transport, schedules
 from flopmeter.device.schema import (
     HardwareError,
     SchemaRecord,
@@ -32,6 +32,7 @@ from flopmeter.device.schema import (
     whole_number,
 )
 from flopmeter.records import Collective
+from flopmeter.records.collectives import Algorithm
 
 __all__ = [
     "Cluster",

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from flopmeter.records import CollectiveKind
+from flopmeter.records.collectives import COLLECTIVES, Algorithm
 
 Transport = Literal["nvlink", "pcie", "network"]
-Algorithm = Literal["ring", "tree", "in-switch", "pairwise", "none"]
 Protocol = Literal["LL", "LL128", "Simple"]
 
 PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
@@ -70,53 +70,37 @@ def schedules(
     if shape.ranks == 1:
         yield Schedule("none", "Simple", 0.0, 0.0, 0.0, 1.0)
         return
-    algorithms: tuple[Algorithm, ...] = ("ring", "tree") if kind in ("all_reduce", "barrier") else ("ring",)
-    for algorithm in algorithms:
-        intra_bytes, inter_bytes = _wire_bytes(kind, algorithm, nbytes, shape)
-        intra_steps, inter_steps = _steps(kind, algorithm, shape)
-        name: Algorithm = "pairwise" if kind in _PAIRWISE else algorithm
+    spec = COLLECTIVES[kind]
+    for algorithm, sends in spec.wire.items():
+        if algorithm == "in-switch":
+            if in_switch and shape.nodes == 1:
+                yield Schedule(algorithm, "Simple", nbytes * sends(shape.ranks), 0.0, IN_SWITCH_SECONDS, 1.0)
+            continue
+        intra_bytes, inter_bytes = _by_link(algorithm, nbytes * sends(shape.ranks), shape)
+        intra_steps, inter_steps = _steps(algorithm, spec.rounds, shape)
+        family: Algorithm = "ring" if algorithm == "pairwise" else algorithm
         for index, protocol in enumerate(PROTOCOLS):
-            latency = BASE_SECONDS[algorithm][index] + intra_steps * HOP_SECONDS[transport][algorithm][index]
-            latency += inter_steps * (HOP_SECONDS["network"][algorithm][index] + added_seconds)
-            share = PROTOCOL_SHARE[algorithm][index]
-            yield Schedule(name, protocol, intra_bytes, inter_bytes, latency, share)
-    if in_switch and kind == "all_reduce" and shape.nodes == 1:
-        # The switch reads each rank's bytes once, and each rank sends its part of the sum to all through it.
-        wire_bytes = nbytes * (shape.ranks + 1) / shape.ranks
-        yield Schedule("in-switch", "Simple", wire_bytes, 0.0, IN_SWITCH_SECONDS, 1.0)
+            latency = BASE_SECONDS[family][index] + intra_steps * HOP_SECONDS[transport][family][index]
+            latency += inter_steps * (HOP_SECONDS["network"][family][index] + added_seconds)
+            yield Schedule(algorithm, protocol, intra_bytes, inter_bytes, latency, PROTOCOL_SHARE[family][index])
 
 
-_PAIRWISE = ("all_to_all", "gather", "scatter", "send", "recv")  # rank to rank at once, no ring
-
-
-def _wire_bytes(kind: CollectiveKind, algorithm: Algorithm, nbytes: int, shape: GroupShape) -> tuple[float, float]:
-    """Bytes that the busiest rank sends within its node and over its network port.
+def _by_link(algorithm: Algorithm, nbytes: float, shape: GroupShape) -> tuple[float, float]:
+    """The bytes that the busiest rank sends within its node, and those that it sends over its network port.
 
     Between nodes NCCL makes as many rings (or trees) as the group has network ports on a node; each has its share.
     """
     ranks, nodes, per_node = shape
-    if kind in _PAIRWISE:
-        if kind in ("send", "recv"):
-            return (nbytes, 0.0) if nodes == 1 else (0.0, nbytes)
-        return nbytes * (per_node - 1) / ranks, nbytes * (ranks - per_node) / ranks
-    factor = {
-        "all_reduce": 2.0 if algorithm == "tree" else 2 * (ranks - 1) / ranks,
-        "all_gather": (ranks - 1) / ranks,
-        "reduce_scatter": (ranks - 1) / ranks,
-        "broadcast": 1.0,
-        "reduce": 1.0,
-        "barrier": 0.0,
-    }[kind]
-    wire = factor * nbytes
-    return (wire if per_node > 1 else 0.0), (wire / per_node if nodes > 1 else 0.0)
+    if algorithm == "pairwise":  # rank to rank at once: the same to each other rank
+        return nbytes * (per_node - 1) / (ranks - 1), nbytes * (ranks - per_node) / (ranks - 1)
+    return (nbytes if per_node > 1 else 0.0), (nbytes / per_node if nodes > 1 else 0.0)
 
 
-def _steps(kind: CollectiveKind, algorithm: Algorithm, shape: GroupShape) -> tuple[int, int]:
+def _steps(algorithm: Algorithm, rounds: int, shape: GroupShape) -> tuple[int, int]:
     """How many steps follow one another, within nodes and between nodes."""
     ranks, nodes, per_node = shape
-    if kind in _PAIRWISE:
+    if algorithm == "pairwise":
         return (1, 0) if nodes == 1 else (0, 1)
-    rounds = 2 if kind in ("all_reduce", "barrier") else 1
     if algorithm == "tree":  # a chain within the node, a binary tree between nodes
         return rounds * (per_node - 1), rounds * (nodes - 1).bit_length()
     return rounds * (ranks - nodes), rounds * (nodes - 1)

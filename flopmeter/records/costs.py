@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from flopmeter.records.collectives import CollectiveKind
 from flopmeter.records.tensors import TensorSpec
 
 # Op classes in the order in which tables print them. The first three are those of the BERT table of
@@ -65,12 +66,6 @@ class Reread(NamedTuple):
     row_bytes: int
     threads: int  # that work on one row
     operations: int = 0  # with which each of these threads combines its partial result with the others'
-
-
-CollectiveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
-    "recv", "barrier",
-]  # fmt: skip  # fmt: skip
 
 
 class Collective(NamedTuple):
