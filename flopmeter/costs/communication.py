@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from flopmeter.costs.rules import FREE, make_cost, rule
+from flopmeter.costs.rules import FREE, dtype_name, make_cost, rule
 from flopmeter.costs.traffic import as_regions
 from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, RankGroup, TensorSpec
 from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES, KnownOp
@@ -65,7 +65,7 @@ def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[Tens
 
 def _cost(call: Call, kind: CollectiveKind, nbytes: int, ranks: tuple[int, ...]) -> Cost:
     per_node = _group(call, COLLECTIVE_OPS[call.func._schema.name]).gpus_per_node
-    return make_cost(call, COMMUNICATION, collective=Collective(kind, nbytes, ranks, per_node))
+    return make_cost(call, COMMUNICATION, collective=Collective(kind, nbytes, ranks, per_node, dtype_name(call)))
 
 
 def _group(call: Call, known: KnownOp) -> RankGroup:

@@ -14,7 +14,7 @@ CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
     "recv", "barrier",
 ]  # fmt: skip
-Algorithm = Literal["ring", "tree", "in-switch", "pairwise", "none"]
+Algorithm = Literal["ring", "tree", "pat", "in-switch", "pairwise", "none"]
 # What a rank holds afterwards. known_values/collectives.py has a function for each.
 Law = Literal[
     "reduced", "reduced at the root", "gathered", "reduce-scattered", "exchanged", "broadcast", "scattered", "unknown"
@@ -54,6 +54,7 @@ class CollectiveSpec(NamedTuple):
     law: Law | None  # None: no rank knows more afterwards
     ops: tuple[CollectiveOp, ...]
     rounds: int = 1  # how often data pass around the ring, or through the tree
+    keeps_part: bool = False  # each rank copies its own part of so many, which goes over no link
 
 
 def _sent(sent: int, received: int, ranks: int) -> int:
@@ -116,6 +117,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
             size=_sent,
             wire={"ring": _twice_the_parts, "tree": _up_and_down, "in-switch": _through_the_switch},
             rounds=2,
+            keeps_part=True,
             law="reduced",
             ops=(
                 CollectiveOp("c10d::allreduce_", "tensors", "tensors"),
@@ -128,7 +130,8 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
         ),
         "all_gather": CollectiveSpec(
             size=_received,
-            wire={"ring": _parts_of_others},
+            wire={"ring": _parts_of_others, "pat": _parts_of_others},
+            keeps_part=True,
             law="gathered",
             ops=(
                 CollectiveOp("c10d::allgather_", "input_tensors", "output_tensors"),
@@ -142,7 +145,8 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
         ),
         "reduce_scatter": CollectiveSpec(
             size=_sent,
-            wire={"ring": _parts_of_others},
+            wire={"ring": _parts_of_others, "pat": _parts_of_others},
+            keeps_part=True,
             law="reduce-scattered",
             ops=(
                 CollectiveOp("c10d::reduce_scatter_", "input_tensors", "output_tensors"),
@@ -156,6 +160,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
         "all_to_all": CollectiveSpec(
             size=_larger,
             wire={"pairwise": _parts_of_others},
+            keeps_part=True,
             law="exchanged",
             ops=(
                 CollectiveOp("c10d::alltoall_", "input_tensors", "output_tensors"),
@@ -183,6 +188,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
         "gather": CollectiveSpec(
             size=_gathered,
             wire={"pairwise": _parts_of_others},
+            keeps_part=True,
             law="gathered",
             ops=(
                 CollectiveOp("c10d::gather_", "input_tensors", "output_tensors"),
@@ -192,6 +198,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
         "scatter": CollectiveSpec(
             size=_scattered,
             wire={"pairwise": _parts_of_others},
+            keeps_part=True,
             law="scattered",
             ops=(CollectiveOp("c10d::scatter_", "input_tensors", "output_tensors"),),
         ),
