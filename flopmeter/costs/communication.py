@@ -13,7 +13,7 @@ from typing import Any
 from flopmeter.costs.rules import FREE, dtype_name, make_cost, rule
 from flopmeter.costs.traffic import as_regions
 from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, RankGroup, TensorSpec
-from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES, KnownOp
+from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES, IN_SWITCH_TYPES, KnownOp
 from flopmeter.torch_names.operators import Packets
 
 functional = Packets("_c10d_functional")
@@ -65,7 +65,8 @@ def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[Tens
 
 def _cost(call: Call, kind: CollectiveKind, nbytes: int, ranks: tuple[int, ...]) -> Cost:
     per_node = _group(call, COLLECTIVE_OPS[call.func._schema.name]).gpus_per_node
-    return make_cost(call, COMMUNICATION, collective=Collective(kind, nbytes, ranks, per_node, dtype_name(call)))
+    adds_in_switch = "in-switch" not in COLLECTIVES[kind].wire or dtype_name(call) in IN_SWITCH_TYPES
+    return make_cost(call, COMMUNICATION, collective=Collective(kind, nbytes, ranks, per_node, adds_in_switch))
 
 
 def _group(call: Call, known: KnownOp) -> RankGroup:

@@ -65,7 +65,6 @@ IN_SWITCH_SECONDS = 25e-6
 # An all-reduce in the switch (NVLS): each rank is the head of one part, for which NCCL counts on an eighth of the
 # link's rate, and on .85 of that (Hopper; .74 on Blackwell).
 IN_SWITCH_SHARE, IN_SWITCH_HEADS = 0.85, 8
-IN_SWITCH_TYPES = ("fp16", "bf16", "fp32", "fp64", "int32", "int64", "")  # that NVSwitch adds; "": not stated
 
 # --- what the ways take: measured ------------------------------------------------------------------------------------
 # Fitted to one half of the messages of nccl-tests on 2, 4 and 8 GPUs of A100, H100, H200 (SXM) and L40S: 256 B to
@@ -184,7 +183,7 @@ def _ways(spec: CollectiveSpec, collective: Collective, shape: GroupShape, fabri
         sent = share_of(shape.ranks)
         copied = OWN_PART_SHARE / shape.ranks if spec.keeps_part else 0.0
         if algorithm == "in-switch":
-            if fabric.in_switch and shape.nodes == 1 and collective.dtype in IN_SWITCH_TYPES:
+            if fabric.in_switch and shape.nodes == 1 and collective.adds_in_switch:
                 yield _in_switch(sent, shape, fabric)
         elif algorithm == "pat":
             if shape.per_node == 1:  # as NCCL has it: one rank on each node

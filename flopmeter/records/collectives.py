@@ -25,6 +25,9 @@ GROUP_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {"c10d": "process_group", "_c10d_functional": "group_name", "_dtensor": "group_name"}
 )
 
+# Types that NVSwitch adds (ncclNvlsSupported in nccl/src/include/device.h); not int8 and fp8.
+IN_SWITCH_TYPES = ("fp16", "bf16", "fp32", "fp64", "int32", "int64")
+
 
 class CollectiveOp(NamedTuple):
     """One of torch's ops. `sent` and `received` name arguments; the same one for both: the op works in place."""

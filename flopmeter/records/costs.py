@@ -75,7 +75,7 @@ class Collective(NamedTuple):
     nbytes: int  # of the whole tensor: after a gather, before a reduce-scatter or a scatter, as in nccl-tests
     ranks: tuple[int, ...]  # global ranks of the group, this rank's included
     gpus_per_node: int | None = None  # of the world; None: as many as the cluster has
-    dtype: str = ""  # of the numbers that a reduction adds; "": not stated
+    adds_in_switch: bool = True  # False: the switch cannot add numbers of this type
 
 
 # The access pattern of a kernel, if it is not that of its op class.

@@ -25,7 +25,7 @@ from flopmeter.records import (
 
 NEUSIGHT = ("p4", "p100-pcie-16gb", "v100-pcie-32gb", "t4", "a100-pcie-40gb")
 TIMM = ("rtx-3090", "rtx-4090")
-NCCL_TESTS = ("a100-sxm4-80gb", "h100-sxm5-80gb", "h200-sxm-141gb", "l40s")
+NCCL_TESTS = ("a100-sxm4-80gb", "h100-sxm5-80gb", "h200-sxm-141gb")  # and the L40S; but hosts with PCIe differ more
 AICONFIGURATOR = ("a100-sxm4-80gb", "h100-sxm5-80gb", "h200-sxm-141gb", "b200-sxm-180gb", "l40s")
 
 
