@@ -53,11 +53,11 @@ def price(kind, nbytes, ranks, cluster=PLAIN):
         ("all_reduce", 1400, 100 / 3),  # 2 x 7/8: reduce-scatter, then all-gather; a part's copy takes a third
         ("all_gather", 700, 100 / 3),  # each rank passes on all parts but one
         ("reduce_scatter", 700, 100 / 3),
-        ("all_to_all", 700, 20),  # an eighth to each of seven others; the copy of its own takes a fifth
+        ("all_to_all", 700, 100 / 3),  # an eighth to each of seven others
         ("broadcast", 800, 0),  # in a pipeline: each passes on the whole
         ("reduce", 800, 0),
-        ("gather", 700, 20),  # the root takes from seven
-        ("scatter", 700, 20),
+        ("gather", 700, 100 / 3),  # the root takes from seven
+        ("scatter", 700, 100 / 3),
     ],
 )
 def test_eight_ranks_of_a_node_send_the_bytes_of_the_closed_form(kind, sent_mb, copied_mb):

@@ -73,18 +73,17 @@ IN_SWITCH_SHARE, IN_SWITCH_HEADS = 0.85, 8
 # first byte, barriers of its threads. Fences and flags of the other protocols scale with it from machine to machine.
 
 # Data in what is sent: LL 8 of 16 bytes (and a little quicker than Simple, since it has no fences), LL128 120 of 128.
-PROTOCOL_SHARE = ByProtocol(0.54, 120 / 128, 1.0)
+PROTOCOL_SHARE = ByProtocol(0.56, 120 / 128, 1.0)
 RING_STARTS = ByProtocol(1.0, 3.2, 3.2)  # before the first byte
 PAIRWISE_STARTS = ByProtocol(1.0, 2.15, 2.15)
-SIMPLE_HOP_STARTS = 0.52  # of a step with Simple within a node
+SIMPLE_HOP_STARTS = 0.54  # of a step with Simple within a node
 LL_HOP_FACTOR = 4 / 3  # a step with LL or LL128 within a node, over NCCL's constant for LL
 PEER_SECONDS = 0.65e-6  # pairwise: of each other rank that a rank exchanges with
-FULL_BLOCK_STARTS = 0.23  # more where every thread of a block has a word to send: LL, from 16 kB a rank on
+FULL_BLOCK_STARTS = 0.21  # more where every thread of a block has a word to send: LL, from 16 kB a rank on
 FULL_BLOCK_BYTES = 16 * 1024
 # The part that a rank keeps it copies, with the threads that send the others; so much of a part's time on the link.
-# Pairwise, other threads copy it, which only share the memory.
-OWN_PART_SHARE, PAIRWISE_OWN_PART_SHARE = 1 / 3, 0.2
-IN_SWITCH_STARTS = 3.0
+OWN_PART_SHARE = 1 / 3
+IN_SWITCH_STARTS = 4.0
 # The switch's pipeline is full after two rounds of 16 channels, each a chunk for every rank. Chunks shrink so that a
 # message has rounds enough (enqueue.cc): bytes of a message per channel and rank, and the chunk from there on.
 IN_SWITCH_ROUNDS, IN_SWITCH_CHANNELS = 2, 16
@@ -302,7 +301,7 @@ def _pairwise(spec: CollectiveSpec, nbytes: int, shape: GroupShape, fabric: Fabr
             latency_seconds=starts + near + between + peers * PEER_SECONDS,
             sent=sent * (per_node - 1) / peers,  # the same to each other rank
             sent_between=sent * (ranks - per_node) / peers,
-            copied=PAIRWISE_OWN_PART_SHARE / ranks if spec.keeps_part else 0.0,
+            copied=OWN_PART_SHARE / ranks if spec.keeps_part else 0.0,
             share=PROTOCOL_SHARE.of(protocol),
         )
 
