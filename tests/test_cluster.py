@@ -244,6 +244,12 @@ def test_more_bytes_never_take_less_time(kind, size, more, ranks):
     assert price(kind, size, ranks, H100).seconds <= price(kind, size + more, ranks, H100).seconds
 
 
+@given(kinds, sizes, sizes, st.integers(2, 8), st.sampled_from(available_clusters()))
+def test_more_bytes_never_take_less_time_where_nccl_chooses_badly(kind, size, more, ranks, name):
+    less, larger = (price(kind, nbytes, range(ranks), load_cluster(name)) for nbytes in (size, size + more))
+    assert less.seconds <= larger.seconds * (1 + 1e-9)
+
+
 @given(kinds, sizes, st.integers(1, 7))
 def test_more_ranks_on_a_node_never_take_less_time_on_rings(kind, size, ranks):
     """As long as NCCL takes the same protocol: a larger group may keep to the quick one for larger messages. 2 MB take

@@ -3,7 +3,8 @@
 NCCL does not take the fastest way, but the one that its own estimate calls the fastest (nccl/src/graph/tuning.cc): a
 latency, and bytes over a rate, from the constants of NCCL 2.30. That is `preferred` here. What a way then really takes
 is another law, whose constants were measured: NCCL's own are 2 to 4 times too small for LL128 and Simple, so that a
-message just past a switch takes twice the time of one just before.
+message just past a switch takes twice the time of one just before. Between nodes nothing was measured; there the way of
+the least price is taken, with NCCL's constants for what the network adds.
 """
 
 from __future__ import annotations
@@ -137,10 +138,9 @@ def preferred(collective: Collective, shape: GroupShape, fabric: Fabric) -> list
     last one is that of the message itself."""
     if shape.ranks == 1:
         return [(NO_WAY, collective.nbytes)]
-    spec = COLLECTIVES[collective.kind]
-    if "pairwise" in spec.wire:
-        return _pairwise(spec, collective.nbytes, shape, fabric)
-    return _lower_envelope(list(_ways(spec, collective, shape, fabric)), collective.nbytes)
+    if "pairwise" in COLLECTIVES[collective.kind].wire:
+        return _pairwise(COLLECTIVES[collective.kind], collective.nbytes, shape, fabric)
+    return _lower_envelope(list(ways(collective, shape, fabric)), collective.nbytes)
 
 
 def filling_bytes(way: Way, nbytes: int, shape: GroupShape) -> float:
@@ -177,10 +177,15 @@ def _lower_envelope(ways: Sequence[Way], nbytes: int) -> list[tuple[Way, int]]:
         way = ways[index]
 
 
-def _ways(spec: CollectiveSpec, collective: Collective, shape: GroupShape, fabric: Fabric) -> Iterator[Way]:
+def ways(collective: Collective, shape: GroupShape, fabric: Fabric) -> Iterator[Way]:
+    """All ways that NCCL can choose from, for a group of several ranks."""
+    spec = COLLECTIVES[collective.kind]
+    if "pairwise" in spec.wire:
+        yield from (way for way, _ in _pairwise(spec, collective.nbytes, shape, fabric))
+        return
     for algorithm, share_of in spec.wire.items():
         sent = share_of(shape.ranks)
-        copied = OWN_PART_SHARE / shape.ranks if spec.keeps_part else 0.0
+        copied = OWN_PART_SHARE / shape.ranks if spec.keeps_part and algorithm == "ring" else 0.0
         if algorithm == "in-switch":
             if fabric.in_switch and shape.nodes == 1 and collective.adds_in_switch:
                 yield _in_switch(sent, shape, fabric)
@@ -226,8 +231,16 @@ def _ring_or_tree(
         # NCCL makes as many rings (or trees) as the group has network ports on a node; each has its share.
         sent_between=sent / shape.per_node if shape.nodes > 1 else 0.0,
         copied=copied,
-        share=PROTOCOL_SHARE.of(protocol) * (TREE_SHARE.Simple if algorithm == "tree" else 1.0),
+        share=_share(algorithm, protocol, shape, fabric),
     )
+
+
+def _share(algorithm: Algorithm, protocol: Protocol, shape: GroupShape, fabric: Fabric) -> float:
+    """Of the sustained rate. Between nodes LL reaches no more than NCCL counts on, since it goes through the host."""
+    share = PROTOCOL_SHARE.of(protocol) * (TREE_SHARE.Simple if algorithm == "tree" else 1.0)
+    if shape.nodes == 1 or protocol != "LL":
+        return share
+    return min(share, ESTIMATED_LL_NETWORK[shape.nodes > 2] / (fabric.network_bytes_per_s * shape.per_node))
 
 
 def _steps(algorithm: Algorithm, rounds: int, shape: GroupShape) -> tuple[int, int]:
@@ -305,6 +318,9 @@ def _pairwise(spec: CollectiveSpec, nbytes: int, shape: GroupShape, fabric: Fabr
             share=PROTOCOL_SHARE.of(protocol),
         )
 
-    largest = int(PAIRWISE_LL_BYTES / sent * peers) if nodes == 1 else 0
-    small = [(way("LL"), min(nbytes, largest))] if nodes == 1 else []
-    return small if small and nbytes <= largest else [*small, (way("Simple"), nbytes)]
+    if nodes > 1:
+        return [(way("Simple"), nbytes)]
+    largest = int(PAIRWISE_LL_BYTES / sent * peers)
+    if nbytes <= largest:
+        return [(way("LL"), nbytes)]
+    return [(way("LL"), largest), (way("Simple"), nbytes)]
