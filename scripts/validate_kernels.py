@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
 import torch
 from validate import Line, Row, roofline_seconds
+from validate_collectives import collectives
 
 from flopmeter import FlopMeter, Hardware, load_hardware
 from flopmeter.launch.modes import Mode
@@ -112,4 +114,8 @@ def _layers_of_experts(lines: list[Line]) -> dict[str, list[Row]]:
     return layers(lines)
 
 
-SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {"gemm": gemms, "moe": _layers_of_experts}
+SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {
+    "gemm": gemms,
+    "moe": _layers_of_experts,
+    "collectives": partial(collectives, is_held_out=is_held_out),
+}

@@ -246,3 +246,11 @@ def test_sums_of_gradients_are_in_no_op_and_their_copies_are_counted():
     assert moved["fsdp::split_with_sizes_copy"] == (128, 128)
     assert moved.get("fsdp::chunk_cat", moved.get("fsdp::chunk_cat_mixed_dtype")) == (128, 128)  # since torch 2.15
     assert moved["c10d::_reduce_scatter_base_"] == (128, 32)
+
+
+@pytest.mark.parametrize(("dtype", "is_added"), [(torch.bfloat16, True), (torch.float32, True), (torch.int8, False)])
+def test_an_all_reduce_knows_whether_the_switch_can_add_its_numbers(dtype, is_added):
+    with world(8), FlopMeter() as meter:
+        dist.all_reduce(torch.empty(64, dtype=dtype, device="meta"))
+    (kernel,) = kernels_of(meter.trace)
+    assert kernel.cost.collective.adds_in_switch == is_added

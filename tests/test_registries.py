@@ -13,7 +13,13 @@ from torch import nn
 from flopmeter import FlopMeter, compare
 from flopmeter.cli import COMMANDS, model_commands
 from flopmeter.cli.command import parser_of
+from flopmeter.costs.rules import RULES
+from flopmeter.costs.traffic import argument_roles
+from flopmeter.device.cluster import load_cluster, price_collective
+from flopmeter.known_values.collectives import LAWS, exchange, handler_of
 from flopmeter.models import backward
+from flopmeter.records import Collective
+from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES
 from flopmeter.report import tables
 from flopmeter.report.columns import COLUMNS
 from flopmeter.report.drawers import FORMATS, VIEWS
@@ -50,6 +56,21 @@ ARGUMENTS = {
     "table": ["encoder-layer"], "compare": ["encoder-layer"], "sweep": ["encoder-layer"], "fit": ["encoder-layer"],
     "diff": ["a.json", "b.json"], "check": ["trace.json"], "calibrate": [], "hardware": [], "explain": ["mm"],
 }  # fmt: skip
+# Of four ranks that each hold parts of 100 bytes: what this one gives and gets (of a gather, another than the root),
+# the collective's size, and the bytes that the busiest rank sends by the first algorithm.
+SIZES_AND_SENT = {
+    "all_reduce": (400, 400, 400, 600),
+    "all_gather": (100, 400, 400, 300),
+    "reduce_scatter": (400, 100, 400, 300),
+    "all_to_all": (400, 300, 400, 300),
+    "broadcast": (400, 400, 400, 400),
+    "reduce": (400, 400, 400, 400),
+    "gather": (100, 0, 400, 300),
+    "scatter": (0, 100, 400, 300),
+    "send": (100, 0, 100, 100),
+    "recv": (0, 100, 100, 100),
+    "barrier": (0, 0, 0, 0),
+}
 
 
 def linear():
@@ -73,8 +94,9 @@ def report():
         (PICTURES, PICTURE_AXES),
         (GROUPINGS, GROUPING_ROWS),
         (COMMANDS, ARGUMENTS),
+        (COLLECTIVES, SIZES_AND_SENT),
     ],
-    ids=["FORMATS", "tables.FORMATS", "VIEWS", "PICTURES", "GROUPINGS", "COMMANDS"],
+    ids=["FORMATS", "tables.FORMATS", "VIEWS", "PICTURES", "GROUPINGS", "COMMANDS", "COLLECTIVES"],
 )
 def test_every_entry_has_a_sample(registry, samples):
     assert registry.keys() - samples.keys() == set(), "without a sample"
@@ -115,6 +137,50 @@ def test_every_command_is_parsed():
     parser = parser_of(COMMANDS)
     for name, arguments in ARGUMENTS.items():
         assert parser.parse_args([name, *arguments]).run is COMMANDS[name].run
+
+
+# --- collectives: one entry is read by the costs, the prices and the known values ------------------------------------
+
+
+def test_every_collective_has_its_size_and_its_bytes_on_the_wire():
+    for kind, (sent, received, size, wire) in SIZES_AND_SENT.items():
+        spec = COLLECTIVES[kind]
+        assert spec.size(sent, received, 4) == size, kind
+        assert next(iter(spec.wire.values()))(4) * size == wire, kind
+
+
+def test_every_collective_has_a_price():
+    for kind in COLLECTIVES:
+        for ranks in ((0, 1), (0, 8), *((tuple(range(16)),) if kind not in ("send", "recv") else ())):
+            assert price_collective(Collective(kind, 2**20, ranks), load_cluster("dgx-a100")).seconds > 0, kind
+
+
+def test_every_op_of_a_collective_has_a_rule_and_arguments_of_the_names_in_the_table():
+    schemas = {schema.name: schema for schema in torch._C._jit_get_all_schemas()}
+    present = {name: schemas[name] for name in COLLECTIVE_OPS if name in schemas}
+    assert len(present) > 25
+    for name, schema in present.items():
+        op, namespace = COLLECTIVE_OPS[name].op, getattr(torch.ops, name.partition("::")[0])
+        named = {op.sent, op.received, op.peer, op.ways, op.group} - {None}
+        assert named <= {argument.name for argument in schema.arguments}, name
+        assert getattr(namespace, name.partition("::")[2]) in RULES, name
+
+
+def test_every_op_that_receives_into_an_argument_writes_there():
+    for name, (_, _, op) in COLLECTIVE_OPS.items():
+        packet = getattr(getattr(torch.ops, name.partition("::")[0]), name.partition("::")[2], None)
+        if packet is not None and op.received is not None and op.ways is None:
+            is_read, is_written = argument_roles(packet.default)[op.received]
+            assert is_written, name
+            assert is_read == (op.sent == op.received), name
+
+
+def test_every_law_of_a_collective_is_a_function_and_every_op_with_a_law_has_a_handler():
+    assert {spec.law for spec in COLLECTIVES.values()} - {None} == LAWS.keys()
+    for name, (_, spec, op) in COLLECTIVE_OPS.items():
+        packet = getattr(getattr(torch.ops, name.partition("::")[0]), name.partition("::")[2], None)
+        if packet is not None:
+            assert (handler_of(packet.default) is exchange) == (spec.law is not None and op.has_law), name
 
 
 # --- the docs ----------------------------------------------------------------------------------------------------

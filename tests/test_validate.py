@@ -157,3 +157,21 @@ def test_a_missing_package_is_named_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["validate.py", "--timm", str(tmp_path / "results.csv")])
     with pytest.raises(SystemExit, match="pip install timm"):
         validate.main()
+
+
+def test_collectives_are_priced_as_a_program_of_many_ranks_calls_them(tmp_path):
+    """512 MB among eight H100: each sends 470 MB, in 1.04 ms at the link's 450 GB/s. Sizes are those of the
+    whole tensor: as parts of one rank they would take eight times as long."""
+    (tmp_path / "collectives.csv").write_text(
+        "gpu,op_name,nccl_dtype,num_gpus,message_size,ms,ms_low,ms_high,sources\n"
+        "h100-sxm5-80gb,all_gather,int8,8,536870912,1.4008,1.4,1.41,4\n"
+        "h100-sxm5-80gb,reduce_scatter,half,2,268435456,1.0768,1.07,1.08,4\n"
+        "h100-sxm5-80gb,alltoall,half,4,1024,0.0068,0.0067,0.0069,4\n"
+        "h100-sxm5-80gb,all_reduce,int8,8,134217728,0.7205,0.72,0.73,3\n"
+        "h100-sxm5-80gb,all_gather,int8,2,64,0.0015,0.0015,0.0015,1\n"  # less than what the timer resolves
+    )
+    done = run("--kernels", str(tmp_path))
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["NCCL, by GPU"]["h100-sxm5-80gb"] < 10
+    line = next(line for line in done.stdout.splitlines() if line.startswith("h100"))
+    assert line.split()[1] == "4"  # rows

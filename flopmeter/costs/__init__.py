@@ -37,6 +37,7 @@ from flopmeter.costs.sparse import SPARSE
 from flopmeter.costs.traffic import is_view, writes_nothing
 from flopmeter.costs.varlen import VARLEN
 from flopmeter.records import UNCOUNTED, Call, Cost, Kernel, Op, Trace
+from flopmeter.records.collectives import COLLECTIVES
 from flopmeter.torch_names.operators import aten_overloads
 
 __all__ = [
@@ -54,7 +55,7 @@ if torch.distributed.is_available():  # else torch has no collectives
     from flopmeter.costs import communication  # noqa: F401
 
 _DRAW, _DIVIDE = aten_overloads.bernoulli_.float, aten_overloads.div_.Scalar
-_BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")  # of the device, though their only tensor is a dummy
+_BARRIERS = {op.name for op in COLLECTIVES["barrier"].ops}  # of the device, though their only tensor is a dummy
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
 
 

@@ -16,29 +16,18 @@ from typing import Any
 from torch._ops import OpOverload
 
 from flopmeter.records import Call, Region, TensorSpec
+from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.records.extents import Extent, count_union, dims_of
 
-# (is read, is written), where the schema does not say it: c10d's ops write into tensors that they do not mark.
+# (is read, is written), where the schema does not say it: c10d's ops write into tensors that they do not mark. (A batch
+# of sends and receives is not here: its rule says which is which.)
 _READ_AND_WRITTEN, _WRITTEN = (True, True), (False, True)
 _UNMARKED: dict[str, dict[str, tuple[bool, bool]]] = {
-    "c10d::allreduce_": {"tensors": _READ_AND_WRITTEN},
-    "c10d::allreduce_coalesced_": {"tensors": _READ_AND_WRITTEN},
-    "c10d::broadcast_": {"tensors": _READ_AND_WRITTEN},
-    "c10d::reduce_": {"tensors": _READ_AND_WRITTEN},
-    "c10d::allgather_": {"output_tensors": _WRITTEN},
-    "c10d::_allgather_base_": {"output_tensor": _WRITTEN},
-    "c10d::allgather_coalesced_": {"output_lists": _WRITTEN},
-    "c10d::allgather_into_tensor_coalesced_": {"outputs": _WRITTEN},
-    "c10d::reduce_scatter_": {"output_tensors": _WRITTEN},
-    "c10d::_reduce_scatter_base_": {"output_tensor": _WRITTEN},
-    "c10d::reduce_scatter_tensor_coalesced_": {"outputs": _WRITTEN},
-    "c10d::alltoall_": {"output_tensors": _WRITTEN},
-    "c10d::alltoall_base_": {"output": _WRITTEN},
-    "c10d::gather_": {"output_tensors": _WRITTEN},
-    "c10d::scatter_": {"output_tensors": _WRITTEN},
-    "c10d::recv_": {"tensors": _WRITTEN},
-    "_c10d_functional::irecv": {"tensor": _WRITTEN},
-    "c10d::recv_any_source_": {"tensors": _WRITTEN},
+    **{
+        name: {op.received: _READ_AND_WRITTEN if op.received == op.sent else _WRITTEN}
+        for name, (_, _, op) in COLLECTIVE_OPS.items()
+        if op.received is not None and op.ways is None
+    },
     "fsdp::all_gather_copy_in": {"all_gather_output": _WRITTEN},
 }
 

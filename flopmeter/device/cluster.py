@@ -1,9 +1,9 @@
 """Clusters: how GPUs are linked within a node and between nodes, and how long a collective takes on those links.
 
 A cluster is a YAML file, like a device; `hardware/clusters/` has the ones that ship. Rates are those of one GPU in one
-direction; `achieved` is the measured share of the rate that large collectives reach (bus bandwidth, as nccl-tests
-define it). Approximations: nothing else uses the links at the same time; ranks are numbered node by node; the slowest
-link of a ring or tree sets its speed, since NCCL pipelines; NCCL's constants stand for the latency of every vendor.
+direction; `achieved` is the measured share of the rate that large collectives reach. Approximations: nothing else uses
+the links at the same time; ranks are numbered node by node; the slowest link of a ring or tree sets its speed, since
+NCCL pipelines; NCCL's choices and latencies stand for those of every vendor's library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from typing import NamedTuple
 
 from flopmeter.device.files import names_in, read_record, resolve
 from flopmeter.device.hardware import PROFILES, Hardware, available_hardware, load_hardware
-from flopmeter.device.nccl import Algorithm, GroupShape, Protocol, Schedule, Transport, schedules
+from flopmeter.device.nccl import (
+    ESTIMATED_LL_SHARE,
+    Fabric,
+    GroupShape,
+    Protocol,
+    Transport,
+    Way,
+    filling_bytes,
+    filling_seconds,
+    preferred,
+    ways,
+)
 from flopmeter.device.schema import (
     HardwareError,
     SchemaRecord,
@@ -32,6 +43,7 @@ from flopmeter.device.schema import (
     whole_number,
 )
 from flopmeter.records import Collective
+from flopmeter.records.collectives import Algorithm
 
 __all__ = [
     "Cluster",
@@ -46,10 +58,12 @@ __all__ = [
 
 CLUSTERS = PROFILES / "clusters"
 
-# Share of the rate of one direction that large collectives are assumed to reach without a measurement. aiconfigurator's
-# NCCL database (ai-dynamo/aiconfigurator 0.12.0) has 0.65 for A100, 0.72 for H100, 0.66 for B200; 0.36 for a box of RTX
-# PRO 6000.
-ASSUMED_SHARE: dict[Transport, float] = {"nvlink": 0.68, "pcie": 0.36}
+# Share of the rate of one direction that large collectives are assumed to reach without a measurement. It is 0.70 for
+# A100, 0.755 for H100, 0.80 for B200; 0.38 for a box of RTX PRO 6000 (the sources stand in the clusters' files).
+ASSUMED_SHARE: dict[Transport, float] = {"nvlink": 0.75, "pcie": 0.38}
+# Start of a collective on a machine that nobody measured: NCCL's own constant, the base of a ring with LL (tuning.cc).
+# Measured machines have 4.8 µs (H100, H200, L40S) and 9 µs (A100, B200).
+ASSUMED_START_US = 6.6
 ASSUMED_GPUS_PER_NODE = 8
 
 _rate = number("a number over 0 and at most 1e5", above=0, most=1e5)
@@ -59,12 +73,26 @@ _count = whole_number(1, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Block(SchemaRecord):
+    """GPUs of a node that meet before the rest: on one PCIe switch, or on one socket. The fields are the YAML keys.
+
+    gpus: how many neighbours; ranks 0 to gpus - 1 are one block, and so on.
+    achieved: the share of the link's rate that a group within one block reaches.
+    """
+
+    gpus: int = field(metadata=by(_count))
+    achieved: float = field(metadata=by(_share))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link(SchemaRecord):
     """The link of one GPU to others. The fields are the YAML keys.
 
     transport: 'nvlink', 'pcie' or 'network'; it decides which of NCCL's latencies hold.
     bandwidth_gb_per_s: of one GPU, one direction, by the datasheet (1e9 bytes/s).
     achieved: the share of it that the ring of a large collective reaches.
+    blocks: where neighbours reach more, smallest first.
+    ll_share: NCCL's cap of its LL protocol, of the rate; with it NCCL chooses protocols.
     in_switch: the share that an all-reduce in the switch (NVLS) reaches; none if the switch cannot do that.
     added_latency_us: of each step, in addition to NCCL's constants, which are those of InfiniBand in one building.
     """
@@ -73,6 +101,8 @@ class Link(SchemaRecord):
     transport: Transport = field(metadata=by(one_of("nvlink", "pcie", "network")))
     bandwidth_gb_per_s: float = field(metadata=by(_rate))
     achieved: float = field(metadata=by(_share))
+    blocks: tuple[Block, ...] = field(default=(), metadata=by(tuple_of(record(Block))))
+    ll_share: float = field(default=ESTIMATED_LL_SHARE, metadata=by(_share))
     in_switch: float | None = field(default=None, metadata=by(_share))
     added_latency_us: float = field(default=0.0, metadata=by(_microseconds))
     source: str = field(metadata=by(text))
@@ -87,6 +117,10 @@ class Link(SchemaRecord):
         """What a large collective reaches."""
         return self.bandwidth_bytes_per_s * self.achieved
 
+    def block_of(self, places: set[int]) -> Block | None:
+        """The smallest block that holds a group on these places of a node."""
+        return next((block for block in self.blocks if len({place // block.gpus for place in places}) == 1), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster(SchemaRecord):
@@ -94,6 +128,8 @@ class Cluster(SchemaRecord):
 
     nodes: how many there are; None: as many as needed.
     devices: names of the hardware profiles that come in such nodes; it is their default cluster.
+    start_us: what a collective takes before its first byte moves, the kernel's launch included: the smallest message
+        of nccl-tests, less its steps.
     inter: the link between nodes; None if there is none.
     """
 
@@ -102,6 +138,7 @@ class Cluster(SchemaRecord):
     devices: tuple[str, ...] = field(default=(), metadata=by(tuple_of(text)))
     nodes: int | None = field(default=None, metadata=by(_count))
     gpus_per_node: int = field(metadata=by(_count))
+    start_us: float = field(default=ASSUMED_START_US, metadata=by(_microseconds))
     intra: Link = field(metadata=by(record(Link)))
     inter: Link | None = field(default=None, metadata=by(record(Link)))
 
@@ -159,6 +196,7 @@ class CollectivePrice(NamedTuple):
     link: str  # the name of that link; '' for a group of one, which sends nothing
     latency_seconds: float
     bandwidth_seconds: float
+    between_nodes: bool = False  # some of it goes over network ports
 
     @property
     def seconds(self) -> float:
@@ -166,18 +204,22 @@ class CollectivePrice(NamedTuple):
 
 
 def price_collective(collective: Collective, cluster: Cluster) -> CollectivePrice:
-    """The fastest of NCCL's ways to run the collective. Raises HardwareError where the cluster is too small."""
+    """What the collective takes in the way that NCCL chooses. Raises HardwareError where the cluster is too small.
+
+    Between nodes that is the quickest way: no measurement says otherwise. Within a node, NCCL's choice may be wrong in
+    such a way that a larger message would take less time. Then it takes here what the largest message before the switch
+    of protocols does, so that more bytes never take less time.
+    """
     shape = cluster.shape(collective.ranks, collective.gpus_per_node)
-    intra, inter = cluster.intra, cluster.inter
-    candidates = schedules(
-        collective.kind,
-        collective.nbytes,
-        shape,
-        intra.transport,
-        added_seconds=0.0 if inter is None else inter.added_latency_us * 1e-6,
-        in_switch=intra.in_switch is not None,
-    )
-    return min((_price(schedule, shape, cluster) for schedule in candidates), key=lambda price: price.seconds)
+    links = _links_of(collective, cluster)
+    if shape.nodes > 1:
+        found = (_price(way, collective.nbytes, shape, links) for way in ways(collective, shape, links.fabric))
+        return min(found, key=lambda price: price.seconds)
+    prices = [_price(way, nbytes, shape, links) for way, nbytes in preferred(collective, shape, links.fabric)]
+    price, slowest = prices[-1], max(prices, key=lambda price: price.seconds)
+    if slowest.seconds == price.seconds:
+        return price
+    return price._replace(latency_seconds=slowest.seconds - price.bandwidth_seconds)
 
 
 def collective_seconds(collective: Collective, hardware: Hardware, cluster: Cluster | None = None) -> float:
@@ -185,24 +227,57 @@ def collective_seconds(collective: Collective, hardware: Hardware, cluster: Clus
     return price_collective(collective, cluster or cluster_of(hardware)).seconds
 
 
-def _price(schedule: Schedule, shape: GroupShape, cluster: Cluster) -> CollectivePrice:
+class _Links(NamedTuple):
+    """The links of one group: as NCCL sees them, and what they sustain."""
+
+    fabric: Fabric
+    names: tuple[str, str]  # within and between nodes
+    intra: float
+    inter: float
+    in_switch: float
+
+
+def _links_of(collective: Collective, cluster: Cluster) -> _Links:
+    intra, inter = cluster.intra, cluster.inter
+    used = collective.gpus_per_node or cluster.gpus_per_node
+    block = intra.block_of({rank % used for rank in collective.ranks})
+    fabric = Fabric(
+        transport=intra.transport,
+        bytes_per_s=intra.bandwidth_bytes_per_s,
+        ll_share=intra.ll_share,
+        through_cpu=intra.transport == "pcie" and (not intra.blocks or block is not intra.blocks[0]),
+        network_bytes_per_s=0.0 if inter is None else inter.bandwidth_bytes_per_s,
+        start_seconds=cluster.start_us * 1e-6,
+        added_seconds=0.0 if inter is None else inter.added_latency_us * 1e-6,
+        in_switch=intra.in_switch is not None,
+    )
+    return _Links(
+        fabric=fabric,
+        names=(intra.name, "" if inter is None else inter.name),
+        intra=intra.bandwidth_bytes_per_s * (intra.achieved if block is None else block.achieved),
+        inter=0.0 if inter is None else inter.sustained_bytes_per_s,
+        in_switch=intra.bandwidth_bytes_per_s * (intra.in_switch or 0.0),
+    )
+
+
+def _price(way: Way, nbytes: int, shape: GroupShape, links: _Links) -> CollectivePrice:
     """Links within and between nodes work at the same time: the slower one sets the time."""
-    link, wire_bytes = cluster.intra, schedule.intra_bytes
-    rate = link.sustained_bytes_per_s
-    if schedule.algorithm == "in-switch" and link.in_switch is not None:
-        rate = link.bandwidth_bytes_per_s * link.in_switch
-    seconds = wire_bytes / rate
-    if shape.nodes > 1 and cluster.inter is not None:
-        between = schedule.inter_bytes / cluster.inter.sustained_bytes_per_s
+    link, wire_bytes = links.names[0], way.sent * nbytes
+    rate = links.in_switch if way.algorithm == "in-switch" else links.intra
+    seconds = (wire_bytes + way.copied * nbytes) / rate
+    if shape.nodes > 1 and links.inter:
+        between = way.sent_between * nbytes / links.inter
         if between >= seconds:
-            link, wire_bytes, seconds = cluster.inter, schedule.inter_bytes, between
+            link, wire_bytes, seconds = links.names[1], way.sent_between * nbytes, between
+    filling = filling_seconds(way, nbytes, shape, links.fabric) + way.sent * filling_bytes(way, nbytes, shape) / rate
     return CollectivePrice(
-        algorithm=schedule.algorithm,
-        protocol=schedule.protocol,
+        algorithm=way.algorithm,
+        protocol=way.protocol,
         wire_bytes=round(wire_bytes),
-        link=link.name if shape.ranks > 1 else "",
-        latency_seconds=schedule.latency_seconds,
-        bandwidth_seconds=seconds / schedule.share,
+        link=link if shape.ranks > 1 else "",
+        latency_seconds=way.latency_seconds + filling,
+        bandwidth_seconds=seconds / way.share,
+        between_nodes=shape.nodes > 1,
     )
 
 

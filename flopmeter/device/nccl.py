@@ -1,46 +1,95 @@
-"""How NCCL moves a collective: its algorithms, the bytes that each puts on the wire, and the latency of each step.
+"""How NCCL runs a collective: which algorithm and protocol it chooses, the bytes on the wire, and the latency.
 
-Wire bytes follow from the algorithm alone (nccl-tests, doc/PERFORMANCE.md): a ring all-reduce of S bytes over n ranks
-sends 2(n-1)/n S from every rank. The latencies are those by which NCCL itself chooses an algorithm
-(nccl/src/graph/tuning.cc, ncclTunerConstantsDefaults; also in torch/_inductor/comm_analysis.py).
+NCCL does not take the fastest way, but the one that its own estimate calls the fastest (nccl/src/graph/tuning.cc): a
+latency, and bytes over a rate, from the constants of NCCL 2.30. That is `preferred` here. What a way then really takes
+is another law, whose constants were measured: NCCL's own are 2 to 4 times too small for LL128 and Simple, so that a
+message just past a switch takes twice the time of one just before. Between nodes nothing was measured; there the way of
+the least price is taken, with NCCL's constants for what the network adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from flopmeter.records import CollectiveKind
+from flopmeter.records import Collective
+from flopmeter.records.collectives import COLLECTIVES, Algorithm, CollectiveSpec
 
 Transport = Literal["nvlink", "pcie", "network"]
-Algorithm = Literal["ring", "tree", "in-switch", "pairwise", "none"]
 Protocol = Literal["LL", "LL128", "Simple"]
 
-PROTOCOLS: tuple[Protocol, ...] = ("LL", "LL128", "Simple")
 
-# Seconds before the first byte moves, by algorithm and protocol.
-BASE_SECONDS: dict[Algorithm, tuple[float, float, float]] = {
-    "ring": (6.6e-6, 14.0e-6, 8.4e-6),
-    "tree": (6.8e-6, 14.0e-6, 8.4e-6),
+class ByProtocol(NamedTuple):
+    """One figure for each of NCCL's protocols. LL sends a flag with every word: no fences. Simple copies large chunks,
+    with a fence and a flag for each; LL128 stands between, and needs NVLink or a network."""
+
+    LL: float
+    LL128: float
+    Simple: float
+
+    def of(self, protocol: Protocol) -> float:
+        return float(getattr(self, protocol))
+
+
+# --- NCCL's own estimate, by which it chooses (tuning.cc, topo.h, search.cc of NCCL 2.30) -----------------------------
+
+# Share of a link's datasheet rate that NCCL counts on: 20 of 25 GB/s of an NVLink 3, 12 of 16 of PCIe 3, 48 of 50 of a
+# 400 Gb/s port.
+ESTIMATED_SHARE: dict[Transport, float] = {"nvlink": 0.8, "pcie": 0.75, "network": 0.96}
+# Between PCIe devices that do not share a switch it counts on the CPU's links, of 16 GB/s (AMD), and so on 15, the next
+# of its ring speeds.
+ESTIMATED_CPU_BYTES_PER_S = 15e9
+ESTIMATED_PROTOCOL_SHARE = ByProtocol(0.5, 0.92, 1.0)
+# NCCL's cap of LL: 141 of 450 GB/s on Hopper, 282 of 900 on Blackwell. (87.7 of 300 on Ampere: a field of the link.)
+ESTIMATED_LL_SHARE = 0.313
+# The same between nodes, for all ports of a node together, in bytes/s: over two nodes, and over more.
+ESTIMATED_LL_NETWORK = (39.0e9, 20.4e9)
+TREE_SHARE = ByProtocol(0.92 / 3.8, 0.92 * 7 / 9, 0.92)
+PAT_SHARE = 0.75
+
+# Seconds before the first byte moves.
+BASE_SECONDS: dict[Algorithm, ByProtocol] = {
+    "ring": ByProtocol(6.6e-6, 14.0e-6, 8.4e-6),
+    "tree": ByProtocol(6.8e-6, 14.0e-6, 8.4e-6),
+    "pat": ByProtocol(8.0e-6, 8.0e-6, 8.0e-6),
 }
-
-# Seconds of one step from rank to rank, by transport, algorithm and protocol.
-HOP_SECONDS: dict[Transport, dict[Algorithm, tuple[float, float, float]]] = {
-    "nvlink": {"ring": (0.6e-6, 1.9e-6, 3.4e-6), "tree": (0.6e-6, 1.25e-6, 4.0e-6)},
-    "pcie": {"ring": (1.0e-6, 2.5e-6, 5.7e-6), "tree": (1.0e-6, 1.9e-6, 4.0e-6)},
-    "network": {"ring": (2.7e-6, 4.0e-6, 14.0e-6), "tree": (5.0e-6, 8.5e-6, 14.0e-6)},
+# Seconds of one step from rank to rank.
+HOP_SECONDS: dict[Transport, dict[Algorithm, ByProtocol]] = {
+    "nvlink": {"ring": ByProtocol(0.6e-6, 1.9e-6, 3.4e-6), "tree": ByProtocol(0.6e-6, 1.25e-6, 4.0e-6)},
+    "pcie": {"ring": ByProtocol(1.0e-6, 2.5e-6, 5.7e-6), "tree": ByProtocol(1.0e-6, 1.9e-6, 4.0e-6)},
+    "network": {"ring": ByProtocol(2.7e-6, 4.0e-6, 14.0e-6), "tree": ByProtocol(5.0e-6, 8.5e-6, 14.0e-6)},
 }
-
-# Share of the Simple protocol's bandwidth. LL sends a flag with every word, and NCCL caps it: llMaxBws over its NVLink
-# bandwidths is .33 for Volta, .37 for Ampere, .38 for Hopper, .39 for Blackwell. LL128 carries 120 of 128 bytes, a
-# tree 7/9 of them within a node; LL in a tree gets 1/3.8, Simple 0.92.
-PROTOCOL_SHARE: dict[Algorithm, tuple[float, float, float]] = {
-    "ring": (0.37, 120 / 128, 1.0),
-    "tree": (1 / 3.8, 7 / 9, 0.92),
-}
-
-# Seconds of an all-reduce that NVSwitch does (NVLS), whatever its size; it has the Simple protocol only.
+# PAT (arXiv 2506.20252; since NCCL 2.23, one rank per node): log2(n) transfers, each the network's hop over 3.5, and a
+# part in the number of ranks for handling their pieces.
+PAT_HOP_SHARE, PAT_RANK_SECONDS = 1 / 3.5, 2.8e-6
 IN_SWITCH_SECONDS = 25e-6
+# An all-reduce in the switch (NVLS): each rank is the head of one part, for which NCCL counts on an eighth of the
+# link's rate, and on .85 of that (Hopper; .74 on Blackwell).
+IN_SWITCH_SHARE, IN_SWITCH_HEADS = 0.85, 8
+
+# --- what the ways take: measured ------------------------------------------------------------------------------------
+# Fitted to one half of the messages of nccl-tests on 2, 4 and 8 GPUs of A100, H100, H200 (SXM) and L40S: 256 B to
+# 512 MB, all-gather, reduce-scatter, all-reduce and all-to-all, out of place (the NCCL database of
+# ai-dynamo/aiconfigurator). STARTS are multiples of the machine's start: the kernel's launch, what it reads before the
+# first byte, barriers of its threads. Fences and flags of the other protocols scale with it from machine to machine.
+
+# Data in what is sent: LL 8 of 16 bytes (and a little quicker than Simple, since it has no fences), LL128 120 of 128.
+PROTOCOL_SHARE = ByProtocol(0.56, 120 / 128, 1.0)
+RING_STARTS = ByProtocol(1.0, 3.2, 3.2)  # before the first byte
+PAIRWISE_STARTS = ByProtocol(1.0, 2.15, 2.15)
+SIMPLE_HOP_STARTS = 0.54  # of a step with Simple within a node
+LL_HOP_FACTOR = 4 / 3  # a step with LL or LL128 within a node, over NCCL's constant for LL
+PEER_SECONDS = 0.65e-6  # pairwise: of each other rank that a rank exchanges with
+FULL_BLOCK_STARTS = 0.21  # more where every thread of a block has a word to send: LL, from 16 kB a rank on
+FULL_BLOCK_BYTES = 16 * 1024
+# The part that a rank keeps it copies, with the threads that send the others; so much of a part's time on the link.
+OWN_PART_SHARE = 1 / 3
+IN_SWITCH_STARTS = 4.0
+# The switch's pipeline is full after two rounds of 16 channels, each a chunk for every rank. Chunks shrink so that a
+# message has rounds enough (enqueue.cc): bytes of a message per channel and rank, and the chunk from there on.
+IN_SWITCH_ROUNDS, IN_SWITCH_CHANNELS = 2, 16
+IN_SWITCH_CHUNKS = ((8 * 65536, 65536), (2 * 32768, 32768), (0, 16384))
+PAIRWISE_LL_BYTES = 16 * 1024  # a message to a peer of at most this goes by LL, within a node
 
 
 class GroupShape(NamedTuple):
@@ -51,72 +100,227 @@ class GroupShape(NamedTuple):
     per_node: int  # ranks on the node with the fewest, which is also the number of network ports that the group uses
 
 
-class Schedule(NamedTuple):
-    """One way to run a collective: the bytes that the busiest rank sends, and the latency of all steps."""
+class Fabric(NamedTuple):
+    """What a group's ranks are linked by; rates of one GPU and one direction, by the datasheet."""
+
+    transport: Transport
+    bytes_per_s: float
+    ll_share: float  # NCCL's cap of LL, of that rate
+    through_cpu: bool  # PCIe devices that do not share a switch
+    network_bytes_per_s: float  # 0: there is none
+    start_seconds: float
+    added_seconds: float  # of each step between nodes, in addition to NCCL's constant
+    in_switch: bool
+
+
+class Way(NamedTuple):
+    """One way to run a collective on a group: an algorithm with a protocol."""
 
     algorithm: Algorithm
     protocol: Protocol
-    intra_bytes: float  # over the links within its node
-    inter_bytes: float  # over its own network port
-    latency_seconds: float
-    share: float  # of the link's sustained bandwidth that the protocol reaches
+    estimated_seconds: float  # NCCL's own latency,
+    estimated_bytes_per_s: float  # and its rate, in bytes of the collective's size
+    latency_seconds: float  # measured, of the smallest message
+    sent: float  # bytes that the busiest rank sends over the links within its node, for each byte of the size
+    sent_between: float  # over its own network port
+    copied: float  # on the GPU, by the threads that send
+    share: float  # of the link's sustained rate that the protocol reaches
+
+    def estimate(self, nbytes: int) -> float:
+        return self.estimated_seconds + nbytes / self.estimated_bytes_per_s
 
 
-def schedules(
-    kind: CollectiveKind, nbytes: int, shape: GroupShape, transport: Transport, *, added_seconds: float, in_switch: bool
-) -> Iterator[Schedule]:
-    """The ways that NCCL can choose from. `added_seconds`: of each step between nodes, in addition to NCCL's
-    constant."""
+NO_WAY = Way("none", "Simple", 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)  # of a group of one, which sends nothing
+
+
+def preferred(collective: Collective, shape: GroupShape, fabric: Fabric) -> list[tuple[Way, int]]:
+    """The ways that NCCL takes as the message grows to this size, each with the largest message that it takes so. The
+    last one is that of the message itself."""
     if shape.ranks == 1:
-        yield Schedule("none", "Simple", 0.0, 0.0, 0.0, 1.0)
+        return [(NO_WAY, collective.nbytes)]
+    if "pairwise" in COLLECTIVES[collective.kind].wire:
+        return _pairwise(COLLECTIVES[collective.kind], collective.nbytes, shape, fabric)
+    return _lower_envelope(list(ways(collective, shape, fabric)), collective.nbytes)
+
+
+def filling_bytes(way: Way, nbytes: int, shape: GroupShape) -> float:
+    """Bytes that pass the switch before its pipeline is full."""
+    if way.algorithm != "in-switch":
+        return 0.0
+    lanes = IN_SWITCH_CHANNELS * shape.ranks
+    chunk = next(chunk for least, chunk in IN_SWITCH_CHUNKS if nbytes >= least * lanes)
+    return float(min(IN_SWITCH_ROUNDS * lanes * chunk, nbytes))
+
+
+def filling_seconds(way: Way, nbytes: int, shape: GroupShape, fabric: Fabric) -> float:
+    """Until every thread of a block has a word to send. (Simple's start holds it.)"""
+    if way.protocol != "LL":
+        return 0.0
+    part = nbytes if way.algorithm == "tree" else nbytes / shape.ranks
+    return FULL_BLOCK_STARTS * fabric.start_seconds * min(1.0, part / FULL_BLOCK_BYTES)
+
+
+def _lower_envelope(ways: Sequence[Way], nbytes: int) -> list[tuple[Way, int]]:
+    """The way of the least estimate for each size up to nbytes: estimates are straight lines."""
+    way = min(ways, key=lambda way: (way.estimated_seconds, -way.estimated_bytes_per_s))
+    found: list[tuple[Way, int]] = []
+    while True:
+        ends = [
+            (round((other.estimated_seconds - way.estimated_seconds) / gain), -other.estimated_bytes_per_s, index)
+            for index, other in enumerate(ways)
+            if (gain := 1 / way.estimated_bytes_per_s - 1 / other.estimated_bytes_per_s) > 0
+        ]
+        end, _, index = min(ends, default=(nbytes, 0.0, 0))
+        if end >= nbytes:
+            return [*found, (way, nbytes)]
+        found.append((way, end))
+        way = ways[index]
+
+
+def ways(collective: Collective, shape: GroupShape, fabric: Fabric) -> Iterator[Way]:
+    """All ways that NCCL can choose from, for a group of several ranks."""
+    spec = COLLECTIVES[collective.kind]
+    if "pairwise" in spec.wire:
+        yield from (way for way, _ in _pairwise(spec, collective.nbytes, shape, fabric))
         return
-    algorithms: tuple[Algorithm, ...] = ("ring", "tree") if kind in ("all_reduce", "barrier") else ("ring",)
-    for algorithm in algorithms:
-        intra_bytes, inter_bytes = _wire_bytes(kind, algorithm, nbytes, shape)
-        intra_steps, inter_steps = _steps(kind, algorithm, shape)
-        name: Algorithm = "pairwise" if kind in _PAIRWISE else algorithm
-        for index, protocol in enumerate(PROTOCOLS):
-            latency = BASE_SECONDS[algorithm][index] + intra_steps * HOP_SECONDS[transport][algorithm][index]
-            latency += inter_steps * (HOP_SECONDS["network"][algorithm][index] + added_seconds)
-            share = PROTOCOL_SHARE[algorithm][index]
-            yield Schedule(name, protocol, intra_bytes, inter_bytes, latency, share)
-    if in_switch and kind == "all_reduce" and shape.nodes == 1:
-        # The switch reads each rank's bytes once, and each rank sends its part of the sum to all through it.
-        wire_bytes = nbytes * (shape.ranks + 1) / shape.ranks
-        yield Schedule("in-switch", "Simple", wire_bytes, 0.0, IN_SWITCH_SECONDS, 1.0)
+    for algorithm, share_of in spec.wire.items():
+        sent = share_of(shape.ranks)
+        copied = OWN_PART_SHARE / shape.ranks if spec.keeps_part and algorithm == "ring" else 0.0
+        if algorithm == "in-switch":
+            if fabric.in_switch and shape.nodes == 1 and collective.adds_in_switch:
+                yield _in_switch(sent, shape, fabric)
+        elif algorithm == "pat":
+            if shape.per_node == 1:  # as NCCL has it: one rank on each node
+                yield _pat(sent, shape, fabric)
+        else:
+            for protocol in _protocols(shape, fabric):
+                yield _ring_or_tree(algorithm, protocol, spec.rounds, sent, copied, shape, fabric)
 
 
-_PAIRWISE = ("all_to_all", "gather", "scatter", "send", "recv")  # rank to rank at once, no ring
+def _protocols(shape: GroupShape, fabric: Fabric) -> tuple[Protocol, ...]:
+    """PCIe may tear the 128-byte stores of LL128 apart."""
+    return ("LL", "Simple") if fabric.transport == "pcie" and shape.per_node > 1 else ("LL", "LL128", "Simple")
 
 
-def _wire_bytes(kind: CollectiveKind, algorithm: Algorithm, nbytes: int, shape: GroupShape) -> tuple[float, float]:
-    """Bytes that the busiest rank sends within its node and over its network port.
+def _ring_or_tree(
+    algorithm: Algorithm,
+    protocol: Protocol,
+    rounds: int,
+    sent: float,
+    copied: float,
+    shape: GroupShape,
+    fabric: Fabric,
+) -> Way:
+    steps, steps_between = _steps(algorithm, rounds, shape)
+    hop = HOP_SECONDS[fabric.transport][algorithm].of(protocol)
+    # One rank on each node: nothing hides the network's latency, which then is that of trees.
+    between = HOP_SECONDS["network"]["tree" if shape.per_node == 1 else algorithm].of(protocol) + fabric.added_seconds
+    if protocol == "Simple":
+        measured_hop = SIMPLE_HOP_STARTS * fabric.start_seconds
+    else:
+        measured_hop = LL_HOP_FACTOR * HOP_SECONDS[fabric.transport][algorithm].LL
+    return Way(
+        algorithm=algorithm,
+        protocol=protocol,
+        estimated_seconds=BASE_SECONDS[algorithm].of(protocol) + steps * hop + steps_between * between,
+        estimated_bytes_per_s=_estimated_rate(algorithm, protocol, shape, fabric) / sent if sent else float("inf"),
+        latency_seconds=RING_STARTS.of(protocol) * fabric.start_seconds
+        + steps * measured_hop
+        + steps_between * between,
+        sent=sent if shape.per_node > 1 else 0.0,
+        # NCCL makes as many rings (or trees) as the group has network ports on a node; each has its share.
+        sent_between=sent / shape.per_node if shape.nodes > 1 else 0.0,
+        copied=copied,
+        share=_share(algorithm, protocol, shape, fabric),
+    )
 
-    Between nodes NCCL makes as many rings (or trees) as the group has network ports on a node; each has its share.
-    """
-    ranks, nodes, per_node = shape
-    if kind in _PAIRWISE:
-        if kind in ("send", "recv"):
-            return (nbytes, 0.0) if nodes == 1 else (0.0, nbytes)
-        return nbytes * (per_node - 1) / ranks, nbytes * (ranks - per_node) / ranks
-    factor = {
-        "all_reduce": 2.0 if algorithm == "tree" else 2 * (ranks - 1) / ranks,
-        "all_gather": (ranks - 1) / ranks,
-        "reduce_scatter": (ranks - 1) / ranks,
-        "broadcast": 1.0,
-        "reduce": 1.0,
-        "barrier": 0.0,
-    }[kind]
-    wire = factor * nbytes
-    return (wire if per_node > 1 else 0.0), (wire / per_node if nodes > 1 else 0.0)
+
+def _share(algorithm: Algorithm, protocol: Protocol, shape: GroupShape, fabric: Fabric) -> float:
+    """Of the sustained rate. Between nodes LL reaches no more than NCCL counts on, since it goes through the host."""
+    share = PROTOCOL_SHARE.of(protocol) * (TREE_SHARE.Simple if algorithm == "tree" else 1.0)
+    if shape.nodes == 1 or protocol != "LL":
+        return share
+    return min(share, ESTIMATED_LL_NETWORK[shape.nodes > 2] / (fabric.network_bytes_per_s * shape.per_node))
 
 
-def _steps(kind: CollectiveKind, algorithm: Algorithm, shape: GroupShape) -> tuple[int, int]:
+def _steps(algorithm: Algorithm, rounds: int, shape: GroupShape) -> tuple[int, int]:
     """How many steps follow one another, within nodes and between nodes."""
     ranks, nodes, per_node = shape
-    if kind in _PAIRWISE:
-        return (1, 0) if nodes == 1 else (0, 1)
-    rounds = 2 if kind in ("all_reduce", "barrier") else 1
     if algorithm == "tree":  # a chain within the node, a binary tree between nodes
         return rounds * (per_node - 1), rounds * (nodes - 1).bit_length()
     return rounds * (ranks - nodes), rounds * (nodes - 1)
+
+
+def _estimated_rate(algorithm: Algorithm, protocol: Protocol, shape: GroupShape, fabric: Fabric) -> float:
+    """What NCCL counts on for all rings together: a rank's links, or the ports of the node with the fewest."""
+    rate = ESTIMATED_SHARE[fabric.transport] * fabric.bytes_per_s if shape.per_node > 1 else float("inf")
+    if fabric.through_cpu:
+        rate = min(rate, ESTIMATED_CPU_BYTES_PER_S)
+    cap = fabric.ll_share * fabric.bytes_per_s if fabric.transport == "nvlink" else float("inf")
+    if shape.nodes > 1:
+        rate = min(rate, ESTIMATED_SHARE["network"] * fabric.network_bytes_per_s * shape.per_node)
+        cap = ESTIMATED_LL_NETWORK[shape.nodes > 2]
+    share = TREE_SHARE if algorithm == "tree" else ESTIMATED_PROTOCOL_SHARE
+    return min(share.of(protocol) * rate, cap if protocol == "LL" else float("inf"))
+
+
+def _in_switch(sent: float, shape: GroupShape, fabric: Fabric) -> Way:
+    heads = IN_SWITCH_SHARE * min(shape.ranks / IN_SWITCH_HEADS, 1.0)
+    return Way(
+        algorithm="in-switch",
+        protocol="Simple",
+        estimated_seconds=IN_SWITCH_SECONDS,
+        estimated_bytes_per_s=heads * _estimated_rate("ring", "Simple", shape, fabric),
+        latency_seconds=IN_SWITCH_STARTS * fabric.start_seconds,
+        sent=sent,
+        sent_between=0.0,
+        copied=0.0,
+        share=1.0,
+    )
+
+
+def _pat(sent: float, shape: GroupShape, fabric: Fabric) -> Way:
+    hop = HOP_SECONDS["network"]["tree"].Simple * PAT_HOP_SHARE + fabric.added_seconds
+    latency = (shape.nodes - 1).bit_length() * hop + shape.ranks * PAT_RANK_SECONDS
+    return Way(
+        algorithm="pat",
+        protocol="Simple",
+        estimated_seconds=BASE_SECONDS["pat"].Simple + latency,
+        estimated_bytes_per_s=PAT_SHARE * _estimated_rate("ring", "Simple", shape, fabric) / sent,
+        latency_seconds=RING_STARTS.Simple * fabric.start_seconds + latency,
+        sent=0.0,
+        sent_between=sent,
+        copied=0.0,
+        share=PAT_SHARE,
+    )
+
+
+def _pairwise(spec: CollectiveSpec, nbytes: int, shape: GroupShape, fabric: Fabric) -> list[tuple[Way, int]]:
+    """Rank to rank at once: small messages by LL, others by Simple. No estimate: NCCL has one algorithm."""
+    ranks, nodes, per_node = shape
+    sent = spec.wire["pairwise"](ranks)
+    peers = ranks - 1
+    between = 0.0 if nodes == 1 else HOP_SECONDS["network"]["ring"].Simple + fabric.added_seconds
+    hop = LL_HOP_FACTOR * HOP_SECONDS[fabric.transport]["ring"].LL
+
+    def way(protocol: Protocol) -> Way:
+        starts = PAIRWISE_STARTS.of(protocol) * fabric.start_seconds
+        near = hop if nodes == 1 and protocol == "LL" else 0.0
+        return Way(
+            algorithm="pairwise",
+            protocol=protocol,
+            estimated_seconds=0.0,
+            estimated_bytes_per_s=float("inf"),
+            latency_seconds=starts + near + between + peers * PEER_SECONDS,
+            sent=sent * (per_node - 1) / peers,  # the same to each other rank
+            sent_between=sent * (ranks - per_node) / peers,
+            copied=OWN_PART_SHARE / ranks if spec.keeps_part else 0.0,
+            share=PROTOCOL_SHARE.of(protocol),
+        )
+
+    if nodes > 1:
+        return [(way("Simple"), nbytes)]
+    largest = int(PAIRWISE_LL_BYTES / sent * peers)
+    if nbytes <= largest:
+        return [(way("LL"), nbytes)]
+    return [(way("LL"), largest), (way("Simple"), nbytes)]

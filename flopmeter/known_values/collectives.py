@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.values import is_weight, no_modes, spans_storage
+from flopmeter.records.collectives import COLLECTIVE_OPS, Law
 from flopmeter.torch_names.private import resolve_group
 
 EQUAL_RANKS = "all ranks hold the same values"
@@ -45,22 +46,14 @@ class TargetValues(NamedTuple):
     rule: str | None = EQUAL_RANKS
 
 
-Law = Callable[[Exchange], TargetValues | None]
-
-
-class Form(NamedTuple):
-    """How one op is called: which argument holds what this rank sends, and which one what it receives. Without a
-    target that is the op's result."""
-
-    law: Law
-    source: str
-    target: str | None
+Consequence = Callable[[Exchange], TargetValues | None]
 
 
 def handler_of(func: Any) -> Callable[[Knowledge, Invocation], Any] | None:
     if func._schema.name == "_c10d_functional::wait_tensor":
         return wait
-    return exchange if func._schema.name in _FORMS else None
+    known = COLLECTIVE_OPS.get(func._schema.name)
+    return exchange if known is not None and known.spec.law is not None and known.op.has_law else None
 
 
 def wait(known: Knowledge, call: Invocation) -> Any:
@@ -74,27 +67,28 @@ def wait(known: Knowledge, call: Invocation) -> Any:
 
 def exchange(known: Knowledge, call: Invocation) -> Any:
     """Runs a collective. What this rank receives gets the value that the law gives; without a law it is unknown."""
-    form, names = _FORMS[call.func._schema.name], [argument.name for argument in call.func._schema.arguments]
+    _, spec, op = COLLECTIVE_OPS[call.func._schema.name]
+    names = [argument.name for argument in call.func._schema.arguments]
 
-    def argument(name: str) -> Any:
-        return call.argument(names.index(name), name) if name in names else None
+    def argument(name: str | None) -> Any:
+        return call.argument(names.index(name), name) if name is not None and name in names else None
 
-    group = _group(argument("group_name" if "group_name" in names else "process_group"))
+    group = _group(argument(op.group))
     if torch.distributed.get_backend(group) != "fake":
         return call.run()  # a real group, which exchanges real tensors
-    sources = _tensors(argument(form.source))
+    sources = _tensors(argument(op.sent))
     is_known = known.knows_all(sources) and not any(map(known.values.is_blank, sources))
     with no_modes():
         values = [known.values.read(source).clone() for source in sources] if is_known else []
     result = call.run()
-    targets = _tensors(result if form.target is None else argument(form.target))
-    if (kinds := argument("op_list")) is not None:  # a batch of sends and receives: only the latter are targets
-        targets = [target for target, kind in zip(targets, kinds, strict=True) if "recv" in kind]
+    targets = _tensors(result if op.received is None else argument(op.received))
+    if (ways := argument(op.ways)) is not None:  # a batch of sends and receives: only the latter are targets
+        targets = [target for target, way in zip(targets, ways, strict=True) if "recv" in way]
     outcome = None
     if is_known:
         with no_modes():
             is_balanced = known.assume.balanced_routing
-            outcome = form.law(Exchange(values, len(targets), group.size(), group.rank(), is_balanced, argument))
+            outcome = LAWS[spec.law](Exchange(values, len(targets), group.size(), group.rank(), is_balanced, argument))
     _give(known, targets, outcome)
     if outcome is not None and outcome.rule is not None and group.size() > 1 and targets:
         known.assume.note(outcome.rule, call.func)
@@ -209,37 +203,13 @@ _FOLDS: dict[str, Callable[[Tensor, int], Tensor]] = {
     **dict.fromkeys(("avg", "min", "max", "band", "bor"), lambda value, ranks: value),
 }
 
-_FORMS = {
-    "c10d::allreduce_": Form(all_reduced, "tensors", "tensors"),
-    "c10d::allreduce_coalesced_": Form(all_reduced, "tensors", "tensors"),
-    "c10d::reduce_": Form(reduced_at_root, "tensors", "tensors"),
-    "c10d::allgather_": Form(gathered, "input_tensors", "output_tensors"),
-    "c10d::_allgather_base_": Form(gathered, "input_tensor", "output_tensor"),
-    "c10d::allgather_coalesced_": Form(gathered, "input_list", "output_lists"),
-    "c10d::allgather_into_tensor_coalesced_": Form(gathered, "inputs", "outputs"),
-    "c10d::gather_": Form(gathered, "input_tensors", "output_tensors"),
-    "c10d::reduce_scatter_": Form(reduce_scattered, "input_tensors", "output_tensors"),
-    "c10d::_reduce_scatter_base_": Form(reduce_scattered, "input_tensor", "output_tensor"),
-    "c10d::reduce_scatter_tensor_coalesced_": Form(reduce_scattered, "inputs", "outputs"),
-    "c10d::alltoall_": Form(exchanged, "input_tensors", "output_tensors"),
-    "c10d::alltoall_base_": Form(exchanged, "input", "output"),
-    "c10d::broadcast_": Form(broadcast, "tensors", "tensors"),
-    "c10d::scatter_": Form(scattered, "input_tensors", "output_tensors"),
-    "c10d::recv_": Form(from_peers, "tensors", "tensors"),
-    "c10d::recv_any_source_": Form(from_peers, "tensors", "tensors"),
-    "_c10d_functional::all_reduce": Form(all_reduced, "input", None),
-    "_c10d_functional::all_reduce_": Form(all_reduced, "input", "input"),
-    "_c10d_functional::all_reduce_coalesced": Form(all_reduced, "inputs", None),
-    "_c10d_functional::all_reduce_coalesced_": Form(all_reduced, "inputs", "inputs"),
-    "_c10d_functional::all_gather_into_tensor": Form(gathered, "input", None),
-    "_c10d_functional::all_gather_into_tensor_out": Form(gathered, "input", "out"),
-    "_c10d_functional::all_gather_into_tensor_coalesced": Form(gathered, "inputs", None),
-    "_c10d_functional::reduce_scatter_tensor": Form(reduce_scattered, "input", None),
-    "_c10d_functional::reduce_scatter_tensor_out": Form(reduce_scattered, "input", "out"),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": Form(reduce_scattered, "inputs", None),
-    "_c10d_functional::all_to_all_single": Form(exchanged, "input", None),
-    "_c10d_functional::broadcast": Form(broadcast, "input", None),
-    "_c10d_functional::broadcast_": Form(broadcast, "input", "input"),
-    "_c10d_functional::irecv": Form(from_peers, "tensor", "tensor"),
-    "_c10d_functional::batch_p2p_ops": Form(from_peers, "tensors", "tensors"),
+LAWS: dict[Law | None, Consequence] = {
+    "reduced": all_reduced,
+    "reduced at the root": reduced_at_root,
+    "gathered": gathered,
+    "reduce-scattered": reduce_scattered,
+    "exchanged": exchanged,
+    "broadcast": broadcast,
+    "scattered": scattered,
+    "unknown": from_peers,
 }

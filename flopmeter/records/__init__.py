@@ -5,6 +5,7 @@ A `Call` and its `Cost` are shared by every op of the same geometry: a trace of 
 holds the facts of one.
 """
 
+from flopmeter.records.collectives import CollectiveKind
 from flopmeter.records.costs import (
     ATTENTION,
     COMMUNICATION,
@@ -21,7 +22,6 @@ from flopmeter.records.costs import (
     Access,
     AttentionBackend,
     Collective,
-    CollectiveKind,
     Convolution,
     Cost,
     Matmul,

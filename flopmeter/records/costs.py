@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from flopmeter.records.collectives import CollectiveKind
 from flopmeter.records.tensors import TensorSpec
 
 # Op classes in the order in which tables print them. The first three are those of the BERT table of
@@ -67,12 +68,6 @@ class Reread(NamedTuple):
     operations: int = 0  # with which each of these threads combines its partial result with the others'
 
 
-CollectiveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
-    "recv", "barrier",
-]  # fmt: skip  # fmt: skip
-
-
 class Collective(NamedTuple):
     """What a group of ranks does together. Its price depends on how they are linked (device/cluster.py)."""
 
@@ -80,6 +75,7 @@ class Collective(NamedTuple):
     nbytes: int  # of the whole tensor: after a gather, before a reduce-scatter or a scatter, as in nccl-tests
     ranks: tuple[int, ...]  # global ranks of the group, this rank's included
     gpus_per_node: int | None = None  # of the world; None: as many as the cluster has
+    adds_in_switch: bool = True  # False: the switch cannot add numbers of this type
 
 
 # The access pattern of a kernel, if it is not that of its op class.

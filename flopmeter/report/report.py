@@ -25,6 +25,7 @@ from flopmeter.records import (
 from flopmeter.report.drawers import FORMATS, VIEWS, rendered
 from flopmeter.report.quantities import in_ms
 from flopmeter.timing import Uncertainty, uncertainty
+from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.peak_memory import Memory
 
 By = Literal["class", "op", "module", "phase", "kernel"]
@@ -175,8 +176,10 @@ class Report:
         """The band around `seconds`, from the validation of the kernel classes in the run."""
         if self.cluster is None:
             return uncertainty(self.timings, self.seconds, self.hardware)
-        # What compute hides makes no step longer.
-        exposed = Timing(0.0, 0.0, self.exposed_seconds, 0.0, 0.0, 0.0, COMMUNICATION, 0.0, is_collective=True)
+        # What compute hides makes no step longer. The rest has the wider band, if some of it is between nodes.
+        classes = {timing.kernel_class for timing in self.timings if timing.is_collective}
+        kernel_class = BETWEEN_NODES if BETWEEN_NODES in classes else COMMUNICATION
+        exposed = Timing(0.0, 0.0, self.exposed_seconds, 0.0, 0.0, 0.0, kernel_class, 0.0, is_collective=True)
         hidden = [timing._replace(work_seconds=0.0, floor_seconds=0.0) for timing in self.timings]
         return uncertainty([*self._on_compute_stream, exposed, *hidden], self.seconds, self.hardware)
 

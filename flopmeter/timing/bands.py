@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import (
+    COMMUNICATION,
     ELEMENTWISE,
     INDEXING,
     MOVEMENT,
@@ -24,6 +25,7 @@ from flopmeter.records import (
 
 NEUSIGHT = ("p4", "p100-pcie-16gb", "v100-pcie-32gb", "t4", "a100-pcie-40gb")
 TIMM = ("rtx-3090", "rtx-4090")
+NCCL_TESTS = ("a100-sxm4-80gb", "h100-sxm5-80gb", "h200-sxm-141gb")  # and the L40S; but hosts with PCIe differ more
 AICONFIGURATOR = ("a100-sxm4-80gb", "h100-sxm5-80gb", "h200-sxm-141gb", "b200-sxm-180gb", "l40s")
 
 
@@ -58,7 +60,9 @@ BANDS: dict[str, Band] = {
     "strided copy": Band(0.25, 0.35, TIMM),
     "pooling": Band(0.30, 0.45, TIMM),
     "fused": Band(0.20, 0.20, ("rtx-4090",)),
+    COMMUNICATION: Band(0.13, 0.18, NCCL_TESTS),
 }
+BETWEEN_NODES = "communication between nodes"  # of which there are no measurements
 # The host's time: two programs within 7 %, a third 30 % low; hosts differ by a factor of two.
 HOST_BAND = Band(0.35, 0.60)
 # Classes without any measurement.

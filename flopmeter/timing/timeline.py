@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flopmeter.device.cluster import Cluster, collective_seconds
+from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Cost, Launches, Placement, Switches, Timing
 from flopmeter.timing import cpu, kernels
+from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.kernels import Price
 
 
@@ -71,8 +72,9 @@ class _LaunchPrices:
     def __call__(self, number: int) -> _Priced:
         cost = self._launches.kernels[number].cost
         if cost.collective is not None:
-            seconds = collective_seconds(cost.collective, self._hardware, self._cluster)
-            return _Priced(seconds, 0.0, COMMUNICATION, (0.0, 0.0))  # latency is part of the price
+            price = price_collective(cost.collective, self._cluster or cluster_of(self._hardware))
+            kernel_class = BETWEEN_NODES if price.between_nodes else COMMUNICATION
+            return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0))  # latency is part of the price
         known = self._known.get(cost)
         if known is None:
             known = self._known[cost] = self._price(cost, self._hardware, self._switches)

@@ -9,10 +9,10 @@ import torch
 from torch._ops import OpOverload
 
 from flopmeter.records import RankGroup
+from flopmeter.records.collectives import GROUP_ARGUMENTS
 from flopmeter.torch_names.private import resolve_group
 
-NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")  # of ops that a process group runs
-_GROUP_ARGUMENTS = ("process_group", "group_name")
+NAMESPACES = tuple(GROUP_ARGUMENTS)  # of ops that a process group runs
 
 
 class ProcessGroups:
@@ -51,7 +51,7 @@ class ProcessGroups:
         return self._works.get(work)
 
     def _plain(self, name: str, value: Any) -> Any:
-        if name in _GROUP_ARGUMENTS:
+        if name in GROUP_ARGUMENTS.values():
             return self._group(value)
         return None if isinstance(value, torch.ScriptObject) else value
 
