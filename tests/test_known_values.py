@@ -865,3 +865,19 @@ def test_a_choice_that_nobody_looks_at_is_no_assumption():
         for expert in scores.topk(2).indices.unique().tolist():
             assert expert in range(4)
         assert [(use.op, use.count) for use in mode.known.assumptions] == [("aten.topk.default", 1)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "way_out"),
+    [
+        (lambda scores: scores.cpu(), "put a stand-in"),
+        (lambda scores: scores.sum().item(), "keep logging and convergence tests"),
+        (lambda scores: scores[scores > 0], "FlopMeter(mask_fraction=0.5)"),
+        (lambda scores: torch.nonzero(scores), "FlopMeter(mask_fraction=0.5)"),
+    ],
+)
+def test_the_error_says_what_to_do_about_the_op_that_asked(ask, way_out):
+    scores = torch.empty(64, device="meta")
+    with metered(), pytest.raises(DataDependentError) as raised:
+        ask(scores)
+    assert way_out in str(raised.value)

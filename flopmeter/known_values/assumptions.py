@@ -29,6 +29,21 @@ class Assumption:
     count: int
 
 
+# What to do where the program itself computed the values, by the name of the op that asks.
+_WAYS_OUT = {
+    "_local_scalar_dense": "keep logging and convergence tests (`.item()`, `float()`, `if`) outside of the meter",
+    "_to_copy": "meter the part before values go to the host (`.cpu()`, `.numpy()`), or put a stand-in that gives "
+    "tensors of the same shapes in place of what works on them there (a matcher that pairs first with first, a metric)",
+    "nonzero": 'state what share of a mask holds, FlopMeter(mask_fraction=0.5), or routing="balanced" for tokens and '
+    "experts picked by score",
+}
+_WAYS_OUT |= dict.fromkeys(("index", "masked_select", "repeat_interleave"), _WAYS_OUT["nonzero"])
+_FOR_ANY = (
+    'state an assumption to FlopMeter: routing="balanced" for experts and tokens picked by score, checks="hold" for '
+    "tests that all is finite, mask_fraction=0.5 for the share of a mask over features"
+)
+
+
 class DataDependentError(RuntimeError):
     """The program asked for a value that does not follow from constants or known inputs.
 
@@ -37,13 +52,12 @@ class DataDependentError(RuntimeError):
 
     def __init__(self, op: str):
         self.op, self.where = op, caller()
+        name = op.partition("::")[2] or op.removeprefix("aten.").partition(".")[0]
         super().__init__(
-            f"{op} at {self.where} is data-dependent: it needs values of a meta tensor that are not known. Ways out: "
-            "bring inputs that steer the program (ids, masks, grids, lengths) in as real tensors, through "
-            "flopmeter.on_meta(...) or .to('meta') inside the context; build constants inside the context; keep "
-            "logging and convergence tests outside; or state an assumption to FlopMeter: "
-            'routing="balanced" for experts and tokens picked by score, checks="hold" for tests that all is finite, '
-            "mask_fraction=0.5 for the share of a mask over features."
+            f"{op} at {self.where} is data-dependent: it needs values of a meta tensor that are not known. If they are "
+            "inputs that steer the program (ids, masks, grids, lengths), bring them in as real tensors, through "
+            "flopmeter.on_meta(...) or .to('meta') inside the context, and build constants inside the context. If the "
+            f"program computed them: {_WAYS_OUT.get(name, _FOR_ANY)}."
         )
 
 
