@@ -12,16 +12,26 @@ from typing import Any, NamedTuple
 from flopmeter.costs import costs_of
 from flopmeter.device.hardware import Hardware, HardwareError, Peak, load_hardware
 from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, covered_nanoseconds, read_profile
-from flopmeter.measured.rebuild import NotRebuilt, RebuiltCall, arguments_of, commonest_float, find_ops, run
+from flopmeter.measured.rebuild import (
+    NotRebuilt,
+    RebuiltCall,
+    arguments_of,
+    commonest_float,
+    find_frames,
+    find_ops,
+    run,
+)
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, Switches
+from flopmeter.report.quantities import in_ms
 from flopmeter.timing import cpu, kernels
 
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
+_ATEN = "aten::"
 _SECONDS = 1e-9  # of a nanosecond
 _OUTSIDE = "launched outside of any op: compiled code, a replayed graph, a library"
-_NOT_SENT = "the trace holds no call that launched it: sent before the profile began, or left out"
+_NOT_SENT = "the trace holds no call that launched it"
 
 
 def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardware | None = None) -> Check:
@@ -141,10 +151,16 @@ class _Pricer:
     def _unpriced(self) -> Iterator[UnpricedRow]:
         for key, known in self._known.items():
             if isinstance(known, str):
-                name = key[0].removeprefix("aten::")
-                yield UnpricedRow(name, self._calls[key], self._nanoseconds[key] * _SECONDS, known)
+                name, seconds = key[0], self._nanoseconds[key] * _SECONDS
+                yield UnpricedRow(_short(name), self._calls[key], seconds, known, name.startswith(_ATEN))
+        for root in self.profile.roots if self.profile.is_cuda else ():
+            for frame in find_frames(root):
+                if frame.launched:
+                    seconds = sum(_seconds(event.span) for event in frame.launched)
+                    yield UnpricedRow(_short(frame.name), 1, seconds, _OUTSIDE, frame.name.startswith(_ATEN))
         for event in self.profile.unlinked:
-            yield UnpricedRow(event.name, 1, _seconds(event.span), _OUTSIDE if event.is_sent else _NOT_SENT)
+            reason = _OUTSIDE if event.is_sent else _NOT_SENT
+            yield UnpricedRow(event.name, 1, _seconds(event.span), reason, is_aten=False)
 
     def _busy(self) -> Iterator[Span]:
         """The spans in which the device runs something, or a CPU runs an op."""
@@ -167,6 +183,9 @@ class _Pricer:
         return max(macs, key=macs.__getitem__, default="fp32")
 
     def _notes(self) -> Iterator[str]:
+        if earlier := self.profile.earlier:
+            seconds = sum(_seconds(event.span) for event in earlier)
+            yield f"left out: {len(earlier)} kernels, {in_ms(seconds)} ms, that were sent before the profile began"
         if self._launched_nothing:
             yield f"{self._launched_nothing} ops launched nothing on the device: views, allocation, work on the host"
         if self._assumed_dtype:
@@ -207,7 +226,7 @@ class _Pricer:
 
 
 def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, switches: Switches) -> _Prediction:
-    name = event.name.removeprefix("aten::")
+    name = _short(event.name)
     inputs = calls[0].inputs if calls else ()
     shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
     host = device.host if device.is_cpu else None  # of a GPU the device's time is measured
@@ -267,6 +286,10 @@ def _row(known: _Prediction, calls: int, measured_seconds: float) -> CheckRow:
     )
 
 
+def _short(name: str) -> str:
+    return name.removeprefix(_ATEN)
+
+
 def _seconds(span: Span) -> float:
     return (span.end - span.start) * _SECONDS
 
@@ -277,6 +300,8 @@ def _merged(rows: Iterable[UnpricedRow]) -> list[UnpricedRow]:
     for row in rows:
         groups.setdefault((row.name, row.reason), []).append(row)
     return [
-        UnpricedRow(name, sum(row.calls for row in group), sum(row.measured_seconds for row in group), reason)
-        for (name, reason), group in groups.items()
+        group[0]._replace(
+            calls=sum(row.calls for row in group), measured_seconds=sum(row.measured_seconds for row in group)
+        )
+        for group in groups.values()
     ]
