@@ -26,6 +26,7 @@ from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, Switches
 from flopmeter.report.quantities import in_ms
 from flopmeter.timing import cpu, kernels
+from flopmeter.timing.timeline import op_seconds
 
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
 _ATEN = "aten::"
@@ -231,7 +232,8 @@ def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardwa
     shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
     host = device.host if device.is_cpu else None  # of a GPU the device's time is measured
     if not costs:
-        return _Prediction(name, shapes, NO_KERNEL, "", host.view_seconds if host else 0.0, 0.0, 0, 0, 0, 0)
+        dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
+        return _Prediction(name, shapes, NO_KERNEL, "", dispatch, 0.0, 0, 0, 0, 0)
     price = cpu.price if device.is_cpu else kernels.price
     seconds = [price(cost, device, switches).busy.work_seconds + device.kernel_floor_seconds for cost in costs]
     longest = costs[seconds.index(max(seconds))]
@@ -240,7 +242,7 @@ def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardwa
         shapes=shapes,
         op_class=longest.op_class,
         dtype=switches.matmul_dtype(longest),
-        seconds=sum(seconds) + (host.launch_seconds if host else 0.0),
+        seconds=sum(seconds) + (op_seconds(longest, host) if host else 0.0),
         floor_seconds=sum(floor_seconds(cost, device, switches) for cost in costs),
         flops=sum(cost.executed_flops for cost in costs),
         bytes=sum(cost.bytes for cost in costs),

@@ -224,16 +224,15 @@ def _nested(ops: Iterable[tuple[Any, int | None, OpEvent]]) -> list[OpEvent]:
 def _tell_parts_of_cats(ops: list[OpEvent]) -> None:
     """An older trace leaves out the tensors in lists. Those of a `cat` that was differentiated are known all the same:
     autograd's node has its number and its result's shape, and narrows that to each part. Parts are taken as equal."""
-    cats = {op.sequence: op for op in ops if op.sequence is not None and op.name == "aten::cat" and op.inputs}
+    cats = {op.sequence: op for op in ops if op.name == "aten::cat"}
     for node in ops:
-        cat = cats.get(node.sequence) if node.name == "CatBackward0" and node.inputs and node.inputs.dims[0] else None
-        if cat is None or cat.inputs is None or node.inputs is None or cat.inputs.dims[0]:
+        cat = cats.get(node.sequence) if node.name == "CatBackward0" and node.sequence is not None else None
+        if cat is None or not cat.inputs or cat.inputs.dims[0] or not node.inputs or not node.inputs.dims[0]:
             continue
         *others, last = node.inputs.dims[0]
         parts = max(1, sum(child.name == "aten::narrow" for child in node.children))
         sizes = [last * (part + 1) // parts - last * part // parts for part in range(parts)]
-        dims = (tuple((*others, size) for size in sizes), *cat.inputs.dims[1:])
-        cat.inputs = cat.inputs._replace(dims=dims)
+        cat.inputs = cat.inputs._replace(dims=(tuple((*others, size) for size in sizes), *cat.inputs.dims[1:]))
 
 
 def _linked(

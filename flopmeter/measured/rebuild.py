@@ -182,6 +182,7 @@ def _candidates(packet: OpOverloadPacket, inputs: OpInputs, dtype_in_lists: torc
         shapes = {parameter.name: dims for parameter, dims in zip(parameters, inputs.dims, strict=True)}
         try:
             for parameter, traced in zip(parameters, _columns(inputs), strict=True):
+                value: Any
                 if inputs.concrete is None and traced.kind in _NOTHING and parameter.name in _UNTOLD:
                     value, is_converted = _UNTOLD[parameter.name](shapes), False
                 else:
