@@ -176,3 +176,15 @@ def test_a_slower_cpu_takes_longer_for_everything():
         return torch.nn.Linear(64, 64, device="meta")(x.t()) + 1
 
     assert enqueued(program, host=Host(relative_time=1.4)) == pytest.approx(1.4 * enqueued(program, host=Host()))
+
+
+def test_a_run_that_waits_for_the_host_says_what_the_host_was_taken_to_cost():
+    x, large = meta(64, 64), meta(1 << 28)
+    with FlopMeter(A100, host=Host(relative_time=2.0, source="a laptop")) as meter:
+        x + 1
+    (note,) = (note for note in meter.report().notes if note.startswith("the host: "))
+    assert "13 µs an op, 62 µs more for a library's kernel" in note
+    assert note.endswith("(a laptop)")
+    with FlopMeter(A100) as meter:
+        large + 1
+    assert not any(note.startswith("the host: ") for note in meter.report().notes)

@@ -162,6 +162,19 @@ class Host(SchemaRecord):
         """A call of an op that launches a kernel."""
         return self.relative_time * (self.launch_seconds + (self.library_seconds if is_library else 0.0))
 
+    @property
+    def summary(self) -> str:
+        """What it assumes, in one line."""
+        costs = {
+            "an op": self.launch_seconds,
+            "more for a library's kernel": self.library_seconds,
+            "a view": self.view_seconds,
+            "a module call": self.module_call_seconds,
+            "a compiled kernel": self.triton_launch_seconds,
+        }
+        told = ", ".join(f"{self.relative_time * seconds * 1e6:.3g} µs {what}" for what, seconds in costs.items())
+        return f"{told} ({self.source or 'the default, of an AMD EPYC 7742'})"
+
     def before_op_seconds(self, views: int, module_calls: int) -> float:
         """Views and module calls that come before it."""
         return self.relative_time * (views * self.view_seconds + module_calls * self.module_call_seconds)
