@@ -1,7 +1,7 @@
 """Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, measured, unit, ...).
 
 Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill and decoding) and
-of gpt-fast (decoding in 16 bits), the steps of build-nanogpt's GPT-2 124M, ViT-B/16 of transformers' docs, and NVIDIA's
+of gpt-fast (decoding), the steps of build-nanogpt's GPT-2 124M, ViT-B/16 of transformers' docs, and NVIDIA's
 ResNet-50.
 """
 
@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from measured_programs import NanoGPT
+from measured_programs import Int4Linear, Int8Linear, NanoGPT, quantise
 from torch import nn
 from validate import Line, Row, roofline_seconds
 
@@ -120,9 +120,10 @@ def _llama(line: Line) -> Metered | None:
 
 def _gpt_fast(line: Line) -> Metered | None:
     """The middle of 200 tokens after a prompt of five (the default of generate.py)."""
-    if line["dtype"] != "bf16" or not line["unit"].startswith("tokens"):
+    if not line["unit"].startswith("tokens"):
         return None
-    return _next_token(_llama_2_7b(torch.bfloat16, "sdpa"), line, batch=1, cached=5 + 100)
+    layer = {"int8": Int8Linear, "int4": Int4Linear}.get(line["dtype"].partition(" ")[0])
+    return _next_token(_llama_2_7b(torch.bfloat16, "sdpa"), line, batch=1, cached=5 + 100, layer=layer)
 
 
 def _llama_2_7b(dtype: torch.dtype, attention: str) -> nn.Module:
@@ -133,9 +134,13 @@ def _llama_2_7b(dtype: torch.dtype, attention: str) -> nn.Module:
     return model
 
 
-def _next_token(model: nn.Module, line: Line, batch: int, cached: int) -> Metered:
+def _next_token(
+    model: nn.Module, line: Line, batch: int, cached: int, layer: type[Int8Linear | Int4Linear] | None = None
+) -> Metered:
     with torch.inference_mode():
         cache = model(input_ids=_tokens(batch, cached), use_cache=True).past_key_values
+        if layer is not None:
+            quantise(model, layer)
         with FlopMeter(_profile(line)) as meter:
             model(input_ids=_tokens(batch, 1), past_key_values=cache, use_cache=True)
     return meter, batch
