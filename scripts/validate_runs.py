@@ -28,6 +28,7 @@ from flopmeter.timing import Host, time_kernels, uncertainty
 PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI250X (1 GCD)": "mi250x-gcd"}
 # Of transformers' docs: T4, V100 and A100 in a cloud, whose virtual Xeons are slower than a DGX's CPU; torch 2.0.1.
 CLOUD_WITH_TORCH_2_0 = Host(relative_time=1.4, triton_launch_seconds=14e-6, source="a cloud's Xeon, torch 2.0")
+QUANTISED: dict[str, type[Int8Linear | Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}  # gpt-fast's layers
 Metered = tuple[FlopMeter, float]  # and how many units of the line's measure a run makes (tokens; 1 for a time)
 
 
@@ -122,7 +123,7 @@ def _gpt_fast(line: Line) -> Metered | None:
     """The middle of 200 tokens after a prompt of five (the default of generate.py)."""
     if not line["unit"].startswith("tokens"):
         return None
-    layer = {"int8": Int8Linear, "int4": Int4Linear}.get(line["dtype"].partition(" ")[0])
+    layer = QUANTISED.get(line["dtype"].partition(" ")[0])
     return _next_token(_llama_2_7b(torch.bfloat16, "sdpa"), line, batch=1, cached=5 + 100, layer=layer)
 
 

@@ -171,3 +171,21 @@ def test_a_composite_that_launched_a_kernel_itself_is_an_op(tmp_path):
     norm["args"] |= {"Input Strides": [[512, 1], [], [1], []], "Concrete Inputs": ["", "[512]", "", ""]}
     (row,) = checked(tmp_path, [norm, *launched(901, 5, "vectorized_layer_norm_kernel", 30, 14)]).rows
     assert (row.name, row.bytes) == ("_fused_rms_norm", 4 * (2 * 1024 * 512 + 512 + 1024))  # and 1/rms of each row
+
+
+@pytest.mark.parametrize(("ranks", "listed", "gigabytes_per_s"), [(1, 2, 16), (2, 2, 8), (8, 8, 8), (2, 1, 16)])
+def test_ranks_share_the_link_from_their_switch_to_the_host(tmp_path, ranks, listed, gigabytes_per_s):
+    """Two V100s of a DGX-1 have one PCIe 3.0 x16 to the CPU: 16 GB/s one way. (2 ranks on 2 hosts have one each.)"""
+    x = ("float", [1024, 1024])
+    document = {
+        "deviceProperties": [{"id": number, "name": "Tesla V100-SXM2-16GB"} for number in range(listed)],
+        "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": ranks},
+        "traceEvents": [
+            old_op(1, "aten::copy_", 0, 60, [x, x, SCALAR]),
+            *launched(901, 20, "Memcpy HtoD (Pinned -> Device)", 30, 600, "gpu_memcpy"),
+        ],
+    }
+    (tmp_path / "trace.json").write_text(json.dumps(document))
+    found = flopmeter.check(tmp_path / "trace.json")
+    assert found.rows[0].floor_seconds == pytest.approx(4 * 2**20 / (gigabytes_per_s * 1e9))
+    assert any("over a link that their devices share" in note for note in found.notes) == (gigabytes_per_s == 8)

@@ -122,10 +122,14 @@ class Interconnect(SchemaRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pcie(SchemaRecord):
-    """The link to the host; the rate is the sum of both directions of the lanes that the device has."""
+    """The link to the host; the rate is the sum of both directions of the lanes that the device has.
+
+    `devices` share one link from their switch to the CPU in the machines that the device comes in.
+    """
 
     generation: int = field(metadata=by(_count))
     bidirectional_gb_per_s: float = field(metadata=by(_amount))
+    devices: int = field(default=1, metadata=by(_count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardw
     Raises ProfileError if the file is no such trace, HardwareError for an unknown device.
     """
     profile = read_profile(path)
-    device = _device(Path(path), profile, hardware)
+    device = _sharing(_device(Path(path), profile, hardware), profile.ranks)
     meter = FlopMeter(device, as_cuda=profile.is_cuda)
     pricer = _Pricer(device, profile, meter)
     with meter:
@@ -69,6 +69,18 @@ def _device(path: Path, profile: Profile, hardware: str | os.PathLike[str] | Har
         ran, is_one = ("a GPU", "is a CPU") if profile.is_cuda else ("a CPU", "is none")
         raise ProfileError(f"{path} was recorded on {ran}, but {device.name} {is_one}")
     return device
+
+
+def _sharing(device: Hardware, ranks: int) -> Hardware:
+    """The ranks of a program copy to their devices at the same time; devices below one switch share its link."""
+    sharers = _sharers(device, ranks)
+    if device.pcie is None or sharers == 1:
+        return device
+    return device.replace(pcie={"bidirectional_gb_per_s": device.pcie.bidirectional_gb_per_s / sharers})
+
+
+def _sharers(device: Hardware, ranks: int) -> int:
+    return 1 if device.pcie is None or device.host_link is not None else min(ranks, device.pcie.devices)
 
 
 class _Prediction(NamedTuple):
@@ -197,6 +209,8 @@ class _Pricer:
             yield "assumed: tensors are contiguous; the trace, of an old profiler, tells no strides"
         if any(key[1] is not None and key[1].concrete is None for key, _ in self._predictions()):
             yield "assumed: numbers and lists of them are the defaults, a dimension the last; the same trace tells none"
+        if _sharers(self.device, self.profile.ranks) > 1:
+            yield "assumed: ranks copy from the host at the same time, over a link that their devices share"
         if self.profile.is_cuda:
             yield "measured: the time of an op's kernels; predicted: the same, without launching them"
         else:

@@ -17,7 +17,8 @@ innermost one that was running at the time of the call.
 Correlations rise with time. What ran on the device with a smaller one than the first driver's call in the trace was
 sent before the profile began: it belongs to no op in it.
 
-At the top level `deviceProperties` lists the devices with their `name`. (github.com/pytorch/kineto,
+At the top level `deviceProperties` lists the devices of the host with their `name`, and `distributedInfo` has the
+`world_size` of a program of many ranks. (github.com/pytorch/kineto,
 libkineto/src/output_json.cpp; torch/csrc/autograd/profiler_kineto.cpp.)
 """
 
@@ -99,6 +100,7 @@ class Profile:
     device_events: list[DeviceEvent]  # without the following
     earlier: list[DeviceEvent]  # sent before the profile began
     device_name: str | None  # None: nothing ran on a device
+    ranks: int  # of the program on this host
     span: Span  # from the first to the last of ops and device events
 
     @property
@@ -123,7 +125,8 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     device_events, unlinked, earlier = _linked(events, ops)
     spans = [*(op.span for op in roots), *(event.span for event in device_events)]
     whole = Span(min(span.start for span in spans), max(span.end for span in spans))
-    return Profile(roots, unlinked, device_events, earlier, _device_name(document) if device_events else None, whole)
+    name = _device_name(document) if device_events else None
+    return Profile(roots, unlinked, device_events, earlier, name, _ranks(document), whole)
 
 
 def covered_nanoseconds(spans: Iterable[Span]) -> int:
@@ -293,3 +296,10 @@ def _device_name(document: Mapping[str, Any]) -> str | None:
     first = devices[0] if isinstance(devices, list) and devices else None
     name = first.get("name") if isinstance(first, dict) else None
     return name if isinstance(name, str) else None
+
+
+def _ranks(document: Mapping[str, Any]) -> int:
+    """As many as the program has, at most one for each device that the trace lists."""
+    devices, run = document.get("deviceProperties"), document.get("distributedInfo")
+    world = run.get("world_size") if isinstance(run, dict) else None
+    return min(world, len(devices)) if isinstance(world, int) and isinstance(devices, list) else 1
