@@ -10,7 +10,7 @@ from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import cycles_to_seconds, last_wave_stretch, memory_seconds, share_of_stream
-from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
+from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
 from flopmeter.timing.matmul import Busy, Rates, overlap, price_matmul, side_by_side, tile_count
 
 ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that `cp.async` came with
@@ -82,6 +82,8 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
             fp32 = hardware.vector_peak("fp32").flop_per_s
             return depthwise(cost.convolution, implicit, cost.bytes, fp32, bandwidth), "depthwise convolution"
         busy = convolution(cost.convolution, implicit, cost.bytes, item_bytes, rates, on_matrix_units=on_matrix_units)
+        extra = conversions(cost.convolution, cost.bytes, item_bytes, hardware)
+        busy = Busy(busy.compute_seconds, busy.memory_seconds + extra, busy.work_seconds + extra)
         return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
     return (_aligned if on_matrix_units else _sum_of_matmuls)(cost, item_bytes, rates)
 
