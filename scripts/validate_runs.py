@@ -1,7 +1,7 @@
 """Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, measured, unit, ...).
 
 Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill and decoding) and
-of gpt-fast (decoding), the steps of build-nanogpt's GPT-2 124M, ViT-B/16 of transformers' docs, and NVIDIA's
+of gpt-fast (decoding), the steps of build-nanogpt's GPT-2 124M, image models of transformers' docs, and NVIDIA's
 ResNet-50.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from measured_programs import Int4Linear, Int8Linear, NanoGPT, quantise
@@ -174,11 +175,13 @@ def _gpt2(line: Line) -> Metered | None:
     return meter, 1
 
 
-def _vit(line: Line) -> Metered:
+def _vision(line: Line) -> Metered:
+    """An image model of transformers, as its configuration class has it or with the changes of IMAGE_MODELS."""
+    name, config, size, changes = IMAGE_MODELS[line["model"].partition("/")[2].partition("-")[0]]
     transformers = import_module("transformers")
     with torch.device("meta"):
-        model = transformers.ViTForImageClassification(transformers.ViTConfig(attn_implementation="eager")).eval()
-        images = torch.empty(int(line["batch"]), 3, 224, 224)
+        model = getattr(transformers, name)(getattr(transformers, config)(**changes)).eval()
+        images = torch.empty(int(line["batch"]), 3, size, size)
     with torch.inference_mode(), FlopMeter(_profile(line), host=CLOUD_WITH_TORCH_2_0) as meter:
         model(pixel_values=images)
     return meter, 1
@@ -192,11 +195,39 @@ def _resnet(line: Line) -> Metered:
     return meter, 1
 
 
-FROM_TRANSFORMERS = ("Llama-2-7b-hf", "Llama-2-7B", "google/vit-base-patch16-224")
+# Of transformers' docs, by the first word of the model: class, configuration, side of the image, what differs.
+IMAGE_MODELS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "vit": ("ViTForImageClassification", "ViTConfig", 224, {"attn_implementation": "eager"}),
+    "beit": (
+        "BeitForImageClassification",
+        "BeitConfig",
+        224,
+        {"attn_implementation": "eager", "use_relative_position_bias": True},
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        224,
+        {"depths": [3, 3, 27, 3], "hidden_sizes": [192, 384, 768, 1536]},
+    ),
+    "resnet": ("ResNetForImageClassification", "ResNetConfig", 224, {}),
+    "deeplabv3_mobilenet_v2_1.0_513": (
+        "MobileNetV2ForSemanticSegmentation",
+        "MobileNetV2Config",
+        513,
+        {"output_stride": 8},
+    ),
+    "segformer": ("SegformerForSemanticSegmentation", "SegformerConfig", 512, {}),
+}
+FROM_TRANSFORMERS = ("Llama-2-7b-hf", "Llama-2-7B", "google/vit", "microsoft", "facebook/convnext", "google/deeplab")
 PROGRAMS: dict[str, Callable[[Line], Metered | None]] = {
     "Llama-2-7b-hf": _llama,
     "Llama-2-7B": _gpt_fast,
     "GPT-2 124M": _gpt2,
-    "google/vit-base-patch16-224": _vit,
+    "google/vit-base-patch16-224": _vision,
+    "microsoft/": _vision,
+    "facebook/convnext": _vision,
+    "google/deeplab": _vision,
+    "nvidia/segformer": _vision,
     "ResNet-50": _resnet,
 }

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from flopmeter.device import power
 from flopmeter.device.files import SUFFIXES, names_in, read_record, resolve, unreadable
+from flopmeter.device.host import Host
 from flopmeter.device.schema import (
     FrozenMapping,
     HardwareError,
@@ -58,7 +59,6 @@ _amount = number("a number over 0 and at most 1e9", above=0, most=1e9)  # so tha
 # A part whose real clock exceeds the spec boost reaches more than its spec peak: an RTX 5090 measures 1.2.
 _fraction = number("a number over 0 and at most 1.5", above=0, most=1.5)
 _count = whole_number(1, 1_000_000)
-_host_seconds = number("a number of seconds from 0 to 1", least=0, most=1)  # 0: for what-ifs
 _vector_rates = mapping_of(_amount, VECTOR_DTYPES)
 _matrix_rates = mapping_of(_amount, MATRIX_DTYPES)
 
@@ -130,58 +130,6 @@ class Pcie(SchemaRecord):
     generation: int = field(metadata=by(_count))
     bidirectional_gb_per_s: float = field(metadata=by(_amount))
     devices: int = field(default=1, metadata=by(_count))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host(SchemaRecord):
-    """What a program costs the CPU, in seconds: for each op, view, module call and kernel of compiled code.
-
-    The defaults are those of an AMD EPYC 7742 (Zen 2, 3.4 GHz, the host of a DGX A100). Another CPU has the same costs
-    times `relative_time`; a cloud's virtual Xeon of 2020 (2.2 GHz) took 1.4. Set on twelve published runs of torch 2.0
-    and 2.1 that wait for the host, from 3.97 ms (DeepLab, compiled) to 25.8 ms (Llama-2-7B decoding, eager), which come
-    out within 7 % on average and 13 % at most. Hosts of an H100 and an MI300X with torch 2.7 lie between .8 and 1.3 of
-    it, by four traces less what the profiler takes there (about .8 µs an op, .9 µs a Python call, .7 µs a call of the
-    driver). `flopmeter calibrate` measures a host.
-
-    launch_seconds: an op that launches a kernel of torch's own, with the Python that calls it.
-    library_seconds: what an op takes beyond that if a library (cuBLAS, cuDNN, flash attention) has the kernel: it asks
-        for an algorithm, makes descriptors and a workspace. In traces of an H100 a matmul takes the CPU 24 to 40 µs,
-        an addition 8 to 12.
-    view_seconds: an op that launches none.
-    module_call_seconds: nn.Module.__call__ and its forward.
-    triton_launch_seconds: a kernel that inductor wrote. 4 to 6 µs of CPU time; 14 in torch 2.0 and 2.1, whose launcher
-        is Python. Other kernels in compiled code are called through Python and the dispatcher as in eager code.
-    relative_time: of this CPU, by which all of the above are multiplied.
-    """
-
-    launch_seconds: float = field(default=6.5e-6, metadata=by(_host_seconds))
-    library_seconds: float = field(default=31e-6, metadata=by(_host_seconds))
-    view_seconds: float = field(default=3.2e-6, metadata=by(_host_seconds))
-    module_call_seconds: float = field(default=6e-6, metadata=by(_host_seconds))
-    triton_launch_seconds: float = field(default=5e-6, metadata=by(_host_seconds))
-    relative_time: float = field(default=1.0, metadata=by(_amount))
-    source: str | None = field(default=None, metadata=by(text))
-
-    def op_seconds(self, *, is_library: bool) -> float:
-        """A call of an op that launches a kernel."""
-        return self.relative_time * (self.launch_seconds + (self.library_seconds if is_library else 0.0))
-
-    @property
-    def summary(self) -> str:
-        """What it assumes, in one line."""
-        costs = {
-            "an op": self.launch_seconds,
-            "more for a library's kernel": self.library_seconds,
-            "a view": self.view_seconds,
-            "a module call": self.module_call_seconds,
-            "a compiled kernel": self.triton_launch_seconds,
-        }
-        told = ", ".join(f"{self.relative_time * seconds * 1e6:.3g} µs {what}" for what, seconds in costs.items())
-        return f"{told} ({self.source or 'the default, of an AMD EPYC 7742'})"
-
-    def before_op_seconds(self, views: int, module_calls: int) -> float:
-        """Views and module calls that come before it."""
-        return self.relative_time * (views * self.view_seconds + module_calls * self.module_call_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
