@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
@@ -39,6 +39,9 @@ when."""
 DEFAULT_HARDWARE = "a100-sxm4-80gb"
 
 
+TOLD_IDLE_SHARE = 0.05  # of the wall-clock, from which on a report says what the host was taken to cost
+
+
 class StreamError(ValueError):
     """The trace cannot be priced on this device, because it would run other ops there."""
 
@@ -63,7 +66,7 @@ class _Run:
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
         mode, switches = MODES[name], self.trace.switches
         run = launches(self.kernels, self.trace, mode, compiled_region(self.trace.ops))
-        return Report(
+        report = Report(
             launches=run,
             timings=time_kernels(run, self.hardware, switches, self.host, self.cluster),
             hardware=self.hardware,
@@ -76,6 +79,9 @@ class _Run:
             in_mode=self.in_mode,
             cluster=self.cluster,
         )
+        if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
+            return report
+        return replace(report, notes=(*report.notes, f"the host: {self.host.summary}"))
 
     def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
         if mode.fuses:

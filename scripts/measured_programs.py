@@ -1,7 +1,8 @@
 """Programs as they were when they were measured, where today's libraries launch other kernels.
 
 The GPT-2 of build-nanogpt (Andrej Karpathy, github.com/karpathy/build-nanogpt, MIT), with attention written out as it
-was before its commit 7ee630c and fused as it was after.
+was before its commit 7ee630c and fused as it was after. The linear layers of gpt-fast, with weights of 8 and 4 bits
+(github.com/pytorch-labs/gpt-fast).
 """
 
 from __future__ import annotations
@@ -68,3 +69,47 @@ class NanoGPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class Int8Linear(nn.Module):
+    """Weights of 8 bits, and a scale for each output."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.scales: Tensor
+        self.register_buffer("weight", torch.empty(outputs, inputs, dtype=torch.int8))
+        self.register_buffer("scales", torch.empty(outputs, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(dtype=x.dtype)) * self.scales
+
+
+class Int4Linear(nn.Module):
+    """Weights of 4 bits, and a scale and a zero for each output and each group of 32 inputs."""
+
+    GROUP = 32
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight: Tensor
+        self.scales_and_zeros: Tensor
+        self.register_buffer("weight", torch.empty(outputs // 8, inputs // (8 * 16), 32, 4, dtype=torch.int32))
+        groups = (inputs // self.GROUP, outputs, 2)
+        self.register_buffer("scales_and_zeros", torch.empty(groups, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y: Tensor = torch.ops.aten._weight_int4pack_mm(rows, self.weight, self.GROUP, self.scales_and_zeros)
+        return y.view(*x.shape[:-1], self.outputs)
+
+
+def quantise(model: nn.Module, layer: type[Int8Linear | Int4Linear]) -> None:
+    """Replace every linear layer of a model on meta, in place."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.Linear):
+            with torch.device("meta"):
+                setattr(model, name, layer(child.in_features, child.out_features))
+        else:
+            quantise(child, layer)

@@ -4,6 +4,7 @@
     python scripts/validate.py --timm FILE         inference of image models, pytorch-image-models' results/
     python scripts/validate.py --e2e FILE          published end-to-end runs, one a line, on one GPU and on eight
     python scripts/validate.py --kernels DIR       kernels of language models, one by one (aiconfigurator, vidur)
+    python scripts/validate.py --traces DIR        traces of torch.profiler, op by op
 
 The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
 conv2d.csv and e2e.csv; any of them may be missing. --timm needs timm installed, whole networks of NeuSight
@@ -152,10 +153,12 @@ def main() -> None:
     parser.add_argument("--timm", type=Path, metavar="FILE")
     parser.add_argument("--e2e", type=Path, metavar="FILE")
     parser.add_argument("--kernels", type=Path, metavar="DIR")
+    parser.add_argument("--traces", type=Path, metavar="DIR")
     parser.add_argument("--models", type=int, default=200, help="how many timm models to sample (default: %(default)s)")
     arguments = parser.parse_args()
-    if not (arguments.neusight or arguments.timm or arguments.e2e or arguments.kernels):
-        parser.error("name at least one of --neusight, --timm, --e2e and --kernels")
+    sets = ("neusight", "timm", "e2e", "kernels", "traces")
+    if not any(getattr(arguments, name) for name in sets):
+        parser.error(f"name at least one of {', '.join(f'--{name}' for name in sets)}")
     _need(arguments)
     results: dict[str, dict[str, float]] = {}
     every_row: list[Row] = []
@@ -165,6 +168,10 @@ def main() -> None:
             every_row += rows
     if every_row:
         results["all"] = error_table("all rows, by GPU", every_row, _gpu)
+    if arguments.traces:
+        from validate_traces import traces
+
+        results |= traces(arguments.traces)
     print(json.dumps(results))
 
 

@@ -41,12 +41,12 @@ def tables(title: str, rows: list[Row]) -> Iterator[Table]:
     if rows:
         yield f"{title}, by GPU", rows, lambda row: row.gpu
         yield f"{title}, held out, by GPU", [row for row in rows if row.held_out], lambda row: row.gpu
-        yield f"{title}, by duration", sorted(rows, key=lambda row: row.measured), duration
+        yield f"{title}, by duration", sorted(rows, key=lambda row: row.measured), lambda row: duration(row.measured)
 
 
-def duration(row: Row) -> str:
+def duration(seconds: float) -> str:
     for least, most in zip((0.0, *DURATIONS), DURATIONS, strict=False):
-        if row.measured < most:
+        if seconds < most:
             return f"{least * 1e6:.0f} to {most * 1e6:.0f} µs"
     return f"over {DURATIONS[-1] * 1e6:.0f} µs"
 

@@ -1,7 +1,7 @@
 """Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, measured, unit, ...).
 
 Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill and decoding) and
-of gpt-fast (decoding in 16 bits), the steps of build-nanogpt's GPT-2 124M, ViT-B/16 of transformers' docs, and NVIDIA's
+of gpt-fast (decoding), the steps of build-nanogpt's GPT-2 124M, image models of transformers' docs, and NVIDIA's
 ResNet-50.
 """
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
-from measured_programs import NanoGPT
+from measured_programs import Int4Linear, Int8Linear, NanoGPT, quantise
 from torch import nn
 from validate import Line, Row, roofline_seconds
 
@@ -23,9 +24,12 @@ from flopmeter.costs.index_arithmetic import cat_operations
 from flopmeter.launch.modes import Mode
 from flopmeter.models import BUILTINS
 from flopmeter.records import Cost, Kernel
-from flopmeter.timing import time_kernels, uncertainty
+from flopmeter.timing import Host, time_kernels, uncertainty
 
 PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI250X (1 GCD)": "mi250x-gcd"}
+# Of transformers' docs: T4, V100 and A100 in a cloud, whose virtual Xeons are slower than a DGX's CPU; torch 2.0.1.
+CLOUD_WITH_TORCH_2_0 = Host(relative_time=1.4, triton_launch_seconds=14e-6, source="a cloud's Xeon, torch 2.0")
+QUANTISED: dict[str, type[Int8Linear | Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}  # gpt-fast's layers
 Metered = tuple[FlopMeter, float]  # and how many units of the line's measure a run makes (tokens; 1 for a time)
 
 
@@ -118,9 +122,10 @@ def _llama(line: Line) -> Metered | None:
 
 def _gpt_fast(line: Line) -> Metered | None:
     """The middle of 200 tokens after a prompt of five (the default of generate.py)."""
-    if line["dtype"] != "bf16" or not line["unit"].startswith("tokens"):
+    if not line["unit"].startswith("tokens"):
         return None
-    return _next_token(_llama_2_7b(torch.bfloat16, "sdpa"), line, batch=1, cached=5 + 100)
+    layer = QUANTISED.get(line["dtype"].partition(" ")[0])
+    return _next_token(_llama_2_7b(torch.bfloat16, "sdpa"), line, batch=1, cached=5 + 100, layer=layer)
 
 
 def _llama_2_7b(dtype: torch.dtype, attention: str) -> nn.Module:
@@ -131,9 +136,13 @@ def _llama_2_7b(dtype: torch.dtype, attention: str) -> nn.Module:
     return model
 
 
-def _next_token(model: nn.Module, line: Line, batch: int, cached: int) -> Metered:
+def _next_token(
+    model: nn.Module, line: Line, batch: int, cached: int, layer: type[Int8Linear | Int4Linear] | None = None
+) -> Metered:
     with torch.inference_mode():
         cache = model(input_ids=_tokens(batch, cached), use_cache=True).past_key_values
+        if layer is not None:
+            quantise(model, layer)
         with FlopMeter(_profile(line)) as meter:
             model(input_ids=_tokens(batch, 1), past_key_values=cache, use_cache=True)
     return meter, batch
@@ -166,12 +175,14 @@ def _gpt2(line: Line) -> Metered | None:
     return meter, 1
 
 
-def _vit(line: Line) -> Metered:
+def _vision(line: Line) -> Metered:
+    """An image model of transformers, as its configuration class has it or with the changes of IMAGE_MODELS."""
+    name, config, size, changes = IMAGE_MODELS[line["model"].partition("/")[2].partition("-")[0]]
     transformers = import_module("transformers")
     with torch.device("meta"):
-        model = transformers.ViTForImageClassification(transformers.ViTConfig(attn_implementation="eager")).eval()
-        images = torch.empty(int(line["batch"]), 3, 224, 224)
-    with torch.inference_mode(), FlopMeter(_profile(line)) as meter:
+        model = getattr(transformers, name)(getattr(transformers, config)(**changes)).eval()
+        images = torch.empty(int(line["batch"]), 3, size, size)
+    with torch.inference_mode(), FlopMeter(_profile(line), host=CLOUD_WITH_TORCH_2_0) as meter:
         model(pixel_values=images)
     return meter, 1
 
@@ -184,11 +195,39 @@ def _resnet(line: Line) -> Metered:
     return meter, 1
 
 
-FROM_TRANSFORMERS = ("Llama-2-7b-hf", "Llama-2-7B", "google/vit-base-patch16-224")
+# Of transformers' docs, by the first word of the model: class, configuration, side of the image, what differs.
+IMAGE_MODELS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "vit": ("ViTForImageClassification", "ViTConfig", 224, {"attn_implementation": "eager"}),
+    "beit": (
+        "BeitForImageClassification",
+        "BeitConfig",
+        224,
+        {"attn_implementation": "eager", "use_relative_position_bias": True},
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        224,
+        {"depths": [3, 3, 27, 3], "hidden_sizes": [192, 384, 768, 1536]},
+    ),
+    "resnet": ("ResNetForImageClassification", "ResNetConfig", 224, {}),
+    "deeplabv3_mobilenet_v2_1.0_513": (
+        "MobileNetV2ForSemanticSegmentation",
+        "MobileNetV2Config",
+        513,
+        {"output_stride": 8},
+    ),
+    "segformer": ("SegformerForSemanticSegmentation", "SegformerConfig", 512, {}),
+}
+FROM_TRANSFORMERS = ("Llama-2-7b-hf", "Llama-2-7B", "google/vit", "microsoft", "facebook/convnext", "google/deeplab")
 PROGRAMS: dict[str, Callable[[Line], Metered | None]] = {
     "Llama-2-7b-hf": _llama,
     "Llama-2-7B": _gpt_fast,
     "GPT-2 124M": _gpt2,
-    "google/vit-base-patch16-224": _vit,
+    "google/vit-base-patch16-224": _vision,
+    "microsoft/": _vision,
+    "facebook/convnext": _vision,
+    "google/deeplab": _vision,
+    "nvidia/segformer": _vision,
     "ResNet-50": _resnet,
 }

@@ -115,8 +115,8 @@ def on_a_gpu(monkeypatch, name, spread=0.01):
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
     values = {
-        "product fp32": 10e12, "product bf16": 250e12, "copy": 1500e9, "op": 5e-6, "view": 1e-6, "module call": 2e-6,
-        "kernel": 2e-6,
+        "product fp32": 10e12, "product bf16": 250e12, "copy": 1500e9, "op": 5e-6, "matmul call": 25e-6, "view": 1e-6,
+        "module call": 2e-6, "kernel": 2e-6,
     }  # fmt: skip
     figures = {what: Figure(value, spread, 7) for what, value in values.items()}
     return cuda_profile(Calibration("cuda", 8, "wall", figures, {"fp64": "not compiled for this device"}))
@@ -130,6 +130,7 @@ def test_a_known_gpu_keeps_its_spec_and_gets_measured_fractions(monkeypatch):
     assert gpu.vector_peak("fp32").sustained_flop_per_s == pytest.approx(10e12, rel=1e-3)
     assert gpu.sustained_bandwidth_bytes_per_s == pytest.approx(1500e9, rel=1e-3)
     assert (gpu.kernel_floor_seconds, gpu.host.launch_seconds) == (2e-6, 5e-6)
+    assert gpu.host.library_seconds == pytest.approx(20e-6)  # of a matmul's 25
     assert gpu.memory_bytes == spec.memory_bytes
     assert "flopmeter calibrate" in gpu.achieved.source
     assert "No product in fp64: not compiled for this device." in gpu.notes

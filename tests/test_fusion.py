@@ -120,6 +120,49 @@ def test_residual_and_layer_norm_fuse_and_the_sum_is_written_for_its_other_reade
     assert fused[0].cost.bytes == 4 * NBYTES  # reads x and y, writes the sum and the norm; not mean and rstd
 
 
+@pytest.mark.parametrize("rows", [1, 32])
+def test_the_cast_of_a_narrow_weight_goes_into_a_product_of_few_rows(rows):
+    """[rows, 512] @ [512, 1024] in bf16 with 8-bit weights and a scale for each output: the product reads 512 KiB of
+    weights, 2 KiB of scales and its input; nothing of 1 MiB is written or read."""
+    x = meta(rows, 512, dtype=torch.bfloat16)
+    weight, scales = meta(1024, 512, dtype=torch.int8), meta(1024, 1, dtype=torch.bfloat16)
+    _, fused, _ = compiled(lambda: F.linear(x, weight.to(x.dtype) * scales))
+    (product,) = fused
+    assert product.cost.bytes_read == 1024 * 512 + 1024 * 2 + rows * 512 * 2
+    assert product.cost.bytes_written == rows * 1024 * 2
+    assert product.cost.flops == 2 * rows * 512 * 1024 + 1024 * 512
+    assert {op.call.name for op in product.ops} == {"mm", "_to_copy", "mul"}
+
+
+def test_a_weight_of_4_bits_is_unpacked_within_the_product():
+    x, packed = meta(1, 512, dtype=torch.bfloat16), meta(1024, 256, dtype=torch.uint8)
+
+    def program():
+        return F.linear(x, torch.stack([packed & 15, packed >> 4], -1).view(1024, 512).to(x.dtype))
+
+    (product,) = compiled(program).fused
+    assert product.cost.bytes_read == 1024 * 256 + 512 * 2
+
+
+def test_a_cast_weight_stays_in_memory_where_many_rows_or_another_reader_want_it():
+    few, many = (meta(rows, 512, dtype=torch.bfloat16) for rows in (1, 33))
+    weight = meta(1024, 512, dtype=torch.int8)
+
+    def twice():
+        wide = weight.to(few.dtype)
+        return F.linear(few, wide), F.linear(few, wide)
+
+    def returned():
+        wide = weight.to(few.dtype)
+        return F.linear(few, wide), wide
+
+    assert compiled(lambda: F.linear(many, weight.to(many.dtype))).names == ["_to_copy", "mm"]
+    assert compiled(twice).names == ["_to_copy", "mm", "mm"]
+    assert compiled(returned).names == ["_to_copy", "mm"]
+    half = meta(1024, 512, dtype=torch.float16)
+    assert compiled(lambda: F.linear(few, half.to(few.dtype))).names == ["_to_copy", "mm"]  # no narrower
+
+
 def test_unfused_attention_has_one_kernel_between_its_products():
     q, mask = meta(8, 16, 32), meta(16, 16)
 

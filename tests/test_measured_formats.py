@@ -103,13 +103,54 @@ def test_a_call_to_a_device_does_not_stop_the_check(tmp_path):
     assert [row.name for row in found.rows] == ["copy_"]
 
 
-def test_a_kernel_that_was_sent_before_the_profile_began_says_so(tmp_path):
-    early = event("kernel", "early", 5, 10, pid=0, correlation=7)
+def test_a_kernel_that_was_sent_before_the_profile_began_is_left_out_and_told(tmp_path):
+    """Of the step before a device may still run kernels (a third of the device's time in a trace of one step)."""
+    early = event("kernel", "early", -900, 1000, pid=0, correlation=7)
     stray = launched(999, 5000, "triton_poi_fused_0", 6000, 10)
-    found = checked(tmp_path, [*old_events(), early, *stray])
+    lost = event("kernel", "lost", 6100, 10, pid=0, correlation=1200)
+    found = checked(tmp_path, [*old_events(), early, *stray, lost])
     reasons = {row.name: row.reason for row in found.unpriced}
-    assert reasons["early"].startswith("the trace holds no call that launched it")
+    assert "early" not in reasons
+    assert "left out: 1 kernels, 1 ms, that were sent before the profile began" in found.notes
+    assert found.span_seconds == pytest.approx(6110e-6)
+    assert reasons["lost"] == "the trace holds no call that launched it"
     assert reasons["triton_poi_fused_0"].startswith("launched outside of any op")
+
+
+def test_kernels_that_a_node_of_autograd_launched_itself_are_listed(tmp_path):
+    """A replayed graph inside of a compiled function: no op is there to be priced."""
+    node = old_op(1, "CompiledFunctionBackward", 0, 100, [("float", [8])])
+    events = [node, *launched(901, 20, "volta_sgemm", 30, 40), *launched(902, 30, "volta_sgemm", 80, 50)]
+    (row,) = checked(tmp_path, events).unpriced
+    assert (row.name, row.measured_seconds) == ("CompiledFunctionBackward", pytest.approx(90e-6))
+    assert row.reason.startswith("launched outside of any op")
+
+
+def test_an_older_trace_tells_what_a_cat_joined_by_its_gradient(tmp_path):
+    """Three parts of [1024, 8], [1024, 8] and [1024, 8] fp32: 96 KiB are read and 96 KiB written."""
+    cat = old_op(1, "aten::cat", 0, 20, [("TensorList", []), SCALAR])
+    narrow = [old_op(10 + i, "aten::narrow", 101 + i, 1, [("float", [1024, 24]), *[SCALAR] * 3]) for i in range(3)]
+    node = old_op(2, "CatBackward0", 100, 50, [("float", [1024, 24])])
+    for one in (cat, node):
+        one["args"]["Sequence number"] = 77
+    found = checked(tmp_path, [cat, node, *narrow, *launched(901, 5, "CatArrayBatchedCopy", 30, 40)])
+    (row,) = found.rows
+    assert (row.name, row.bytes) == ("cat", 2 * 1024 * 24 * 4)
+    assert row.shapes == "[1024,8] [1024,8] [1024,8]"
+
+
+def test_an_older_trace_tells_the_normalized_shape_by_the_weight(tmp_path):
+    x, weight, mean = ("float", [1024, 512]), ("float", [512]), ("float", [1024, 1])
+    events = [
+        old_op(1, "aten::native_layer_norm", 0, 20, [x, NOTHING, weight, weight, SCALAR]),
+        old_op(2, "aten::native_layer_norm_backward", 30, 20, [x, x, NOTHING, mean, mean, weight, weight, NOTHING]),
+        *launched(901, 5, "vectorized_layer_norm_kernel", 30, 14),
+        *launched(902, 35, "layer_norm_grad_input_kernel", 50, 15),
+    ]
+    rows = {row.name: row.bytes for row in checked(tmp_path, events).rows}
+    of_x, of_weight, of_rows = 4 * 1024 * 512, 4 * 512, 4 * 1024
+    assert rows["native_layer_norm"] == 2 * of_x + 2 * of_weight + 2 * of_rows  # x, y; weight, bias; mean, rstd
+    assert rows["native_layer_norm_backward"] >= 3 * of_x
 
 
 def test_a_collective_says_that_its_ranks_are_not_told(tmp_path):
@@ -121,3 +162,30 @@ def test_a_collective_says_that_its_ranks_are_not_told(tmp_path):
 @pytest.mark.parametrize("device", ["AMD Instinct MI300X VF", "AMD Instinct MI300X"])
 def test_a_guest_of_a_hypervisor_has_the_whole_device(tmp_path, device):
     assert checked(tmp_path, old_events(), device).hardware.name == "mi300x"
+
+
+def test_a_composite_that_launched_a_kernel_itself_is_an_op(tmp_path):
+    """Of rms_norm torch has a kernel on GPUs and makes it of other ops elsewhere: x is read and y is written."""
+    x, weight = ("float", [1024, 512]), ("float", [512])
+    norm = old_op(1, "aten::_fused_rms_norm", 0, 20, [x, ("ScalarList", []), weight, NOTHING])
+    norm["args"] |= {"Input Strides": [[512, 1], [], [1], []], "Concrete Inputs": ["", "[512]", "", ""]}
+    (row,) = checked(tmp_path, [norm, *launched(901, 5, "vectorized_layer_norm_kernel", 30, 14)]).rows
+    assert (row.name, row.bytes) == ("_fused_rms_norm", 4 * (2 * 1024 * 512 + 512 + 1024))  # and 1/rms of each row
+
+
+@pytest.mark.parametrize(("ranks", "listed", "gigabytes_per_s"), [(1, 2, 16), (2, 2, 8), (8, 8, 8), (2, 1, 16)])
+def test_ranks_share_the_link_from_their_switch_to_the_host(tmp_path, ranks, listed, gigabytes_per_s):
+    """Two V100s of a DGX-1 have one PCIe 3.0 x16 to the CPU: 16 GB/s one way. (2 ranks on 2 hosts have one each.)"""
+    x = ("float", [1024, 1024])
+    document = {
+        "deviceProperties": [{"id": number, "name": "Tesla V100-SXM2-16GB"} for number in range(listed)],
+        "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": ranks},
+        "traceEvents": [
+            old_op(1, "aten::copy_", 0, 60, [x, x, SCALAR]),
+            *launched(901, 20, "Memcpy HtoD (Pinned -> Device)", 30, 600, "gpu_memcpy"),
+        ],
+    }
+    (tmp_path / "trace.json").write_text(json.dumps(document))
+    found = flopmeter.check(tmp_path / "trace.json")
+    assert found.rows[0].floor_seconds == pytest.approx(4 * 2**20 / (gigabytes_per_s * 1e9))
+    assert any("over a link that their devices share" in note for note in found.notes) == (gigabytes_per_s == 8)

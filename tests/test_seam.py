@@ -71,6 +71,7 @@ def odds_and_ends() -> None:
     meta(16, 8).index_add_(0, on_meta(torch.arange(4)), meta(4, 8))
     meta(64, 32).t().contiguous()
     meta(4096, 4096)[1:] + 1
+    meta(2048, 2048) @ meta(2048, 2048)
     on_meta(torch.arange(4)).cpu()
     torch.ones(8).to("meta", non_blocking=True)
     torch.addcmul(meta(8), meta(8), meta(8)[None, :2].expand(4, 2).flatten())

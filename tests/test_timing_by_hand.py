@@ -250,3 +250,29 @@ def test_all_types_narrower_than_four_bytes_stream_at_one_rate_below_that_of_fp3
     wide = 4 * 2**24 / only(lambda: meta(2**24, dtype=FP32).clone()).memory_seconds
     assert max(narrow) == pytest.approx(min(narrow))
     assert max(narrow) / wide == pytest.approx(0.87 / 0.93, abs=0.01)
+
+
+# --- convolutions on AMD ---------------------------------------------------------------------------------------------
+
+
+def test_a_16_bit_convolution_in_nchw_brings_five_more_kernels_on_amd():
+    """torch.profiler's trace of a ResNet on an MI300X (AMD-AGI/TraceLens): of 46 µs for [10, 64, 56, 56] under 64
+    filters of 3 x 3 the convolution itself takes 13.5. In NHWC, and in fp32, nothing is converted."""
+    mi300x = load_hardware("mi300x")
+
+    def seconds(dtype, memory_format, hardware=mi300x):
+        x, filters = (
+            meta(*shape, dtype=dtype).contiguous(memory_format=memory_format)
+            for shape in ((10, 64, 56, 56), (64, 64, 3, 3))
+        )
+        return only(lambda: torch.conv2d(x, filters, padding=1), hardware).work_seconds
+
+    nchw, nhwc = torch.contiguous_format, torch.channels_last
+    extra = seconds(torch.bfloat16, nchw) - seconds(torch.bfloat16, nhwc)
+    nbytes = 2 * (2 * 10 * 64 * 56 * 56 + 64 * 64 * 9)
+    slower = mi300x.replace(kernel_floor_us=2 * mi300x.kernel_floor_us)
+    added = seconds(torch.bfloat16, nchw, slower) - seconds(torch.bfloat16, nchw)
+    assert added == pytest.approx(5 * mi300x.kernel_floor_seconds)
+    assert extra > 5 * mi300x.kernel_floor_seconds + 2 * nbytes / mi300x.bandwidth_bytes_per_s
+    assert seconds(FP32, nchw, slower) == seconds(FP32, nchw)
+    assert seconds(FP16, nchw, A100.replace(kernel_floor_us=9)) == seconds(FP16, nchw, A100)

@@ -20,6 +20,7 @@ import leave_one_out  # noqa: E402
 import validate  # noqa: E402
 import validate_runs  # noqa: E402
 import validate_timm  # noqa: E402
+import validate_traces  # noqa: E402
 
 
 def row(measured, predicted, **more):
@@ -135,6 +136,29 @@ def test_published_runs_on_eight_gpus_are_predicted(tmp_path):
     done = run("--e2e", str(tmp_path / "e2e.csv"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["llm-foundry, 8 GPUs, tokens/s"]["MPT-125m"] < 30
+
+
+def test_traces_are_compared_op_by_op_and_one_without_a_profile_is_named(tmp_path, capsys):
+    """[4096, 4096] squared in fp16: 137 GFLOP in 1.6 ms, .69 of a V100's 125 TFLOP/s."""
+    square = {"Input type": ["c10::Half"] * 2, "Input Dims": [[4096, 4096]] * 2, "Input Strides": [[4096, 1]] * 2}
+    op = {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9}
+    call = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 2, "dur": 5}
+    kernel = {"cat": "kernel", "name": "volta_h884gemm", "ts": 20, "dur": 1600, "pid": 0}
+    arguments = ({"External id": 1, "Concrete Inputs": [""] * 2} | square, *[{"External id": 1, "correlation": 9}] * 2)
+    events = [
+        {"ph": "X", "pid": 1, "tid": 1, **event, "args": args}
+        for event, args in zip((op, call, kernel), arguments, strict=True)
+    ]
+    for name, device in (("one", "Tesla V100-SXM2-16GB"), ("two", "Nobody's GPU")):
+        document = {"deviceProperties": [{"id": 0, "name": device}], "traceEvents": events}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    found = validate_traces.traces(tmp_path)
+    assert found.keys() == {"trace one"}
+    assert found["trace one"]["aten priced %"] == 100
+    assert found["trace one"]["predicted / measured"] == pytest.approx(1, abs=0.2)
+    printed = capsys.readouterr().out
+    assert "two.json: no hardware is named" in printed
+    assert "fp16 [4096,4096] [4096,4096]" in printed
 
 
 def test_the_command_asks_for_a_file():

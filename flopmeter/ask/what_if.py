@@ -101,22 +101,13 @@ def _faster_links(cluster: Cluster, times: float) -> Cluster:
 
 
 def _faster(host: Host, times: float) -> Host:
-    return dataclasses.replace(
-        host,
-        launch_seconds=host.launch_seconds / times,
-        view_seconds=host.view_seconds / times,
-        module_call_seconds=host.module_call_seconds / times,
-    )
+    return dataclasses.replace(host, relative_time=host.relative_time / times)
 
 
 def _called_faster(launches: Launches, times: float) -> Launches:
     """The host's part of calling compiled code and graphs, which no Host holds."""
     mode = launches.mode
-    return launches._replace(
-        mode=mode._replace(
-            graph_call_seconds=mode.graph_call_seconds / times, launch_seconds=mode.launch_seconds / times
-        )
-    )
+    return launches._replace(mode=mode._replace(graph_call_seconds=mode.graph_call_seconds / times))
 
 
 def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) -> Report:

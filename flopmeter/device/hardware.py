@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from flopmeter.device import power
 from flopmeter.device.files import SUFFIXES, names_in, read_record, resolve, unreadable
+from flopmeter.device.host import Host
 from flopmeter.device.schema import (
     FrozenMapping,
     HardwareError,
@@ -58,7 +59,6 @@ _amount = number("a number over 0 and at most 1e9", above=0, most=1e9)  # so tha
 # A part whose real clock exceeds the spec boost reaches more than its spec peak: an RTX 5090 measures 1.2.
 _fraction = number("a number over 0 and at most 1.5", above=0, most=1.5)
 _count = whole_number(1, 1_000_000)
-_host_seconds = number("a number of seconds from 0 to 1", least=0, most=1)  # 0: for what-ifs
 _vector_rates = mapping_of(_amount, VECTOR_DTYPES)
 _matrix_rates = mapping_of(_amount, MATRIX_DTYPES)
 
@@ -122,25 +122,14 @@ class Interconnect(SchemaRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pcie(SchemaRecord):
-    """The link to the host; the rate is the sum of both directions of the lanes that the device has."""
+    """The link to the host; the rate is the sum of both directions of the lanes that the device has.
+
+    `devices` share one link from their switch to the CPU in the machines that the device comes in.
+    """
 
     generation: int = field(metadata=by(_count))
     bidirectional_gb_per_s: float = field(metadata=by(_amount))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host(SchemaRecord):
-    """The time that an eager program takes on the host, in seconds for each op, view and module call.
-
-    With the defaults two measured overhead-bound programs come out within 7 % (Llama-2-7B decoding, 25.8 ms a token,
-    and ResNet-50 at batch 1, 6.5 ms, both Hugging Face eager on an A100's host) and a third 30 % too fast (ConvNeXt-L,
-    10.4 ms). Hosts differ by a factor of two; `flopmeter calibrate` measures one.
-    """
-
-    launch_seconds: float = field(default=8e-6, metadata=by(_host_seconds))  # an op with a kernel, and its Python
-    view_seconds: float = field(default=3e-6, metadata=by(_host_seconds))  # an op that launches none
-    module_call_seconds: float = field(default=16e-6, metadata=by(_host_seconds))  # nn.Module.__call__, its forward
-    source: str | None = field(default=None, metadata=by(text))
+    devices: int = field(default=1, metadata=by(_count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

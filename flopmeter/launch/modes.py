@@ -16,11 +16,6 @@ GUARD_SECONDS = 176e-6
 GRAPH_CHECK_SECONDS = 128e-6
 GRAPH_LAUNCH_SECONDS = 41e-6
 
-# Host time of one launch from the code that inductor writes, in seconds. A launch call takes 4 to 6 µs of CPU
-# time; C++ alone reaches 2.5 µs (gpu-small-kernels of github.com/te42kyfo/gpu-benches, A100 and H200), and
-# Triton's launcher has taken up to 15 µs in some versions.
-COMPILED_LAUNCH_SECONDS = 5e-6
-
 # Least time from one kernel of a replayed graph to the next, on the device, in seconds: 1.1 to 1.3 µs
 # (github.com/pytorch/pytorch/issues/161104, an add of 1024 floats; gpu-small-kernels has 1.3 on A100 and H200).
 GRAPH_NODE_SECONDS = 1.2e-6
@@ -37,7 +32,6 @@ ALL_MODES = (
         fuses=True,
         replays_graph=False,
         graph_call_seconds=GUARD_SECONDS,
-        launch_seconds=COMPILED_LAUNCH_SECONDS,
     ),
     LaunchMode(
         "cudagraph",

@@ -174,7 +174,8 @@ def _steps(device: DeviceType) -> list[_Measurement]:
 
     types = [dtype for dtype in MATMUL_DTYPES if device == "cuda" or dtype != "tf32"]
     steps: list[_Measurement] = [(f"product {dtype}", matmul_of(dtype)) for dtype in types]
-    steps += [("copy", _copy), ("op", _op), ("view", _view), ("module call", _module_call)]
+    steps += [("copy", _copy), ("op", _op), ("matmul call", _matmul_call), ("view", _view)]
+    steps.append(("module call", _module_call))
     return steps + ([("cache copy", _cache_copy), ("fork", _fork)] if device == "cpu" else [("kernel", _graph_node)])
 
 
@@ -218,18 +219,28 @@ def _copied(timer: _Timer, nbytes: int) -> Figure:
 
 def _op(timer: _Timer) -> Figure:
     """Seconds of the mean of some ops with next to no work, with the Python that calls them."""
-    x, square, norm = (torch.ones(shape, device=timer.device) for shape in ((SMALL,), (4, 4), (SMALL,)))
+    x, norm = (torch.ones(SMALL, device=timer.device) for _ in range(2))
     layer_norm = nn.functional.layer_norm
 
     def ops() -> None:
-        for _ in range(OPS_PER_REPEAT // 5):
+        for _ in range(OPS_PER_REPEAT // 4):
             x + norm
             x.relu()
-            torch.addmm(square, square, square)
             layer_norm(x, (SMALL,), norm, norm)
             x.softmax(0)
 
     return timer.median(ops, OPS_PER_REPEAT)
+
+
+def _matmul_call(timer: _Timer) -> Figure:
+    """Seconds of a matmul with next to no work: of an op whose kernel is a library's."""
+    square = torch.ones(4, 4, device=timer.device)
+
+    def calls() -> None:
+        for _ in range(OPS_PER_REPEAT):
+            torch.addmm(square, square, square)
+
+    return timer.median(calls, OPS_PER_REPEAT)
 
 
 def _view(timer: _Timer) -> Figure:
@@ -406,13 +417,14 @@ def _common(calibration: Calibration, sources: dict[str, str], note: str | None)
     spread = max(figure.spread for figure in figures.values())
     if spread > BUSY_SPREAD:
         remarks.append(f"Repeats differ by {100 * spread:.0f} %: other work ran here; measure again without it.")
-    host_spread = calibration.spread_of("op", "view", "module call")
+    host_spread = calibration.spread_of("op", "matmul call", "view", "module call")
     return {
         "host": {
             "launch_seconds": _rounded(figures["op"].value),
+            "library_seconds": _rounded(max(0.0, figures["matmul call"].value - figures["op"].value)),
             "view_seconds": _rounded(figures["view"].value),
             "module_call_seconds": _rounded(figures["module call"].value),
-            "source": f"loops of tiny ops, views and nested modules; {host_spread}",
+            "source": f"loops of tiny ops, matmuls, views and nested modules; {host_spread}",
         },
         "sources": {"default": default, **sources},
         "notes": " ".join(remarks) or None,

@@ -12,16 +12,27 @@ from typing import Any, NamedTuple
 from flopmeter.costs import costs_of
 from flopmeter.device.hardware import Hardware, HardwareError, Peak, load_hardware
 from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, covered_nanoseconds, read_profile
-from flopmeter.measured.rebuild import NotRebuilt, RebuiltCall, arguments_of, commonest_float, find_ops, run
+from flopmeter.measured.rebuild import (
+    NotRebuilt,
+    RebuiltCall,
+    arguments_of,
+    commonest_float,
+    find_frames,
+    find_ops,
+    run,
+)
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, Switches
+from flopmeter.report.quantities import in_ms
 from flopmeter.timing import cpu, kernels
+from flopmeter.timing.timeline import op_seconds
 
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
+_ATEN = "aten::"
 _SECONDS = 1e-9  # of a nanosecond
 _OUTSIDE = "launched outside of any op: compiled code, a replayed graph, a library"
-_NOT_SENT = "the trace holds no call that launched it: sent before the profile began, or left out"
+_NOT_SENT = "the trace holds no call that launched it"
 
 
 def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardware | None = None) -> Check:
@@ -33,7 +44,7 @@ def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardw
     Raises ProfileError if the file is no such trace, HardwareError for an unknown device.
     """
     profile = read_profile(path)
-    device = _device(Path(path), profile, hardware)
+    device = _sharing(_device(Path(path), profile, hardware), profile.ranks)
     meter = FlopMeter(device, as_cuda=profile.is_cuda)
     pricer = _Pricer(device, profile, meter)
     with meter:
@@ -58,6 +69,18 @@ def _device(path: Path, profile: Profile, hardware: str | os.PathLike[str] | Har
         ran, is_one = ("a GPU", "is a CPU") if profile.is_cuda else ("a CPU", "is none")
         raise ProfileError(f"{path} was recorded on {ran}, but {device.name} {is_one}")
     return device
+
+
+def _sharing(device: Hardware, ranks: int) -> Hardware:
+    """The ranks of a program copy to their devices at the same time; devices below one switch share its link."""
+    sharers = _sharers(device, ranks)
+    if device.pcie is None or sharers == 1:
+        return device
+    return device.replace(pcie={"bidirectional_gb_per_s": device.pcie.bidirectional_gb_per_s / sharers})
+
+
+def _sharers(device: Hardware, ranks: int) -> int:
+    return 1 if device.pcie is None or device.host_link is not None else min(ranks, device.pcie.devices)
 
 
 class _Prediction(NamedTuple):
@@ -141,10 +164,16 @@ class _Pricer:
     def _unpriced(self) -> Iterator[UnpricedRow]:
         for key, known in self._known.items():
             if isinstance(known, str):
-                name = key[0].removeprefix("aten::")
-                yield UnpricedRow(name, self._calls[key], self._nanoseconds[key] * _SECONDS, known)
+                name, seconds = key[0], self._nanoseconds[key] * _SECONDS
+                yield UnpricedRow(_short(name), self._calls[key], seconds, known, name.startswith(_ATEN))
+        for root in self.profile.roots if self.profile.is_cuda else ():
+            for frame in find_frames(root):
+                if frame.launched:
+                    seconds = sum(_seconds(event.span) for event in frame.launched)
+                    yield UnpricedRow(_short(frame.name), 1, seconds, _OUTSIDE, frame.name.startswith(_ATEN))
         for event in self.profile.unlinked:
-            yield UnpricedRow(event.name, 1, _seconds(event.span), _OUTSIDE if event.is_sent else _NOT_SENT)
+            reason = _OUTSIDE if event.is_sent else _NOT_SENT
+            yield UnpricedRow(event.name, 1, _seconds(event.span), reason, is_aten=False)
 
     def _busy(self) -> Iterator[Span]:
         """The spans in which the device runs something, or a CPU runs an op."""
@@ -167,6 +196,9 @@ class _Pricer:
         return max(macs, key=macs.__getitem__, default="fp32")
 
     def _notes(self) -> Iterator[str]:
+        if earlier := self.profile.earlier:
+            seconds = sum(_seconds(event.span) for event in earlier)
+            yield f"left out: {len(earlier)} kernels, {in_ms(seconds)} ms, that were sent before the profile began"
         if self._launched_nothing:
             yield f"{self._launched_nothing} ops launched nothing on the device: views, allocation, work on the host"
         if self._assumed_dtype:
@@ -177,6 +209,8 @@ class _Pricer:
             yield "assumed: tensors are contiguous; the trace, of an old profiler, tells no strides"
         if any(key[1] is not None and key[1].concrete is None for key, _ in self._predictions()):
             yield "assumed: numbers and lists of them are the defaults, a dimension the last; the same trace tells none"
+        if _sharers(self.device, self.profile.ranks) > 1:
+            yield "assumed: ranks copy from the host at the same time, over a link that their devices share"
         if self.profile.is_cuda:
             yield "measured: the time of an op's kernels; predicted: the same, without launching them"
         else:
@@ -207,12 +241,13 @@ class _Pricer:
 
 
 def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, switches: Switches) -> _Prediction:
-    name = event.name.removeprefix("aten::")
+    name = _short(event.name)
     inputs = calls[0].inputs if calls else ()
     shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
     host = device.host if device.is_cpu else None  # of a GPU the device's time is measured
     if not costs:
-        return _Prediction(name, shapes, NO_KERNEL, "", host.view_seconds if host else 0.0, 0.0, 0, 0, 0, 0)
+        dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
+        return _Prediction(name, shapes, NO_KERNEL, "", dispatch, 0.0, 0, 0, 0, 0)
     price = cpu.price if device.is_cpu else kernels.price
     seconds = [price(cost, device, switches).busy.work_seconds + device.kernel_floor_seconds for cost in costs]
     longest = costs[seconds.index(max(seconds))]
@@ -221,7 +256,7 @@ def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardwa
         shapes=shapes,
         op_class=longest.op_class,
         dtype=switches.matmul_dtype(longest),
-        seconds=sum(seconds) + (host.launch_seconds if host else 0.0),
+        seconds=sum(seconds) + (op_seconds(longest, host) if host else 0.0),
         floor_seconds=sum(floor_seconds(cost, device, switches) for cost in costs),
         flops=sum(cost.executed_flops for cost in costs),
         bytes=sum(cost.bytes for cost in costs),
@@ -267,6 +302,10 @@ def _row(known: _Prediction, calls: int, measured_seconds: float) -> CheckRow:
     )
 
 
+def _short(name: str) -> str:
+    return name.removeprefix(_ATEN)
+
+
 def _seconds(span: Span) -> float:
     return (span.end - span.start) * _SECONDS
 
@@ -277,6 +316,8 @@ def _merged(rows: Iterable[UnpricedRow]) -> list[UnpricedRow]:
     for row in rows:
         groups.setdefault((row.name, row.reason), []).append(row)
     return [
-        UnpricedRow(name, sum(row.calls for row in group), sum(row.measured_seconds for row in group), reason)
-        for (name, reason), group in groups.items()
+        group[0]._replace(
+            calls=sum(row.calls for row in group), measured_seconds=sum(row.measured_seconds for row in group)
+        )
+        for group in groups.values()
     ]

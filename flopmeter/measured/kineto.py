@@ -14,7 +14,11 @@ Events that matter, all complete ones (ph 'X', ts and dur in µs):
 If the External id of a driver's call is its own correlation (older Kineto), it names no op: then the op is the
 innermost one that was running at the time of the call.
 
-At the top level `deviceProperties` lists the devices with their `name`. (github.com/pytorch/kineto,
+Correlations rise with time. What ran on the device with a smaller one than the first driver's call in the trace was
+sent before the profile began: it belongs to no op in it.
+
+At the top level `deviceProperties` lists the devices of the host with their `name`, and `distributedInfo` has the
+`world_size` of a program of many ranks. (github.com/pytorch/kineto,
 libkineto/src/output_json.cpp; torch/csrc/autograd/profiler_kineto.cpp.)
 """
 
@@ -62,6 +66,7 @@ class OpEvent:
     name: str
     span: Span
     inputs: OpInputs | None  # None: not in the trace
+    sequence: int | None = None  # an op and the node of autograd that differentiates it have the same number
     children: list[OpEvent] = field(default_factory=list)
     launched: list[DeviceEvent] = field(default_factory=list)
 
@@ -92,9 +97,11 @@ class Profile:
 
     roots: list[OpEvent]  # of all threads
     unlinked: list[DeviceEvent]  # not launched by an op: a replayed graph, code that calls the driver itself
-    device_events: list[DeviceEvent]
+    device_events: list[DeviceEvent]  # without the following
+    earlier: list[DeviceEvent]  # sent before the profile began
     device_name: str | None  # None: nothing ran on a device
-    span: Span  # from the first to the last of the above
+    ranks: int  # of the program on this host
+    span: Span  # from the first to the last of ops and device events
 
     @property
     def is_cuda(self) -> bool:
@@ -114,10 +121,12 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     if not any(op.inputs for _, _, op in ops):
         raise ProfileError(f"{path} was recorded without shapes: use torch.profiler.profile(..., record_shapes=True)")
     roots = _nested(ops)
-    device_events, unlinked = _linked(events, ops)
+    _tell_parts_of_cats([op for _, _, op in ops])
+    device_events, unlinked, earlier = _linked(events, ops)
     spans = [*(op.span for op in roots), *(event.span for event in device_events)]
     whole = Span(min(span.start for span in spans), max(span.end for span in spans))
-    return Profile(roots, unlinked, device_events, _device_name(document) if device_events else None, whole)
+    name = _device_name(document) if device_events else None
+    return Profile(roots, unlinked, device_events, earlier, name, _ranks(document), whole)
 
 
 def covered_nanoseconds(spans: Iterable[Span]) -> int:
@@ -188,7 +197,7 @@ def _op(event: Mapping[str, Any]) -> OpEvent:
     inputs = None
     if types is not None and dims is not None and all(_are_as_many(column, types) for column in recorded):
         inputs = OpInputs(types, dims, strides, concrete)
-    return OpEvent(event["name"], _span(event), inputs)
+    return OpEvent(event["name"], _span(event), inputs, _number(event, "Sequence number"))
 
 
 def _are_as_many(column: Any, types: Any) -> bool:
@@ -215,30 +224,52 @@ def _nested(ops: Iterable[tuple[Any, int | None, OpEvent]]) -> list[OpEvent]:
     return roots
 
 
+def _tell_parts_of_cats(ops: list[OpEvent]) -> None:
+    """An older trace leaves out the tensors in lists. Those of a `cat` that was differentiated are known all the same:
+    autograd's node has its number and its result's shape, and narrows that to each part. Parts are taken as equal."""
+    cats = {op.sequence: op for op in ops if op.name == "aten::cat"}
+    for node in ops:
+        cat = cats.get(node.sequence) if node.name == "CatBackward0" and node.sequence is not None else None
+        if cat is None or not cat.inputs or cat.inputs.dims[0] or not node.inputs or not node.inputs.dims[0]:
+            continue
+        *others, last = node.inputs.dims[0]
+        parts = max(1, sum(child.name == "aten::narrow" for child in node.children))
+        sizes = [last * (part + 1) // parts - last * part // parts for part in range(parts)]
+        cat.inputs = cat.inputs._replace(dims=(tuple((*others, size) for size in sizes), *cat.inputs.dims[1:]))
+
+
 def _linked(
     events: list[dict[str, Any]], ops: list[tuple[Any, int | None, OpEvent]]
-) -> tuple[list[DeviceEvent], list[DeviceEvent]]:
-    """What ran on the device, and the part of it that no op launched. A kernel names its op; if it does not, the
-    driver's call with the same correlation names it, or else the time of that call."""
+) -> tuple[list[DeviceEvent], list[DeviceEvent], list[DeviceEvent]]:
+    """What ran on the device, the part of it that no op launched, and what was sent before the profile began.
+
+    A kernel names its op; if it does not, the driver's call with the same correlation names it, or else the time of
+    that call.
+    """
     calls = {_number(event, "correlation"): event for event in events if event.get("cat") in _DRIVER}
     by_number = {number: op for _, number, op in ops if number is not None}
     if calls and all(_number(event, "External id") in (correlation, None) for correlation, event in calls.items()):
         by_number, by_time = {}, _running(ops, calls)
     else:
         by_time = {}
+    first_sent = min((number for number in calls if number is not None), default=0)
     ran: list[DeviceEvent] = []
     unlinked: list[DeviceEvent] = []
+    earlier: list[DeviceEvent] = []
     for event in events:
         if event.get("cat") not in _DEVICE:
             continue
         correlation = _number(event, "correlation")
         call = calls.get(correlation)
         device_event = DeviceEvent(event["name"], event["cat"] == "gpu_memcpy", _span(event), call is not None)
-        ran.append(device_event)
         numbers = (_number(one, "External id") for one in (event, call) if one is not None)
         op = next((by_number[number] for number in numbers if number in by_number), by_time.get(correlation))
+        if op is None and correlation is not None and correlation < first_sent:
+            earlier.append(device_event)
+            continue
+        ran.append(device_event)
         (op.launched if op else unlinked).append(device_event)
-    return ran, unlinked
+    return ran, unlinked, earlier
 
 
 def _running(
@@ -265,3 +296,10 @@ def _device_name(document: Mapping[str, Any]) -> str | None:
     first = devices[0] if isinstance(devices, list) and devices else None
     name = first.get("name") if isinstance(first, dict) else None
     return name if isinstance(name, str) else None
+
+
+def _ranks(document: Mapping[str, Any]) -> int:
+    """As many as the program has, at most one for each device that the trace lists."""
+    devices, run = document.get("deviceProperties"), document.get("distributedInfo")
+    world = run.get("world_size") if isinstance(run, dict) else None
+    return min(world, len(devices)) if isinstance(world, int) and isinstance(devices, list) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from flopmeter.trace.tensor_specs import build_call
 # number.
 _NUMBERS = {"double": 1.0, "long int": 1, "long": 1, "long long": 1, "bool": True}
 _NOTHING = ("", "nullptr (uninitialized)")
+_FRAMES = ("autograd", "torch", "prim", "profiler")  # namespaces of what only calls ops
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 _META = torch.device("meta")
 LONGEST_LIST = 30  # TENSOR_LIST_DISPLAY_LENGTH_LIMIT of torch/csrc/profiler/util.h
@@ -33,6 +34,13 @@ MOST_REASON = 120  # characters
 _NUMBER = ("NumberType", "FloatType")
 _WHOLE_NUMBER = ("IntType", "SymIntType", "ScalarTypeType", "LayoutType", "MemoryFormatType", *_NUMBER)
 _BOOL = ("BoolType", *_NUMBER[:1])
+
+
+# Lists of numbers that an older trace does not tell and that the shapes of the op's tensors tell, by parameter.
+_UNTOLD: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
+    "normalized_shape": lambda shapes: list(shapes["weight"] or shapes["input"][-1:]),
+    "output_mask": lambda shapes: [True, bool(shapes["weight"]), bool(shapes["weight"])],
+}
 
 
 class NotRebuilt(Exception):  # noqa: N818  (no error of the caller's)
@@ -87,12 +95,25 @@ def _tensor_types(event: OpEvent) -> Iterator[str]:
 def find_ops(root: OpEvent) -> Iterator[OpEvent]:
     """The ops of the tree that the tracer would see: not autograd's and not composites, which consist of other ops in
     the tree, and not those that a kernel calls. Ops of libraries that are not loaded are included."""
-    namespace, _, name = root.name.partition("::")
-    if not name or namespace in ("autograd", "torch", "prim", "profiler") or _is_composite(root):
+    if is_frame(root):
         for child in root.children:
             yield from find_ops(child)
     else:
         yield root
+
+
+def find_frames(root: OpEvent) -> Iterator[OpEvent]:
+    """What find_ops looks through: nodes of autograd and composites."""
+    if is_frame(root):
+        yield root
+        for child in root.children:
+            yield from find_frames(child)
+
+
+def is_frame(event: OpEvent) -> bool:
+    """Whether the op only calls others. A composite that launched a kernel itself has one on that device."""
+    namespace, _, name = event.name.partition("::")
+    return not name or namespace.partition(".")[0] in _FRAMES or (not event.launched and _is_composite(event))
 
 
 def arguments_of(event: OpEvent, dtype_in_lists: torch.dtype) -> RebuiltCall:
@@ -158,9 +179,14 @@ def _candidates(packet: OpOverloadPacket, inputs: OpInputs, dtype_in_lists: torc
         takes_number = False  # once there is a tensor
         conversions = 0
         args, kwargs = [], {}
+        shapes = {parameter.name: dims for parameter, dims in zip(parameters, inputs.dims, strict=True)}
         try:
             for parameter, traced in zip(parameters, _columns(inputs), strict=True):
-                value, is_converted = _value(parameter, traced, in_lists, number_for_scalar=takes_number)
+                value: Any
+                if inputs.concrete is None and traced.kind in _NOTHING and parameter.name in _UNTOLD:
+                    value, is_converted = _UNTOLD[parameter.name](shapes), False
+                else:
+                    value, is_converted = _value(parameter, traced, in_lists, number_for_scalar=takes_number)
                 conversions += is_converted
                 takes_number |= isinstance(value, Tensor) and torch.Tag.pointwise in overload.tags
                 if parameter.kwarg_only:

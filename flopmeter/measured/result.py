@@ -55,6 +55,7 @@ class UnpricedRow(NamedTuple):
     calls: int
     measured_seconds: float
     reason: str
+    is_aten: bool  # an op of PyTorch's own; else a library's, a collective, or what no op launched
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,19 @@ class Check(Shown):
         return sum(row.predicted_seconds for row in self.rows)
 
     @property
+    def priced_share(self) -> float:
+        """Of the measured time of PyTorch's own (aten) ops, the part with a prediction."""
+        priced = sum(row.measured_seconds for row in self.rows)
+        missed = sum(row.measured_seconds for row in self.unpriced if row.is_aten)
+        return priced / (priced + missed) if priced else 0.0
+
+    @property
+    def weighted_error(self) -> float:
+        """Mean of |predicted / measured - 1| over the kinds of calls, weighted by their measured time."""
+        priced = sum(row.measured_seconds for row in self.rows)
+        return sum(abs(row.predicted_seconds - row.measured_seconds) for row in self.rows) / priced if priced else 0.0
+
+    @property
     def idle_share(self) -> float:
         """Of the span, the device waiting; on a CPU, outside of ops."""
         return 1 - self.busy_seconds / self.span_seconds if self.span_seconds else 0.0
@@ -101,11 +115,11 @@ class Check(Shown):
             name: getattr(self, name)
             for name in (
                 "span_seconds", "busy_seconds", "host_seconds", "idle_share", "measured_seconds", "predicted_seconds",
-                "mfu", "main_dtype",
+                "priced_share", "weighted_error", "mfu", "main_dtype",
             )
         }  # fmt: skip
         records = [row.as_dict() for row in self.rows]
-        unpriced = [row._asdict() for row in self.unpriced]
+        unpriced = [{key: value for key, value in row._asdict().items() if key != "is_aten"} for row in self.unpriced]
         classes = [row.as_dict() for row in self.by_class()]
         as_records: list[Mapping[str, Any]] = [{**record, "reason": ""} for record in records]
         if records:
@@ -135,6 +149,7 @@ class Check(Shown):
             f"measured {in_ms(self.span_seconds)} ms from the first to the last event"
             f" · {where} {in_ms(self.busy_seconds)} ms, {idle} {percent(self.idle_share)} %{host}"
             f" · MFU {percent(self.mfu, 1)} % · predicted for the ops {in_ms(self.predicted_seconds)} ms"
+            f" · of the time of aten ops {percent(self.priced_share)} % priced"
         )
 
     def _omitted(self) -> Iterator[str]:

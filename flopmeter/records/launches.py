@@ -31,9 +31,8 @@ class LaunchMode(NamedTuple):
     title: str
     has_graphs: bool  # False: everything is launched op by op
     fuses: bool  # the kernels are those of fuse()
-    replays_graph: bool  # the host launches a graph, not its kernels
+    replays_graph: bool  # the host launches a graph, not each of its kernels
     graph_call_seconds: float = 0.0  # host, once for each graph
-    launch_seconds: float = 0.0  # host, for each kernel of a graph
     node_seconds: float = 0.0  # device, least time of each kernel of a graph
 
 

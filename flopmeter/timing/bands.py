@@ -63,7 +63,7 @@ BANDS: dict[str, Band] = {
     COMMUNICATION: Band(0.13, 0.18, NCCL_TESTS),
 }
 BETWEEN_NODES = "communication between nodes"  # of which there are no measurements
-# The host's time: two programs within 7 %, a third 30 % low; hosts differ by a factor of two.
+# The host's time: thirteen programs within 13 % once the CPU is known; CPUs differ by a factor of two.
 HOST_BAND = Band(0.35, 0.60)
 # Classes without any measurement.
 UNVALIDATED = {

@@ -85,6 +85,11 @@ HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
 
+# Kernels that MIOpen launches beside each 16-bit convolution in NCHW. Its kernels work on NHWC: three transpose input,
+# weight and result, one clears the result and one casts it from fp32. (torch.profiler's trace of a ResNet in bf16 on an
+# MI300X, AMD-AGI/TraceLens: five beside a forward one, nine or ten beside the two of a backward one.)
+MIOPEN_CONVERSIONS = 5
+
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. In channels-last they
 # are bound by memory up to a side of 7 (.25 and above are equally good on [timm]). For longer sides cuDNN has no such
 # kernel and takes a slow one (from one network, ConvMixer-1536/20 with a side of 9: .010 to .014).

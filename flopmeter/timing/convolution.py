@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
+from flopmeter.device.hardware import Hardware
 from flopmeter.records import Convolution, Matmul
 from flopmeter.timing import constants
 from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, overlap, price_matmul
@@ -22,6 +23,14 @@ def convolution(
     if not _suits_winograd(shape, implicit):
         return direct
     return min(direct, _winograd(shape, implicit, moved, rates), key=lambda busy: busy.work_seconds)
+
+
+def conversions(shape: Convolution, moved: MatmulBytes, hardware: Hardware) -> float:
+    """Seconds that AMD's library takes to bring tensors into its layout and back: kernels that copy each of them."""
+    if hardware.vendor != "amd" or moved.item_bytes != 2 or shape.channels_last:
+        return 0.0
+    copies = 2 * moved.nbytes / (hardware.sustained_bandwidth_bytes_per_s * constants.ACCESS_SHARE["strided"])
+    return constants.MIOPEN_CONVERSIONS * hardware.kernel_floor_seconds + copies
 
 
 def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:

@@ -10,7 +10,7 @@ from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import cycles_to_seconds, last_wave_stretch, memory_seconds, share_of_stream
-from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
+from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
 from flopmeter.timing.gemm_kernels import CONVOLUTIONS, gemm_kernels
 from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, overlap, price_matmul, side_by_side, tile_count
 
@@ -79,6 +79,8 @@ def _convolution(
     if peak.unit == "matrix":
         rates = rates._replace(kernels=CONVOLUTIONS, issue_flop_per_s=rates.flop_per_s)
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
+    extra = conversions(shape, moved, hardware)
+    busy = busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
 

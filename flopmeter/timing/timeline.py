@@ -94,14 +94,27 @@ def host_seconds(launches: Launches, host: Host) -> float:
 def _host_steps(launches: Launches, host: Host) -> list[float]:
     """Host seconds before each kernel is launched. For an eager kernel they are those of its op and of the views and
     module calls before it. A graph costs one call; if it is not replayed, each of its kernels costs a launch."""
-    kernels, graphs, mode = launches.kernels, launches.graphs, launches.mode
     steps = []
     running: int | None = None
-    for (_, _, views, module_calls), graph in zip(kernels, graphs, strict=True):
+    for kernel, graph in zip(launches.kernels, launches.graphs, strict=True):
         if graph is None:
-            step = host.launch_seconds + views * host.view_seconds + module_calls * host.module_call_seconds
+            step = op_seconds(kernel.cost, host) + host.before_op_seconds(kernel.views, kernel.module_calls)
         else:
-            step = mode.launch_seconds + (mode.graph_call_seconds if graph != running else 0.0)
+            step = 0.0 if launches.mode.replays_graph else _compiled_seconds(kernel.cost, host)
+            if graph != running:
+                step += launches.mode.graph_call_seconds
         running = graph
         steps.append(step)
     return steps
+
+
+def op_seconds(cost: Cost, host: Host) -> float:
+    """What the call of an op costs the host. Products, convolutions and fused attention are kernels of libraries."""
+    return host.op_seconds(is_library=cost.macs > 0)
+
+
+def _compiled_seconds(cost: Cost, host: Host) -> float:
+    """Of one kernel of compiled code: inductor's own, or one that is called as in eager code."""
+    if cost.access == "fused":
+        return host.relative_time * host.triton_launch_seconds
+    return op_seconds(cost, host)

@@ -3,8 +3,8 @@
 Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one
 kernel; products, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
 or cuDNN by default). roles.py says what fuses, graphs.py where a compiled graph ends, dataflow.py who reads
-what, layout.py which convolutions run channels-last, grouping.py which kernels become one; here they are put together
-and priced.
+what, layout.py which convolutions run channels-last, grouping.py which kernels become one, dequantize.py which
+casts of weights go into a product; here they are put together and priced.
 
 A fused kernel reads each region from memory once and writes what is needed outside of it: what another kernel
 reads (a saved activation in backward), and what a Python object still holds after the graph has ended: a
@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flopmeter.launch.fusion.dataflow import flow_of
+from flopmeter.launch.fusion.dequantize import casts_inside, with_cast
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, modules_compiled, whole_program
 from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.layout import in_chosen_layout
@@ -60,14 +61,24 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     traffic = Traffic(kernels, trace, graphs, flow, groups)
     costs: dict[tuple[tuple[Cost, ...], int, int], Cost] = {}
     libraries: dict[Cost, Cost] = {}
+    taken_in = casts_inside(kernels, flow, groups, traffic)
+    casts: dict[int, list[list[int]]] = {}  # the groups that a product takes in, by its place
     fused = []
     for members in groups.in_order():
         first = kernels[members[0]]
         if graphs[members[0]] is None:
             fused.append(first)
             continue
+        product = taken_in.get(groups.of(members[0]))
+        if product is not None:
+            casts.setdefault(product, []).append(members)
+            continue
         if flow.roles[members[0]] is OPAQUE:
-            fused.append(first._replace(cost=_of_library(first, libraries), views=0, module_calls=0))
+            cost, ops_of_product = _of_library(first, libraries), first.ops
+            for cast in casts.get(members[0], ()):
+                cost = with_cast(cost, [kernels[member].cost for member in cast], *traffic.of_group(cast))
+                ops_of_product += tuple(kernels[member].ops[0] for member in cast)
+            fused.append(Kernel(ops_of_product, cost, 0, 0))
             continue
         key = (tuple(kernels[member].cost for member in members), *traffic.of_group(members))
         if key not in costs:

@@ -47,14 +47,19 @@ class Traffic:
         return charges.total(self._storages)
 
     def _is_kept(self, value: Value) -> bool:
-        """Whether someone reads the value from memory, or holds it when its graph has ended.
+        """Whether someone reads the value from memory, or holds it when its graph has ended."""
+        inside = self._groups.of(value.kernel)
+        return any(self._groups.of(reader) != inside for reader in value.readers) or self.outlives_graph(value)
+
+    def outlives_graph(self, value: Value) -> bool:
+        """Whether the value has to be in memory when its graph has ended.
 
         What a Python object holds at that time is a result of the graph. A local variable of the program's
         forward function dies with the function, before the next graph runs its first op. So does
         an output that the caller drops; what tells it from the local is that nobody read it.
         """
-        inside, graph = self._groups.of(value.kernel), self._graphs[value.kernel]
-        if value.is_pinned or any(self._groups.of(reader) != inside for reader in value.readers):
+        graph = self._graphs[value.kernel]
+        if value.is_pinned:
             return True
         if value.touch.storage < 0:  # scratch
             return False

@@ -1,0 +1,95 @@
+"""Profiler traces of real runs: DIR holds Chrome traces of torch.profiler, recorded with shapes (*.json, *.json.gz).
+
+Measured is the time of an op's kernels on the device, so neither the host nor the profiler's cost there counts. A kind
+of call is an op with its shapes. A trace that cannot be compared (no profile of its device) is named with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tabulate import tabulate
+from validate_kernels import duration
+
+from flopmeter import HardwareError
+from flopmeter.measured import Check, CheckRow, ProfileError, check
+
+LARGEST_MISSES = 10
+MOST_SHAPES = 70  # characters
+
+
+def traces(folder: Path) -> dict[str, dict[str, float]]:
+    """Print the tables of all traces in the folder; return the three figures of each."""
+    checks: dict[str, Check] = {}
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")]):
+        try:
+            checks[path.name.partition(".json")[0]] = check(path)
+        except (HardwareError, ProfileError) as reason:
+            print(f"\n{path.name}: {reason}")
+    headers = ["", "GPU", "kinds", "calls", "measured ms", "aten priced %", "pred./meas.", "weighted error %"]
+    headers.append("floor/meas.")
+    print(f"\ntraces\n{tabulate([_line(name, one) for name, one in checks.items()], headers=headers, floatfmt='.2f')}")
+    for name, one in checks.items():
+        _by_duration(name, one)
+        _largest_misses(name, one)
+    return {f"trace {name}": _figures(one) for name, one in checks.items()}
+
+
+def _line(name: str, found: Check) -> list[object]:
+    calls = sum(row.calls for row in found.rows)
+    floor = sum(row.floor_seconds for row in found.rows) / _measured(found.rows)
+    measured = 1e3 * _measured(found.rows)
+    return [name, found.hardware.name, len(found.rows), calls, measured, *_figures(found).values(), floor]
+
+
+def _figures(found: Check) -> dict[str, float]:
+    return {
+        "aten priced %": round(100 * found.priced_share, 1),
+        "predicted / measured": round(found.predicted_seconds / _measured(found.rows), 3),
+        "weighted error %": round(100 * found.weighted_error, 1),
+    }
+
+
+def _by_duration(name: str, found: Check) -> None:
+    """By the time of one call: how much of the trace it is, and how far off."""
+    groups: dict[str, list[CheckRow]] = {}
+    for row in sorted(found.rows, key=_seconds_of_call):
+        groups.setdefault(duration(_seconds_of_call(row)), []).append(row)
+    lines = [
+        [
+            group,
+            sum(row.calls for row in rows),
+            1e3 * _measured(rows),
+            sum(row.predicted_seconds for row in rows) / _measured(rows),
+            100 * sum(abs(row.predicted_seconds - row.measured_seconds) for row in rows) / _measured(rows),
+        ]
+        for group, rows in groups.items()
+    ]
+    headers = ["one call", "calls", "measured ms", "pred./meas.", "weighted error %"]
+    print(f"\n{name}, by duration\n{tabulate(lines, headers=headers, floatfmt='.2f')}")
+
+
+def _largest_misses(name: str, found: Check) -> None:
+    rows = sorted(found.rows, key=lambda row: -abs(row.predicted_seconds - row.measured_seconds))[:LARGEST_MISSES]
+    lines = [
+        [
+            row.name,
+            row.calls,
+            1e6 * _seconds_of_call(row),
+            1e6 * row.predicted_seconds / row.calls,
+            1e3 * (row.predicted_seconds - row.measured_seconds),
+            f"{row.dtype} {row.shapes[:MOST_SHAPES]}",
+        ]
+        for row in rows
+    ]
+    headers = ["largest misses", "calls", "measured µs", "predicted µs", "miss ms, all", "inputs"]
+    print(f"\n{name}\n{tabulate(lines, headers=headers, floatfmt='.2f')}")
+
+
+def _measured(rows: Iterable[CheckRow]) -> float:
+    return sum(row.measured_seconds for row in rows)
+
+
+def _seconds_of_call(row: CheckRow) -> float:
+    return row.measured_seconds / row.calls
