@@ -103,4 +103,10 @@ def _fp8_gemm(m: int, n: int, k: int, kind: str) -> Program:
     return run
 
 
-SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {"gemm": gemms}
+def _transformer_ops(lines: list[Line]) -> dict[str, list[Row]]:
+    from validate_transformer_ops import transformer_ops  # it takes its rows from here
+
+    return transformer_ops(lines)
+
+
+SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {"gemm": gemms, "transformer_ops": _transformer_ops}

@@ -5,7 +5,7 @@ FLOPs per element; the statistics' own work per row or channel is left out, as i
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
 from flopmeter.costs.rules import make_cost, rule
 from flopmeter.records import NORMALIZATION, Access, Call, Cost, Region, Reread, TensorSpec
@@ -18,6 +18,7 @@ from flopmeter.torch_names.operators import aten
 # read it once for the statistics and once for the result (layer_norm_kernel.cu).
 SOFTMAX_ROW_IN_REGISTERS = 1024
 LAYER_NORM_THREADS = 128
+LAYER_NORM_ELEMENTS = 4  # of a load
 BLOCK_THREADS = 512  # group norm, and all kernels that reduce a whole channel
 LOAD_BYTES = 16
 WARP_THREADS = 32
@@ -177,10 +178,11 @@ def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ..
     columns = x.shape[call.argument("dim")] if x.shape else 1
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
-        return (Reread(0, rows, row_bytes, WARP_THREADS, OPERATIONS_TO_COMBINE),)
+        return (Reread(0, rows, row_bytes, WARP_THREADS, OPERATIONS_TO_COMBINE, 1),)
     loads = min(1024, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE),)
+    accesses = (1 + passes) * ceil(row_bytes / (threads * LOAD_BYTES))
+    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses),)
 
 
 def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
@@ -192,7 +194,8 @@ def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
         columns, threads = x.numel // max(1, call.argument("N") * call.argument("group")), BLOCK_THREADS
     columns = max(1, columns)
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE),)
+    accesses = (1 + passes) * ceil(columns / (threads * LAYER_NORM_ELEMENTS))
+    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses),)
 
 
 def _whole_reread(x: TensorSpec) -> Reread:

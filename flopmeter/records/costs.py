@@ -56,8 +56,9 @@ class Recurrence(NamedTuple):
 
 
 class Reread(NamedTuple):
-    """What a kernel that works on rows reads a second time. It depends on the device whether a second read hits the L2
-    cache: the rows that all SMs work on at a time, at `threads` threads a row, compete for the cache.
+    """How a kernel with a block of threads for each row works, and what it reads a second time. It depends on the device
+    whether a second read hits the L2 cache: the rows that all SMs work on at a time, at `threads` threads a row, compete
+    for the cache.
     """
 
     nbytes: int  # of second reads; 0 if a row stays in registers
@@ -65,6 +66,7 @@ class Reread(NamedTuple):
     row_bytes: int
     threads: int  # that work on one row
     operations: int = 0  # with which each of these threads combines its partial result with the others'
+    accesses: int = 0  # to memory, of each of these threads, one after the other; 0: not known to bound the kernel
 
 
 CollectiveKind = Literal[

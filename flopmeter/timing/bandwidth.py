@@ -25,6 +25,7 @@ _ACCESS_OF_CLASS: dict[str, Access] = {
     SORTING: "sort",
 }
 _BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "normalize")
+_FROM_TABLES: tuple[Access, ...] = ("gather", "scatter", "sort")
 _NARROW = {name for name, dtype in DTYPES.items() if dtype.units and dtype.item_bytes <= 2}
 
 
@@ -33,9 +34,11 @@ def memory_seconds(cost: Cost, hardware: Hardware) -> float:
     the L2 cache."""
     if cost.link_bytes:
         return link_seconds(cost, hardware)
-    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
-    return max((cost.bytes + missed) / bandwidth, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
+    cached = cached_share(cost, hardware)
+    traffic = (1.0 - cached) * cost.bytes / bandwidth + cached * cost.bytes / hardware.bandwidth_bytes_per_s
+    return max(traffic + missed / bandwidth, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
 def link_seconds(cost: Cost, hardware: Hardware) -> float:
@@ -44,15 +47,38 @@ def link_seconds(cost: Cost, hardware: Hardware) -> float:
     return cost.link_bytes / (rate * constants.LINK_SHARE)
 
 
-def share_of_stream(cost: Cost) -> float:
+def share_of_stream(cost: Cost, hardware: Hardware) -> float:
     """The share of the streaming bandwidth that the kernel's access pattern reaches."""
-    access = cost.access or _ACCESS_OF_CLASS.get(cost.op_class, "stream")
+    access = _access(cost)
     share = constants.ACCESS_SHARE[access]
-    return share * constants.NARROW_SHARE if access in _BY_VECTOR_LOADS and _is_narrow(cost) else share
+    is_slowed = hardware.memory_type.startswith("GDDR") and access in _BY_VECTOR_LOADS and _is_narrow(cost)
+    return share * constants.NARROW_SHARE if is_slowed else share
+
+
+def _access(cost: Cost) -> Access:
+    return cost.access or _ACCESS_OF_CLASS.get(cost.op_class, "stream")
 
 
 def _is_narrow(cost: Cost) -> bool:
     return cost.dtype in _NARROW and not cost.matmuls and cost.op_class != COMMUNICATION
+
+
+def cached_share(cost: Cost, hardware: Hardware) -> float:
+    """The share of what a kernel touches that the L2 cache holds: the kernels before have just written its inputs. Of a
+    table (gather, scatter) and of weights little is there. The model takes such bytes at the spec bandwidth of memory;
+    the cache itself is faster."""
+    cache = hardware.l2_cache_bytes
+    if not cache or cost.matmuls or _access(cost) in _FROM_TABLES:
+        return 0.0
+    beyond = cost.bytes / cache - constants.CACHE_SHARE_WITHOUT_MISSES
+    return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
+
+
+def access_seconds(cost: Cost, hardware: Hardware) -> float:
+    """From the request of a thread until its data is there, if nothing else asks for memory."""
+    cached = cached_share(cost, hardware)
+    cycles = (1.0 - cached) * constants.MEMORY_LATENCY_CYCLES + cached * constants.CACHE_LATENCY_CYCLES
+    return cycles_to_seconds(cycles, hardware)
 
 
 def rows_in_flight(reread: Reread, hardware: Hardware) -> int:

@@ -9,7 +9,14 @@ from flopmeter.records import ATTENTION, Cost, Recurrence, Switches
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
-from flopmeter.timing.bandwidth import cycles_to_seconds, last_wave_stretch, memory_seconds, share_of_stream
+from flopmeter.timing.bandwidth import (
+    access_seconds,
+    cycles_to_seconds,
+    last_wave_stretch,
+    memory_seconds,
+    rows_in_flight,
+    share_of_stream,
+)
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
 from flopmeter.timing.matmul import Busy, Rates, overlap, price_matmul, side_by_side, tile_count
 
@@ -64,7 +71,7 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
     vector = hardware.vector_peak("fp32").sustained_flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
     if cost.op_class == ATTENTION:
         return attention(cost, hardware, peak.sustained_flop_per_s, vector), "attention"
-    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
     item_bytes = item_bytes_of(cost.dtype)
     on_matrix_units = peak.unit == "matrix"
     tile_seconds = cycles_to_seconds(constants.TILE_CYCLES, hardware)
@@ -132,6 +139,8 @@ def alignment_share(alignment_bytes: int) -> float:
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
     """All other work than matmuls, at the rate of the vector units."""
     flops = cost.flops - 2 * cost.macs
+    if not cost.macs:
+        flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
     if not flops:
         return 0.0
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
@@ -142,10 +151,32 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float) -> Busy:
     """A thread computes the address of an element, loads it, and computes with it. Computing addresses counts as memory
     traffic, because the same remedy helps: fusion, not more FLOP/s."""
     stretch = last_wave_stretch(cost, hardware)
-    compute = (arithmetic + _row_seconds(cost, hardware)) * stretch
+    idle = _idle_stretch(cost, hardware)
+    compute = (arithmetic + _row_seconds(cost, hardware)) * stretch * idle
     traffic = memory_seconds(cost, hardware) * stretch
-    memory = overlap(index_seconds(cost, hardware), traffic, constants.INDEX_OVERLAP)
-    return Busy(compute, memory, overlap(compute, memory, constants.VECTOR_OVERLAP))
+    memory = overlap(index_seconds(cost, hardware) * idle, traffic, constants.INDEX_OVERLAP)
+    first, others = _latencies(cost, hardware)
+    together = overlap(compute, memory, constants.VECTOR_OVERLAP)
+    return Busy(compute, memory, first + overlap(together, others, constants.VECTOR_OVERLAP))
+
+
+def _latencies(cost: Cost, hardware: Hardware) -> tuple[float, float]:
+    """How long the first rows (or elements) wait for memory and for each other's results, which no other work hides,
+    and all rows after them, if they had to wait as long."""
+    access = access_seconds(cost, hardware)
+    first, others = access, 0.0
+    for rows in cost.rereads:
+        step = cycles_to_seconds(constants.ARITHMETIC_LATENCY_CYCLES, hardware)
+        of_row = rows.accesses * access + rows.operations * step
+        waves = max(1.0, rows.rows / rows_in_flight(rows, hardware))
+        first, others = max(first, of_row), max(others, (waves - 1.0) * of_row)
+    return first, others
+
+
+def _idle_stretch(cost: Cost, hardware: Hardware) -> float:
+    """How many times longer arithmetic takes because there are fewer rows than SMs."""
+    busy = [min(1.0, rows.rows / hardware.sm_count) for rows in cost.rereads if rows.accesses]
+    return 1.0 / min(busy, default=1.0)
 
 
 def _row_seconds(cost: Cost, hardware: Hardware) -> float:
