@@ -9,7 +9,7 @@ t µs says nothing finer than 0.25 / t on average.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, prod
 
 import torch
@@ -111,9 +111,17 @@ def transformer_ops(lines: list[Line]) -> dict[str, list[Row]]:
                 continue
             shape = tuple(line[key] for key in ("model", "num_tokens", "num_tensor_parallel_workers"))
             with torch.device("meta"):
-                run = program(line)
-            rows[title].append(kernel_row(column.removesuffix("_ms"), dict(line, ms=line[column]), run, shape))
+                inputs, run = program(line)
+            measured = dict(line, ms=line[column])
+            before = functools.partial(_write, inputs)
+            rows[title].append(kernel_row(column.removesuffix("_ms"), measured, run, shape, before=before))
     return rows
+
+
+def _write(inputs: Sequence[Tensor]) -> None:
+    """The operators before wrote them."""
+    for tensor in inputs:
+        tensor.zero_()
 
 
 def _numbers(line: Line) -> tuple[int, int, int]:
@@ -121,21 +129,23 @@ def _numbers(line: Line) -> tuple[int, int, int]:
     return int(line["num_tokens"]), int(line["n_embd"]), int(line["num_tensor_parallel_workers"])
 
 
+Measured = tuple[tuple[Tensor, ...], Program]  # what was just written, and the operator
+
 _half = functools.partial(torch.empty, dtype=torch.float16)
 
 
-def _embedding(line: Line) -> Program:
+def _embedding(line: Line) -> Measured:
     tokens, width, _ = _numbers(line)
     table, ids = _half(int(line["vocab_size"]), width), torch.empty(tokens, dtype=torch.int64)
-    return lambda: F.embedding(ids, table)
+    return (ids,), lambda: F.embedding(ids, table)
 
 
-def _norm(line: Line) -> Program:
+def _norm(line: Line) -> Measured:
     tokens, width, _ = _numbers(line)
     x, weight, bias = _half(tokens, width), _half(width), _half(width)
     if _is_gated(line):
-        return lambda: rms_norm(x, weight)
-    return lambda: F.layer_norm(x, (width,), weight, bias)
+        return (x,), lambda: rms_norm(x, weight)
+    return (x,), lambda: F.layer_norm(x, (width,), weight, bias)
 
 
 def _is_gated(line: Line) -> bool:
@@ -143,29 +153,29 @@ def _is_gated(line: Line) -> bool:
     return line["use_gated_mlp"] == "True"
 
 
-def _rotary(line: Line) -> Program:
+def _rotary(line: Line) -> Measured:
     tokens, width, ranks = _numbers(line)
     heads, kv_heads = int(line["n_head"]), int(line["n_kv_head"])
     depth = width // heads
     query, key = (_half(tokens, ceil(count / ranks), depth) for count in (heads, kv_heads))
     positions, cos_sin = torch.empty(tokens, dtype=torch.int64), _half(4096, depth)
-    return lambda: rotary(positions, query, key, cos_sin)
+    return (query, key), lambda: rotary(positions, query, key, cos_sin)
 
 
-def _activation(line: Line) -> Program:
+def _activation(line: Line) -> Measured:
     tokens, _, ranks = _numbers(line)
     hidden = int(line["n_expanded_embd"]) // ranks
     x = _half(tokens, hidden * (1 + _is_gated(line)))
-    return (lambda: silu_and_mul(x)) if _is_gated(line) else (lambda: F.gelu(x))
+    return (x,), (lambda: silu_and_mul(x)) if _is_gated(line) else (lambda: F.gelu(x))
 
 
-def _add(line: Line) -> Program:
+def _add(line: Line) -> Measured:
     tokens, width, _ = _numbers(line)
     x, y, z = (_half(tokens, width) for _ in range(3))
-    return (lambda: x + y) if _is_gated(line) else (lambda: x + y + z)
+    return (x, y, z), (lambda: x + y) if _is_gated(line) else (lambda: x + y + z)
 
 
-COLUMNS: Mapping[str, tuple[str, Callable[[Line], Program]]] = {
+COLUMNS: Mapping[str, tuple[str, Callable[[Line], Measured]]] = {
     "emb_ms": ("embeddings", _embedding),
     "input_layernorm_ms": ("norms", _norm),
     "post_attention_layernorm_ms": ("norms", _norm),

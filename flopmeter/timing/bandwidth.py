@@ -25,20 +25,20 @@ _ACCESS_OF_CLASS: dict[str, Access] = {
     SORTING: "sort",
 }
 _BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "normalize")
-_FROM_TABLES: tuple[Access, ...] = ("gather", "scatter", "sort")
 _NARROW = {name for name, dtype in DTYPES.items() if dtype.units and dtype.item_bytes <= 2}
 
 
-def memory_seconds(cost: Cost, hardware: Hardware) -> float:
+def memory_seconds(cost: Cost, hardware: Hardware, cached_bytes: float = 0.0) -> float:
     """First reads and all writes, at the bandwidth of the kernel's access pattern, and those second reads that miss
-    the L2 cache."""
+    the L2 cache. `cached_bytes`: what of both the kernels before have left in that cache."""
     if cost.link_bytes:
         return link_seconds(cost, hardware)
-    missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
-    cached = cached_share(cost, hardware)
-    traffic = (1.0 - cached) * cost.bytes / bandwidth + cached * cost.bytes / hardware.bandwidth_bytes_per_s
-    return max(traffic + missed / bandwidth, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
+    missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
+    traffic = (cost.bytes - cached_bytes + missed) / bandwidth
+    if cached_bytes:
+        traffic += cached_bytes / max(bandwidth, cache_bytes_per_s(hardware))
+    return max(traffic, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
 def link_seconds(cost: Cost, hardware: Hardware) -> float:
@@ -49,36 +49,27 @@ def link_seconds(cost: Cost, hardware: Hardware) -> float:
 
 def share_of_stream(cost: Cost, hardware: Hardware) -> float:
     """The share of the streaming bandwidth that the kernel's access pattern reaches."""
-    access = _access(cost)
+    access = cost.access or _ACCESS_OF_CLASS.get(cost.op_class, "stream")
     share = constants.ACCESS_SHARE[access]
     is_slowed = hardware.memory_type.startswith("GDDR") and access in _BY_VECTOR_LOADS and _is_narrow(cost)
     return share * constants.NARROW_SHARE if is_slowed else share
-
-
-def _access(cost: Cost) -> Access:
-    return cost.access or _ACCESS_OF_CLASS.get(cost.op_class, "stream")
 
 
 def _is_narrow(cost: Cost) -> bool:
     return cost.dtype in _NARROW and not cost.matmuls and cost.op_class != COMMUNICATION
 
 
-def cached_share(cost: Cost, hardware: Hardware) -> float:
-    """The share of what a kernel touches that the L2 cache holds: the kernels before have just written its inputs. Of a
-    table (gather, scatter) and of weights little is there. The model takes such bytes at the spec bandwidth of memory;
-    the cache itself is faster."""
-    cache = hardware.l2_cache_bytes
-    if not cache or cost.matmuls or _access(cost) in _FROM_TABLES:
-        return 0.0
-    beyond = cost.bytes / cache - constants.CACHE_SHARE_WITHOUT_MISSES
-    return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
-
-
-def access_seconds(cost: Cost, hardware: Hardware) -> float:
-    """From the request of a thread until its data is there, if nothing else asks for memory."""
-    cached = cached_share(cost, hardware)
-    cycles = (1.0 - cached) * constants.MEMORY_LATENCY_CYCLES + cached * constants.CACHE_LATENCY_CYCLES
+def access_seconds(cached_share: float, hardware: Hardware) -> float:
+    """From the request of a thread until its data is there, if nothing else asks for memory. `cached_share`: of the
+    kernel's bytes, what the L2 cache holds."""
+    cycles = (1.0 - cached_share) * constants.MEMORY_LATENCY_CYCLES + cached_share * constants.CACHE_LATENCY_CYCLES
     return cycles_to_seconds(cycles, hardware)
+
+
+def cache_bytes_per_s(hardware: Hardware) -> float:
+    """What kernels reach on the L2 cache; no less than on memory."""
+    clock_hz = 1.0 / cycles_to_seconds(1.0, hardware)
+    return max(hardware.bandwidth_bytes_per_s, constants.CACHE_BYTES_PER_CYCLE * hardware.sm_count * clock_hz)
 
 
 def rows_in_flight(reread: Reread, hardware: Hardware) -> int:

@@ -165,9 +165,13 @@ MOST_BLOCKS_PER_SM = 32
 # them. Fitted on [NeuSight]: .3 on all its devices.
 CACHE_SHARE_WITHOUT_MISSES = 0.3
 
-# What the kernels before have left in the L2 cache: nothing if the kernel touches this many times the cache more than
-# the share above. Additions in fp16 on A100 and A40 [vidur] speed up below twice the cache; 1 to 2 are alike.
+# What a kernel before has left in the L2 cache is gone when this many times the cache has passed it beyond the share
+# above. Additions in fp16 on A100 and A40 [vidur]: 1 to 2 are alike.
 CACHES_UNTIL_ALL_MISS = 2.0
+
+# What kernels reach on the L2 cache, in bytes of each clock cycle and SM: additions of 2 to 6 MB a tensor take 2.9 TB/s
+# on an A100 and 1.6 TB/s on an A40 [vidur], 19 and 11.
+CACHE_BYTES_PER_CYCLE = 16
 
 # Seconds of one memory access in a chain where each waits for the one before. From [timm]: torch's NCHW kernel of
 # bilinear upsampling has one thread for each output position, which loops over batch and channels.

@@ -30,15 +30,16 @@ class Price(NamedTuple):
     kernel_class: str
 
 
-def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
-    """Raises HardwareError where the device lacks the kernel's dtype.
+def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: float = 0.0) -> Price:
+    """Raises HardwareError where the device lacks the kernel's dtype. `cached_bytes`: of the kernel's bytes, those that
+    the L2 cache holds from kernels before it.
 
-    No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its bytes
+    No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its other bytes
     at the spec bandwidth.
     """
     other = _vector_seconds(cost, hardware)
     if not cost.macs:
-        return Price(_vector_work(cost, hardware, other), _vector_class(cost))
+        return Price(_vector_work(cost, hardware, other, cached_bytes), _vector_class(cost))
     dtype = switches.matmul_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
     busy, kind = _matmuls(cost, hardware, peak)
@@ -147,23 +148,23 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
     return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
 
 
-def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float) -> Busy:
+def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
     """A thread computes the address of an element, loads it, and computes with it. Computing addresses counts as memory
     traffic, because the same remedy helps: fusion, not more FLOP/s."""
     stretch = last_wave_stretch(cost, hardware)
     idle = _idle_stretch(cost, hardware)
     compute = (arithmetic + _row_seconds(cost, hardware)) * stretch * idle
-    traffic = memory_seconds(cost, hardware) * stretch
+    traffic = memory_seconds(cost, hardware, cached_bytes) * stretch
     memory = overlap(index_seconds(cost, hardware) * idle, traffic, constants.INDEX_OVERLAP)
-    first, others = _latencies(cost, hardware)
+    first, others = _latencies(cost, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
     return Busy(compute, memory, first + overlap(together, others, constants.VECTOR_OVERLAP))
 
 
-def _latencies(cost: Cost, hardware: Hardware) -> tuple[float, float]:
+def _latencies(cost: Cost, hardware: Hardware, cached_share: float) -> tuple[float, float]:
     """How long the first rows (or elements) wait for memory and for each other's results, which no other work hides,
     and all rows after them, if they had to wait as long."""
-    access = access_seconds(cost, hardware)
+    access = access_seconds(cached_share, hardware)
     first, others = access, 0.0
     for rows in cost.rereads:
         step = cycles_to_seconds(constants.ARITHMETIC_LATENCY_CYCLES, hardware)
