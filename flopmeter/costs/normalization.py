@@ -15,18 +15,23 @@ from flopmeter.torch_names.operators import aten
 # torch's CUDA kernels (aten/src/ATen/native/cuda): softmax keeps rows of up to 1024 elements in registers
 # (PersistentSoftmax.cuh) and walks longer ones with a block of 16-byte loads per thread, once for the
 # maximum, once for the sum and once for the result (SoftMax.cu); layer norm has 128 threads a row, which
-# read it once for the statistics and once for the result (layer_norm_kernel.cu).
+# read it once for the statistics and once for the result (layer_norm_kernel.cu): four warps, which have 64 threads on
+# AMD. There a row of a long softmax has a full block, as a trace on an MI300X shows (AMD-AGI/TraceLens).
 SOFTMAX_ROW_IN_REGISTERS = 1024
 LAYER_NORM_THREADS = 128
 LAYER_NORM_ELEMENTS = 4  # of a load
 BLOCK_THREADS = 512  # group norm, and all kernels that reduce a whole channel
 LOAD_BYTES = 16
 WARP_THREADS = 32
+AMD_WARP_THREADS = 64
+AMD_SOFTMAX_THREADS = 1024
 # Operations of each thread besides those on its elements: the partial results of 32 lanes and of several warps are
 # combined in steps of a shuffle, a division and a few multiply-adds (WelfordOps, BlockReduce), twice or three times a
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025) are flat from 250 to 450, on five
 # cards; image models on RTX 3090 and 4090 (pytorch-image-models, results/) ask for 300.
 OPERATIONS_TO_COMBINE = 350
+# And of those on its elements, for each: the mean and the sum of squares so far, with a reciprocal (cuWelfordOnlineSum).
+WELFORD_OPERATIONS = 10
 
 
 @rule(aten._softmax, aten._log_softmax)
@@ -178,24 +183,25 @@ def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ..
     columns = x.shape[call.argument("dim")] if x.shape else 1
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
-        return (Reread(0, rows, row_bytes, WARP_THREADS, OPERATIONS_TO_COMBINE, 1),)
+        return (Reread(0, rows, row_bytes, WARP_THREADS, OPERATIONS_TO_COMBINE, 1, AMD_WARP_THREADS),)
     loads = min(1024, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
     accesses = (1 + passes) * ceil(row_bytes / (threads * LOAD_BYTES))
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses),)
+    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS),)
 
 
 def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
     """Layer, group and RMS norm: each row is read again, `passes` times."""
     names = {argument.name for argument in call.func._schema.arguments}
     if "normalized_shape" in names:
-        columns, threads = prod(call.argument("normalized_shape")), LAYER_NORM_THREADS
+        columns, threads, on_amd = prod(call.argument("normalized_shape")), LAYER_NORM_THREADS, 2 * LAYER_NORM_THREADS
     else:
-        columns, threads = x.numel // max(1, call.argument("N") * call.argument("group")), BLOCK_THREADS
+        columns, threads, on_amd = x.numel // max(1, call.argument("N") * call.argument("group")), BLOCK_THREADS, 0
     columns = max(1, columns)
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
     accesses = (1 + passes) * ceil(columns / (threads * LAYER_NORM_ELEMENTS))
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses),)
+    operations = OPERATIONS_TO_COMBINE + WELFORD_OPERATIONS * ceil(columns / threads)
+    return (Reread(passes * x.nbytes, rows, row_bytes, threads, operations, accesses, on_amd),)
 
 
 def _whole_reread(x: TensorSpec) -> Reread:

@@ -67,6 +67,7 @@ class Reread(NamedTuple):
     threads: int  # that work on one row
     operations: int = 0  # with which each of these threads combines its partial result with the others'
     accesses: int = 0  # to memory, of each of these threads, one after the other; 0: not known to bound the kernel
+    amd_threads: int = 0  # if other on AMD, whose warps have 64 threads
 
 
 CollectiveKind = Literal[

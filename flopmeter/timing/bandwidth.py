@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import (
     COMMUNICATION,
@@ -78,21 +76,19 @@ def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
     resident = constants.RESIDENT_THREADS
     if capability is not None:
         resident = constants.RESIDENT_THREADS_BY_CAPABILITY.get(capability, resident)
-    blocks = min(max(1, resident // reread.threads), constants.MOST_BLOCKS_PER_SM)
+    blocks = min(max(1, resident // threads_of(reread, hardware)), constants.MOST_BLOCKS_PER_SM)
     return hardware.sm_count * blocks
+
+
+def threads_of(reread: Reread, hardware: Hardware) -> int:
+    """That work on one row."""
+    return reread.amd_threads if hardware.vendor == "amd" and reread.amd_threads else reread.threads
 
 
 def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
     """At the boost clock, which kernels bound by latency can keep."""
     mhz = hardware.boost_clock_mhz
     return cycles / (mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ)
-
-
-def last_wave_stretch(cost: Cost, hardware: Hardware) -> float:
-    """How many times longer a kernel takes because its last wave is not full. A kernel has one block per row; rows of
-    the last wave start when those before end, and a row takes equally long whether few or many run."""
-    waves = [reread.rows / rows_in_flight(reread, hardware) for reread in cost.rereads]
-    return max((ceil(each) / each for each in waves if each > 1), default=1.0)
 
 
 def miss_share(reread: Reread, hardware: Hardware) -> float:

@@ -27,8 +27,8 @@ DEFAULT_CLOCK_HZ = 1.5e9
 # (Horace He, 'Making Deep Learning Go Brrrr From First Principles', 2022).
 PLAIN_ARITHMETIC_SHARE = 0.5
 
-# Instructions of exp, erf, tanh or a logarithm in fp32 with what goes with it: reduction of the argument, a polynomial or
-# the special function unit, a division, and conversions of fp16. Set on GELU in fp16 on an A100 [vidur]: 41 million
+# Instructions of exp, erf, tanh or a logarithm in an element-wise kernel, with what goes with it: reduction of the
+# argument, a polynomial or the special function unit, a division, and conversions of fp16. Set on GELU in fp16 on an A100 [vidur]: 41 million
 # elements in 122 µs, of which the bytes alone would take 92.
 FUNCTION_OPERATIONS = 20
 
@@ -45,6 +45,10 @@ INDEX_OVERLAP = 2.0
 # Integer additions and multiply-adds of an SM per clock cycle (CUDA C++ Programming Guide, 'Arithmetic Instructions',
 # throughput of native instructions: 64 for compute capability 7.0 to 9.0).
 INTEGER_LANES_PER_SM = 64
+
+# Instructions that a compute unit of AMD starts for single elements in a cycle: 4 SIMDs of 16 lanes. From CDNA2 on the
+# fp32 peak counts packed instructions of two elements ('CDNA 2 Architecture', AMD, 2021), which reductions do not have.
+AMD_LANES_PER_COMPUTE_UNIT = 64
 
 # --- matmuls -----------------------------------------------------------------------------------------------
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
-from flopmeter.records import ATTENTION, Cost, Recurrence, Switches
+from flopmeter.records import ATTENTION, ELEMENTWISE, Cost, Recurrence, Switches
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import (
     access_seconds,
     cycles_to_seconds,
-    last_wave_stretch,
     memory_seconds,
     rows_in_flight,
     share_of_stream,
+    threads_of,
 )
 from flopmeter.timing.convolution import convolution, depthwise, is_depthwise
 from flopmeter.timing.matmul import Busy, Rates, overlap, price_matmul, side_by_side, tile_count
@@ -140,7 +140,7 @@ def alignment_share(alignment_bytes: int) -> float:
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
     """All other work than matmuls, at the rate of the vector units."""
     flops = cost.flops - 2 * cost.macs
-    if not cost.macs:
+    if cost.op_class == ELEMENTWISE:
         flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
     if not flops:
         return 0.0
@@ -151,10 +151,9 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
 def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
     """A thread computes the address of an element, loads it, and computes with it. Computing addresses counts as memory
     traffic, because the same remedy helps: fusion, not more FLOP/s."""
-    stretch = last_wave_stretch(cost, hardware)
     idle = _idle_stretch(cost, hardware)
-    compute = (arithmetic + _row_seconds(cost, hardware)) * stretch * idle
-    traffic = memory_seconds(cost, hardware, cached_bytes) * stretch
+    compute = (arithmetic + _row_seconds(cost, hardware)) * idle
+    traffic = memory_seconds(cost, hardware, cached_bytes)
     memory = overlap(index_seconds(cost, hardware) * idle, traffic, constants.INDEX_OVERLAP)
     first, others = _latencies(cost, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
@@ -182,10 +181,14 @@ def _idle_stretch(cost: Cost, hardware: Hardware) -> float:
 
 def _row_seconds(cost: Cost, hardware: Hardware) -> float:
     """Time in which the threads of each row combine their partial results."""
-    operations = sum(reread.rows * reread.threads * reread.operations for reread in cost.rereads)
+    operations = sum(row.rows * threads_of(row, hardware) * row.operations for row in cost.rereads)
     if not operations:
         return 0.0
-    return operations / (hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE)
+    rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
+    if hardware.vendor == "amd":
+        cycle = cycles_to_seconds(1, hardware)
+        rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * hardware.sm_count / cycle)
+    return operations / rate
 
 
 def index_seconds(cost: Cost, hardware: Hardware) -> float:
