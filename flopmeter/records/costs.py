@@ -87,7 +87,7 @@ class Collective(NamedTuple):
 
 # The access pattern of a kernel, if it is not that of its op class.
 Access = Literal[
-    "stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"
+    "stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "statistics", "fused"
 ]  # fmt: skip  # fmt: skip
 AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
 

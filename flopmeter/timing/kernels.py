@@ -167,7 +167,8 @@ def _latencies(cost: Cost, hardware: Hardware, cached_share: float) -> tuple[flo
     first, others = access, 0.0
     for rows in cost.rereads:
         step = cycles_to_seconds(constants.ARITHMETIC_LATENCY_CYCLES, hardware)
-        of_row = rows.accesses * access + rows.operations * step
+        accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
+        of_row = accesses * access + rows.operations * step
         waves = max(1.0, rows.rows / rows_in_flight(rows, hardware))
         first, others = max(first, of_row), max(others, (waves - 1.0) * of_row)
     return first, others
