@@ -11,9 +11,9 @@ from flopmeter.costs.traffic import distinct_bytes
 from flopmeter.records import ELEMENTWISE, INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
 
-# Integer operations for each element of indexSelectLargeIndex (Indexing.cu), which an embedding runs: which row and which
-# column, then where both lie in two tensors, with four divisions of 20. 9.2 million elements take 52 µs on an H100 and 21
-# on an MI300X (traces in AMD-AGI/TraceLens), of which their bytes take 13 and 9.
+# Integer operations for each element of indexSelectLargeIndex (Indexing.cu), which an embedding runs: which row and
+# which column, then where both lie in two tensors, with four divisions of 20. 9.2 million elements take 52 µs on an
+# H100 and 21 on an MI300X (traces in AMD-AGI/TraceLens), of which their bytes take 13 and 9.
 SELECT_OPERATIONS = 80
 
 

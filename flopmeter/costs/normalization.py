@@ -31,7 +31,7 @@ AMD_SOFTMAX_THREADS = 1024
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025) are flat from 250 to 450, on five
 # cards; image models on RTX 3090 and 4090 (pytorch-image-models, results/) ask for 300.
 OPERATIONS_TO_COMBINE = 350
-# And of those on its elements, for each: the mean and the sum of squares so far, with a reciprocal (cuWelfordOnlineSum).
+# And those on each of its elements: the mean and the sum of squares so far, with a reciprocal (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
 
 

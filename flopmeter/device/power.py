@@ -47,9 +47,9 @@ VECTOR_CEILING = 0.90
 # pytorch-image-models, results/).
 MEMORY_SHARE = {"HBM": 0.85, "GDDR": 0.93, "GDDR7": 0.84}
 UNKNOWN_MEMORY_SHARE = 0.80
-# HBM has bits of its own for ECC. GDDR keeps the check bits among the data, a sixteenth of the capacity: 45 of 48 GiB are
-# left of an A40's. Its fp16 additions reach .83 of spec (microsoft/vidur@7d475133) where an RTX 3090's reach .87. Boards
-# of 75 W reach less, .74 to .78 (P4, T4, L4 in NeuSight), which their profiles say.
+# HBM has bits of its own for ECC. GDDR keeps the check bits among the data, a sixteenth of the capacity: 45 of 48 GiB
+# are left of an A40's. Its fp16 additions reach .83 of spec (microsoft/vidur@7d475133) where an RTX 3090's reach .87.
+# Boards of 75 W reach less, .74 to .78 (P4, T4, L4 in NeuSight), which their profiles say.
 ECC_SHARE = 16 / 17
 
 

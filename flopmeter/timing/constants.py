@@ -28,8 +28,8 @@ DEFAULT_CLOCK_HZ = 1.5e9
 PLAIN_ARITHMETIC_SHARE = 0.5
 
 # Instructions of exp, erf, tanh or a logarithm in an element-wise kernel, with what goes with it: reduction of the
-# argument, a polynomial or the special function unit, a division, and conversions of fp16. Set on GELU in fp16 on an A100 [vidur]: 41 million
-# elements in 122 µs, of which the bytes alone would take 92.
+# argument, a polynomial or the special function unit, a division, and conversions of fp16. Set on GELU in fp16 on an
+# A100 [vidur]: 41 million elements in 122 µs, of which the bytes alone would take 92.
 FUNCTION_OPERATIONS = 20
 
 # Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap. Matmuls load a tile and
@@ -144,8 +144,8 @@ ACCESS_SHARE: Mapping[Access, float] = {
     "fused": 1.0,
 }
 
-# Elements of less than 4 bytes, of which a thread loads four at a time (torch's vectorized_elementwise_kernel), on GDDR:
-# .87 of spec where fp32 streams reach .93 [timm]. HBM loses nothing: fp16 additions reach .88 of an A100's spec
+# Elements of less than 4 bytes, of which a thread loads four at a time (torch's vectorized_elementwise_kernel), on
+# GDDR: .87 of spec where fp32 streams reach .93 [timm]. HBM loses nothing: fp16 additions reach .88 of an A100's spec
 # [vidur], fp32 ones .88 [NeuSight].
 NARROW_ELEMENT_BYTES = 4
 NARROW_SHARE = 0.94
