@@ -7,7 +7,8 @@ own. Rows of less than 2 µs are left out, since they measure the timer.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from zlib import crc32
@@ -21,6 +22,7 @@ from flopmeter.launch.modes import Mode
 from flopmeter.timing import uncertainty
 
 LEAST_SECONDS = 2e-6
+LAYERS = 6  # that the benchmark of GEMMs replays in turn
 DURATIONS = (5e-6, 1e-5, 3e-5, 1e-4, 3e-4)  # where tables by duration begin a new line, in seconds
 
 Program = Callable[[], object]
@@ -56,21 +58,38 @@ def is_held_out(*shape: object) -> bool:
     return crc32(repr(shape).encode()) % 2 == 1
 
 
-def kernel_row(group: str, line: Line, run: Program, shape: tuple[object, ...], mode: Mode = "eager-cudagraph") -> Row:
-    """A row whose kernels were measured without the host: replayed by a graph, or long after their launch."""
+def kernel_row(
+    group: str,
+    line: Line,
+    run: Program,
+    shape: tuple[object, ...],
+    mode: Mode = "eager-cudagraph",
+    before: Program | None = None,
+) -> Row:
+    """A row whose kernels were measured without the host: replayed by a graph, or long after their launch. `before` ran
+    just before, so that its results are in the cache."""
     device = load_hardware(line["gpu"])
-    seconds, low, high, roofline = device_seconds(run, device, mode)
+    seconds, low, high, roofline = device_seconds(run, device, mode, before)
     measured = float(line["ms"]) * 1e-3
     return Row(group, line["gpu"], measured, seconds, low, high, roofline, held_out=is_held_out(*shape))
 
 
-def device_seconds(run: Program, device: Hardware, mode: Mode) -> tuple[float, float, float, float]:
+def device_seconds(
+    run: Program, device: Hardware, mode: Mode, before: Program | None = None
+) -> tuple[float, float, float, float]:
     """What the device is predicted to be busy, the lower and the upper end of the band, and the plain roofline."""
+    skipped, skipped_roofline = 0, 0.0
     with torch.inference_mode(), FlopMeter(device) as meter:
+        if before is not None:
+            before()
+            report = meter.report(mode=mode)
+            skipped, skipped_roofline = len(report.timings), roofline_seconds(report, device)
         run()
     report = meter.report(mode=mode)
-    band = uncertainty(report.timings, report.kernel_seconds, device)
-    return report.kernel_seconds, band.low, band.high, roofline_seconds(report, device)
+    timings = report.timings[skipped:]
+    seconds = sum(timing.seconds for timing in timings)
+    band = uncertainty(timings, seconds, device)
+    return seconds, band.low, band.high, roofline_seconds(report, device) - skipped_roofline
 
 
 # --- the sets ----------------------------------------------------------------------------------------------------
@@ -83,29 +102,45 @@ def gemms(lines: list[Line]) -> dict[str, list[Row]]:
     for line in lines:
         if float(line["ms"]) * 1e-3 >= LEAST_SECONDS:
             m, n, k = (int(line[size]) for size in "mnk")
-            run = _gemm(m, n, k) if line["dtype"] == "bf16" else _fp8_gemm(m, n, k, line["kind"])
-            rows[f"GEMM, {line['dtype']}"].append(kernel_row(line["kind"], line, run, (m, n, k)))
+            layers = [_layer(m, n, k, line["kind"]) for _ in range(LAYERS)]
+            row = kernel_row(line["kind"], line, layers[0], (m, n, k), before=_in_turn(layers))
+            rows[f"GEMM, {line['dtype']}"].append(row)
     return rows
 
 
-def _gemm(m: int, n: int, k: int) -> Program:
-    x, weight = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
-    return lambda: torch.mm(x, weight.t())
+def _in_turn(layers: Sequence[Program]) -> Program:
+    return lambda: [layer() for layer in layers]
 
 
-def _fp8_gemm(m: int, n: int, k: int, kind: str) -> Program:
-    """Activations are quantised by a kernel of their own; of the kind `fp8` another one finds their largest element."""
-    weight = torch.empty(n, k, dtype=torch.float8_e4m3fn, device="meta")
-    activations = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+def _layer(m: int, n: int, k: int, kind: str) -> Program:
+    """One of the layers that the benchmark replays in turn, each with weights of its own."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float8_e4m3fn
+    weight = torch.empty(n, k, dtype=dtype, device="meta").t()
+    x, out = _shared(m, n, k)
+    if kind == "bfloat16":
+        return lambda: torch.mm(x, weight, out=out)
     one = torch.ones((), dtype=torch.float32, device="meta")
 
     def run() -> object:
         if kind == "fp8":
-            torch.linalg.vector_norm(activations, float("inf"))
-        quantised = activations.to(torch.float8_e4m3fn)  # their scale is a multiplication within the same kernel
-        return torch._scaled_mm(quantised, weight.t(), one, one, out_dtype=torch.bfloat16)
+            torch.linalg.vector_norm(x, float("inf"))
+        quantised = x.to(torch.float8_e4m3fn)  # their scale is a multiplication within the same kernel
+        return torch._scaled_mm(quantised, weight, one, one, out_dtype=torch.bfloat16)
 
     return run
+
+
+@functools.lru_cache(1)
+def _shared(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activations that all layers read, and the memory that all write to."""
+    x, out = (torch.empty(m, columns, dtype=torch.bfloat16, device="meta") for columns in (k, n))
+    return x, out
+
+
+def _transformer_ops(lines: list[Line]) -> dict[str, list[Row]]:
+    from validate_transformer_ops import transformer_ops  # it takes its rows from here
+
+    return transformer_ops(lines)
 
 
 def _layers_of_experts(lines: list[Line]) -> dict[str, list[Row]]:
@@ -116,6 +151,7 @@ def _layers_of_experts(lines: list[Line]) -> dict[str, list[Row]]:
 
 SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {
     "gemm": gemms,
+    "transformer_ops": _transformer_ops,
     "moe": _layers_of_experts,
     "collectives": partial(collectives, is_held_out=is_held_out),
 }

@@ -560,7 +560,7 @@ def test_replace_gives_a_changed_copy_and_leaves_the_device_alone() -> None:
     device = load_hardware("a100-sxm4-80gb")
     changed = device.replace(tdp_w=330, achieved={"memory": 0.83}, pcie=None)
     assert (changed.tdp_w, changed.achieved.memory, changed.pcie) == (330, 0.83, None)
-    assert (device.tdp_w, device.achieved.memory) == (400, 0.86)
+    assert (device.tdp_w, device.achieved.memory) == (400, 0.88)
     assert changed.replace(tdp_w=400, achieved=device.achieved, pcie=device.pcie) == device
 
 

@@ -66,7 +66,7 @@ def test_a_decoding_product_reads_its_weights_at_the_measured_bandwidth(device):
 
 def test_an_fp32_matrix_times_a_vector_takes_as_long_as_reading_the_matrix():
     matrix, vector = meta(16384, 16384, dtype=torch.float32), meta(16384, dtype=torch.float32)
-    read = 16384**2 * 4 / (0.86 * 2039e9)
+    read = 16384**2 * 4 / (0.88 * 2039e9)
     assert only(lambda: matrix @ vector).seconds == pytest.approx(read, rel=0.05)
 
 
@@ -168,7 +168,7 @@ def test_a_causal_mask_halves_the_time_of_long_flash_attention():
 
 def test_an_element_wise_kernel_streams_at_the_achieved_bandwidth():
     x = meta(1 << 28, dtype=torch.float32)
-    assert only(lambda: x + 1).memory_seconds == pytest.approx(8 * 2**28 / (0.86 * 2039e9))
+    assert only(lambda: x + 1).memory_seconds == pytest.approx(8 * 2**28 / (0.88 * 2039e9))
 
 
 def test_layer_norm_reads_long_rows_twice_and_short_ones_once():
@@ -176,7 +176,7 @@ def test_layer_norm_reads_long_rows_twice_and_short_ones_once():
 
     def passes(columns):
         x = meta(1 << 29, dtype=torch.float32).view(-1, columns)
-        return only(lambda: F.layer_norm(x, (columns,))).memory_seconds * 0.86 * 2039e9 / (4 * 2**29)
+        return only(lambda: F.layer_norm(x, (columns,))).memory_seconds * 0.88 * 2039e9 / (4 * 2**29)
 
     assert passes(16384) == pytest.approx(3, abs=0.1)
     assert passes(2048) < 2.6
@@ -254,10 +254,11 @@ def test_a_recurrent_layer_with_many_sequences_is_bound_by_its_products():
 # --- looking elements up ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("device", "microseconds"), [("a100-sxm4-80gb", 9.47), ("tpu-v4", 85.8)])
+@pytest.mark.parametrize(("device", "microseconds"), [("a100-sxm4-80gb", 14.63), ("tpu-v4", 132.7)])
 def test_looking_elements_up_takes_the_integer_units_of_a_gpu_and_half_of_the_lanes_of_a_tpu(device, microseconds):
-    """4 Mi elements in two runs of three operands, 22 operations each, at 64 lanes x 108 SMs x 1.41 GHz: 9.5 µs. The
-    TPU v4 is one core: its 4.3 TFLOP/s of fp32 are 2.15e12 multiply-adds a second, half of that 1.075e12: 86 µs.
+    """4 Mi elements in two runs of three operands, 22 operations each, and 12 to load it alone, at 64 lanes x 108 SMs x
+    1.41 GHz: 14.6 µs. The TPU v4 is one core: its 4.3 TFLOP/s of fp32 are 2.15e12 multiply-adds a second, half of that
+    1.075e12: 133 µs.
     Looking up and loading take turns, as squares; a number in place of the row needs no looking up."""
     matrix, row = meta(4096, 1024), meta(1024)
     looked_up, loaded = (only(lambda y=y: matrix + y, load_hardware(device)).memory_seconds for y in (row, 1.0))
@@ -296,10 +297,12 @@ def test_nine_of_ten_row_kernels_take_what_was_measured_to_a_fifth():
     assert all(abs(error) <= 0.4 for error in errors.values()), errors
 
 
-def test_a_row_kernel_takes_whole_waves_of_rows():
-    """16 rows of 128 threads are in flight on each of 108 SMs, 1728 in all: one row more takes a second wave."""
+def test_a_row_more_than_are_in_flight_takes_no_second_wave():
+    """Of 12 blocks of 128 threads on each of an A40's 84 SMs 1008 rows are in flight. Layer norm of 904, 1088 and 1328
+    rows of 2560 in fp16 takes 15, 22 and 27 µs there (microsoft/vidur, phi-2)."""
+    a40 = load_hardware("a40")
     full, one_more, two = (
-        only(lambda n=n: F.layer_norm(meta(n, 4096), (4096,))).work_seconds for n in (1728, 1729, 3456)
+        only(lambda n=n: F.layer_norm(meta(n, 2560), (2560,)), a40).work_seconds for n in (1008, 1009, 2016)
     )
-    assert one_more == pytest.approx(two, rel=0.01)
-    assert one_more == pytest.approx(2 * full, rel=0.01)
+    assert one_more < 1.05 * full
+    assert 1.7 * full < two < 2.1 * full

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import index_operations
+from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, index_operations
 from flopmeter.records import Access, Call, TensorSpec
 from flopmeter.torch_names.operators import aten
 
@@ -82,7 +82,14 @@ def _copy(call: Call) -> Walk:
     if source.device != target.device:
         return Walk(link_bytes=source.nbytes, blocks_host=not call.argument("non_blocking"))
     is_strided = source.numel > 1 and _order(source) != _order(target)
-    return Walk("strided" if is_strided else None, index_operations((target, source)))
+    operations = index_operations((target, source))
+    if _asks_for_types(source.dtype, target.dtype):
+        operations += CAST_OPERATIONS * target.numel
+    return Walk("strided" if is_strided else None, operations)
+
+
+def _asks_for_types(source: torch.dtype, target: torch.dtype) -> bool:
+    return source != target and not (source == torch.float32 and target in (torch.float16, torch.bfloat16))
 
 
 def _order(spec: TensorSpec) -> list[int]:

@@ -18,6 +18,15 @@ from flopmeter.records.memory_format import is_dense
 DIMENSION_OPERATIONS = 5
 STEP_OPERATIONS = 1
 ADDRESS_OPERATIONS = 2
+# And what a kernel that loads and stores elements one by one does besides, where others do it for four at a time: the
+# loads and stores, conversions of fp16, the test for the end. Set on a trace of an H100 (AMD-AGI/TraceLens): a bf16
+# product with a repeated row of 9.2 million elements takes 25 µs, of which its bytes take 13.
+SINGLE_OPERATIONS = 12
+
+# A copy to another type asks each element's type at run time (LoadWithCast and StoreWithCast in MemoryAccess.cuh), but
+# from fp32 to fp16 and bf16, which have kernels of their own (Copy.cu). 9.2 million elements from bf16 to fp32 take
+# 29 µs on an H100, the other way 18 (trace in AMD-AGI/TraceLens).
+CAST_OPERATIONS = 40
 
 # `cat` divides by numbers that it learns at run time (CatArrayBatchedCopy in Shape.cu): 'up to 20 instructions' (CUDA
 # C++ Programming Guide, Arithmetic Instructions), then the remainder and a step.
@@ -35,7 +44,7 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
     if not runs or (len(runs) == 1 and set(runs[0]) == {1}):
         return 0
     steps = len(runs) * (DIMENSION_OPERATIONS + STEP_OPERATIONS * len(on_device))
-    return operands[0].numel * (steps + ADDRESS_OPERATIONS * len(on_device))
+    return operands[0].numel * (steps + ADDRESS_OPERATIONS * len(on_device) + SINGLE_OPERATIONS)
 
 
 def cat_operations(operands: Sequence[TensorSpec], dimensions: int, *, copies_runs: bool = True) -> int:

@@ -5,7 +5,7 @@ FLOPs per element; the statistics' own work per row or channel is left out, as i
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
 from flopmeter.costs.rules import make_cost, rule
 from flopmeter.records import NORMALIZATION, Access, Call, Cost, Region, Reread, TensorSpec
@@ -15,17 +15,24 @@ from flopmeter.torch_names.operators import aten
 # torch's CUDA kernels (aten/src/ATen/native/cuda): softmax keeps rows of up to 1024 elements in registers
 # (PersistentSoftmax.cuh) and walks longer ones with a block of 16-byte loads per thread, once for the
 # maximum, once for the sum and once for the result (SoftMax.cu); layer norm has 128 threads a row, which
-# read it once for the statistics and once for the result (layer_norm_kernel.cu).
+# read it once for the statistics and once for the result (layer_norm_kernel.cu). On AMD a row of a long softmax has a
+# full block, as a trace on an MI300X shows (AMD-AGI/TraceLens).
 SOFTMAX_ROW_IN_REGISTERS = 1024
 LAYER_NORM_THREADS = 128
+LAYER_NORM_ELEMENTS = 4  # of a load
 BLOCK_THREADS = 512  # group norm, and all kernels that reduce a whole channel
+AMD_BLOCK_THREADS = 256  # the same (MAX_BLOCK_SIZE in Normalization.cuh)
 LOAD_BYTES = 16
 WARP_THREADS = 32
+AMD_WARP_THREADS = 64
+AMD_SOFTMAX_THREADS = 1024
 # Operations of each thread besides those on its elements: the partial results of 32 lanes and of several warps are
 # combined in steps of a shuffle, a division and a few multiply-adds (WelfordOps, BlockReduce), twice or three times a
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025) are flat from 250 to 450, on five
 # cards; image models on RTX 3090 and 4090 (pytorch-image-models, results/) ask for 300.
 OPERATIONS_TO_COMBINE = 350
+# And those on each of its elements: the mean and the sum of squares so far, with a reciprocal (cuWelfordOnlineSum).
+WELFORD_OPERATIONS = 10
 
 
 @rule(aten._softmax, aten._log_softmax)
@@ -113,7 +120,8 @@ def batch_norm(call: Call) -> Cost:
     affine = sum(call.argument(name) is not None for name in ("weight", "bias"))
     if not _is_training(call):
         return _with_given_statistics(call, 2 + affine)
-    return make_cost(call, NORMALIZATION, (5 + affine) * x.numel, rereads=(_whole_reread(x),))  # by a second kernel
+    again = (_whole_reread(x), _channels(x, 1))  # by a second kernel
+    return make_cost(call, NORMALIZATION, (5 + affine) * x.numel, access="statistics", rereads=again)
 
 
 @rule(aten.native_batch_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward)
@@ -127,8 +135,10 @@ def batch_norm_backward(call: Call) -> Cost:
     grad = call.argument("grad_out") if "grad_out" in names else call.inputs[1]
     assert isinstance(grad, TensorSpec)
     per_element = sum(f for f, wanted in zip(flops, mask, strict=True) if wanted)
-    rereads = (_whole_reread(grad), _whole_reread(grad)) if is_training else ()
-    return make_cost(call, NORMALIZATION, per_element * grad.numel, rereads=rereads)
+    if not is_training:
+        return make_cost(call, NORMALIZATION, per_element * grad.numel)
+    again = (_whole_reread(grad), _whole_reread(grad), _channels(grad, 2))
+    return make_cost(call, NORMALIZATION, per_element * grad.numel, access="statistics", rereads=again)
 
 
 @rule(aten.batch_norm_stats)
@@ -177,10 +187,11 @@ def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ..
     columns = x.shape[call.argument("dim")] if x.shape else 1
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
-        return (Reread(0, rows, row_bytes, WARP_THREADS, OPERATIONS_TO_COMBINE),)
+        return (Reread(0, rows, row_bytes, WARP_THREADS, OPERATIONS_TO_COMBINE, 1, AMD_WARP_THREADS),)
     loads = min(1024, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE),)
+    accesses = (1 + passes) * ceil(row_bytes / (threads * LOAD_BYTES))
+    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS),)
 
 
 def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
@@ -192,7 +203,18 @@ def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
         columns, threads = x.numel // max(1, call.argument("N") * call.argument("group")), BLOCK_THREADS
     columns = max(1, columns)
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE),)
+    accesses = (1 + passes) * ceil(columns / (threads * LAYER_NORM_ELEMENTS))
+    operations = OPERATIONS_TO_COMBINE + WELFORD_OPERATIONS * ceil(columns / threads)
+    return (Reread(passes * x.nbytes, rows, row_bytes, threads, operations, accesses),)
+
+
+def _channels(x: TensorSpec, passes: int) -> Reread:
+    """Batch norm in training has a block for each channel, whose threads walk the channel's planes one element after
+    the other (batch_norm_collect_statistics_kernel and batch_norm_backward_kernel in Normalization.cuh)."""
+    channels = x.shape[1] if len(x.shape) > 1 else 1
+    elements = x.numel // max(channels, 1)
+    accesses = ceil(passes * elements / BLOCK_THREADS)
+    return Reread(0, channels, elements * x.dtype.itemsize, BLOCK_THREADS, 0, accesses, AMD_BLOCK_THREADS)
 
 
 def _whole_reread(x: TensorSpec) -> Reread:

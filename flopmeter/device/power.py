@@ -42,10 +42,15 @@ UNKNOWN_MATRIX_SHARE = 0.6  # of generations without a measured part; the known 
 VECTOR_WATTS_PER_TFLOP_S = 17.7
 VECTOR_CEILING = 0.90
 
-# Streaming copies, which power hardly holds back: .85 to .96 of spec on HBM2e and HBM3, .93 to .98 on GDDR6
-# (te42kyfo/gpu-benches 2024-06-21); 0.73 to 0.75 on Pascal and T4, whose memory checks itself (NeuSight).
-MEMORY_SHARE = {"HBM": 0.85, "GDDR": 0.93}
+# Streaming copies, which power hardly holds back, by the start of the memory's type (the longest that fits): .85 to .96
+# of spec on HBM2e and HBM3, .93 to .98 on GDDR6 (te42kyfo/gpu-benches 2024-06-21), .82 to .85 on GDDR7 (RTX 5090,
+# pytorch-image-models, results/).
+MEMORY_SHARE = {"HBM": 0.85, "GDDR": 0.93, "GDDR7": 0.84}
 UNKNOWN_MEMORY_SHARE = 0.80
+# HBM has bits of its own for ECC. GDDR keeps the check bits among the data, a sixteenth of the capacity: 45 of 48 GiB
+# are left of an A40's. Its fp16 additions reach .83 of spec (microsoft/vidur@7d475133) where an RTX 3090's reach .87.
+# Boards of 75 W reach less, .74 to .78 (P4, T4, L4 in NeuSight), which their profiles say.
+ECC_SHARE = 16 / 17
 
 
 def matrix_share(architecture: str, peak_tflop_per_s: float, tdp_w: float | None, *, is_halved: bool) -> float:
@@ -67,6 +72,11 @@ def vector_share(peak_tflop_per_s: float, tdp_w: float | None) -> float:
 
 
 def memory_share(memory_type: str) -> float:
-    """The share of the spec bandwidth that streaming kernels reach."""
-    families = [share for family, share in MEMORY_SHARE.items() if memory_type.startswith(family)]
-    return families[0] if families else UNKNOWN_MEMORY_SHARE
+    """The share of the spec bandwidth that streaming kernels reach, by the type of memory, such as `HBM3`, `GDDR7` or
+    `GDDR6 with ECC`."""
+    families = [family for family in MEMORY_SHARE if memory_type.startswith(family)]
+    if not families:
+        return UNKNOWN_MEMORY_SHARE
+    share = MEMORY_SHARE[max(families, key=len)]
+    checks_itself = memory_type.startswith("GDDR") and "ECC" in memory_type
+    return share * ECC_SHARE if checks_itself else share

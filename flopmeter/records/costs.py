@@ -57,8 +57,9 @@ class Recurrence(NamedTuple):
 
 
 class Reread(NamedTuple):
-    """What a kernel that works on rows reads a second time. It depends on the device whether a second read hits the L2
-    cache: the rows that all SMs work on at a time, at `threads` threads a row, compete for the cache.
+    """How a kernel with a block of threads for each row works, and what it reads a second time. It depends on the
+    device whether a second read hits the L2 cache: the rows that all SMs work on at a time, at `threads` threads a row,
+    compete for the cache.
     """
 
     nbytes: int  # of second reads; 0 if a row stays in registers
@@ -66,6 +67,8 @@ class Reread(NamedTuple):
     row_bytes: int
     threads: int  # that work on one row
     operations: int = 0  # with which each of these threads combines its partial result with the others'
+    accesses: int = 0  # to memory, of each of these threads, one after the other; 0: not known to bound the kernel
+    amd_threads: int = 0  # if other on AMD, whose warps have 64 threads
 
 
 class Collective(NamedTuple):
@@ -80,7 +83,7 @@ class Collective(NamedTuple):
 
 # The access pattern of a kernel, if it is not that of its op class.
 Access = Literal[
-    "stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "fused"
+    "stream", "strided", "window", "gather", "scatter", "sort", "reduce", "normalize", "channels", "statistics", "fused"
 ]  # fmt: skip  # fmt: skip
 AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import (
     COMMUNICATION,
@@ -28,14 +26,17 @@ _BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "normalize")
 _NARROW = {name for name, dtype in DTYPES.items() if dtype.units and dtype.item_bytes <= 2}
 
 
-def memory_seconds(cost: Cost, hardware: Hardware) -> float:
+def memory_seconds(cost: Cost, hardware: Hardware, cached_bytes: float = 0.0) -> float:
     """First reads and all writes, at the bandwidth of the kernel's access pattern, and those second reads that miss
-    the L2 cache."""
+    the L2 cache. `cached_bytes`: what of both the kernels before have left in that cache."""
     if cost.link_bytes:
         return link_seconds(cost, hardware)
-    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
-    return max((cost.bytes + missed) / bandwidth, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
+    traffic = (cost.bytes - cached_bytes + missed) / bandwidth
+    if cached_bytes:
+        traffic += cached_bytes / max(bandwidth, cache_bytes_per_s(hardware))
+    return max(traffic, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
 def link_seconds(cost: Cost, hardware: Hardware) -> float:
@@ -44,15 +45,29 @@ def link_seconds(cost: Cost, hardware: Hardware) -> float:
     return cost.link_bytes / (rate * constants.LINK_SHARE)
 
 
-def share_of_stream(cost: Cost) -> float:
+def share_of_stream(cost: Cost, hardware: Hardware) -> float:
     """The share of the streaming bandwidth that the kernel's access pattern reaches."""
     access = cost.access or _ACCESS_OF_CLASS.get(cost.op_class, "stream")
     share = constants.ACCESS_SHARE[access]
-    return share * constants.NARROW_SHARE if access in _BY_VECTOR_LOADS and _is_narrow(cost) else share
+    is_slowed = hardware.memory_type.startswith("GDDR") and access in _BY_VECTOR_LOADS and _is_narrow(cost)
+    return share * constants.NARROW_SHARE if is_slowed else share
 
 
 def _is_narrow(cost: Cost) -> bool:
     return cost.dtype in _NARROW and not cost.matmuls and cost.op_class != COMMUNICATION
+
+
+def access_seconds(cached_share: float, hardware: Hardware) -> float:
+    """From the request of a thread until its data is there, if nothing else asks for memory. `cached_share`: of the
+    kernel's bytes, what the L2 cache holds."""
+    cycles = (1.0 - cached_share) * constants.MEMORY_LATENCY_CYCLES + cached_share * constants.CACHE_LATENCY_CYCLES
+    return cycles_to_seconds(cycles, hardware)
+
+
+def cache_bytes_per_s(hardware: Hardware) -> float:
+    """What kernels reach on the L2 cache; no less than on memory."""
+    clock_hz = 1.0 / cycles_to_seconds(1.0, hardware)
+    return max(hardware.bandwidth_bytes_per_s, constants.CACHE_BYTES_PER_CYCLE * hardware.sm_count * clock_hz)
 
 
 def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
@@ -61,21 +76,19 @@ def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
     resident = constants.RESIDENT_THREADS
     if capability is not None:
         resident = constants.RESIDENT_THREADS_BY_CAPABILITY.get(capability, resident)
-    blocks = min(max(1, resident // reread.threads), constants.MOST_BLOCKS_PER_SM)
+    blocks = min(max(1, resident // threads_of(reread, hardware)), constants.MOST_BLOCKS_PER_SM)
     return hardware.sm_count * blocks
+
+
+def threads_of(reread: Reread, hardware: Hardware) -> int:
+    """That work on one row."""
+    return reread.amd_threads if hardware.vendor == "amd" and reread.amd_threads else reread.threads
 
 
 def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
     """At the boost clock, which kernels bound by latency can keep."""
     mhz = hardware.boost_clock_mhz
     return cycles / (mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ)
-
-
-def last_wave_stretch(cost: Cost, hardware: Hardware) -> float:
-    """How many times longer a kernel takes because its last wave is not full. A kernel has one block per row; rows of
-    the last wave start when those before end, and a row takes equally long whether few or many run."""
-    waves = [reread.rows / rows_in_flight(reread, hardware) for reread in cost.rereads]
-    return max((ceil(each) / each for each in waves if each > 1), default=1.0)
 
 
 def miss_share(reread: Reread, hardware: Hardware) -> float:

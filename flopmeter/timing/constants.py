@@ -6,6 +6,7 @@ Sources used more than once:
 
 [NeuSight] 18 thousand measured fp32 operators on P4, P100, V100, T4 and A100 (Lee et al., ASPLOS 2025,
     github.com/sitar-lab/NeuSight, torch 2.1).
+[vidur] 2,240 operators of transformer layers in fp16 on A100 SXM and A40 (github.com/microsoft/vidur, torch 2.1).
 [timm] eager and compiled inference of 1,242 image models, AMP, on RTX 3090 and 4090
     (github.com/huggingface/pytorch-image-models, results/, torch 2.4).
 [aiconfigurator] bf16 GEMMs on A100, H100, H200 and L40S (github.com/ai-dynamo/aiconfigurator@095f58a).
@@ -27,6 +28,11 @@ DEFAULT_CLOCK_HZ = 1.5e9
 # (Horace He, 'Making Deep Learning Go Brrrr From First Principles', 2022).
 PLAIN_ARITHMETIC_SHARE = 0.5
 
+# Instructions of exp, erf, tanh or a logarithm in an element-wise kernel, with what goes with it: reduction of the
+# argument, a polynomial or the special function unit, a division, and conversions of fp16. Set on GELU in fp16 on an
+# A100 [vidur]: 41 million elements in 122 µs, of which the bytes alone would take 92.
+FUNCTION_OPERATIONS = 20
+
 # Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap (those of matmuls are in
 # gemm_kernels.py). Element-wise kernels have many independent threads that overlap: 3, from the knee of the
 # fused-multiply curve of the article above. A thread computes the address of an element before it loads the element, in
@@ -38,6 +44,10 @@ ATTENTION_OVERLAP = 2.0
 # Integer additions and multiply-adds of an SM per clock cycle (CUDA C++ Programming Guide, 'Arithmetic Instructions',
 # throughput of native instructions: 64 for compute capability 7.0 to 9.0).
 INTEGER_LANES_PER_SM = 64
+
+# Instructions that a compute unit of AMD starts for single elements in a cycle: 4 SIMDs of 16 lanes. From CDNA2 on the
+# fp32 peak counts packed instructions of two elements ('CDNA 2 Architecture', AMD, 2021), which reductions do not have.
+AMD_LANES_PER_COMPUTE_UNIT = 64
 
 # --- matmuls -----------------------------------------------------------------------------------------------
 
@@ -136,13 +146,22 @@ ACCESS_SHARE: Mapping[Access, float] = {
     "reduce": 0.8,
     "normalize": 1.0,  # rows: what they lack is in their second reads
     "channels": 0.8,  # batch and group norm: a channel's planes lie apart [timm]
+    "statistics": 0.4,  # batch norm in training: twice the time that .8 gives, from training of image models (RTX 3090)
     "fused": 1.0,
 }
 
-# A thread loads four elements at a time (torch's vectorized_elementwise_kernel), so elements of less than 4 bytes keep
-# fewer bytes in flight. [timm]: fp16 streams reach .87 of spec, fp32 streams .93.
+# Elements of less than 4 bytes, of which a thread loads four at a time (torch's vectorized_elementwise_kernel), on
+# GDDR: .87 of spec where fp32 streams reach .93 [timm]. HBM loses nothing: fp16 additions reach .88 of an A100's spec
+# [vidur], fp32 ones .88 [NeuSight].
 NARROW_ELEMENT_BYTES = 4
 NARROW_SHARE = 0.94
+
+# Clock cycles from a load until its data is there: from memory (466 on A100, 479 on H100, 542 on RTX 4090) and from the
+# L2 cache (262, 263, 273; Luo et al., arXiv 2402.13499, table of latencies), and from one arithmetic instruction to the
+# next that needs its result (4 since Volta; Jia et al., arXiv 1804.06826).
+MEMORY_LATENCY_CYCLES = 480
+CACHE_LATENCY_CYCLES = 265
+ARITHMETIC_LATENCY_CYCLES = 4
 
 # Threads that an SM holds at full occupancy, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications); 2048 on the others.
@@ -156,6 +175,14 @@ MOST_BLOCKS_PER_SM = 32
 # when the rows are 1.3 times as large as the cache: addresses are hashed over slices, and rows of other blocks evict
 # them. Fitted on [NeuSight]: .3 on all its devices.
 CACHE_SHARE_WITHOUT_MISSES = 0.3
+
+# What a kernel before has left in the L2 cache is gone when this many times the cache has passed it beyond the share
+# above. Additions in fp16 on A100 and A40 [vidur]: 1 to 2 are alike.
+CACHES_UNTIL_ALL_MISS = 2.0
+
+# What kernels reach on the L2 cache, in bytes of each clock cycle and SM: additions of 2 to 6 MB a tensor take 2.9 TB/s
+# on an A100 and 1.6 TB/s on an A40 [vidur], 19 and 11.
+CACHE_BYTES_PER_CYCLE = 16
 
 # Seconds of one memory access in a chain where each waits for the one before. From [timm]: torch's NCHW kernel of
 # bilinear upsampling has one thread for each output position, which loops over batch and channels.

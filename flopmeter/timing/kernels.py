@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
-from flopmeter.records import ATTENTION, Convolution, Cost, Matmul, Recurrence, Switches
+from flopmeter.records import ATTENTION, ELEMENTWISE, Convolution, Cost, Matmul, Recurrence, Switches
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
-from flopmeter.timing.bandwidth import cycles_to_seconds, last_wave_stretch, memory_seconds, share_of_stream
+from flopmeter.timing.bandwidth import (
+    access_seconds,
+    cycles_to_seconds,
+    memory_seconds,
+    rows_in_flight,
+    share_of_stream,
+    threads_of,
+)
 from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
 from flopmeter.timing.gemm_kernels import CONVOLUTIONS, gemm_kernels
 from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, overlap, price_matmul, side_by_side, tile_count
@@ -22,18 +29,19 @@ class Price(NamedTuple):
     kernel_class: str
 
 
-def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
-    """Raises HardwareError where the device lacks the kernel's dtype.
+def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: float = 0.0) -> Price:
+    """Raises HardwareError where the device lacks the kernel's dtype. `cached_bytes`: of the kernel's bytes, those that
+    the L2 cache holds from kernels before it.
 
-    No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its bytes
+    No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its other bytes
     at the spec bandwidth.
     """
     other = _vector_seconds(cost, hardware)
     if not cost.macs:
-        return Price(_vector_work(cost, hardware, other), _vector_class(cost))
+        return Price(_vector_work(cost, hardware, other, cached_bytes), _vector_class(cost))
     dtype = switches.matmul_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
-    busy, kind = _matmuls(cost, hardware, peak)
+    busy, kind = _matmuls(cost, hardware, peak, cached_bytes)
     floor = (2 * cost.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
     busy = busy._replace(
         compute_seconds=max(busy.compute_seconds, floor) + other, work_seconds=max(busy.work_seconds, floor) + other
@@ -46,7 +54,7 @@ def _unit(dtype: str, peak: Peak) -> str:
     return dtype if peak.unit == "matrix" else f"{'fp32' if dtype == 'tf32' else dtype} on {peak.unit} units"
 
 
-def _matmuls(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
+def _matmuls(cost: Cost, hardware: Hardware, peak: Peak, cached_bytes: float) -> tuple[Busy, str]:
     """The time of a kernel's matmuls, and the kind of kernel that runs them."""
     library = gemm_kernels(hardware, peak)
     if not cost.matmuls:  # from a formula without shapes: taken as a matmul that fills the device
@@ -59,12 +67,13 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
     rates = Rates(
         peak.sustained_flop_per_s,
         max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
-        hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost),
+        hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware),
         hardware.sm_count,
         1 / cycles_to_seconds(1, hardware),
         library,
     )
-    moved = MatmulBytes(cost.bytes_read, cost.bytes_written, item_bytes_of(cost.dtype))
+    read = cost.bytes_read - cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
+    moved = MatmulBytes(read, cost.bytes_written, item_bytes_of(cost.dtype))  # a hit counts as what takes as long
     if cost.convolution is not None:
         return _convolution(cost.convolution, cost.matmuls[0], moved, rates, hardware, peak)
     return (_aligned if peak.unit == "matrix" else _sum_of_matmuls)(cost, moved, rates)
@@ -132,28 +141,56 @@ def alignment_share(alignment_bytes: int) -> float:
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
     """All other work than matmuls, at the rate of the vector units."""
     flops = cost.flops - 2 * cost.macs
+    if cost.op_class == ELEMENTWISE:
+        flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
     if not flops:
         return 0.0
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
     return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
 
 
-def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float) -> Busy:
+def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
     """A thread computes the address of an element, loads it, and computes with it. Computing addresses counts as memory
     traffic, because the same remedy helps: fusion, not more FLOP/s."""
-    stretch = last_wave_stretch(cost, hardware)
-    compute = (arithmetic + _row_seconds(cost, hardware)) * stretch
-    traffic = memory_seconds(cost, hardware) * stretch
-    memory = overlap(index_seconds(cost, hardware), traffic, constants.INDEX_OVERLAP)
-    return Busy(compute, memory, overlap(compute, memory, constants.VECTOR_OVERLAP))
+    idle = _idle_stretch(cost, hardware)
+    compute = (arithmetic + _row_seconds(cost, hardware)) * idle
+    traffic = memory_seconds(cost, hardware, cached_bytes)
+    memory = overlap(index_seconds(cost, hardware) * idle, traffic, constants.INDEX_OVERLAP)
+    first, others = _latencies(cost, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
+    together = overlap(compute, memory, constants.VECTOR_OVERLAP)
+    return Busy(compute, memory, first + overlap(together, others, constants.VECTOR_OVERLAP))
+
+
+def _latencies(cost: Cost, hardware: Hardware, cached_share: float) -> tuple[float, float]:
+    """How long the first rows (or elements) wait for memory and for each other's results, which no other work hides,
+    and all rows after them, if they had to wait as long."""
+    access = access_seconds(cached_share, hardware)
+    first, others = access, 0.0
+    for rows in cost.rereads:
+        step = cycles_to_seconds(constants.ARITHMETIC_LATENCY_CYCLES, hardware)
+        accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
+        of_row = accesses * access + rows.operations * step
+        waves = max(1.0, rows.rows / rows_in_flight(rows, hardware))
+        first, others = max(first, of_row), max(others, (waves - 1.0) * of_row)
+    return first, others
+
+
+def _idle_stretch(cost: Cost, hardware: Hardware) -> float:
+    """How many times longer arithmetic takes because there are fewer rows than SMs."""
+    busy = [min(1.0, rows.rows / hardware.sm_count) for rows in cost.rereads if rows.accesses]
+    return 1.0 / min(busy, default=1.0)
 
 
 def _row_seconds(cost: Cost, hardware: Hardware) -> float:
     """Time in which the threads of each row combine their partial results."""
-    operations = sum(reread.rows * reread.threads * reread.operations for reread in cost.rereads)
+    operations = sum(row.rows * threads_of(row, hardware) * row.operations for row in cost.rereads)
     if not operations:
         return 0.0
-    return operations / (hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE)
+    rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
+    if hardware.vendor == "amd":
+        cycle = cycles_to_seconds(1, hardware)
+        rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * hardware.sm_count / cycle)
+    return operations / rate
 
 
 def index_seconds(cost: Cost, hardware: Hardware) -> float:

@@ -25,6 +25,11 @@ class Rates(NamedTuple):
     clock_hz: float
     kernels: GemmKernels
 
+    @property
+    def cache_bytes_per_s(self) -> float:
+        """From and to the L2 cache."""
+        return constants.L2_BYTES_PER_CLOCK_OF_SM * self.sm_count * self.clock_hz
+
     def slowed(self, share: float) -> Rates:
         """With this share of the arithmetic rates."""
         return self._replace(flop_per_s=self.flop_per_s * share, issue_flop_per_s=self.issue_flop_per_s * share)
@@ -119,7 +124,7 @@ def _in_waves(tiles: int, elements: int, depth: float, share: float, moved: Matm
     tile_flops = 2 * elements * ceil(depth / step) * step
     waves = ceil(tiles / rates.sm_count)
     main_loop = rates.sm_count * tile_flops / (rates.issue_flop_per_s * share)
-    store = moved.written_bytes / max(tiles, 1) / constants.L2_BYTES_PER_CLOCK_OF_SM / rates.clock_hz
+    store = moved.written_bytes / max(tiles, 1) * rates.sm_count / rates.cache_bytes_per_s
     compute = waves * (main_loop + kernels.wave_cycles / rates.clock_hz)
     compute += store * (waves if kernels.stores_each_tile else 1)
     with_power = tiles * tile_flops / rates.flop_per_s

@@ -13,6 +13,7 @@ from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Cost, Launches, Placement, Switches, Timing
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
+from flopmeter.timing.cache import cached_bytes
 from flopmeter.timing.kernels import Price
 
 
@@ -66,8 +67,8 @@ class _LaunchPrices:
 
     def __init__(self, launches: Launches, hardware: Hardware, switches: Switches, cluster: Cluster | None):
         self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
-        self._price = cpu.price if hardware.is_cpu else kernels.price
-        self._known: dict[Cost, Price] = {}
+        self._cached = [] if hardware.is_cpu else cached_bytes(launches.kernels, hardware.l2_cache_bytes)
+        self._known: dict[tuple[Cost, float], Price] = {}
 
     def __call__(self, number: int) -> _Priced:
         cost = self._launches.kernels[number].cost
@@ -75,15 +76,21 @@ class _LaunchPrices:
             price = price_collective(cost.collective, self._cluster or cluster_of(self._hardware))
             kernel_class = BETWEEN_NODES if price.between_nodes else COMMUNICATION
             return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0))  # latency is part of the price
-        known = self._known.get(cost)
+        cached = self._cached[number] if self._cached else 0.0
+        known = self._known.get((cost, cached))
         if known is None:
-            known = self._known[cost] = self._price(cost, self._hardware, self._switches)
+            known = self._known[cost, cached] = self._priced(cost, cached)
         (compute, memory, work, latency), kernel_class = known
         ramp = self._hardware.kernel_floor_seconds + latency
         if self._launches.graphs[number] is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
             ramp = max(ramp, self._launches.mode.node_seconds - work)
         return _Priced(work, ramp, kernel_class, (compute, memory))
+
+    def _priced(self, cost: Cost, cached: float) -> Price:
+        if self._hardware.is_cpu:
+            return cpu.price(cost, self._hardware, self._switches)
+        return kernels.price(cost, self._hardware, self._switches, cached)
 
 
 def host_seconds(launches: Launches, host: Host) -> float:

@@ -1,0 +1,66 @@
+"""What kernels find in the L2 cache: tensors that the kernels just before them wrote or read.
+
+Written bytes push older ones out. Weights that a matmul reads in between do not count: measured additions of a residual
+find it in the cache after two matmuls. The weights themselves are the first to go: matmuls that read several in turn
+find them there as long as all that is read and written in between fits (with hardly anything between all and nothing,
+on the L40S of [aiconfigurator]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from flopmeter.records import Cost, Kernel
+from flopmeter.timing import constants
+
+
+class _Seen(NamedTuple):
+    """When a kernel was last done with a storage: what all kernels had written, and what they had read and written."""
+
+    written: int
+    moved: int
+
+
+def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
+    """For each kernel in order, how many of the bytes that it reads and writes stay in a cache of this size. What it
+    writes does if it found some of its inputs there, since the memory that it writes to was in use before too. Of a
+    matmul only what it reads counts."""
+    if not cache:
+        return [0.0] * len(kernels)
+    now = _Seen(0, 0)
+    seen: dict[int, _Seen] = {}  # by storage
+    found = []
+    for kernel in kernels:
+        cost = kernel.cost
+        hits = 0.0
+        for storage, nbytes in _reads(kernel):
+            if storage in seen and cost.macs:
+                hits += nbytes * (cost.bytes + now.moved - seen[storage].moved <= cache)
+            elif storage in seen:
+                hits += nbytes * _share(cost.bytes + now.written - seen[storage].written, cache)
+        writes = cost.bytes_written * _share(cost.bytes, cache) if hits and not cost.macs else 0.0
+        found.append(hits + writes)
+        now = _Seen(now.written + cost.bytes_written, now.moved + cost.bytes)
+        seen.update((storage, now) for op in kernel.ops for storage in op.storages)
+    return found
+
+
+def _share(passed: int, cache: int) -> float:
+    """The share of a tensor that is still in the cache after so many bytes, this kernel's included, passed it."""
+    beyond = passed / cache - constants.CACHE_SHARE_WITHOUT_MISSES
+    return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
+
+
+def _reads(kernel: Kernel) -> Iterator[tuple[int, int]]:
+    """Storages that the kernel reads, with the bytes. Of a fused kernel the bytes are known as a whole."""
+    cost: Cost = kernel.cost
+    if len(kernel.ops) == 1:
+        (op,) = kernel.ops
+        for spec, nbytes in cost.reads:
+            if spec is not None and spec.storage >= 0:
+                yield op.storages[spec.storage], nbytes
+        return
+    storages = {op.storages[spec.storage] for op in kernel.ops for spec in op.call.inputs}
+    for storage in storages:
+        yield storage, cost.bytes_read // len(storages)
