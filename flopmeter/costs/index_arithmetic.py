@@ -20,8 +20,9 @@ STEP_OPERATIONS = 1
 ADDRESS_OPERATIONS = 2
 # And what a kernel that loads and stores elements one by one does besides, where others do it for four at a time: the
 # loads and stores, conversions of fp16, the test for the end. Set on a trace of an H100 (AMD-AGI/TraceLens): a bf16
-# product with a repeated row of 9.2 million elements takes 25 µs, of which its bytes take 13.
-SINGLE_OPERATIONS = 12
+# product with a repeated row of 9.2 million elements takes 25 µs, of which its bytes take 13. That asks for 12, and
+# image models on an RTX 3090 (pytorch-image-models, results/) for none.
+SINGLE_OPERATIONS = 8
 
 # A copy to another type asks each element's type at run time (LoadWithCast and StoreWithCast in MemoryAccess.cuh), but
 # from fp32 to fp16 and bf16, which have kernels of their own (Copy.cu). 9.2 million elements from bf16 to fp32 take

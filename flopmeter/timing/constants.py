@@ -30,7 +30,8 @@ PLAIN_ARITHMETIC_SHARE = 0.5
 
 # Instructions of exp, erf, tanh or a logarithm in an element-wise kernel, with what goes with it: reduction of the
 # argument, a polynomial or the special function unit, a division, and conversions of fp16. Set on GELU in fp16 on an
-# A100 [vidur]: 41 million elements in 122 µs, of which the bytes alone would take 92.
+# A100 [vidur]: 41 million elements in 122 µs, of which the bytes alone would take 92. Not in fused kernels, whose
+# compiler approximates them: two cosines in one take little longer than one (article above).
 FUNCTION_OPERATIONS = 20
 
 # Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap (those of matmuls are in

@@ -141,7 +141,7 @@ def alignment_share(alignment_bytes: int) -> float:
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
     """All other work than matmuls, at the rate of the vector units."""
     flops = cost.flops - 2 * cost.macs
-    if cost.op_class == ELEMENTWISE:
+    if cost.op_class == ELEMENTWISE and cost.access != "fused":
         flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
     if not flops:
         return 0.0
