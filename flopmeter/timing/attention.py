@@ -1,50 +1,190 @@
-"""Fused attention: its matmuls on the matrix units, and the work of the softmax on the vector units."""
+"""Fused attention: blocks of queries that pass over the keys, on the SMs of the device.
+
+A block keeps one tile of queries on the chip and loads tiles of keys and values, one after another. A tile takes the time
+of its two matmuls and that of the softmax, as far as the kernel does not hide one behind the other. The blocks of all
+heads and sequences share the SMs. With few queries they would be too few, so the keys are split among more blocks, and
+a second kernel combines the results.
+"""
 
 from __future__ import annotations
 
+import functools
 from math import ceil
+from typing import NamedTuple
 
-from flopmeter.device.hardware import Hardware
-from flopmeter.records import AttentionBackend, Cost, Matmul
+from flopmeter.device.hardware import Hardware, Peak
+from flopmeter.records import AttentionBackend, AttentionShape, Cost, Mask
 from flopmeter.timing import constants
+from flopmeter.timing.bandwidth import cycles_to_seconds
+from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.matmul import Busy, overlap
 
+_FORWARD_MATMULS = 2  # scores and values
+_BACKWARD_MATMULS = 5  # scores again, dv, dp, dq, dk
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 _LEGACY_MMA_CAPABILITIES = (9, 10)  # majors whose full rate needs newer instructions than `mma`
-_FORWARD_MATMULS = 2  # scores and values; backward has five
+_FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys and pack the heads that share them
 
 
-def attention(cost: Cost, hardware: Hardware, matmul_flop_per_s: float, vector_flop_per_s: float) -> Busy:
-    """The matmuls, on whole blocks, plus the work of the softmax; both overlap with the memory traffic.
+class Grid(NamedTuple):
+    """The tiles of one square of queries x keys."""
 
-    The rates are sustained ones; the second is that of plain arithmetic. The first matmul of the cost computes the
-    scores: queries x keys x head dimension.
+    blocks: int
+    tiles: int  # of all blocks
+    longest: int  # of one block
+
+
+class _Launch(NamedTuple):
+    """How one kernel covers the work."""
+
+    kernel: AttentionKernel
+    squares: int  # sequences x heads; heads that share keys may be one
+    grid: Grid
+    slices: int
+    tile_scores: int
+
+
+def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
+    """The time of the kernel, or of both kernels where the keys are split.
+
+    `peak` is that of the type that the matmuls run in.
     """
-    scores = cost.matmuls[0]
-    visible = 1 - cost.masked_flops / (2 * cost.macs) if cost.macs else 1.0
-    rate = matmul_flop_per_s * backend_share(cost.attention, hardware) * block_share(scores, hardware)
-    is_forward = len(cost.matmuls) == _FORWARD_MATMULS
-    operations = constants.ATTENTION_FORWARD_OPERATIONS if is_forward else constants.ATTENTION_BACKWARD_OPERATIONS
-    visible_scores = scores.batch * scores.m * scores.n * visible
-    compute = 2 * cost.macs * visible / rate + visible_scores * operations / vector_flop_per_s
-    memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
-    return Busy(compute, memory, overlap(compute, memory, constants.MATMUL_OVERLAP))
+    shape, backend = cost.attention_shape, cost.attention
+    assert shape is not None and backend is not None
+    launch = _launch(shape, backend, hardware, peak)
+    tile_seconds = launch.tile_scores * score_seconds(shape, backend, launch.kernel, hardware, peak)
+    compute = _grid_seconds(launch, tile_seconds, hardware)
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s
+    memory = cost.bytes / bandwidth
+    begin_and_end = cycles_to_seconds(constants.ATTENTION_BLOCK_CYCLES, hardware)
+    work = overlap(compute, memory, launch.kernel.overlap_exponent) + begin_and_end
+    if launch.slices > 1:
+        written = shape.sequences * shape.heads * shape.queries * shape.value_dim
+        partial = 2 * 4 * launch.slices * written / bandwidth  # fp32, written by the slices and read to combine them
+        memory, work = memory + partial, work + partial + constants.COMBINE_SECONDS
+    if shape.is_backward:
+        elements = shape.sequences * shape.heads * shape.queries * shape.head_dim
+        extra = elements * constants.BACKWARD_EXTRA_BYTES / bandwidth
+        memory, work = memory + extra, work + extra
+    return Busy(compute, memory, max(work, memory))
 
 
-def backend_share(backend: AttentionBackend | None, hardware: Hardware) -> float:
+def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units: bool, splits: bool) -> AttentionKernel:
+    """The family of kernels that runs for the backend on the device."""
+    if backend == "efficient":
+        is_old = hardware.compute_capability is not None and hardware.compute_capability < _AMPERE
+        return constants.EFFICIENT_BEFORE_AMPERE if is_old and on_matrix_units else constants.EFFICIENT
+    if hardware.vendor == "amd":
+        return constants.AOTRITON
+    if backend == "cudnn" and (hardware.compute_capability or _HOPPER)[0] in _LEGACY_MMA_CAPABILITIES:
+        return constants.FLASH_3_SPLIT if splits else constants.FLASH_3
+    return constants.FLASH_2_SPLIT if splits else constants.FLASH_2
+
+
+def _launch(shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, peak: Peak) -> _Launch:
+    """The kernel that splits the keys where the other would leave SMs without a block, or tiles nearly empty."""
+    on_matrix_units = peak.unit == "matrix"
+    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
+    if backend in _FLASH_LIBRARY and not shape.is_backward and hardware.vendor == "nvidia":
+        packs = shape.queries == 1 and shape.mask.left is None
+        heads, rows = (shape.key_heads, shape.heads // shape.key_heads) if packs else (shape.heads, shape.queries)
+        packed = _covered(shape._replace(heads=heads, queries=rows), kernel, hardware, is_packed=packs)
+        places, blocks = hardware.sm_count * kernel.blocks_per_sm, packed.squares * packed.grid.blocks
+        tile_rows, _ = tile_of(kernel, shape.head_dim, hardware)
+        if rows <= tile_rows or blocks < constants.FEW_BLOCKS * places:
+            return packed._replace(slices=_slices(blocks, packed.grid.longest, places))
+    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=False)
+    return _covered(shape, kernel, hardware)
+
+
+def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware, *, is_packed: bool = False) -> _Launch:
+    rows, columns = tile_of(kernel, shape.head_dim, hardware)
+    mask = Mask() if is_packed else shape.mask
+    squares = shape.sequences * shape.heads
+    if shape.is_backward:  # a block keeps keys and passes over the queries
+        grid = tile_grid(shape.queries, shape.keys, columns, rows, mask)
+        grid = Grid(ceil(shape.keys / rows), grid.tiles, ceil(shape.queries / columns))
+    else:
+        grid = tile_grid(shape.queries, shape.keys, rows, columns, mask)
+    return _Launch(kernel, squares, grid, 1, rows * columns)
+
+
+def tile_of(kernel: AttentionKernel, head_dim: int, hardware: Hardware) -> tuple[int, int]:
+    """Queries and keys of a tile: smaller ones where the head is long or the shared memory small."""
+    is_small = hardware.compute_capability in constants.SMALL_SHARED_MEMORY
+    tiles = kernel.small_tiles if is_small and kernel.small_tiles is not None else kernel.tiles
+    return next(((rows, columns) for most, rows, columns in tiles if head_dim <= most), tiles[-1][1:])
+
+
+@functools.cache
+def tile_grid(queries: int, keys: int, rows: int, columns: int, mask: Mask) -> Grid:
+    """A block takes the tiles from that of the first key which any of its queries sees to that of the last."""
+    shift = keys - queries if mask.bottom_right else 0
+    counts = []
+    for first in range(0, queries, rows):
+        last = min(first + rows, queries) - 1
+        begin = 0 if mask.left is None else max(first + shift - mask.left, 0)
+        end = keys if mask.right is None else min(last + shift + mask.right + 1, keys)
+        counts.append(ceil(end / columns) - begin // columns if end > begin else 0)
+    return Grid(len(counts), sum(counts), max(counts, default=0))
+
+
+def _slices(blocks: int, tiles: int, places: int) -> int:
+    """How many slices the keys of a block are split into."""
+    if blocks >= constants.FEW_BLOCKS * places or not blocks:
+        return 1
+
+    def fill(slices: int) -> float:
+        waves = blocks * slices / places
+        return waves / ceil(waves)
+
+    candidates = range(1, max(1, min(constants.MOST_SLICES, places, tiles)) + 1)
+    enough = constants.SLICE_FILL * max(map(fill, candidates))
+    return next(slices for slices in candidates if fill(slices) >= enough)
+
+
+def score_seconds(
+    shape: AttentionShape, backend: AttentionBackend, kernel: AttentionKernel, hardware: Hardware, peak: Peak
+) -> float:
+    """Seconds of one SM for one score: its multiply-adds and its softmax; no less than the power limit leaves for the
+    multiply-adds. Padding of the head dimension takes time but little power."""
+    pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) / hardware.sm_count
+    padded, plain = (_flops_per_score(shape, pads=pads) for pads in (True, False))
+    matmuls = padded / (pipe * kernel.pipe_share * legacy_share(backend, hardware))
+    cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
+    return max(matmuls + cycles_to_seconds(cycles, hardware), plain * hardware.sm_count / peak.sustained_flop_per_s)
+
+
+def _flops_per_score(shape: AttentionShape, *, pads: bool) -> int:
+    keys, values = (_padded(size) if pads else size for size in (shape.head_dim, shape.value_dim))
+    return 2 * (3 * keys + 2 * values if shape.is_backward else keys + values)
+
+
+def _padded(head_dim: int) -> int:
+    short, long = constants.HEAD_DIMENSION_MULTIPLES
+    multiple = short if head_dim <= 128 else long
+    return ceil(head_dim / multiple) * multiple
+
+
+def legacy_share(backend: AttentionBackend, hardware: Hardware) -> float:
     """The share of the matrix rate that the backend's instructions reach on the device."""
     capability = hardware.compute_capability
     needs_newer = capability is not None and capability[0] in _LEGACY_MMA_CAPABILITIES and backend != "cudnn"
-    share = constants.LEGACY_MMA_SHARE if needs_newer else 1.0
-    return share * constants.EFFICIENT_ATTENTION_SHARE if backend == "efficient" else share
+    return constants.LEGACY_MMA_SHARE if needs_newer else 1.0
 
 
-def block_share(scores: Matmul, hardware: Hardware) -> float:
-    """The useful share of the blocks that are computed, and of the SMs that get one."""
-    queries, keys, head = scores.m, scores.n, scores.k
-    useful = _filled(queries, constants.ATTENTION_BLOCK) * _filled(keys, constants.ATTENTION_BLOCK)
-    blocks = scores.batch * ceil(queries / constants.ATTENTION_BLOCK)
-    return useful * _filled(head, constants.HEAD_DIMENSION_MULTIPLE) * min(1.0, blocks / hardware.sm_count)
+def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> float:
+    """All tiles on all SMs. One block keeps an SM busy; a second hides how the first begins and ends.
 
-
-def _filled(size: int, multiple: int) -> float:
-    return size / (ceil(size / multiple) * multiple) if size else 1.0
+    Equal blocks go in rounds, so SMs without a block in the last one wait. Where blocks differ, SMs run out of work at
+    different times, on average half of the longest block before the end; not if the longest start first.
+    """
+    kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
+    blocks, tiles = launch.squares * grid.blocks * launch.slices, launch.squares * grid.tiles
+    fixed = blocks * cycles_to_seconds(constants.ATTENTION_BLOCK_CYCLES, hardware)
+    busy = max(tiles * tile_seconds, (tiles * tile_seconds + fixed) / kernel.blocks_per_sm) / sms
+    longest = ceil(grid.longest / launch.slices) * tile_seconds
+    if grid.tiles == grid.blocks * grid.longest:
+        return busy * ceil(blocks / sms) * sms / max(blocks, 1)
+    resident = min(kernel.blocks_per_sm, ceil(blocks / sms))
+    return max(longest, busy + (0.0 if kernel.longest_first else longest * resident / 2))

@@ -13,6 +13,7 @@ Sources used more than once:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from flopmeter.records import Access
 
@@ -98,24 +99,71 @@ WINOGRAD_OUTPUT, WINOGRAD_PATCH = 4, 6
 
 # --- fused attention ---------------------------------------------------------------------------------------
 
-# Vector operations per score, in addition to the matmuls and not hidden behind them: forward, and backward (which
-# recomputes the scores and adds to dq atomically). Set on FlashAttention-2's speed on A100 (Dao, arXiv
-# 2307.08691, figures 4 to 6: 180 and 220 TFLOP/s forward at head dimension 64 and 128, 145 and 175 backward).
-ATTENTION_FORWARD_OPERATIONS = 4
-ATTENTION_BACKWARD_OPERATIONS = 18
 
-# Blocks of queries and keys, and the multiple to which the head dimension is padded.
-ATTENTION_BLOCK = 64
-HEAD_DIMENSION_MULTIPLE = 32
+class AttentionKernel(NamedTuple):
+    """One family of attention kernels. A thread block keeps a tile of queries and passes over tiles of keys."""
 
-# Speed of CUTLASS's memory-efficient kernels as a share of FlashAttention-2's. From [timm]: attention with a mask,
-# which only they accept, against attention without.
-EFFICIENT_ATTENTION_SHARE = 0.73
+    tiles: tuple[tuple[int, int, int], ...]  # (up to this head dimension, rows of queries, columns of keys)
+    small_tiles: tuple[tuple[int, int, int], ...] | None  # of SMs with SMALL_SHARED_MEMORY; None: the same
+    blocks_per_sm: int  # at a time: while one begins or ends, the others compute
+    pipe_share: float  # of the matrix peak that the loop over the keys reaches, without what follows
+    score_cycles: float  # of an SM per score, not hidden behind the matmuls: exp, row sums, conversion
+    backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
+    overlap_exponent: float  # of arithmetic and memory traffic, see above
+    longest_first: bool = False  # under a causal mask the blocks with most keys start first
+
+
+# Families. FlashAttention-2's tiles are in its launch templates (Dao-AILab/flash-attention, csrc/flash_attn/src), those
+# of FlashAttention-3 in hopper/tile_size.h; cuDNN's kernels on Hopper are taken to be like the latter. An SM computes 16
+# exp per clock cycle (CUDA C++ Programming Guide), .0625 cycles each. FlashAttention-2 hides none of them: .1 per
+# score with the rest of the softmax, .38 backward. They and the .9 are from the papers' curves, and alike on both devices:
+# A100, 220 and 175 TFLOP/s forward and backward at head dimension 128 (arXiv 2307.08691), H100, 335 and 322 (arXiv
+# 2407.08608, in which FlashAttention-2 is the comparison). Two warpgroups take turns in FlashAttention-3, so that about
+# half is hidden: .05 (fitted on prefill of H100 and H200, aiconfigurator@095f58a, .045 to .06 are alike).
+# The exponent 1.5 is from the ramp of the curve on H100 (191 TFLOP/s at 512 tokens, half of the time is traffic).
+# With one tile of keys on its way at a time, decoding overlaps nothing: 1 (decoding on A100 and L40S, same database);
+# in FlashAttention-3 a warp of its own loads: 3.
+FLASH_2 = AttentionKernel(((64, 128, 128), (512, 128, 64)), ((64, 128, 128), (96, 128, 64), (512, 64, 64)), 2, 0.9, 0.1, 0.38, 1.5)
+FLASH_2_SPLIT = AttentionKernel(((64, 64, 256), (128, 64, 128), (512, 64, 64)), None, 2, 0.9, 0.1, 0.38, 1.0)
+FLASH_3 = AttentionKernel(((128, 128, 128), (512, 128, 64)), None, 1, 0.9, 0.05, 0.19, 1.5, longest_first=True)
+FLASH_3_SPLIT = AttentionKernel(((128, 64, 128), (512, 64, 64)), None, 1, 0.9, 0.05, 0.19, 3.0)
+
+# CUTLASS's memory-efficient kernels take 1 / .73 of FlashAttention-2's time per score. From [timm]: attention with a mask,
+# which only they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls
+# (no `cp.async`), and pass the scores through shared memory: three times as long again (as reported for V100 and T4).
+EFFICIENT = AttentionKernel(((64, 64, 64), (128, 64, 128), (512, 32, 128)), None, 2, 0.66, 0.14, 0.52, 1.5)
+EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(pipe_share=0.22, score_cycles=0.4, backward_score_cycles=1.5)
+
+# AMD's kernels in torch are compiled by Triton (AOTriton). Matched to one shape, the only one that was measured, 165 µs
+# for 16 x 16 causal heads of 559 tokens on MI300X: right in magnitude, no more.
+AOTRITON = FLASH_2._replace(small_tiles=None, pipe_share=0.4, score_cycles=0.8, backward_score_cycles=3.0)
+
+# Clock cycles of a block beside its tiles: it starts, loads queries and first keys from DRAM, and stores its output at
+# the end. From prefill on A100, H100 and H200 (4,000 to 6,000 are alike); the same for both families.
+ATTENTION_BLOCK_CYCLES = 5000
+
+# SMs with 100 kB of shared memory, by compute capability: too few for the larger tiles (CUDA C++ Programming Guide,
+# table of technical specifications).
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0))
+
+# A kernel that splits the keys is taken if the blocks are fewer than this share of those that the device holds; of the
+# numbers of slices, the first that fills the last wave .85 as well as the best (FlashAttention's num_splits_heuristic).
+FEW_BLOCKS, SLICE_FILL, MOST_SLICES = 0.8, 0.85, 128
+
+# Seconds of the kernel that combines the slices, beside its traffic: the smallest kernel and two trips to memory.
+COMBINE_SECONDS = 4e-6
+
+# Multiples to which head dimensions are padded, up to 128 and above.
+HEAD_DIMENSION_MULTIPLES = (32, 64)
 
 # Share of the matrix peak of Hopper and data-centre Blackwell that Ampere's `mma` instructions reach there;
 # torch's flash kernels use them (Luo et al., 'Benchmarking and Dissecting the Nvidia Hopper GPU
 # Architecture', arXiv 2402.13499: 62.9 % on average).
 LEGACY_MMA_SHARE = 0.63
+
+# Bytes of an element of dq beside those of the op's tensors: FlashAttention's backward sets a copy in fp32 to zero, adds
+# to it, and converts it, and another kernel reads the output and its gradient for the row sums.
+BACKWARD_EXTRA_BYTES = 16
 
 # --- memory ------------------------------------------------------------------------------------------------
 

@@ -61,9 +61,8 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak) -> tuple[Busy, str]:
         compute = 2 * cost.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, _exponent(hardware, peak))), "product"
-    vector = hardware.vector_peak("fp32").sustained_flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
     if cost.op_class == ATTENTION:
-        return attention(cost, hardware, peak.sustained_flop_per_s, vector), "attention"
+        return attention(cost, hardware, peak), "attention"
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost)
     item_bytes = item_bytes_of(cost.dtype)
     on_matrix_units = peak.unit == "matrix"
