@@ -23,7 +23,7 @@ _FORWARD_MATMULS = 2  # scores and values
 _BACKWARD_MATMULS = 5  # scores again, dv, dp, dq, dk
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _LEGACY_MMA_CAPABILITIES = (9, 10)  # majors whose full rate needs newer instructions than `mma`
-_FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys and pack the heads that share them
+_FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys
 
 
 class Grid(NamedTuple):
@@ -56,7 +56,7 @@ def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
     compute = _grid_seconds(launch, tile_seconds, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     memory = cost.bytes / bandwidth
-    begin_and_end = cycles_to_seconds(constants.ATTENTION_BLOCK_CYCLES, hardware)
+    begin_and_end = cycles_to_seconds(launch.kernel.block_cycles, hardware)
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + begin_and_end
     if launch.slices > 1:
         written = shape.sequences * shape.heads * shape.queries * shape.value_dim
@@ -84,28 +84,29 @@ def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units:
 def _launch(shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, peak: Peak) -> _Launch:
     """The kernel that splits the keys where the other would leave SMs without a block, or tiles nearly empty."""
     on_matrix_units = peak.unit == "matrix"
-    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
-    if backend in _FLASH_LIBRARY and not shape.is_backward and hardware.vendor == "nvidia":
-        packs = shape.queries == 1 and shape.mask.left is None
-        heads, rows = (shape.key_heads, shape.heads // shape.key_heads) if packs else (shape.heads, shape.queries)
-        packed = _covered(shape._replace(heads=heads, queries=rows), kernel, hardware, is_packed=packs)
-        places, blocks = hardware.sm_count * kernel.blocks_per_sm, packed.squares * packed.grid.blocks
-        tile_rows, _ = tile_of(kernel, shape.head_dim, hardware)
-        if rows <= tile_rows or blocks < constants.FEW_BLOCKS * places:
-            return packed._replace(slices=_slices(blocks, packed.grid.longest, places))
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=False)
-    return _covered(shape, kernel, hardware)
+    launch = _covered(shape, kernel, hardware)
+    if backend not in _FLASH_LIBRARY or shape.is_backward or hardware.vendor != "nvidia":
+        return launch
+    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
+    split = _covered(shape, kernel, hardware)
+    places, blocks = hardware.sm_count * kernel.blocks_per_sm, split.squares * split.grid.blocks
+    tile_rows, _ = tile_of(kernel, shape.head_dim, hardware)
+    if shape.queries <= tile_rows or blocks < constants.FEW_BLOCKS * places:
+        return split._replace(slices=_slices(blocks, split.grid.longest, places))
+    return launch
 
 
-def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware, *, is_packed: bool = False) -> _Launch:
+def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
+    """Where the kernel can, and the queries of one head would not fill a block, heads that share keys share a block."""
     rows, columns = tile_of(kernel, shape.head_dim, hardware)
-    mask = Mask() if is_packed else shape.mask
-    squares = shape.sequences * shape.heads
     if shape.is_backward:  # a block keeps keys and passes over the queries
-        grid = tile_grid(shape.queries, shape.keys, columns, rows, mask)
+        grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
         grid = Grid(ceil(shape.keys / rows), grid.tiles, ceil(shape.queries / columns))
-    else:
-        grid = tile_grid(shape.queries, shape.keys, rows, columns, mask)
+        return _Launch(kernel, shape.sequences * shape.heads, grid, 1, rows * columns)
+    group = ceil(shape.heads / max(shape.key_heads, 1)) if shape.queries <= kernel.shared_queries else 1
+    grid = tile_grid(shape.queries, shape.keys, max(rows // group, 1), columns, shape.mask)
+    squares = shape.sequences * ceil(shape.heads / group) * ceil(group / rows)
     return _Launch(kernel, squares, grid, 1, rows * columns)
 
 
@@ -181,7 +182,7 @@ def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> f
     """
     kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
     blocks, tiles = launch.squares * grid.blocks * launch.slices, launch.squares * grid.tiles
-    fixed = blocks * cycles_to_seconds(constants.ATTENTION_BLOCK_CYCLES, hardware)
+    fixed = blocks * cycles_to_seconds(kernel.block_cycles, hardware)
     busy = max(tiles * tile_seconds, (tiles * tile_seconds + fixed) / kernel.blocks_per_sm) / sms
     longest = ceil(grid.longest / launch.slices) * tile_seconds
     if grid.tiles == grid.blocks * grid.longest:

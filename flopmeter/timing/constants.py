@@ -110,6 +110,8 @@ class AttentionKernel(NamedTuple):
     score_cycles: float  # of an SM per score, not hidden behind the matmuls: exp, row sums, conversion
     backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
     overlap_exponent: float  # of arithmetic and memory traffic, see above
+    block_cycles: float  # of a block beside its tiles: start, queries and first keys from DRAM, output
+    shared_queries: int = 0  # up to so many queries, heads with the same keys share a block
     longest_first: bool = False  # under a causal mask the blocks with most keys start first
 
 
@@ -123,24 +125,20 @@ class AttentionKernel(NamedTuple):
 # The exponent 1.5 is from the ramp of the curve on H100 (191 TFLOP/s at 512 tokens, half of the time is traffic).
 # With one tile of keys on its way at a time, decoding overlaps nothing: 1 (decoding on A100 and L40S, same database);
 # in FlashAttention-3 a warp of its own loads: 3.
-FLASH_2 = AttentionKernel(((64, 128, 128), (512, 128, 64)), ((64, 128, 128), (96, 128, 64), (512, 64, 64)), 2, 0.9, 0.1, 0.38, 1.5)
-FLASH_2_SPLIT = AttentionKernel(((64, 64, 256), (128, 64, 128), (512, 64, 64)), None, 2, 0.9, 0.1, 0.38, 1.0)
-FLASH_3 = AttentionKernel(((128, 128, 128), (512, 128, 64)), None, 1, 0.9, 0.05, 0.19, 1.5, longest_first=True)
-FLASH_3_SPLIT = AttentionKernel(((128, 64, 128), (512, 64, 64)), None, 1, 0.9, 0.05, 0.19, 3.0)
+FLASH_2 = AttentionKernel(((64, 128, 128), (512, 128, 64)), ((64, 128, 128), (96, 128, 64), (512, 64, 64)), 2, 0.9, 0.1, 0.38, 1.5, 5000)
+FLASH_2_SPLIT = AttentionKernel(((64, 64, 256), (128, 64, 128), (512, 64, 64)), None, 2, 0.9, 0.1, 0.38, 1.2, 8000, 1)
+FLASH_3 = AttentionKernel(((128, 128, 128), (512, 128, 64)), None, 1, 0.9, 0.05, 0.19, 1.5, 5000, 128, longest_first=True)
+FLASH_3_SPLIT = AttentionKernel(((128, 64, 128), (512, 64, 64)), None, 1, 0.9, 0.05, 0.19, 3.0, 5000, 128)
 
 # CUTLASS's memory-efficient kernels take 1 / .73 of FlashAttention-2's time per score. From [timm]: attention with a mask,
 # which only they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls
 # (no `cp.async`), and pass the scores through shared memory: three times as long again (as reported for V100 and T4).
-EFFICIENT = AttentionKernel(((64, 64, 64), (128, 64, 128), (512, 32, 128)), None, 2, 0.66, 0.14, 0.52, 1.5)
+EFFICIENT = AttentionKernel(((64, 64, 64), (128, 64, 128), (512, 32, 128)), None, 2, 0.66, 0.14, 0.52, 1.5, 5000)
 EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(pipe_share=0.22, score_cycles=0.4, backward_score_cycles=1.5)
 
 # AMD's kernels in torch are compiled by Triton (AOTriton). Matched to one shape, the only one that was measured, 165 µs
 # for 16 x 16 causal heads of 559 tokens on MI300X: right in magnitude, no more.
 AOTRITON = FLASH_2._replace(small_tiles=None, pipe_share=0.4, score_cycles=0.8, backward_score_cycles=3.0)
-
-# Clock cycles of a block beside its tiles: it starts, loads queries and first keys from DRAM, and stores its output at
-# the end. From prefill on A100, H100 and H200 (4,000 to 6,000 are alike); the same for both families.
-ATTENTION_BLOCK_CYCLES = 5000
 
 # SMs with 100 kB of shared memory, by compute capability: too few for the larger tiles (CUDA C++ Programming Guide,
 # table of technical specifications).
