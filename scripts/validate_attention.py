@@ -1,15 +1,12 @@
 """Measured attention: attention.csv of aiconfigurator, kernels of FlashAttention-2 and -3 as frameworks call them.
 
-FlashAttention-2 (A100, L40S) is priced as torch's flash kernel, and FlashAttention-3 (H100, H200) as cuDNN's, the kernel of
-torch that reaches as much there. cuDNN's op has no window, so the rows of FlashAttention-3 with one are left out.
-
-A row is what a framework's wrapper takes: it also writes new keys and values into the paged cache (prefill), and some
-launch a kernel that plans the splits. So the targets are for long rows. `besides_the_kernel` measures what short ones hold.
+FlashAttention-2 (A100, L40S) is priced as torch's flash kernel, and FlashAttention-3 (H100, H200) as cuDNN's, the
+kernel of torch that reaches as much there. cuDNN's op has no window, so the rows of FlashAttention-3 with one are left
+out. A row is what a framework's wrapper takes: it also writes the new keys and values into the paged cache, and some
+launch a kernel that plans the splits. Long rows show the kernel, short ones also what is beside it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from validate import Line, Row
@@ -51,7 +48,10 @@ def _is_of_family(line: Line) -> bool:
 def _is_mislabelled(line: Line) -> bool:
     """Rows on L40S that say that there is no window, and reach up to 80 TB/s and 4,500 TFLOP/s. The time of decoding
     does not grow with the keys, as if the window were short."""
-    is_affected = line["gpu"] == "l40s" and line["kernel_source"] == "flash_attention" and line["head_dim"] in ("64", "192")
+    is_affected = (line["gpu"], line["kernel_source"]) == ("l40s", "flash_attention") and line["head_dim"] in (
+        "64",
+        "192",
+    )
     return is_affected and not float(line["window_size"])
 
 
@@ -80,9 +80,3 @@ def program_of(line: Line) -> Program:
         q, k, v, None, None, new, keys, 0.0, is_causal, False,
         window_size_left=left, window_size_right=0 if is_causal or window else -1,
     )  # fmt: skip
-
-
-def besides_the_kernel(rows: Iterable[Row]) -> float:
-    """Median seconds of the rows beyond the predicted kernel."""
-    beyond = sorted(row.measured - row.predicted for row in rows)
-    return beyond[len(beyond) // 2]

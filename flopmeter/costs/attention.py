@@ -16,7 +16,6 @@ from flopmeter.costs.traffic import regions
 from flopmeter.records import AttentionBackend, AttentionShape, Call, Cost, Mask, Matmul, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
 
-
 FULL = Mask()
 CAUSAL = Mask(right=0)  # torch's `is_causal`: aligned at the top left
 

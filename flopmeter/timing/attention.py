@@ -1,9 +1,9 @@
 """Fused attention: blocks of queries that pass over the keys, on the SMs of the device.
 
-A block keeps one tile of queries on the chip and loads tiles of keys and values, one after another. A tile takes the time
-of its two matmuls and that of the softmax, as far as the kernel does not hide one behind the other. The blocks of all
-heads and sequences share the SMs. With few queries they would be too few, so the keys are split among more blocks, and
-a second kernel combines the results.
+A block keeps one tile of queries on the chip and loads tiles of keys and values, one after another. A tile takes the
+time of its two matmuls and that of the softmax, as far as the kernel does not hide one behind the other. The blocks of
+all heads and sequences share the SMs. With few queries they would be too few, so the keys are split among more blocks,
+and a second kernel combines the results.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from flopmeter.timing.bandwidth import cycles_to_seconds
 from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.matmul import Busy, overlap
 
-_FORWARD_MATMULS = 2  # scores and values
-_BACKWARD_MATMULS = 5  # scores again, dv, dp, dq, dk
 _AMPERE, _HOPPER = (8, 0), (9, 0)
-_LEGACY_MMA_CAPABILITIES = (9, 10)  # majors whose full rate needs newer instructions than `mma`
+_WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
+_LEGACY_MMA_CAPABILITIES = (9, 10, 12)  # majors whose full rate needs newer code than Ampere's
 _FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys
 
 
@@ -50,13 +49,14 @@ def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
     `peak` is that of the type that the matmuls run in.
     """
     shape, backend = cost.attention_shape, cost.attention
-    assert shape is not None and backend is not None
+    assert shape is not None
+    assert backend is not None
     launch = _launch(shape, backend, hardware, peak)
-    tile_seconds = launch.tile_scores * score_seconds(shape, backend, launch.kernel, hardware, peak)
+    tile_seconds = launch.tile_scores * score_seconds(shape, cost, launch.kernel, hardware, peak)
     compute = _grid_seconds(launch, tile_seconds, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     memory = cost.bytes / bandwidth
-    begin_and_end = cycles_to_seconds(launch.kernel.block_cycles, hardware)
+    begin_and_end = _sm_seconds(launch.kernel.block_cycles, hardware)
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + begin_and_end
     if launch.slices > 1:
         written = shape.sequences * shape.heads * shape.queries * shape.value_dim
@@ -76,7 +76,7 @@ def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units:
         return constants.EFFICIENT_BEFORE_AMPERE if is_old and on_matrix_units else constants.EFFICIENT
     if hardware.vendor == "amd":
         return constants.AOTRITON
-    if backend == "cudnn" and (hardware.compute_capability or _HOPPER)[0] in _LEGACY_MMA_CAPABILITIES:
+    if backend == "cudnn" and (hardware.compute_capability or _HOPPER)[0] in _WARPGROUP_CAPABILITIES:
         return constants.FLASH_3_SPLIT if splits else constants.FLASH_3
     return constants.FLASH_2_SPLIT if splits else constants.FLASH_2
 
@@ -144,16 +144,33 @@ def _slices(blocks: int, tiles: int, places: int) -> int:
     return next(slices for slices in candidates if fill(slices) >= enough)
 
 
-def score_seconds(
-    shape: AttentionShape, backend: AttentionBackend, kernel: AttentionKernel, hardware: Hardware, peak: Peak
-) -> float:
-    """Seconds of one SM for one score: its multiply-adds and its softmax; no less than the power limit leaves for the
-    multiply-adds. Padding of the head dimension takes time but little power."""
-    pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) / hardware.sm_count
+def score_seconds(shape: AttentionShape, cost: Cost, kernel: AttentionKernel, hardware: Hardware, peak: Peak) -> float:
+    """Seconds of one SM for one score: its multiply-adds, and then its softmax as far as that is not hidden.
+
+    They take no less than the multiply-adds at the rate that is left by the power limit (padding of the head
+    dimension takes time but little power), and by GeForce's half rate for sums in fp32, which hides the softmax.
+    """
+    legacy, sms = legacy_share(cost.attention, hardware), hardware.sm_count
+    pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
     padded, plain = (_flops_per_score(shape, pads=pads) for pads in (True, False))
-    matmuls = padded / (pipe * kernel.pipe_share * legacy_share(backend, hardware))
     cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
-    return max(matmuls + cycles_to_seconds(cycles, hardware), plain * hardware.sm_count / peak.sustained_flop_per_s)
+    issue = pipe * issue_ratio(cost.dtype, hardware) * constants.ATTENTION_PIPE_SHARE
+    in_turns = padded * sms / issue + _sm_seconds(cycles, hardware)
+    return max(in_turns, padded * sms / pipe, plain * sms / peak.sustained_flop_per_s) / kernel.speed
+
+
+def _sm_seconds(cycles: float, hardware: Hardware) -> float:
+    """Clock cycles of an SM. A core of an array processor (a TPU) counts as many SMs, by its lanes for fp32."""
+    lanes_per_s = hardware.vector_peak("fp32").flop_per_s / 2 / hardware.sm_count
+    return min(cycles_to_seconds(cycles, hardware), cycles * constants.LANES_OF_SM / lanes_per_s)
+
+
+def issue_ratio(dtype: str, hardware: Hardware) -> float:
+    """How many times faster the matrix units take 16-bit instructions than they add in fp32 (2 on GeForce, else 1)."""
+    rates = hardware.matrix_fp16_accumulate_tflop_per_s
+    if dtype not in ("fp16", "bf16") or "fp16" not in rates:
+        return 1.0
+    return rates["fp16"] / hardware.matrix_tflop_per_s.get("fp16", rates["fp16"])
 
 
 def _flops_per_score(shape: AttentionShape, *, pads: bool) -> int:
@@ -167,7 +184,7 @@ def _padded(head_dim: int) -> int:
     return ceil(head_dim / multiple) * multiple
 
 
-def legacy_share(backend: AttentionBackend, hardware: Hardware) -> float:
+def legacy_share(backend: AttentionBackend | None, hardware: Hardware) -> float:
     """The share of the matrix rate that the backend's instructions reach on the device."""
     capability = hardware.compute_capability
     needs_newer = capability is not None and capability[0] in _LEGACY_MMA_CAPABILITIES and backend != "cudnn"
@@ -178,14 +195,13 @@ def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> f
     """All tiles on all SMs. One block keeps an SM busy; a second hides how the first begins and ends.
 
     Equal blocks go in rounds, so SMs without a block in the last one wait. Where blocks differ, SMs run out of work at
-    different times, on average half of the longest block before the end; not if the longest start first.
+    different times; hardly so if the longest start first.
     """
     kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
     blocks, tiles = launch.squares * grid.blocks * launch.slices, launch.squares * grid.tiles
-    fixed = blocks * cycles_to_seconds(kernel.block_cycles, hardware)
+    fixed = max(blocks - sms, 0) * _sm_seconds(kernel.block_cycles, hardware)  # the first ones' is in the caller's
     busy = max(tiles * tile_seconds, (tiles * tile_seconds + fixed) / kernel.blocks_per_sm) / sms
     longest = ceil(grid.longest / launch.slices) * tile_seconds
     if grid.tiles == grid.blocks * grid.longest:
         return busy * ceil(blocks / sms) * sms / max(blocks, 1)
-    resident = min(kernel.blocks_per_sm, ceil(blocks / sms))
-    return max(longest, busy + (0.0 if kernel.longest_first else longest * resident / 2))
+    return max(longest, busy + (0.0 if kernel.longest_first else longest * constants.ATTENTION_TAIL))

@@ -106,39 +106,58 @@ class AttentionKernel(NamedTuple):
     tiles: tuple[tuple[int, int, int], ...]  # (up to this head dimension, rows of queries, columns of keys)
     small_tiles: tuple[tuple[int, int, int], ...] | None  # of SMs with SMALL_SHARED_MEMORY; None: the same
     blocks_per_sm: int  # at a time: while one begins or ends, the others compute
-    pipe_share: float  # of the matrix peak that the loop over the keys reaches, without what follows
     score_cycles: float  # of an SM per score, not hidden behind the matmuls: exp, row sums, conversion
     backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
     overlap_exponent: float  # of arithmetic and memory traffic, see above
     block_cycles: float  # of a block beside its tiles: start, queries and first keys from DRAM, output
     shared_queries: int = 0  # up to so many queries, heads with the same keys share a block
     longest_first: bool = False  # under a causal mask the blocks with most keys start first
+    speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
 
 
-# Families. FlashAttention-2's tiles are in its launch templates (Dao-AILab/flash-attention, csrc/flash_attn/src), those
-# of FlashAttention-3 in hopper/tile_size.h; cuDNN's kernels on Hopper are taken to be like the latter. An SM computes 16
-# exp per clock cycle (CUDA C++ Programming Guide), .0625 cycles each. FlashAttention-2 hides none of them: .1 per
-# score with the rest of the softmax, .38 backward. They and the .9 are from the papers' curves, and alike on both devices:
-# A100, 220 and 175 TFLOP/s forward and backward at head dimension 128 (arXiv 2307.08691), H100, 335 and 322 (arXiv
-# 2407.08608, in which FlashAttention-2 is the comparison). Two warpgroups take turns in FlashAttention-3, so that about
-# half is hidden: .05 (fitted on prefill of H100 and H200, aiconfigurator@095f58a, .045 to .06 are alike).
-# The exponent 1.5 is from the ramp of the curve on H100 (191 TFLOP/s at 512 tokens, half of the time is traffic).
-# With one tile of keys on its way at a time, decoding overlaps nothing: 1 (decoding on A100 and L40S, same database);
-# in FlashAttention-3 a warp of its own loads: 3.
-FLASH_2 = AttentionKernel(((64, 128, 128), (512, 128, 64)), ((64, 128, 128), (96, 128, 64), (512, 64, 64)), 2, 0.9, 0.1, 0.38, 1.5, 5000)
-FLASH_2_SPLIT = AttentionKernel(((64, 64, 256), (128, 64, 128), (512, 64, 64)), None, 2, 0.9, 0.1, 0.38, 1.2, 8000, 1)
-FLASH_3 = AttentionKernel(((128, 128, 128), (512, 128, 64)), None, 1, 0.9, 0.05, 0.19, 1.5, 5000, 128, longest_first=True)
-FLASH_3_SPLIT = AttentionKernel(((128, 64, 128), (512, 64, 64)), None, 1, 0.9, 0.05, 0.19, 3.0, 5000, 128)
+# Of the matrix peak, what the loop over the keys reaches beside the softmax.
+ATTENTION_PIPE_SHARE = 0.9
 
-# CUTLASS's memory-efficient kernels take 1 / .73 of FlashAttention-2's time per score. From [timm]: attention with a mask,
-# which only they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls
-# (no `cp.async`), and pass the scores through shared memory: three times as long again (as reported for V100 and T4).
-EFFICIENT = AttentionKernel(((64, 64, 64), (128, 64, 128), (512, 32, 128)), None, 2, 0.66, 0.14, 0.52, 1.5, 5000)
-EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(pipe_share=0.22, score_cycles=0.4, backward_score_cycles=1.5)
+# FlashAttention-2's tiles are in its launch templates (Dao-AILab/flash-attention, csrc/flash_attn/src), those of
+# FlashAttention-3 in hopper/tile_size.h; cuDNN's kernels on Hopper and later are taken to be like the latter.
+# An SM computes 16 exp per clock cycle (CUDA C++ Programming Guide), .0625 cycles each. FlashAttention-2 hides none of
+# them: .1 with the rest of the softmax, .38 backward. They and the .9 are from the papers' curves, and alike on A100
+# (220 and 175 TFLOP/s forward and backward at head dimension 128, arXiv 2307.08691) and H100 (335 and 322 in arXiv
+# 2407.08608, where FlashAttention-2 is compared with). In FlashAttention-3 two warpgroups take turns, so that about half
+# is hidden: .05 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike); backward the same half
+# is assumed.
+# The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
+# time. When decoding, a block of FlashAttention-2 loads a tile of keys and computes on it almost in turns: 1.2; in
+# FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 to 6,000 are alike
+# for prefill; a block that splits keys or reads one query takes longer, 8,000 (decoding on A100, L40S, same database).
+# FlashAttention-2 shares blocks among heads for one query, -3 for as many as do not fill a block.
+FLASH_2 = AttentionKernel(
+    tiles=((64, 128, 128), (512, 128, 64)), small_tiles=((64, 128, 128), (96, 128, 64), (512, 64, 64)),
+    blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=5000,
+)  # fmt: skip
+FLASH_2_SPLIT = FLASH_2._replace(
+    tiles=((64, 64, 256), (128, 64, 128), (512, 64, 64)), small_tiles=None,
+    overlap_exponent=1.2, block_cycles=8000, shared_queries=1,
+)  # fmt: skip
+FLASH_3 = AttentionKernel(
+    tiles=((128, 128, 128), (512, 128, 64)), small_tiles=None, blocks_per_sm=1, score_cycles=0.05,
+    backward_score_cycles=0.19, overlap_exponent=1.5, block_cycles=5000, shared_queries=128, longest_first=True,
+)  # fmt: skip
+FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=3.0)
 
-# AMD's kernels in torch are compiled by Triton (AOTriton). Matched to one shape, the only one that was measured, 165 µs
-# for 16 x 16 causal heads of 559 tokens on MI300X: right in magnitude, no more.
-AOTRITON = FLASH_2._replace(small_tiles=None, pipe_share=0.4, score_cycles=0.8, backward_score_cycles=3.0)
+# CUTLASS's memory-efficient kernels, at .7 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
+# they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls (there is
+# no `cp.async`), and pass the scores through shared memory: a third of that, as is reported of V100 and T4.
+EFFICIENT = FLASH_2._replace(tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), small_tiles=None, speed=0.7)
+EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.23)
+
+# AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
+# causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
+AOTRITON = FLASH_2._replace(small_tiles=None, score_cycles=0.35, backward_score_cycles=1.3, speed=0.44)
+
+# Where blocks differ in length, the SMs run out of work at different times: the last ends so much of the longest block
+# after the mean. Simulated for FlashAttention-2's grids, in their order, with two blocks on an SM: .6 to 1.2.
+ATTENTION_TAIL = 0.8
 
 # SMs with 100 kB of shared memory, by compute capability: too few for the larger tiles (CUDA C++ Programming Guide,
 # table of technical specifications).
@@ -156,11 +175,15 @@ HEAD_DIMENSION_MULTIPLES = (32, 64)
 
 # Share of the matrix peak of Hopper and data-centre Blackwell that Ampere's `mma` instructions reach there;
 # torch's flash kernels use them (Luo et al., 'Benchmarking and Dissecting the Nvidia Hopper GPU
-# Architecture', arXiv 2402.13499: 62.9 % on average).
+# Architecture', arXiv 2402.13499: 62.9 % on average). On RTX Blackwell cuBLAS reaches the peak with `mma`, but vision
+# transformers on an RTX 5090 ([timm], torch 2.9) show that the flash kernels do not: 1.2 to 1.8 times the time.
 LEGACY_MMA_SHARE = 0.63
 
-# Bytes of an element of dq beside those of the op's tensors: FlashAttention's backward sets a copy in fp32 to zero, adds
-# to it, and converts it, and another kernel reads the output and its gradient for the row sums.
+# Lanes for fp32 of the SMs that these cycles are for (CUDA C++ Programming Guide: 64 or 128).
+LANES_OF_SM = 128
+
+# Bytes of an element of dq beside those of the op's tensors: FlashAttention's backward sets a copy in fp32 to zero,
+# adds to it, and converts it, and another kernel reads the output and its gradient for the row sums.
 BACKWARD_EXTRA_BYTES = 16
 
 # --- memory ------------------------------------------------------------------------------------------------
