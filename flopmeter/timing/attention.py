@@ -56,8 +56,8 @@ def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
     compute = _grid_seconds(launch, tile_seconds, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     memory = cost.bytes / bandwidth
-    begin_and_end = _sm_seconds(launch.kernel.block_cycles, hardware)
-    work = overlap(compute, memory, launch.kernel.overlap_exponent) + begin_and_end
+    cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks find no instructions in a cache
+    work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
     if launch.slices > 1:
         written = shape.sequences * shape.heads * shape.queries * shape.value_dim
         partial = 2 * 4 * launch.slices * written / bandwidth  # fp32, written by the slices and read to combine them
@@ -199,7 +199,7 @@ def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> f
     """
     kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
     blocks, tiles = launch.squares * grid.blocks * launch.slices, launch.squares * grid.tiles
-    fixed = max(blocks - sms, 0) * _sm_seconds(kernel.block_cycles, hardware)  # the first ones' is in the caller's
+    fixed = blocks * _sm_seconds(kernel.block_cycles, hardware)
     busy = max(tiles * tile_seconds, (tiles * tile_seconds + fixed) / kernel.blocks_per_sm) / sms
     longest = ceil(grid.longest / launch.slices) * tile_seconds
     if grid.tiles == grid.blocks * grid.longest:

@@ -123,9 +123,9 @@ ATTENTION_PIPE_SHARE = 0.9
 # An SM computes 16 exp per clock cycle (CUDA C++ Programming Guide), .0625 cycles each. FlashAttention-2 hides none of
 # them: .1 with the rest of the softmax, .38 backward. They and the .9 are from the papers' curves, and alike on A100
 # (220 and 175 TFLOP/s forward and backward at head dimension 128, arXiv 2307.08691) and H100 (335 and 322 in arXiv
-# 2407.08608, where FlashAttention-2 is compared with). In FlashAttention-3 two warpgroups take turns, so that about half
-# is hidden: .05 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike); backward the same half
-# is assumed.
+# 2407.08608, where FlashAttention-2 is compared with). In FlashAttention-3 two warpgroups take turns, which hides about
+# half: .05 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike). Backward, the same half is
+# assumed.
 # The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
 # time. When decoding, a block of FlashAttention-2 loads a tile of keys and computes on it almost in turns: 1.2; in
 # FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 to 6,000 are alike
