@@ -51,22 +51,26 @@ def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
     shape, backend = cost.attention_shape, cost.attention
     assert shape is not None
     assert backend is not None
-    launch = _launch(shape, backend, hardware, peak)
+    launches = _launches(shape, backend, hardware, peak)
+    return min((_busy(launch, cost, shape, hardware, peak) for launch in launches), key=lambda busy: busy.work_seconds)
+
+
+def _busy(launch: _Launch, cost: Cost, shape: AttentionShape, hardware: Hardware, peak: Peak) -> Busy:
     tile_seconds = launch.tile_scores * score_seconds(shape, cost, launch.kernel, hardware, peak)
     compute = _grid_seconds(launch, tile_seconds, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     memory = cost.bytes / bandwidth
     cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks find no instructions in a cache
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
-    if launch.slices > 1:
-        written = shape.sequences * shape.heads * shape.queries * shape.value_dim
-        partial = 2 * 4 * launch.slices * written / bandwidth  # fp32, written by the slices and read to combine them
-        memory, work = memory + partial, work + partial + constants.COMBINE_SECONDS
+    elements = shape.sequences * shape.heads * shape.queries
+    extra = 0.0
+    if launch.slices > 1:  # each writes partial results in fp32; those that the cache does not hold go to memory
+        partial_bytes = 4 * launch.slices * elements * shape.value_dim
+        extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
+        work += constants.COMBINE_SECONDS
     if shape.is_backward:
-        elements = shape.sequences * shape.heads * shape.queries * shape.head_dim
-        extra = elements * constants.BACKWARD_EXTRA_BYTES / bandwidth
-        memory, work = memory + extra, work + extra
-    return Busy(compute, memory, max(work, memory))
+        extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
+    return Busy(compute, memory + extra, max(work, memory) + extra)
 
 
 def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units: bool, splits: bool) -> AttentionKernel:
@@ -81,20 +85,20 @@ def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units:
     return constants.FLASH_2_SPLIT if splits else constants.FLASH_2
 
 
-def _launch(shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, peak: Peak) -> _Launch:
-    """The kernel that splits the keys where the other would leave SMs without a block, or tiles nearly empty."""
+def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, peak: Peak) -> list[_Launch]:
+    """The kernels that the library may take. That which can split the keys is for few queries, whose tiles the other
+    would leave nearly empty, and for few blocks, with which it would leave SMs idle."""
     on_matrix_units = peak.unit == "matrix"
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=False)
-    launch = _covered(shape, kernel, hardware)
+    whole = _covered(shape, kernel, hardware)
     if backend not in _FLASH_LIBRARY or shape.is_backward or hardware.vendor != "nvidia":
-        return launch
+        return [whole]
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
     split = _covered(shape, kernel, hardware)
-    places, blocks = hardware.sm_count * kernel.blocks_per_sm, split.squares * split.grid.blocks
+    blocks = split.squares * split.grid.blocks
+    slices = _slices(blocks, split.grid.longest, hardware.sm_count * kernel.blocks_per_sm)
     tile_rows, _ = tile_of(kernel, shape.head_dim, hardware)
-    if shape.queries <= tile_rows or blocks < constants.FEW_BLOCKS * places:
-        return split._replace(slices=_slices(blocks, split.grid.longest, places))
-    return launch
+    return [split if shape.queries <= tile_rows else whole, split._replace(slices=slices)][: 2 if slices > 1 else 1]
 
 
 def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
