@@ -30,7 +30,8 @@ class Grid(NamedTuple):
 
     blocks: int
     tiles: int  # of all blocks
-    longest: int  # of one block
+    longest: int  # of one block, in tiles
+    masked: int  # tiles with scores that are not visible
 
 
 class _Launch(NamedTuple):
@@ -56,7 +57,8 @@ def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
 
 
 def _busy(launch: _Launch, cost: Cost, shape: AttentionShape, hardware: Hardware, peak: Peak) -> Busy:
-    tile_seconds = launch.tile_scores * score_seconds(shape, cost, launch.kernel, hardware, peak)
+    masked_share = launch.grid.masked / max(launch.grid.tiles, 1)
+    tile_seconds = launch.tile_scores * score_seconds(cost, launch.kernel, masked_share, hardware, peak)
     compute = _grid_seconds(launch, tile_seconds, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     memory = cost.bytes / bandwidth
@@ -106,7 +108,7 @@ def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware)
     rows, columns = tile_of(kernel, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries
         grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
-        grid = Grid(ceil(shape.keys / rows), grid.tiles, ceil(shape.queries / columns))
+        grid = grid._replace(blocks=ceil(shape.keys / rows), longest=ceil(shape.queries / columns))
         return _Launch(kernel, shape.sequences * shape.heads, grid, 1, rows * columns)
     group = ceil(shape.heads / max(shape.key_heads, 1)) if shape.queries <= kernel.shared_queries else 1
     grid = tile_grid(shape.queries, shape.keys, max(rows // group, 1), columns, shape.mask)
@@ -125,13 +127,16 @@ def tile_of(kernel: AttentionKernel, head_dim: int, hardware: Hardware) -> tuple
 def tile_grid(queries: int, keys: int, rows: int, columns: int, mask: Mask) -> Grid:
     """A block takes the tiles from that of the first key which any of its queries sees to that of the last."""
     shift = keys - queries if mask.bottom_right else 0
-    counts = []
+    counts, whole = [], 0
     for first in range(0, queries, rows):
         last = min(first + rows, queries) - 1
         begin = 0 if mask.left is None else max(first + shift - mask.left, 0)
         end = keys if mask.right is None else min(last + shift + mask.right + 1, keys)
         counts.append(ceil(end / columns) - begin // columns if end > begin else 0)
-    return Grid(len(counts), sum(counts), max(counts, default=0))
+        all_from = 0 if mask.left is None else max(last + shift - mask.left, 0)  # keys that all queries see
+        all_to = keys if mask.right is None else min(first + shift + mask.right + 1, keys)
+        whole += max(all_to // columns - ceil(all_from / columns), 0)
+    return Grid(len(counts), sum(counts), max(counts, default=0), sum(counts) - whole)
 
 
 def _slices(blocks: int, tiles: int, places: int) -> int:
@@ -148,16 +153,19 @@ def _slices(blocks: int, tiles: int, places: int) -> int:
     return next(slices for slices in candidates if fill(slices) >= enough)
 
 
-def score_seconds(shape: AttentionShape, cost: Cost, kernel: AttentionKernel, hardware: Hardware, peak: Peak) -> float:
+def score_seconds(cost: Cost, kernel: AttentionKernel, masked_share: float, hardware: Hardware, peak: Peak) -> float:
     """Seconds of one SM for one score: its multiply-adds, and then its softmax as far as that is not hidden.
 
+    `masked_share` is that of the tiles in which some scores are not visible.
     They take no less than the multiply-adds at the rate that is left by the power limit (padding of the head
     dimension takes time but little power), and by GeForce's half rate for sums in fp32, which hides the softmax.
     """
-    legacy, sms = legacy_share(cost.attention, hardware), hardware.sm_count
+    shape, legacy, sms = cost.attention_shape, legacy_share(cost.attention, hardware), hardware.sm_count
+    assert shape is not None
     pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
     padded, plain = (_flops_per_score(shape, pads=pads) for pads in (True, False))
     cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
+    cycles += masked_share * constants.MASKED_SCORE_CYCLES
     issue = pipe * issue_ratio(cost.dtype, hardware) * constants.ATTENTION_PIPE_SHARE
     in_turns = padded * sms / issue + _sm_seconds(cycles, hardware)
     return max(in_turns, padded * sms / pipe, plain * sms / peak.sustained_flop_per_s) / kernel.speed
