@@ -128,8 +128,8 @@ MASKED_SCORE_CYCLES = 4 / 64
 # them: .1 with the rest of the softmax, .38 backward. They and the .9 are from the papers' curves, and alike on A100
 # (220 and 175 TFLOP/s forward and backward at head dimension 128, arXiv 2307.08691) and H100 (335 and 322 in arXiv
 # 2407.08608, where FlashAttention-2 is compared with). In FlashAttention-3 two warpgroups take turns, which hides about
-# half: .05 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike). Backward, the same half is
-# assumed.
+# half: .055 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike). Backward, as much is
+# assumed (.22).
 # The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
 # time. When decoding, a block of FlashAttention-2 loads a tile of keys and computes on it almost in turns: 1.2; in
 # FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 to 6,000 are alike
@@ -144,16 +144,16 @@ FLASH_2_SPLIT = FLASH_2._replace(
     overlap_exponent=1.2, block_cycles=8000, shared_queries=1,
 )  # fmt: skip
 FLASH_3 = AttentionKernel(
-    tiles=((128, 128, 128), (512, 128, 64)), small_tiles=None, blocks_per_sm=1, score_cycles=0.05,
-    backward_score_cycles=0.19, overlap_exponent=1.5, block_cycles=5000, shared_queries=128, longest_first=True,
+    tiles=((128, 128, 128), (512, 128, 64)), small_tiles=None, blocks_per_sm=1, score_cycles=0.055,
+    backward_score_cycles=0.22, overlap_exponent=1.5, block_cycles=5000, shared_queries=128, longest_first=True,
 )  # fmt: skip
 FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=3.0)
 
-# CUTLASS's memory-efficient kernels, at .7 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
+# CUTLASS's memory-efficient kernels, at .73 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
 # they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls (there is
 # no `cp.async`), and pass the scores through shared memory: a third of that, as is reported of V100 and T4.
-EFFICIENT = FLASH_2._replace(tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), small_tiles=None, speed=0.7)
-EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.23)
+EFFICIENT = FLASH_2._replace(tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), small_tiles=None, speed=0.73)
+EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.24)
 
 # AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
 # causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
