@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from validate import Line, Row
+from validate_kernels import LEAST_SECONDS, is_held_out
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.device.cluster import cluster_of
@@ -23,7 +24,7 @@ from flopmeter.records.collectives import COLLECTIVES
 from flopmeter.timing.bands import band
 
 DTYPES = {"half": torch.float16, "int8": torch.int8}
-LEAST_SECONDS = 2e-6
+
 
 Run = Callable[[Tensor, Tensor], object]
 # The kind, the call, and whether a rank's input and its output are a part of the size (or the whole).
@@ -35,11 +36,11 @@ OPS: dict[str, tuple[CollectiveKind, Run, bool, bool]] = {
 }
 
 
-def collectives(lines: list[Line], is_held_out: Callable[..., bool]) -> dict[str, list[Row]]:
-    return {"NCCL": [_row(line, is_held_out) for line in lines if float(line["ms"]) * 1e-3 >= LEAST_SECONDS]}
+def collectives(lines: list[Line]) -> dict[str, list[Row]]:
+    return {"NCCL": [_row(line) for line in lines if float(line["ms"]) * 1e-3 >= LEAST_SECONDS]}
 
 
-def _row(line: Line, is_held_out: Callable[..., bool]) -> Row:
+def _row(line: Line) -> Row:
     """The roofline: the bytes on the wire at the link's datasheet rate."""
     kind, run, sends_part, gets_part = OPS[line["op_name"]]
     ranks, dtype = int(line["num_gpus"]), DTYPES[line["nccl_dtype"]]

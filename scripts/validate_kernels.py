@@ -7,33 +7,39 @@ own. Rows of less than 2 µs are left out, since they measure the timer.
 from __future__ import annotations
 
 import csv
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from zlib import crc32
 
 import torch
 from validate import Line, Row, roofline_seconds
-from validate_collectives import collectives
 
 from flopmeter import FlopMeter, Hardware, load_hardware
 from flopmeter.launch.modes import Mode
 from flopmeter.timing import uncertainty
 
 LEAST_SECONDS = 2e-6
-LAYERS = 6  # that the benchmark of GEMMs replays in turn
 DURATIONS = (5e-6, 1e-5, 3e-5, 1e-4, 3e-4)  # where tables by duration begin a new line, in seconds
 
+# The tables that each file gives: by a function of these modules, which take their rows from here.
+SETS = {
+    "gemm": ("validate_gemm", "gemms"),
+    "attention": ("validate_attention", "attentions"),
+    "transformer_ops": ("validate_transformer_ops", "transformer_ops"),
+    "moe": ("validate_moe", "layers"),
+    "collectives": ("validate_collectives", "collectives"),
+}
 Program = Callable[[], object]
 Table = tuple[str, list[Row], Callable[[Row], str]]
 
 
 def kernels(folder: Path) -> Iterator[Table]:
     """The tables of each file that is there."""
-    for name, rows_of in SETS.items():
+    for name, (module, function) in SETS.items():
         path = folder / f"{name}.csv"
         if path.is_file():
+            rows_of = getattr(import_module(module), function)
             for title, rows in rows_of(list(csv.DictReader(path.open()))).items():
                 yield from tables(title, rows)
 
@@ -90,68 +96,3 @@ def device_seconds(
     seconds = sum(timing.seconds for timing in timings)
     band = uncertainty(timings, seconds, device)
     return seconds, band.low, band.high, roofline_seconds(report, device) - skipped_roofline
-
-
-# --- the sets ----------------------------------------------------------------------------------------------------
-
-
-def gemms(lines: list[Line]) -> dict[str, list[Row]]:
-    """[m, k] @ [k, n], the weight as [n, k]. Of fp8 the scales are known beforehand (`fp8_static`), or the activations
-    are quantised by a kernel of their own (`fp8`)."""
-    rows: dict[str, list[Row]] = {"GEMM, bf16": [], "GEMM, fp8": []}
-    for line in lines:
-        if float(line["ms"]) * 1e-3 >= LEAST_SECONDS:
-            m, n, k = (int(line[size]) for size in "mnk")
-            layers = [_layer(m, n, k, line["kind"]) for _ in range(LAYERS)]
-            row = kernel_row(line["kind"], line, layers[0], (m, n, k), before=_in_turn(layers))
-            rows[f"GEMM, {line['dtype']}"].append(row)
-    return rows
-
-
-def _in_turn(layers: Sequence[Program]) -> Program:
-    return lambda: [layer() for layer in layers]
-
-
-def _layer(m: int, n: int, k: int, kind: str) -> Program:
-    """One of the layers that the benchmark replays in turn, each with weights of its own."""
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float8_e4m3fn
-    weight = torch.empty(n, k, dtype=dtype, device="meta").t()
-    x, out = _shared(m, n, k)
-    if kind == "bfloat16":
-        return lambda: torch.mm(x, weight, out=out)
-    one = torch.ones((), dtype=torch.float32, device="meta")
-
-    def run() -> object:
-        if kind == "fp8":
-            torch.linalg.vector_norm(x, float("inf"))
-        quantised = x.to(torch.float8_e4m3fn)  # their scale is a multiplication within the same kernel
-        return torch._scaled_mm(quantised, weight, one, one, out_dtype=torch.bfloat16)
-
-    return run
-
-
-@functools.lru_cache(1)
-def _shared(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The activations that all layers read, and the memory that all write to."""
-    x, out = (torch.empty(m, columns, dtype=torch.bfloat16, device="meta") for columns in (k, n))
-    return x, out
-
-
-def _transformer_ops(lines: list[Line]) -> dict[str, list[Row]]:
-    from validate_transformer_ops import transformer_ops  # it takes its rows from here
-
-    return transformer_ops(lines)
-
-
-def _layers_of_experts(lines: list[Line]) -> dict[str, list[Row]]:
-    from validate_moe import layers
-
-    return layers(lines)
-
-
-SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {
-    "gemm": gemms,
-    "transformer_ops": _transformer_ops,
-    "moe": _layers_of_experts,
-    "collectives": partial(collectives, is_held_out=is_held_out),
-}

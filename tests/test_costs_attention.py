@@ -130,6 +130,13 @@ def test_a_window_hides_what_lies_before_it():
     assert cost.executed_flops * SQ * SK == FORWARD * (3 + 3 + 3)
 
 
+def test_keys_before_the_window_of_the_first_query_are_not_read():
+    """The first of 3 queries stands at key 4 of 7 and sees keys 3 and 4: three keys are never touched."""
+    whole, windowed = (cost_of(flash_call(is_causal=True, left=left)) for left in (-1, 1))
+    assert whole.bytes_read - windowed.bytes_read == 3 * 4 * B * H * (D + DV)
+    assert windowed.bytes_written == whole.bytes_written
+
+
 def test_a_window_without_causal_mask_has_two_sides():
     cost = cost_of(flash_call(is_causal=False, left=1, right=1))
     assert cost.executed_flops * SQ * SK == FORWARD * (3 + 3 + 2)

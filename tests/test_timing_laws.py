@@ -1,12 +1,14 @@
 """What holds for every kernel on every device: floors, and which way time goes when a kernel or a device changes."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flopmeter import available_hardware, load_hardware
+from flopmeter.costs.attention import visible_pairs
 from flopmeter.records import (
     ATTENTION,
     CONTRACTION,
@@ -16,8 +18,10 @@ from flopmeter.records import (
     NORMALIZATION,
     REDUCTION,
     SORTING,
+    AttentionShape,
     Convolution,
     Cost,
+    Mask,
     Matmul,
     Region,
     Reread,
@@ -83,18 +87,34 @@ def convolutions(draw):
 
 @st.composite
 def attentions(draw):
-    batch, queries, keys, depth = draw(st.integers(1, 512)), draw(sizes), draw(sizes), draw(st.integers(1, 256))
-    scores, values = Matmul(batch, queries, keys, depth), Matmul(batch, queries, depth, keys)
-    macs = 2 * batch * queries * keys * depth
-    backend = draw(st.sampled_from(("flash", "efficient", "cudnn", "other")))
+    sequences, key_heads, group = draw(st.integers(1, 64)), draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    queries, keys, depth = draw(st.sampled_from((1, 7, 300, 4096)) | sizes), draw(sizes), draw(st.integers(1, 300))
+    edge = st.none() | st.integers(0, 600)
+    mask = Mask(draw(edge), draw(edge), bottom_right=draw(st.booleans()))
+    shape = AttentionShape(
+        sequences, key_heads * group, key_heads, queries, keys, depth, depth, mask, draw(st.booleans())
+    )
+    return attention_cost(shape, draw(st.sampled_from(("flash", "efficient", "cudnn", "other"))), draw(dtypes))
+
+
+def attention_cost(shape, backend="flash", dtype="fp16"):
+    matmuls = 5 if shape.is_backward else 2
+    scores = (shape.sequences * shape.heads, shape.queries, shape.keys, shape.head_dim)
+    macs, pairs = matmuls * prod(scores), shape.queries * shape.keys
+    tokens = shape.sequences * (shape.heads * shape.queries + shape.key_heads * shape.keys)
+    half = Region(None, ITEM_BYTES[dtype] * shape.head_dim * tokens)
     return product_cost(
         scores,
+        dtype,
         op_class=ATTENTION,
         flops_by_class=((ATTENTION, 2 * macs),),
         macs=macs,
-        matmuls=(scores, values),
-        masked_flops=draw(st.integers(0, macs)),
+        matmuls=(Matmul(*scores),) * matmuls,
+        masked_flops=2 * macs * (pairs - visible_pairs(shape.queries, shape.keys, shape.mask)) // pairs,
+        reads=(half,),
+        writes=(half,),
         attention=backend,
+        attention_shape=shape,
     )
 
 

@@ -8,35 +8,16 @@ Keys and values are read at their own, grouped, head count: the touched-bytes la
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.rules import make_attention, rule
-from flopmeter.records import AttentionBackend, Call, Cost, Matmul, TensorSpec
+from flopmeter.costs.traffic import regions
+from flopmeter.records import AttentionBackend, AttentionShape, Call, Cost, Mask, Matmul, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
-
-
-class Mask(NamedTuple):
-    """Query i sees the keys from i + shift - left to i + shift + right; None: as far as there are keys."""
-
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False  # shift is keys - queries, so that the last query sees the last key; else 0
-
 
 FULL = Mask()
 CAUSAL = Mask(right=0)  # torch's `is_causal`: aligned at the top left
-
-
-class Square(NamedTuple):
-    """`batch` (heads included) squares of queries x keys, with the depth of q and k and that of v."""
-
-    batch: int
-    queries: int
-    keys: int
-    depth: int
-    value_depth: int
 
 
 _SDPA: dict[OpOverloadPacket, AttentionBackend] = {
@@ -123,71 +104,87 @@ def _pairs_up_to(queries: int, keys: int, offset: int) -> int:
     return ramp * start + ramp * (ramp - 1) // 2 + (rows - ramp) * keys
 
 
-def _forward(call: Call, backend: AttentionBackend, square: Square, mask: Mask) -> Cost:
-    products = [_scores(square), _values(square)]
-    return _fused(call, backend, products, square, mask)
+def _forward(call: Call, backend: AttentionBackend, square: AttentionShape, mask: Mask) -> Cost:
+    shape = square._replace(mask=mask)
+    return _fused(call, backend, [_scores(shape), _values(shape)], shape)
 
 
-def _backward(call: Call, backend: AttentionBackend, square: Square, mask: Mask) -> Cost:
+def _backward(call: Call, backend: AttentionBackend, square: AttentionShape, mask: Mask) -> Cost:
     """Five products: the scores again (recomputed, since they were not kept), then dv = p^T @ do,
     dp = do @ v^T, dq = ds @ k, dk = ds^T @ q. That is 2.5x the forward pass where D = Dv."""
-    batch, queries, keys, depth, value_depth = square
+    shape = square._replace(mask=mask, is_backward=True)
+    squares, queries, keys = shape.sequences * shape.heads, shape.queries, shape.keys
     products = [
-        _scores(square),
-        Matmul(batch, keys, value_depth, queries),
-        Matmul(batch, queries, keys, value_depth),
-        Matmul(batch, queries, depth, keys),
-        Matmul(batch, keys, depth, queries),
+        _scores(shape),
+        Matmul(squares, keys, shape.value_dim, queries),
+        Matmul(squares, queries, keys, shape.value_dim),
+        Matmul(squares, queries, shape.head_dim, keys),
+        Matmul(squares, keys, shape.head_dim, queries),
     ]
-    return _fused(call, backend, products, square, mask, recomputed_flops=2 * _macs(products[0]))
+    return _fused(call, backend, products, shape, recomputed_flops=2 * _macs(products[0]))
 
 
 def _fused(
     call: Call,
     backend: AttentionBackend,
     products: list[Matmul],
-    square: Square,
-    mask: Mask,
+    shape: AttentionShape,
     *,
     recomputed_flops: int = 0,
 ) -> Cost:
-    flops, pairs = 2 * sum(map(_macs, products)), square.queries * square.keys
-    hidden = pairs - visible_pairs(square.queries, square.keys, mask)
+    flops, pairs = 2 * sum(map(_macs, products)), shape.queries * shape.keys
+    hidden = pairs - visible_pairs(shape.queries, shape.keys, shape.mask)
     masked_flops = flops * hidden // max(pairs, 1)
-    return make_attention(call, products, backend, masked_flops=masked_flops, recomputed_flops=recomputed_flops)
+    return make_attention(
+        call, products, backend, shape,
+        masked_flops=masked_flops, recomputed_flops=recomputed_flops, read=_seen(call, shape),
+    )  # fmt: skip
 
 
-def _scores(square: Square) -> Matmul:
-    return Matmul(square.batch, square.queries, square.keys, square.depth)
+def _seen(call: Call, shape: AttentionShape) -> list[TensorSpec | Region] | None:
+    """What is read, less the keys and values before the window of the first query; None if that is everything."""
+    shift = shape.keys - shape.queries if shape.mask.bottom_right else 0
+    unseen = 0 if shape.mask.left is None else max(shift - shape.mask.left, 0)
+    if not unseen or shape.is_backward:
+        return None
+    sources = (call.argument("key"), call.argument("value"))
+    read, _ = regions(call)
+    return [
+        Region(spec, spec.nbytes * (shape.keys - unseen) // shape.keys) if spec in sources else spec for spec in read
+    ]
 
 
-def _values(square: Square) -> Matmul:
-    return Matmul(square.batch, square.queries, square.value_depth, square.keys)
+def _scores(shape: AttentionShape) -> Matmul:
+    return Matmul(shape.sequences * shape.heads, shape.queries, shape.keys, shape.head_dim)
+
+
+def _values(shape: AttentionShape) -> Matmul:
+    return Matmul(shape.sequences * shape.heads, shape.queries, shape.value_dim, shape.keys)
 
 
 def _macs(product: Matmul) -> int:
     return product.batch * product.m * product.n * product.k
 
 
-def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> Square:
+def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
     batch, heads, queries, depth = q.shape
-    return Square(batch * heads, queries, k.shape[2], depth, v.shape[-1])
+    return AttentionShape(batch, heads, k.shape[1], queries, k.shape[2], depth, v.shape[-1])
 
 
-def _of_library(call: Call, lengths: str, longest_query: str, longest_key: str) -> Square:
+def _of_library(call: Call, lengths: str, longest_query: str, longest_key: str) -> AttentionShape:
     """Heads come third. Of packed sequences a trace knows the tokens and the longest only: they are counted as
     if all were as long, each token against the longest row of keys."""
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
     heads, depth = q.shape[-2:]
     starts = call.argument(lengths)
     if starts is None:
-        return Square(q.shape[0] * heads, q.shape[1], k.shape[1], depth, v.shape[-1])
+        return AttentionShape(q.shape[0], heads, k.shape[-2], q.shape[1], k.shape[1], depth, v.shape[-1])
     tokens, queries = q.numel // max(heads * depth, 1), max(call.argument(longest_query), 1)
     sequences = max(ceil(tokens / queries), 1)
-    return Square(sequences * heads, queries, call.argument(longest_key), depth, v.shape[-1])
+    return AttentionShape(sequences, heads, k.shape[-2], queries, call.argument(longest_key), depth, v.shape[-1])
 
 
-def _of_cudnn(call: Call) -> Square:
+def _of_cudnn(call: Call) -> AttentionShape:
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
     is_packed = call.argument("cum_seq_q") is not None
     return _of_library(call, "cum_seq_q", "max_q", "max_k") if is_packed else _heads_first(q, k, v)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.costs.rules import make_attention, make_contraction, make_cost, rule
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, Call, Cost, Matmul
+from flopmeter.records import ELEMENTWISE, NORMALIZATION, AttentionShape, Call, Cost, Matmul
 from flopmeter.torch_names.operators import aten
 
 
@@ -114,13 +114,12 @@ def _attend(layer: _Layer, *, fuses: bool, same: bool) -> tuple[Cost, ...]:
 
 def _fused(layer: _Layer) -> Cost:
     """Flash attention takes 16-bit types only, and from compute capability 8.0 on; the efficient kernels the rest."""
-    touched = layer.batch * layer.width * layer.itemsize
+    touched, head_dim = layer.batch * layer.width * layer.itemsize, layer.width // layer.heads
     return make_attention(
         layer.call,
         layer.products(),
         "flash" if layer.itemsize == 2 else "efficient",
-        masked_flops=0,
-        recomputed_flops=0,
+        AttentionShape(layer.batch, layer.heads, layer.heads, layer.queries, layer.keys, head_dim, head_dim),
         read=touched * (layer.queries + 2 * layer.keys),
         written=touched * layer.queries,
     )

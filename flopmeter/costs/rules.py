@@ -24,6 +24,7 @@ from flopmeter.records import (
     UNCOUNTED,
     Access,
     AttentionBackend,
+    AttentionShape,
     Call,
     Collective,
     Convolution,
@@ -146,6 +147,7 @@ def make_contraction(
     convolution: Convolution | None = None,
     recurrence: Recurrence | None = None,
     attention: AttentionBackend | None = None,
+    attention_shape: AttentionShape | None = None,
 ) -> Cost:
     """The cost of a kernel that is one or several matrix products: 2·batch·m·n·k each.
 
@@ -180,6 +182,7 @@ def make_contraction(
         convolution=convolution,
         recurrence=recurrence,
         attention=attention,
+        attention_shape=attention_shape,
     )
 
 
@@ -219,15 +222,16 @@ def make_attention(
     call: Call,
     matmuls: Iterable[Matmul],
     backend: AttentionBackend,
+    shape: AttentionShape,
     *,
-    masked_flops: int,
-    recomputed_flops: int,
+    masked_flops: int = 0,
+    recomputed_flops: int = 0,
     read: Touched | None = None,
     written: Touched | None = None,
 ) -> Cost:
-    """Fused attention: its products, and whose kernel it is."""
+    """Fused attention: its products, whose kernel it is, and what it works on."""
     return make_contraction(
-        call, matmuls, op_class=ATTENTION, read=read, written=written, attention=backend,
+        call, matmuls, op_class=ATTENTION, read=read, written=written, attention=backend, attention_shape=shape,
         masked_flops=masked_flops, recomputed_flops=recomputed_flops,
     )  # fmt: skip
 

@@ -88,6 +88,28 @@ Access = Literal[
 AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
 
 
+class Mask(NamedTuple):
+    """Query i sees the keys from i + shift - left to i + shift + right; None: as far as there are keys."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False  # shift is keys - queries, so that the last query sees the last key; else 0
+
+
+class AttentionShape(NamedTuple):
+    """What fused attention works on: squares of queries x keys, one for each sequence and head of queries."""
+
+    sequences: int
+    heads: int  # of queries
+    key_heads: int  # heads / key_heads heads of queries share one head of keys and values
+    queries: int  # of one sequence
+    keys: int
+    head_dim: int  # of q and k
+    value_dim: int  # of v and the output
+    mask: Mask = Mask()
+    is_backward: bool = False
+
+
 class Region(NamedTuple):
     """What a kernel reads or writes of one tensor.
 
@@ -126,6 +148,7 @@ class Cost:
     convolution: Convolution | None = None
     recurrence: Recurrence | None = None
     attention: AttentionBackend | None = None
+    attention_shape: AttentionShape | None = None  # None where only FLOPs are known (a formula of the program's own)
     access: Access | None = None  # None: that of the op class
     rereads: tuple[Reread, ...] = ()
     index_operations: int = 0  # integer operations that compute addresses, for operands with different strides

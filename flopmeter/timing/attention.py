@@ -1,50 +1,219 @@
-"""Fused attention: its matmuls on the matrix units, and the work of the softmax on the vector units."""
+"""Fused attention: blocks of queries that pass over the keys, on the SMs of the device.
+
+A block keeps one tile of queries on the chip and loads tiles of keys and values, one after another. A tile takes the
+time of its two matmuls and that of the softmax, as far as the kernel does not hide one behind the other. The blocks of
+all heads and sequences share the SMs. With few queries they would be too few, so the keys are split among more blocks,
+and a second kernel combines the results.
+"""
 
 from __future__ import annotations
 
+import functools
 from math import ceil
+from typing import NamedTuple
 
-from flopmeter.device.hardware import Hardware
-from flopmeter.records import AttentionBackend, Cost, Matmul
+from flopmeter.device.hardware import Hardware, Peak
+from flopmeter.records import AttentionBackend, AttentionShape, Cost, Mask
 from flopmeter.timing import constants
+from flopmeter.timing.bandwidth import cycles_to_seconds
+from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.matmul import Busy, overlap
 
-_LEGACY_MMA_CAPABILITIES = (9, 10)  # majors whose full rate needs newer instructions than `mma`
-_FORWARD_MATMULS = 2  # scores and values; backward has five
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+_WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
+_LEGACY_MMA_CAPABILITIES = (9, 10, 12)  # majors whose full rate needs newer code than Ampere's
+_FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys
 
 
-def attention(cost: Cost, hardware: Hardware, matmul_flop_per_s: float, vector_flop_per_s: float) -> Busy:
-    """The matmuls, on whole blocks, plus the work of the softmax; both overlap with the memory traffic.
+class Grid(NamedTuple):
+    """The tiles of one square of queries x keys."""
 
-    The rates are sustained ones; the second is that of plain arithmetic. The first matmul of the cost computes the
-    scores: queries x keys x head dimension.
+    blocks: int
+    tiles: int  # of all blocks
+    longest: int  # of one block, in tiles
+    masked: int  # tiles with scores that are not visible
+
+
+class _Launch(NamedTuple):
+    """How one kernel covers the work."""
+
+    kernel: AttentionKernel
+    squares: int  # sequences x heads; heads that share keys may be one
+    grid: Grid
+    slices: int
+    tile_scores: int
+
+
+def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
+    """The time of the kernel, or of both kernels where the keys are split.
+
+    `peak` is that of the type that the matmuls run in.
     """
-    scores = cost.matmuls[0]
-    visible = 1 - cost.masked_flops / (2 * cost.macs) if cost.macs else 1.0
-    rate = matmul_flop_per_s * backend_share(cost.attention, hardware) * block_share(scores, hardware)
-    is_forward = len(cost.matmuls) == _FORWARD_MATMULS
-    operations = constants.ATTENTION_FORWARD_OPERATIONS if is_forward else constants.ATTENTION_BACKWARD_OPERATIONS
-    visible_scores = scores.batch * scores.m * scores.n * visible
-    compute = 2 * cost.macs * visible / rate + visible_scores * operations / vector_flop_per_s
-    memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
-    return Busy(compute, memory, overlap(compute, memory, constants.ATTENTION_OVERLAP))
+    shape, backend = cost.attention_shape, cost.attention
+    assert shape is not None
+    assert backend is not None
+    launches = _launches(shape, backend, hardware, peak)
+    return min((_busy(launch, cost, shape, hardware, peak) for launch in launches), key=lambda busy: busy.work_seconds)
 
 
-def backend_share(backend: AttentionBackend | None, hardware: Hardware) -> float:
+def _busy(launch: _Launch, cost: Cost, shape: AttentionShape, hardware: Hardware, peak: Peak) -> Busy:
+    masked_share = launch.grid.masked / max(launch.grid.tiles, 1)
+    tile_seconds = launch.tile_scores * score_seconds(cost, launch.kernel, masked_share, hardware, peak)
+    compute = _grid_seconds(launch, tile_seconds, hardware)
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s
+    memory = cost.bytes / bandwidth
+    cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks find no instructions in a cache
+    work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
+    elements = shape.sequences * shape.heads * shape.queries
+    extra = 0.0
+    if launch.slices > 1:  # each writes partial results in fp32; those that the cache does not hold go to memory
+        partial_bytes = 4 * launch.slices * elements * shape.value_dim
+        extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
+        work += constants.COMBINE_SECONDS
+    if shape.is_backward:
+        extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
+    return Busy(compute, memory + extra, max(work, memory) + extra)
+
+
+def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units: bool, splits: bool) -> AttentionKernel:
+    """The family of kernels that runs for the backend on the device."""
+    if backend == "efficient":
+        is_old = hardware.compute_capability is not None and hardware.compute_capability < _AMPERE
+        return constants.EFFICIENT_BEFORE_AMPERE if is_old and on_matrix_units else constants.EFFICIENT
+    if hardware.vendor == "amd":
+        return constants.AOTRITON
+    if backend == "cudnn" and (hardware.compute_capability or _HOPPER)[0] in _WARPGROUP_CAPABILITIES:
+        return constants.FLASH_3_SPLIT if splits else constants.FLASH_3
+    return constants.FLASH_2_SPLIT if splits else constants.FLASH_2
+
+
+def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, peak: Peak) -> list[_Launch]:
+    """The kernels that the library may take. That which can split the keys is for few queries, whose tiles the other
+    would leave nearly empty, and for few blocks, with which it would leave SMs idle."""
+    on_matrix_units = peak.unit == "matrix"
+    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=False)
+    whole = _covered(shape, kernel, hardware)
+    if backend not in _FLASH_LIBRARY or shape.is_backward or hardware.vendor != "nvidia":
+        return [whole]
+    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
+    split = _covered(shape, kernel, hardware)
+    blocks = split.squares * split.grid.blocks
+    slices = _slices(blocks, split.grid.longest, hardware.sm_count * kernel.blocks_per_sm)
+    tile_rows, _ = tile_of(kernel, shape.head_dim, hardware)
+    return [split if shape.queries <= tile_rows else whole, split._replace(slices=slices)][: 2 if slices > 1 else 1]
+
+
+def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
+    """Where the kernel can, and the queries of one head would not fill a block, heads that share keys share a block."""
+    rows, columns = tile_of(kernel, shape.head_dim, hardware)
+    if shape.is_backward:  # a block keeps keys and passes over the queries
+        grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
+        grid = grid._replace(blocks=ceil(shape.keys / rows), longest=ceil(shape.queries / columns))
+        return _Launch(kernel, shape.sequences * shape.heads, grid, 1, rows * columns)
+    group = ceil(shape.heads / max(shape.key_heads, 1)) if shape.queries <= kernel.shared_queries else 1
+    grid = tile_grid(shape.queries, shape.keys, max(rows // group, 1), columns, shape.mask)
+    squares = shape.sequences * ceil(shape.heads / group) * ceil(group / rows)
+    return _Launch(kernel, squares, grid, 1, rows * columns)
+
+
+def tile_of(kernel: AttentionKernel, head_dim: int, hardware: Hardware) -> tuple[int, int]:
+    """Queries and keys of a tile: smaller ones where the head is long or the shared memory small."""
+    is_small = hardware.compute_capability in constants.SMALL_SHARED_MEMORY
+    tiles = kernel.small_tiles if is_small and kernel.small_tiles is not None else kernel.tiles
+    return next(((rows, columns) for most, rows, columns in tiles if head_dim <= most), tiles[-1][1:])
+
+
+@functools.cache
+def tile_grid(queries: int, keys: int, rows: int, columns: int, mask: Mask) -> Grid:
+    """A block takes the tiles from that of the first key which any of its queries sees to that of the last."""
+    shift = keys - queries if mask.bottom_right else 0
+    counts, whole = [], 0
+    for first in range(0, queries, rows):
+        last = min(first + rows, queries) - 1
+        begin = 0 if mask.left is None else max(first + shift - mask.left, 0)
+        end = keys if mask.right is None else min(last + shift + mask.right + 1, keys)
+        counts.append(ceil(end / columns) - begin // columns if end > begin else 0)
+        all_from = 0 if mask.left is None else max(last + shift - mask.left, 0)  # keys that all queries see
+        all_to = keys if mask.right is None else min(first + shift + mask.right + 1, keys)
+        whole += max(all_to // columns - ceil(all_from / columns), 0)
+    return Grid(len(counts), sum(counts), max(counts, default=0), sum(counts) - whole)
+
+
+def _slices(blocks: int, tiles: int, places: int) -> int:
+    """How many slices the keys of a block are split into."""
+    if blocks >= constants.FEW_BLOCKS * places or not blocks:
+        return 1
+
+    def fill(slices: int) -> float:
+        waves = blocks * slices / places
+        return waves / ceil(waves)
+
+    candidates = range(1, max(1, min(constants.MOST_SLICES, places, tiles)) + 1)
+    enough = constants.SLICE_FILL * max(map(fill, candidates))
+    return next(slices for slices in candidates if fill(slices) >= enough)
+
+
+def score_seconds(cost: Cost, kernel: AttentionKernel, masked_share: float, hardware: Hardware, peak: Peak) -> float:
+    """Seconds of one SM for one score: its multiply-adds, and then its softmax as far as that is not hidden.
+
+    `masked_share` is that of the tiles in which some scores are not visible.
+    They take no less than the multiply-adds at the rate that is left by the power limit (padding of the head
+    dimension takes time but little power), and by GeForce's half rate for sums in fp32, which hides the softmax.
+    """
+    shape, legacy, sms = cost.attention_shape, legacy_share(cost.attention, hardware), hardware.sm_count
+    assert shape is not None
+    pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
+    padded, plain = (_flops_per_score(shape, pads=pads) for pads in (True, False))
+    cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
+    cycles += masked_share * constants.MASKED_SCORE_CYCLES
+    issue = pipe * issue_ratio(cost.dtype, hardware) * constants.ATTENTION_PIPE_SHARE
+    in_turns = padded * sms / issue + _sm_seconds(cycles, hardware)
+    return max(in_turns, padded * sms / pipe, plain * sms / peak.sustained_flop_per_s) / kernel.speed
+
+
+def _sm_seconds(cycles: float, hardware: Hardware) -> float:
+    """Clock cycles of an SM. A core of an array processor (a TPU) counts as many SMs, by its lanes for fp32."""
+    lanes_per_s = hardware.vector_peak("fp32").flop_per_s / 2 / hardware.sm_count
+    return min(cycles_to_seconds(cycles, hardware), cycles * constants.LANES_OF_SM / lanes_per_s)
+
+
+def issue_ratio(dtype: str, hardware: Hardware) -> float:
+    """How many times faster the matrix units take 16-bit instructions than they add in fp32 (2 on GeForce, else 1)."""
+    rates = hardware.matrix_fp16_accumulate_tflop_per_s
+    if dtype not in ("fp16", "bf16") or "fp16" not in rates:
+        return 1.0
+    return rates["fp16"] / hardware.matrix_tflop_per_s.get("fp16", rates["fp16"])
+
+
+def _flops_per_score(shape: AttentionShape, *, pads: bool) -> int:
+    keys, values = (_padded(size) if pads else size for size in (shape.head_dim, shape.value_dim))
+    return 2 * (3 * keys + 2 * values if shape.is_backward else keys + values)
+
+
+def _padded(head_dim: int) -> int:
+    short, long = constants.HEAD_DIMENSION_MULTIPLES
+    multiple = short if head_dim <= 128 else long
+    return ceil(head_dim / multiple) * multiple
+
+
+def legacy_share(backend: AttentionBackend | None, hardware: Hardware) -> float:
     """The share of the matrix rate that the backend's instructions reach on the device."""
     capability = hardware.compute_capability
     needs_newer = capability is not None and capability[0] in _LEGACY_MMA_CAPABILITIES and backend != "cudnn"
-    share = constants.LEGACY_MMA_SHARE if needs_newer else 1.0
-    return share * constants.EFFICIENT_ATTENTION_SHARE if backend == "efficient" else share
+    return constants.LEGACY_MMA_SHARE if needs_newer else 1.0
 
 
-def block_share(scores: Matmul, hardware: Hardware) -> float:
-    """The useful share of the blocks that are computed, and of the SMs that get one."""
-    queries, keys, head = scores.m, scores.n, scores.k
-    useful = _filled(queries, constants.ATTENTION_BLOCK) * _filled(keys, constants.ATTENTION_BLOCK)
-    blocks = scores.batch * ceil(queries / constants.ATTENTION_BLOCK)
-    return useful * _filled(head, constants.HEAD_DIMENSION_MULTIPLE) * min(1.0, blocks / hardware.sm_count)
+def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> float:
+    """All tiles on all SMs. One block keeps an SM busy; a second hides how the first begins and ends.
 
-
-def _filled(size: int, multiple: int) -> float:
-    return size / (ceil(size / multiple) * multiple) if size else 1.0
+    Equal blocks go in rounds, so SMs without a block in the last one wait. Where blocks differ, SMs run out of work at
+    different times; hardly so if the longest start first.
+    """
+    kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
+    blocks, tiles = launch.squares * grid.blocks * launch.slices, launch.squares * grid.tiles
+    fixed = blocks * _sm_seconds(kernel.block_cycles, hardware)
+    busy = max(tiles * tile_seconds, (tiles * tile_seconds + fixed) / kernel.blocks_per_sm) / sms
+    longest = ceil(grid.longest / launch.slices) * tile_seconds
+    if grid.tiles == grid.blocks * grid.longest:
+        return busy * ceil(blocks / sms) * sms / max(blocks, 1)
+    return max(longest, busy + (0.0 if kernel.longest_first else longest * constants.ATTENTION_TAIL))

@@ -15,6 +15,7 @@ Sources used more than once:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from flopmeter.records import Access
 
@@ -37,10 +38,9 @@ FUNCTION_OPERATIONS = 20
 # Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap (those of matmuls are in
 # gemm_kernels.py). Element-wise kernels have many independent threads that overlap: 3, from the knee of the
 # fused-multiply curve of the article above. A thread computes the address of an element before it loads the element, in
-# turns: 2 (2 to 3 are equally good on [timm]). Attention in between: 2.
+# turns: 2 (2 to 3 are equally good on [timm]).
 VECTOR_OVERLAP = 3.0
 INDEX_OVERLAP = 2.0
-ATTENTION_OVERLAP = 2.0
 
 # Integer additions and multiply-adds of an SM per clock cycle (CUDA C++ Programming Guide, 'Arithmetic Instructions',
 # throughput of native instructions: 64 for compute capability 7.0 to 9.0).
@@ -115,24 +115,97 @@ WINOGRAD_OUTPUT, WINOGRAD_PATCH = 4, 6
 
 # --- fused attention ---------------------------------------------------------------------------------------
 
-# Vector operations per score, in addition to the matmuls and not hidden behind them: forward, and backward (which
-# recomputes the scores and adds to dq atomically). Set on FlashAttention-2's speed on A100 (Dao, arXiv
-# 2307.08691, figures 4 to 6: 180 and 220 TFLOP/s forward at head dimension 64 and 128, 145 and 175 backward).
-ATTENTION_FORWARD_OPERATIONS = 4
-ATTENTION_BACKWARD_OPERATIONS = 18
 
-# Blocks of queries and keys, and the multiple to which the head dimension is padded.
-ATTENTION_BLOCK = 64
-HEAD_DIMENSION_MULTIPLE = 32
+class AttentionKernel(NamedTuple):
+    """One family of attention kernels. A thread block keeps a tile of queries and passes over tiles of keys."""
 
-# Speed of CUTLASS's memory-efficient kernels as a share of FlashAttention-2's. From [timm]: attention with a mask,
-# which only they accept, against attention without.
-EFFICIENT_ATTENTION_SHARE = 0.73
+    tiles: tuple[tuple[int, int, int], ...]  # (up to this head dimension, rows of queries, columns of keys)
+    small_tiles: tuple[tuple[int, int, int], ...] | None  # of SMs with SMALL_SHARED_MEMORY; None: the same
+    blocks_per_sm: int  # at a time: while one begins or ends, the others compute
+    score_cycles: float  # of an SM per score, not hidden behind the matmuls: exp, row sums, conversion
+    backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
+    overlap_exponent: float  # of arithmetic and memory traffic, see above
+    block_cycles: float  # of a block beside its tiles: start, queries and first keys from DRAM, output
+    shared_queries: int = 0  # up to so many queries, heads with the same keys share a block
+    longest_first: bool = False  # under a causal mask the blocks with most keys start first
+    speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
+
+
+# Of the matrix peak, what the loop over the keys reaches beside the softmax.
+ATTENTION_PIPE_SHARE = 0.9
+
+# Clock cycles of an SM per score of a tile at the edge of a mask or of the keys: four instructions (index, compare,
+# select) on 64 integer lanes. Without them the curve below is 6 % too fast at 512 tokens.
+MASKED_SCORE_CYCLES = 4 / 64
+
+# FlashAttention-2's tiles are in its launch templates (Dao-AILab/flash-attention, csrc/flash_attn/src), those of
+# FlashAttention-3 in hopper/tile_size.h; cuDNN's kernels on Hopper and later are taken to be like the latter.
+# An SM computes 16 exp per clock cycle (CUDA C++ Programming Guide), .0625 cycles each. FlashAttention-2 hides none of
+# them: .1 with the rest of the softmax, .38 backward. They and the .9 are from the papers' curves, and alike on A100
+# (220 and 175 TFLOP/s forward and backward at head dimension 128, arXiv 2307.08691) and H100 (335 and 322 in arXiv
+# 2407.08608, where FlashAttention-2 is compared with). In FlashAttention-3 two warpgroups take turns, which hides about
+# half: .055 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike). Backward, as much is
+# assumed (.22).
+# The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
+# time. When decoding, a block of FlashAttention-2 loads a tile of keys and computes on it almost in turns: 1.2; in
+# FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 to 6,000 are alike
+# for prefill; a block that splits keys or reads one query takes longer, 8,000 (decoding on A100, L40S, same database).
+# FlashAttention-2 shares blocks among heads for one query (torch's not under a window), -3 for as many queries as do
+# not fill a block.
+FLASH_2 = AttentionKernel(
+    tiles=((64, 128, 128), (512, 128, 64)), small_tiles=((64, 128, 128), (96, 128, 64), (512, 64, 64)),
+    blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=5000,
+)  # fmt: skip
+FLASH_2_SPLIT = FLASH_2._replace(
+    tiles=((64, 64, 256), (128, 64, 128), (512, 64, 64)), small_tiles=None,
+    overlap_exponent=1.2, block_cycles=8000, shared_queries=1,
+)  # fmt: skip
+FLASH_3 = AttentionKernel(
+    tiles=((128, 128, 128), (512, 128, 64)), small_tiles=None, blocks_per_sm=1, score_cycles=0.055,
+    backward_score_cycles=0.22, overlap_exponent=1.5, block_cycles=5000, shared_queries=128, longest_first=True,
+)  # fmt: skip
+FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=3.0)
+
+# CUTLASS's memory-efficient kernels, at .73 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
+# they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls (there is
+# no `cp.async`), and pass the scores through shared memory: a third of that, as is reported of V100 and T4.
+EFFICIENT = FLASH_2._replace(tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), small_tiles=None, speed=0.73)
+EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.24)
+
+# AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
+# causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
+AOTRITON = FLASH_2._replace(small_tiles=None, score_cycles=0.35, backward_score_cycles=1.3, speed=0.44)
+
+# Where blocks differ in length, the SMs run out of work at different times: the last ends so much of the longest block
+# after the mean. Simulated for FlashAttention-2's grids with two blocks on an SM: .6 to 1.2, lower for long sequences.
+ATTENTION_TAIL = 0.7
+
+# SMs with 100 kB of shared memory, by compute capability: too few for the larger tiles (CUDA C++ Programming Guide,
+# table of technical specifications).
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0))
+
+# A kernel that splits the keys is taken if the blocks are fewer than this share of those that the device holds; of the
+# numbers of slices, the first that fills the last wave .85 as well as the best (FlashAttention's num_splits_heuristic).
+FEW_BLOCKS, SLICE_FILL, MOST_SLICES = 0.8, 0.85, 128
+
+# Seconds of the kernel that combines the slices, beside its traffic: the smallest kernel and two trips to memory.
+COMBINE_SECONDS = 4e-6
+
+# Multiples to which head dimensions are padded, up to 128 and above.
+HEAD_DIMENSION_MULTIPLES = (32, 64)
 
 # Share of the matrix peak of Hopper and data-centre Blackwell that Ampere's `mma` instructions reach there;
 # torch's flash kernels use them (Luo et al., 'Benchmarking and Dissecting the Nvidia Hopper GPU
-# Architecture', arXiv 2402.13499: 62.9 % on average).
+# Architecture', arXiv 2402.13499: 62.9 % on average). On RTX Blackwell cuBLAS reaches the peak with `mma`, but vision
+# transformers on an RTX 5090 ([timm], torch 2.9) show that the flash kernels do not: 1.2 to 1.8 times the time.
 LEGACY_MMA_SHARE = 0.63
+
+# Lanes for fp32 of the SMs that these cycles are for (CUDA C++ Programming Guide: 64 or 128).
+LANES_OF_SM = 128
+
+# Bytes of an element of dq beside those of the op's tensors: FlashAttention's backward sets a copy in fp32 to zero,
+# adds to it, and converts it, and another kernel reads the output and its gradient for the row sums.
+BACKWARD_EXTRA_BYTES = 16
 
 # --- memory ------------------------------------------------------------------------------------------------
 

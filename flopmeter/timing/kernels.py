@@ -61,9 +61,8 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak, cached_bytes: float) ->
         compute = 2 * cost.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, library.overlap_exponent)), "product"
-    vector = hardware.vector_peak("fp32").sustained_flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
     if cost.op_class == ATTENTION:
-        return attention(cost, hardware, peak.sustained_flop_per_s, vector), "attention"
+        return attention(cost, hardware, peak), "attention"
     rates = Rates(
         peak.sustained_flop_per_s,
         max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),

@@ -1,0 +1,54 @@
+"""GEMMs of language models, one by one, in bf16 and fp8 (aiconfigurator)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from validate import Line, Row
+from validate_kernels import LEAST_SECONDS, Program, kernel_row
+
+LAYERS = 6  # that the benchmark replays in turn
+
+
+def gemms(lines: list[Line]) -> dict[str, list[Row]]:
+    """[m, k] @ [k, n], the weight as [n, k]. Of fp8 the scales are known beforehand (`fp8_static`), or the activations
+    are quantised by a kernel of their own (`fp8`)."""
+    rows: dict[str, list[Row]] = {"GEMM, bf16": [], "GEMM, fp8": []}
+    for line in lines:
+        if float(line["ms"]) * 1e-3 >= LEAST_SECONDS:
+            m, n, k = (int(line[size]) for size in "mnk")
+            layers = [_layer(m, n, k, line["kind"]) for _ in range(LAYERS)]
+            row = kernel_row(line["kind"], line, layers[0], (m, n, k), before=_in_turn(layers))
+            rows[f"GEMM, {line['dtype']}"].append(row)
+    return rows
+
+
+def _in_turn(layers: Sequence[Program]) -> Program:
+    return lambda: [layer() for layer in layers]
+
+
+def _layer(m: int, n: int, k: int, kind: str) -> Program:
+    """One of the layers that the benchmark replays in turn, each with weights of its own."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float8_e4m3fn
+    weight = torch.empty(n, k, dtype=dtype, device="meta").t()
+    x, out = _shared(m, n, k)
+    if kind == "bfloat16":
+        return lambda: torch.mm(x, weight, out=out)
+    one = torch.ones((), dtype=torch.float32, device="meta")
+
+    def run() -> object:
+        if kind == "fp8":
+            torch.linalg.vector_norm(x, float("inf"))
+        quantised = x.to(torch.float8_e4m3fn)  # their scale is a multiplication within the same kernel
+        return torch._scaled_mm(quantised, weight, one, one, out_dtype=torch.bfloat16)
+
+    return run
+
+
+@functools.lru_cache(1)
+def _shared(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activations that all layers read, and the memory that all write to."""
+    x, out = (torch.empty(m, columns, dtype=torch.bfloat16, device="meta") for columns in (k, n))
+    return x, out

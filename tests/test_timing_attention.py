@@ -1,0 +1,204 @@
+"""The time of fused attention: published curves, single measurements, tiles by brute force, and laws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_timing_laws import attention_cost, work
+
+from flopmeter import FlopMeter, load_hardware
+from flopmeter.records import AttentionShape, Mask
+from flopmeter.timing.attention import tile_grid
+
+aten = torch.ops.aten
+A100, H100, L40S = (load_hardware(name) for name in ("a100-sxm4-80gb", "h100-sxm5-80gb", "l40s"))
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def seconds(program, device):
+    with torch.inference_mode(), FlopMeter(device) as meter:
+        program()
+    return meter.report(mode="eager-cudagraph").timings[-1].seconds
+
+
+def flash(device, batch, queries, heads, head_dim, *, key_heads=None, keys=None, causal=False, left=-1):
+    q, k, v = (
+        meta(batch, tokens, count, head_dim)
+        for tokens, count in ((queries, heads), *((keys or queries, key_heads or heads),) * 2)
+    )
+    right = 0 if causal or left >= 0 else -1
+    return seconds(
+        lambda: aten._flash_attention_forward(
+            q, k, v, None, None, queries, keys or queries, 0.0, causal, False,
+            window_size_left=left, window_size_right=right,
+        ),
+        device,
+    )  # fmt: skip
+
+
+def cudnn(device, batch, queries, heads, head_dim, *, key_heads=None, keys=None, causal=False):
+    q, k, v = (
+        meta(batch, count, tokens, head_dim)
+        for tokens, count in ((queries, heads), *((keys or queries, key_heads or heads),) * 2)
+    )
+    return seconds(lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, causal), device)
+
+
+# --- published curves ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "measured"), list(zip(LENGTHS, (191e12, 260e12, 298e12, 319e12, 333e12, 335e12), strict=True))
+)
+def test_flash_2_on_an_h100_speeds_up_with_the_sequence_as_published(length, measured):
+    """Shah et al., FlashAttention-3, arXiv 2407.08608, figure 5: FlashAttention-2, causal, head dimension 128, hidden
+    size 2048, 16k tokens in all."""
+    batch = 16384 // length
+    flops = 4 * batch * 2048 * length**2 / 2
+    assert flops / flash(H100, batch, length, 16, 128, causal=True) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("length", "measured"), [(512, 214e12), (16384, 322e12)])
+def test_flash_2_backward_on_an_h100_speeds_up_with_the_sequence_as_published(length, measured):
+    """The same paper, figure 6: backward, no mask."""
+    batch = 16384 // length
+    tensors = [meta(batch, length, 16, 128) for _ in range(5)]
+    lse, state = meta(batch, 16, length, dtype=torch.float32), meta(2, dtype=torch.uint64)
+
+    def backward():
+        aten._flash_attention_backward(*tensors, lse, None, None, length, length, 0.0, False, state, state)
+
+    flops = 10 * batch * 2048 * length**2
+    assert flops / seconds(backward, H100) == pytest.approx(measured, rel=0.1)
+
+
+# --- single measurements ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "cached", "heads", "key_heads", "measured"),
+    [
+        (8, 16383, 32, 32, 0.698e-3),
+        (128, 4095, 32, 8, 0.696e-3),
+        (256, 1023, 12, 12, 0.559e-3),
+        (512, 31, 48, 48, 0.721e-3),
+    ],
+)
+def test_decoding_on_an_h100_takes_as_long_as_measured(batch, cached, heads, key_heads, measured):
+    """ai-dynamo/aiconfigurator@095f58a: FlashAttention-3 as sglang calls it, head dimension 128; no constant is set on
+    these shapes."""
+    predicted = cudnn(H100, batch, 1, heads, 128, key_heads=key_heads, keys=cached + 1)
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "key_heads", "measured"),
+    [(4096, 24, 8, 0.653e-3), (8192, 24, 4, 2.22e-3), (10240, 2, 1, 0.503e-3), (16384, 16, 1, 5.49e-3)],
+)
+def test_prefill_on_an_a100_takes_as_long_as_measured(tokens, heads, key_heads, measured):
+    """The same database: FlashAttention-2, causal, one sequence."""
+    assert flash(A100, 1, tokens, heads, 128, key_heads=key_heads, causal=True) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("batch", "heads", "tokens", "measured"), [(1, 8, 141, 9.12e-6), (4, 12, 197, 10.24e-6)])
+def test_a_grid_that_fills_no_wave_takes_as_long_as_one_block(batch, heads, tokens, measured):
+    """Kernels of a BERT and of a ViT in traces of an H100 (AMD-AGI/TraceLens@171dd747): 16 and 96 blocks."""
+    assert flash(H100, batch, tokens, heads, 64) == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(("name", "measured"), [("rtx-3090", 3.0e-12), ("rtx-4090", 1.45e-12)])
+def test_half_rate_matmuls_of_a_geforce_hide_the_softmax(name, measured):
+    """Seconds per score at head dimension 64, from the difference of ViTs at 384 and 224 pixels (timm, torch 2.4)."""
+    device, tokens = load_hardware(name), 16384
+    assert flash(device, 1, tokens, 12, 64) / (12 * tokens**2) == pytest.approx(measured, rel=0.25)
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def visible(query, key, queries, keys, mask):
+    shift = keys - queries if mask.bottom_right else 0
+    too_late = mask.right is not None and key > query + shift + mask.right
+    return not too_late and not (mask.left is not None and key < query + shift - mask.left)
+
+
+edge = st.none() | st.integers(0, 20)
+
+
+@given(st.integers(1, 24), st.integers(1, 24), st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4, 8)), edge, edge)
+def test_a_block_takes_every_tile_in_which_a_query_sees_a_key(queries, keys, rows, columns, left, right):
+    mask = Mask(left, right, bottom_right=True)
+    grid = tile_grid(queries, keys, rows, columns, mask)
+    needed = whole = 0
+    for i in range(ceil(queries / rows)):
+        for j in range(ceil(keys / columns)):
+            seen = [
+                visible(query, key, queries, keys, mask)
+                for query in range(i * rows, min((i + 1) * rows, queries))
+                for key in range(j * columns, min((j + 1) * columns, keys))
+            ]
+            needed += any(seen)
+            whole += all(seen) and (j + 1) * columns <= keys
+    assert grid.blocks == ceil(queries / rows)
+    assert grid.longest <= ceil(keys / columns)
+    assert needed <= grid.tiles <= needed + grid.blocks  # between two queries' windows there may be a gap
+    assert grid.tiles - grid.masked == whole
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [A100, H100, L40S], ids=lambda device: device.name)
+def test_the_keys_of_one_long_sequence_are_split_among_all_multiprocessors(device):
+    """Eight heads over 131,072 keys: no more than three times what the whole device needs to read them."""
+    cache = 2 * 2 * 131_072 * 8 * 128
+    one = flash(device, 1, 1, 8, 128, keys=131_072)
+    assert cache / device.bandwidth_bytes_per_s < one < 3 * cache / device.sustained_bandwidth_bytes_per_s
+
+
+def test_heads_that_share_keys_decode_in_the_time_of_their_keys():
+    """32 heads over 8 heads of keys read a quarter of what 32 over 32 do."""
+    shared, apart = (flash(A100, 32, 1, 32, 128, key_heads=heads, keys=8192) for heads in (8, 32))
+    assert shared == pytest.approx(apart / 4, rel=0.15)
+
+
+def test_a_window_bounds_the_time_of_decoding():
+    short, long = (flash(L40S, 64, 1, 8, 128, keys=keys, left=1023) for keys in (2048, 32768))
+    assert long == pytest.approx(short, rel=0.02)
+    assert long < flash(L40S, 64, 1, 8, 128, keys=32768) / 10
+
+
+@pytest.mark.parametrize("head_dim", [40, 48, 56])
+def test_a_head_dimension_between_two_multiples_of_32_takes_as_long_as_the_larger(head_dim):
+    odd, padded = (flash(A100, 2, 4096, 8, size) for size in (head_dim, 64))
+    assert odd == pytest.approx(padded, rel=0.02)
+
+
+def test_memory_efficient_kernels_need_three_times_as_long_without_asynchronous_copies():
+    """The same SMs, said to be of Volta."""
+    shape = AttentionShape(4, 16, 16, 2048, 2048, 64, 64)
+    older = replace(A100, compute_capability=(7, 0))
+    cost = attention_cost(shape, "efficient")
+    assert work(cost, older) == pytest.approx(3 * work(cost, A100), rel=0.1)
+
+
+@given(st.integers(8, 64), st.integers(1, 30), st.integers(0, 20), st.booleans())
+def test_more_tiles_of_keys_take_no_less(sequences, tiles, more, is_backward):
+    sizes = (128 * tiles, 128 * (tiles + more))
+    shapes = [AttentionShape(sequences, 8, 8, 512, keys, 128, 128, Mask(), is_backward) for keys in sizes]
+    fewer, larger = (work(attention_cost(shape), A100) for shape in shapes)
+    assert larger >= fewer * (1 - 1e-9)
+
+
+def test_short_sequences_run_at_a_lower_rate_than_long_ones():
+    rates = [length / flash(A100, 16384 // length, length, 16, 128, causal=True) for length in LENGTHS]
+    assert rates == sorted(rates)
