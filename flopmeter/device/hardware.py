@@ -11,6 +11,7 @@ fields, so the same rules hold for a file, for `extends:` and for `Hardware.repl
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import os
@@ -41,7 +42,7 @@ from flopmeter.device.schema import (
     tuple_of,
     whole_number,
 )
-from flopmeter.records.dtypes import MATRIX_DTYPES, VECTOR_DTYPES, opmath_of
+from flopmeter.records.dtypes import DTYPES, MATRIX_DTYPES, VECTOR_DTYPES, opmath_of
 
 __all__ = ["Hardware", "HardwareError", "Host", "Peak", "available_hardware", "load_hardware"]
 
@@ -50,6 +51,7 @@ PROFILES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "har
 
 Unit = Literal["matrix", "emulated", "vector"]
 DtypeRates = Mapping[str, float]
+_MATRIX_TABLES = ("matrix_tflop_per_s", "matrix_fp16_accumulate_tflop_per_s", "emulated_tflop_per_s")
 
 # A virtual function (SR-IOV): the name under which a guest of a hypervisor sees a whole AMD GPU.
 _VIRTUAL = " VF"
@@ -80,7 +82,8 @@ def _sources(value: object) -> FrozenMapping[str]:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The rate of one unit in one dtype: by the datasheet, and the fraction of it that typical kernels reach.
+    """The rate of one unit in one dtype: by the datasheet, and the fractions of it that typical large kernels reach, in
+    a long run under the power limit (`achieved`) and at the boost clock (`burst`).
 
     An emulated rate is already one that torch reaches, so its fraction is 1.
     """
@@ -88,6 +91,8 @@ class Peak:
     flop_per_s: float
     unit: Unit
     achieved: float
+    burst: float
+    picojoules_per_flop: float | None  # at boost voltage; None where the power limit is unknown
 
     @property
     def sustained_flop_per_s(self) -> float:
@@ -99,16 +104,21 @@ class Peak:
 class Achieved(SchemaRecord):
     """Fractions of the spec peaks that typical large kernels reach: medians, not the best ever seen.
 
-    A fraction without a measurement is left out; power.py estimates it from the power of the device. `matrix_by_dtype`
-    overrides `matrix` for dtypes that were measured.
+    A fraction without a measurement is left out; power.py estimates it from the power of the device. `matrix` is for
+    fp16 and bf16, `matrix_by_dtype` for other dtypes that were measured; those and `vector` are of long runs, in which
+    the clock has fallen as far as the power limit asks. `matrix_burst` is of runs too short for that (below 20 ms), in
+    fp16 or bf16; it goes before `matrix`, and the law of power says what is left of it in a long run.
+    limit_w: the power limit under which they were measured; without it the device's `tdp_w`.
     """
 
     matrix: float | None = field(default=None, metadata=by(_fraction))
+    matrix_burst: float | None = field(default=None, metadata=by(_fraction))
     matrix_by_dtype: DtypeRates = field(
         default_factory=FrozenMapping, metadata=by(mapping_of(_fraction, MATRIX_DTYPES))
     )
     vector: float | None = field(default=None, metadata=by(_fraction))
     memory: float | None = field(default=None, metadata=by(_fraction))
+    limit_w: float | None = field(default=None, metadata=by(_amount))
     source: str = field(metadata=by(text))
 
 
@@ -275,24 +285,69 @@ class Hardware(SchemaRecord):
         raise HardwareError(f"{self.name} has no rate for element-wise work in {dtype}; it has: {has}")
 
     def _peak(self, rates: DtypeRates, dtype: str, unit: Unit) -> Peak:
-        return Peak(rates[dtype] * 1e12, unit, self._achieved_share(unit, dtype, rates[dtype]))
+        found = self._vector_unit() if unit == "vector" else self._matrix_unit(unit, dtype, rates[dtype])
+        picojoules = found.picojoules
+        if unit == "vector" and picojoules is not None:
+            picojoules *= DTYPES[dtype].item_bytes / 4  # wider operands, more energy
+        return Peak(rates[dtype] * 1e12, unit, found.sustained_share, found.burst_share, picojoules)
 
-    def _achieved_share(self, unit: Unit, dtype: str, tflop_per_s: float) -> float:
-        """The fraction in the profile, else the estimate of power.py for the unit."""
-        known = self.achieved
+    def _vector_unit(self) -> power.Unit:
+        """In fp32, whose shares other types have too."""
+        known, rates = self.achieved, self.vector_tflop_per_s
+        return power.unit(
+            rates.get("fp32", next(iter(rates.values()))),
+            self.tdp_w,
+            power.VECTOR_PICOJOULES,
+            power.byte_picojoules(self.memory_type),
+            typical=power.VECTOR_CEILING,
+            ceiling=power.VECTOR_CEILING,
+            sustained=known and known.vector,
+            measured_limit_w=known and known.limit_w,
+        )
+
+    def _matrix_unit(self, unit: Unit, dtype: str, tflop_per_s: float) -> power.Unit:
+        """The fractions in the profile, else those of fp16 at the clock that this type's power leaves."""
+        known, rates = self.achieved, self.matrix_tflop_per_s
+        half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))
+        law = functools.partial(
+            power.unit,
+            limit_w=self.tdp_w,
+            byte_picojoules=power.byte_picojoules(self.memory_type),
+            typical=power.typical_matrix_share(
+                self.architecture, is_halved=bool(self.matrix_fp16_accumulate_tflop_per_s)
+            ),
+            ceiling=power.MATRIX_CEILING,
+            measured_limit_w=known and known.limit_w,
+        )
+        picojoules = power.matrix_picojoules(self.architecture, dtype, tflop_per_s, half_rate)
         if unit == "emulated":
-            return 1.0  # an emulated rate is one that torch reaches
-        if unit == "vector":
-            if known is not None and known.vector is not None:
-                return known.vector
-            return power.vector_share(self.vector_tflop_per_s.get("fp32", tflop_per_s), self.tdp_w)
-        measured = None if known is None else known.matrix_by_dtype.get(dtype, known.matrix)
-        if measured is not None:
-            return measured
-        rates = self.matrix_tflop_per_s
-        half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))  # that the law's watts are counted for
-        is_halved = bool(self.matrix_fp16_accumulate_tflop_per_s)
-        return power.matrix_share(self.architecture, half_rate, self.tdp_w, is_halved=is_halved)
+            return law(tflop_per_s, picojoules=picojoules, burst=1.0)._replace(sustained_share=1.0)
+        if known is not None and dtype in known.matrix_by_dtype:
+            return law(tflop_per_s, picojoules=picojoules, sustained=known.matrix_by_dtype[dtype])
+        measured = {} if known is None else {"burst": known.matrix_burst, "sustained": known.matrix}
+        of_half = power.matrix_picojoules(self.architecture, "fp16", half_rate, half_rate)
+        half = law(half_rate, picojoules=of_half, **measured)
+        if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
+            return half
+        return law(tflop_per_s, picojoules=picojoules * half.picojoules / of_half, burst=half.burst_share)
+
+    def at_clock(self, ratio: float) -> Hardware:
+        """The device with its multiprocessors at this share of the boost clock: every rate but that of memory, with
+        large GEMMs at the share of the peak that they reach when power does not hold them back."""
+        scaled = {
+            name: {dtype: ratio * rate for dtype, rate in getattr(self, name).items()}
+            for name in ("vector_tflop_per_s", *_MATRIX_TABLES)
+        }
+        dtypes = (*self.matrix_tflop_per_s, *self.matrix_fp16_accumulate_tflop_per_s)
+        shares = {dtype: self._matrix_unit("matrix", dtype, self.matrix_tflop_per_s[dtype]) for dtype in dtypes}
+        achieved = Achieved(
+            matrix_by_dtype=FrozenMapping((dtype, found.burst_share) for dtype, found in shares.items()),
+            vector=self._vector_unit().burst_share,
+            memory=None if self.achieved is None else self.achieved.memory,
+            source="at one clock",
+        )
+        mhz = None if self.boost_clock_mhz is None else ratio * self.boost_clock_mhz
+        return dataclasses.replace(self, **scaled, achieved=achieved, boost_clock_mhz=mhz, tdp_w=None)
 
     def ridge_point(self, dtype: str) -> float:
         """The ridge point in FLOP/B: above it a matmul of `dtype` is compute-bound, by the datasheet."""
@@ -363,11 +418,22 @@ def _changed(base: Hardware, changes: Mapping[str, Any]) -> dict[str, Any]:
         return head in changes and (key in change if isinstance(change, Mapping) else True)
 
     values = merge(plain(base), changes)
+    _keep_measured_limit(base, values, changes)
     if changes.get("name", base.name) != base.name:
         values["base"] = _base(base)
     if "unverified" not in changes:
         values["unverified"] = [path for path in base.unverified if not replaced(path)]
     return values
+
+
+def _keep_measured_limit(base: Hardware, values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Another power limit does not change under which one the fractions were measured."""
+    if "tdp_w" not in changes or base.tdp_w is None or values.get("achieved") is None:
+        return
+    change = changes.get("achieved") or {}
+    is_measured_anew = isinstance(change, Achieved) or any(key in change for key in ("matrix", "vector", "limit_w"))
+    if not is_measured_anew:
+        values["achieved"] = {"limit_w": base.tdp_w, **values["achieved"]}
 
 
 # --- finding profiles --------------------------------------------------------------------------------------------

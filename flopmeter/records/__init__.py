@@ -47,6 +47,8 @@ from flopmeter.records.tensors import (
     TensorSpec,
 )
 from flopmeter.records.timings import (
+    Clock,
+    Clocks,
     Regime,
     Timing,
 )
@@ -105,6 +107,8 @@ __all__ = [
     "LaunchMode",
     "Launches",
     "Placement",
+    "Clock",
+    "Clocks",
     "Regime",
     "Timing",
 ]
