@@ -101,8 +101,8 @@ class FlopMeter:
         one that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
-    clocks: 'sustained' prices a run that goes on for seconds, at the clock that the device's power limit leaves on average
-        over the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
+    clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
+        the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.
     """

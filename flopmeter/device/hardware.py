@@ -324,9 +324,8 @@ class Hardware(SchemaRecord):
             return law(tflop_per_s, picojoules=picojoules, burst=1.0)._replace(sustained_share=1.0)
         if known is not None and dtype in known.matrix_by_dtype:
             return law(tflop_per_s, picojoules=picojoules, sustained=known.matrix_by_dtype[dtype])
-        measured = {} if known is None else {"burst": known.matrix_burst, "sustained": known.matrix}
         of_half = power.matrix_picojoules(self.architecture, "fp16", half_rate, half_rate)
-        half = law(half_rate, picojoules=of_half, **measured)
+        half = law(half_rate, picojoules=of_half, burst=known and known.matrix_burst, sustained=known and known.matrix)
         if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
             return half
         return law(tflop_per_s, picojoules=picojoules * half.picojoules / of_half, burst=half.burst_share)
@@ -334,7 +333,7 @@ class Hardware(SchemaRecord):
     def at_clock(self, ratio: float) -> Hardware:
         """The device with its multiprocessors at this share of the boost clock: every rate but that of memory, with
         large GEMMs at the share of the peak that they reach when power does not hold them back."""
-        scaled = {
+        scaled: dict[str, Any] = {
             name: {dtype: ratio * rate for dtype, rate in getattr(self, name).items()}
             for name in ("vector_tflop_per_s", *_MATRIX_TABLES)
         }
@@ -347,7 +346,7 @@ class Hardware(SchemaRecord):
             source="at one clock",
         )
         mhz = None if self.boost_clock_mhz is None else ratio * self.boost_clock_mhz
-        return dataclasses.replace(self, **scaled, achieved=achieved, boost_clock_mhz=mhz, tdp_w=None)
+        return dataclasses.replace(self, **scaled, achieved=achieved, boost_clock_mhz=mhz)
 
     def ridge_point(self, dtype: str) -> float:
         """The ridge point in FLOP/B: above it a matmul of `dtype` is compute-bound, by the datasheet."""

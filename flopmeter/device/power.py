@@ -9,8 +9,9 @@ whose limits differ then have the same joules per FLOP: H100 PCIe (350 W) and SX
 1.38 and 1.40, MI300X and MI325X 1.78 and 1.71, B300 and GB300 .65 and .65, from the sustained shares of their peaks.
 H200s whose power was logged give .85, from watts alone (`MATRIX_PICOJOULES`).
 
-A short kernel runs at the boost clock: a controller averages the power over tens of milliseconds (of the H200s' kernels,
-36 in a row take 1.13 times as long in a long run as alone if they last 20 ms in all, 1.04 times if they last 70).
+A short kernel runs at the boost clock: a controller averages the power over tens of milliseconds. (On the H200s, where
+a burst is 36 kernels in a row, kernels in a long run take 1.13 times as long as in a burst of 20 ms, and 1.04 times as
+long as in one of 70 ms.)
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ VOLTAGE_AT_REST = 0.5
 LEAST_VOLTAGE = 0.65
 LEAST_CLOCK = 0.15  # no controller goes lower: about 200 MHz
 
-# Picojoules of a FLOP (half a multiply-add) of matrix units in fp16 or bf16 at boost voltage, operands from the L2 cache
-# included, by the start of the architecture's name (the longest that fits). Each follows from the limit, the spec
-# peak and the sustained share of one to three parts: .82 limit = peak share V² (pJ + those of the bytes), with the share
-# .07 below the best dense GEMM (stas00/ml-engineering compute/accelerator@744d01e; zzc0721/torch-performance-test-data
-# 2026-01-12). Hopper: also .85 fitted to the watts of 3,000 GEMMs on H200s. CDNA 1 and 2: from MI100 and MI210 in fp32
-# (NeuSight), by the factor of fp32 below. Parts of one generation agree within 5 %, A100s within 10, B200 and GB200
-# within 12.
+# Picojoules of a FLOP (half a multiply-add) of matrix units in fp16 or bf16 at boost voltage, operands from the L2
+# cache included, by the start of the architecture's name (the longest that fits). Each follows from the limit, the
+# spec peak and the sustained share of one to three parts: .82 limit = peak share V² (pJ + those of the bytes), with
+# the share .07 below the best dense GEMM (stas00/ml-engineering compute/accelerator@744d01e;
+# zzc0721/torch-performance-test-data 2026-01-12). Hopper: also .85 fitted to the watts of GEMMs on H200s.
+# CDNA 1 and 2: from MI100 and MI210 in fp32 (NeuSight), by the factor of fp32 below. Parts of one generation agree
+# within 5 %, A100s within 10, B200 and GB200 within 12.
 MATRIX_PICOJOULES = {
     "Volta": 3.25,
     "Turing": 2.0,
@@ -64,9 +65,9 @@ TYPE_FACTOR = {
     "fp4": 0.25,
     "int4": 0.25,
 }
-# Shares of the spec peak that large GEMMs reach at the boost clock. No part at full rate was measured above .87; the best
-# GEMM of a search is .07 faster than the typical large one (0.79 and 0.87 of the peak on A100 SXM, 0.74 and 0.80 on
-# H100 SXM; medians of aiconfigurator's GEMM database@095f58a).
+# Shares of the spec peak that large GEMMs reach at the boost clock. No part at full rate was measured above .87; the
+# best GEMM of a search is .07 faster than the typical large one (0.79 and 0.87 of the peak on A100 SXM, 0.74 and 0.80
+# on H100 SXM; medians of aiconfigurator's GEMM database@095f58a).
 MATRIX_CEILING = 0.87
 BEST_TO_TYPICAL = 0.07
 # GeForce parts run GEMMs that accumulate in fp32 at half rate. Power does not limit them then, and they clock above
@@ -110,20 +111,26 @@ def squared_voltage(clock: float) -> float:
     return max(LEAST_VOLTAGE, VOLTAGE_AT_REST + (1 - VOLTAGE_AT_REST) * clock) ** 2
 
 
-def clock_within(share: float) -> float:
-    """The largest clock, at most 1, whose f V² is at most this share of that at boost."""
+def clock_within(watts: float, arithmetic_watts: float, memory_watts: float) -> float:
+    """The largest clock, at most 1, at which work that takes so many watts at boost takes `watts`. Both parts fall with
+    the clock, since bytes come as fast as they are used; arithmetic also with the voltage."""
+
+    def fits(clock: float) -> bool:
+        return clock * (arithmetic_watts * squared_voltage(clock) + memory_watts) <= watts
+
     low, high = LEAST_CLOCK, 1.0
-    if share >= 1:
+    if fits(high):
         return high
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if middle * squared_voltage(middle) <= share else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
 def _clock_of(squared: float) -> float:
     """The clock of a squared voltage; the inverse of `squared_voltage`."""
-    return min(1.0, max(LEAST_CLOCK, (squared**0.5 - VOLTAGE_AT_REST) / (1 - VOLTAGE_AT_REST)))
+    voltage: float = max(0.0, squared) ** 0.5
+    return min(1.0, max(LEAST_CLOCK, (voltage - VOLTAGE_AT_REST) / (1 - VOLTAGE_AT_REST)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,8 +146,8 @@ def unit(
     sustained: float | None = None,
     measured_limit_w: float | None = None,
 ) -> Unit:
-    """What a unit reaches. `burst` and `sustained` are measured shares of its peak, the latter under `measured_limit_w`;
-    without either, `typical` is the burst share.
+    """What a unit reaches. `burst` and `sustained` are measured shares of its peak, the latter under
+    `measured_limit_w`; without either, `typical` is the burst share.
 
     A measured sustained share is kept: the law only says which part of what it lacks is the clock's. Where that
     would take a burst share above `ceiling`, the part needs less energy than its generation, as much as fits. Of a
@@ -159,9 +166,11 @@ def unit(
         burst = min(sustained / clock, max(sustained, ceiling))
         squared = squared_voltage(sustained / burst)
         picojoules = min(picojoules, max(0.0, measured_w / sustained - of_bytes) / squared)
+        if limit_w == (measured_limit_w or limit_w):
+            return Unit(burst, sustained, picojoules)
     burst = burst or typical
-    needed = burst * picojoules * peak_tflop_per_s
-    clock = clock_within((_room(limit_w) - burst * of_bytes * peak_tflop_per_s) / needed) if needed else 1.0
+    at_boost = burst * peak_tflop_per_s  # watts per picojoule
+    clock = clock_within(_room(limit_w), at_boost * picojoules, at_boost * of_bytes)
     return Unit(burst, burst * clock, picojoules)
 
 

@@ -47,6 +47,7 @@ from flopmeter.records.tensors import (
     TensorSpec,
 )
 from flopmeter.records.timings import (
+    UNKNOWN_POWER,
     Clock,
     Clocks,
     Regime,
@@ -107,6 +108,7 @@ __all__ = [
     "LaunchMode",
     "Launches",
     "Placement",
+    "UNKNOWN_POWER",
     "Clock",
     "Clocks",
     "Regime",

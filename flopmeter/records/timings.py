@@ -17,6 +17,9 @@ class Clock(NamedTuple):
     limit_watts: float | None
 
 
+UNKNOWN_POWER = Clock("sustained", 1.0, None, None)
+
+
 class Timing(NamedTuple):
     """One kernel on one device. It ends at `start_seconds + seconds` of the launch timeline."""
 

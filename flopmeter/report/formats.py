@@ -173,7 +173,8 @@ def csv_of(rows: Iterable[Row]) -> str:
 
 TOTALS = (
     "flops", "model_flops", "executed_flops", "macs", "bytes_read", "bytes_written", "seconds", "seconds_low",
-    "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "hfu", "regime", "joules", "watts", "clocks",
+    "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "hfu", "regime",
+    "joules", "watts", "clocks",
 )  # fmt: skip
 
 

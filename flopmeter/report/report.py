@@ -15,6 +15,7 @@ from flopmeter.records import (
     DEFAULT_STREAM,
     OP_CLASSES,
     UNCOUNTED,
+    UNKNOWN_POWER,
     Clock,
     Clocks,
     Cost,
@@ -102,7 +103,7 @@ class Report:
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
     in_mode: Callable[[str], Report] | None = None  # the same run in another mode
     cluster: Cluster | None = None  # whose links collectives go over; None: there are none
-    clock: Clock = Clock("sustained", 1.0, None, None)
+    clock: Clock = UNKNOWN_POWER
 
     @property
     def kernels(self) -> list[Kernel]:

@@ -1,10 +1,11 @@
 """Watts, joules and the clock of a run.
 
-A kernel takes energy for its arithmetic, which grows with the square of the voltage, and for the bytes that it moves; the
-device draws its idle power all the time (device/power.py has the law). A power controller works over tens of
-milliseconds, and kernels take microseconds: so the average of a run decides, the time in which the device waits included.
-A run is priced at the boost clock first. If that takes more than the power limit, the clock of the whole run falls until
-it does not: arithmetic stretches, memory traffic does not. A run that often waits for the host keeps the boost clock.
+A kernel takes energy for its arithmetic, which grows with the square of the voltage, and for the bytes that it moves;
+the device draws its idle power all the time (device/power.py has the law). A power controller works over tens of
+milliseconds, and kernels take microseconds: so the average of a run decides, with the time in which the device waits.
+A run is priced at the boost clock first. If that takes more than the power limit, the clock of the whole run falls
+until it does not: arithmetic stretches, memory traffic does not. A run that often waits for the host keeps the boost
+clock.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import Clock, Clocks, Cost, Launches, Switches, Timing
 from flopmeter.timing import constants
+from flopmeter.timing.convolution import suits_winograd
 from flopmeter.timing.timeline import end_seconds, time_kernels
 
 WITHIN = 0.002  # of the limit: so near to it the power of a run is brought
@@ -49,8 +51,8 @@ def time_run(
     cluster: Cluster | None = None,
     clocks: Clocks = "sustained",
 ) -> Run:
-    """The timing of each kernel, in order, at the clock that the power limit leaves in a long run ('sustained') or at the
-    boost clock ('burst'). CPUs and devices of unknown power have one clock, that of their profile.
+    """The timing of each kernel, in order, at the clock that the power limit leaves in a long run ('sustained') or at
+    the boost clock ('burst'). CPUs and devices of unknown power have one clock, that of their profile.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
@@ -72,7 +74,7 @@ def time_run(
     if clocks == "sustained" and watts > limit:
         # As if all of the run's time stretched; some of it does not, so this clock is near the end, and often low.
         seconds = end_seconds(timings, launches, host)
-        guess = power.clock_within(((limit - idle) * seconds - total.memory) / total.arithmetic)
+        guess = power.clock_within(limit - idle, total.arithmetic / seconds, total.memory / seconds)
         ratio, timings = _within(limit, watts, guess, at)
     timings = [timing._replace(joules=energy.at(ratio)) for timing, energy in zip(timings, energies, strict=True)]
     return Run(timings, Clock(clocks, ratio, idle, limit))
@@ -116,10 +118,13 @@ def _energies(launches: Launches, hardware: Hardware, switches: Switches) -> lis
 
 def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
     """Of one kernel. What links and copy engines take is left out."""
-    arithmetic = 0.0
+    arithmetic: float = 0.0
     if cost.macs:
         peak = hardware.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
-        arithmetic += (2 * cost.macs - cost.masked_flops) * (peak.picojoules_per_flop or 0.0)
+        done = 2 * cost.macs - cost.masked_flops
+        if peak.unit == "vector" and cost.convolution and suits_winograd(cost.convolution, cost.matmuls[0]):
+            done *= constants.WINOGRAD_PATCH**2 / (3 * constants.WINOGRAD_OUTPUT) ** 2
+        arithmetic += done * (peak.picojoules_per_flop or 0.0)
     others = cost.flops - 2 * cost.macs
     if others > 0:
         share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
