@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 from validate import Line, Row, roofline_seconds
+from validate_power import watts
 
 from flopmeter import FlopMeter, Hardware, load_hardware
 from flopmeter.launch.modes import Mode
@@ -39,12 +40,19 @@ def tables(title: str, rows: list[Row]) -> Iterator[Table]:
     if rows:
         yield f"{title}, by GPU", rows, lambda row: row.gpu
         yield f"{title}, held out, by GPU", [row for row in rows if row.held_out], lambda row: row.gpu
-        yield f"{title}, by duration", sorted(rows, key=lambda row: row.measured), duration
+        yield f"{title}, by duration", *_by_duration(rows)
 
 
-def duration(row: Row) -> str:
+def _by_duration(rows: list[Row]) -> tuple[list[Row], Callable[[Row], str]]:
+    """Rows that measure something else than time are in order, and named by it."""
+    if rows[0].name:
+        return rows, lambda row: row.name
+    return sorted(rows, key=lambda row: row.measured), lambda row: duration(row.measured)
+
+
+def duration(seconds: float) -> str:
     for least, most in zip((0.0, *DURATIONS), DURATIONS, strict=False):
-        if row.measured < most:
+        if seconds < most:
             return f"{least * 1e6:.0f} to {most * 1e6:.0f} µs"
     return f"over {DURATIONS[-1] * 1e6:.0f} µs"
 
@@ -103,4 +111,8 @@ def _fp8_gemm(m: int, n: int, k: int, kind: str) -> Program:
     return run
 
 
-SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {"gemm": gemms}
+def _watts(lines: list[Line]) -> dict[str, list[Row]]:
+    return watts(lines, is_held_out, duration)
+
+
+SETS: Mapping[str, Callable[[list[Line]], dict[str, list[Row]]]] = {"gemm": gemms, "power": _watts}
