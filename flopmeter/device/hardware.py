@@ -298,7 +298,7 @@ class Hardware(SchemaRecord):
             rates.get("fp32", next(iter(rates.values()))),
             self.tdp_w,
             power.VECTOR_PICOJOULES,
-            power.byte_picojoules(self.memory_type),
+            4 * power.byte_picojoules(self.memory_type),
             typical=power.VECTOR_CEILING,
             ceiling=power.VECTOR_CEILING,
             sustained=known and known.vector,
@@ -312,7 +312,6 @@ class Hardware(SchemaRecord):
         law = functools.partial(
             power.unit,
             limit_w=self.tdp_w,
-            byte_picojoules=power.byte_picojoules(self.memory_type),
             typical=power.typical_matrix_share(
                 self.architecture, is_halved=bool(self.matrix_fp16_accumulate_tflop_per_s)
             ),
@@ -320,19 +319,32 @@ class Hardware(SchemaRecord):
             measured_limit_w=known and known.limit_w,
         )
         picojoules = power.matrix_picojoules(self.architecture, dtype, tflop_per_s, half_rate)
+        of_byte = power.byte_picojoules(self.memory_type)
+        of_operand = DTYPES[dtype].item_bytes * of_byte
         if unit == "emulated":
-            return law(tflop_per_s, picojoules=picojoules, burst=1.0)._replace(sustained_share=1.0)
+            return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, burst=1.0)._replace(
+                sustained_share=1.0
+            )
         if known is not None and dtype in known.matrix_by_dtype:
-            return law(tflop_per_s, picojoules=picojoules, sustained=known.matrix_by_dtype[dtype])
+            measured = known.matrix_by_dtype[dtype]
+            return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, sustained=measured)
         of_half = power.matrix_picojoules(self.architecture, "fp16", half_rate, half_rate)
-        half = law(half_rate, picojoules=of_half, burst=known and known.matrix_burst, sustained=known and known.matrix)
+        half = law(
+            half_rate,
+            picojoules=of_half,
+            operand_picojoules=2 * of_byte,
+            burst=known and known.matrix_burst,
+            sustained=known and known.matrix,
+        )
         if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
             return half
-        return law(tflop_per_s, picojoules=picojoules * half.picojoules / of_half, burst=half.burst_share)
+        picojoules *= half.picojoules / of_half
+        return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, burst=half.burst_share)
 
     def at_clock(self, ratio: float) -> Hardware:
-        """The device with its multiprocessors at this share of the boost clock: every rate but that of memory, with
-        large GEMMs at the share of the peak that they reach when power does not hold them back."""
+        """The device with its multiprocessors at this share of the boost clock: every rate but that of memory (unless
+        the clock is very low), with large GEMMs at the share of the peak that they reach when power does not hold them
+        back."""
         scaled: dict[str, Any] = {
             name: {dtype: ratio * rate for dtype, rate in getattr(self, name).items()}
             for name in ("vector_tflop_per_s", *_MATRIX_TABLES)
@@ -346,7 +358,10 @@ class Hardware(SchemaRecord):
             source="at one clock",
         )
         mhz = None if self.boost_clock_mhz is None else ratio * self.boost_clock_mhz
-        return dataclasses.replace(self, **scaled, achieved=achieved, boost_clock_mhz=mhz)
+        bandwidth = self.memory_bandwidth_gb_per_s * min(1.0, ratio / power.MEMORY_BOUND_CLOCK)
+        return dataclasses.replace(
+            self, **scaled, achieved=achieved, boost_clock_mhz=mhz, memory_bandwidth_gb_per_s=bandwidth
+        )
 
     def ridge_point(self, dtype: str) -> float:
         """The ridge point in FLOP/B: above it a matmul of `dtype` is compute-bound, by the datasheet."""

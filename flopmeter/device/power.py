@@ -29,6 +29,9 @@ IDLE_SHARE = 0.18
 VOLTAGE_AT_REST = 0.5
 LEAST_VOLTAGE = 0.65
 LEAST_CLOCK = 0.15  # no controller goes lower: about 200 MHz
+# Below this clock the caches, which have the multiprocessors' clock, hold memory back: an L2 cache delivers three or
+# more times what HBM does at boost.
+MEMORY_BOUND_CLOCK = 0.3
 
 # Picojoules of a FLOP (half a multiply-add) of matrix units in fp16 or bf16 at boost voltage, operands from the L2
 # cache included, by the start of the architecture's name (the longest that fits). Each follows from the limit, the
@@ -85,8 +88,9 @@ VECTOR_CEILING = 0.90
 # watts, 110 in its GEMMs of few rows alone. GDDR: not measured; its pins cost about 4 pJ a bit more.
 BYTE_PICOJOULES = {"HBM": 100.0, "GDDR": 135.0}
 UNKNOWN_BYTE_PICOJOULES = 100.0
-# FLOP per byte from memory of a large GEMM, for its part of the power: the H200s' move .35 TB/s at 690 TFLOP/s.
-GEMM_INTENSITY = 2000.0
+# FLOP per operand from memory of a large GEMM, for its part of the power: the H200s' move .35 TB/s at 690 TFLOP/s, in
+# operands of two bytes.
+GEMM_INTENSITY = 4000.0
 
 # Streaming copies, which power hardly holds back: .85 to .96 of spec on HBM2e and HBM3, .93 to .98 on GDDR6
 # (te42kyfo/gpu-benches 2024-06-21); 0.73 to 0.75 on Pascal and T4, whose memory checks itself (NeuSight).
@@ -138,7 +142,7 @@ def unit(
     peak_tflop_per_s: float,
     limit_w: float | None,
     picojoules: float | None,
-    byte_picojoules: float,
+    operand_picojoules: float,
     *,
     typical: float,
     ceiling: float,
@@ -146,8 +150,8 @@ def unit(
     sustained: float | None = None,
     measured_limit_w: float | None = None,
 ) -> Unit:
-    """What a unit reaches. `burst` and `sustained` are measured shares of its peak, the latter under
-    `measured_limit_w`; without either, `typical` is the burst share.
+    """What a unit reaches. The picojoules are those of a FLOP, and of an operand from memory. `burst` and `sustained`
+    are measured shares of its peak, the latter under `measured_limit_w`; without either, `typical` is the burst share.
 
     A measured sustained share is kept: the law only says which part of what it lacks is the clock's. Where that
     would take a burst share above `ceiling`, the part needs less energy than its generation, as much as fits. Of a
@@ -156,7 +160,7 @@ def unit(
     share = sustained if burst is None else burst
     if limit_w is None:
         return Unit(share or typical, share or typical, None)
-    of_bytes = byte_picojoules / GEMM_INTENSITY
+    of_bytes = operand_picojoules / GEMM_INTENSITY
     measured_w = _room(measured_limit_w or limit_w) / peak_tflop_per_s  # per TFLOP/s: picojoules
     if picojoules is None:
         share = share or typical
