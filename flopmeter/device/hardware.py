@@ -42,6 +42,7 @@ from flopmeter.device.schema import (
     tuple_of,
     whole_number,
 )
+from flopmeter.device.units import matrix_unit, vector_unit
 from flopmeter.records.dtypes import DTYPES, MATRIX_DTYPES, VECTOR_DTYPES, opmath_of
 
 __all__ = ["Hardware", "HardwareError", "Host", "Peak", "available_hardware", "load_hardware"]
@@ -285,61 +286,11 @@ class Hardware(SchemaRecord):
         raise HardwareError(f"{self.name} has no rate for element-wise work in {dtype}; it has: {has}")
 
     def _peak(self, rates: DtypeRates, dtype: str, unit: Unit) -> Peak:
-        found = self._vector_unit() if unit == "vector" else self._matrix_unit(unit, dtype, rates[dtype])
+        found = vector_unit(self) if unit == "vector" else matrix_unit(self, unit, dtype, rates[dtype])
         picojoules = found.picojoules
         if unit == "vector" and picojoules is not None:
             picojoules *= DTYPES[dtype].item_bytes / 4  # wider operands, more energy
         return Peak(rates[dtype] * 1e12, unit, found.sustained_share, found.burst_share, picojoules)
-
-    def _vector_unit(self) -> power.Unit:
-        """In fp32, whose shares other types have too."""
-        known, rates = self.achieved, self.vector_tflop_per_s
-        return power.unit(
-            rates.get("fp32", next(iter(rates.values()))),
-            self.tdp_w,
-            power.VECTOR_PICOJOULES,
-            4 * power.byte_picojoules(self.memory_type),
-            typical=power.VECTOR_CEILING,
-            ceiling=power.VECTOR_CEILING,
-            sustained=known and known.vector,
-            measured_limit_w=known and known.limit_w,
-        )
-
-    def _matrix_unit(self, unit: Unit, dtype: str, tflop_per_s: float) -> power.Unit:
-        """The fractions in the profile, else those of fp16 at the clock that this type's power leaves."""
-        known, rates = self.achieved, self.matrix_tflop_per_s
-        half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))
-        law = functools.partial(
-            power.unit,
-            limit_w=self.tdp_w,
-            typical=power.typical_matrix_share(
-                self.architecture, is_halved=bool(self.matrix_fp16_accumulate_tflop_per_s)
-            ),
-            ceiling=power.MATRIX_CEILING,
-            measured_limit_w=known and known.limit_w,
-        )
-        picojoules = power.matrix_picojoules(self.architecture, dtype, tflop_per_s, half_rate)
-        of_byte = power.byte_picojoules(self.memory_type)
-        of_operand = DTYPES[dtype].item_bytes * of_byte
-        if unit == "emulated":
-            return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, burst=1.0)._replace(
-                sustained_share=1.0
-            )
-        if known is not None and dtype in known.matrix_by_dtype:
-            measured = known.matrix_by_dtype[dtype]
-            return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, sustained=measured)
-        of_half = power.matrix_picojoules(self.architecture, "fp16", half_rate, half_rate)
-        half = law(
-            half_rate,
-            picojoules=of_half,
-            operand_picojoules=2 * of_byte,
-            burst=known and known.matrix_burst,
-            sustained=known and known.matrix,
-        )
-        if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
-            return half
-        picojoules *= half.picojoules / of_half
-        return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, burst=half.burst_share)
 
     def at_clock(self, ratio: float) -> Hardware:
         """The device with its multiprocessors at this share of the boost clock: every rate but that of memory (unless
@@ -350,10 +301,10 @@ class Hardware(SchemaRecord):
             for name in ("vector_tflop_per_s", *_MATRIX_TABLES)
         }
         dtypes = (*self.matrix_tflop_per_s, *self.matrix_fp16_accumulate_tflop_per_s)
-        shares = {dtype: self._matrix_unit("matrix", dtype, self.matrix_tflop_per_s[dtype]) for dtype in dtypes}
+        shares = {dtype: matrix_unit(self, "matrix", dtype, self.matrix_tflop_per_s[dtype]) for dtype in dtypes}
         achieved = Achieved(
             matrix_by_dtype=FrozenMapping((dtype, found.burst_share) for dtype, found in shares.items()),
-            vector=self._vector_unit().burst_share,
+            vector=vector_unit(self).burst_share,
             memory=None if self.achieved is None else self.achieved.memory,
             source="at one clock",
         )

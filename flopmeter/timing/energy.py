@@ -118,10 +118,10 @@ def _energies(launches: Launches, hardware: Hardware, switches: Switches) -> lis
 
 def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
     """Of one kernel. What links and copy engines take is left out."""
-    arithmetic: float = 0.0
+    arithmetic = 0.0
     if cost.macs:
         peak = hardware.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
-        done = 2 * cost.macs - cost.masked_flops
+        done: float = 2 * cost.macs - cost.masked_flops
         if peak.unit == "vector" and cost.convolution and suits_winograd(cost.convolution, cost.matmuls[0]):
             done *= constants.WINOGRAD_PATCH**2 / (3 * constants.WINOGRAD_OUTPUT) ** 2
         arithmetic += done * (peak.picojoules_per_flop or 0.0)
