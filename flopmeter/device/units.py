@@ -54,8 +54,8 @@ def vector_unit(device: Powered) -> power.Unit:
         4 * power.byte_picojoules(device.memory_type),
         typical=power.VECTOR_CEILING,
         ceiling=power.VECTOR_CEILING,
-        sustained=known and known.vector,
-        measured_limit_w=known and known.limit_w,
+        sustained=None if known is None else known.vector,
+        measured_limit_w=None if known is None else known.limit_w,
     )
 
 
@@ -70,7 +70,7 @@ def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> p
             device.architecture, is_halved=bool(device.matrix_fp16_accumulate_tflop_per_s)
         ),
         ceiling=power.MATRIX_CEILING,
-        measured_limit_w=known and known.limit_w,
+        measured_limit_w=None if known is None else known.limit_w,
     )
     picojoules = power.matrix_picojoules(device.architecture, dtype, tflop_per_s, half_rate)
     of_byte = power.byte_picojoules(device.memory_type)
@@ -87,8 +87,8 @@ def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> p
         half_rate,
         picojoules=of_half,
         operand_picojoules=2 * of_byte,
-        burst=known and known.matrix_burst,
-        sustained=known and known.matrix,
+        burst=None if known is None else known.matrix_burst,
+        sustained=None if known is None else known.matrix,
     )
     if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
         return half
