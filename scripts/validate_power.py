@@ -1,10 +1,10 @@
 """Watts, and how much longer a kernel takes in a long run than in a burst: GEMMs on H200s (ai-dynamo/aiconfigurator).
 
-A burst is 36 kernels in a row; if they last longer than BURST_SECONDS the power controller acts on them too, and they
-are no burst. The logger's window did not fill in many runs of short kernels: shapes [m, n] of some groups read near to
-idle power at any throughput (m = 256, n = 6144: 184 W at 10 µs and 469 TFLOP/s, 440 W at 43 µs and 600), others do
-not. So kernels of at least METERED_SECONDS have tables of their own. There the rows with k = 65536 still draw a third
-less than all others at equal speed: their weights were not random.
+A burst is 36 kernels in a row; after BURST_SECONDS the power controller acts on them too. The logger's window did not
+fill in many runs of short kernels: shapes [m, n] of some groups read near to idle power at any throughput (m = 256,
+n = 6144: 184 W at 10 µs and 469 TFLOP/s, 440 W at 43 µs and 600), others do not. So kernels of at least
+METERED_SECONDS have tables of their own. There the rows with k = 65536 still draw a third less than all others at equal
+speed: their weights were not random.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def watts(lines: list[Line], held_out: Callable[..., bool], label: Callable[[flo
     """Rows of watts, of seconds, and of ratios; each named by how long its kernel takes."""
     tables: dict[str, list[Row]] = {
         "power, W": [], "power, W, kernels of at least 50 µs": [],
-        "sustained over burst": [], "sustained over burst, bursts of at most 20 ms": [],
+        "sustained over burst": [],
     }  # fmt: skip
     for line in sorted(lines, key=lambda line: float(line["sustained_ms"])):
         seconds, burst_seconds = (float(line[name]) * 1e-3 for name in ("sustained_ms", "burst_ms"))
@@ -40,15 +40,21 @@ def watts(lines: list[Line], held_out: Callable[..., bool], label: Callable[[flo
             _roofline_watts(sustained), name=label(seconds), held_out=held_out(*(int(line[size]) for size in "mnk")),
         )  # fmt: skip
         ratio = row._replace(
-            measured=seconds / burst_seconds, predicted=sustained.seconds / burst.seconds, roofline=1.0
+            measured=seconds / burst_seconds,
+            predicted=sustained.seconds / _burst_seconds(sustained, burst),
+            roofline=1.0,
         )
         tables["power, W"].append(row)
         if seconds >= METERED_SECONDS:
             tables["power, W, kernels of at least 50 µs"].append(row)
         tables["sustained over burst"].append(ratio)
-        if KERNELS * burst_seconds <= BURST_SECONDS:
-            tables["sustained over burst, bursts of at most 20 ms"].append(ratio)
     return tables
+
+
+def _burst_seconds(sustained: Report, burst: Report) -> float:
+    """Of kernels of which so many run before the controller acts, and the rest after it."""
+    share_before = min(1.0, BURST_SECONDS / burst.seconds)
+    return share_before * burst.seconds + (1 - share_before) * sustained.seconds
 
 
 def _report(line: Line, clocks: Clocks) -> Report:

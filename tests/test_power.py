@@ -109,6 +109,16 @@ def test_a_measured_share_goes_before_the_law():
     assert device.vector_peak("fp32").achieved == 0.5
     device = load_hardware("h100-sxm5-80gb").replace(achieved={"matrix_burst": None, "matrix": 0.6})
     assert device.contraction_peak("bf16").achieved == 0.6
+    both = load_hardware("h100-sxm5-80gb").replace(achieved={"matrix_burst": 0.8, "matrix": 0.6})
+    assert (both.contraction_peak("bf16").achieved, both.contraction_peak("bf16").burst) == (0.6, 0.8)
+    assert both.contraction_peak("bf16").picojoules_per_flop > device.contraction_peak("bf16").picojoules_per_flop
+
+
+def test_an_operators_limit_leaves_the_idle_power_alone():
+    device = load_hardware("h100-sxm5-80gb")
+    capped = device.replace(power_limit_w=500)
+    assert capped.idle_watts == device.idle_watts == pytest.approx(126)
+    assert 0.51 <= capped.contraction_peak("bf16").achieved < 0.9 * device.contraction_peak("bf16").achieved
 
 
 def test_a_measured_share_was_measured_at_the_limit_of_then():

@@ -108,7 +108,7 @@ class Achieved(SchemaRecord):
     A fraction without a measurement is left out; power.py estimates it from the power of the device. `matrix` is for
     fp16 and bf16, `matrix_by_dtype` for other dtypes that were measured; those and `vector` are of long runs, in which
     the clock has fallen as far as the power limit asks. `matrix_burst` is of runs too short for that (below 20 ms), in
-    fp16 or bf16; it goes before `matrix`, and the law of power says what is left of it in a long run.
+    fp16 or bf16; without `matrix`, the law of power says what is left of it in a long run.
     limit_w: the power limit under which they were measured; without it the device's `tdp_w`.
     """
 
@@ -194,6 +194,7 @@ class Hardware(SchemaRecord):
     memory_gb: SI gigabytes. (A card has as many binary gigabytes; about so much is left after the driver's part.)
     l2_cache_mb: as vendors print it, which for caches means 2**20 bytes; on a CPU the last-level cache.
     l2_bandwidth_gb_per_s: of that cache, reached by a copy; only the times of CPUs use it.
+    power_limit_w: what an operator allows (nvidia-smi -pl), if it is not the board power `tdp_w`.
     host_link: the link for copies from and to the host, if it is not PCIe (NVLink-C2C).
     is_cpu: the host runs the kernels itself: the time to dispatch an op and its work add up, nothing overlaps.
     kernel_floor_us: time of the smallest kernel, if kernels follow each other without a pause.
@@ -229,6 +230,7 @@ class Hardware(SchemaRecord):
     l2_cache_mb: float | None = field(default=None, metadata=by(_amount))
     l2_bandwidth_gb_per_s: float | None = field(default=None, metadata=by(_amount))
     tdp_w: float | None = field(default=None, metadata=by(_amount))
+    power_limit_w: float | None = field(default=None, metadata=by(_amount))
     interconnect: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
     pcie: Pcie | None = field(default=None, metadata=by(record(Pcie)))
     host_link: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
@@ -306,6 +308,7 @@ class Hardware(SchemaRecord):
             matrix_by_dtype=FrozenMapping((dtype, found.burst_share) for dtype, found in shares.items()),
             vector=vector_unit(self).burst_share,
             memory=None if self.achieved is None else self.achieved.memory,
+            limit_w=self.limit_watts,
             source="at one clock",
         )
         mhz = None if self.boost_clock_mhz is None else ratio * self.boost_clock_mhz
@@ -329,6 +332,18 @@ class Hardware(SchemaRecord):
         measured = None if self.achieved is None else self.achieved.memory
         share = power.memory_share(self.memory_type) if measured is None else measured
         return self.bandwidth_bytes_per_s * share
+
+    @property
+    def limit_watts(self) -> float | None:
+        """What the device may draw in a long run."""
+        return self.power_limit_w or self.tdp_w
+
+    @property
+    def idle_watts(self) -> float:
+        """What it draws with its clock up and nothing to do, whatever the limit allows (no more than half of that); 0
+        where the board power is unknown."""
+        rated = (self.achieved and self.achieved.limit_w) or self.tdp_w or 0.0
+        return min(power.idle_watts(rated), (self.limit_watts or 0.0) / 2)
 
     @property
     def memory_bytes(self) -> int | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-# What a device draws with its clock up and nothing to do, as a share of its power limit: 126 of 700 W, the least that
+# What a device draws with its clock up and nothing to do, as a share of its board power: 126 of 700 W, the least that
 # was logged on H200s (aiconfigurator's GEMM database@095f58a; kernels of 2 µs that compute next to nothing draw 135).
 IDLE_SHARE = 0.18
 
@@ -106,8 +106,8 @@ class Unit(NamedTuple):
     picojoules: float | None  # of a FLOP at boost voltage; None where the power limit is unknown
 
 
-def idle_watts(limit_w: float) -> float:
-    return IDLE_SHARE * limit_w
+def idle_watts(tdp_w: float) -> float:
+    return IDLE_SHARE * tdp_w
 
 
 def squared_voltage(clock: float) -> float:
@@ -141,6 +141,7 @@ def _clock_of(squared: float) -> float:
 def unit(
     peak_tflop_per_s: float,
     limit_w: float | None,
+    idle_w: float,
     picojoules: float | None,
     operand_picojoules: float,
     *,
@@ -153,34 +154,31 @@ def unit(
     """What a unit reaches. The picojoules are those of a FLOP, and of an operand from memory. `burst` and `sustained`
     are measured shares of its peak, the latter under `measured_limit_w`; without either, `typical` is the burst share.
 
-    A measured sustained share is kept: the law only says which part of what it lacks is the clock's. Where that
-    would take a burst share above `ceiling`, the part needs less energy than its generation, as much as fits. Of a
-    generation without a known energy the measured share is taken to use the limit up at the boost clock.
+    A measured sustained share is kept: the law only says which part of what it lacks is the clock's. Where that would
+    take a burst share above `ceiling`, the part needs less energy than its generation, as much as fits. Where both were
+    measured, they say what it needs. Of a generation without a known energy the measured share is taken to use the
+    limit up at the boost clock.
     """
-    share = sustained if burst is None else burst
     if limit_w is None:
-        return Unit(share or typical, share or typical, None)
+        return Unit(burst or sustained or typical, sustained or burst or typical, None)
     of_bytes = operand_picojoules / GEMM_INTENSITY
-    measured_w = _room(measured_limit_w or limit_w) / peak_tflop_per_s  # per TFLOP/s: picojoules
+    measured_w = ((measured_limit_w or limit_w) - idle_w) / peak_tflop_per_s  # per TFLOP/s: picojoules
     if picojoules is None:
-        share = share or typical
-        picojoules = max(0.0, measured_w / share - of_bytes)
-    if burst is None and sustained is not None:
-        clock = _clock_of((measured_w / sustained - of_bytes) / picojoules if picojoules else 1.0)
-        burst = min(sustained / clock, max(sustained, ceiling))
-        squared = squared_voltage(sustained / burst)
-        picojoules = min(picojoules, max(0.0, measured_w / sustained - of_bytes) / squared)
+        picojoules = max(0.0, measured_w / (sustained or burst or typical) - of_bytes)
+    if sustained is not None:
+        left = max(0.0, measured_w / sustained - of_bytes)  # for arithmetic, per FLOP
+        both = burst is not None and burst > sustained
+        if burst is None:
+            burst = min(sustained / _clock_of(left / picojoules if picojoules else 1.0), max(sustained, ceiling))
+        burst = max(burst, sustained)
+        needed = left / squared_voltage(sustained / burst)
+        picojoules = needed if both else min(picojoules, needed)
         if limit_w == (measured_limit_w or limit_w):
             return Unit(burst, sustained, picojoules)
     burst = burst or typical
     at_boost = burst * peak_tflop_per_s  # watts per picojoule
-    clock = clock_within(_room(limit_w), at_boost * picojoules, at_boost * of_bytes)
+    clock = clock_within(limit_w - idle_w, at_boost * picojoules, at_boost * of_bytes)
     return Unit(burst, burst * clock, picojoules)
-
-
-def _room(limit_w: float) -> float:
-    """Watts for work."""
-    return limit_w - idle_watts(limit_w)
 
 
 def matrix_picojoules(architecture: str, dtype: str, tflop_per_s: float, half_rate_tflop_per_s: float) -> float | None:

@@ -41,7 +41,16 @@ class Powered(Protocol):
     @property
     def tdp_w(self) -> float | None: ...
     @property
+    def limit_watts(self) -> float | None: ...
+    @property
+    def idle_watts(self) -> float: ...
+    @property
     def achieved(self) -> Measured | None: ...
+
+
+def measured_limit_w(device: Powered) -> float | None:
+    """Under which power limit the fractions were measured."""
+    return device.achieved.limit_w if device.achieved is not None and device.achieved.limit_w else device.tdp_w
 
 
 def vector_unit(device: Powered) -> power.Unit:
@@ -49,13 +58,14 @@ def vector_unit(device: Powered) -> power.Unit:
     known, rates = device.achieved, device.vector_tflop_per_s
     return power.unit(
         rates.get("fp32", next(iter(rates.values()))),
-        device.tdp_w,
+        device.limit_watts,
+        device.idle_watts,
         power.VECTOR_PICOJOULES,
         4 * power.byte_picojoules(device.memory_type),
         typical=power.VECTOR_CEILING,
         ceiling=power.VECTOR_CEILING,
         sustained=None if known is None else known.vector,
-        measured_limit_w=None if known is None else known.limit_w,
+        measured_limit_w=measured_limit_w(device),
     )
 
 
@@ -65,12 +75,13 @@ def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> p
     half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))
     law = functools.partial(
         power.unit,
-        limit_w=device.tdp_w,
+        limit_w=device.limit_watts,
+        idle_w=device.idle_watts,
         typical=power.typical_matrix_share(
             device.architecture, is_halved=bool(device.matrix_fp16_accumulate_tflop_per_s)
         ),
         ceiling=power.MATRIX_CEILING,
-        measured_limit_w=None if known is None else known.limit_w,
+        measured_limit_w=measured_limit_w(device),
     )
     picojoules = power.matrix_picojoules(device.architecture, dtype, tflop_per_s, half_rate)
     of_byte = power.byte_picojoules(device.memory_type)

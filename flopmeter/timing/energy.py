@@ -56,13 +56,13 @@ def time_run(
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
-    host, limit = host or hardware.host, hardware.tdp_w
+    host, limit = host or hardware.host, hardware.limit_watts
     if limit is None or hardware.is_cpu:
         timings = time_kernels(launches, hardware, switches, host, cluster)
         return Run(timings, Clock(clocks, 1.0, None, limit))
     energies = _energies(launches, hardware, switches)
     total = Energy(sum(each.arithmetic for each in energies), sum(each.memory for each in energies))
-    idle = power.idle_watts(limit)
+    idle = hardware.idle_watts
 
     def at(ratio: float) -> tuple[list[Timing], float]:
         timings = time_kernels(launches, hardware.at_clock(ratio), switches, host, cluster)
