@@ -98,7 +98,7 @@ MEMORY_SHARE = {"HBM": 0.85, "GDDR": 0.93}
 UNKNOWN_MEMORY_SHARE = 0.80
 
 
-class Unit(NamedTuple):
+class UnitPower(NamedTuple):
     """How large GEMMs run on one unit in one type."""
 
     burst_share: float  # of the spec peak, at the boost clock
@@ -150,7 +150,7 @@ def unit(
     burst: float | None = None,
     sustained: float | None = None,
     measured_limit_w: float | None = None,
-) -> Unit:
+) -> UnitPower:
     """What a unit reaches. The picojoules are those of a FLOP, and of an operand from memory. `burst` and `sustained`
     are measured shares of its peak, the latter under `measured_limit_w`; without either, `typical` is the burst share.
 
@@ -160,7 +160,7 @@ def unit(
     limit up at the boost clock.
     """
     if limit_w is None:
-        return Unit(burst or sustained or typical, sustained or burst or typical, None)
+        return UnitPower(burst or sustained or typical, sustained or burst or typical, None)
     of_bytes = operand_picojoules / GEMM_INTENSITY
     measured_w = ((measured_limit_w or limit_w) - idle_w) / peak_tflop_per_s  # per TFLOP/s: picojoules
     if picojoules is None:
@@ -174,11 +174,11 @@ def unit(
         needed = left / squared_voltage(sustained / burst)
         picojoules = needed if both else min(picojoules, needed)
         if limit_w == (measured_limit_w or limit_w):
-            return Unit(burst, sustained, picojoules)
+            return UnitPower(burst, sustained, picojoules)
     burst = burst or typical
     at_boost = burst * peak_tflop_per_s  # watts per picojoule
     clock = clock_within(limit_w - idle_w, at_boost * picojoules, at_boost * of_bytes)
-    return Unit(burst, burst * clock, picojoules)
+    return UnitPower(burst, burst * clock, picojoules)
 
 
 def matrix_picojoules(architecture: str, dtype: str, tflop_per_s: float, half_rate_tflop_per_s: float) -> float | None:

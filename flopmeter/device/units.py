@@ -53,7 +53,7 @@ def measured_limit_w(device: Powered) -> float | None:
     return device.achieved.limit_w if device.achieved is not None and device.achieved.limit_w else device.tdp_w
 
 
-def vector_unit(device: Powered) -> power.Unit:
+def vector_unit(device: Powered) -> power.UnitPower:
     """In fp32, whose shares other types have too."""
     known, rates = device.achieved, device.vector_tflop_per_s
     return power.unit(
@@ -69,7 +69,7 @@ def vector_unit(device: Powered) -> power.Unit:
     )
 
 
-def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> power.Unit:
+def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> power.UnitPower:
     """The fractions in the profile, else those of fp16 at the clock that this type's power leaves."""
     known, rates = device.achieved, device.matrix_tflop_per_s
     half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))

@@ -48,9 +48,9 @@ from flopmeter.records.tensors import (
 )
 from flopmeter.records.timings import (
     UNKNOWN_POWER,
-    Clock,
     Clocks,
     Regime,
+    RunClock,
     Timing,
 )
 from flopmeter.records.traces import (
@@ -109,8 +109,8 @@ __all__ = [
     "Launches",
     "Placement",
     "UNKNOWN_POWER",
-    "Clock",
     "Clocks",
+    "RunClock",
     "Regime",
     "Timing",
 ]

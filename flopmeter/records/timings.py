@@ -8,7 +8,7 @@ Regime = Literal["compute", "memory", "communication", "overhead"]
 Clocks = Literal["sustained", "burst"]  # of a long run under the power limit, or of one too short to feel it
 
 
-class Clock(NamedTuple):
+class RunClock(NamedTuple):
     """At which clock a run was priced, and what the device draws when it does nothing."""
 
     clocks: Clocks
@@ -17,7 +17,7 @@ class Clock(NamedTuple):
     limit_watts: float | None
 
 
-UNKNOWN_POWER = Clock("sustained", 1.0, None, None)
+UNKNOWN_POWER = RunClock("sustained", 1.0, None, None)
 
 
 class Timing(NamedTuple):

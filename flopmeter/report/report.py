@@ -16,12 +16,12 @@ from flopmeter.records import (
     OP_CLASSES,
     UNCOUNTED,
     UNKNOWN_POWER,
-    Clock,
     Clocks,
     Cost,
     Kernel,
     Launches,
     Regime,
+    RunClock,
     Switches,
     Timing,
 )
@@ -103,7 +103,7 @@ class Report:
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
     in_mode: Callable[[str], Report] | None = None  # the same run in another mode
     cluster: Cluster | None = None  # whose links collectives go over; None: there are none
-    clock: Clock = UNKNOWN_POWER
+    clock: RunClock = UNKNOWN_POWER
 
     @property
     def kernels(self) -> list[Kernel]:

@@ -8,7 +8,7 @@ peak_memory.py and allocator.py say how much memory the program needs.
 
 from flopmeter.device.hardware import Host
 from flopmeter.timing.bands import Uncertainty, uncertainty
-from flopmeter.timing.energy import Run, time_run
+from flopmeter.timing.energy import TimedRun, time_run
 from flopmeter.timing.timeline import host_seconds, time_kernels
 
-__all__ = ["Host", "Run", "Uncertainty", "host_seconds", "time_kernels", "time_run", "uncertainty"]
+__all__ = ["Host", "TimedRun", "Uncertainty", "host_seconds", "time_kernels", "time_run", "uncertainty"]

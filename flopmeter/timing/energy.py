@@ -16,7 +16,7 @@ from typing import NamedTuple
 from flopmeter.device import power
 from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import Clock, Clocks, Cost, Launches, Switches, Timing
+from flopmeter.records import Clocks, Cost, Launches, RunClock, Switches, Timing
 from flopmeter.timing import constants
 from flopmeter.timing.convolution import suits_winograd
 from flopmeter.timing.timeline import end_seconds, time_kernels
@@ -36,11 +36,11 @@ class Energy(NamedTuple):
         return self.arithmetic * power.squared_voltage(clock) + self.memory
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     """All kernels in time, and the clock that they ran at."""
 
     timings: list[Timing]
-    clock: Clock
+    clock: RunClock
 
 
 def time_run(
@@ -50,7 +50,7 @@ def time_run(
     host: Host | None = None,
     cluster: Cluster | None = None,
     clocks: Clocks = "sustained",
-) -> Run:
+) -> TimedRun:
     """The timing of each kernel, in order, at the clock that the power limit leaves in a long run ('sustained') or at
     the boost clock ('burst'). CPUs and devices of unknown power have one clock, that of their profile.
 
@@ -59,7 +59,7 @@ def time_run(
     host, limit = host or hardware.host, hardware.limit_watts
     if limit is None or hardware.is_cpu:
         timings = time_kernels(launches, hardware, switches, host, cluster)
-        return Run(timings, Clock(clocks, 1.0, None, limit))
+        return TimedRun(timings, RunClock(clocks, 1.0, None, limit))
     energies = _energies(launches, hardware, switches)
     total = Energy(sum(each.arithmetic for each in energies), sum(each.memory for each in energies))
     idle = hardware.idle_watts
@@ -77,7 +77,7 @@ def time_run(
         guess = power.clock_within(limit - idle, total.arithmetic / seconds, total.memory / seconds)
         ratio, timings = _within(limit, watts, guess, at)
     timings = [timing._replace(joules=energy.at(ratio)) for timing, energy in zip(timings, energies, strict=True)]
-    return Run(timings, Clock(clocks, ratio, idle, limit))
+    return TimedRun(timings, RunClock(clocks, ratio, idle, limit))
 
 
 def _within(
