@@ -5,9 +5,10 @@ and the device draws its idle power all the time.
 
 Clock. Voltage falls with the clock: V / V_boost = 0.5 + 0.5 f / f_boost, never below 0.65. Arithmetic draws
 f V². So where a long run would need more than the limit, the clock falls to where f V² fits. Two parts of a generation
-whose limits differ then have the same joules per FLOP: H100 PCIe (350 W) and SXM (700 W) .86 and .87 pJ, L4 and L40S
-1.38 and 1.40, MI300X and MI325X 1.78 and 1.71, B300 and GB300 .65 and .65, from the sustained shares of their peaks.
-H200s whose power was logged give .85, from watts alone (`MATRIX_PICOJOULES`).
+whose limits differ then have the same joules per FLOP, by the sustained shares of their peaks: H100 PCIe (350 W) and
+SXM (700 W) .79 and .82 pJ, L4 and L40S 1.28 and 1.32, MI300X and MI325X 1.70 and 1.64, B300 and GB300 .60 and .60.
+H200s whose power was logged give .85, from watts alone. With a part left out, its share is predicted within 8 % from
+the others of its generation.
 
 A short kernel runs at the boost clock: a controller averages the power over tens of milliseconds. (On the H200s, where
 a burst is 36 kernels in a row, kernels in a long run take 1.13 times as long as in a burst of 20 ms, and 1.04 times as
