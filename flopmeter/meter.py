@@ -19,10 +19,10 @@ from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
-from flopmeter.records import Call, Kernel, LaunchMode, Trace
+from flopmeter.records import Call, Clocks, Kernel, LaunchMode, Trace
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
-from flopmeter.timing import Host, host_seconds, time_kernels
+from flopmeter.timing import Host, host_seconds, time_run
 from flopmeter.timing.peak_memory import memory_of
 from flopmeter.torch_names.private import BUFFERS, DOUBLE_BACKWARD, PROPAGATION, lost
 from flopmeter.trace import overlap
@@ -57,6 +57,7 @@ class _Run:
     cluster: Cluster | None
     host: Host
     causal: Causal
+    clocks: Clocks
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -66,9 +67,10 @@ class _Run:
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
         mode, switches = MODES[name], self.trace.switches
         run = launches(self.kernels, self.trace, mode, compiled_region(self.trace.ops))
+        timings, clock = time_run(run, self.hardware, switches, self.host, self.cluster, self.clocks)
         report = Report(
             launches=run,
-            timings=time_kernels(run, self.hardware, switches, self.host, self.cluster),
+            timings=timings,
             hardware=self.hardware,
             switches=switches,
             host_seconds=host_seconds(run, self.host),
@@ -78,6 +80,7 @@ class _Run:
             notes=(*self.notes, *self._notes_of(mode)),
             in_mode=self.in_mode,
             cluster=self.cluster,
+            clock=clock,
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
@@ -104,6 +107,8 @@ class FlopMeter:
         one that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
+    clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
+        the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.
     """
@@ -121,7 +126,10 @@ class FlopMeter:
         source: bool = False,
         host: Host | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
+        clocks: Clocks = "sustained",
     ):
+        if clocks not in get_args(Clocks):
+            raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
         if causal not in get_args(Causal):
             raise ValueError(f"unknown causal convention {causal!r}; known: {', '.join(get_args(Causal))}")
         if not isinstance(host, Host | None):
@@ -129,6 +137,7 @@ class FlopMeter:
         self.hardware = load_hardware(hardware)
         self._strict = strict
         self._causal: Causal = causal
+        self._clocks: Clocks = clocks
         self._source = source
         self._host = host
         self._cluster = None if cluster is None else load_cluster(cluster)
@@ -216,7 +225,8 @@ class FlopMeter:
             cluster = cluster_of(device)
         notes = (*self._notes(device), *packed_notes(kernels))
         host = self._host or device.host
-        return _Run(trace, kernels, device, cluster, host, self._causal, self._assumptions(), notes).in_mode(mode)
+        run = _Run(trace, kernels, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes)
+        return run.in_mode(mode)
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []

@@ -17,9 +17,12 @@ from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, Hardware, load_hardware
 from flopmeter.launch.modes import Mode
+from flopmeter.records import Clocks
 from flopmeter.timing import uncertainty
 
 LEAST_SECONDS = 2e-6
+REPLAYS = 36  # of a kernel in a benchmark: six layers, six times
+BURST_SECONDS = 0.02  # until when a cool device keeps its boost clock (docs/limits.md)
 DURATIONS = (5e-6, 1e-5, 3e-5, 1e-4, 3e-4)  # where tables by duration begin a new line, in seconds
 
 # The tables that each file gives: by a function of these modules, which take their rows from here.
@@ -29,6 +32,7 @@ SETS = {
     "transformer_ops": ("validate_transformer_ops", "transformer_ops"),
     "moe": ("validate_moe", "layers"),
     "collectives": ("validate_collectives", "collectives"),
+    "power": ("validate_power", "watts"),
 }
 Program = Callable[[], object]
 Table = tuple[str, list[Row], Callable[[Row], str]]
@@ -49,7 +53,14 @@ def tables(title: str, rows: list[Row]) -> Iterator[Table]:
     if rows:
         yield f"{title}, by GPU", rows, lambda row: row.gpu
         yield f"{title}, held out, by GPU", [row for row in rows if row.held_out], lambda row: row.gpu
-        yield f"{title}, by duration", sorted(rows, key=lambda row: row.measured), lambda row: duration(row.measured)
+        yield f"{title}, by duration", *_by_duration(rows)
+
+
+def _by_duration(rows: list[Row]) -> tuple[list[Row], Callable[[Row], str]]:
+    """Rows that measure something else than time are in order, and named by it."""
+    if rows[0].name:
+        return rows, lambda row: row.name
+    return sorted(rows, key=lambda row: row.measured), lambda row: duration(row.measured)
 
 
 def duration(seconds: float) -> str:
@@ -74,18 +85,22 @@ def kernel_row(
 ) -> Row:
     """A row whose kernels were measured without the host: replayed by a graph, or long after their launch. `before` ran
     just before, so that its results are in the cache."""
-    device = load_hardware(line["gpu"])
-    seconds, low, high, roofline = device_seconds(run, device, mode, before)
-    measured = float(line["ms"]) * 1e-3
+    device, measured = load_hardware(line["gpu"]), float(line["ms"]) * 1e-3
+    seconds, low, high, roofline = device_seconds(run, device, mode, before, clocks_of(line))
     return Row(group, line["gpu"], measured, seconds, low, high, roofline, held_out=is_held_out(*shape))
 
 
+def clocks_of(line: Line) -> Clocks:
+    """Those of the benchmark that measured the line."""
+    return "burst" if REPLAYS * float(line["ms"]) * 1e-3 < BURST_SECONDS else "sustained"
+
+
 def device_seconds(
-    run: Program, device: Hardware, mode: Mode, before: Program | None = None
+    run: Program, device: Hardware, mode: Mode, before: Program | None, clocks: Clocks
 ) -> tuple[float, float, float, float]:
     """What the device is predicted to be busy, the lower and the upper end of the band, and the plain roofline."""
     skipped, skipped_roofline = 0, 0.0
-    with torch.inference_mode(), FlopMeter(device) as meter:
+    with torch.inference_mode(), FlopMeter(device, clocks=clocks) as meter:
         if before is not None:
             before()
             report = meter.report(mode=mode)

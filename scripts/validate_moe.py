@@ -13,13 +13,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from validate import Line, Row, roofline_of
-from validate_kernels import LEAST_SECONDS, is_held_out
+from validate_kernels import LEAST_SECONDS, clocks_of, is_held_out
 
 from flopmeter import FlopMeter, Hardware, load_hardware, on_meta
 from flopmeter.costs import kernels_of
 from flopmeter.launch.modes import MODES, launches
-from flopmeter.timing import uncertainty
-from flopmeter.timing.timeline import time_kernels
+from flopmeter.timing import time_run, uncertainty
 
 # Whose grouped kernel is priced on every device.
 WITH_GROUPED_KERNEL = "h100-sxm5-80gb"
@@ -52,7 +51,7 @@ def _layer_seconds(line: Line, device: Hardware) -> tuple[float, float, float, f
         _layer(line)
     kernels = [kernel for kernel in kernels_of(meter.trace, strict=True) if not kernel.cost.link_bytes]
     run = launches(kernels, meter.trace, MODES["eager-cudagraph"])
-    timings = time_kernels(run, device, meter.trace.switches)
+    timings, _ = time_run(run, device, meter.trace.switches, clocks=clocks_of(line))
     seconds = sum(timing.seconds for timing in timings)
     band = uncertainty(timings, seconds, device)
     return seconds, band.low, band.high, roofline_of((kernel.cost for kernel in kernels), meter.trace.switches, device)

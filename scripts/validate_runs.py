@@ -24,7 +24,7 @@ from flopmeter.costs.index_arithmetic import cat_operations
 from flopmeter.launch.modes import Mode
 from flopmeter.models import BUILTINS
 from flopmeter.records import Cost, Kernel
-from flopmeter.timing import Host, time_kernels, uncertainty
+from flopmeter.timing import Host, time_run, uncertainty
 
 PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI250X (1 GCD)": "mi250x-gcd"}
 # Of transformers' docs: T4, V100 and A100 in a cloud, whose virtual Xeons are slower than a DGX's CPU; torch 2.0.1.
@@ -77,7 +77,8 @@ def as_in_torch_2_1(report: Report) -> Report:
         for kernel in report.kernels
     ]
     launches = report.launches._replace(kernels=kernels)
-    return replace(report, launches=launches, timings=time_kernels(launches, report.hardware, report.switches))
+    timings, clock = time_run(launches, report.hardware, report.switches)
+    return replace(report, launches=launches, timings=timings, clock=clock)
 
 
 def _cat_of_torch_2_1(kernel: Kernel) -> Cost:

@@ -561,7 +561,9 @@ def test_replace_gives_a_changed_copy_and_leaves_the_device_alone() -> None:
     changed = device.replace(tdp_w=330, achieved={"memory": 0.83}, pcie=None)
     assert (changed.tdp_w, changed.achieved.memory, changed.pcie) == (330, 0.83, None)
     assert (device.tdp_w, device.achieved.memory) == (400, 0.88)
-    assert changed.replace(tdp_w=400, achieved=device.achieved, pcie=device.pcie) == device
+    assert changed.achieved.limit_w == 400  # the other shares were measured there
+    back = changed.replace(tdp_w=400, achieved={"memory": 0.88, "limit_w": None}, pcie=device.pcie)
+    assert back == device
 
 
 def test_a_doubt_goes_with_the_figure_that_it_was_about() -> None:

@@ -75,12 +75,18 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
     """The same kernels with `times` as much of what bounds a run of that regime."""
     host = host or report.hardware.host
     if regime == "overhead":
-        return _priced(report, report.hardware, _faster(host, times), _called_faster(report.launches, times))
+        return _priced(report, _clocked(report), _faster(host, times), _called_faster(report.launches, times))
     if regime == "communication":
         assert report.cluster is not None  # else nothing is bound by it
         report = dataclasses.replace(report, cluster=_faster_links(report.cluster, times))
-        return _priced(report, report.hardware, host, report.launches)
-    return _priced(report, _with_more(report.hardware, regime, times), host, report.launches)
+        return _priced(report, _clocked(report), host, report.launches)
+    return _priced(report, _with_more(_clocked(report), regime, times), host, report.launches)
+
+
+def _clocked(report: Report) -> Hardware:
+    """The device at the clock of the run: a resource is asked for alone, without the power that it would need."""
+    device = report.hardware
+    return device if report.clock.idle_watts is None else device.at_clock(report.clock.ratio)
 
 
 def _with_more(hardware: Hardware, regime: Regime, times: float) -> Hardware:

@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn, get_args
 
 from flopmeter import __version__
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
+from flopmeter.records import Clocks
 
 
 class Command(NamedTuple):
@@ -55,6 +56,14 @@ def add_device(parser: argparse.ArgumentParser, *, mode: bool = True) -> None:
     parser.add_argument("--hardware", metavar="NAME", default=DEFAULT_HARDWARE, help=help_text)
     if mode:
         add_mode(parser)
+
+
+def add_clocks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--clocks", choices=get_args(Clocks), default="sustained",
+        help="those that the power limit leaves in a long run, or those of one too short to feel it"
+        " (default: %(default)s)",
+    )  # fmt: skip
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from flopmeter.ask.compare import Sort, compare
 from flopmeter.ask.largest_batch import largest_batch
 from flopmeter.ask.sweep import sweep
 from flopmeter.ask.sweep_curve import sweep_curve
-from flopmeter.cli.command import Command, add_device, add_format, add_mode, number, numbers, show, writing
+from flopmeter.cli.command import Command, add_clocks, add_device, add_format, add_mode, number, numbers, show, writing
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.progress import on_terminal
 from flopmeter.cli.targets import Program, Programs, load_target
@@ -44,7 +44,7 @@ A TARGET is one of
 
 def _table(options: argparse.Namespace) -> int:
     program = _program(options)
-    with FlopMeter(options.hardware) as meter:
+    with FlopMeter(options.hardware, clocks=options.clocks) as meter:
         program.run()
     report = meter.report(mode=options.mode)
     if options.speed_up:
@@ -73,6 +73,7 @@ def _rendered(report: Report, format: str, by: By) -> str:
 def _table_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser, number)
     add_device(parser)
+    add_clocks(parser)
     add_format(parser, REPORT_FORMATS)
     _add_plot(parser, "a picture")
     parser.add_argument(
@@ -102,6 +103,7 @@ def _compare(options: argparse.Namespace) -> int:
         prices={name: dollars for name, dollars in prices.dollars_per_hour.items() if name in names},
         sort=options.sort,
         progress=on_terminal("comparing"),
+        clocks=options.clocks,
     )
     show(comparison.with_note(prices.source).render(options.format), options)
     return 0
@@ -117,6 +119,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="dollars per hour of a device, or a YAML file with `date` and `dollars_per_hour: {name: amount}`",
     )  # fmt: skip
     add_mode(parser)
+    add_clocks(parser)
     parser.add_argument("--sort", choices=get_args(Sort), default="seconds", help="default: %(default)s")
     add_format(parser, FORMATS)
 
@@ -134,6 +137,7 @@ def _sweep(options: argparse.Namespace) -> int:
         items=1 if first.items is None else first.items / sizes[0],
         unit="samples" if first.items is None else first.unit,
         progress=on_terminal("sweeping"),
+        clocks=options.clocks,
     )
     show(result.render(options.format), options)
     if options.plot:
@@ -155,6 +159,7 @@ def _swept(options: argparse.Namespace) -> tuple[str, list[int], dict[str, int |
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser, numbers)
     add_device(parser)
+    add_clocks(parser)
     add_format(parser, FORMATS)
     _add_plot(parser, "the curves")
 

@@ -11,6 +11,7 @@ fields, so the same rules hold for a file, for `extends:` and for `Hardware.repl
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import os
@@ -42,7 +43,8 @@ from flopmeter.device.schema import (
     tuple_of,
     whole_number,
 )
-from flopmeter.records.dtypes import MATRIX_DTYPES, VECTOR_DTYPES, opmath_of
+from flopmeter.device.units import matrix_unit, vector_unit
+from flopmeter.records.dtypes import DTYPES, MATRIX_DTYPES, VECTOR_DTYPES, opmath_of
 
 __all__ = ["Hardware", "HardwareError", "Host", "Peak", "available_hardware", "load_hardware"]
 
@@ -51,6 +53,7 @@ PROFILES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "har
 
 Unit = Literal["matrix", "emulated", "vector"]
 DtypeRates = Mapping[str, float]
+_MATRIX_TABLES = ("matrix_tflop_per_s", "matrix_fp16_accumulate_tflop_per_s", "emulated_tflop_per_s")
 
 # A virtual function (SR-IOV): the name under which a guest of a hypervisor sees a whole AMD GPU.
 _VIRTUAL = " VF"
@@ -80,7 +83,8 @@ def _sources(value: object) -> FrozenMapping[str]:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The rate of one unit in one dtype: by the datasheet, and the fraction of it that typical kernels reach.
+    """The rate of one unit in one dtype: by the datasheet, and the fractions of it that typical large kernels reach, in
+    a long run under the power limit (`achieved`) and at the boost clock (`burst`).
 
     An emulated rate is already one that torch reaches, so its fraction is 1.
     """
@@ -88,6 +92,8 @@ class Peak:
     flop_per_s: float
     unit: Unit
     achieved: float
+    burst: float
+    picojoules_per_flop: float | None  # at boost voltage; None where the power limit is unknown
 
     @property
     def sustained_flop_per_s(self) -> float:
@@ -99,16 +105,21 @@ class Peak:
 class Achieved(SchemaRecord):
     """Fractions of the spec peaks that typical large kernels reach: medians, not the best ever seen.
 
-    A fraction without a measurement is left out; power.py estimates it from the power of the device. `matrix_by_dtype`
-    overrides `matrix` for dtypes that were measured.
+    A fraction without a measurement is left out; power.py estimates it from the power of the device. `matrix` is for
+    fp16 and bf16, `matrix_by_dtype` for other dtypes that were measured; those and `vector` are of long runs, in which
+    the clock has fallen as far as the power limit asks. `matrix_burst` is of runs too short for that (below 20 ms), in
+    fp16 or bf16; without `matrix`, the law of power says what is left of it in a long run.
+    limit_w: the power limit under which they were measured; without it the device's `tdp_w`.
     """
 
     matrix: float | None = field(default=None, metadata=by(_fraction))
+    matrix_burst: float | None = field(default=None, metadata=by(_fraction))
     matrix_by_dtype: DtypeRates = field(
         default_factory=FrozenMapping, metadata=by(mapping_of(_fraction, MATRIX_DTYPES))
     )
     vector: float | None = field(default=None, metadata=by(_fraction))
     memory: float | None = field(default=None, metadata=by(_fraction))
+    limit_w: float | None = field(default=None, metadata=by(_amount))
     source: str = field(metadata=by(text))
 
 
@@ -172,6 +183,7 @@ class Hardware(SchemaRecord):
     memory_gb: SI gigabytes. (A card has as many binary gigabytes; about so much is left after the driver's part.)
     l2_cache_mb: as vendors print it, which for caches means 2**20 bytes; on a CPU the last-level cache.
     l2_bandwidth_gb_per_s: of that cache, reached by a copy; only the times of CPUs use it.
+    power_limit_w: what an operator allows (nvidia-smi -pl), if it is not the board power `tdp_w`.
     host_link: the link for copies from and to the host, if it is not PCIe (NVLink-C2C).
     is_cpu: the host runs the kernels itself: the time to dispatch an op and its work add up, nothing overlaps.
     kernel_floor_us: time of the smallest kernel, if kernels follow each other without a pause.
@@ -207,6 +219,7 @@ class Hardware(SchemaRecord):
     l2_cache_mb: float | None = field(default=None, metadata=by(_amount))
     l2_bandwidth_gb_per_s: float | None = field(default=None, metadata=by(_amount))
     tdp_w: float | None = field(default=None, metadata=by(_amount))
+    power_limit_w: float | None = field(default=None, metadata=by(_amount))
     interconnect: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
     pcie: Pcie | None = field(default=None, metadata=by(record(Pcie)))
     host_link: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
@@ -264,24 +277,34 @@ class Hardware(SchemaRecord):
         raise HardwareError(f"{self.name} has no rate for element-wise work in {dtype}; it has: {has}")
 
     def _peak(self, rates: DtypeRates, dtype: str, unit: Unit) -> Peak:
-        return Peak(rates[dtype] * 1e12, unit, self._achieved_share(unit, dtype, rates[dtype]))
+        found = vector_unit(self) if unit == "vector" else matrix_unit(self, unit, dtype, rates[dtype])
+        picojoules = found.picojoules
+        if unit == "vector" and picojoules is not None:
+            picojoules *= DTYPES[dtype].item_bytes / 4  # wider operands, more energy
+        return Peak(rates[dtype] * 1e12, unit, found.sustained_share, found.burst_share, picojoules)
 
-    def _achieved_share(self, unit: Unit, dtype: str, tflop_per_s: float) -> float:
-        """The fraction in the profile, else the estimate of power.py for the unit."""
-        known = self.achieved
-        if unit == "emulated":
-            return 1.0  # an emulated rate is one that torch reaches
-        if unit == "vector":
-            if known is not None and known.vector is not None:
-                return known.vector
-            return power.vector_share(self.vector_tflop_per_s.get("fp32", tflop_per_s), self.tdp_w)
-        measured = None if known is None else known.matrix_by_dtype.get(dtype, known.matrix)
-        if measured is not None:
-            return measured
-        rates = self.matrix_tflop_per_s
-        half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))  # that the law's watts are counted for
-        is_halved = bool(self.matrix_fp16_accumulate_tflop_per_s)
-        return power.matrix_share(self.architecture, half_rate, self.tdp_w, is_halved=is_halved)
+    def at_clock(self, ratio: float) -> Hardware:
+        """The device with its multiprocessors at this share of the boost clock: every rate but that of memory (unless
+        the clock is very low), with large GEMMs at the share of the peak that they reach when power does not hold them
+        back."""
+        scaled: dict[str, Any] = {
+            name: {dtype: ratio * rate for dtype, rate in getattr(self, name).items()}
+            for name in ("vector_tflop_per_s", *_MATRIX_TABLES)
+        }
+        dtypes = (*self.matrix_tflop_per_s, *self.matrix_fp16_accumulate_tflop_per_s)
+        shares = {dtype: matrix_unit(self, "matrix", dtype, self.matrix_tflop_per_s[dtype]) for dtype in dtypes}
+        achieved = Achieved(
+            matrix_by_dtype=FrozenMapping((dtype, found.burst_share) for dtype, found in shares.items()),
+            vector=vector_unit(self).burst_share,
+            memory=None if self.achieved is None else self.achieved.memory,
+            limit_w=self.limit_watts,
+            source="at one clock",
+        )
+        mhz = None if self.boost_clock_mhz is None else ratio * self.boost_clock_mhz
+        bandwidth = self.memory_bandwidth_gb_per_s * min(1.0, ratio / power.MEMORY_BOUND_CLOCK)
+        return dataclasses.replace(
+            self, **scaled, achieved=achieved, boost_clock_mhz=mhz, memory_bandwidth_gb_per_s=bandwidth
+        )
 
     def ridge_point(self, dtype: str) -> float:
         """The ridge point in FLOP/B: above it a matmul of `dtype` is compute-bound, by the datasheet."""
@@ -298,6 +321,18 @@ class Hardware(SchemaRecord):
         measured = None if self.achieved is None else self.achieved.memory
         share = power.memory_share(self.memory_type) if measured is None else measured
         return self.bandwidth_bytes_per_s * share
+
+    @property
+    def limit_watts(self) -> float | None:
+        """What the device may draw in a long run."""
+        return self.power_limit_w or self.tdp_w
+
+    @property
+    def idle_watts(self) -> float:
+        """What it draws with its clock up and nothing to do, whatever the limit allows (no more than half of that); 0
+        where the board power is unknown."""
+        rated = (self.achieved and self.achieved.limit_w) or self.tdp_w or 0.0
+        return min(power.idle_watts(rated), (self.limit_watts or 0.0) / 2)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -352,11 +387,22 @@ def _changed(base: Hardware, changes: Mapping[str, Any]) -> dict[str, Any]:
         return head in changes and (key in change if isinstance(change, Mapping) else True)
 
     values = merge(plain(base), changes)
+    _keep_measured_limit(base, values, changes)
     if changes.get("name", base.name) != base.name:
         values["base"] = _base(base)
     if "unverified" not in changes:
         values["unverified"] = [path for path in base.unverified if not replaced(path)]
     return values
+
+
+def _keep_measured_limit(base: Hardware, values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Another power limit does not change under which one the fractions were measured."""
+    if "tdp_w" not in changes or base.tdp_w is None or values.get("achieved") is None:
+        return
+    change = changes.get("achieved") or {}
+    is_measured_anew = isinstance(change, Achieved) or any(key in change for key in ("matrix", "vector", "limit_w"))
+    if not is_measured_anew:
+        values["achieved"] = {"limit_w": base.tdp_w, **values["achieved"]}
 
 
 # --- finding profiles --------------------------------------------------------------------------------------------

@@ -1,46 +1,97 @@
-"""Estimates of what share of its spec peaks a device sustains, from its power limit, if nobody measured it.
+"""What a device draws, and how fast it runs within its power limit: one law for both.
 
-A long matmul needs more power than the board allows, so the clock falls until the power fits. Power grows between
-linearly with the clock (at the lowest voltage) and with its cube (voltage follows the clock); so the sustained rate is
-taken to grow with the square root of the power per spec TFLOP/s, up to a ceiling for each kind of unit. The power that
-a TFLOP/s needs depends on the generation (process, memory, kind of unit), not on the part: H100 PCIe at 350 W and SXM
-at 700 W give the same.
+Energy. A multiply-add costs so many joules at the voltage of the boost clock, a byte from memory so many at any clock,
+and the device draws its idle power all the time.
+
+Clock. Voltage falls with the clock: V / V_boost = 0.5 + 0.5 f / f_boost, never below 0.65. Arithmetic draws
+f V². So where a long run would need more than the limit, the clock falls to where f V² fits. Two parts of a generation
+whose limits differ then have the same joules per FLOP, by the sustained shares of their peaks: H100 PCIe (350 W) and
+SXM (700 W) .79 and .82 pJ, L4 and L40S 1.28 and 1.32, MI300X and MI325X 1.70 and 1.64, B300 and GB300 .60 and .60.
+H200s whose power was logged give .85, from watts alone. With a part left out, its share is predicted within 8 % from
+the others of its generation.
+
+A short kernel runs at the boost clock: a controller averages the power over tens of milliseconds. (On the H200s, where
+a burst is 36 kernels in a row, kernels in a long run take 1.13 times as long as in a burst of 20 ms, and 1.04 times as
+long as in one of 70 ms.)
 """
 
 from __future__ import annotations
 
-from math import sqrt
+import functools
+from typing import NamedTuple
 
-# Watts per spec TFLOP/s at which matrix units would hold the spec rate, by the start of the architecture's name (the
-# longest that fits): TDP / peak / fraction², of the best dense fp16 or bf16 GEMM measured on one to three parts
-# each (stas00/ml-engineering compute/accelerator@744d01e; zzc0721/torch-performance-test-data 2026-01-12). Parts of
-# one generation agree within about 5 % in the fraction, B200 and GB200 within 10 %.
-MATRIX_WATTS_PER_TFLOP_S = {
-    "Volta": 4.2,
-    "Turing": 2.6,
-    "Ampere GA100": 1.45,
-    "Ampere": 3.0,
-    "Ada": 1.75,
-    "Hopper": 1.08,
-    "Blackwell": 0.82,
-    "Blackwell GB202": 1.73,
-    "CDNA": 2.15,
-    "CDNA4": 1.3,
+# What a device draws with its clock up and nothing to do, as a share of its board power: 126 of 700 W, the least that
+# was logged on H200s (aiconfigurator's GEMM database@095f58a; kernels of 2 µs that compute next to nothing draw 135).
+IDLE_SHARE = 0.18
+
+# Voltage over the clock, both as shares of their value at boost. .5 makes parts of one generation agree (above); with 0
+# (voltage proportional to the clock) they differ by 1.6 times. The floor is where a process stops working, about .7 V
+# of 1.05 V.
+VOLTAGE_AT_REST = 0.5
+LEAST_VOLTAGE = 0.65
+LEAST_CLOCK = 0.15  # no controller goes lower: about 200 MHz
+# Below this clock the caches, which have the multiprocessors' clock, hold memory back: an L2 cache delivers three or
+# more times what HBM does at boost.
+MEMORY_BOUND_CLOCK = 0.3
+
+# Picojoules of a FLOP (half a multiply-add) of matrix units in fp16 or bf16 at boost voltage, operands from the L2
+# cache included, by the start of the architecture's name (the longest that fits). Each follows from the limit, the
+# spec peak and the sustained share of one to three parts: .82 limit = peak share V² (pJ + those of the bytes), with
+# the share .07 below the best dense GEMM (stas00/ml-engineering compute/accelerator@744d01e;
+# zzc0721/torch-performance-test-data 2026-01-12). Hopper: also .85 fitted to the watts of GEMMs on H200s.
+# CDNA 1 and 2: from MI100 and MI210 in fp32 (NeuSight), by the factor of fp32 below. Parts of one generation agree
+# within 5 %, A100s within 10, B200 and GB200 within 12.
+MATRIX_PICOJOULES = {
+    "Volta": 3.25,
+    "Turing": 2.0,
+    "Ampere GA100": 1.15,
+    "Ampere": 2.35,
+    "Ada": 1.33,
+    "Hopper": 0.85,
+    "Blackwell": 0.60,
+    "Blackwell GB202": 1.30,
+    "CDNA1": 2.1,
+    "CDNA2": 2.1,
+    "CDNA3": 1.7,
+    "CDNA4": 1.1,
 }
-# No part that computes at full rate was measured above this share of its spec, whatever its power.
+# Energy of a FLOP in other types, in those of fp16. A multiplier's area grows with the square of the mantissa: 24 bits
+# against 11 in fp32. Narrow types halve the energy with the width, as they double the rate; tf32 moves 4 bytes. Types
+# that are not here (fp64) are taken to draw at full rate what fp16 draws.
+TYPE_FACTOR = {
+    "fp32": (24 / 11) ** 2,
+    "tf32": 2.0,
+    "fp16": 1.0,
+    "bf16": 1.0,
+    "fp8": 0.5,
+    "fp6": 0.5,
+    "int8": 0.5,
+    "fp4": 0.25,
+    "int4": 0.25,
+}
+# Shares of the spec peak that large GEMMs reach at the boost clock. No part at full rate was measured above .87; the
+# best GEMM of a search is .07 faster than the typical large one (0.79 and 0.87 of the peak on A100 SXM, 0.74 and 0.80
+# on H100 SXM; medians of aiconfigurator's GEMM database@095f58a).
 MATRIX_CEILING = 0.87
+BEST_TO_TYPICAL = 0.07
 # GeForce parts run GEMMs that accumulate in fp32 at half rate. Power does not limit them then, and they clock above
 # the spec boost: A10G .99, RTX 3090 1.08, RTX 4090 1.05 to 1.11, RTX 5090 1.06 to 1.21.
 HALVED_RATE_SHARE = 1.05
-# The best GEMM of a search is faster than the typical large one: 0.79 and 0.87 of the peak on A100 SXM, 0.74 and
-# 0.80 on H100 SXM (medians of ai-dynamo/aiconfigurator's GEMM database@095f58a).
-BEST_TO_TYPICAL = 0.07
 UNKNOWN_MATRIX_SHARE = 0.6  # of generations without a measured part; the known ones lie between 0.44 and 0.8
 
-# fp32 GEMMs on vector units: watts per TFLOP/s, and the ceiling. Set on five parts from Pascal to Ampere (Lee et
-# al., NeuSight, ASPLOS 2025); 15.4 to 17.5 and .86 to .93 when any one of them is left out; 10 to 25 % off on each.
-VECTOR_WATTS_PER_TFLOP_S = 17.7
+# fp32 on vector units, any generation: picojoules of a FLOP, and the share of the peak at boost. Set on large GEMMs of
+# five parts from Pascal to Ampere (Lee et al., NeuSight, ASPLOS 2025); the L4's, which set nothing, are predicted at
+# .28 of the peak and reach .30. From 12 to 21 on single parts; the newest need least.
+VECTOR_PICOJOULES = 16.0
 VECTOR_CEILING = 0.90
+
+# Picojoules of a byte from memory at full bandwidth, with the way to the multiprocessors. HBM: 92 fitted to the H200s'
+# watts, 110 in its GEMMs of few rows alone. GDDR: not measured; its pins cost about 4 pJ a bit more.
+BYTE_PICOJOULES = {"HBM": 100.0, "GDDR": 135.0}
+UNKNOWN_BYTE_PICOJOULES = 100.0
+# FLOP per operand from memory of a large GEMM, for its part of the power: the H200s' move .35 TB/s at 690 TFLOP/s, in
+# operands of two bytes.
+GEMM_INTENSITY = 4000.0
 
 # Streaming copies, which power hardly holds back, by the start of the memory's type (the longest that fits): .85 to .96
 # of spec on HBM2e and HBM3, .93 to .98 on GDDR6 (te42kyfo/gpu-benches 2024-06-21), .82 to .85 on GDDR7 (RTX 5090,
@@ -53,22 +104,109 @@ UNKNOWN_MEMORY_SHARE = 0.80
 ECC_SHARE = 16 / 17
 
 
-def matrix_share(architecture: str, peak_tflop_per_s: float, tdp_w: float | None, *, is_halved: bool) -> float:
-    """The share of the spec rate of matrix units that typical large GEMMs reach."""
+class UnitPower(NamedTuple):
+    """How large GEMMs run on one unit in one type."""
+
+    burst_share: float  # of the spec peak, at the boost clock
+    sustained_share: float  # of the spec peak, in a run of nothing else
+    picojoules: float | None  # of a FLOP at boost voltage; None where the power limit is unknown
+
+
+def idle_watts(tdp_w: float) -> float:
+    return IDLE_SHARE * tdp_w
+
+
+def squared_voltage(clock: float) -> float:
+    """V² at a share of the boost clock, as a share of that at boost."""
+    return max(LEAST_VOLTAGE, VOLTAGE_AT_REST + (1 - VOLTAGE_AT_REST) * clock) ** 2
+
+
+def clock_within(watts: float, arithmetic_watts: float, memory_watts: float) -> float:
+    """The largest clock, at most 1, at which work that takes so many watts at boost takes `watts`. Both parts fall with
+    the clock, since bytes come as fast as they are used; arithmetic also with the voltage."""
+
+    def fits(clock: float) -> bool:
+        return clock * (arithmetic_watts * squared_voltage(clock) + memory_watts) <= watts
+
+    low, high = LEAST_CLOCK, 1.0
+    if fits(high):
+        return high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _clock_of(squared: float) -> float:
+    """The clock of a squared voltage; the inverse of `squared_voltage`."""
+    voltage: float = max(0.0, squared) ** 0.5
+    return min(1.0, max(LEAST_CLOCK, (voltage - VOLTAGE_AT_REST) / (1 - VOLTAGE_AT_REST)))
+
+
+@functools.lru_cache(maxsize=4096)
+def unit(
+    peak_tflop_per_s: float,
+    limit_w: float | None,
+    idle_w: float,
+    picojoules: float | None,
+    operand_picojoules: float,
+    *,
+    typical: float,
+    ceiling: float,
+    burst: float | None = None,
+    sustained: float | None = None,
+    measured_limit_w: float | None = None,
+) -> UnitPower:
+    """What a unit reaches. The picojoules are those of a FLOP, and of an operand from memory. `burst` and `sustained`
+    are measured shares of its peak, the latter under `measured_limit_w`; without either, `typical` is the burst share.
+
+    A measured sustained share is kept: the law only says which part of what it lacks is the clock's. Where that would
+    take a burst share above `ceiling`, the part needs less energy than its generation, as much as fits. Where both were
+    measured, they say what it needs. Of a generation without a known energy the measured share is taken to use the
+    limit up at the boost clock.
+    """
+    if limit_w is None:
+        return UnitPower(burst or sustained or typical, sustained or burst or typical, None)
+    of_bytes = operand_picojoules / GEMM_INTENSITY
+    measured_w = ((measured_limit_w or limit_w) - idle_w) / peak_tflop_per_s  # per TFLOP/s: picojoules
+    if picojoules is None:
+        picojoules = max(0.0, measured_w / (sustained or burst or typical) - of_bytes)
+    if sustained is not None:
+        left = max(0.0, measured_w / sustained - of_bytes)  # for arithmetic, per FLOP
+        both = burst is not None and burst > sustained
+        if burst is None:
+            burst = min(sustained / _clock_of(left / picojoules if picojoules else 1.0), max(sustained, ceiling))
+        burst = max(burst, sustained)
+        needed = left / squared_voltage(sustained / burst)
+        picojoules = needed if both else min(picojoules, needed)
+        if limit_w == (measured_limit_w or limit_w):
+            return UnitPower(burst, sustained, picojoules)
+    burst = burst or typical
+    at_boost = burst * peak_tflop_per_s  # watts per picojoule
+    clock = clock_within(limit_w - idle_w, at_boost * picojoules, at_boost * of_bytes)
+    return UnitPower(burst, burst * clock, picojoules)
+
+
+def matrix_picojoules(architecture: str, dtype: str, tflop_per_s: float, half_rate_tflop_per_s: float) -> float | None:
+    """Energy of a FLOP on matrix units at boost voltage; None for a generation that was not measured."""
+    families = [family for family in MATRIX_PICOJOULES if architecture.startswith(family)]
+    if not families:
+        return None
+    return MATRIX_PICOJOULES[max(families, key=len)] * TYPE_FACTOR.get(dtype, half_rate_tflop_per_s / tflop_per_s)
+
+
+def typical_matrix_share(architecture: str, *, is_halved: bool) -> float:
+    """What large GEMMs reach of the peak at the boost clock, if nobody measured it."""
     if is_halved:
         return HALVED_RATE_SHARE
-    families = [family for family in MATRIX_WATTS_PER_TFLOP_S if architecture.startswith(family)]
-    if not families or tdp_w is None:
-        return UNKNOWN_MATRIX_SHARE
-    needed = MATRIX_WATTS_PER_TFLOP_S[max(families, key=len)]
-    return min(MATRIX_CEILING, sqrt(tdp_w / (needed * peak_tflop_per_s))) - BEST_TO_TYPICAL
+    is_known = any(architecture.startswith(family) for family in MATRIX_PICOJOULES)
+    return MATRIX_CEILING - BEST_TO_TYPICAL if is_known else UNKNOWN_MATRIX_SHARE
 
 
-def vector_share(peak_tflop_per_s: float, tdp_w: float | None) -> float:
-    """The share of the spec rate of vector units that large fp32 GEMMs reach."""
-    if tdp_w is None:
-        return VECTOR_CEILING
-    return VECTOR_CEILING * min(1.0, sqrt(tdp_w / (VECTOR_WATTS_PER_TFLOP_S * peak_tflop_per_s)))
+def byte_picojoules(memory_type: str) -> float:
+    """Energy of a byte from memory."""
+    families = [energy for family, energy in BYTE_PICOJOULES.items() if memory_type.startswith(family)]
+    return families[0] if families else UNKNOWN_BYTE_PICOJOULES
 
 
 def memory_share(memory_type: str) -> float:

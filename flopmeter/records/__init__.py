@@ -49,7 +49,10 @@ from flopmeter.records.tensors import (
     TensorSpec,
 )
 from flopmeter.records.timings import (
+    UNKNOWN_POWER,
+    Clocks,
     Regime,
+    RunClock,
     Timing,
 )
 from flopmeter.records.traces import (
@@ -109,6 +112,9 @@ __all__ = [
     "LaunchMode",
     "Launches",
     "Placement",
+    "UNKNOWN_POWER",
+    "Clocks",
+    "RunClock",
     "Regime",
     "Timing",
 ]

@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Regime = Literal["compute", "memory", "communication", "overhead"]
+Clocks = Literal["sustained", "burst"]  # of a long run under the power limit, or of one too short to feel it
+
+
+class RunClock(NamedTuple):
+    """At which clock a run was priced, and what the device draws when it does nothing."""
+
+    clocks: Clocks
+    ratio: float  # of the boost clock, the same for the whole run
+    idle_watts: float | None  # None: nobody gave the device's power limit
+    limit_watts: float | None
+
+
+UNKNOWN_POWER = RunClock("sustained", 1.0, None, None)
 
 
 class Timing(NamedTuple):
@@ -21,6 +34,7 @@ class Timing(NamedTuple):
     stream: int = 0  # 0: the one that computes
     link_wait_seconds: float = 0.0  # that its stream was idle after the launch, waiting for other streams
     is_collective: bool = False
+    joules: float = 0.0  # that the work takes, in addition to what the device draws all the time
 
     @property
     def seconds(self) -> float:

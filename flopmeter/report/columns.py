@@ -40,6 +40,7 @@ COLUMNS = (
     ReportColumn("bytes_read", "read GB", lambda row: row.bytes_read, ".2f", 1e9, "read", "B"),
     ReportColumn("bytes_written", "written GB", lambda row: row.bytes_written, ".2f", 1e9, "written", "B"),
     ReportColumn("seconds", "", lambda row: row.seconds, page_heading="time", unit="s"),
+    ReportColumn("joules", "", lambda row: row.joules, page_heading="", unit="J"),
     ReportColumn("", "FLOP/B", lambda row: row.intensity, ".1f", page_heading="FLOP/B", unit="1"),
     ReportColumn("", "TFLOP/s", lambda row: row.flop_per_s, ".1f", 1e12, "reached", "FLOP/s"),
     ReportColumn("regime", "bound by", lambda row: row.regime, page_heading="bound by", unit="text"),

@@ -12,7 +12,7 @@ from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION
 from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, share_of
 from flopmeter.report.drawers import FORMATS, VIEWS, draws
 from flopmeter.report.page import page
-from flopmeter.report.quantities import duration, percent_of
+from flopmeter.report.quantities import duration, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv, for_notebook
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
@@ -62,6 +62,7 @@ def summary(report: Report) -> list[str]:
         f" idle {percent_of(report.idle_seconds, report.seconds):.0f} %"
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s, MFU {report.mfu:.1%}"
         f" · peak memory {report.peak_memory_bytes / 1e9:.1f} GB",
+        _power(report),
         _memory(report),
         *_communication(report),
         f"{regime}-bound for {share:.0f} % of the time: {report.remedy}.{_compiled(report)}",
@@ -75,6 +76,18 @@ def summary(report: Report) -> list[str]:
         f" {'may' if switches.cudnn_tf32 else 'do not'}",
         *report.notes,
     ]
+
+
+def _power(report: Report) -> str:
+    """What the device draws, and the clock that this leaves."""
+    clock = report.clock
+    at = "boost" if clock.ratio == 1 else f"{clock.ratio:.0%} of boost"
+    if report.watts is None or report.joules is None:
+        return f"power unknown (the profile has no limit) · {clock.clocks} clocks: {at}"
+    return (
+        f"power {report.watts:.0f} of {clock.limit_watts:g} W on average, {with_prefix(report.joules, 'J')}"
+        f" · {clock.clocks} clocks: {at}"
+    )
 
 
 def _communication(report: Report) -> list[str]:
@@ -161,6 +174,7 @@ def csv_of(rows: Iterable[Row]) -> str:
 TOTALS = (
     "flops", "model_flops", "executed_flops", "macs", "bytes_read", "bytes_written", "seconds", "seconds_low",
     "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "hfu", "regime",
+    "joules", "watts", "clocks",
 )  # fmt: skip
 
 

@@ -15,10 +15,13 @@ from flopmeter.records import (
     DEFAULT_STREAM,
     OP_CLASSES,
     UNCOUNTED,
+    UNKNOWN_POWER,
+    Clocks,
     Cost,
     Kernel,
     Launches,
     Regime,
+    RunClock,
     Switches,
     Timing,
 )
@@ -49,6 +52,7 @@ class Row(NamedTuple):
     bytes_written: int
     seconds: float  # device time
     regime: Regime  # of the largest share of `seconds`
+    joules: float | None = None  # with a share of the idle power by time; None where the device's power is unknown
 
     @property
     def intensity(self) -> float:
@@ -66,19 +70,23 @@ class _RowTotals:
 
     def __init__(self) -> None:
         self.calls = self.flops = self.bytes_read = self.bytes_written = 0
+        self.joules = 0.0
         self.seconds_by_regime: dict[Regime, float] = dict.fromkeys(get_args(Regime), 0.0)
 
     def add(self, cost: Cost, timing: Timing) -> None:
         self.calls += 1
         self.bytes_read += cost.bytes_read
         self.bytes_written += cost.bytes_written
+        self.joules += timing.joules
         self.seconds_by_regime[timing.regime] += timing.seconds
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str, idle_watts: float | None) -> Row:
+        """`idle_watts`: for each second of device time."""
         by_regime = self.seconds_by_regime
         regime = max(by_regime, key=by_regime.__getitem__)
         seconds = sum(by_regime.values())
-        return Row(name, self.calls, self.flops, self.bytes_read, self.bytes_written, seconds, regime)
+        joules = None if idle_watts is None else self.joules + idle_watts * seconds
+        return Row(name, self.calls, self.flops, self.bytes_read, self.bytes_written, seconds, regime, joules)
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,6 +104,7 @@ class Report:
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
     in_mode: Callable[[str], Report] | None = None  # the same run in another mode
     cluster: Cluster | None = None  # whose links collectives go over; None: there are none
+    clock: RunClock = UNKNOWN_POWER
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -229,6 +238,24 @@ class Report:
         """Kernels that compute; not the collectives between them, nor the copies of other streams."""
         return [timing for timing in self.timings if timing.stream == DEFAULT_STREAM and not timing.is_collective]
 
+    @cached_property
+    def joules(self) -> float | None:
+        """What the device takes for the run, also while it waits; None where its power limit is unknown."""
+        idle = self.clock.idle_watts
+        return None if idle is None else idle * self.seconds + sum(timing.joules for timing in self.timings)
+
+    @property
+    def watts(self) -> float | None:
+        """The average power of the device over the run; of a run that takes no time, what it draws when idle."""
+        if self.joules is None:
+            return None
+        return self.joules / self.seconds if self.seconds else self.clock.idle_watts
+
+    @property
+    def clocks(self) -> Clocks:
+        """'sustained' or 'burst': at which clocks the run is priced."""
+        return self.clock.clocks
+
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization: time that the model's FLOPs would take at spec peak, over `seconds`."""
@@ -340,7 +367,9 @@ class Report:
             if flops_by_name is not None:
                 for name, flops in flops_by_name(kernel.cost):
                     groups.setdefault(name, _RowTotals()).flops += flops
-        return [group.row(name) for name, group in groups.items()]
+        idle, busy = self.clock.idle_watts, self.kernel_seconds
+        spread = None if idle is None else idle * self.seconds / busy if busy else 0.0
+        return [group.row(name, spread) for name, group in groups.items()]
 
 
 def _class(kernel: Kernel) -> tuple[str]:

@@ -2,12 +2,13 @@
 
 constants.py has every number that does not belong to one device; bandwidth.py, matmul.py, convolution.py and
 attention.py price the parts of a kernel; kernels.py adds them up; timeline.py says when the host launches each kernel
-and when the device runs it; bands.py says how far off a prediction may be; peak_memory.py and allocator.py say how
-much memory the program needs.
+and when the device runs it; energy.py at which clock, and what it draws; bands.py says how far off a prediction may be;
+peak_memory.py and allocator.py say how much memory the program needs.
 """
 
 from flopmeter.device.hardware import Host
 from flopmeter.timing.bands import Uncertainty, uncertainty
+from flopmeter.timing.energy import TimedRun, time_run
 from flopmeter.timing.timeline import host_seconds, time_kernels
 
-__all__ = ["Host", "Uncertainty", "host_seconds", "time_kernels", "uncertainty"]
+__all__ = ["Host", "TimedRun", "Uncertainty", "host_seconds", "time_kernels", "time_run", "uncertainty"]

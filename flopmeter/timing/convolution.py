@@ -20,7 +20,7 @@ def convolution(
     if on_matrix_units:
         return price_matmul(implicit, moved, rates.slowed(channel_share(shape, implicit.batch)))
     direct = price_matmul(implicit, moved, rates)
-    if not _suits_winograd(shape, implicit):
+    if not suits_winograd(shape, implicit):
         return direct
     return min(direct, _winograd(shape, implicit, moved, rates), key=lambda busy: busy.work_seconds)
 
@@ -70,7 +70,8 @@ def channel_share(shape: Convolution, groups: int) -> float:
     return shape.channels / (shape.channels + half)
 
 
-def _suits_winograd(shape: Convolution, implicit: Matmul) -> bool:
+def suits_winograd(shape: Convolution, implicit: Matmul) -> bool:
+    """Whether vector units may run it as Winograd, with a quarter of the multiply-adds."""
     return shape.is_dense and shape.kernel == (3, 3) and implicit.batch == 1 and len(shape.positions) == 2
 
 

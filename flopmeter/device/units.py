@@ -1,0 +1,107 @@
+"""What large GEMMs reach on the units of a device, by what its profile has and, for the rest, by the law of power."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Protocol
+
+from flopmeter.device import power
+from flopmeter.records.dtypes import DTYPES
+
+
+class Measured(Protocol):
+    """The fractions in a profile (`Achieved` in hardware.py says what they are)."""
+
+    @property
+    def matrix(self) -> float | None: ...
+    @property
+    def matrix_burst(self) -> float | None: ...
+    @property
+    def matrix_by_dtype(self) -> Mapping[str, float]: ...
+    @property
+    def vector(self) -> float | None: ...
+    @property
+    def limit_w(self) -> float | None: ...
+
+
+class Powered(Protocol):
+    """What the law asks of a device: fields of `Hardware`."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vector_tflop_per_s(self) -> Mapping[str, float]: ...
+    @property
+    def matrix_tflop_per_s(self) -> Mapping[str, float]: ...
+    @property
+    def matrix_fp16_accumulate_tflop_per_s(self) -> Mapping[str, float]: ...
+    @property
+    def memory_type(self) -> str: ...
+    @property
+    def tdp_w(self) -> float | None: ...
+    @property
+    def limit_watts(self) -> float | None: ...
+    @property
+    def idle_watts(self) -> float: ...
+    @property
+    def achieved(self) -> Measured | None: ...
+
+
+def measured_limit_w(device: Powered) -> float | None:
+    """Under which power limit the fractions were measured."""
+    return device.achieved.limit_w if device.achieved is not None and device.achieved.limit_w else device.tdp_w
+
+
+def vector_unit(device: Powered) -> power.UnitPower:
+    """In fp32, whose shares other types have too."""
+    known, rates = device.achieved, device.vector_tflop_per_s
+    return power.unit(
+        rates.get("fp32", next(iter(rates.values()))),
+        device.limit_watts,
+        device.idle_watts,
+        power.VECTOR_PICOJOULES,
+        4 * power.byte_picojoules(device.memory_type),
+        typical=power.VECTOR_CEILING,
+        ceiling=power.VECTOR_CEILING,
+        sustained=None if known is None else known.vector,
+        measured_limit_w=measured_limit_w(device),
+    )
+
+
+def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> power.UnitPower:
+    """The fractions in the profile, else those of fp16 at the clock that this type's power leaves."""
+    known, rates = device.achieved, device.matrix_tflop_per_s
+    half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))
+    law = functools.partial(
+        power.unit,
+        limit_w=device.limit_watts,
+        idle_w=device.idle_watts,
+        typical=power.typical_matrix_share(
+            device.architecture, is_halved=bool(device.matrix_fp16_accumulate_tflop_per_s)
+        ),
+        ceiling=power.MATRIX_CEILING,
+        measured_limit_w=measured_limit_w(device),
+    )
+    picojoules = power.matrix_picojoules(device.architecture, dtype, tflop_per_s, half_rate)
+    of_byte = power.byte_picojoules(device.memory_type)
+    of_operand = DTYPES[dtype].item_bytes * of_byte
+    if unit == "emulated":
+        return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, burst=1.0)._replace(
+            sustained_share=1.0
+        )
+    if known is not None and dtype in known.matrix_by_dtype:
+        measured = known.matrix_by_dtype[dtype]
+        return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, sustained=measured)
+    of_half = power.matrix_picojoules(device.architecture, "fp16", half_rate, half_rate)
+    half = law(
+        half_rate,
+        picojoules=of_half,
+        operand_picojoules=2 * of_byte,
+        burst=None if known is None else known.matrix_burst,
+        sustained=None if known is None else known.matrix,
+    )
+    if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
+        return half
+    picojoules *= half.picojoules / of_half
+    return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, burst=half.burst_share)
