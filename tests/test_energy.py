@@ -109,14 +109,15 @@ def test_memory_traffic_does_not_stretch_with_the_clock():
     assert report.joules - 126 * report.seconds == pytest.approx(100e-12 * moved)
     capped = report_of(streams(), load_hardware(H200).replace(tdp_w=440))
     assert capped.clock.ratio < 0.3
-    assert 1 < capped.kernel_seconds / report.kernel_seconds < 1.25  # (440 W - 126) of 384
+    assert 1 < capped.kernel_seconds / report.kernel_seconds < 1.3  # (440 W - 126) of 384; latency stretches too
 
 
 def test_the_energy_of_a_product_by_hand():
     """In a burst 2 x 8192^3 FLOP at .85 pJ and 2 x 128 MiB at 100 pJ."""
-    (row,) = report_of(products(times=1), clocks="burst").rows("op")
+    report = report_of(products(times=1), clocks="burst")
+    (row,) = report.rows("op")
     work = 2 * 8192**3 * 0.85e-12 + 2 * 2 * 8192**2 * 100e-12
-    assert row.joules == pytest.approx(work + 126 * row.seconds)
+    assert row.joules == pytest.approx(work + 126 * report.seconds)  # the host's launch included
 
 
 def test_the_report_says_which_clock_it_prices():

@@ -48,7 +48,7 @@ H100_KERNELS = {
 @pytest.mark.parametrize("name", H100_KERNELS)
 def test_a_kernel_takes_what_a_trace_of_an_h100_shows(name):
     program, microseconds = H100_KERNELS[name]
-    assert last(program, "h100-sxm5-80gb").seconds == pytest.approx(microseconds * 1e-6, rel=0.16)
+    assert last(program, "h100-sxm5-80gb").seconds == pytest.approx(microseconds * 1e-6, rel=0.2)
 
 
 @pytest.mark.parametrize(("device", "microseconds"), [("a100-sxm4-80gb", 7), ("a40", 14)])

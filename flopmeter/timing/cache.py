@@ -11,37 +11,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from flopmeter.records import Cost, Kernel
+from flopmeter.records import Kernel, Op, Region
 from flopmeter.timing import constants
 
 
 class _Seen(NamedTuple):
-    """When a kernel was last done with a storage: what all kernels had written, and what they had read and written."""
+    """When a kernel was last done with a storage: what all kernels had written, and what they had fetched into the
+    cache, which is what they touched and did not find there."""
 
     written: int
-    moved: int
+    fetched: float
 
 
 def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
     """For each kernel in order, how many of the bytes that it reads and writes stay in a cache of this size. What it
-    writes does if it found some of its inputs there, since the memory that it writes to was in use before too. Of a
-    matmul only what it reads counts."""
+    writes does if it found some of its inputs there, since the memory that it writes to was in use before too; what a
+    matmul writes does only if a kernel touched that very storage before."""
     if not cache:
         return [0.0] * len(kernels)
-    now = _Seen(0, 0)
+    now = _Seen(0, 0.0)
     seen: dict[int, _Seen] = {}  # by storage
-    found = []
+    found: list[float] = []
     for kernel in kernels:
         cost = kernel.cost
-        hits = 0.0
-        for storage, nbytes in _reads(kernel):
-            if storage in seen and cost.macs:
-                hits += nbytes * (cost.bytes + now.moved - seen[storage].moved <= cache)
-            elif storage in seen:
-                hits += nbytes * _share(cost.bytes + now.written - seen[storage].written, cache)
-        writes = cost.bytes_written * _share(cost.bytes, cache) if hits and not cost.macs else 0.0
-        found.append(hits + writes)
-        now = _Seen(now.written + cost.bytes_written, now.moved + cost.bytes)
+        if cost.macs:
+            hits: float = sum(
+                nbytes
+                for storage, nbytes in (*_reads(kernel), *_writes(kernel))
+                if storage in seen and cost.bytes + now.fetched - seen[storage].fetched <= cache
+            )
+        else:
+            hits = sum(
+                nbytes * _share(cost.bytes + now.written - seen[storage].written, cache)
+                for storage, nbytes in _reads(kernel)
+                if storage in seen
+            )
+            hits += cost.bytes_written * _share(cost.bytes, cache) if hits else 0.0
+        found.append(hits)
+        now = _Seen(now.written + cost.bytes_written, now.fetched + cost.bytes - hits)
         seen.update((storage, now) for op in kernel.ops for storage in op.storages)
     return found
 
@@ -52,15 +59,23 @@ def _share(passed: int, cache: int) -> float:
     return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
 
 
+def _writes(kernel: Kernel) -> Iterator[tuple[int, int]]:
+    """Storages that the kernel of one op writes, with the bytes."""
+    if len(kernel.ops) == 1:
+        yield from _in_storages(kernel.ops[0], kernel.cost.writes)
+
+
 def _reads(kernel: Kernel) -> Iterator[tuple[int, int]]:
     """Storages that the kernel reads, with the bytes. Of a fused kernel the bytes are known as a whole."""
-    cost: Cost = kernel.cost
     if len(kernel.ops) == 1:
-        (op,) = kernel.ops
-        for spec, nbytes in cost.reads:
-            if spec is not None and spec.storage >= 0:
-                yield op.storages[spec.storage], nbytes
+        yield from _in_storages(kernel.ops[0], kernel.cost.reads)
         return
     storages = {op.storages[spec.storage] for op in kernel.ops for spec in op.call.inputs}
     for storage in storages:
-        yield storage, cost.bytes_read // len(storages)
+        yield storage, kernel.cost.bytes_read // len(storages)
+
+
+def _in_storages(op: Op, regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
+    for spec, nbytes in regions:
+        if spec is not None and spec.storage >= 0:
+            yield op.storages[spec.storage], nbytes

@@ -29,14 +29,14 @@ def conversions(shape: Convolution, moved: MatmulBytes, hardware: Hardware) -> f
     """Seconds that AMD's library takes to bring tensors into its layout and back: kernels that copy each of them."""
     if hardware.vendor != "amd" or moved.item_bytes != 2 or shape.channels_last:
         return 0.0
-    copies = 2 * moved.nbytes / (hardware.sustained_bandwidth_bytes_per_s * constants.ACCESS_SHARE["strided"])
+    copies = 2 * moved.memory_bytes / (hardware.sustained_bandwidth_bytes_per_s * constants.ACCESS_SHARE["strided"])
     return constants.MIOPEN_CONVERSIONS * hardware.kernel_floor_seconds + copies
 
 
 def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
     compute = flops / (rates.flop_per_s * channel_share(shape, implicit.batch))
-    memory = moved.nbytes / rates.bytes_per_s
+    memory = moved.memory_bytes / rates.bytes_per_s
     return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
 
 
@@ -51,7 +51,7 @@ def depthwise(
     """Each output reads its window: far below the vector peak, or bound by memory."""
     flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
     compute = flops / (vector_flop_per_s * depthwise_share(shape))
-    memory = moved.nbytes / bytes_per_s
+    memory = moved.memory_bytes / bytes_per_s
     return Busy(compute, memory, max(compute, memory))
 
 
@@ -84,6 +84,6 @@ def _winograd(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: R
     one_number = numbers * moved.item_bytes
     read = one_number * shape.channels * (patches + implicit.n)
     written = one_number * patches * implicit.n
-    busy = price_matmul(inner, MatmulBytes(read, written, moved.item_bytes), rates)
-    transforms = (moved.nbytes + read + written) / rates.bytes_per_s
+    busy = price_matmul(inner, MatmulBytes(read + written, written, moved.item_bytes), rates)
+    transforms = (moved.memory_bytes + read + written) / rates.bytes_per_s
     return busy._replace(memory_seconds=busy.memory_seconds + transforms, work_seconds=busy.work_seconds + transforms)

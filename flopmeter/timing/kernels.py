@@ -18,7 +18,7 @@ from flopmeter.timing.bandwidth import (
     threads_of,
 )
 from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
-from flopmeter.timing.gemm_kernels import CONVOLUTIONS, gemm_kernels
+from flopmeter.timing.gemm_kernels import gemm_kernels
 from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, overlap, price_matmul, side_by_side, tile_count
 
 
@@ -56,7 +56,7 @@ def _unit(dtype: str, peak: Peak) -> str:
 
 def _matmuls(cost: Cost, hardware: Hardware, peak: Peak, cached_bytes: float) -> tuple[Busy, str]:
     """The time of a kernel's matmuls, and the kind of kernel that runs them."""
-    library = gemm_kernels(hardware, peak)
+    library = gemm_kernels(hardware, peak, convolves=cost.convolution is not None)
     if not cost.matmuls:  # from a formula without shapes: taken as a matmul that fills the device
         compute = 2 * cost.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
@@ -66,13 +66,13 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak, cached_bytes: float) ->
     rates = Rates(
         peak.sustained_flop_per_s,
         max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
-        hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware),
+        hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware) * library.memory_share,
         hardware.sm_count,
         1 / cycles_to_seconds(1, hardware),
         library,
     )
-    read = cost.bytes_read - cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
-    moved = MatmulBytes(read, cost.bytes_written, item_bytes_of(cost.dtype))  # a hit counts as what takes as long
+    saved = cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
+    moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))
     if cost.convolution is not None:
         return _convolution(cost.convolution, cost.matmuls[0], moved, rates, hardware, peak)
     return (_aligned if peak.unit == "matrix" else _sum_of_matmuls)(cost, moved, rates)
@@ -84,8 +84,6 @@ def _convolution(
     if is_depthwise(shape, implicit):
         fp32 = hardware.vector_peak("fp32").flop_per_s
         return depthwise(shape, implicit, moved, fp32, rates.bytes_per_s), "depthwise convolution"
-    if peak.unit == "matrix":
-        rates = rates._replace(kernels=CONVOLUTIONS, issue_flop_per_s=rates.flop_per_s)
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     extra = conversions(shape, moved, hardware)
     busy = busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)

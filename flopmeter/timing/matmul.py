@@ -36,19 +36,16 @@ class Rates(NamedTuple):
 
 
 class MatmulBytes(NamedTuple):
-    """Bytes that a kernel reads and writes, and those of an element of its operands."""
+    """What a kernel moves: from and to memory (a byte from the cache counts as the part of one that takes as long), how
+    much of all that it writes, and the bytes of an element of its operands."""
 
-    read_bytes: float
+    memory_bytes: float
     written_bytes: float
     item_bytes: float
 
     def share(self, parts: int) -> MatmulBytes:
         """Of each of several matmuls in one kernel."""
-        return self._replace(read_bytes=self.read_bytes / parts, written_bytes=self.written_bytes / parts)
-
-    @property
-    def nbytes(self) -> float:
-        return self.read_bytes + self.written_bytes
+        return self._replace(memory_bytes=self.memory_bytes / parts, written_bytes=self.written_bytes / parts)
 
 
 class Busy(NamedTuple):
@@ -89,15 +86,16 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     batch, m, n, k = shape
     if (m == 1 or n == 1) and not rates.kernels.only_tiles:
         compute = 2 * batch * m * n * k / rates.flop_per_s
-        memory = moved.nbytes / rates.bytes_per_s
+        memory = moved.memory_bytes / rates.bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
     least_side, splits = (constants.LEAST_BATCHED_SIDE, (1,)) if batch > 1 else (0, constants.SPLIT_K)
     ways = []
     for rows, columns, share in _tiles(rates.kernels, least_side):
         tiles = batch * ceil(m / rows) * ceil(n / columns)
+        stored = moved.written_bytes * min(rows, m) * min(columns, n) / (batch * m * n)
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
-            way = _in_waves(tiles * slices, rows * columns, depth, share, moved, rates)
+            way = _in_waves(tiles * slices, _Tile(rows * columns, share, stored), depth, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             if k <= slices * constants.LEAST_SLICE_DEPTH:
                 break  # more slices would be no shallower
@@ -112,23 +110,30 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
     for rows, columns, share in _tiles(rates.kernels, constants.LEAST_BATCHED_SIDE):
         counts = [shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns) for shape in shapes]
         depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / max(sum(counts), 1)
-        ways.append(_in_waves(sum(counts), rows * columns, depth, share, moved, rates))
+        tile = _Tile(rows * columns, share, moved.written_bytes / max(sum(counts), 1))
+        ways.append(_in_waves(sum(counts), tile, depth, moved, rates))
     return min(ways, key=_work)
 
 
-def _in_waves(tiles: int, elements: int, depth: float, share: float, moved: MatmulBytes, rates: Rates) -> Busy:
-    """Tiles of so many elements, one on each SM at a time. A tile at the edge takes as long as a full one, and SMs
+class _Tile(NamedTuple):
+    elements: int
+    rate_share: float  # of the rate of a full tile
+    stored_bytes: float  # of a tile that no edge cuts
+
+
+def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
+    """One tile on each SM at a time. A tile at the edge takes as long as a full one, and SMs
     without a tile in the last wave wait; but only SMs that compute need power."""
     kernels = rates.kernels
     step = kernels.depth_step_bytes / moved.item_bytes
-    tile_flops = 2 * elements * ceil(depth / step) * step
+    tile_flops = 2 * tile.elements * ceil(depth / step) * step
     waves = ceil(tiles / rates.sm_count)
-    main_loop = rates.sm_count * tile_flops / (rates.issue_flop_per_s * share)
-    store = moved.written_bytes / max(tiles, 1) * rates.sm_count / rates.cache_bytes_per_s
+    main_loop = rates.sm_count * tile_flops / (rates.issue_flop_per_s * tile.rate_share)
+    store = tile.stored_bytes * rates.sm_count / rates.cache_bytes_per_s
     compute = waves * (main_loop + kernels.wave_cycles / rates.clock_hz)
     compute += store * (waves if kernels.stores_each_tile else 1)
     with_power = tiles * tile_flops / rates.flop_per_s
-    memory = moved.nbytes / rates.bytes_per_s
+    memory = moved.memory_bytes / rates.bytes_per_s
     work = max(overlap(compute, memory, kernels.overlap_exponent), with_power)
     return Busy(max(compute, with_power), memory, work, kernels.latency_cycles / rates.clock_hz)
 
