@@ -79,9 +79,7 @@ def kernels_of(trace: Trace, *, strict: bool = False) -> list[Kernel]:
         if op.call.func is _DIVIDE and _divides_fresh_mask(previous, op):
             launched = tuple(replace(cost, flops_by_class=((cost.op_class, 0),)) for cost in launched)
         previous = op
-        if not launched:
-            views += 1
-            continue
+        views += not launched
         for cost in launched:
             kernels.append(Kernel((op,), cost, views, module_calls - calls_seen))
             views, calls_seen = 0, module_calls

@@ -135,8 +135,8 @@ def ormqr(call: Call) -> Cost:
 @rule(aten.linalg_lstsq)
 def lstsq(call: Call) -> Cost:
     """By QR: factor, apply Q^T to each right side (4mn - 2n²) and substitute back (n²)."""
-    *_, m, n = call.inputs[0].shape
-    right_sides = call.inputs[1].numel // max(m * prod(call.inputs[0].shape[:-2]), 1)
+    *batch, m, n = call.inputs[0].shape
+    right_sides = call.inputs[1].numel // max(m * prod(batch), 1)
     each = 4 * m * n - 2 * min(m, n) ** 2 + min(m, n) ** 2
     return _batched(call, call.inputs[0], lambda m, n: qr_flops(m, n) + each * right_sides)
 
@@ -174,7 +174,8 @@ def lu_unpack(call: Call) -> Cost:
 @rule(aten._linalg_check_errors)
 def check_errors(call: Call) -> Cost:
     """One status per matrix copied to the host, which waits for it."""
-    return make_cost(call, MOVEMENT, written=(Region(None, call.inputs[0].nbytes),))
+    (info,) = call.inputs
+    return make_cost(call, MOVEMENT, written=(Region(None, info.nbytes),))
 
 
 @rule(aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)

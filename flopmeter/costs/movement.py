@@ -181,4 +181,5 @@ def sorting(call: Call) -> Cost:
 @rule(aten._local_scalar_dense)
 def item(call: Call) -> Cost:
     """One element copied to the host, which waits for it."""
-    return make_cost(call, MOVEMENT, written=(Region(None, call.inputs[0].nbytes),))
+    (element,) = call.inputs
+    return make_cost(call, MOVEMENT, written=(Region(None, element.nbytes),))

@@ -100,7 +100,7 @@ def regions(call: Call) -> tuple[Set[TensorSpec], Set[TensorSpec]]:
     written: dict[TensorSpec, None] = {}
     roles = argument_roles(call.func)
     for name, value in _arguments(call):
-        is_read, is_written = roles.get(name, (True, False))
+        is_read, is_written = roles[name]
         specs = dict.fromkeys(_specs(value))
         if is_read:
             read |= specs

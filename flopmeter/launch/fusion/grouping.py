@@ -111,7 +111,7 @@ class Groups:
             first.joins_consumers
             and second.joins_producers
             and first.lists == second.lists
-            and self._kernels[before].ops[0].phase == self._kernels[after].ops[0].phase
+            and self._kernels[before].op.phase == self._kernels[after].op.phase
             and self._updated[self.of(before)] >= second.elements
         )
 
@@ -129,7 +129,7 @@ class Groups:
         role, other = self._flow.roles[kernel], self._flow.roles[peer]
         return (
             self._graphs[kernel] == self._graphs[peer]
-            and self._kernels[kernel].ops[0].phase == self._kernels[peer].ops[0].phase
+            and self._kernels[kernel].op.phase == self._kernels[peer].op.phase
             and self._level[kernel] == self._level[self.of(peer)]
             and role.joins_producers
             and other.joins_producers
