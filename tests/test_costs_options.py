@@ -165,6 +165,22 @@ LIBRARY: dict[str, Case] = {
     # Q from 6 reflectors: 4·m·c·6 - 2·(m + c)·36 + 4·216/3
     "linalg_qr complete": (lambda: aten.linalg_qr(T(9, 6), "complete"), 504 + (1944 - 1296 + 288), 0),
     "linalg_qr of a wide one": (lambda: aten.linalg_qr(T(6, 9)), 504 + (864 - 864 + 288), 0),
+    **{  # n of each right side's elements and pass: 60 elements, two right sides for each of five matrices
+        name: (by_hand(op, operands, T(5, 6, 2)), passes * 6 * 60, 0)
+        for name, op, passes, operands in (
+            ("solve_triangular of a batch", aten.linalg_solve_triangular.default, 1, (T(5, 6, 6), T(5, 6, 2))),
+            ("triangular_solve of a batch", aten.triangular_solve.default, 1, (T(5, 6, 2), T(5, 6, 6))),
+            ("lu_solve of a batch", aten.linalg_lu_solve.default, 2,
+             (T(5, 6, 6), meta(5, 6, dtype=I32), T(5, 6, 2))),
+            ("ldl_solve of a batch", aten.linalg_ldl_solve.default, 2,
+             (T(5, 6, 6), meta(5, 6, dtype=I32), T(5, 6, 2))),
+            ("cholesky_solve of a batch", aten.cholesky_solve.default, 2, (T(5, 6, 2), T(5, 6, 6))),
+        )
+    },
+    "_linalg_solve_ex of a batch": (
+        by_hand(aten._linalg_solve_ex.default, (T(5, 6, 6), T(5, 6, 2)), T(5, 6, 2), T(5, 6, 6)),
+        5 * (216 - 72) + 2 * 6 * 60, 0,
+    ),
     "linalg_householder_product": (
         lambda: aten.linalg_householder_product(T(9, 6), T(3)), 4 * 54 * 3 - 2 * 15 * 9 + 36, 0
     ),
@@ -612,6 +628,21 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
     "an unpooling": (lambda: aten.max_unpool2d(T(1, 3, 2, 2), i64(1, 3, 2, 2), [4, 4]), 48 + 96, 192 + 48),
     "a search in one number": (lambda: aten.searchsorted(T(1), T(3)), 4 + 12, 24),
     "a bucket": (lambda: aten.bucketize(T(3), T(1000)), 3 * 11 * 4 + 12, 24),
+    "a lower triangle in place: zeros above it": (lambda: aten.tril_(T(4, 4)), 0, 6 * 4),
+    "an upper triangle in place, with the diagonal below": (lambda: aten.triu_(T(4, 4), -1), 0, 3 * 4),
+    "a lower triangle in place that keeps all": (lambda: aten.tril_(T(4, 6), 5), 0, 0),
+    "the gradient of filters of one, every third position": (  # of ten positions they meet four
+        lambda: aten.convolution_backward(
+            T(2, 4, 4), T(2, 3, 10), T(4, 3, 1), None, [3], [0], [1], False, [0], 1, [False, True, False]
+        ),
+        4 * (2 * 4 * 4 + 2 * 3 * 4), 4 * 12,
+    ),
+    "the same of transposed filters": (  # four positions, spread over ten of which they meet four
+        lambda: aten.convolution_backward(
+            T(2, 3, 10), T(2, 4, 4), T(4, 3, 1), None, [3], [0], [1], True, [0], 1, [False, True, False]
+        ),
+        4 * (2 * 4 * 4 + 2 * 3 * 4), 4 * 12,
+    ),
     "the diagonal of a tall matrix": (lambda: aten.trace(T(9, 6)), 24, 4),
     "targets weighted by class": (
         lambda: aten.nll_loss_forward(T(4, 6), i64(4), T(6), 1, -100), 16 + 32 + 24, 8

@@ -50,7 +50,7 @@ def embedding_bag(call: Call) -> Cost:
 @rule(aten._embedding_bag_backward, aten._embedding_bag_dense_backward)
 def embedding_bag_backward(call: Call) -> Cost:
     """Zeros for the table, then the bag's gradient added to each row that went in, weighted or divided."""
-    grad, indices, (table,) = call.inputs[0], call.inputs[1], call.outputs
+    (grad, indices, *_), (table,) = call.inputs, call.outputs
     weights, mode = call.argument("per_sample_weights"), call.argument("mode")
     elements = (grad.shape[0] if mode == 2 else indices.numel) * table.shape[1]
     rows = _rows(elements, table)
