@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from as_cuda_stream import f32, ops_of
+from as_cuda_stream import f16, f32, ops_of
 from test_as_cuda_attention import BF16, SINGLE, by_rules, tensors
 
 from flopmeter import FlopMeter
@@ -24,7 +24,9 @@ MOST = 65535  # blocks of a CUDA grid in y and in z (CUDA programming guide, com
 
 
 @pytest.mark.parametrize("shape", [(MOST, 1, 16, 64), (1, MOST, 16, 64)], ids=["batch", "heads"])
-@pytest.mark.parametrize(("version", "sm", "kernel", "other"), [((2, 13), 90, "cudnn", "flash"), ((2, 15), 80, "flash", "efficient")])
+@pytest.mark.parametrize(
+    ("version", "sm", "kernel", "other"), [((2, 13), 90, "cudnn", "flash"), ((2, 15), 80, "flash", "efficient")]
+)
 def test_a_grid_has_room_for_65535_sequences_and_heads_and_not_for_one_more(version, sm, kernel, other, shape):
     one_more = tuple(size + (size == MOST) for size in shape)
     assert by_rules(version, sm, *tensors(BF16, q=shape)) == kernel
@@ -85,7 +87,9 @@ class Subclass(torch.Tensor):
 
 def test_the_values_of_a_subclass_come_with_the_vectors_that_its_gradient_may_need():
     matrix = f32(8, 8, grad=False)
-    assert [call.argument("compute_v") for call in called(lambda: torch.linalg.eigvalsh(matrix), "_linalg_eigh")] == [False]
+    assert [call.argument("compute_v") for call in called(lambda: torch.linalg.eigvalsh(matrix), "_linalg_eigh")] == [
+        False
+    ]
     own = matrix.as_subclass(Subclass)
     assert [call.argument("compute_v") for call in called(lambda: torch.linalg.eigvalsh(own), "_linalg_eigh")] == [True]
 
@@ -131,3 +135,35 @@ def test_the_note_about_a_device_of_another_maker_says_as_which_one_it_is_taken(
     (note,) = CudaTarget.stand_in("mi300x").notes
     assert note == "mi300x is not an NVIDIA device: ops are those that CUDA dispatches on compute capability 8.0"
     assert CudaTarget((12, 1)).sm == 121
+
+
+# --- layer norm, as torch refuses it from 2.14 on
+
+
+@pytest.fixture
+def as_in_2_14(monkeypatch):
+    monkeypatch.setattr(composites, "LAYER_NORM_REFUSES_MIXED_TYPES", (2, 11))
+
+
+def test_a_layer_norm_of_mixed_types_is_refused_and_others_run_as_they_do(as_in_2_14):
+    x, half, single = f32(4, 8), f16(4, 8, grad=False), f32(8, grad=False)
+    with emulate_cuda(A100):
+        with pytest.raises(RuntimeError, match="expected scalar type Half but found Float"):
+            F.layer_norm(half, (8,), single, single)
+        with pytest.raises(RuntimeError, match="expected scalar type Half but found Double"):
+            F.layer_norm(half, (8,), None, single.double())
+        assert ops_of(lambda: F.layer_norm(x, (8,), single, single)) == ["native_layer_norm"]
+        assert F.layer_norm(half[:0], (8,), single, single).shape == (0, 8)
+        assert F.layer_norm(half, (8,)).dtype is torch.float16
+
+
+def test_layer_norm_under_vmap_is_what_it_is_without_an_emulation(as_in_2_14):
+    x, weight = f32(3, 4, 8, grad=False), f32(8, grad=False)
+
+    def program():
+        return torch.vmap(lambda row: F.layer_norm(row, (8,), weight))(x)
+
+    plain = ops_of(program)
+    with emulate_cuda(A100):
+        assert ops_of(program) == plain
+        assert program().shape == x.shape

@@ -19,9 +19,7 @@ from flopmeter.records import Call, TensorSpec
 aten = torch.ops.aten
 T, BF16, I32, I64 = meta, torch.bfloat16, torch.int32, torch.int64
 
-WITH_OPTIONS = [
-    case if isinstance(case, Call) else calls_of(case)[-1] for case, *_ in (*ALL.values(), *MOVED.values())
-]
+WITH_OPTIONS = [case if isinstance(case, Call) else calls_of(case)[-1] for case, *_ in (*ALL.values(), *MOVED.values())]
 CALLS = (
     *PLAIN_CALLS, *WITH_OPTIONS,
     *calls_of(lambda: aten._euclidean_dist(T(3, 40, 6), T(3, 30, 6))),
@@ -253,7 +251,10 @@ for name in ("_cudnn_attention_forward", "_cudnn_attention_backward"):
     if hasattr(aten, name):
         backward = name.endswith("backward")
         gives = ("query", "key", "key") if backward else ("query", "logsumexp")
-        PACKED[f"cudnn{', backward' * backward}"] = (packed(getattr(aten, name), gives, **IN_LIBRARY), 5 if backward else 2)
+        PACKED[f"cudnn{', backward' * backward}"] = (
+            packed(getattr(aten, name), gives, **IN_LIBRARY),
+            5 if backward else 2,
+        )
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -177,10 +177,6 @@ LIBRARY: dict[str, Case] = {
             ("cholesky_solve of a batch", aten.cholesky_solve.default, 2, (T(5, 6, 2), T(5, 6, 6))),
         )
     },
-    "_linalg_solve_ex of a batch": (
-        by_hand(aten._linalg_solve_ex.default, (T(5, 6, 6), T(5, 6, 2)), T(5, 6, 2), T(5, 6, 6)),
-        5 * (216 - 72) + 2 * 6 * 60, 0,
-    ),
     "linalg_householder_product": (
         lambda: aten.linalg_householder_product(T(9, 6), T(3)), 4 * 54 * 3 - 2 * 15 * 9 + 36, 0
     ),

@@ -246,3 +246,21 @@ def test_sums_of_gradients_are_in_no_op_and_their_copies_are_counted():
     assert moved["fsdp::split_with_sizes_copy"] == (128, 128)
     assert moved.get("fsdp::chunk_cat", moved.get("fsdp::chunk_cat_mixed_dtype")) == (128, 128)  # since torch 2.15
     assert moved["c10d::_reduce_scatter_base_"] == (128, 32)
+
+
+@pytest.mark.parametrize(("per_node", "rank", "devices", "current"), [(2, 3, 2, 1), (4, 3, 4, 3), (None, 11, 8, 3)])
+def test_the_module_of_the_device_answers_as_torch_cuda_does_on_a_node_of_so_many(per_node, rank, devices, current):
+    with world(12, gpus_per_node=per_node, rank=rank):
+        module = torch.get_device_module("meta")
+        for name in vars(module).keys() - {"gpus_per_node"}:
+            names = {"MetaEvent": "Event", "MetaStream": "Stream"}
+            assert hasattr(torch.cuda, names.get(name, name)), name
+        assert module.is_available()
+        assert module.is_initialized()
+        assert (module.device_count(), module.current_device()) == (devices, current)
+        module.set_device(0)
+        module.synchronize()
+        assert module.current_device() == current
+        with module.stream(module.Stream()) as _:
+            assert module.current_stream() != module.default_stream()
+        assert module.current_stream() == module.default_stream()
