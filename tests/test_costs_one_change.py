@@ -138,12 +138,14 @@ OF_COMPLEX: dict[float, set[str]] = {
     10 / 3: {"lerp", "lerp_", "_foreach_lerp_"},
     11: {"reciprocal", "reciprocal_", "_foreach_div", "_foreach_reciprocal"},
     4: {  # products, factorizations and functions
-        "mm", "bmm", "mv", "dot", "vdot", "_foreach_mm", "convolution", "convolution_backward", "exp", "log", "sin", "cos", "tan",
+        "mm", "bmm", "mv", "dot", "vdot", "_foreach_mm", "convolution", "convolution_backward", "exp", "log",
+        "sin", "cos", "tan",
         "sqrt", "rsqrt", "tanh", "sigmoid", "sigmoid_backward", "tanh_backward", "silu", "logsumexp", "var", "std",
         "_softmax", "linalg_cholesky_ex", "linalg_lu_factor_ex", "linalg_qr", "linalg_inv_ex", "_linalg_svd",
         "_linalg_eigh", "_linalg_eigvals", "_linalg_det", "_linalg_solve_ex", "linalg_lu_solve", "linalg_ldl_solve",
         "linalg_solve_triangular", "linalg_lstsq", "linalg_householder_product", "ormqr", "linalg_matrix_exp", "geqrf",
-        "_foreach_sigmoid", "_adaptive_avg_pool2d", "avg_pool2d", "_cdist_forward", "dist", "acos", "atan", "_fused_adam_",
+        "_foreach_sigmoid", "_adaptive_avg_pool2d", "avg_pool2d", "_cdist_forward", "dist", "acos", "atan",
+        "_fused_adam_",
         "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_linalg_slogdet", "linalg_pinv", "triangular_solve",
     },
 }  # fmt: skip

@@ -665,3 +665,10 @@ def test_the_gradient_of_a_recurrent_network_without_its_weights_is_one_product_
     products = 2 * 14 * 12 * 8
     assert sum(cost.flops for cost in costs_of(backward_of_lstm(False))) == products + 42 * 23
     assert sum(cost.flops for cost in costs_of(backward_of_lstm(True))) == 2 * products + 42 * 23 + 14 * 24
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_costs_the_same_where_torch_has_no_tag_for_reductions(name, monkeypatch):
+    """torch before 2.12."""
+    monkeypatch.setattr("flopmeter.costs._REDUCTION_TAG", None)
+    test_an_op_with_its_options_costs_what_arithmetic_by_hand_says(name)

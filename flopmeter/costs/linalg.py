@@ -161,7 +161,7 @@ def solve(call: Call) -> Cost:
 @rule(aten._linalg_solve_ex)
 def solve_ex(call: Call) -> Cost:
     """Factor each matrix, then two triangular passes for each right side."""
-    *batch, n, _ = call.inputs[0].shape
+    *batch, n, _ = call.argument("A").shape
     return _library(call, prod(batch) * lu_flops(n, n) + 2 * n * call.outputs[0].numel)
 
 
