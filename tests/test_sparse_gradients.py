@@ -162,3 +162,9 @@ def test_sparse_tensors_on_meta_keep_their_type_and_know_whether_they_are_coales
         for name, (tensor, is_coalesced) in made.items():
             assert (tensor.dtype, tensor.is_coalesced()) == (dtype, is_coalesced), name
             assert (tensor._values().dtype, tensor.shape) == (dtype, (100, 4)), name
+
+
+@pytest.mark.parametrize(("dtype", "real_operations"), [(torch.float32, 1), (torch.complex64, 2)])
+def test_coalescing_adds_each_value_to_those_of_its_index(dtype, real_operations):
+    (joined,) = costs(report(lambda: sparse(7, dtype).coalesce()), "_coalesce")
+    assert joined.flops == 7 * 4 * real_operations

@@ -99,7 +99,8 @@ def cat(call: Call) -> Cost:
     aten.alias_copy, aten.as_strided_copy, aten.detach_copy, aten.diagonal_copy, aten.expand_copy, aten.narrow_copy,
     aten.permute_copy, aten.select_copy, aten.slice_copy, aten.split_copy, aten.split_with_sizes_copy,
     aten.squeeze_copy, aten.t_copy, aten.transpose_copy, aten.unbind_copy, aten.unfold_copy, aten.unsqueeze_copy,
-    aten.view_copy, aten.view_as_complex_copy, aten.view_as_real_copy,
+    aten.view_copy, aten.view_as_complex_copy, aten.view_as_real_copy, aten._reshape_alias_copy,
+    aten.lift_fresh_copy,
 )  # fmt: skip
 def view_copy(call: Call) -> Cost:
     """A view and a copy of it: reads no more than it writes, and an expanded tensor at its base size."""

@@ -88,8 +88,6 @@ def _nbytes(group: list[TensorSpec]) -> int:
 
 def _extent(spec: TensorSpec, units: int) -> Extent:
     """The region of a tensor whose elements are of so many units."""
-    if units == 1:
-        return Extent(spec.offset, dims_of(spec.shape, spec.stride))
     strides = tuple(units * stride for stride in spec.stride)
     return Extent(units * spec.offset, dims_of((*spec.shape, units), (*strides, 1)))
 
