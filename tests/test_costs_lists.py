@@ -168,3 +168,24 @@ def _collectives() -> list[str]:
     schemas = (schema.name.partition("::") for schema in torch._C._jit_get_all_schemas())
     names = {name for namespace, _, name in schemas if namespace == "c10d" and "barrier" not in name}
     return sorted(names)
+
+
+# --- grouped products: four groups along the tokens, along the columns, along the depth, and as a batch
+
+ENDS = meta(4, dtype=torch.int32)
+GROUPED: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor, int]] = {
+    "tokens": ((T(20, 6), T(4, 6, 5), ENDS), T(20, 5), 20 * 6 * 5),
+    "columns": ((T(4, 6, 7), T(7, 20), ENDS), T(6, 20), 6 * 7 * 20),
+    "depth": ((T(6, 20), T(20, 5), ENDS), T(4, 6, 5), 6 * 5 * 20),
+    "batch": ((T(4, 6, 7), T(4, 7, 5)), T(4, 6, 5), 4 * 6 * 7 * 5),
+}
+
+
+@pytest.mark.parametrize("along", GROUPED)
+def test_grouped_products_of_equal_groups_read_and_write_all_that_there_is(along):
+    operands, out, macs = GROUPED[along]
+    call = call_by_hand(aten._grouped_mm.default, operands, (out,))
+    (cost,) = costs_of(call)
+    assert cost.macs == macs
+    assert cost.bytes_read == sum(operand.nbytes for operand in operands)
+    assert [(region.spec, region.nbytes) for region in cost.writes] == [(call.outputs[0], out.nbytes)]

@@ -71,6 +71,7 @@ REDUCTIONS: dict[str, Case] = {
     "norm of order 0": (lambda: aten.linalg_vector_norm(T(4, 6), 0), 24, 0),
     "norm of order 1": (lambda: aten.linalg_vector_norm(T(4, 6), 1), 24 * 2, 0),
     "norm of order 2": (lambda: aten.linalg_vector_norm(T(4, 6), 2, [1]), 48 + 4, 4),
+    "norm of no order that is named": (lambda: aten.norm.ScalarOpt_dim(T(4, 6), None, [1]), 48 + 4, 4),
     "norm of order 3": (lambda: aten.linalg_vector_norm(T(4, 6), 3, [1]), 24 * 3 + 4, 24 + 4),
     "norm of order inf": (lambda: aten.linalg_vector_norm(T(4, 6), inf), 24, 0),
     "norm of order -inf": (lambda: aten.linalg_vector_norm(T(4, 6), -inf), 24, 0),

@@ -141,7 +141,7 @@ def _runs_on(device: str, call: Call) -> bool:
 def _divides_fresh_mask(previous: Op | None, op: Op) -> bool:
     """Whether this is the middle of a dropout that arrives as bernoulli_, div_ and mul, as on the CPU: the
     multiply alone counts, so that dropout is 1 FLOP an element on every device."""
-    return previous is not None and previous.call.func is _DRAW and previous.storages[0] == op.storages[0]
+    return previous is not None and previous.call.func is _DRAW and previous.storages == op.storages
 
 
 def _how_to_add(call: Call) -> str:
