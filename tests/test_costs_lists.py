@@ -176,7 +176,7 @@ ENDS = meta(4, dtype=torch.int32)
 GROUPED: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor, int]] = {
     "tokens": ((T(20, 6), T(4, 6, 5), ENDS), T(20, 5), 20 * 6 * 5),
     "columns": ((T(4, 6, 7), T(7, 20), ENDS), T(6, 20), 6 * 7 * 20),
-    "depth": ((T(6, 20), T(20, 5), ENDS), T(4, 6, 5), 6 * 5 * 20),
+    "depth": ((T(6, 24), T(24, 5), ENDS), T(4, 6, 5), 6 * 5 * 24),
     "batch": ((T(4, 6, 7), T(4, 7, 5)), T(4, 6, 5), 4 * 6 * 7 * 5),
 }
 
