@@ -597,7 +597,9 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
     "a softmax of masked rows": (  # x twice, the mask, the result; it is written twice
         by_hand(aten._safe_softmax.default, (T(4, 6), -1), T(4, 6)), 2 * 96 + 24 + 96, 2 * 96 + 24
     ),
-    "rows of a table whose rows are all one": (lambda: aten.index_select(T(1, 6).expand(50, 6), 0, i64(10)), 24 + 80, 240),
+    "rows of a table whose rows are all one": (
+        lambda: aten.index_select(T(1, 6).expand(50, 6), 0, i64(10)), 24 + 80, 240
+    ),
     "a gather that names few": (lambda: aten.take(T(50, 6), i64(4)), 32 + 16, 16),
     "a weighted bag": (  # 7 rows of 6 into 3 bags
         lambda: aten._embedding_bag(T(50, 6), i64(7), i64(3), False, 0, False, T(7)),
