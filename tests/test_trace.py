@@ -385,3 +385,23 @@ def test_inference_mode_changes_neither_module_paths_nor_lifetimes():
     plain, inference = record(torch.no_grad), record(torch.inference_mode)
     assert [(op.call.name, op.module) for op in inference.ops] == [(op.call.name, op.module) for op in plain.ops]
     assert inference.storages == plain.storages
+
+
+@pytest.mark.parametrize("switch", ["tf32 of matmuls", "tf32 of convolutions", "fp16 accumulation"])
+def test_a_trace_has_the_switches_that_the_program_set(switch):
+    """torch.backends' own, each by itself."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    owners = {
+        "tf32 of matmuls": (matmul, "allow_tf32"), "tf32 of convolutions": (cudnn, "allow_tf32"),
+        "fp16 accumulation": (matmul, "allow_fp16_accumulation"),
+    }  # fmt: skip
+    before = [getattr(owner, attribute) for owner, attribute in owners.values()]
+    try:
+        for name, (owner, attribute) in owners.items():
+            setattr(owner, attribute, name == switch)
+        with Recorder() as recorder:
+            torch.add(torch.empty(2, device="meta"), 1)
+    finally:
+        for (owner, attribute), value in zip(owners.values(), before, strict=True):
+            setattr(owner, attribute, value)
+    assert tuple(recorder.trace.switches) == tuple(name == switch for name in owners)

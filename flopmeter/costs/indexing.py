@@ -195,8 +195,7 @@ def _indexed_elements(call: Call) -> int:
 
 
 _ALWAYS_ACCUMULATE = (
-    aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
-    aten.index_reduce, aten.index_reduce_, aten._unsafe_masked_index_put_accumulate,
+    aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten._unsafe_masked_index_put_accumulate,
 )  # fmt: skip
 
 
