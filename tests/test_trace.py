@@ -390,18 +390,13 @@ def test_inference_mode_changes_neither_module_paths_nor_lifetimes():
 @pytest.mark.parametrize("switch", ["tf32 of matmuls", "tf32 of convolutions", "fp16 accumulation"])
 def test_a_trace_has_the_switches_that_the_program_set(switch):
     """torch.backends' own, each by itself."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    owners = {
-        "tf32 of matmuls": (matmul, "allow_tf32"), "tf32 of convolutions": (cudnn, "allow_tf32"),
-        "fp16 accumulation": (matmul, "allow_fp16_accumulation"),
-    }  # fmt: skip
-    before = [getattr(owner, attribute) for owner, attribute in owners.values()]
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32, matmul.allow_fp16_accumulation
     try:
-        for name, (owner, attribute) in owners.items():
-            setattr(owner, attribute, name == switch)
-        with Recorder() as recorder:
+        matmul.allow_tf32, matmul.allow_fp16_accumulation = switch == "tf32 of matmuls", switch == "fp16 accumulation"
+        with torch.backends.cudnn.flags(allow_tf32=switch == "tf32 of convolutions"), Recorder() as recorder:
             torch.add(torch.empty(2, device="meta"), 1)
     finally:
-        for (owner, attribute), value in zip(owners.values(), before, strict=True):
-            setattr(owner, attribute, value)
-    assert tuple(recorder.trace.switches) == tuple(name == switch for name in owners)
+        matmul.allow_tf32, matmul.allow_fp16_accumulation = before
+    names = ("tf32 of matmuls", "tf32 of convolutions", "fp16 accumulation")
+    assert tuple(recorder.trace.switches) == tuple(name == switch for name in names)

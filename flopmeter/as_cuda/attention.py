@@ -88,7 +88,7 @@ def _flash(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -
 
 
 def _efficient(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
-    mask = _additive(mask, call.query)
+    mask = _additive(mask, qkv[0])
     if mask is not None:
         if any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
             length = mask.size(-1)
@@ -101,7 +101,7 @@ def _efficient(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | Non
 
 
 def _cudnn(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
-    mask = _additive(mask, call.query)
+    mask = _additive(mask, qkv[0])
     output: Tensor = aten._scaled_dot_product_cudnn_attention(
         *qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
