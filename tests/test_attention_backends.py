@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter
-from flopmeter.costs import costs_of, register_cost
+from flopmeter.costs import RULES, costs_of, register_cost
 from flopmeter.records import ATTENTION, Call
 from flopmeter.report.report import Report
 
@@ -140,7 +140,16 @@ def test_the_fused_attention_of_nn_multihead_attention_is_one_that_takes_the_typ
     assert [each.cost.attention for each in meter.report().kernels if each.cost.attention] == [kernel]
 
 
-def test_an_attention_op_of_ones_own_may_be_given_as_a_number():
+@pytest.fixture
+def no_rule_is_left():
+    """The op is gone after the test."""
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+def test_an_attention_op_of_ones_own_may_be_given_as_a_number(no_rule_is_left):
     with torch.library._scoped_library("seam", "DEF") as library:
         library.define("attend(Tensor x) -> Tensor")
         library.impl("attend", torch.empty_like, "Meta")

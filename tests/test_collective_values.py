@@ -234,6 +234,17 @@ def test_objects_that_all_ranks_have_are_broadcast(rank: int):
     assert answer(program, rank=rank) == ([{"lr": 0.1}, "run 7"], (EQUAL,) if rank else ())
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("how", ["src", "group_src"])
+def test_objects_that_the_metered_rank_sends_need_nobodys_word(rank: int, how: str):
+    def program() -> list[Any]:
+        objects = ["run 7"]
+        dist.broadcast_object_list(object_list=objects, **{how: rank})
+        return objects
+
+    assert answer(program, rank=rank) == (["run 7"], ())
+
+
 @pytest.mark.parametrize(
     "receive",
     [

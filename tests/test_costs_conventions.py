@@ -50,6 +50,9 @@ COMPLEX: dict[str, tuple[Callable[[], Any], int, int]] = {
         lambda: aten._foreach_lerp([c64(6)], [c64(6)], [c64(6)]), 6 * (2 * ADD + MULTIPLY), 0
     ),
     "_foreach_addcmul": (lambda: aten._foreach_addcmul([c64(6)], [c64(6)], [c64(6)]), 6 * (ADD + MULTIPLY), 0),
+    "_foreach_pow 2": (lambda: aten._foreach_pow([c64(6), c64(5)], 2), 11 * MULTIPLY, 0),
+    "_foreach_pow 3 and 2.5": (lambda: aten._foreach_pow([c64(6), c64(5)], [3, 2.5]), 6 * 2 * MULTIPLY + 5 * 4, 5 * 4),
+    "add_ alpha": (lambda: aten.add_(c64(6), c64(6), alpha=2), 6 * (ADD + MULTIPLY), 0),
     "lerp": (lambda: aten.lerp(c64(6), c64(6), c64(6)), 6 * (2 * ADD + MULTIPLY), 0),  # a + w·(b - a)
     "addcmul": (lambda: aten.addcmul(c64(6), c64(6), c64(6)), 6 * (ADD + MULTIPLY), 0),
     "addcmul value": (lambda: aten.addcmul(c64(6), c64(6), c64(6), value=2), 6 * (ADD + 2 * MULTIPLY), 0),

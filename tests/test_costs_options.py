@@ -71,6 +71,7 @@ REDUCTIONS: dict[str, Case] = {
     "norm of order 0": (lambda: aten.linalg_vector_norm(T(4, 6), 0), 24, 0),
     "norm of order 1": (lambda: aten.linalg_vector_norm(T(4, 6), 1), 24 * 2, 0),
     "norm of order 2": (lambda: aten.linalg_vector_norm(T(4, 6), 2, [1]), 48 + 4, 4),
+    "norm of no order that is named": (lambda: aten.norm.ScalarOpt_dim(T(4, 6), None, [1]), 48 + 4, 4),
     "norm of order 3": (lambda: aten.linalg_vector_norm(T(4, 6), 3, [1]), 24 * 3 + 4, 24 + 4),
     "norm of order inf": (lambda: aten.linalg_vector_norm(T(4, 6), inf), 24, 0),
     "norm of order -inf": (lambda: aten.linalg_vector_norm(T(4, 6), -inf), 24, 0),
@@ -165,6 +166,18 @@ LIBRARY: dict[str, Case] = {
     # Q from 6 reflectors: 4·m·c·6 - 2·(m + c)·36 + 4·216/3
     "linalg_qr complete": (lambda: aten.linalg_qr(T(9, 6), "complete"), 504 + (1944 - 1296 + 288), 0),
     "linalg_qr of a wide one": (lambda: aten.linalg_qr(T(6, 9)), 504 + (864 - 864 + 288), 0),
+    **{  # n of each right side's elements and pass: 60 elements, two right sides for each of five matrices
+        name: (by_hand(op, operands, T(5, 6, 2)), passes * 6 * 60, 0)
+        for name, op, passes, operands in (
+            ("solve_triangular of a batch", aten.linalg_solve_triangular.default, 1, (T(5, 6, 6), T(5, 6, 2))),
+            ("triangular_solve of a batch", aten.triangular_solve.default, 1, (T(5, 6, 2), T(5, 6, 6))),
+            ("lu_solve of a batch", aten.linalg_lu_solve.default, 2,
+             (T(5, 6, 6), meta(5, 6, dtype=I32), T(5, 6, 2))),
+            ("ldl_solve of a batch", aten.linalg_ldl_solve.default, 2,
+             (T(5, 6, 6), meta(5, 6, dtype=I32), T(5, 6, 2))),
+            ("cholesky_solve of a batch", aten.cholesky_solve.default, 2, (T(5, 6, 2), T(5, 6, 6))),
+        )
+    },
     "linalg_householder_product": (
         lambda: aten.linalg_householder_product(T(9, 6), T(3)), 4 * 54 * 3 - 2 * 15 * 9 + 36, 0
     ),
@@ -497,6 +510,14 @@ QUANTIZED: dict[str, Case] = {
         ),
         2 * 16 * 64 * 32 + (2 + 1) * 1024, 0,
     ),
+    "_scaled_grouped_mm of a batch": (
+        by_hand(
+            aten._scaled_grouped_mm.default,
+            (meta(4, 16, 32, dtype=FP8), meta(4, 32, 64, dtype=FP8), T(4, 16), T(4, 64), None, None, None, BF16),
+            meta(4, 16, 64, dtype=BF16),
+        ),
+        2 * 4 * 16 * 64 * 32 + 2 * 4 * 1024, 0,
+    ),
     "_scaled_grouped_mm of fp4": (  # two numbers an element
         by_hand(
             aten._scaled_grouped_mm.default,
@@ -576,6 +597,9 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
     "a softmax of masked rows": (  # x twice, the mask, the result; it is written twice
         by_hand(aten._safe_softmax.default, (T(4, 6), -1), T(4, 6)), 2 * 96 + 24 + 96, 2 * 96 + 24
     ),
+    "rows of a table whose rows are all one": (
+        lambda: aten.index_select(T(1, 6).expand(50, 6), 0, i64(10)), 24 + 80, 240
+    ),
     "a gather that names few": (lambda: aten.take(T(50, 6), i64(4)), 32 + 16, 16),
     "a weighted bag": (  # 7 rows of 6 into 3 bags
         lambda: aten._embedding_bag(T(50, 6), i64(7), i64(3), False, 0, False, T(7)),
@@ -612,6 +636,21 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
     "an unpooling": (lambda: aten.max_unpool2d(T(1, 3, 2, 2), i64(1, 3, 2, 2), [4, 4]), 48 + 96, 192 + 48),
     "a search in one number": (lambda: aten.searchsorted(T(1), T(3)), 4 + 12, 24),
     "a bucket": (lambda: aten.bucketize(T(3), T(1000)), 3 * 11 * 4 + 12, 24),
+    "a lower triangle in place: zeros above it": (lambda: aten.tril_(T(4, 4)), 0, 6 * 4),
+    "an upper triangle in place, with the diagonal below": (lambda: aten.triu_(T(4, 4), -1), 0, 3 * 4),
+    "a lower triangle in place that keeps all": (lambda: aten.tril_(T(4, 6), 5), 0, 0),
+    "the gradient of filters of one, every third position": (  # of ten positions they meet four
+        lambda: aten.convolution_backward(
+            T(2, 4, 4), T(2, 3, 10), T(4, 3, 1), None, [3], [0], [1], False, [0], 1, [False, True, False]
+        ),
+        4 * (2 * 4 * 4 + 2 * 3 * 4), 4 * 12,
+    ),
+    "the same of transposed filters": (  # four positions, spread over ten of which they meet four
+        lambda: aten.convolution_backward(
+            T(2, 3, 10), T(2, 4, 4), T(4, 3, 1), None, [3], [0], [1], True, [0], 1, [False, True, False]
+        ),
+        4 * (2 * 4 * 4 + 2 * 3 * 4), 4 * 12,
+    ),
     "the diagonal of a tall matrix": (lambda: aten.trace(T(9, 6)), 24, 4),
     "targets weighted by class": (
         lambda: aten.nll_loss_forward(T(4, 6), i64(4), T(6), 1, -100), 16 + 32 + 24, 8
@@ -638,3 +677,10 @@ def test_the_gradient_of_a_recurrent_network_without_its_weights_is_one_product_
     products = 2 * 14 * 12 * 8
     assert sum(cost.flops for cost in costs_of(backward_of_lstm(False))) == products + 42 * 23
     assert sum(cost.flops for cost in costs_of(backward_of_lstm(True))) == 2 * products + 42 * 23 + 14 * 24
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_reduction_costs_the_same_where_torch_has_no_tag_for_reductions(name, monkeypatch):
+    """torch before 2.12."""
+    monkeypatch.setattr("flopmeter.costs._REDUCTION_TAG", None)
+    test_an_op_with_its_options_costs_what_arithmetic_by_hand_says(name)

@@ -11,12 +11,13 @@ from test_costs_by_hand import BY_HAND
 from test_costs_cases import ALL, call_of_case
 from torch._ops import OpOverload, OpOverloadPacket
 
-from flopmeter.costs import RULES
+from flopmeter.costs import RULES, find_rule
 from flopmeter.costs.movement import no_kernel
 from flopmeter.costs.optimizer import FOREACH
 from flopmeter.costs.pointwise import PER_ELEMENT
 from flopmeter.costs.rules import rule
-from flopmeter.trace.recorder import _handling
+from flopmeter.records import Call, TensorSpec
+from flopmeter.trace.recorder import _handling, is_composite
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten
@@ -40,7 +41,8 @@ NEWER = ("_cudnn_attention_forward", "_cudnn_attention_backward", "_scaled_group
 
 # Not exercised: each shares its rule with ops that are, and has the same arguments.
 NOT_REACHED = {
-    "aten._flash_attention_forward_no_dropout_inplace", "aten._sample_dirichlet",
+    "aten._flash_attention_forward_no_dropout_inplace", "aten._reshape_alias_copy", "aten._sample_dirichlet",
+    "aten.lift_fresh_copy",
     "aten._standard_gamma", "aten._unique", "aten.native_channel_shuffle", "aten._foreach_zero",
     "aten._foreach_powsum", "aten.bincount", "aten.binomial", "aten.poisson", "aten.unique_dim",
 }  # fmt: skip
@@ -114,3 +116,27 @@ def test_every_foreach_op_has_a_rule():
 def test_an_op_has_one_rule():
     with pytest.raises(ValueError, match="has a rule already"):
         rule(aten.mm)(lambda call: ())
+
+
+def test_every_op_in_place_whose_functional_form_torch_tags_as_pointwise_has_a_rule():
+    """Torch does not tag all forms in place: gcd_, lcm_ and abs_ are not."""
+    number = TensorSpec((4,), (1,), torch.float32, 0, 0, "meta")
+    schemas = (schema.name.partition("::") for schema in torch._C._jit_get_all_schemas())
+    names = {name for namespace, _, name in schemas if namespace == "aten"}
+    forms = [name for name in names if name.endswith("_") and not name.endswith("__") and name[:-1] in names]
+    checked, uncovered = 0, set()
+    for name in forms:
+        if not any(torch.Tag.pointwise in form.tags for form in overloads_of(name[:-1])):
+            continue
+        for form in overloads_of(name):
+            if not is_composite(form):
+                checked += 1
+                if find_rule(Call(form, (), {}, (number,), (number,))) is None:
+                    uncovered.add(str(form))
+    assert uncovered == set()
+    assert checked > 100
+
+
+def overloads_of(name: str) -> list[OpOverload]:
+    packet = getattr(aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads() if overload != "t"]  # TorchScript's lists

@@ -254,3 +254,21 @@ def test_an_all_reduce_knows_whether_the_switch_can_add_its_numbers(dtype, is_ad
         dist.all_reduce(torch.empty(64, dtype=dtype, device="meta"))
     (kernel,) = kernels_of(meter.trace)
     assert kernel.cost.collective.adds_in_switch == is_added
+
+
+@pytest.mark.parametrize(("per_node", "rank", "devices", "current"), [(2, 3, 2, 1), (4, 3, 4, 3), (None, 11, 8, 3)])
+def test_the_module_of_the_device_answers_as_torch_cuda_does_on_a_node_of_so_many(per_node, rank, devices, current):
+    with world(12, gpus_per_node=per_node, rank=rank):
+        module = torch.get_device_module("meta")
+        for name in vars(module).keys() - {"gpus_per_node"}:
+            names = {"MetaEvent": "Event", "MetaStream": "Stream"}
+            assert hasattr(torch.cuda, names.get(name, name)), name
+        assert module.is_available()
+        assert module.is_initialized()
+        assert (module.device_count(), module.current_device()) == (devices, current)
+        module.set_device(0)
+        module.synchronize()
+        assert module.current_device() == current
+        with module.stream(module.Stream()) as _:
+            assert module.current_stream() != module.default_stream()
+        assert module.current_stream() == module.default_stream()

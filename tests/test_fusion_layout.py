@@ -60,3 +60,18 @@ def test_grouped_convolutions_stay_as_they_are_since_inductor_found_them_slower(
     with torch.device("meta"):
         model = nn.Conv2d(128, 128, 3, groups=4)
     assert compiled(model, 8, 128, 20, 20)[0] == [False]
+
+
+def followed_by(count, make):
+    """A convolution of 128 channels, and so many ops after it: inductor converts it by itself."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(128, 128, 3, bias=False), *(make() for _ in range(count))).eval()
+    return compiled(model, 8, 128, 20, 20)[0]
+
+
+def test_a_graph_of_many_nodes_for_each_convolution_is_not_worth_a_conversion():
+    """300 nodes for one: a normalization is nine of them, another op one (see layout.py), and the input is made."""
+    assert followed_by(297, nn.Tanh) == [True]
+    assert followed_by(298, nn.Tanh) == [False]
+    assert followed_by(33, lambda: nn.BatchNorm2d(128)) == [True]  # 2 + 33·9 = 299
+    assert followed_by(34, lambda: nn.BatchNorm2d(128)) == [False]

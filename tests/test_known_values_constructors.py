@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flopmeter import FlopMeter
+from flopmeter import DataDependentError, FlopMeter
 
 MADE = {
     "rounded down by its type": lambda: torch.tensor(1.9, dtype=torch.int64),
@@ -29,3 +29,29 @@ def test_a_tensor_that_is_made_on_meta_holds_what_it_would_on_the_cpu(name):
         assert made.dtype is true.dtype
         assert made.numpy().tolist() == true.tolist()
         assert made.numpy().dtype == true.numpy().dtype
+
+
+def test_a_weight_that_becomes_whole_numbers_on_meta_is_known():
+    """A weight's own numbers are not kept: nothing but a cast to integers asks for them."""
+    weight = torch.nn.Parameter(torch.tensor([2.9, 3.1]))
+    with FlopMeter():
+        assert weight.to("meta", torch.int64).tolist() == [2, 3]
+        with pytest.raises(DataDependentError):
+            weight.to("meta", torch.float64).tolist()
+
+
+def test_a_share_of_a_mask_is_assumed_where_it_is_small_and_no_part_of_another():
+    few, many, part = (torch.empty(size, dtype=torch.bool, device="meta") for size in (8, 1 << 26, 8))
+    with FlopMeter(mask_fraction=0.5):
+        assert few.nonzero().shape == (4, 1)
+        for mask in (many, part[::2]):
+            with pytest.raises(DataDependentError):
+                mask.nonzero()
+
+
+def test_values_are_kept_on_the_cpu_whatever_the_programs_own_device_is():
+    with FlopMeter():
+        kept = torch.tensor([3, 4, 5]).to("meta")
+        with torch.device("meta"):
+            assert kept[1:].tolist() == [4, 5]
+            assert (kept.view(3, 1) + kept)[2].tolist() == [8, 9, 10]

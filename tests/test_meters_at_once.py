@@ -76,6 +76,30 @@ def test_ops_of_thread_pools_are_counted_whenever_the_pool_was_made() -> None:
         assert notes(meter) == lost(2 + 6 + 2)
 
 
+def test_an_optimizer_that_steps_in_another_thread_is_none_of_the_metered_program() -> None:
+    """Its parameters and its state are not in the memory of the thread that is metered."""
+    own, other = (torch.nn.Linear(4, 4, device="meta") for _ in range(2))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in (own, other)]
+
+    def step(layer: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        layer(X).sum().backward()
+        optimizer.step()
+
+    def held(*programs: Callable[[], None]) -> dict[str, int]:
+        with FlopMeter() as meter:
+            for program in programs:
+                program()
+        return dict(meter.report().memory.at_peak)
+
+    def in_a_thread() -> None:
+        run_in(threading.Thread(target=step, args=(other, optimizers[1])))
+
+    step(own, optimizers[0])
+    alone = held(lambda: step(own, optimizers[0]))
+    assert held(lambda: step(own, optimizers[0]), in_a_thread) == alone
+    assert alone["parameters"] == 4 * (16 + 4)
+
+
 def test_nothing_stays_on_threads_and_pools_after_the_meter() -> None:
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
     with ThreadPoolExecutor(1) as pool:

@@ -55,3 +55,8 @@ def test_a_shell_shows_a_report_and_what_it_is_made_of_in_one_line():
     for shown in (repr(report), repr(meter.trace), repr(report.memory)):
         assert "\n" not in shown
         assert len(shown) < 200
+
+
+def test_a_record_of_memory_is_one_short_line_in_a_shell():
+    memory = step().report().memory
+    assert repr(memory) == f"Memory(steps={memory.steps})"

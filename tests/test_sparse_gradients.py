@@ -142,3 +142,29 @@ def test_outside_of_the_meter_nothing_of_it_is_left():
     report(step(OPTIMIZERS["sparse adam"]))
     assert torch.Tensor.new is inherited
     assert "new" not in vars(torch.Tensor)
+
+
+def sparse(rows: int, dtype: torch.dtype) -> torch.Tensor:
+    indices, values = torch.zeros(1, rows, dtype=torch.long, device="meta"), torch.empty(rows, 4, device="meta")
+    return torch.sparse_coo_tensor(indices, values.to(dtype), (100, 4), check_invariants=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sparse_tensors_on_meta_keep_their_type_and_know_whether_they_are_coalesced(dtype):
+    """As torch documents them: coalesce() gives a coalesced tensor, a sum of two is not, a copy is what it copies."""
+    with FlopMeter("h100-sxm5-80gb"):
+        gradient = sparse(7, dtype)
+        joined, dense = gradient.coalesce(), torch.empty(100, 4, dtype=dtype, device="meta")
+        made = {
+            "joined": (joined, True), "copied": (joined.clone(), True), "its copy": (gradient.clone(), False),
+            "sum": (joined + joined, False), "masked": (dense.sparse_mask(joined), True),
+        }  # fmt: skip
+        for name, (tensor, is_coalesced) in made.items():
+            assert (tensor.dtype, tensor.is_coalesced()) == (dtype, is_coalesced), name
+            assert (tensor._values().dtype, tensor.shape) == (dtype, (100, 4)), name
+
+
+@pytest.mark.parametrize(("dtype", "real_operations"), [(torch.float32, 1), (torch.complex64, 2)])
+def test_coalescing_adds_each_value_to_those_of_its_index(dtype, real_operations):
+    (joined,) = costs(report(lambda: sparse(7, dtype).coalesce()), "_coalesce")
+    assert joined.flops == 7 * 4 * real_operations

@@ -1,5 +1,7 @@
 """The launch timeline: the host enqueues, the device follows, some kernels make the host wait."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -119,6 +121,18 @@ def test_the_host_of_a_profile_sends_the_kernels_unless_the_caller_names_another
     assert meter.report(hardware=A100).seconds < 0.002
     assert what_if(meter.report()).speedup["overhead"] == pytest.approx(2, rel=0.01)
     assert metered(program, slow).seconds == pytest.approx(100 * (HOST.launch_seconds + HOST.view_seconds), rel=0.01)
+
+
+def test_from_one_node_of_a_graph_to_the_next_the_device_needs_its_time_or_the_kernels_own():
+    """A copy's time is that of its bytes: 2·4·n / bandwidth. A kernel takes its time and the floor, 0.2 us here, or 1.2
+    us where that is more."""
+    quick = replace(A100, kernel_floor_us=0.2)
+    for n in (16, 1 << 14, 1 << 17, 1 << 22):
+        with torch.inference_mode(), FlopMeter(quick, host=HOST) as meter:
+            torch.add(meta(n), 1)
+        (timing,) = meter.report(mode="eager-cudagraph").timings
+        assert timing.compute_seconds < timing.work_seconds
+        assert timing.seconds == pytest.approx(max(timing.work_seconds + 0.2e-6, 1.2e-6), rel=1e-9)
 
 
 # --- what the host spends ------------------------------------------------------------------------------------------

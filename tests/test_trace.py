@@ -385,3 +385,18 @@ def test_inference_mode_changes_neither_module_paths_nor_lifetimes():
     plain, inference = record(torch.no_grad), record(torch.inference_mode)
     assert [(op.call.name, op.module) for op in inference.ops] == [(op.call.name, op.module) for op in plain.ops]
     assert inference.storages == plain.storages
+
+
+@pytest.mark.parametrize("switch", ["tf32 of matmuls", "tf32 of convolutions", "fp16 accumulation"])
+def test_a_trace_has_the_switches_that_the_program_set(switch):
+    """torch.backends' own, each by itself."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32, matmul.allow_fp16_accumulation
+    try:
+        matmul.allow_tf32, matmul.allow_fp16_accumulation = switch == "tf32 of matmuls", switch == "fp16 accumulation"
+        with torch.backends.cudnn.flags(allow_tf32=switch == "tf32 of convolutions"), Recorder() as recorder:
+            torch.add(torch.empty(2, device="meta"), 1)
+    finally:
+        matmul.allow_tf32, matmul.allow_fp16_accumulation = before
+    names = ("tf32 of matmuls", "tf32 of convolutions", "fp16 accumulation")
+    assert tuple(recorder.trace.switches) == tuple(name == switch for name in names)

@@ -9,7 +9,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flopmeter import FlopMeter
-from flopmeter.records import ATTENTION
+from flopmeter.records import ATTENTION, MOVEMENT
 
 HEADS, HEAD = 4, 64
 
@@ -46,6 +46,12 @@ def test_that_sequences_are_taken_to_be_of_one_length_is_told():
     with FlopMeter("a100-sxm4-80gb") as meter:
         torch.empty(2, 2, device="meta") + 1
     assert not any("packed" in note for note in meter.report().notes)
+
+
+def test_a_forward_pass_fills_the_state_of_the_random_numbers_and_nothing_else():
+    """Two numbers of 64 bits that dropout would draw from."""
+    _, fill = costs_in(lambda: packed([100, 20, 8]))
+    assert (fill.op_class, fill.bytes_read, fill.bytes_written) == (MOVEMENT, 0, 2 * 8)
 
 
 @pytest.mark.parametrize("lengths", [[128, 128], [100, 60], [100, 1], [7, 7, 7]])

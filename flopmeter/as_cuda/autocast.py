@@ -321,8 +321,6 @@ def _widest(values: Any) -> torch.dtype:
 
 
 def _set_dtype(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    if not is_eligible(args[0]):
-        return args, kwargs
     if len(args) > position:
         dtype = torch.float32 if args[position] is None else args[position]
         return (*args[:position], dtype, *args[position + 1 :]), kwargs

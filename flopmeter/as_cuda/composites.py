@@ -43,7 +43,7 @@ def install(scope: Scope) -> None:
     scope.override(aten.softmax.int, _half_to_float(aten.softmax.int, aten._softmax.default))
     scope.override(aten.log_softmax.int, _half_to_float(aten.log_softmax.int, aten._log_softmax.default))
     if dispatcher.running_version() >= LAYER_NORM_REFUSES_MIXED_TYPES:
-        scope.override(aten.layer_norm.default, layer_norm, vmap_key=None)
+        scope.override(aten.layer_norm.default, layer_norm)
     scope.override(aten.batch_norm.default, batch_norm, vmap_key=None)  # vmap: no memory-format query there
 
 

@@ -80,9 +80,7 @@ def kernels_of(trace: Trace, *, strict: bool = False) -> list[Kernel]:
         if op.call.func is _DIVIDE and _divides_fresh_mask(previous, op):
             launched = tuple(replace(cost, flops_by_class=((cost.op_class, 0),)) for cost in launched)
         previous = op
-        if not launched:
-            views += 1
-            continue
+        views += not launched
         for cost in launched:
             kernels.append(Kernel((op,), cost, views, module_calls - calls_seen))
             views, calls_seen = 0, module_calls
@@ -144,7 +142,7 @@ def _runs_on(device: str, call: Call) -> bool:
 def _divides_fresh_mask(previous: Op | None, op: Op) -> bool:
     """Whether this is the middle of a dropout that arrives as bernoulli_, div_ and mul, as on the CPU: the
     multiply alone counts, so that dropout is 1 FLOP an element on every device."""
-    return previous is not None and previous.call.func is _DRAW and previous.storages[0] == op.storages[0]
+    return previous is not None and previous.call.func is _DRAW and previous.storages == op.storages
 
 
 def _how_to_add(call: Call) -> str:

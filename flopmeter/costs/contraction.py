@@ -65,7 +65,7 @@ def addmv(call: Call) -> Cost:
 @rule(aten.dot, aten.vdot)
 def dot(call: Call) -> Cost:
     """[k] · [k]."""
-    return make_contraction(call, [Matmul(1, 1, 1, call.inputs[0].numel)])
+    return make_contraction(call, [Matmul(1, 1, 1, call.argument("self").numel)])
 
 
 @rule(aten.addr, aten.addr_)

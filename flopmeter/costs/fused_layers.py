@@ -67,7 +67,7 @@ def multi_head_attention(call: Call) -> tuple[Cost, ...]:
 def transformer_encoder_layer(call: Call) -> tuple[Cost, ...]:
     """Attention, residual, norm, two products with the activation in the first one's epilogue, residual, norm
     (norms first where `norm_first`: the same kernels)."""
-    x, hidden = call.inputs[0], call.argument("ffn_weight_1").shape[0]
+    x, hidden = call.argument("src"), call.argument("ffn_weight_1").shape[0]
     if len(x.shape) == 2:  # unbatched
         x = x._replace(shape=(1, *x.shape))
     layer = _Layer(call, x.shape[0], x.shape[1], x.shape[1], x.shape[2], call.argument("num_heads"), x.dtype.itemsize)
@@ -85,7 +85,7 @@ def transformer_encoder_layer(call: Call) -> tuple[Cost, ...]:
 @rule(aten._masked_softmax)
 def masked_softmax(call: Call) -> Cost:
     """Softmax (4) of what the mask leaves."""
-    n = call.inputs[0].numel
+    n = call.argument("self").numel
     return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n)
 
 
@@ -121,7 +121,6 @@ def _fused(layer: _Layer) -> Cost:
         "flash" if layer.itemsize == 2 else "efficient",
         AttentionShape(layer.batch, layer.heads, layer.heads, layer.queries, layer.keys, head_dim, head_dim),
         read=touched * (layer.queries + 2 * layer.keys),
-        written=touched * layer.queries,
     )
 
 

@@ -61,7 +61,7 @@ def embedding_bag(call: Call) -> Cost:
 @rule(aten._embedding_bag_backward, aten._embedding_bag_dense_backward)
 def embedding_bag_backward(call: Call) -> Cost:
     """Zeros for the table, then the bag's gradient added to each row that went in, weighted or divided."""
-    grad, indices, (table,) = call.inputs[0], call.inputs[1], call.outputs
+    (grad, indices, *_), (table,) = call.inputs, call.outputs
     weights, mode = call.argument("per_sample_weights"), call.argument("mode")
     elements = (grad.shape[0] if mode == 2 else indices.numel) * table.shape[1]
     rows = _rows(elements, table)
@@ -206,8 +206,7 @@ def _indexed_elements(call: Call) -> int:
 
 
 _ALWAYS_ACCUMULATE = (
-    aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
-    aten.index_reduce, aten.index_reduce_, aten._unsafe_masked_index_put_accumulate,
+    aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten._unsafe_masked_index_put_accumulate,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from math import log2, prod
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.rules import make_cost, rule
-from flopmeter.records import CONTRACTION, MOVEMENT, Call, Cost, Region, TensorSpec
+from flopmeter.records import CONTRACTION, MOVEMENT, Call, Cost, Region
 from flopmeter.torch_names.operators import aten
 
 
@@ -77,20 +77,20 @@ _PER_MATRIX: dict[OpOverloadPacket, Callable[[int, int], int]] = {
 @rule(*_PER_MATRIX)
 def factorization(call: Call) -> Cost:
     """So many operations for each matrix of the batch, by the table."""
-    return _batched(call, call.inputs[0], _PER_MATRIX[call.func.overloadpacket])
+    return _batched(call, _PER_MATRIX[call.func.overloadpacket])
 
 
 @rule(aten._linalg_eigh)
 def eigh(call: Call) -> Cost:
     """Eigenvalues of symmetric matrices, with the vectors where they are asked for."""
-    return _batched(call, call.inputs[0], lambda _, n: eigh_flops(n, vectors=call.argument("compute_v")))
+    return _batched(call, lambda _, n: eigh_flops(n, vectors=call.argument("compute_v")))
 
 
 @rule(aten._linalg_svd)
 def svd(call: Call) -> Cost:
     """Singular values; with vectors, the reduced or the full U."""
     vectors, full = call.argument("compute_uv"), call.argument("full_matrices")
-    return _batched(call, call.inputs[0], lambda m, n: svd_flops(m, n, vectors=vectors, full=full))
+    return _batched(call, lambda m, n: svd_flops(m, n, vectors=vectors, full=full))
 
 
 @rule(aten.linalg_pinv)
@@ -102,7 +102,7 @@ def pinv(call: Call) -> Cost:
         decomposed = eigh_flops(n, vectors=True) if symmetric else svd_flops(m, n, vectors=True)
         return decomposed + 2 * m * n * min(m, n)
 
-    return _batched(call, call.inputs[0], flops)
+    return _batched(call, flops)
 
 
 @rule(aten.linalg_qr)
@@ -115,30 +115,30 @@ def qr(call: Call) -> Cost:
         columns = {"reduced": short, "complete": m, "r": 0}[mode]
         return qr_flops(m, n) + (form_q_flops(m, columns, short) if columns else 0)
 
-    return _batched(call, call.inputs[0], flops)
+    return _batched(call, flops)
 
 
 @rule(aten.linalg_householder_product)
 def householder_product(call: Call) -> Cost:
     """Q from its reflectors (L41 orgqr)."""
     reflectors = call.inputs[1].shape[-1]
-    return _batched(call, call.inputs[0], lambda m, n: form_q_flops(m, n, reflectors))
+    return _batched(call, lambda m, n: form_q_flops(m, n, reflectors))
 
 
 @rule(aten.ormqr)
 def ormqr(call: Call) -> Cost:
     """Q @ C or C @ Q from the reflectors of Q (L41 ormqr): 4mnk - 2k²·(m on the left, n on the right gives n, m)."""
     k, is_left = call.inputs[1].shape[-1], call.argument("left")
-    return _batched(call, call.inputs[2], lambda m, n: 4 * m * n * k - 2 * k**2 * (n if is_left else m))
+    return _batched(call, lambda m, n: 4 * m * n * k - 2 * k**2 * (n if is_left else m), position=2)
 
 
 @rule(aten.linalg_lstsq)
 def lstsq(call: Call) -> Cost:
     """By QR: factor, apply Q^T to each right side (4mn - 2n²) and substitute back (n²)."""
-    *_, m, n = call.inputs[0].shape
-    right_sides = call.inputs[1].numel // max(m * prod(call.inputs[0].shape[:-2]), 1)
+    *batch, m, n = call.inputs[0].shape
+    right_sides = call.inputs[1].numel // max(m * prod(batch), 1)
     each = 4 * m * n - 2 * min(m, n) ** 2 + min(m, n) ** 2
-    return _batched(call, call.inputs[0], lambda m, n: qr_flops(m, n) + each * right_sides)
+    return _batched(call, lambda m, n: qr_flops(m, n) + each * right_sides)
 
 
 # Where the solution comes back as the first output: (position of the matrix, triangular passes).
@@ -161,7 +161,7 @@ def solve(call: Call) -> Cost:
 @rule(aten._linalg_solve_ex)
 def solve_ex(call: Call) -> Cost:
     """Factor each matrix, then two triangular passes for each right side."""
-    *batch, n, _ = call.inputs[0].shape
+    *batch, n, _ = call.argument("A").shape
     return _library(call, prod(batch) * lu_flops(n, n) + 2 * n * call.outputs[0].numel)
 
 
@@ -174,14 +174,15 @@ def lu_unpack(call: Call) -> Cost:
 @rule(aten._linalg_check_errors)
 def check_errors(call: Call) -> Cost:
     """One status per matrix copied to the host, which waits for it."""
-    return make_cost(call, MOVEMENT, written=(Region(None, call.inputs[0].nbytes),))
+    (info,) = call.inputs
+    return make_cost(call, MOVEMENT, written=(Region(None, info.nbytes),))
 
 
 @rule(aten._fft_c2c, aten._fft_r2c, aten._fft_c2r)
 def fourier_transform(call: Call) -> Cost:
     """5·N·log2 N for N complex points (radix-2 Cooley-Tukey, FFTW's convention for rates), half of that for
     real ones; a normalized transform multiplies each real number of its output once more."""
-    x, out = call.inputs[0], call.outputs[0]
+    (x,), (out,) = call.inputs, call.outputs
     is_complex = call.func.overloadpacket is aten._fft_c2c
     points = out if call.func.overloadpacket is aten._fft_c2r else x  # all of them, not half a spectrum
     length = prod(points.shape[dim] for dim in call.argument("dim"))
@@ -191,8 +192,9 @@ def fourier_transform(call: Call) -> Cost:
     return make_cost(call, CONTRACTION, flops + scaled, fused_multiply_add=True, complex_factor=1)
 
 
-def _batched(call: Call, matrices: TensorSpec, flops: Callable[[int, int], int]) -> Cost:
-    *batch, m, n = matrices.shape
+def _batched(call: Call, flops: Callable[[int, int], int], *, position: int = 0) -> Cost:
+    """So many operations for each m x n matrix of the operand at that position."""
+    *batch, m, n = call.inputs[position].shape
     return _library(call, prod(batch) * flops(m, n))
 
 

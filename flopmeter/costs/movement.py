@@ -59,7 +59,7 @@ def rearrange(call: Call) -> Cost:
 @rule(aten.im2col)
 def im2col(call: Call) -> Cost:
     """Reads what the windows cover, and writes it once for each of them."""
-    x = call.inputs[0]
+    (x,) = call.inputs
     options = [call.argument(name) for name in ("kernel_size", "stride", "padding", "dilation")]
     windows = [
         (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
@@ -71,7 +71,7 @@ def im2col(call: Call) -> Cost:
 @rule(aten.tril, aten.triu, aten.tril_, aten.triu_)
 def triangle(call: Call) -> Cost:
     """Reads what it keeps, writes all: zeros in place of the rest. In place what it keeps stays as it is."""
-    x, (out,) = call.inputs[0], call.outputs
+    (x,), (out,) = call.inputs, call.outputs
     *batch, rows, columns = x.shape
     is_lower = call.func.overloadpacket in (aten.tril, aten.tril_)
     first = call.argument("diagonal") + is_lower  # columns of the first row below the diagonal; one more in each row
@@ -99,11 +99,12 @@ def cat(call: Call) -> Cost:
     aten.alias_copy, aten.as_strided_copy, aten.detach_copy, aten.diagonal_copy, aten.expand_copy, aten.narrow_copy,
     aten.permute_copy, aten.select_copy, aten.slice_copy, aten.split_copy, aten.split_with_sizes_copy,
     aten.squeeze_copy, aten.t_copy, aten.transpose_copy, aten.unbind_copy, aten.unfold_copy, aten.unsqueeze_copy,
-    aten.view_copy, aten.view_as_complex_copy, aten.view_as_real_copy,
+    aten.view_copy, aten.view_as_complex_copy, aten.view_as_real_copy, aten._reshape_alias_copy,
+    aten.lift_fresh_copy,
 )  # fmt: skip
 def view_copy(call: Call) -> Cost:
     """A view and a copy of it: reads no more than it writes, and an expanded tensor at its base size."""
-    x, written = call.inputs[0], sum(spec.nbytes for spec in call.outputs)
+    (x,), written = call.inputs, sum(spec.nbytes for spec in call.outputs)
     return make_cost(call, MOVEMENT, read=(Region(x, min(x.nbytes, written)),))
 
 
@@ -115,7 +116,7 @@ def _part_of(whole: TensorSpec, part: TensorSpec) -> Region:
 @rule(aten.slice_backward, aten.select_backward, aten.diagonal_backward, aten.unfold_backward)
 def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """The gradient of a view: a tensor of zeros, then the gradient copied into its part."""
-    grad, (out,) = call.inputs[0], call.outputs
+    (grad,), (out,) = call.inputs, call.outputs
     placed = make_cost(call, MOVEMENT, read=(grad,), written=(_part_of(out, grad),))
     return (make_cost(call, MOVEMENT, read=()), placed)
 
@@ -181,4 +182,5 @@ def sorting(call: Call) -> Cost:
 @rule(aten._local_scalar_dense)
 def item(call: Call) -> Cost:
     """One element copied to the host, which waits for it."""
-    return make_cost(call, MOVEMENT, written=(Region(None, call.inputs[0].nbytes),))
+    (element,) = call.inputs
+    return make_cost(call, MOVEMENT, written=(Region(None, element.nbytes),))

@@ -38,7 +38,7 @@ WELFORD_OPERATIONS = 10
 @rule(aten._softmax, aten._log_softmax)
 def softmax(call: Call) -> Cost:
     """Subtract the maximum, exp, sum, divide (log: subtract the logarithm): 4; the maximum is 0."""
-    x = call.inputs[0]
+    (x,) = call.inputs
     return make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, rereads=_softmax_rereads(call, x, 2))
 
 
@@ -46,7 +46,7 @@ def softmax(call: Call) -> Cost:
 def safe_softmax(call: Call) -> Cost:
     """Softmax whose fully masked rows become 0. CUDA runs it as softmax, then eq, all and where:
     x is read by the softmax and by eq, the result read and written again by where."""
-    x, out = call.inputs[0], call.outputs[0]
+    (x,), (out,) = call.inputs, call.outputs
     again, mask_bytes = x.nbytes + out.nbytes, x.numel
     return make_cost(
         call,
@@ -61,7 +61,7 @@ def safe_softmax(call: Call) -> Cost:
 @rule(aten._softmax_backward_data, aten._log_softmax_backward_data)
 def softmax_backward(call: Call) -> Cost:
     """y·dy, its sum, subtract, multiply: 4 (log: sum of dy, exp, multiply, subtract)."""
-    grad = call.inputs[0]
+    grad = call.argument("grad_output")
     n = grad.numel
     is_log = call.func.overloadpacket is aten._log_softmax_backward_data
     rereads = _softmax_rereads(call, grad, 2)  # of the gradient and of the output
@@ -144,7 +144,8 @@ def batch_norm_backward(call: Call) -> Cost:
 @rule(aten.batch_norm_stats)
 def batch_norm_stats(call: Call) -> Cost:
     """Of nn.SyncBatchNorm, as are the next three: sum 1, sum of squares 2, for each channel."""
-    return make_cost(call, NORMALIZATION, 3 * call.inputs[0].numel)
+    (x,) = call.inputs
+    return make_cost(call, NORMALIZATION, 3 * x.numel)
 
 
 @rule(aten.batch_norm_elemt)

@@ -60,7 +60,7 @@ _FUNCTIONS = _words("""
 """)
 
 _FORMULAS = {
-    **dict.fromkeys(("abs", "gcd", "lcm"), ONE),  # torch does not tag their in-place forms
+    **dict.fromkeys(("abs_", "gcd_", "lcm_"), ONE),  # torch tags only their functional forms
     "sigmoid": PerElement(4, 1),  # 1 / (1 + exp(-x))
     "sigmoid_backward": PerElement(3),  # dy * (1 - y) * y
     "tanh_backward": PerElement(3),  # dy * (1 - y*y)
@@ -243,7 +243,8 @@ def polar(call: Call) -> Cost:
 @rule(aten.renorm, aten.renorm_)
 def renorm(call: Call) -> Cost:
     """The norm of each slice (2 an element) and, in a second pass, its scale (1)."""
-    return make_cost(call, ELEMENTWISE, 3 * call.inputs[0].numel, fused_multiply_add=True)
+    (x,) = call.inputs
+    return make_cost(call, ELEMENTWISE, 3 * x.numel, fused_multiply_add=True)
 
 
 @rule(aten._weight_norm_interface)

@@ -124,7 +124,8 @@ def _pooled(call: Call, dims: int, dilation: Sequence[int]) -> TensorSpec:
     """As much of the input as the windows of a pooling cover; without a stride they lie side by side."""
     kernel, stride, padding = (_numbers(call.argument(name)) for name in ("kernel_size", "stride", "padding"))
     windows = call.outputs[0].shape[-dims:]
-    return covered(call.inputs[0], windows, kernel, stride or kernel, padding, _numbers(dilation))
+    (x,) = call.inputs
+    return covered(x, windows, kernel, stride or kernel, padding, _numbers(dilation))
 
 
 def _numbers(value: int | Sequence[int]) -> Sequence[int]:
@@ -213,7 +214,8 @@ def cdist_backward(call: Call) -> Cost:
 def pdist(call: Call) -> Cost:
     """The pairs i < j of the rows of one matrix."""
     (out,) = call.outputs
-    return _distances(call, out.numel * call.inputs[0].shape[-1], out.numel)
+    (x,) = call.inputs
+    return _distances(call, out.numel * x.shape[-1], out.numel)
 
 
 @rule(aten._pdist_backward)

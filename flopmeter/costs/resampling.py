@@ -36,7 +36,7 @@ def upsample(call: Call) -> Cost:
     (2 + 1)·3 = 9."""
     taps, axes = _UPSAMPLERS[call.func.overloadpacket]
     lines = sum(taps**axis for axis in range(axes))
-    x, (out,) = call.inputs[0], call.outputs
+    (x,), (out,) = call.inputs, call.outputs
     sizes = [min(before, taps * after) for before, after in zip(x.shape[-axes:], out.shape[-axes:], strict=True)]
     read = x._replace(shape=(*x.shape[:-axes], *sizes))
     return make_cost(call, REDUCTION, (2 * taps - 1) * lines * out.numel, read=(read,))
@@ -48,7 +48,7 @@ def upsample(call: Call) -> Cost:
 )  # fmt: skip
 def nearest(call: Call) -> Cost:
     """A copy of one input for each output: where there are fewer outputs, of so many."""
-    x, (out,) = call.inputs[0], call.outputs
+    (x,), (out,) = call.inputs, call.outputs
     sizes = map(min, x.shape, out.shape)
     return make_cost(call, MOVEMENT, read=(x._replace(shape=tuple(sizes)),))
 
@@ -57,7 +57,8 @@ def nearest(call: Call) -> Cost:
 def upsample_backward(call: Call) -> Cost:
     """Each gradient times each tap's weight is added to that tap: 2."""
     taps, axes = _GRADIENTS[call.func.overloadpacket]
-    return make_cost(call, REDUCTION, 2 * taps**axes * call.inputs[0].numel)
+    (grad,) = call.inputs
+    return make_cost(call, REDUCTION, 2 * taps**axes * grad.numel)
 
 
 _SUPPORT = {
@@ -69,7 +70,7 @@ _SUPPORT = {
 @rule(*_SUPPORT)
 def antialiased(call: Call) -> Cost:
     """A multiply-add per tap: twice the filter's support in each axis, stretched by the factor of reduction."""
-    small, large = call.inputs[0], call.outputs[0]
+    (small,), (large,) = call.inputs, call.outputs
     is_backward = call.func.overloadpacket in (
         aten._upsample_bilinear2d_aa_backward,
         aten._upsample_bicubic2d_aa_backward,

@@ -161,7 +161,7 @@ def make_contraction(
     products = tuple(matmuls)
     if not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs):
         return make_cost(call, UNCOUNTED, read=read, written=written)
-    per_mac = 4 if call.inputs[0].dtype.is_complex else 1
+    per_mac = 4 if is_complex(call) else 1
     macs = per_mac * sum(p.batch * p.m * p.n * p.k for p in products)
     reads, writes = _touched(call, read, written)
     return Cost(
@@ -227,11 +227,10 @@ def make_attention(
     masked_flops: int = 0,
     recomputed_flops: int = 0,
     read: Touched | None = None,
-    written: Touched | None = None,
 ) -> Cost:
     """Fused attention: its products, whose kernel it is, and what it works on."""
     return make_contraction(
-        call, matmuls, op_class=ATTENTION, read=read, written=written, attention=backend, attention_shape=shape,
+        call, matmuls, op_class=ATTENTION, read=read, attention=backend, attention_shape=shape,
         masked_flops=masked_flops, recomputed_flops=recomputed_flops,
     )  # fmt: skip
 

@@ -77,8 +77,6 @@ def _nbytes(group: list[TensorSpec]) -> int:
 
 def _extent(spec: TensorSpec, units: int) -> Extent:
     """The region of a tensor whose elements are of so many units."""
-    if units == 1:
-        return Extent(spec.offset, dims_of(spec.shape, spec.stride))
     strides = tuple(units * stride for stride in spec.stride)
     return Extent(units * spec.offset, dims_of((*spec.shape, units), (*strides, 1)))
 
@@ -89,7 +87,7 @@ def regions(call: Call) -> tuple[Set[TensorSpec], Set[TensorSpec]]:
     written: dict[TensorSpec, None] = {}
     roles = argument_roles(call.func)
     for name, value in _arguments(call):
-        is_read, is_written = roles.get(name, (True, False))
+        is_read, is_written = roles[name]
         specs = dict.fromkeys(_specs(value))
         if is_read:
             read |= specs

@@ -46,7 +46,7 @@ VARLEN: dict[str, Rule] = {
 
 def packed_notes(kernels: Iterable[Kernel]) -> list[str]:
     """What is assumed of the lengths of packed sequences, which are data."""
-    calls = {kernel.ops[0].call for kernel in kernels if kernel.cost.op_class == ATTENTION}
+    calls = {kernel.op.call for kernel in kernels if kernel.cost.op_class == ATTENTION}
     names = sorted({call.name for call in calls if any(_given(call, name) is not None for name in _STARTS)})
     return [f"assumed: sequences packed for {', '.join(names)} are all as long as the longest"] if names else []
 

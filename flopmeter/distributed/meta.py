@@ -52,9 +52,16 @@ def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
             *(mock.patch.object(kind, "wait", _heard_wait(kind.wait)) for kind in (private.FakeWork, private.Work)),
             mock.patch.object(torch.UntypedStorage, "resize_", _heard_resize(torch.UntypedStorage.resize_)),
         )
+        undo.callback(_forget_device_module)
         for patch in patches:
             undo.enter_context(patch)
         yield
+
+
+def _forget_device_module() -> None:
+    """torch remembers the module of a device type that it was asked for; the next world has another."""
+    if hasattr(torch.get_device_module, "cache_clear"):
+        torch.get_device_module.cache_clear()
 
 
 def _all_reduce(tensors: list[Tensor], *args: Any) -> tuple[list[Tensor], torch.ScriptObject]:

@@ -119,7 +119,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _group(value: Any) -> Any:
     if isinstance(value, str):
         return resolve_group(value)
-    return torch.distributed.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else value
+    return torch.distributed.ProcessGroup.unbox(value)
 
 
 # --- laws

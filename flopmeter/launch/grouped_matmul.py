@@ -45,7 +45,7 @@ def _has_kernel(cost: Cost, hardware: Hardware) -> bool:
 
 
 def _copy_of_offsets(kernel: Kernel) -> Cost:
-    call = kernel.ops[0].call
+    call = kernel.op.call
     ends = call.argument("offs")
     return make_cost(call, MOVEMENT, read=(ends,), written=(), link_bytes=ends.nbytes, blocks_host=True)
 
@@ -53,7 +53,7 @@ def _copy_of_offsets(kernel: Kernel) -> Cost:
 def _matmuls(kernel: Kernel) -> Iterator[Cost]:
     """The matmul of each group, with its part of the bytes."""
     for group in kernel.cost.matmuls:
-        yield from [_matmul(kernel.ops[0].call, kernel.cost, group._replace(batch=1))] * group.batch
+        yield from [_matmul(kernel.op.call, kernel.cost, group._replace(batch=1))] * group.batch
 
 
 def _matmul(call: Call, grouped: Cost, group: Matmul) -> Cost:

@@ -79,7 +79,7 @@ class _StreamAssignment:
     def _assign(self, kernel: Kernel, index: int) -> None:
         stream, after = self._stream(index), self._inputs_of(kernel)
         whole, number = kernel.cost.collective, len(self._placements)
-        if whole is not None and _is_async(kernel.ops[0].call):
+        if whole is not None and _is_async(kernel.op.call):
             after |= self._given_to(stream)
             stream = self._groups.setdefault(whole.ranks, -1 - len(self._groups))
         else:

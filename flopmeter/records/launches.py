@@ -16,6 +16,12 @@ class Kernel(NamedTuple):
     views: int  # views and other ops without a kernel that the host ran since the previous kernel
     module_calls: int  # module calls that the host made since the previous kernel
 
+    @property
+    def op(self) -> Op:
+        """The op that stands for the kernel: its only one, or the first of a fused kernel's. All of these belong to one
+        graph, so to one compiled region and to one pass."""
+        return self.ops[0]
+
 
 class Placement(NamedTuple):
     """The stream of a kernel, and what it waits for."""

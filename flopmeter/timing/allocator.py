@@ -48,11 +48,10 @@ def serve(lifetimes: Iterable[Lifetime], steps: int, capacity: int | None = None
     allocator = CachingAllocator(capacity)
     needed = [lifetime for lifetime in lifetimes if lifetime.nbytes]
     born: dict[int, list[int]] = {}
-    died: dict[int, list[int]] = {}
+    died: dict[int | None, list[int]] = {}
     for number, lifetime in enumerate(needed):
         born.setdefault(max(lifetime.born, 0), []).append(number)
-        if lifetime.died is not None:
-            died.setdefault(lifetime.died, []).append(number)
+        died.setdefault(lifetime.died, []).append(number)
     held: dict[int, _Piece] = {}
     for moment in range(steps + 1):
         for number in died.get(moment, ()):

@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         self._compiled_region = compiled_region
         self._regions = CompiledRegions()
         self._calls: dict[Any, _Known] = {}
-        self._handlings: dict[Any, _Handling] = {}
+        self._handlings = _Handlings(values)
         self._groups = ProcessGroups()
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._noted: WeakSet[nn.Module] = WeakSet()
@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):
             if not _is_plain(kind):
                 return NotImplemented  # let the subclass (DTensor, ...) run; its inner ops come back here
         kwargs = kwargs or {}
-        handling = self._handlings.get(func) or self._handle(func)
+        handling = self._handlings[func]
         if handling.is_host:
             return self._open(func, args, kwargs) if isinstance(func, HigherOrderOperator) else func(*args, **kwargs)
         if handling.is_composite and all(has_strides(tensor) for tensor in _tensors_in(args)):
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):
             self._explain(error, arrival)
             raise
         for func, args, kwargs in self._values.ran:  # in place of the call
-            arrival = self._meet(func, args, kwargs, self._handlings.get(func) or self._handle(func))
+            arrival = self._meet(func, args, kwargs, self._handlings[func])
         if self._values.groups is not None:
             arrival.groups = self._values.groups
             self._look_up(arrival, (arrival.key, arrival.groups))
@@ -394,13 +394,6 @@ class Recorder(TorchDispatchMode):
             return self.trace.ops[-1].module if self.trace.ops else ""
         return path
 
-    def _handle(self, func: Any) -> _Handling:
-        handling = _handling(func)
-        if self._values is not None:
-            handling = handling._replace(asks_values=rule_of(func, self._values.assume).always)
-        self._handlings[func] = handling
-        return handling
-
 
 @functools.cache
 def _is_plain(kind: type) -> bool:
@@ -430,6 +423,21 @@ def _handling(func: Any) -> _Handling:
         False,
         func.namespace in NAMESPACES,
     )
+
+
+class _Handlings(dict[Any, _Handling]):
+    """How each op is treated, found when it comes first."""
+
+    def __init__(self, values: KnownValues | None):
+        super().__init__()
+        self._values = values
+
+    def __missing__(self, func: Any) -> _Handling:
+        handling = _handling(func)
+        if self._values is not None:
+            handling = handling._replace(asks_values=rule_of(func, self._values.assume).always)
+        self[func] = handling
+        return handling
 
 
 def _wrapped(tensor: Tensor) -> Iterator[Tensor]:

@@ -2,7 +2,8 @@
 
 torch finds the shapes of results on meta in Python, which takes 10 to 500 µs an op. A second call with the same shapes
 has the same result. This holds only for ops that do nothing but return their result: not for views, not if the result
-does not fill a new storage, and not for ops of other libraries, whose kernels may do anything.
+does not fill a new storage, not for ops of other libraries, whose kernels may do anything, and not for sparse tensors,
+which differ in more than shapes (whether they are coalesced).
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ def reaches_kernel_directly() -> bool:
 
 def result_maker(func: OpOverload, inputs: Sequence[Tensor], result: Any) -> ResultMaker | None:
     """A function that makes the result for calls of the same geometry, or None. `inputs` are all tensor arguments."""
-    if not _is_cacheable(func) or not all(type(tensor) in _PLAIN and tensor.is_meta for tensor in inputs):
+    if not _is_cacheable(func) or not all(map(_is_dense_meta, inputs)):
         return None
-    storages = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout is torch.strided}
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
     return _maker(result, inputs, storages)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _is_dense_meta(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.is_meta and tensor.layout is torch.strided
 
 
 @functools.cache

@@ -125,7 +125,7 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
 def _of_library(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
     """The kernel stays as it is, but torch/_inductor/fx_passes/pad_mm.py pads products where its benchmark says so."""
     cost = kernel.cost
-    if kernel.ops[0].call.func.overloadpacket not in (aten.mm, aten.addmm, aten.bmm) or not cost.macs:
+    if kernel.op.call.func.overloadpacket not in (aten.mm, aten.addmm, aten.bmm) or not cost.macs:
         return cost
     if cost not in known:
         known[cost] = replace(cost, may_pad=True)

@@ -74,10 +74,10 @@ def flow_of(kernels: list[Kernel]) -> Flow:
     flow = Flow()
     storages: defaultdict[int, _Followed] = defaultdict(_Followed)
     facts: dict[Cost, _Facts] = {}
-    op, first = None, 0
+    firsts: dict[int, int] = {}  # by op, its first kernel
     for index, (ops, cost, _, _) in enumerate(kernels):
-        if ops[0] is not op:
-            op, first = ops[0], index
+        (op,) = ops
+        first = firsts.setdefault(id(op), index)
         known = facts.get(cost)
         if known is None:
             known = facts[cost] = _Facts(role_of(op.call, cost), _touches(cost.reads), _touches(cost.writes))

@@ -45,7 +45,7 @@ def graphs_of(kernels: list[Kernel], region: CompiledRegion = whole_program) -> 
     breaks = functools.cache(_breaks_graph)
     number, previous = -1, None
     for kernel in kernels:
-        place = None if breaks(kernel.ops[0].call.func) else _place(kernel, region)
+        place = None if breaks(kernel.op.call.func) else _place(kernel, region)
         if place is not None and place != previous:
             number += 1
         graphs.append(None if place is None else number)
@@ -54,9 +54,8 @@ def graphs_of(kernels: list[Kernel], region: CompiledRegion = whole_program) -> 
 
 
 def _place(kernel: Kernel, region: CompiledRegion) -> Hashable | None:
-    op = kernel.ops[0]
-    name = None if kernel.cost.op_class == UNCOUNTED else region(op)
-    return None if name is None else (name, "backward" if op.phase == "recompute" else op.phase)
+    name = None if kernel.cost.op_class == UNCOUNTED else region(kernel.op)
+    return None if name is None else (name, "backward" if kernel.op.phase == "recompute" else kernel.op.phase)
 
 
 def _breaks_graph(func: OpOverload) -> bool:

@@ -89,7 +89,7 @@ class Groups:
         for peer in self._flow.peers[kernel]:
             if self._are_alike(kernel, peer) and self._fits(self._flow.roles[kernel], {*partners, self.of(peer)}):
                 partners.add(self.of(peer))
-        self._unite({kernel, *partners})
+        self._unite({kernel, *partners}, level)
 
     def _edges_into(self, kernel: int) -> list[_Edge]:
         joins: dict[int, bool] = dict.fromkeys(self._flow.befores[kernel], True)
@@ -111,7 +111,7 @@ class Groups:
             first.joins_consumers
             and second.joins_producers
             and first.lists == second.lists
-            and self._kernels[before].ops[0].phase == self._kernels[after].ops[0].phase
+            and self._kernels[before].op.phase == self._kernels[after].op.phase
             and self._updated[self.of(before)] >= second.elements
         )
 
@@ -129,7 +129,7 @@ class Groups:
         role, other = self._flow.roles[kernel], self._flow.roles[peer]
         return (
             self._graphs[kernel] == self._graphs[peer]
-            and self._kernels[kernel].ops[0].phase == self._kernels[peer].ops[0].phase
+            and self._kernels[kernel].op.phase == self._kernels[peer].op.phase
             and self._level[kernel] == self._level[self.of(peer)]
             and role.joins_producers
             and other.joins_producers
@@ -143,11 +143,11 @@ class Groups:
             return len(loops) == 0 or (len(loops) == 1 and _iterates(role, loops.pop()))
         return loops <= {role.loops}
 
-    def _unite(self, groups: set[int]) -> None:
+    def _unite(self, groups: set[int], level: int) -> None:
         roots = {self.of(group) for group in groups}
         root = min(roots)
         self._loops[root] = next((self._loops[other] for other in roots if self._loops[other]), None)
-        self._level[root] = max(self._level[other] for other in roots)
+        self._level[root] = level
         self._updated[root] = min(self._updated[other] for other in roots)
         for other in roots:
             self._parent[other] = root
@@ -168,7 +168,7 @@ class Groups:
             )
             hosts = {targets[edge.after] for edge in first}
             if fits and len({self._loops[member] for member in (group, *hosts)} - {None}) <= 1:
-                self._unite({group, *hosts})
+                self._unite({group, *hosts}, level)
 
 
 def _iterates(role: Role, loops: Loops | None) -> bool:

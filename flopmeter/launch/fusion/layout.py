@@ -53,14 +53,14 @@ def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kern
     """The kernels, with the convolutions of every region that inductor converts in channels-last."""
     by_region: defaultdict[Hashable, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
-        name = region(kernel.ops[0])
-        if name is not None and kernel.ops[0].phase != "optimizer":
+        name = region(kernel.op)
+        if name is not None and kernel.op.phase != "optimizer":
             by_region[name].append(kernel)
     converted = {name for name, members in by_region.items() if _chooses_channels_last(members)}
     if not converted:
         return kernels
     costs: dict[Cost, Cost] = {}
-    return [_converted(kernel, costs) if region(kernel.ops[0]) in converted else kernel for kernel in kernels]
+    return [_converted(kernel, costs) if region(kernel.op) in converted else kernel for kernel in kernels]
 
 
 def _converted(kernel: Kernel, costs: dict[Cost, Cost]) -> Kernel:
@@ -73,7 +73,7 @@ def _converted(kernel: Kernel, costs: dict[Cost, Cost]) -> Kernel:
 
 
 def _chooses_channels_last(kernels: list[Kernel]) -> bool:
-    forward = [kernel for kernel in kernels if kernel.ops[0].phase == "forward"]
+    forward = [kernel for kernel in kernels if kernel.op.phase == "forward"]
     convolutions = [
         (_filters(kernel), kernel.cost.flops)
         for kernel in forward
@@ -92,7 +92,7 @@ def _chooses_channels_last(kernels: list[Kernel]) -> bool:
 
 
 def _filters(kernel: Kernel) -> _Filters:
-    weight = kernel.ops[0].call.inputs[1]
+    weight = kernel.op.call.inputs[1]
     (implicit,) = kernel.cost.matmuls
     return _Filters(implicit.batch, weight.shape[0], weight.shape[1], weight.shape[2] == 1)
 

@@ -103,6 +103,6 @@ def _places(kernels: list[Kernel], trace: Trace) -> list[int]:
     """The place in the trace of each kernel's op."""
     place = {id(op): index for index, op in enumerate(trace.ops)}
     try:
-        return [place[id(kernel.ops[0])] for kernel in kernels]
+        return [place[id(kernel.op)] for kernel in kernels]
     except KeyError:
         raise ValueError("fuse() takes the kernels of the trace that is given with them: kernels_of(trace)") from None

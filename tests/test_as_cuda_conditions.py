@@ -1,0 +1,169 @@
+"""The ends of the conditions by which CUDA takes a kernel, and what an emulation changes and leaves as it is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from as_cuda_stream import f16, f32, ops_of
+from test_as_cuda_attention import BF16, SINGLE, by_rules, tensors
+
+from flopmeter import FlopMeter
+from flopmeter.as_cuda import CudaTarget, composites, dynamo, emulate_cuda
+from flopmeter.as_cuda.scope import Scope
+from flopmeter.torch_names import private
+
+A100 = CudaTarget((8, 0))
+
+# --- attention
+
+MOST = 65535  # blocks of a CUDA grid in y and in z (CUDA programming guide, compute capabilities)
+
+
+@pytest.mark.parametrize("shape", [(MOST, 1, 16, 64), (1, MOST, 16, 64)], ids=["batch", "heads"])
+@pytest.mark.parametrize(
+    ("version", "sm", "kernel", "other"), [((2, 13), 90, "cudnn", "flash"), ((2, 15), 80, "flash", "efficient")]
+)
+def test_a_grid_has_room_for_65535_sequences_and_heads_and_not_for_one_more(version, sm, kernel, other, shape):
+    one_more = tuple(size + (size == MOST) for size in shape)
+    assert by_rules(version, sm, *tensors(BF16, q=shape)) == kernel
+    assert by_rules(version, sm, *tensors(BF16, q=one_more)) == other
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 16), (16, 0), (0, 0)])
+@pytest.mark.parametrize("dtype", [BF16, SINGLE])
+@pytest.mark.parametrize("sm", [75, 80, 90, 120])
+def test_no_fused_kernel_takes_a_sequence_of_no_tokens(sm, dtype, queries, keys):
+    assert by_rules((2, 13), sm, *tensors(dtype, q=(2, 8, queries, 64), k=(2, 8, keys, 64))) == "math"
+
+
+# --- batch norm: select_batch_norm_backend in ATen/native/Normalization.cpp
+
+
+@pytest.mark.parametrize(
+    ("mean", "var", "training", "cudnn"),
+    [
+        (True, True, True, True), (False, False, True, True), (True, True, False, True),
+        (True, False, True, False), (False, True, True, False),
+    ],
+)  # fmt: skip
+def test_cudnn_takes_both_running_statistics_or_in_training_none(mean, var, training, cudnn):
+    statistics = [f32(16, grad=False) if given else None for given in (mean, var)]
+    with emulate_cuda(A100):
+        ran = ops_of(lambda: F.batch_norm(f32(8, 16, 4, 4), *statistics, f32(16), f32(16), training))
+    assert ("cudnn_batch_norm" in ran) is cudnn
+
+
+def test_types_are_named_as_torchs_own_errors_name_them():
+    for dtype in (torch.float16, torch.float32, torch.float64, torch.bfloat16):
+        other = torch.float64 if dtype is torch.float32 else torch.float32
+        with pytest.raises(RuntimeError, match="same dtype") as error:
+            torch.dot(torch.ones(2, dtype=dtype), torch.ones(2, dtype=other))
+        assert re.search(rf"\b{composites.TYPE_NAMES[dtype]}\b", str(error.value)), str(error.value)
+
+
+# --- decompositions
+
+
+def called(program: Any, name: str) -> list[Any]:
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        program()
+    return [op.call for op in meter.trace.ops if op.call.name == name]
+
+
+def test_the_driver_that_a_program_asks_for_reaches_the_decomposition():
+    for driver in ("gesvd", "gesvdj", None):
+        (call,) = called(lambda d=driver: torch.linalg.svdvals(f32(8, 6, grad=False), driver=d), "_linalg_svd")
+        assert call.argument("driver") == driver
+        assert call.argument("compute_uv") is False
+
+
+class Subclass(torch.Tensor):
+    """Of a library: it may need a gradient that its type hides."""
+
+
+def test_the_values_of_a_subclass_come_with_the_vectors_that_its_gradient_may_need():
+    matrix = f32(8, 8, grad=False)
+    assert [call.argument("compute_v") for call in called(lambda: torch.linalg.eigvalsh(matrix), "_linalg_eigh")] == [
+        False
+    ]
+    own = matrix.as_subclass(Subclass)
+    assert [call.argument("compute_v") for call in called(lambda: torch.linalg.eigvalsh(own), "_linalg_eigh")] == [True]
+
+
+# --- autocast
+
+
+def test_clearing_the_cache_of_autocast_makes_weights_on_the_cpu_cast_again_too():
+    weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
+
+    def casts(clears: bool) -> int:
+        with FlopMeter("a100-sxm4-80gb") as meter, torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                x @ weight
+                if clears:
+                    torch.clear_autocast_cache()
+        return sum(op.call.name == "_to_copy" for op in meter.trace.ops)
+
+    assert casts(clears=False) == 2 + 1  # x twice, the weight once
+    assert casts(clears=True) == 2 + 2
+
+
+# --- torch.compile
+
+
+def test_a_program_that_never_compiles_does_not_load_the_compiler(monkeypatch):
+    """Loading it takes seconds. The first call of torch.compile does."""
+    monkeypatch.setattr(dynamo.private, "AROUND_COMPILED_CALL", private.PrivateName("torch._not_loaded", "mark", ""))
+    marked: list[Scope] = []
+    monkeypatch.setattr(dynamo, "_mark_regions", marked.append)
+    with FlopMeter("a100-sxm4-80gb"):
+        assert marked == []
+        torch.compile(lambda x: x)
+        assert len(marked) == 1
+        torch.compile(lambda x: x)
+        assert len(marked) == 1
+
+
+# --- targets
+
+
+def test_the_note_about_a_device_of_another_maker_says_as_which_one_it_is_taken():
+    (note,) = CudaTarget.stand_in("mi300x").notes
+    assert note == "mi300x is not an NVIDIA device: ops are those that CUDA dispatches on compute capability 8.0"
+    assert CudaTarget((12, 1)).sm == 121
+
+
+# --- layer norm, as torch refuses it from 2.14 on
+
+
+@pytest.fixture
+def as_in_2_14(monkeypatch):
+    monkeypatch.setattr(composites, "LAYER_NORM_REFUSES_MIXED_TYPES", (2, 11))
+
+
+def test_a_layer_norm_of_mixed_types_is_refused_and_others_run_as_they_do(as_in_2_14):
+    x, half, single = f32(4, 8), f16(4, 8, grad=False), f32(8, grad=False)
+    with emulate_cuda(A100):
+        with pytest.raises(RuntimeError, match="expected scalar type Half but found Float"):
+            F.layer_norm(half, (8,), single, single)
+        with pytest.raises(RuntimeError, match="expected scalar type Half but found Double"):
+            F.layer_norm(half, (8,), None, single.double())
+        assert ops_of(lambda: F.layer_norm(x, (8,), single, single)) == ["native_layer_norm"]
+        assert F.layer_norm(half[:0], (8,), single, single).shape == (0, 8)
+        assert F.layer_norm(half, (8,)).dtype is torch.float16
+
+
+def test_layer_norm_under_vmap_is_what_it_is_without_an_emulation(as_in_2_14):
+    x, weight = f32(3, 4, 8, grad=False), f32(8, grad=False)
+
+    def program():
+        return torch.vmap(lambda row: F.layer_norm(row, (8,), weight))(x)
+
+    plain = ops_of(program)
+    with emulate_cuda(A100):
+        assert ops_of(program) == plain
+        assert program().shape == x.shape

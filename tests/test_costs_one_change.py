@@ -1,0 +1,268 @@
+"""More laws in the manner of test_costs_types.py: one respect of a call is changed, in calls with options too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from costs_support import call_by_hand, calls_of, meta
+from test_costs_options import ALL, MOVED
+from test_costs_types import CALLS as PLAIN_CALLS
+from test_costs_types import as_type, is_fresh, with_outputs, with_tensors, work
+
+from flopmeter.costs import costs_of, find_rule
+from flopmeter.records import Call, TensorSpec
+
+aten = torch.ops.aten
+T, BF16, I32, I64 = meta, torch.bfloat16, torch.int32, torch.int64
+
+WITH_OPTIONS = [case if isinstance(case, Call) else calls_of(case)[-1] for case, *_ in (*ALL.values(), *MOVED.values())]
+CALLS = (
+    *PLAIN_CALLS, *WITH_OPTIONS,
+    *calls_of(lambda: aten._euclidean_dist(T(3, 40, 6), T(3, 30, 6))),
+)  # fmt: skip
+
+
+def broken(law: Callable[[Call], bool | None], least: int) -> set[str]:
+    """The ops that break the law, which says something of so many calls at least."""
+    verdicts = [(call.name, law(call)) for call in CALLS]
+    assert sum(holds is not None for _, holds in verdicts) >= least
+    return {name for name, holds in verdicts if holds is False}
+
+
+# --- strides
+
+
+def all_equal(spec: TensorSpec) -> TensorSpec:
+    """Every element in one place, as after `expand`."""
+    return spec._replace(stride=(0,) * len(spec.shape))
+
+
+def copies_what_has_gaps(call: Call) -> bool:
+    return any(word in call.name for word in ("convolution", "fft", "grouped"))
+
+
+def test_work_goes_by_the_shapes_of_tensors_and_not_by_how_many_numbers_lie_behind_them():
+    """Convolutions and Fourier transforms copy such operands first; a grouped product looks how they lie."""
+
+    def law(call: Call) -> bool | None:
+        if copies_what_has_gaps(call):
+            return None
+        return list(map(work, costs_of(call))) == list(map(work, costs_of(with_tensors(call, all_equal))))
+
+    assert broken(law, least=750) == set()
+
+
+GATHERS = {"embedding", "index_select", "gather", "take", "index", "_unsafe_index", "_unsafe_masked_index"}
+
+
+def test_how_a_result_lies_does_not_change_the_work_and_not_what_a_gather_reads():
+    def law(call: Call) -> bool | None:
+        if not is_fresh(call) or copies_what_has_gaps(call):
+            return None
+        plain, spread = costs_of(call), costs_of(with_outputs(call, all_equal))
+        read = [[cost.bytes_read for cost in costs] for costs in (plain, spread)]
+        return list(map(work, plain)) == list(map(work, spread)) and (call.name not in GATHERS or read[0] == read[1])
+
+    assert broken(law, least=600) == set()
+
+
+# --- types
+
+# A result of these has the type of their first operand, or is a table of gradients in the type of the incoming one.
+OF_THE_TYPE_OF_AN_OPERAND = {
+    "index_add", "index_copy", "index_fill", "index_put", "index_reduce", "masked_scatter", "put", "scatter",
+    "scatter_add", "scatter_reduce", "_unsafe_masked_index_put_accumulate", "embedding_dense_backward",
+    "nll_loss_backward", "nll_loss2d_backward",
+}  # fmt: skip
+PASSES = {"_safe_softmax"}  # several over the input
+
+
+def test_a_wider_operand_is_the_same_work_as_much_to_write_and_at_most_its_own_bytes_more_to_read():
+    def law(call: Call) -> bool | None:
+        if not is_fresh(call) or call.name in OF_THE_TYPE_OF_AN_OPERAND | PASSES or len(plain := costs_of(call)) != 1:
+            return None
+        for each in call.inputs:
+            if each.dtype is not torch.float32 or each in call.outputs:
+                continue
+            wider = with_tensors(call, lambda s, each=each: s._replace(dtype=torch.float64) if s == each else s)
+            (before,), (after,) = plain, costs_of(wider)
+            more = after.bytes_read - before.bytes_read
+            if work(before) != work(after) or before.bytes_written != after.bytes_written:
+                return False
+            if not 0 <= more <= each.nbytes:
+                return False
+        return True
+
+    assert broken(law, least=600) == set()
+
+
+READ_IN_FULL = {
+    "add", "mul", "mm", "bmm", "addmm", "sum", "mean", "softmax", "_softmax", "native_layer_norm", "native_group_norm",
+    "cat", "stack", "roll", "flip", "repeat", "sort", "topk", "where", "addcmul", "lerp", "linalg_qr", "_linalg_svd",
+    "linalg_lu_factor_ex", "linalg_solve_triangular", "_cdist_forward", "dist", "mse_loss", "huber_loss", "var",
+    "native_batch_norm", "native_batch_norm_backward", "native_layer_norm_backward", "_softmax_backward_data",
+    "linalg_vector_norm", "cumsum", "renorm", "polar", "_fused_rms_norm",
+    "binary_cross_entropy", "ormqr", "linalg_householder_product", "cholesky_solve", "linalg_lstsq", "_trilinear",
+}  # fmt: skip
+
+
+def test_what_an_op_reads_in_full_counts_by_its_own_width():
+    def law(call: Call) -> bool | None:
+        if call.name not in READ_IN_FULL or not is_fresh(call) or len(plain := costs_of(call)) != 1:
+            return None
+        floats = [each for each in dict.fromkeys(call.inputs) if each.dtype is torch.float32]
+        wide = [
+            costs_of(with_tensors(call, lambda s, each=each: s._replace(dtype=torch.float64) if s == each else s))
+            for each in floats
+        ]
+        more = [cost.bytes_read - plain[0].bytes_read for (cost,) in wide]
+        return more == [each.nbytes for each in floats]
+
+    assert broken(law, least=60) == set()
+
+
+# Real operations for one on real numbers: a + b has two parts, a·b is four products and two sums, and so on.
+OF_COMPLEX: dict[float, set[str]] = {
+    1: {"polar", "linalg_eig", "_fft_r2c"},  # complex already
+    2: {
+        "add", "add_", "sub", "sub_", "rsub", "neg", "neg_", "_foreach_add", "_foreach_neg", "sum", "nansum", "mean",
+        "cumsum", "cumsum_", "trace", "index_add", "index_add_", "scatter_add", "put", "index_put", "_index_put_impl_",
+        "_unsafe_masked_index_put_accumulate", "reflection_pad1d_backward", "replication_pad1d_backward",
+        "replication_pad2d_backward", "upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward",
+    },
+    6: {"mul", "mul_", "_foreach_mul_", "prod", "cumprod", "cumprod_"},
+    10 / 3: {"lerp", "lerp_", "_foreach_lerp_"},
+    11: {"reciprocal", "reciprocal_", "_foreach_div", "_foreach_reciprocal"},
+    4: {  # products, factorizations and functions
+        "mm", "bmm", "mv", "dot", "vdot", "_foreach_mm", "convolution", "convolution_backward", "exp", "log",
+        "sin", "cos", "tan",
+        "sqrt", "rsqrt", "tanh", "sigmoid", "sigmoid_backward", "tanh_backward", "silu", "logsumexp", "var", "std",
+        "_softmax", "linalg_cholesky_ex", "linalg_lu_factor_ex", "linalg_qr", "linalg_inv_ex", "_linalg_svd",
+        "_linalg_eigh", "_linalg_eigvals", "_linalg_det", "_linalg_solve_ex", "linalg_lu_solve", "linalg_ldl_solve",
+        "linalg_solve_triangular", "linalg_lstsq", "linalg_householder_product", "ormqr", "linalg_matrix_exp", "geqrf",
+        "_foreach_sigmoid", "_adaptive_avg_pool2d", "avg_pool2d", "_cdist_forward", "dist", "acos", "atan",
+        "_fused_adam_",
+        "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_linalg_slogdet", "linalg_pinv", "triangular_solve",
+    },
+}  # fmt: skip
+
+
+def test_complex_numbers_take_as_many_real_operations_as_the_convention_says():
+    factors = {name: factor for factor, names in OF_COMPLEX.items() for name in names}
+
+    def law(call: Call) -> bool | None:
+        factor = factors.get(call.name)
+        if factor is None or all(spec.dtype is not torch.float32 for spec in (*call.inputs, *call.outputs)):
+            return None
+        if call.kwargs.get("alpha", 1) != 1 or call.kwargs.get("rounding_mode") is not None:
+            return None
+        real, of_complex = costs_of(call), costs_of(with_tensors(call, as_type({torch.float32: torch.complex64})))
+        bias = sum(cost.flops - 2 * cost.macs for cost in real if cost.macs)  # added, or summed, beside a product
+        if bias:
+            return None
+        return sum(cost.flops for cost in of_complex) == pytest.approx(factor * sum(cost.flops for cost in real))
+
+    assert broken(law, least=100) == set()
+
+
+NAMES_OF_TYPES = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@pytest.mark.parametrize("dtype", NAMES_OF_TYPES, ids=str)
+def test_an_op_computes_in_the_type_of_its_operands_also_where_its_result_is_wider(dtype):
+    def law(call: Call) -> bool | None:
+        if not any(spec.dtype is torch.float32 for spec in call.inputs) or not is_fresh(call):
+            return None
+        if {spec.dtype for spec in call.inputs} - {torch.float32, torch.int64, torch.int32, torch.bool}:
+            return None
+        narrow = with_tensors(call, as_type({torch.float32: dtype}))
+        wide = with_outputs(narrow, as_type({dtype: torch.float32}))
+        return {cost.dtype for cost in costs_of(wide)} == {NAMES_OF_TYPES[dtype]}
+
+    assert broken(law, least=500) == set()
+
+
+# --- in place
+
+
+def in_place(call: Call) -> Call | None:
+    """The same call of the form that writes over its first operand."""
+    packet = getattr(aten, f"{call.name}_", None) if call.func.namespace == "aten" else None
+    func = getattr(packet, call.func._overloadname, None)
+    if func is None or not call.inputs or len(call.outputs) != 1:
+        return None
+    names, own = ([each.name for each in each_func._schema.arguments] for each_func in (func, call.func))
+    written = call.outputs[0]._replace(storage=call.inputs[0].storage)
+    return replace(call, func=func, outputs=(written,)) if names == own else None
+
+
+def test_an_op_in_place_is_the_same_work_as_its_functional_form():
+    """masked_fill is a clone and then the form in place."""
+
+    def law(call: Call) -> bool | None:
+        twin = in_place(call)
+        if twin is None or call.name == "masked_fill":
+            return None
+        if find_rule(twin) is None:
+            return False
+        return [work(cost)[1:] for cost in costs_of(call)] == [work(cost)[1:] for cost in costs_of(twin)]
+
+    assert broken(law, least=120) == set()
+
+
+# --- packed sequences: five tokens in sequences of at most 2 queries, and at most 7 keys: three of them
+
+
+def packed(func: Any, gives: tuple[str, ...], **named: Any) -> Call:
+    """A call with its arguments by name; one that is not given here is None or its default."""
+    schema = func.default._schema.arguments
+    q, k = meta(5, 4, 8, dtype=BF16), meta(21, 4, 8, dtype=BF16)
+    if "efficient" in func.__name__:
+        q, k = q.unsqueeze(0), k.unsqueeze(0)
+    tensors = {"query": q, "key": k, "value": k, "grad_out": q, "grad_out_": q, "out": q, "logsumexp": T(4, 5)}
+    given = {each.name: tensors[each.name] for each in schema if each.name in tensors} | named
+    outputs = tuple(tensors[name].clone() for name in gives)
+    return call_by_hand(func.default, (), outputs, **given)
+
+
+STARTS = meta(4, dtype=I32)
+IN_LIBRARY = {"cum_seq_q": STARTS, "cum_seq_k": STARTS, "max_q": 2, "max_k": 7, "is_causal": False}
+PACKED: dict[str, tuple[Call, int]] = {
+    "flash": (packed(aten._flash_attention_forward, ("query", "logsumexp"), **IN_LIBRARY), 2),
+    "flash, backward": (packed(aten._flash_attention_backward, ("query", "key", "key"), **IN_LIBRARY), 5),
+    "efficient": (
+        packed(
+            aten._efficient_attention_forward, ("query", "logsumexp"), cu_seqlens_q=STARTS, cu_seqlens_k=STARTS,
+            max_seqlen_q=2, max_seqlen_k=7, custom_mask_type=0,
+        ),
+        2,
+    ),
+    "efficient, backward": (
+        packed(
+            aten._efficient_attention_backward, ("query", "key", "key"), cu_seqlens_q=STARTS, cu_seqlens_k=STARTS,
+            max_seqlen_q=2, max_seqlen_k=7, custom_mask_type=0,
+        ),
+        5,
+    ),
+}  # fmt: skip
+for name in ("_cudnn_attention_forward", "_cudnn_attention_backward"):
+    if hasattr(aten, name):
+        backward = name.endswith("backward")
+        gives = ("query", "key", "key") if backward else ("query", "logsumexp")
+        PACKED[f"cudnn{', backward' * backward}"] = (
+            packed(getattr(aten, name), gives, **IN_LIBRARY),
+            5 if backward else 2,
+        )
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_are_as_many_as_the_longest_of_the_queries_allows_each_against_the_longest_of_the_keys(name):
+    call, products = PACKED[name]
+    (cost,) = costs_of(call)
+    assert cost.macs == products * 3 * 4 * 2 * 7 * 8  # of 3 sequences, 4 heads, 2 queries, 7 keys, depth 8
+    assert cost.recomputed_flops == (2 * 3 * 4 * 2 * 7 * 8 if products == 5 else 0)
+    assert cost.attention == name.partition(",")[0]

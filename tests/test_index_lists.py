@@ -1,0 +1,41 @@
+"""What a list in a subscript holds is read off the program's source, where Python says where in the line it is."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FunctionType
+
+import pytest
+import torch
+
+from flopmeter import DataDependentError, FlopMeter
+
+X = torch.arange(5)
+NO_COLUMNS, MOST = 13, 8  # a kind of entry in a code object's table of places, and the instructions that one covers
+
+
+def fourth(x: torch.Tensor) -> int:
+    return (
+        x[[2, 3]][[1, 0]]
+    )[0].item()  # fmt: skip
+
+
+def without_columns(code: CodeType) -> CodeType:
+    """As compiled under `python -X no_debug_ranges`: lines without columns. Here all are of the line of two lists."""
+    units, table = len(code.co_code) // 2, b""
+    while units:
+        count = min(units, MOST)
+        table += bytes([0x80 | NO_COLUMNS << 3 | count - 1, 0])
+        units -= count
+    return code.replace(co_linetable=table, co_firstlineno=code.co_firstlineno + 2)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 says no columns at all")
+def test_without_columns_in_the_program_the_numbers_stay_unknown_and_it_runs_as_far_as_without_them():
+    compiled = without_columns(fourth.__code__)
+    line = fourth.__code__.co_firstlineno + 2
+    assert set(compiled.co_positions()) == {(line, line, None, None)}
+    with FlopMeter():
+        assert fourth(X.to("meta")) == 3
+    with FlopMeter(), pytest.raises(DataDependentError):
+        FunctionType(compiled, globals())(X.to("meta"))
