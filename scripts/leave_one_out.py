@@ -27,12 +27,13 @@ from validate_neusight import DISPATCH_SECONDS, PROFILES, PROGRAMS, is_anomalous
 from flopmeter import Hardware, load_hardware
 from flopmeter.costs.normalization import OPERATIONS_TO_COMBINE
 from flopmeter.records import Cost, Switches
-from flopmeter.timing import constants
+from flopmeter.timing import constants, gemm_kernels
 from flopmeter.timing.kernels import price
 
-# What each constant might be, and the operators that share it. OPERATIONS_TO_COMBINE is part of the costs.
+# What each constant might be, and the operators that share it. Those in small letters belong to the family of GEMM
+# kernels of vector units; OPERATIONS_TO_COMBINE is part of the costs.
 Grid = Mapping[str, tuple[float, ...]]
-OF_MATMULS = {"TILE_EXPONENT": (0.1, 0.15, 0.2, 0.25, 0.3), "MATMUL_OVERLAP": (1.5, 2.0, 2.5, 3.0)}
+OF_MATMULS = {"tile_exponent": (0.1, 0.15, 0.2, 0.25, 0.3), "overlap_exponent": (1.5, 2.0, 2.5, 3.0)}
 OF_ROWS = {"CACHE_SHARE_WITHOUT_MISSES": (0.1, 0.2, 0.3, 0.4, 0.5), "OPERATIONS_TO_COMBINE": (200, 275, 350, 425, 500)}
 GROUPS: tuple[tuple[tuple[str, ...], Grid], ...] = (
     (("linear", "bmm"), OF_MATMULS),
@@ -143,14 +144,17 @@ def _combining_in(operations: float, cost: Cost) -> Cost:
 def set_to(setting: Mapping[str, float]) -> Iterator[None]:
     """The constants of the time model at these values for a while."""
     of_model = {name: value for name, value in setting.items() if hasattr(constants, name)}
-    before = {name: getattr(constants, name) for name in of_model}
+    of_family = {name: value for name, value in setting.items() if hasattr(gemm_kernels.SIMT, name)}
+    before, family = {name: getattr(constants, name) for name in of_model}, gemm_kernels.SIMT
     try:
         for name, value in of_model.items():
             setattr(constants, name, value)
+        gemm_kernels.SIMT = family._replace(**of_family)
         yield
     finally:
         for name, value in before.items():
             setattr(constants, name, value)
+        gemm_kernels.SIMT = family
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Index arithmetic of element-wise kernels, against TensorIterator's rules by hand.
 
 A dimension that is left once neighbouring ones are merged: a comparison, a division in four instructions and a
-multiply-add for each operand. An operand: an address in two. Outputs are operands; of an op in place, the tensor is
+multiply-add for each operand. An operand: an address in two. To load and store one by one what others do four at a
+time: eight more. Outputs are operands; of an op in place, the tensor is
 one twice.
 """
 
@@ -20,7 +21,7 @@ def operations_of(program) -> int:
 
 
 def per_element(dimensions: int, operands: int) -> int:
-    return dimensions * (1 + 4 + operands) + 2 * operands
+    return dimensions * (1 + 4 + operands) + 2 * operands + 8
 
 
 def transposed(*shape: int) -> torch.Tensor:
@@ -35,6 +36,7 @@ WALKS = {
     "a matrix and a number of the host": (lambda: T(4, 6) * 2.0, 0),
     "a copy": (lambda: T(4, 6).clone(), 0),
     "a cast": (lambda: T(4, 6).to(torch.bfloat16), 0),
+    "a cast that asks for the type of each element": (lambda: T(4, 6).to(torch.float64), 24 * 40),
     "a matrix and a row": (lambda: T(4, 6) + T(6), 24 * per_element(2, 3)),
     "a matrix and a column": (lambda: T(4, 6) + T(4, 1), 24 * per_element(2, 3)),
     "a row onto a matrix": (lambda: aten.add_(T(4, 6), T(6)), 24 * per_element(2, 3)),

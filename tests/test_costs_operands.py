@@ -51,7 +51,7 @@ def test_a_clone_or_a_cast_is_strided_where_it_changes_the_order():
         (cost,) = last(changed)
         assert cost.access == "strided"
         assert cost.index_operations >= 2 * 35
-    for kept in (across.clone, lambda: across.to(torch.float64)):
+    for kept in (across.clone, lambda: across.to(torch.bfloat16)):
         (cost,) = last(kept)
         assert (cost.access, cost.index_operations) == (None, 0)
 
@@ -185,7 +185,7 @@ def test_the_backward_of_a_batch_norm_in_training_reads_the_gradient_and_the_inp
         costs_of(calls_of(lambda t=t: aten.native_batch_norm_backward(*arguments, t, 1e-5, [True] * 3))[-1])[0]
         for t in (True, False)
     )
-    assert [reread.nbytes for reread in training.rereads] == [2 * 3 * 64 * 4] * 2
+    assert [reread.nbytes for reread in training.rereads if reread.nbytes] == [2 * 3 * 64 * 4] * 2
     assert evaluation.rereads == ()
 
 

@@ -70,7 +70,7 @@ def test_what_is_waited_for_at_once_is_exposed_and_what_compute_hides_is_not():
         x.add_(1)
 
     exposed, hidden = report_of(waits_at_once), report_of(waits_after_a_product)
-    assert exposed.exposed_seconds == pytest.approx(ALL_REDUCE_SECONDS, rel=0.01)
+    assert exposed.exposed_seconds == pytest.approx(ALL_REDUCE_SECONDS, rel=0.05)  # less the launch of the product
     assert hidden.exposed_seconds == 0
     (collective,), (product,) = timed(hidden, "c10d::allreduce_"), timed(hidden, "mm")
     assert collective.start_seconds < product.start_seconds < collective.end_seconds

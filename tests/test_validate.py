@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flopmeter import FlopMeter
-from flopmeter.timing import constants
+from flopmeter.timing import constants, gemm_kernels
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -103,12 +103,13 @@ def test_the_gpu_that_is_left_out_has_no_say():
 
 
 def test_constants_are_put_back_even_after_an_error():
-    before = constants.TILE_EXPONENT
-    with leave_one_out.set_to({"TILE_EXPONENT": 0.9}):
-        assert constants.TILE_EXPONENT == 0.9
-    with pytest.raises(ZeroDivisionError), leave_one_out.set_to({"TILE_EXPONENT": 0.0}):
-        1 / constants.TILE_EXPONENT
-    assert before == constants.TILE_EXPONENT
+    before = constants.CACHE_SHARE_WITHOUT_MISSES, gemm_kernels.SIMT
+    setting = {"CACHE_SHARE_WITHOUT_MISSES": 0.0, "tile_exponent": 0.9}
+    with leave_one_out.set_to(setting):
+        assert gemm_kernels.SIMT.tile_exponent == 0.9
+    with pytest.raises(ZeroDivisionError), leave_one_out.set_to(setting):
+        1 / constants.CACHE_SHARE_WITHOUT_MISSES
+    assert before == (constants.CACHE_SHARE_WITHOUT_MISSES, gemm_kernels.SIMT)
 
 
 def test_an_old_cat_divides_for_each_element():

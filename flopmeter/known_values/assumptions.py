@@ -31,9 +31,11 @@ class Assumption:
 
 # What to do where the program itself computed the values, by the name of the op that asks.
 _WAYS_OUT = {
-    "_local_scalar_dense": "keep logging and convergence tests (`.item()`, `float()`, `if`) outside of the meter",
+    "_local_scalar_dense": "keep logging and convergence tests (`.item()`, `float()`, `if`) outside of the meter, or "
+    'state FlopMeter(checks="hold") for tests that all is finite',
     "_to_copy": "meter the part before values go to the host (`.cpu()`, `.numpy()`), or put a stand-in that gives "
-    "tensors of the same shapes in place of what works on them there (a matcher that pairs first with first, a metric)",
+    "tensors of the same shapes in place of what works on them there (a matcher that pairs first with first, a metric)"
+    ', or state FlopMeter(routing="balanced") for tokens and experts picked by score',
     "nonzero": 'state what share of a mask holds, FlopMeter(mask_fraction=0.5), or routing="balanced" for tokens and '
     "experts picked by score",
 }

@@ -61,8 +61,8 @@ MMA = GemmKernels(
     memory_share=0.93,  # GEMMs of few rows read at .82 of spec on A100 and L40S, copies at .88
     stores_each_tile=True,
 )
-# Volta and Turing: a thread loads to registers, in turns with the multiply-adds.
-SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0)
+# Volta and Turing: a thread loads to registers, in turns with the multiply-adds, which wait for it.
+SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0, reaches_peak=False)
 # Hopper's `wgmma` and Blackwell's `tcgen05`: persistent thread blocks, of which some warps load, some multiply and some
 # store (CUTLASS, "Efficient GEMM in CUDA", warp specialization).
 WARP_SPECIALIZED = MMA._replace(depth_step_bytes=128, memory_share=1.0, stores_each_tile=False)
