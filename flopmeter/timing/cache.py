@@ -33,22 +33,22 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
     seen: dict[int, _Seen] = {}  # by storage
     found: list[float] = []
     for kernel in kernels:
-        cost = kernel.cost
-        if cost.macs:
+        moved, written = kernel.cost.bytes, kernel.cost.bytes_written
+        if kernel.cost.macs:
             hits: float = sum(
                 nbytes
                 for storage, nbytes in (*_reads(kernel), *_writes(kernel))
-                if storage in seen and cost.bytes + now.fetched - seen[storage].fetched <= cache
+                if storage in seen and moved + now.fetched - seen[storage].fetched <= cache
             )
         else:
             hits = sum(
-                nbytes * _share(cost.bytes + now.written - seen[storage].written, cache)
+                nbytes * _share(moved + now.written - seen[storage].written, cache)
                 for storage, nbytes in _reads(kernel)
                 if storage in seen
             )
-            hits += cost.bytes_written * _share(cost.bytes, cache) if hits else 0.0
+            hits += written * _share(moved, cache) if hits else 0.0
         found.append(hits)
-        now = _Seen(now.written + cost.bytes_written, now.fetched + cost.bytes - hits)
+        now = _Seen(now.written + written, now.fetched + moved - hits)
         seen.update((storage, now) for op in kernel.ops for storage in op.storages)
     return found
 
