@@ -144,12 +144,14 @@ def _combining_in(operations: float, cost: Cost) -> Cost:
 def set_to(setting: Mapping[str, float]) -> Iterator[None]:
     """The constants of the time model at these values for a while."""
     of_model = {name: value for name, value in setting.items() if hasattr(constants, name)}
-    of_family = {name: value for name, value in setting.items() if hasattr(gemm_kernels.SIMT, name)}
     before, family = {name: getattr(constants, name) for name in of_model}, gemm_kernels.SIMT
     try:
         for name, value in of_model.items():
             setattr(constants, name, value)
-        gemm_kernels.SIMT = family._replace(**of_family)
+        gemm_kernels.SIMT = family._replace(
+            tile_exponent=setting.get("tile_exponent", family.tile_exponent),
+            overlap_exponent=setting.get("overlap_exponent", family.overlap_exponent),
+        )
         yield
     finally:
         for name, value in before.items():
