@@ -43,9 +43,9 @@ def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: floa
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
     busy, kind = _matmuls(cost, hardware, peak, cached_bytes)
     floor = (2 * cost.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
-    busy = busy._replace(
-        compute_seconds=max(busy.compute_seconds, floor) + other, work_seconds=max(busy.work_seconds, floor) + other
-    )
+    compute = max(busy.compute_seconds, floor) + other  # other warps load meanwhile
+    together = overlap(compute, busy.memory_seconds, constants.VECTOR_OVERLAP)
+    busy = busy._replace(compute_seconds=compute, work_seconds=max(busy.work_seconds, floor, together))
     return Price(busy, f"{kind}, {_unit(dtype, peak)}")
 
 
