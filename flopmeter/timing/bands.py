@@ -40,17 +40,20 @@ class Band(NamedTuple):
 
 
 # By class of kernel, as `Timing.kernel_class` names it. fp32: from single operators (NeuSight). fp16: from whole image
-# models, whose error is divided among their classes; `fused` from their compiled runs. bf16: large GEMMs on A100 to
-# B200 lie within 15 % (p10 to p90 of aiconfigurator's GEMM database), but published training runs on A100 and H100 are
-# mostly 10 to 25 % slower than predicted (llm-foundry, torchtitan); the reason is not known. Attention in bf16: long
-# kernels of FlashAttention-2 and -3; frameworks' wrappers differ by 1.2 to 1.5 on one shape.
+# models, whose error is divided among their classes; `fused` from their compiled runs. bf16 and fp8: GEMMs from 2 µs
+# to 30 ms, and layers of experts, of aiconfigurator's database (of which the B200's half is not at hand). Attention in
+# bf16: long kernels of FlashAttention-2 and -3; frameworks' wrappers differ by 1.2 to 1.5 on one shape.
 BANDS: dict[str, Band] = {
     "product, fp32 on vector units": Band(0.13, 0.22, NEUSIGHT),
     "small product, fp32 on vector units": Band(0.18, 0.50, NEUSIGHT),
     "batched product, fp32 on vector units": Band(0.25, 0.48, NEUSIGHT),
     "convolution, fp32 on vector units": Band(0.35, 1.20, NEUSIGHT),
     "product, fp16": Band(0.15, 0.15, TIMM + AICONFIGURATOR),
-    "product, bf16": Band(0.15, 0.30, AICONFIGURATOR),
+    "product, bf16": Band(0.14, 0.22, AICONFIGURATOR),
+    "small product, fp16": Band(0.15, 0.18, AICONFIGURATOR),
+    "small product, bf16": Band(0.15, 0.18, AICONFIGURATOR),
+    "product, fp8": Band(0.18, 0.42, AICONFIGURATOR),
+    "grouped product, bf16": Band(0.20, 0.60, AICONFIGURATOR),
     "batched product, fp16": Band(0.25, 0.35, TIMM),
     "convolution, fp16": Band(0.15, 0.18, TIMM),
     "grouped convolution, fp16": Band(0.30, 0.45, TIMM),
