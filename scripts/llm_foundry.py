@@ -1,17 +1,17 @@
 """MPT as llm-foundry trained it for its tables: the programs that its published throughput was measured on.
 
 Facts are from github.com/mosaicml/llm-foundry (scripts/train/benchmarking, its yamls, llmfoundry/models) and
-github.com/mosaicml/composer (trainer, metrics/nlp.py) at the time of each table:
+github.com/mosaicml/composer (core/precision.py, trainer, metrics/nlp.py) at the time of each table: April 2023 with
+torch 1.13 for A100s of 40 GB, October 2023 with torch 2.1 for A100s of 80 GB and H100.
 
-- A100 40 GB: April 2023, torch 1.13, everything in bf16. Recomputation of a block goes on to its end.
-- A100 80 GB and H100: October 2023, torch 2.1, autocast to bf16 (FSDP holds bf16 parameters for it, so it has little to
-  cast). Recomputation stops at the last tensor that is needed.
+All have learned positions, biases, exact GELU, norms in bf16, flash-attn's cross entropy, and FlashAttention-1 written
+in Triton. They run under autocast to bf16 (`bf16` meant this too), with parameters in bf16 from FSDP, so that there is
+little to cast. After each micro-batch Composer updates two metrics, cross entropy and perplexity. Each of them is a
+cross entropy of torch over all logits, in fp32 under autocast, with a cast of the logits.
 
-Both have learned positions, biases, exact GELU, flash-attn's cross entropy, and FlashAttention-1 written in Triton.
-After each micro-batch Composer updates two metrics, cross entropy and perplexity. Each is a cross entropy of torch over
-all logits; under autocast in fp32, with a cast of the logits to it.
+Before torch 2.1 recomputation of a block went on to its end; now it stops at the last tensor that is needed.
 
-The norms stay in bf16 (`low_precision_layernorm`). FSDP1's traffic is that of the FSDP2 that is metered here. The optimizer steps on an eighth of the parameters once in 2
+FSDP1's traffic is that of the FSDP2 that is metered here. The optimizer steps on an eighth of the parameters once in 2
 to 21 micro-batches, which is less than 1 % of the time; it is left out.
 """
 
@@ -35,18 +35,18 @@ from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost
 from flopmeter.timing import constants
 
-# FlashAttention-1 in Triton beside FlashAttention-2. Causal, forward and backward, head dimension 128, it reaches 104 to
-# 112 TFLOP/s on A100 and 170 on H100, for which .65 and .55 are right (issue 15 of this project; FlashAttention-2 is
-# priced at 160 and 309 at a length of 8,192).
-TRITON_SPEED = 0.6
+# Speed of FlashAttention-1 in Triton as a share of FlashAttention-2's. Causal, forward and backward, at head dimension
+# 128 it reaches 104 to 112 TFLOP/s on A100 and 170 on H100 (issue 15 of this project), where FlashAttention-2 is priced
+# at 158 to 171 and 292 to 318 (lengths of 4,096 to 16,384).
+TRITON_SPEED = {"a100_40gb": 0.65, "a100_80gb": 0.65, "h100_80gb": 0.55}
 
 METRICS = 2  # cross entropy and perplexity
 
 
 @contextmanager
-def triton_attention() -> Iterator[None]:
+def triton_attention(gpu: str) -> Iterator[None]:
     """Flash attention is priced as Triton's kernel for reports made in here."""
-    kernel = constants.FLASH_2._replace(speed=TRITON_SPEED)
+    kernel = constants.FLASH_2._replace(speed=TRITON_SPEED[gpu])
     with mock.patch.object(constants, "FLASH_2", kernel):
         yield
 
@@ -72,18 +72,18 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
             return super().forward(x)
 
 
-def training_step(model: nn.Module, batch: int, length: int, *, is_autocast: bool) -> Callable[[], None]:
-    """One micro-batch: forward, backward, metrics. `is_autocast` also tells the tables apart: see above."""
+def training_step(model: nn.Module, batch: int, length: int, *, stops_early: bool) -> Callable[[], None]:
+    """One micro-batch: forward, backward, metrics. `stops_early`: recomputation, see above."""
     with torch.device("meta"):
         tokens, targets = (torch.zeros(batch, length, dtype=torch.long) for _ in range(2))
 
     def step() -> None:
-        with set_checkpoint_early_stop(is_autocast), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            with torch.autocast("cuda", torch.bfloat16, enabled=is_autocast):
+        with set_checkpoint_early_stop(stops_early), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            with torch.autocast("cuda", torch.bfloat16):
                 logits = model(tokens).flatten(0, 1)
                 loss = fused_cross_entropy(logits, targets.flatten())[0].sum() / targets.numel()
             loss.backward()
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=is_autocast):
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
             for _ in range(METRICS):
                 F.cross_entropy(logits, targets.flatten(), reduction="sum")
 

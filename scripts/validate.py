@@ -3,6 +3,7 @@
     python scripts/validate.py --neusight DIR      operators and whole fp32 networks of NeuSight (ASPLOS 2025)
     python scripts/validate.py --timm FILE         inference of image models, pytorch-image-models' results/
     python scripts/validate.py --e2e FILE          published end-to-end runs, one a line, on one GPU and on eight
+    python scripts/validate.py --parallel FILE     published training runs on eight GPUs and more
     python scripts/validate.py --kernels DIR       kernels of language models, one by one (aiconfigurator, vidur)
     python scripts/validate.py --traces DIR        traces of torch.profiler, op by op
 
@@ -152,11 +153,12 @@ def main() -> None:
     parser.add_argument("--neusight", type=Path, metavar="DIR")
     parser.add_argument("--timm", type=Path, metavar="FILE")
     parser.add_argument("--e2e", type=Path, metavar="FILE")
+    parser.add_argument("--parallel", type=Path, metavar="FILE")
     parser.add_argument("--kernels", type=Path, metavar="DIR")
     parser.add_argument("--traces", type=Path, metavar="DIR")
     parser.add_argument("--models", type=int, default=200, help="how many timm models to sample (default: %(default)s)")
     arguments = parser.parse_args()
-    sets = ("neusight", "timm", "e2e", "kernels", "traces")
+    sets = ("neusight", "timm", "e2e", "parallel", "kernels", "traces")
     if not any(getattr(arguments, name) for name in sets):
         parser.error(f"name at least one of {', '.join(f'--{name}' for name in sets)}")
     _need(arguments)
@@ -215,9 +217,10 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
 
         for title, rows in runs(arguments.e2e):
             yield title, rows, lambda row: row.name
+    for path in filter(None, (arguments.e2e, arguments.parallel)):
         from validate_distributed import sharded_runs
 
-        for title, rows in sharded_runs(arguments.e2e):
+        for title, rows in sharded_runs(path):
             yield title, rows, _group
     if arguments.kernels:
         from validate_kernels import kernels

@@ -63,7 +63,7 @@ def _report(line: Line, program: Callable[[Line, DeviceMesh], Step]) -> Report:
         step()  # the first one makes the optimizer's state
         with FlopMeter(PROFILES[line["gpu"]]) as meter:
             step()
-        with triton_attention() if line["source"] == "llm-foundry" else nullcontext():
+        with triton_attention(line["gpu"]) if line["source"] == "llm-foundry" else nullcontext():
             return meter.report(mode="compiled" if "compile" in line["mode"] else "eager")
 
 
@@ -124,7 +124,7 @@ def _mpt(line: Line, mesh: DeviceMesh) -> Step:
     if "AC=True" in line["other_config"]:
         _recompute(model.blocks)
     _shard(model, mesh, reduced_in=torch.bfloat16)
-    return training_step(model, int(line["batch"]), length, is_autocast=line["dtype"] == "amp_bf16")
+    return training_step(model, int(line["batch"]), length, stops_early=line["gpu"] != "a100_40gb")
 
 
 # --- torchtitan ------------------------------------------------------------------------------------------------------
