@@ -8,7 +8,7 @@
     python scripts/validate.py --traces DIR        traces of torch.profiler, op by op
 
 The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
-conv2d.csv and e2e.csv; any of them may be missing. --timm needs timm installed, whole networks of NeuSight
+conv2d.csv, e2e.csv and the same names with _more; any of them may be missing. --timm needs timm installed, whole networks of NeuSight
 transformers. The last line printed is one JSON document with the mean errors in percent.
 """
 
@@ -179,11 +179,12 @@ def main() -> None:
 
 def _need(arguments: argparse.Namespace) -> None:
     """Ends the program, before anything was predicted, where a package is missing."""
+    from validate_networks import network_files
     from validate_runs import uses_transformers
     from validate_timm import declare_torchvision_ops
 
     declare_torchvision_ops()  # transformers loads torchvision where there is one
-    of_networks = arguments.neusight and (arguments.neusight / "e2e.csv").is_file()
+    of_networks = arguments.neusight and network_files(arguments.neusight)
     of_runs = arguments.e2e and uses_transformers(arguments.e2e)
     wanted = {"timm": arguments.timm, "transformers": of_networks or of_runs}
     missing = [name for name, is_wanted in wanted.items() if is_wanted and find_spec(name) is None]
@@ -198,10 +199,10 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
 
         for title, rows in operators(arguments.neusight):
             yield title, rows, _gpu
-        if (arguments.neusight / "e2e.csv").is_file():
-            from validate_networks import networks
+        from validate_networks import network_files, networks
 
-            rows = networks(arguments.neusight / "e2e.csv")
+        if network_files(arguments.neusight):
+            rows = networks(arguments.neusight)
             for mode in sorted({row.mode for row in rows}):
                 of_mode = [row for row in rows if row.mode == mode]
                 yield f"networks, {mode}, by GPU", of_mode, _gpu
