@@ -7,7 +7,7 @@ torch 1.13 for A100s of 40 GB, October 2023 with torch 2.1 for A100s of 80 GB an
 All have learned positions, biases, exact GELU, norms in bf16, flash-attn's cross entropy, and FlashAttention-1 written
 in Triton. They run under autocast to bf16 (`bf16` meant this too), with parameters in bf16 from FSDP, so that there is
 little to cast. After each micro-batch Composer updates two metrics, cross entropy and perplexity. Each of them is a
-cross entropy of torch over all logits, in fp32 under autocast, with a cast of the logits.
+cross entropy of torch over all logits: a log softmax in bf16 and, for the loss under autocast, a cast of it to fp32.
 
 Before torch 2.1 recomputation of a block went on to its end; now it stops at the last tensor that is needed.
 
@@ -56,9 +56,9 @@ def mpt(sizes: str, length: int) -> GPT2:
     of = {name: int(size) for name, size in re.findall(r"(d_model|heads|layers|vocab) (\d+)", sizes)}
     with torch.device("meta"):
         model = GPT2(GPT2Config(of["layers"], of["d_model"], of["heads"], of["vocab"], positions=length))
-    for block in model.blocks:
-        block.mlp[1] = nn.GELU()
     for module in model.modules():
+        if isinstance(module, nn.GELU):
+            module.approximate = "none"
         if isinstance(module, nn.LayerNorm):
             module.__class__ = LowPrecisionLayerNorm
     return model

@@ -8,8 +8,9 @@
     python scripts/validate.py --traces DIR        traces of torch.profiler, op by op
 
 The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
-conv2d.csv, e2e.csv and the same names with _more; any of them may be missing. --timm needs timm installed, whole networks of NeuSight
-transformers. The last line printed is one JSON document with the mean errors in percent.
+conv2d.csv, e2e.csv, and more rows in the same names with _more; any of them may be missing. --timm needs timm
+installed, whole networks of NeuSight transformers. The last line printed is one JSON document with the mean errors in
+percent.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ PREDICTORS = ("habitat", "neusight", "micro")  # with a column of their own
 
 
 def networks(folder: Path) -> list[Row]:
-    """The consistent rows of e2e.csv and e2e_more.csv: the others differ by over 15 % from the sum of their own operators. Mixtures of experts
-    (switch) are left out: the file does not say how many tokens each expert got."""
+    """The consistent rows of e2e.csv and e2e_more.csv: the others differ by over 15 % from the sum of their own
+    operators. Mixtures of experts (switch) are left out: the file does not say how many tokens each expert got."""
     lines = [
         line
         for path in network_files(folder)
