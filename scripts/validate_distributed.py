@@ -146,6 +146,16 @@ class TitanAttention(Attention):
         return out
 
 
+class TitanNorm(nn.RMSNorm):
+    """The ops of torch before 2.9, which had no kernel for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (self.eps or 1e-5))
+        out: Tensor = (wide * scale).type_as(x) * self.weight
+        return out
+
+
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
@@ -159,6 +169,9 @@ def _llama(line: Line, mesh: DeviceMesh) -> Step:
         tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
     for block in model.blocks:
         block.attention.__class__ = TitanAttention
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.__class__ = TitanNorm
     _recompute(model.blocks, context_fn=_selective)
     _shard(model, mesh, reduced_in=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
