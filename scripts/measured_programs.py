@@ -2,12 +2,17 @@
 
 The GPT-2 of build-nanogpt (Andrej Karpathy, github.com/karpathy/build-nanogpt, MIT), with attention written out as it
 was before its commit 7ee630c and fused as it was after. The linear layers of gpt-fast, with weights of 8 and 4 bits
-(github.com/pytorch-labs/gpt-fast).
+(github.com/pytorch-labs/gpt-fast). Attention as transformers 4.3x (2023) wrote it out in BERT, GPT-2 and OPT.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -113,3 +118,38 @@ def quantise(model: nn.Module, layer: type[Int8Linear | Int4Linear]) -> None:
                 setattr(model, name, layer(child.in_features, child.out_features))
         else:
             quantise(child, layer)
+
+
+@contextmanager
+def attention_of_2023() -> Iterator[None]:
+    """In here transformers' eager attention has the kernels that it had in 4.3x. It masked scores even where no mask
+    was given, and divided them after the product; OPT scaled its queries, and kept scores above the least number."""
+    with ExitStack() as replaced:
+        for model, attention in (("bert", _of_bert), ("gpt2", _of_gpt2), ("opt", _of_opt)):
+            module = import_module(f"transformers.models.{model}.modeling_{model}")
+            replaced.enter_context(mock.patch.object(module, "eager_attention_forward", attention))
+        yield
+
+
+def _of_bert(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    return _context(module, scores + scores.new_zeros(len(q), 1, 1, k.shape[2]), v, **options)
+
+
+def _of_gpt2(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    is_visible = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    scores = torch.where(is_visible, scores, scores.new_full((), torch.finfo(scores.dtype).min))
+    return _context(module, scores, v, **options)
+
+
+def _of_opt(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    scores = q @ k.transpose(-1, -2)
+    scores = scores + scores.new_zeros(len(q), 1, q.shape[2], k.shape[2])
+    scores = torch.max(scores, scores.new_full((), torch.finfo(scores.dtype).min))
+    return _context(module, scores, v, **options)
+
+
+def _context(module: nn.Module, scores: Tensor, v: Tensor, dropout: float = 0.0, **_: Any) -> tuple[Tensor, Tensor]:
+    weights = F.dropout(F.softmax(scores, dim=-1), dropout, module.training)
+    return (weights @ v).transpose(1, 2).contiguous(), weights

@@ -3,12 +3,14 @@
     python scripts/validate.py --neusight DIR      operators and whole fp32 networks of NeuSight (ASPLOS 2025)
     python scripts/validate.py --timm FILE         inference of image models, pytorch-image-models' results/
     python scripts/validate.py --e2e FILE          published end-to-end runs, one a line, on one GPU and on eight
+    python scripts/validate.py --parallel FILE     published training runs on eight GPUs and more
     python scripts/validate.py --kernels DIR       kernels of language models, one by one (aiconfigurator, vidur)
     python scripts/validate.py --traces DIR        traces of torch.profiler, op by op
 
 The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
-conv2d.csv and e2e.csv; any of them may be missing. --timm needs timm installed, whole networks of NeuSight
-transformers. The last line printed is one JSON document with the mean errors in percent.
+conv2d.csv, e2e.csv, and more rows in the same names with _more; any of them may be missing. --timm needs timm
+installed, whole networks of NeuSight transformers. The last line printed is one JSON document with the mean errors in
+percent.
 """
 
 from __future__ import annotations
@@ -152,11 +154,12 @@ def main() -> None:
     parser.add_argument("--neusight", type=Path, metavar="DIR")
     parser.add_argument("--timm", type=Path, metavar="FILE")
     parser.add_argument("--e2e", type=Path, metavar="FILE")
+    parser.add_argument("--parallel", type=Path, metavar="FILE")
     parser.add_argument("--kernels", type=Path, metavar="DIR")
     parser.add_argument("--traces", type=Path, metavar="DIR")
     parser.add_argument("--models", type=int, default=200, help="how many timm models to sample (default: %(default)s)")
     arguments = parser.parse_args()
-    sets = ("neusight", "timm", "e2e", "kernels", "traces")
+    sets = ("neusight", "timm", "e2e", "parallel", "kernels", "traces")
     if not any(getattr(arguments, name) for name in sets):
         parser.error(f"name at least one of {', '.join(f'--{name}' for name in sets)}")
     _need(arguments)
@@ -177,11 +180,12 @@ def main() -> None:
 
 def _need(arguments: argparse.Namespace) -> None:
     """Ends the program, before anything was predicted, where a package is missing."""
+    from validate_networks import network_files
     from validate_runs import uses_transformers
     from validate_timm import declare_torchvision_ops
 
     declare_torchvision_ops()  # transformers loads torchvision where there is one
-    of_networks = arguments.neusight and (arguments.neusight / "e2e.csv").is_file()
+    of_networks = arguments.neusight and network_files(arguments.neusight)
     of_runs = arguments.e2e and uses_transformers(arguments.e2e)
     wanted = {"timm": arguments.timm, "transformers": of_networks or of_runs}
     missing = [name for name, is_wanted in wanted.items() if is_wanted and find_spec(name) is None]
@@ -196,10 +200,10 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
 
         for title, rows in operators(arguments.neusight):
             yield title, rows, _gpu
-        if (arguments.neusight / "e2e.csv").is_file():
-            from validate_networks import networks
+        from validate_networks import network_files, networks
 
-            rows = networks(arguments.neusight / "e2e.csv")
+        if network_files(arguments.neusight):
+            rows = networks(arguments.neusight)
             for mode in sorted({row.mode for row in rows}):
                 of_mode = [row for row in rows if row.mode == mode]
                 yield f"networks, {mode}, by GPU", of_mode, _gpu
@@ -215,9 +219,10 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
 
         for title, rows in runs(arguments.e2e):
             yield title, rows, lambda row: row.name
+    for path in filter(None, (arguments.e2e, arguments.parallel)):
         from validate_distributed import sharded_runs
 
-        for title, rows in sharded_runs(arguments.e2e):
+        for title, rows in sharded_runs(path):
             yield title, rows, _group
     if arguments.kernels:
         from validate_kernels import kernels

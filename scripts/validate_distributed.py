@@ -1,8 +1,4 @@
-"""Published training runs on 8 GPUs: MPT of llm-foundry and Llama-3.1-8B of torchtitan, both sharded by FSDP.
-
-llm-foundry ran FSDP1, whose traffic is that of the FSDP2 that is metered here. Its optimizer, an eighth of the
-parameters once in a step of 3 to 16 micro-batches, is less than 1 % of the time and left out.
-"""
+"""Published training runs on 8 GPUs: MPT of llm-foundry and Llama-3.1-8B of torchtitan, both sharded by FSDP."""
 
 from __future__ import annotations
 
@@ -10,53 +6,55 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from llm_foundry import mpt, training_step, triton_attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter
 from flopmeter.distributed import world
-from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.models.llama import LLAMA_3_8B, Attention, Llama
 from flopmeter.report.report import Report
 
 GPUS = 8
 PROFILES: dict[str, str | Path] = {
     "a100_40gb": "a100-sxm4-40gb",
+    "a100_80gb": "a100-sxm4-80gb",
+    "h100_80gb": "h100-sxm5-80gb",
     "H100 96GB HBM2e (500W)": Path(__file__).parent / "h100-96gb-500w.yaml",
 }
+DTYPES = ("bf16", "amp_bf16")
 Step = Callable[[], None]
 
 
 def sharded_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each source, tokens/s in place of seconds, and once more for the memory that was stated, in bytes.
+    """The rows of each source and GPU, tokens/s in place of seconds, and once more for the memory that was stated, in
+    bytes.
 
-    Left out are the lines with fp8, whose products another library defines, and those without a batch size.
+    Left out are the lines with fp8, whose products another library defines, those of more than 8 GPUs or of several
+    nodes, with tensor and pipeline parallelism, and those without a batch size.
     """
     reports: dict[str, list[tuple[Line, Report]]] = {}
     for line in csv.DictReader(path.open()):
         program = PROGRAMS.get(line["source"])
-        if program is not None and line["n_gpus"] == str(GPUS) and line["dtype"] == "bf16":
-            reports.setdefault(line["source"], []).append((line, _report(line, program)))
-    for source, runs in reports.items():
-        yield f"{source}, 8 GPUs, tokens/s", [_throughput(line, report) for line, report in runs]
+        if program is not None and line["n_gpus"] == str(GPUS) and line["dtype"] in DTYPES:
+            title = f"{line['source']}, {GPUS} {line['gpu'].partition(' ')[0].lower()}"
+            reports.setdefault(title, []).append((line, _report(line, program)))
+    for title, runs in reports.items():
+        yield f"{title}, tokens/s", [_throughput(line, report) for line, report in runs]
         stated = [(line, report) for line, report in runs if "memory" in line["other_config"]]
         if stated:
-            yield f"{source}, 8 GPUs, bytes of memory", [_memory(line, report) for line, report in stated]
+            yield f"{title}, bytes of memory", [_memory(line, report) for line, report in stated]
 
 
 def _report(line: Line, program: Callable[[Line, DeviceMesh], Step]) -> Report:
@@ -65,7 +63,8 @@ def _report(line: Line, program: Callable[[Line, DeviceMesh], Step]) -> Report:
         step()  # the first one makes the optimizer's state
         with FlopMeter(PROFILES[line["gpu"]]) as meter:
             step()
-        return meter.report(mode="compiled" if "compile" in line["mode"] else "eager")
+        with triton_attention(line["gpu"]) if line["source"] == "llm-foundry" else nullcontext():
+            return meter.report(mode="compiled" if "compile" in line["mode"] else "eager")
 
 
 def _throughput(line: Line, report: Report) -> Row:
@@ -120,22 +119,12 @@ def _recompute(blocks: Iterable[nn.Module], **options: Any) -> None:
 
 
 def _mpt(line: Line, mesh: DeviceMesh) -> Step:
-    """GPT-2's architecture, all in bf16 (`mixed_precision: PURE`), the loss too, as in its own kernel."""
-    sizes = dict(re.findall(r"(d_model|heads|layers|vocab) (\d+)", line["other_config"]))
-    width, heads, layers, vocabulary = (int(sizes[name]) for name in ("d_model", "heads", "layers", "vocab"))
     length = int(line["seq"])
-    with torch.device("meta"):
-        model = GPT2(GPT2Config(layers, width, heads, vocabulary, positions=length))
-        tokens, labels = (torch.zeros(int(line["batch"]), length, dtype=torch.long) for _ in range(2))
+    model = mpt(line["other_config"], length)
     if "AC=True" in line["other_config"]:
         _recompute(model.blocks)
     _shard(model, mesh, reduced_in=torch.bfloat16)
-
-    def step() -> None:
-        with set_checkpoint_early_stop(False):  # torch before 2.1 recomputed a block to its end
-            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
-
-    return step
+    return training_step(model, int(line["batch"]), length, stops_early=line["gpu"] != "a100_40gb")
 
 
 # --- torchtitan ------------------------------------------------------------------------------------------------------
@@ -157,6 +146,16 @@ class TitanAttention(Attention):
         return out
 
 
+class TitanNorm(nn.RMSNorm):
+    """The ops of torch before 2.9, which had no kernel for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + (self.eps or 1e-5))
+        out: Tensor = (wide * scale).type_as(x) * self.weight
+        return out
+
+
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
@@ -170,6 +169,9 @@ def _llama(line: Line, mesh: DeviceMesh) -> Step:
         tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
     for block in model.blocks:
         block.attention.__class__ = TitanAttention
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.__class__ = TitanNorm
     _recompute(model.blocks, context_fn=_selective)
     _shard(model, mesh, reduced_in=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured_programs import attention_of_2023
 from validate import Line, Row, roofline_seconds
 from validate_neusight import PROFILES
 
@@ -18,16 +19,21 @@ FAMILIES = ("bert", "gpt", "opt")
 PREDICTORS = ("habitat", "neusight", "micro")  # with a column of their own
 
 
-def networks(path: Path) -> list[Row]:
-    """The consistent rows: the others differ by over 15 % from the sum of their own operators. Mixtures of experts
-    (switch) are left out: the file does not say how many tokens each expert got."""
+def networks(folder: Path) -> list[Row]:
+    """The consistent rows of e2e.csv and e2e_more.csv: the others differ by over 15 % from the sum of their own
+    operators. Mixtures of experts (switch) are left out: the file does not say how many tokens each expert got."""
     lines = [
         line
+        for path in network_files(folder)
         for line in csv.DictReader(path.open())
         if line["consistent"] == "True" and line["model"].startswith(FAMILIES)
     ]
     meters: dict[tuple[str, ...], FlopMeter] = {}
     return [_row(line, meters) for line in lines]
+
+
+def network_files(folder: Path) -> list[Path]:
+    return [path for path in (folder / "e2e.csv", folder / "e2e_more.csv") if path.is_file()]
 
 
 def _row(line: Line, meters: dict[tuple[str, ...], FlopMeter]) -> Row:
@@ -54,12 +60,12 @@ def _row(line: Line, meters: dict[tuple[str, ...], FlopMeter]) -> Row:
 def _meter(line: Line) -> FlopMeter:
     sizes = {name: int(value) for name, value in (part.split("=") for part in line["config"].split(";"))}
     with torch.device("meta"):
-        model = _model(line["model"], sizes, int(line["seq"]))
+        model = _model(line["model"], sizes, int(line["seq"]), is_training=line["mode"] == "train")
         tokens = torch.zeros(int(line["batch"]), int(line["seq"]), dtype=torch.long)
     is_training = line["mode"] == "train"
     model.train(is_training)
     no_cache = {} if line["model"].startswith("bert") else {"use_cache": False}
-    with FlopMeter(PROFILES[line["gpu"]]) as meter:
+    with FlopMeter(PROFILES[line["gpu"]]) as meter, attention_of_2023():
         with torch.set_grad_enabled(is_training):
             logits = model(input_ids=on_meta(tokens), **no_cache).logits
         if is_training:
@@ -67,8 +73,8 @@ def _meter(line: Line) -> FlopMeter:
     return meter
 
 
-def _model(name: str, sizes: dict[str, int], seq: int) -> Any:
-    """One of FAMILIES by the first part of its name, with materialised attention as torch 2.1's users had it."""
+def _model(name: str, sizes: dict[str, int], seq: int, *, is_training: bool) -> Any:
+    """One of FAMILIES by the first part of its name; BERT has no language head in inference."""
     transformers = import_module("transformers")
     eager = {"attn_implementation": "eager", "vocab_size": sizes["vocab"]}
     layers, hidden, heads, ffn = (sizes[key] for key in ("layers", "hidden", "heads", "ffn"))
@@ -76,7 +82,7 @@ def _model(name: str, sizes: dict[str, int], seq: int) -> Any:
         bert = transformers.BertConfig(
             hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=ffn, **eager
         )
-        return transformers.BertForMaskedLM(bert)
+        return (transformers.BertForMaskedLM if is_training else transformers.BertForSequenceClassification)(bert)
     if name.startswith("gpt"):
         gpt = transformers.GPT2Config(
             n_positions=seq, n_embd=hidden, n_layer=layers, n_head=heads, n_inner=ffn, **eager
