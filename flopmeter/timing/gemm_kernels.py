@@ -66,6 +66,8 @@ SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0, reaches_peak=False)
 # Hopper's `wgmma` and Blackwell's `tcgen05`: persistent thread blocks, of which some warps load, some multiply and some
 # store (CUTLASS, "Efficient GEMM in CUDA", warp specialization).
 WARP_SPECIALIZED = MMA._replace(depth_step_bytes=128, memory_share=1.0, stores_each_tile=False)
+# GeForce adds in fp32 at half rate: one thread block keeps the matrix units of an SM busy while another one stores.
+HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # cuDNN's implicit GEMMs on matrix units: narrow tiles for few filters, and several thread blocks on an SM, of which one
 # computes while another waits. Set on [timm].
 CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles=True)
@@ -83,4 +85,6 @@ def gemm_kernels(hardware: Hardware, peak: Peak, *, convolves: bool = False) -> 
     capability = hardware.compute_capability or _ASYNCHRONOUS_COPIES
     if capability[0] in _WARP_SPECIALIZED_MAJORS:
         return WARP_SPECIALIZED
-    return MMA if capability >= _ASYNCHRONOUS_COPIES else SYNCHRONOUS_MMA
+    if capability < _ASYNCHRONOUS_COPIES:
+        return SYNCHRONOUS_MMA
+    return HALF_RATE_MMA if hardware.matrix_fp16_accumulate_tflop_per_s else MMA
