@@ -195,7 +195,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
             law="gathered",
             ops=(
                 CollectiveOp("c10d::gather_", "input_tensors", "output_tensors"),
-                CollectiveOp("c10d::gather_into_tensor_", "input_tensor", None, has_law=False),
+                CollectiveOp("c10d::gather_into_tensor_", "input_tensor", "output_tensor", has_law=False),
             ),
         ),
         "scatter": CollectiveSpec(

@@ -61,7 +61,7 @@ LEAST_BATCHED_SIDE = 64
 # Bytes that an SM moves from and to the L2 cache in a clock cycle: it stores a tile of 128 x 128 in 2 bytes in 4,096
 # cycles. 7 to 9 with any GPU of [aiconfigurator] left out; GEMMs whose weights stay in the cache of an L40S ask for
 # 6 to 8 too.
-L2_BYTES_PER_CLOCK_OF_SM = 8
+MATMUL_CACHE_BYTES_PER_CYCLE = 8
 
 # Split-K: into how many slices K may be split when a matmul has too few tiles to fill the device (not for batched
 # matmuls, for which cuBLAS has no such kernels), the least depth of a slice, bytes of a partial sum (fp32), and the

@@ -5,8 +5,8 @@ main loop multiplies tile by tile, wave after wave. Its epilogue writes a tile; 
 or not. The rates of a device, its clock and its memory stand in its profile.
 
 Set on [aiconfigurator]: 12 thousand bf16 GEMMs from 2 µs to 10 ms on A100, H100, H200 and L40S
-(github.com/ai-dynamo/aiconfigurator@095f58a), on half of the shapes; the error on the other half is the same, and a GPU
-that is left out changes its own error by less than a quarter. Those of vector units are set on [NeuSight].
+(github.com/ai-dynamo/aiconfigurator@095f58a), on half of the shapes. The error on the other half is the same; with any
+GPU left out, that GPU's is 8 to 11 %. Those of vector units are set on [NeuSight].
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ class GemmKernels(NamedTuple):
     tiles: tuple[tuple[int, int], ...]  # rows x columns of the output that one thread block computes
     tile_exponent: float  # a tile runs at (its elements / 128²)^exponent of the rate of 128 x 128, at most at that rate
     overlap_exponent: float  # p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap
-    reaches_peak: (
-        bool  # main loops run at the unit's peak if power does not limit the clock, else at the sustained rate
-    )
+    reaches_peak: bool  # main loops run at the unit's peak where power allows; else never above the sustained rate
     depth_step_bytes: int  # bytes of a row of an operand that the main loop takes at a time
     latency_cycles: float  # once a kernel: its arguments, the first loads, the last stores
     wave_cycles: float  # once a wave: tiles start, and fill their pipeline of loads

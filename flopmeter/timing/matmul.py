@@ -28,7 +28,7 @@ class Rates(NamedTuple):
     @property
     def cache_bytes_per_s(self) -> float:
         """From and to the L2 cache."""
-        return constants.L2_BYTES_PER_CLOCK_OF_SM * self.sm_count * self.clock_hz
+        return constants.MATMUL_CACHE_BYTES_PER_CYCLE * self.sm_count * self.clock_hz
 
     def slowed(self, share: float) -> Rates:
         """With this share of the arithmetic rates."""
