@@ -13,7 +13,8 @@ from test_timing_laws import attention_cost, work
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.records import AttentionShape, Mask
-from flopmeter.timing.attention import tile_grid
+from flopmeter.timing import constants
+from flopmeter.timing.attention import kernel_of, tile_grid
 
 aten = torch.ops.aten
 A100, H100, L40S = (load_hardware(name) for name in ("a100-sxm4-80gb", "h100-sxm5-80gb", "l40s"))
@@ -202,3 +203,10 @@ def test_more_tiles_of_keys_take_no_less(sequences, tiles, more, is_backward):
 def test_short_sequences_run_at_a_lower_rate_than_long_ones():
     rates = [length / flash(A100, 16384 // length, length, 16, 128, causal=True) for length in LENGTHS]
     assert rates == sorted(rates)
+
+
+def test_amd_runs_the_kernels_of_aotriton_and_nvidia_those_of_flash_attention():
+    mi300x = load_hardware("mi300x")
+    assert kernel_of("flash", mi300x, on_matrix_units=True, splits=False) is constants.AOTRITON
+    assert kernel_of("flash", H100, on_matrix_units=True, splits=False) is constants.FLASH_2
+    assert kernel_of("cudnn", H100, on_matrix_units=True, splits=False) is constants.FLASH_3

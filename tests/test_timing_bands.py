@@ -67,3 +67,13 @@ def test_classes_are_marked_validated_transferred_or_extrapolated():
     assert result.validated == ()
     assert result.transferred == (ELEMENTWISE, "product, fp16")
     assert result.extrapolated == ("sorting",)
+
+
+def test_a_kind_of_kernel_in_a_type_that_was_not_measured_has_the_widest_band_of_the_kind():
+    """GEMMs were measured in fp32, fp16, bf16 and fp8: below at most .18, above at most .42."""
+    h200 = load_hardware("h200-sxm-141gb")
+    of_kind = [entry for name, entry in BANDS.items() if name.startswith("product,")]
+    widest = (max(entry.below for entry in of_kind), max(entry.above for entry in of_kind))
+    assert widest == (0.18, 0.42)
+    unknown = band("product, fp64", h200)
+    assert (unknown.below, unknown.above, unknown.devices) == (0.18 * 1.5, 0.42 * 1.5, ())

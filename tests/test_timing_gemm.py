@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flopmeter import FlopMeter, load_hardware
+from flopmeter.timing.gemm_kernels import HALF_RATE_MMA, MMA, SIMT, SYNCHRONOUS_MMA, WARP_SPECIALIZED, gemm_kernels
 
 GPUS = ("a100-sxm4-80gb", "h100-sxm5-80gb", "h200-sxm-141gb", "l40s")
 # [m, k] @ [k, n] in bf16: microseconds on each of GPUS, replayed by a CUDA graph (ai-dynamo/aiconfigurator@095f58a,
@@ -76,3 +77,36 @@ def test_a_device_of_unknown_cache_has_none():
     once, again = seconds([program, program], unknown)
     assert again == pytest.approx(once)
     assert seconds([program, program], l40s)[-1] < once
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "family"),
+    [
+        ("h100-sxm5-80gb", "bf16", WARP_SPECIALIZED),
+        ("b200-sxm-180gb", "fp8", WARP_SPECIALIZED),
+        ("a100-sxm4-80gb", "fp16", MMA),
+        ("l40s", "bf16", MMA),
+        ("mi300x", "bf16", MMA),
+        ("rtx-4090", "fp16", HALF_RATE_MMA),  # GeForce, also of Blackwell: `mma` with sums in fp32 at half rate
+        ("rtx-5090", "bf16", HALF_RATE_MMA),
+        ("t4", "fp16", SYNCHRONOUS_MMA),  # before cp.async
+        ("v100-sxm2-16gb", "fp16", SYNCHRONOUS_MMA),
+        ("v100-sxm2-16gb", "fp32", SIMT),
+        ("h100-sxm5-80gb", "fp32", SIMT),
+    ],
+)
+def test_a_device_runs_the_kernels_of_its_instructions(gpu, dtype, family):
+    hardware = load_hardware(gpu)
+    assert gemm_kernels(hardware, hardware.contraction_peak(dtype)) is family
+
+
+def test_a_matrix_times_a_vector_has_tiles_on_matrix_units_only():
+    """[1, 4096] @ [4096, 4096] in fp32 computes one row, in fp16 one of the 64 of a tile."""
+    for dtype, rows in ((torch.float32, 1), (torch.float16, 64)):
+        x, weight = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((1, 4096), (4096, 4096)))
+        with torch.inference_mode(), FlopMeter("v100-sxm2-16gb") as meter:
+            torch.mm(x, weight)
+        (timing,) = meter.report().timings
+        peak = meter.hardware.contraction_peak({torch.float32: "fp32", torch.float16: "fp16"}[dtype])
+        least = 2 * rows * 4096**2 / peak.flop_per_s
+        assert least < timing.compute_seconds < 5 * least
