@@ -291,8 +291,7 @@ class Hardware(SchemaRecord):
             name: {dtype: ratio * rate for dtype, rate in getattr(self, name).items()}
             for name in ("vector_tflop_per_s", *_MATRIX_TABLES)
         }
-        dtypes = (*self.matrix_tflop_per_s, *self.matrix_fp16_accumulate_tflop_per_s)
-        shares = {dtype: matrix_unit(self, "matrix", dtype, self.matrix_tflop_per_s[dtype]) for dtype in dtypes}
+        shares = {dtype: matrix_unit(self, "matrix", dtype, rate) for dtype, rate in self.matrix_tflop_per_s.items()}
         achieved = Achieved(
             matrix_by_dtype=FrozenMapping((dtype, found.burst_share) for dtype, found in shares.items()),
             vector=vector_unit(self).burst_share,

@@ -17,7 +17,7 @@ from flopmeter.records import AttentionBackend, AttentionShape, Cost, Mask
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import cycles_to_seconds
 from flopmeter.timing.constants import AttentionKernel
-from flopmeter.timing.matmul import Busy, overlap
+from flopmeter.timing.matmul import Busy, fastest, overlap
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
@@ -53,7 +53,7 @@ def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
     assert shape is not None
     assert backend is not None
     launches = _launches(shape, backend, hardware, peak)
-    return min((_busy(launch, cost, shape, hardware, peak) for launch in launches), key=lambda busy: busy.work_seconds)
+    return fastest(_busy(launch, cost, shape, hardware, peak) for launch in launches)
 
 
 def _busy(launch: _Launch, cost: Cost, shape: AttentionShape, hardware: Hardware, peak: Peak) -> Busy:

@@ -66,8 +66,8 @@ def access_seconds(cached_share: float, hardware: Hardware) -> float:
 
 def cache_bytes_per_s(hardware: Hardware) -> float:
     """What kernels reach on the L2 cache; no less than on memory."""
-    clock_hz = 1.0 / cycles_to_seconds(1.0, hardware)
-    return max(hardware.bandwidth_bytes_per_s, constants.CACHE_BYTES_PER_CYCLE * hardware.sm_count * clock_hz)
+    of_all_sms = constants.CACHE_BYTES_PER_CYCLE * hardware.sm_count * clock_hz(hardware)
+    return max(hardware.bandwidth_bytes_per_s, of_all_sms)
 
 
 def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
@@ -85,10 +85,14 @@ def threads_of(reread: Reread, hardware: Hardware) -> int:
     return reread.amd_threads if hardware.vendor == "amd" and reread.amd_threads else reread.threads
 
 
-def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
-    """At the boost clock, which kernels bound by latency can keep."""
+def clock_hz(hardware: Hardware) -> float:
+    """The boost clock, which kernels bound by latency can keep."""
     mhz = hardware.boost_clock_mhz
-    return cycles / (mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ)
+    return mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ
+
+
+def cycles_to_seconds(cycles: float, hardware: Hardware) -> float:
+    return cycles / clock_hz(hardware)
 
 
 def miss_share(reread: Reread, hardware: Hardware) -> float:

@@ -7,7 +7,7 @@ from math import ceil, prod
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Convolution, Matmul
 from flopmeter.timing import constants
-from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, overlap, price_matmul
+from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, fastest, overlap, price_matmul
 
 
 def convolution(
@@ -22,7 +22,7 @@ def convolution(
     direct = price_matmul(implicit, moved, rates)
     if not suits_winograd(shape, implicit):
         return direct
-    return min(direct, _winograd(shape, implicit, moved, rates), key=lambda busy: busy.work_seconds)
+    return fastest((direct, _winograd(shape, implicit, moved, rates)))
 
 
 def conversions(shape: Convolution, moved: MatmulBytes, hardware: Hardware) -> float:

@@ -11,6 +11,7 @@ from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import (
     access_seconds,
+    clock_hz,
     cycles_to_seconds,
     memory_seconds,
     rows_in_flight,
@@ -19,7 +20,16 @@ from flopmeter.timing.bandwidth import (
 )
 from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
 from flopmeter.timing.gemm_kernels import gemm_kernels
-from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, overlap, price_matmul, side_by_side, tile_count
+from flopmeter.timing.matmul import (
+    Busy,
+    MatmulBytes,
+    Rates,
+    fastest,
+    overlap,
+    price_matmul,
+    side_by_side,
+    tile_count,
+)
 
 
 class Price(NamedTuple):
@@ -68,7 +78,7 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak, cached_bytes: float) ->
         max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
         hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware) * library.memory_share,
         hardware.sm_count,
-        1 / cycles_to_seconds(1, hardware),
+        clock_hz(hardware),
         library,
     )
     saved = cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
@@ -99,7 +109,7 @@ def _aligned(cost: Cost, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
     copies = 2 * cost.bytes_read / rates.bytes_per_s  # read, and written
     padded, _ = _sum_of_matmuls(cost, moved, rates)
     padded = padded._replace(memory_seconds=padded.memory_seconds + copies, work_seconds=padded.work_seconds + copies)
-    return min(as_they_are, padded, key=lambda busy: busy.work_seconds), kind
+    return fastest((as_they_are, padded)), kind
 
 
 def _sum_of_matmuls(cost: Cost, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
@@ -185,8 +195,7 @@ def _row_seconds(cost: Cost, hardware: Hardware) -> float:
         return 0.0
     rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
     if hardware.vendor == "amd":
-        cycle = cycles_to_seconds(1, hardware)
-        rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * hardware.sm_count / cycle)
+        rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * hardware.sm_count * clock_hz(hardware))
     return operations / rate
 
 

@@ -6,7 +6,7 @@ A library chooses among tile shapes and numbers of slices; the functions here tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class MatmulBytes(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """Seconds that the arithmetic and the memory moved of a kernel take, both together, and those in which it waits
+    """Seconds that the arithmetic and the memory traffic of a kernel take, both together, and those in which it waits
     for its first loads and last stores."""
 
     compute_seconds: float
@@ -99,7 +99,7 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             if k <= slices * constants.LEAST_SLICE_DEPTH:
                 break  # more slices would be no shallower
-    return min(ways, key=_work)
+    return fastest(ways)
 
 
 def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> Busy:
@@ -112,7 +112,7 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
         depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / max(sum(counts), 1)
         tile = _Tile(rows * columns, share, moved.written_bytes / max(sum(counts), 1))
         ways.append(_in_waves(sum(counts), tile, depth, moved, rates))
-    return min(ways, key=_work)
+    return fastest(ways)
 
 
 class _Tile(NamedTuple):
@@ -122,8 +122,8 @@ class _Tile(NamedTuple):
 
 
 def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
-    """One tile on each SM at a time. A tile at the edge takes as long as a full one, and SMs
-    without a tile in the last wave wait; but only SMs that compute need power."""
+    """One tile on each SM at a time. A tile at the edge takes as long as a full one, and SMs without a tile in the last
+    wave wait; but only SMs that compute need power."""
     kernels = rates.kernels
     step = kernels.depth_step_bytes / moved.item_bytes
     tile_flops = 2 * tile.elements * ceil(depth / step) * step
@@ -145,8 +145,9 @@ def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
     return way._replace(memory_seconds=way.memory_seconds + seconds, work_seconds=way.work_seconds + extra)
 
 
-def _work(busy: Busy) -> float:
-    return busy.work_seconds
+def fastest(ways: Iterable[Busy]) -> Busy:
+    """What a library chooses of several ways to do the same."""
+    return min(ways, key=lambda busy: busy.work_seconds)
 
 
 def tile_count(shape: Matmul) -> int:
