@@ -137,3 +137,11 @@ def test_streams_on_gddr_with_ecc_are_those_that_were_measured(device, measured)
     assert hardware.sustained_bandwidth_bytes_per_s / hardware.bandwidth_bytes_per_s == pytest.approx(
         measured, rel=0.02
     )
+
+
+def test_the_gradients_of_a_layer_norm_over_no_rows_are_priced():
+    """As of an expert that no token chose."""
+    norm = torch.nn.LayerNorm(64, device="meta")
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        norm(torch.empty(0, 64, device="meta")).sum().backward()
+    assert 0 < meter.report().kernel_seconds < 1e-3

@@ -184,7 +184,7 @@ def _latencies(cost: Cost, hardware: Hardware, cached_share: float) -> tuple[flo
 
 def _idle_stretch(cost: Cost, hardware: Hardware) -> float:
     """How many times longer arithmetic takes because there are fewer rows than SMs."""
-    busy = [min(1.0, rows.rows / hardware.sm_count) for rows in cost.rereads if rows.accesses]
+    busy = [min(1.0, rows.rows / hardware.sm_count) for rows in cost.rereads if rows.accesses and rows.rows]
     return 1.0 / min(busy, default=1.0)
 
 
