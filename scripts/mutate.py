@@ -84,6 +84,8 @@ LEFT_OUT = {
     "test_wheel": "an installed copy",
     "test_makefile": "runs make, which installs an environment, and needs the Makefile",
 }
+# Recorded prices count, since they run wherever the tests do. They say nothing of the truth, so they are told apart.
+RECORDS, BY_A_RECORD = "test_recorded_prices", 71
 # Imported once, before the processes of the mutants are forked from this one.
 PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invocations", "matplotlib.pyplot")
 ENOUGH_SECONDS = 60.0  # of CPU for one mutant: of the tests that reach it, the slowest are left out beyond
@@ -243,9 +245,14 @@ class _Chosen:
 
     def __init__(self, tests: list[str]):
         self.order = {test: place for place, test in enumerate(tests)}
+        self.noticed_by = ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = sorted((item for item in items if item.nodeid in self.order), key=lambda i: self.order[i.nodeid])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.noticed_by = report.nodeid
 
 
 class _Mutant(importlib.machinery.SourceFileLoader):
@@ -306,7 +313,7 @@ def measure(copy: Path, found: Path, only: list[str]) -> int:
 
 
 def attempt(mutant: Mutant, tests: list[str], seconds: float) -> int:
-    """0 if the tests pass on the mutant."""
+    """0 if the tests pass on the mutant, BY_A_RECORD if a recorded price is the first that fails."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
@@ -314,7 +321,9 @@ def attempt(mutant: Mutant, tests: list[str], seconds: float) -> int:
     path = Path(mutant.file).absolute()
     source = mutated(path.read_text(encoding="utf-8"), mutant.kind, mutant.place)
     sys.meta_path.insert(0, _Import(_module(mutant.file), path, source))
-    return run_tests(sorted({test.partition("::")[0] for test in tests}), "-x", plugin=_Chosen(tests))
+    chosen = _Chosen(tests)
+    status = run_tests(sorted({test.partition("::")[0] for test in tests}), "-x", plugin=chosen)
+    return BY_A_RECORD if Path(chosen.noticed_by.partition("::")[0]).stem == RECORDS else status
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -331,8 +340,20 @@ def in_child(work: Callable[[], int]) -> int:
         os._exit(status)
 
 
-def survivors_of(drawn: list[Mutant], reached: Reached, jobs: int) -> Iterator[tuple[Mutant, int]]:
-    """The mutants that no test notices, with how many tests ran on them."""
+class Verdict(NamedTuple):
+    """What became of a mutant."""
+
+    mutant: Mutant
+    tests: int  # that ran on it, or would have
+    status: int  # 0: none of them failed
+
+    @property
+    def word(self) -> str:
+        return {0: "SURVIVED", BY_A_RECORD: "recorded"}.get(self.status, "noticed ")
+
+
+def verdicts_on(drawn: list[Mutant], reached: Reached, jobs: int) -> Iterator[Verdict]:
+    """In the order in which they come."""
     waiting, running = list(reversed(drawn)), dict[int, tuple[Mutant, int]]()
     done = 0
     while waiting or running:
@@ -344,12 +365,10 @@ def survivors_of(drawn: list[Mutant], reached: Reached, jobs: int) -> Iterator[t
             running[in_child(work)] = (mutant, len(tests))
             continue
         pid, status = os.wait()
-        mutant, count = running.pop(pid)
+        verdict = Verdict(*running.pop(pid), os.waitstatus_to_exitcode(status))
         done += 1
-        noticed = os.waitstatus_to_exitcode(status) != 0
-        print(f"{done}/{len(drawn)} {'noticed ' if noticed else 'SURVIVED'} {mutant}", file=sys.stderr, flush=True)
-        if not noticed:
-            yield mutant, count
+        print(f"{done}/{len(drawn)} {verdict.word} {verdict.mutant}", file=sys.stderr, flush=True)
+        yield verdict
 
 
 def copy_of_checkout(folder: Path) -> Path:
@@ -387,22 +406,25 @@ def main() -> int:
             if status:
                 sys.exit("no test passes without a mutant")
         reached = Reached(*json.loads(found.read_text(encoding="utf-8")))
-        survivors = []
-        for mutant, count in survivors_of(drawn, reached, chosen.jobs):
-            print(f"survived: {mutant} ({count} tests)", flush=True)
-            survivors.append(mutant)
-    verdict, rate = summary(drawn, survivors, f"{' and '.join(chosen.kinds)}, seed {chosen.seed}")
-    print(verdict)
+        verdicts = []
+        for verdict in verdicts_on(drawn, reached, chosen.jobs):
+            verdicts.append(verdict)
+            if not verdict.status:
+                print(f"survived: {verdict.mutant} ({verdict.tests} tests)", flush=True)
+    said, rate = summary(verdicts, f"{' and '.join(chosen.kinds)}, seed {chosen.seed}")
+    print(said)
     if chosen.parts == PARTS and len(drawn) == chosen.mutants:
-        PAGE.write_text(page(verdict, survivors), encoding="utf-8")
+        survivors = [verdict.mutant for verdict in verdicts if not verdict.status]
+        PAGE.write_text(page(said, survivors), encoding="utf-8")
     return int(rate < GOAL)
 
 
-def summary(drawn: list[Mutant], survivors: list[Mutant], how: str) -> tuple[str, float]:
+def summary(verdicts: list[Verdict], how: str) -> tuple[str, float]:
     """One line, and the share that was noticed."""
-    noticed = len(drawn) - len(survivors)
-    rate = noticed / len(drawn)
-    return f"{noticed} of {len(drawn)} mutants noticed ({rate:.1%}); {how}", rate
+    noticed = [verdict for verdict in verdicts if verdict.status]
+    records, rate = sum(verdict.status == BY_A_RECORD for verdict in noticed), len(noticed) / len(verdicts)
+    count = f"{len(noticed)} of {len(verdicts)} mutants noticed ({rate:.1%})"
+    return f"{count}, {records} of them by a recorded price before any other test; {how}", rate
 
 
 def page(verdict: str, survivors: list[Mutant]) -> str:
