@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import itertools
 import sys
 import warnings
 import zlib
@@ -23,7 +24,7 @@ import as_cuda_cases
 import distributed_programs
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flopmeter import FlopMeter, on_meta
 from flopmeter.costs import costs_of
@@ -89,6 +90,8 @@ def calls_by_op() -> dict[str, tuple[Call, ...]]:
 
 # --- programs, metered
 
+MANY_DEVICES = (*DEVICES, "t4", "l40s", "rtx-5090", "b200-sxm-180gb", "mi300x", "h200-sxm-141gb")
+IN_THE_ORDER_OF_A_SET = ("meshgrid.variadic_tensors", "meshgrid.list_of_tensors")  # are their samples
 SAMPLED = (torch.float32, torch.complex64, torch.int64)
 
 
@@ -159,19 +162,42 @@ def samples_of(entry: Any, meter: FlopMeter) -> None:
         wants_gradient = entry.supports_autograd and dtype != torch.int64
         samples = list(entry.sample_inputs("cpu", dtype, requires_grad=wants_gradient))
         for sample in samples[:: max(1, len(samples) // 8)]:
-            with meter:
-                with contextlib.suppress(Exception):
-                    forward_and_backward(functools.partial(_called, entry, sample.transform(_moved)))
+            with meter, contextlib.suppress(Exception):
+                moved = sample.transform(moved_to_meta)
+                forward_and_backward(functools.partial(entry, moved.input, *moved.args, **moved.kwargs))
 
 
-def _called(entry: Any, sample: Any) -> Any:
-    return entry(sample.input, *sample.args, **sample.kwargs)
-
-
-def _moved(value: Any) -> Any:
+def moved_to_meta(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return on_meta(value.detach()).requires_grad_(value.requires_grad)
+
+
+def inputs_of_module(info: Any, training: bool, meter: FlopMeter) -> None:
+    """A few inputs that torch's own tests give a module, spread over all, in fp32 and under autocast."""
+    torch.manual_seed(0)
+    given = {"device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": training}
+    found = info.module_inputs_func(info, **given)
+    for inputs in found[:: max(1, len(found) // 4)]:
+        for autocast in (False, True):
+            with meter, contextlib.suppress(Exception), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                with torch.device("meta"):
+                    module = info.module_cls(*inputs.constructor_input.args, **inputs.constructor_input.kwargs)
+                args, kwargs = tree_map(moved_to_meta, (inputs.forward_input.args, inputs.forward_input.kwargs))
+                forward_and_backward(functools.partial(module.train(training), *args, **kwargs))
+
+
+def steps_of_optimizer(info: Any, how: dict[str, Any], meter: FlopMeter) -> None:
+    """Two steps with each of the options that torch's own tests give it."""
+    for options in info.optim_inputs_func(device="cuda"):
+        sizes = ((64, 32), (64,), (1, 300))
+        parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+        with meter, contextlib.suppress(Exception):
+            optimizer = info.optim_cls(parameters, **options.kwargs, **how)
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            optimizer.step()
 
 
 def _models() -> Iterator[tuple[str, str, Run]]:
@@ -186,21 +212,35 @@ def _models() -> Iterator[tuple[str, str, Run]]:
 
 @functools.cache
 def programs() -> dict[str, tuple[str, Run]]:
-    """Name -> device and what to meter."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    """Name -> device and what to meter. The devices take turns."""
     found = {name: (device, run) for name, device, run in _models()}
     for place, name in enumerate(as_cuda_cases.CASES):
         device = ("a100-sxm4-80gb", "h100-sxm5-80gb", "rtx-4090")[place % 3]
         found[f"case {name}"] = device, functools.partial(recorded_case, name)
     for name in distributed_programs.PROGRAMS:
         found[f"{name} on 4"] = "h100-sxm5-80gb", functools.partial(on_ranks, name, 4)
-    for entry in op_db:
-        if not entry.dtypes & set(SAMPLED) or entry.name == "meshgrid":  # whose samples come in the order of a set
-            continue
-        name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
-        found[f"op_db {name}"] = "a100-sxm4-80gb", functools.partial(samples_of, entry)
-    return found
+    devices = itertools.cycle(MANY_DEVICES)
+    return found | {name: (next(devices), run) for name, run in _of_torchs_tests()}
+
+
+def _of_torchs_tests() -> Iterator[tuple[str, Run]]:
+    from torch.testing._internal import common_methods_invocations as databases
+    from torch.testing._internal.common_modules import module_db
+    from torch.testing._internal.common_optimizers import optim_db
+
+    for database in (name for name in dir(databases) if name.endswith("op_db")):
+        for entry in getattr(databases, database):
+            name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
+            if entry.dtypes & set(SAMPLED) and name not in IN_THE_ORDER_OF_A_SET:
+                yield f"op_db {name}", functools.partial(samples_of, entry)
+    for info in module_db:
+        for training in (True, False):
+            name = f"{info.name}, {'training' if training else 'evaluation'}"
+            yield name, functools.partial(inputs_of_module, info, training)
+    for info in optim_db:
+        for how in ("plain", *info.supported_impls):
+            chosen = {how: True} if how in ("foreach", "fused") else {"foreach": False} if how == "for-loop" else {}
+            yield f"{info.optim_cls.__name__}, {how}", functools.partial(steps_of_optimizer, info, chosen)
 
 
 # --- the files
