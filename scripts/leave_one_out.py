@@ -25,7 +25,7 @@ from tabulate import tabulate
 from validate_neusight import DISPATCH_SECONDS, PROFILES, PROGRAMS, is_anomalous, operator_lines, operator_report
 
 from flopmeter import Hardware, load_hardware
-from flopmeter.costs.normalization import OPERATIONS_TO_COMBINE
+from flopmeter.costs.arithmetic.normalization import OPERATIONS_TO_COMBINE
 from flopmeter.records import Cost, Switches
 from flopmeter.timing import constants, gemm_kernels
 from flopmeter.timing.kernels import price

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flopmeter import available_hardware, load_hardware
-from flopmeter.costs.attention import visible_pairs
+from flopmeter.costs.contractions.attention import visible_pairs
 from flopmeter.records import (
     ATTENTION,
     CONTRACTION,

@@ -1,4 +1,4 @@
-"""The rule table: op -> function of its call. Rules live in the sibling files, by op class.
+"""The rule table: op -> function of its call. Rules live in the folders beside this file, by op class.
 
 A rule takes a `Call` and returns the `Cost` of each kernel that the op launches: one, several, or none
 (`FREE`). It states FLOPs; bytes follow from the touched-bytes law (traffic.py) unless it says otherwise.
