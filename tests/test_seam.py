@@ -161,7 +161,7 @@ def catalogue() -> tuple[Report, ...]:
 
 
 def is_record(value: Any) -> bool:
-    return type(value).__module__ == records.__name__ and type(value) in RECORDS
+    return type(value) in RECORDS
 
 
 def fields_of(record: type) -> dict[str, Any]:
@@ -249,4 +249,4 @@ def test_each_regime_is_that_of_some_kernel():
 
 def test_a_cost_of_fused_attention_that_does_not_say_whose_kernel_it_is_is_refused():
     with pytest.raises(ValueError, match="says whose kernel it is, one of flash, efficient, cudnn, other"):
-        records.Cost("mine", records.ATTENTION, ((records.ATTENTION, 0),), (), (), "bf16")
+        records.Cost("mine", records.ATTENTION, ((records.ATTENTION, 0),), (), (), "bf16", records.VectorWork())
