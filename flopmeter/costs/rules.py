@@ -171,7 +171,7 @@ def make_grouped_contraction(
     written: Touched | None = None,
 ) -> Cost:
     """The matmuls of groups in one call."""
-    work = GroupedMatmulWork(tuple(matmuls), _macs(call, matmuls), _alignment_bytes(call))
+    work = GroupedMatmulWork(tuple(matmuls), _macs(call, matmuls))
     return _multiplying(call, work, extra=extra, read=read, written=written)
 
 

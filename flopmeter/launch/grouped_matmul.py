@@ -28,6 +28,7 @@ from flopmeter.records.dtypes import item_bytes_of
 
 KERNEL_CAPABILITIES = (9, 10)  # majors
 KERNEL_TYPES = ("bf16", "fp8", "fp4")  # scaled ones, of fp8 and fp4, have no other way
+ALIGNMENT_BYTES = 16  # of the rows of all operands: torch takes no others
 VIEWS_PER_GROUP = 3  # of the two operands' parts and of the output's
 
 
@@ -66,10 +67,10 @@ def _copy_of_offsets(kernel: Kernel) -> Cost:
 def _matmuls(kernel: Kernel, work: GroupedMatmulWork) -> Iterator[Cost]:
     """The matmul of each group, with its part of the bytes."""
     for group in work.matmuls:
-        yield from [_matmul(kernel.op.call, kernel.cost, work, group._replace(batch=1))] * group.batch
+        yield from [_matmul(kernel.op.call, kernel.cost, group._replace(batch=1))] * group.batch
 
 
-def _matmul(call: Call, grouped: Cost, work: GroupedMatmulWork, group: Matmul) -> Cost:
+def _matmul(call: Call, grouped: Cost, group: Matmul) -> Cost:
     """The matmul of one group. If its depth k is 0, it only fills its result with zeros."""
     _, m, n, k = group
     a, b = call.inputs[:2]
@@ -81,5 +82,5 @@ def _matmul(call: Call, grouped: Cost, work: GroupedMatmulWork, group: Matmul) -
         flops_by_class=((op_class, 2 * macs),),
         reads=(Region(a, int(item * m * k)), Region(b, int(item * k * n))),
         writes=(Region(call.outputs[0], int(item * m * n)),),
-        work=MatmulWork((group,), macs, work.alignment_bytes, "matmul") if macs else VectorWork(),
+        work=MatmulWork((group,), macs, ALIGNMENT_BYTES, "matmul") if macs else VectorWork(),
     )

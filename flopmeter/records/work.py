@@ -93,11 +93,11 @@ class MatmulWork(NamedTuple):
 
 
 class GroupedMatmulWork(NamedTuple):
-    """Matmuls of groups, as of each expert's tokens, side by side in one kernel (launch/grouped_matmul.py)."""
+    """Matmuls of groups, as of each expert's tokens, side by side in one kernel (launch/grouped_matmul.py). torch takes
+    no rows but of multiples of 16 bytes."""
 
     matmuls: tuple[Matmul, ...]
     macs: int
-    alignment_bytes: int
 
 
 class RecurrentWork(NamedTuple):

@@ -45,7 +45,7 @@ from flopmeter.timing.matmul import (
     tile_count,
 )
 
-_Products = MatmulWork | GroupedMatmulWork | RecurrentWork
+_Products = MatmulWork | RecurrentWork
 
 
 class Price(NamedTuple):
@@ -101,6 +101,8 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
     moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))
     if isinstance(work, ConvolutionWork):
         return _convolution(work, moved, rates, hardware, peak)
+    if isinstance(work, GroupedMatmulWork):
+        return side_by_side(work.matmuls, moved, rates), "grouped product"
     return _aligned(cost, work, moved, rates) if peak.unit == "matrix" else _sum_of_matmuls(work, moved, rates)
 
 
@@ -134,8 +136,6 @@ def _sum_of_matmuls(work: _Products, moved: MatmulBytes, rates: Rates) -> tuple[
     """Several matmuls in one kernel (as in a cell of an LSTM) run one after another and share its bytes."""
     plain_macs = sum(shape.batch * shape.m * shape.n * shape.k for shape in work.matmuls)
     rates = rates.slowed(plain_macs / work.macs)  # complex ones take four
-    if isinstance(work, GroupedMatmulWork):
-        return side_by_side(work.matmuls, moved, rates), "grouped product"
     each = moved.share(len(work.matmuls))
     parts = [price_matmul(shape, each, rates) for shape in work.matmuls]
     busy = Busy(*(sum(column) for column in zip(*parts, strict=True)))
