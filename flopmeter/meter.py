@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.costs import costs_of, kernels_of
-from flopmeter.costs.varlen import packed_notes
+from flopmeter.costs.contractions.varlen import packed_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues

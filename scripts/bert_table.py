@@ -26,7 +26,7 @@ from tabulate import tabulate
 from flopmeter import FlopMeter, HardwareError, Report, load_hardware
 from flopmeter.costs.traffic import regions
 from flopmeter.models import BUILTINS, backward
-from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, Reread
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, VectorWork
 from flopmeter.report.formats import SYMBOLS
 from flopmeter.timing.kernels import price
 
@@ -162,14 +162,16 @@ def _layer_norm_seconds(cost: Cost, report: Report) -> float:
 
 def layer_norm_of_2020(cost: Cost) -> list[Cost]:
     """Two kernels, and backward a third that sums over the rows for weight and bias."""
-    rows = cost.rereads[0]
+    work = cost.work
+    assert isinstance(work, VectorWork)
 
-    def by(threads: int, operations: int) -> tuple[Reread]:
-        return (rows._replace(nbytes=0, threads=threads, operations=operations),)
+    def by(threads: int, operations: int) -> VectorWork:
+        rows = work.rereads[0]._replace(nbytes=0, threads=threads, operations=operations)
+        return work._replace(rereads=(rows,))
 
-    sums = replace(cost, writes=(), rereads=by(SUM_THREADS, SUM_OPERATIONS))
-    applied = replace(cost, rereads=by(APPLY_THREADS, 0))
-    over_rows = [replace(cost, writes=(), rereads=())] if cost.name.endswith("backward") else []
+    sums = replace(cost, writes=(), work=by(SUM_THREADS, SUM_OPERATIONS))
+    applied = replace(cost, work=by(APPLY_THREADS, 0))
+    over_rows = [replace(cost, writes=(), work=work._replace(rereads=()))] if cost.name.endswith("backward") else []
     return [sums, applied, *over_rows]
 
 

@@ -25,8 +25,8 @@ from tabulate import tabulate
 from validate_neusight import DISPATCH_SECONDS, PROFILES, PROGRAMS, is_anomalous, operator_lines, operator_report
 
 from flopmeter import Hardware, load_hardware
-from flopmeter.costs.normalization import OPERATIONS_TO_COMBINE
-from flopmeter.records import Cost, Switches
+from flopmeter.costs.arithmetic.normalization import OPERATIONS_TO_COMBINE
+from flopmeter.records import Cost, Switches, VectorWork
 from flopmeter.timing import constants, gemm_kernels
 from flopmeter.timing.kernels import price
 
@@ -135,9 +135,11 @@ def mean_errors(rows: list[Measured], devices: Mapping[str, Hardware], operation
 
 
 def _combining_in(operations: float, cost: Cost) -> Cost:
+    if not isinstance(cost.work, VectorWork):
+        return cost
     scale = operations / OPERATIONS_TO_COMBINE
-    scaled = (reread._replace(operations=round(scale * reread.operations)) for reread in cost.rereads)
-    return replace(cost, rereads=tuple(scaled))
+    scaled = (reread._replace(operations=round(scale * reread.operations)) for reread in cost.work.rereads)
+    return replace(cost, work=cost.work._replace(rereads=tuple(scaled)))
 
 
 @contextmanager

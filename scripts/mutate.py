@@ -55,7 +55,7 @@ PAGE = ROOT / "docs" / "mutants.md"
 # Never drawn, since nobody could see them, and why: `file: change`, without the line.
 EQUIVALENT = {
     "flopmeter/timing/allocator.py: 1  ->  2  in  index = bisect_left(pool, (size, -1))": "no address is below 0",
-    "flopmeter/costs/resampling.py: 1  ->  2  in  flops = (axes * _UNNORMALIZE + weights) * places + "
+    "flopmeter/costs/arithmetic/resampling.py: 1  ->  2  in  flops = (axes * _UNNORMALIZE + weights) * places + "
     "(2 * taps if taps > 1 else 0) * out.numel": "no filter has two taps",
     **dict.fromkeys(
         (
@@ -120,7 +120,7 @@ def mutated(source: str, kind: str, place: int) -> str:
 
 def all_mutants(parts: Iterable[str], kinds: Collection[str]) -> list[Mutant]:
     found = []
-    for path in (path for part in parts for path in sorted((ROOT / part).glob("*.py")) or [ROOT / part]):
+    for path in (path for part in parts for path in sorted((ROOT / part).rglob("*.py")) or [ROOT / part]):
         module, file = Module(path.read_text(encoding="utf-8")), str(path.relative_to(ROOT))
         for kind in kinds:
             for place, edit in enumerate(KINDS[kind](module)):

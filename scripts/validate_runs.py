@@ -23,7 +23,7 @@ from flopmeter import FlopMeter, Report, load_hardware, on_meta
 from flopmeter.costs.index_arithmetic import cat_operations
 from flopmeter.launch.modes import Mode
 from flopmeter.models import BUILTINS
-from flopmeter.records import Cost, Kernel
+from flopmeter.records import Cost, Kernel, VectorWork
 from flopmeter.timing import Host, time_run, uncertainty
 
 PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI250X (1 GCD)": "mi250x-gcd"}
@@ -87,7 +87,8 @@ def _cat_of_torch_2_1(kernel: Kernel) -> Cost:
     (out,) = op.call.outputs
     is_first = not all(spec.numel for spec in op.call.inputs)
     looked_up = 0 if is_first else cat_operations(op.call.inputs, len(out.shape), copies_runs=False)
-    return replace(kernel.cost, index_operations=looked_up)
+    assert isinstance(kernel.cost.work, VectorWork)
+    return replace(kernel.cost, work=kernel.cost.work._replace(index_operations=looked_up))
 
 
 def _mode(line: Line) -> Mode:

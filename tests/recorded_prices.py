@@ -33,6 +33,7 @@ from flopmeter.distributed import world
 from flopmeter.launch.modes import MODES
 from flopmeter.models import BUILTINS, training_step
 from flopmeter.records import Call, Cost, Switches
+from flopmeter.records.work import VectorWork
 from flopmeter.timing.kernels import price
 
 Row = dict[str, str]
@@ -60,7 +61,7 @@ def price_of_calls(calls: Iterable[Call]) -> Row:
     return {
         "kernels": figure(len(costs)),
         "flops": figure(sum(cost.flops for cost in costs)),
-        "index operations": figure(sum(cost.index_operations for cost in costs)),
+        "index operations": figure(sum(c.work.index_operations for c in costs if isinstance(c.work, VectorWork))),
         "bytes read": figure(sum(cost.bytes_read for cost in costs)),
         "bytes written": figure(sum(cost.bytes_written for cost in costs)),
         **{name: figure(sum(_seconds(cost, name) for cost in costs)) for name in DEVICES},

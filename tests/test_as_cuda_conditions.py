@@ -12,7 +12,8 @@ from as_cuda_stream import f16, f32, ops_of
 from test_as_cuda_attention import BF16, SINGLE, by_rules, tensors
 
 from flopmeter import FlopMeter
-from flopmeter.as_cuda import CudaTarget, composites, dynamo, emulate_cuda
+from flopmeter.as_cuda import CudaTarget, dynamo, emulate_cuda
+from flopmeter.as_cuda.kernels import composites
 from flopmeter.as_cuda.scope import Scope
 from flopmeter.torch_names import private
 

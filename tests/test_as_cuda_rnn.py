@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from flopmeter import FlopMeter
+from flopmeter.records import RecurrentWork
 
 
 def metered(program):
@@ -41,6 +42,6 @@ def test_autocast_copies_the_weights_of_a_recurrent_layer_into_one_buffer_of_hal
     assert [(cost.name, cost.bytes_read, cost.dtype) for cost in buffer] == [("zeros", 0, "fp16")]
     copies = [(cost.bytes_read, cost.bytes_written) for kernel in kernels if (cost := kernel.cost).name == "copy_"]
     assert copies == [(4 * size, 2 * size) for size in weights]
-    (product,) = [kernel.cost for kernel in kernels if kernel.cost.recurrence]
+    (product,) = [kernel.cost for kernel in kernels if isinstance(kernel.cost.work, RecurrentWork)]
     assert product.dtype == "fp16"
     assert product.macs == 10 * 3 * 16 * (8 + 16)

@@ -277,7 +277,7 @@ def test_hardware_lists_devices_and_shows_one_in_full(run):
 @pytest.mark.parametrize(
     ("op", "facts"),
     [
-        ("addmm", ["rule flopmeter.costs.contraction.addmm", f"{2 * 256**3:,}", "65,536 element-wise"]),
+        ("addmm", ["rule flopmeter.costs.contractions.matmul.addmm", f"{2 * 256**3:,}", "65,536 element-wise"]),
         ("aten::relu", ["element-wise", "131,072 read, 131,072 written"]),
         ("aten.view.default", ["a view by its schema", "launches nothing"]),
         ("layer_norm", ["a composite"]),

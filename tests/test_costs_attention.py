@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flopmeter.costs import costs_of
-from flopmeter.costs.attention import CAUSAL, Mask, visible_pairs
+from flopmeter.costs.contractions.attention import CAUSAL, Mask, visible_pairs
 from flopmeter.records import ATTENTION, Call, Cost
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import nn
 
 from flopmeter import FlopMeter
 from flopmeter.costs import costs_of
-from flopmeter.records import Matmul
+from flopmeter.records import ConvolutionWork, Matmul, RecurrentWork
 from flopmeter.timing.bandwidth import miss_share
 
 aten = torch.ops.aten
@@ -31,8 +31,8 @@ def test_a_convolution_with_steps_is_none_for_winograd(stride, dilation, is_dens
     """F(4x4, 3x3) computes neighbouring outputs from neighbouring inputs (Lavin and Gray, arXiv 1509.09308)."""
     x, weight = meta(1, 8, 16, 16), meta(8, 8, 3, 3)
     (cost,) = costs_of(calls_of(lambda: F.conv2d(x, weight, stride=stride, dilation=dilation))[-1])
-    assert cost.convolution is not None
-    assert cost.convolution.is_dense is is_dense
+    assert isinstance(cost.work, ConvolutionWork)
+    assert cost.work.shape.is_dense is is_dense
 
 
 def test_winograd_moves_its_transformed_patches_through_memory():
@@ -57,8 +57,10 @@ def test_the_state_of_a_recurrent_layer_meets_the_second_matrix_of_each_stack():
     """Two layers, both directions: [4·12, 12] each, 5 sequences, 7 steps; inputs of 20 and 24 features meet others."""
     with torch.device("meta"):
         layer, tokens = nn.LSTM(20, 12, num_layers=2, bidirectional=True), torch.empty(7, 5, 20)
-    (cost,) = [kernel.cost for kernel in metered(lambda: layer(tokens)).kernels if kernel.cost.recurrence]
-    assert cost.recurrence == (7, (Matmul(1, 5, 48, 12),) * 4)
+    (cost,) = [
+        kernel.cost for kernel in metered(lambda: layer(tokens)).kernels if isinstance(kernel.cost.work, RecurrentWork)
+    ]
+    assert cost.work.recurrence == (7, (Matmul(1, 5, 48, 12),) * 4)
 
 
 @pytest.mark.parametrize(("kind", "functions"), [(nn.LSTMCell, 5), (nn.GRUCell, 3)])
@@ -79,7 +81,7 @@ def test_the_gradient_of_an_rms_norms_weight_alone_is_two_operations_an_element(
 
 def test_a_device_without_a_known_cache_reads_everything_again():
     x = meta(4096, 65536)
-    (reread,) = metered(lambda: x.softmax(-1)).kernels[0].cost.rereads
+    (reread,) = metered(lambda: x.softmax(-1)).kernels[0].cost.work.rereads
     assert miss_share(reread, SimpleNamespace(l2_cache_bytes=None)) == 1.0
 
 
@@ -100,7 +102,8 @@ def test_filling_under_a_mask_that_is_repeated_looks_each_element_up():
     """One row of the mask for all rows: the operands do not lie alike, so that every element's place is computed."""
     x, row, whole = meta(64, 64), meta(64, dtype=torch.bool), meta(64, 64, dtype=torch.bool)
     alike, repeated = (
-        metered(lambda mask=mask: x.masked_fill(mask, 0.0)).kernels[-1].cost.index_operations for mask in (whole, row)
+        metered(lambda mask=mask: x.masked_fill(mask, 0.0)).kernels[-1].cost.work.index_operations
+        for mask in (whole, row)
     )
     assert alike == 0 < 64 * 64 <= repeated
 
@@ -115,7 +118,7 @@ def test_filling_a_repeated_tensor_reads_the_copy_that_was_made_of_it():
 def test_joining_tensors_with_gaps_looks_each_element_up():
     whole, part = meta(64, 64), meta(64, 128)[:, ::2]
     dense, gaps = (
-        metered(lambda other=other: torch.cat([whole, other])).kernels[-1].cost.index_operations
+        metered(lambda other=other: torch.cat([whole, other])).kernels[-1].cost.work.index_operations
         for other in (whole, part)
     )
     assert gaps > dense

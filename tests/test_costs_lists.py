@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from flopmeter.costs import costs_of, find_rule
 from flopmeter.costs.traffic import argument_roles
-from flopmeter.records import MOVEMENT, REDUCTION, Call, TensorSpec
+from flopmeter.records import MOVEMENT, REDUCTION, Call, ConvolutionWork, TensorSpec
 from flopmeter.trace.recorder import is_composite
 
 aten = torch.ops.aten
@@ -113,9 +113,9 @@ def test_a_convolution_and_its_gradients_record_the_filters_and_the_positions(tr
     x.requires_grad_()
     weight.requires_grad_()
     calls = calls_of(lambda: operation(x, weight).sum().backward())
-    costs = [cost for call in calls for cost in costs_of(call) if cost.convolution]
+    costs = [cost for call in calls for cost in costs_of(call) if isinstance(cost.work, ConvolutionWork)]
     positions = (9, 11) if transposed else (7, 7)
-    assert [cost.convolution[:3] for cost in costs] == [
+    assert [cost.work.shape[:3] for cost in costs] == [
         (4 if transposed else 6, (3, 5), positions), (4 if transposed else 6, (3, 5), positions),
         (4 if transposed else 6, (3, 5), ()),
     ]  # fmt: skip

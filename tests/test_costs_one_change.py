@@ -265,4 +265,4 @@ def test_packed_sequences_are_as_many_as_the_longest_of_the_queries_allows_each_
     (cost,) = costs_of(call)
     assert cost.macs == products * 3 * 4 * 2 * 7 * 8  # of 3 sequences, 4 heads, 2 queries, 7 keys, depth 8
     assert cost.recomputed_flops == (2 * 3 * 4 * 2 * 7 * 8 if products == 5 else 0)
-    assert cost.attention == name.partition(",")[0]
+    assert cost.work.backend == name.partition(",")[0]

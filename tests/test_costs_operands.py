@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flopmeter import FlopMeter
 from flopmeter.costs import costs_of
+from flopmeter.records import RecurrentWork
 
 aten = torch.ops.aten
 T = meta
@@ -50,10 +51,10 @@ def test_a_clone_or_a_cast_is_strided_where_it_changes_the_order():
     for changed in (across.contiguous, lambda: across.to(torch.float64, memory_format=torch.contiguous_format)):
         (cost,) = last(changed)
         assert cost.access == "strided"
-        assert cost.index_operations >= 2 * 35
+        assert cost.work.index_operations >= 2 * 35
     for kept in (across.clone, lambda: across.to(torch.bfloat16)):
         (cost,) = last(kept)
-        assert (cost.access, cost.index_operations) == (None, 0)
+        assert (cost.access, cost.work.index_operations) == (None, 0)
 
 
 def test_a_copy_onto_another_type_reads_the_source_and_writes_the_target():
@@ -167,7 +168,7 @@ def test_a_drawn_mask_alone_makes_the_next_division_part_of_a_dropout():
 
 
 def rereads(program):
-    return last(program)[0].rereads
+    return last(program)[0].work.rereads
 
 
 def test_a_row_has_as_many_threads_as_the_kernel_gives_it():
@@ -185,8 +186,8 @@ def test_the_backward_of_a_batch_norm_in_training_reads_the_gradient_and_the_inp
         costs_of(calls_of(lambda t=t: aten.native_batch_norm_backward(*arguments, t, 1e-5, [True] * 3))[-1])[0]
         for t in (True, False)
     )
-    assert [reread.nbytes for reread in training.rereads if reread.nbytes] == [2 * 3 * 64 * 4] * 2
-    assert evaluation.rereads == ()
+    assert [reread.nbytes for reread in training.work.rereads if reread.nbytes] == [2 * 3 * 64 * 4] * 2
+    assert evaluation.work.rereads == ()
 
 
 # --- losses and layers
@@ -207,7 +208,7 @@ def test_a_plain_recurrent_layer_adds_its_two_products_and_applies_one_function(
     with torch.device("meta"), FlopMeter("a100-sxm4-80gb") as meter:
         layer, x = nn.RNN(20, 12, nonlinearity=nonlinearity), torch.empty(7, 5, 20)
         layer(x)
-    (cost,) = [kernel.cost for kernel in meter.report().kernels if kernel.cost.recurrence]
+    (cost,) = [kernel.cost for kernel in meter.report().kernels if isinstance(kernel.cost.work, RecurrentWork)]
     assert cost.macs == 35 * 12 * (20 + 12)
     assert cost.flops == 2 * cost.macs + 35 * 12 * (1 + 2 + functions)
     assert cost.transcendentals == 35 * 12 * functions

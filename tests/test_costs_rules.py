@@ -12,9 +12,9 @@ from test_costs_cases import ALL, call_of_case
 from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs import RULES, find_rule
-from flopmeter.costs.movement import no_kernel
-from flopmeter.costs.optimizer import FOREACH
-from flopmeter.costs.pointwise import PER_ELEMENT
+from flopmeter.costs.arithmetic.optimizer import FOREACH
+from flopmeter.costs.arithmetic.pointwise import PER_ELEMENT
+from flopmeter.costs.data_movement.movement import no_kernel
 from flopmeter.costs.rules import rule
 from flopmeter.records import Call, TensorSpec
 from flopmeter.trace.recorder import _handling, is_composite

@@ -15,7 +15,16 @@ from test_costs_by_hand import BY_HAND
 from torch.utils._pytree import tree_map
 
 from flopmeter.costs import costs_of, find_rule
-from flopmeter.records import Call, Cost, TensorSpec
+from flopmeter.records import (
+    Call,
+    ConvolutionWork,
+    Cost,
+    GroupedMatmulWork,
+    MatmulWork,
+    RecurrentWork,
+    TensorSpec,
+    Work,
+)
 
 CALLS = (*calls_catalogue.calls(), *(call for call, *_ in BY_HAND.values()))
 HALF = {torch.float32: torch.float16, torch.int64: torch.int32}
@@ -63,8 +72,20 @@ def is_fresh(call: Call) -> bool:
 def work(cost: Cost) -> tuple[object, ...]:
     return (
         cost.name, cost.flops_by_class, cost.macs, cost.transcendentals, cost.recomputed_flops, cost.masked_flops,
-        cost.matmuls, cost.convolution, cost.recurrence, cost.fused_multiply_add, cost.blocks_host,
+        _shapes(cost.work), cost.fused_multiply_add, cost.blocks_host,
     )  # fmt: skip
+
+
+def _shapes(work: Work) -> tuple[object, ...]:
+    """Of what is multiplied. Alignment, rereads and indices follow from the width of a number and from strides."""
+    match work:
+        case MatmulWork(matmuls) | GroupedMatmulWork(matmuls):
+            return matmuls
+        case RecurrentWork(matmuls, _, _, recurrence):
+            return matmuls, recurrence
+        case ConvolutionWork(implicit, _, shape):
+            return implicit, shape
+    return ()
 
 
 def moved(cost: Cost) -> tuple[int, int]:
@@ -202,7 +223,8 @@ def test_an_operand_of_equal_rows_is_computed_on_in_full_and_read_no_more():
 
 def test_a_product_has_the_batch_the_rows_and_the_columns_of_its_result():
     def law(call: Call) -> bool | None:
-        products = [product for cost in costs_of(call) for product in cost.matmuls if not cost.convolution]
+        works = [cost.work for cost in costs_of(call)]
+        products = [product for work in works if isinstance(work, MatmulWork) for product in work.matmuls]
         if len(products) != 1 or len(call.outputs[0].shape) not in (2, 3) or "grouped" in call.name:
             return None
         return products[0][:3] == (1, *call.outputs[0].shape)[-3:]

@@ -9,7 +9,7 @@ from costs_support import call_by_hand, costs_in, meta
 from torch import Tensor
 
 from flopmeter.costs import costs_of
-from flopmeter.records import Cost, Reread
+from flopmeter.records import Cost, Reread, Switches
 
 aten = torch.ops.aten
 BF16, I64, C64 = torch.bfloat16, torch.int64, torch.complex64
@@ -59,9 +59,9 @@ def test_a_kernel_walks_its_memory_as_its_operands_lie(name):
 
 def test_interpolation_loops_over_planes_where_channels_are_first():
     up = lambda x: aten.upsample_bilinear2d(x, [6, 6], False)  # noqa: E731
-    assert cost_of(lambda: up(T(2, 5, 3, 3))).serial_steps == 2 * 5
-    assert cost_of(lambda: up(channels_last(2, 5, 3, 3))).serial_steps == 0
-    assert cost_of(lambda: T(4) + 1).serial_steps == 0
+    assert cost_of(lambda: up(T(2, 5, 3, 3))).work.serial_steps == 2 * 5
+    assert cost_of(lambda: up(channels_last(2, 5, 3, 3))).work.serial_steps == 0
+    assert cost_of(lambda: T(4) + 1).work.serial_steps == 0
 
 
 def test_a_copy_between_host_and_device_goes_over_their_link_and_blocks_unless_asked_not_to():
@@ -89,26 +89,26 @@ def test_the_host_waits_for_what_it_must_know():
 def test_a_softmax_reads_rows_again_that_do_not_fit_in_registers():
     """SoftMax.cu keeps rows up to 1,024 in registers; longer ones it reads three times, in loads of 16 B. Its block
     doubles while it is below half of the loads of a row, of which it takes at most 1,024."""
-    (held,) = cost_of(lambda: aten._softmax(T(6, 1024), -1, False)).rereads
+    (held,) = cost_of(lambda: aten._softmax(T(6, 1024), -1, False)).work.rereads
     assert held[:4] == (0, 6, 1024 * F32_BYTES, 32)  # by one warp (PersistentSoftmax.cuh)
-    (again,) = cost_of(lambda: aten._softmax(T(6, 1025), -1, False)).rereads
+    (again,) = cost_of(lambda: aten._softmax(T(6, 1025), -1, False)).work.rereads
     assert again[:4] == (2 * 6 * 1025 * F32_BYTES, 6, 1025 * F32_BYTES, 128)  # 4,100 B: 256 loads
-    (again,) = cost_of(lambda: aten._softmax(T(6, 2**20), -1, False)).rereads
+    (again,) = cost_of(lambda: aten._softmax(T(6, 2**20), -1, False)).work.rereads
     assert again.threads == 512
-    (again,) = cost_of(lambda: aten._softmax_backward_data(T(6, 2048), T(6, 2048), -1, torch.float32)).rereads
+    (again,) = cost_of(lambda: aten._softmax_backward_data(T(6, 2048), T(6, 2048), -1, torch.float32)).work.rereads
     assert again.nbytes == 2 * 6 * 2048 * F32_BYTES  # the gradient and the output once more
-    (held,) = cost_of(lambda: aten._softmax(T(2048, 6), 1, False)).rereads
+    (held,) = cost_of(lambda: aten._softmax(T(2048, 6), 1, False)).work.rereads
     assert (held.nbytes, held.rows) == (0, 2048)
-    assert cost_of(lambda: aten._softmax(T(), 0, False)).rereads[0][:4] == (0, 1, F32_BYTES, 32)
+    assert cost_of(lambda: aten._softmax(T(), 0, False)).work.rereads[0][:4] == (0, 1, F32_BYTES, 32)
     assert costs_in(lambda: aten._softmax(T(6, 0), 1, False)) == []
 
 
 def test_a_layer_norm_reads_each_row_again():
-    (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [6], None, None, 1e-5)).rereads
+    (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [6], None, None, 1e-5)).work.rereads
     assert again[:4] == (5 * 4 * 6 * F32_BYTES, 5 * 4, 6 * F32_BYTES, 128)
-    (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [4, 6], None, None, 1e-5)).rereads
+    (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [4, 6], None, None, 1e-5)).work.rereads
     assert (again.rows, again.row_bytes) == (5, 4 * 6 * F32_BYTES)
-    (again,) = cost_of(lambda: aten.native_group_norm(T(5, 4, 6), None, None, 5, 4, 6, 2, 1e-5)).rereads
+    (again,) = cost_of(lambda: aten.native_group_norm(T(5, 4, 6), None, None, 5, 4, 6, 2, 1e-5)).work.rereads
     assert again[:4] == (5 * 4 * 6 * F32_BYTES, 5 * 2, 2 * 6 * F32_BYTES, 512)
 
 
@@ -124,8 +124,8 @@ def test_the_gradients_of_weights_go_over_all_rows_once_more(mask, flops, again)
     """A row kernel for the input's gradient reads gradient and x twice; a kernel over columns reads both again."""
     cost = backward_of_layer_norm(mask)
     assert cost.flops == flops * 24
-    assert len(cost.rereads) == again
-    assert cost.rereads[0].nbytes == 2 * 24 * F32_BYTES
+    assert len(cost.work.rereads) == again
+    assert cost.work.rereads[0].nbytes == 2 * 24 * F32_BYTES
 
 
 def test_a_batch_norm_in_training_reads_all_of_it_twice():
@@ -133,10 +133,10 @@ def test_a_batch_norm_in_training_reads_all_of_it_twice():
     evaluate = cost_of(
         lambda: aten._native_batch_norm_legit_no_training(T(2, 3, 4, 4), T(3), T(3), T(3), T(3), 0.1, 1e-5)
     )
-    again, channels = train.rereads
+    again, channels = train.work.rereads
     assert again == Reread(96 * F32_BYTES, 1, 96 * F32_BYTES, 512)
     assert (channels.nbytes, channels.rows, channels.row_bytes) == (0, 3, 32 * F32_BYTES)  # 2 planes of 4 x 4
-    assert evaluate.rereads == ()
+    assert evaluate.work.rereads == ()
     assert (train.flops, evaluate.flops) == (96 * 7, 96 * 4)
 
 
@@ -155,7 +155,7 @@ def backward_of_batch_norm(*, train: bool, mask: list[bool]) -> Cost:
 def test_the_backward_of_a_batch_norm_costs_what_is_asked_of_it(train, mask, flops):
     cost = backward_of_batch_norm(train=train, mask=mask)
     assert cost.flops == flops * 96
-    assert sum(reread.nbytes for reread in cost.rereads) == 2 * train * 96 * F32_BYTES
+    assert sum(reread.nbytes for reread in cost.work.rereads) == 2 * train * 96 * F32_BYTES
 
 
 def test_a_batch_norm_without_weights_scales_by_none():
@@ -169,7 +169,7 @@ def test_a_batch_norm_without_weights_scales_by_none():
 def test_a_plain_product_is_products_alone():
     cost = cost_of(lambda: T(2, 3) @ T(3, 5))
     assert (cost.transcendentals, cost.recomputed_flops, cost.masked_flops) == (0, 0, 0)
-    assert cost.matmuls == ((1, 2, 5, 3),)
+    assert cost.work.matmuls == ((1, 2, 5, 3),)
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,18 @@ def test_a_plain_product_is_products_alone():
 def test_the_alignment_of_a_product_is_that_of_its_worst_row(depth, columns, alignment):
     """Rows start at multiples of their pitch: 100 numbers of 2 B are 200 B, a multiple of 8 and not of 16."""
     cost = cost_of(lambda: T(32, depth, dtype=BF16) @ T(depth, columns, dtype=BF16))
-    assert cost.alignment_bytes == alignment
+    assert cost.work.alignment_bytes == alignment
 
 
 def test_products_and_convolutions_ask_their_own_switch_for_tf32():
-    assert cost_of(lambda: T(2, 3) @ T(3, 5)).tf32_switch == "matmul"
-    assert cost_of(lambda: torch.nn.functional.conv1d(T(1, 3, 8), T(5, 3, 3))).tf32_switch == "cudnn"
+    product = cost_of(lambda: T(2, 3) @ T(3, 5))
+    convolution = cost_of(lambda: torch.nn.functional.conv1d(T(1, 3, 8), T(5, 3, 3)))
+    for matmul, cudnn in ((True, False), (False, True)):
+        switches = Switches(matmul_tf32=matmul, cudnn_tf32=cudnn, fp16_accumulate=False)
+        assert (switches.matmul_dtype(product) == "tf32", switches.matmul_dtype(convolution) == "tf32") == (
+            matmul,
+            cudnn,
+        )
 
 
 def test_an_op_computes_in_the_type_that_it_is_given():

@@ -186,7 +186,7 @@ def _anchors(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_name_of_a_source_file_exists(page):
-    """`flopmeter/costs/pointwise.py` and the like, in backquotes."""
+    """`flopmeter/costs/arithmetic/pointwise.py` and the like, in backquotes."""
     names = re.findall(r"`((?:flopmeter|scripts|tests|hardware)/[\w./-]+)`", page.read_text(encoding="utf-8"))
     assert [name for name in names if not (ROOT / name).exists() and "NAME" not in name] == []
 

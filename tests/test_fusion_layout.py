@@ -11,6 +11,7 @@ from torch import nn
 
 from flopmeter import FlopMeter
 from flopmeter.launch.fusion import layout
+from flopmeter.records import ConvolutionWork, MatmulWork
 
 
 def test_the_speed_ups_are_those_in_torchs_own_source():
@@ -30,8 +31,8 @@ def compiled(model, *shape):
     with torch.inference_mode(), FlopMeter("a100-sxm4-80gb") as meter:
         model(torch.empty(shape, device="meta"))
     costs = [kernel.cost for kernel in meter.report(mode="compiled").kernels]
-    convolutions = [cost.convolution.channels_last for cost in costs if cost.convolution]
-    return convolutions, [cost for cost in costs if cost.macs and not cost.convolution]
+    convolutions = [cost.work.shape.channels_last for cost in costs if isinstance(cost.work, ConvolutionWork)]
+    return convolutions, [cost for cost in costs if isinstance(cost.work, MatmulWork)]
 
 
 def test_every_convolution_of_a_region_is_converted_and_its_other_products_stay():
@@ -51,7 +52,8 @@ def test_what_runs_in_channels_last_already_stays():
     with torch.inference_mode(), FlopMeter("a100-sxm4-80gb") as meter:
         model(torch.empty(8, 128, 20, 20, device="meta").to(memory_format=torch.channels_last))
     eager, compiled = meter.report(), meter.report(mode="compiled")
-    shapes = [[kernel.cost.convolution for kernel in r.kernels if kernel.cost.convolution] for r in (eager, compiled)]
+    works = [[kernel.cost.work for kernel in report.kernels] for report in (eager, compiled)]
+    shapes = [[work.shape for work in of_mode if isinstance(work, ConvolutionWork)] for of_mode in works]
     assert shapes[0] == shapes[1]
     assert all(shape.channels_last for shape in shapes[0])
 

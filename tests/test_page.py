@@ -10,7 +10,21 @@ from page_support import bert_training
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.launch.modes import ALL_MODES
-from flopmeter.records import ATTENTION, OP_CLASSES, Call, Cost, Kernel, Launches, Op, Region, Switches, Timing, Trace
+from flopmeter.records import (
+    ATTENTION,
+    OP_CLASSES,
+    Call,
+    Cost,
+    FormulaWork,
+    Kernel,
+    Launches,
+    Op,
+    Region,
+    Switches,
+    Timing,
+    Trace,
+    VectorWork,
+)
 from flopmeter.report.figures import CLASS_LOOKS, dots
 from flopmeter.report.page.markup import Markup, tag
 from flopmeter.report.quantities import decimal, scale, tick, with_prefix
@@ -62,7 +76,7 @@ def synthetic(count, module="Net", name="add"):
             (Region(None, 500 + place),),
             (Region(None, 100),),
             "fp32",
-            attention="flash" if op_class == ATTENTION else None,
+            FormulaWork(0) if op_class == ATTENTION else VectorWork(),
         )
         seconds = 1e-6 * (1 + place % 13)
         kernels.append(Kernel((op._replace(module=f"{module}.{place % 5000}"),), cost, 0, 1))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from flopmeter import available_hardware, load_hardware
 from flopmeter.launch.modes import ALL_MODES
 from flopmeter.records import (
-    ATTENTION,
     OP_CLASSES,
     Call,
     Cost,
+    FormulaWork,
     Kernel,
     Launches,
     Op,
@@ -24,6 +24,7 @@ from flopmeter.records import (
     TensorSpec,
     Timing,
     Trace,
+    VectorWork,
 )
 from flopmeter.report.drawers import FORMATS
 from flopmeter.report.report import Report
@@ -46,8 +47,8 @@ def kernels(draw):
     macs = draw(COUNTS)
     cost = Cost(
         name=draw(TEXTS), op_class=parts[0][0], flops_by_class=tuple(parts), reads=(Region(None, draw(COUNTS)),),
-        writes=(Region(None, draw(COUNTS)),), dtype=draw(st.sampled_from(["fp32", "bf16"])), macs=macs,
-        attention="flash" if parts[0][0] == ATTENTION else None,
+        writes=(Region(None, draw(COUNTS)),), dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        work=FormulaWork(macs),
     )  # fmt: skip
     return Kernel((op,), cost, draw(st.integers(0, 9)), draw(st.integers(0, 9)))
 
@@ -149,7 +150,9 @@ def test_no_name_becomes_markup_in_html(report):
 
 def test_a_name_that_is_markup_is_shown_as_it_is():
     op = Op(Call(torch.ops.aten.sin.default, (), {}, (), ()), (), "<script>.&amp;", "forward", None)
-    cost = Cost("<b>", "element-wise", (("element-wise", 1),), (Region(None, 1),), (Region(None, 1),), "fp32")
+    cost = Cost(
+        "<b>", "element-wise", (("element-wise", 1),), (Region(None, 1),), (Region(None, 1),), "fp32", VectorWork()
+    )
     report = Report(
         launches=Launches([Kernel((op,), cost, 0, 1)], [None], ALL_MODES[0]),
         timings=[Timing(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, "element-wise", 0.0)],

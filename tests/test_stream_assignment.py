@@ -203,7 +203,7 @@ def test_no_product_starts_before_its_weights_are_gathered(fsdp):
     products = [
         timing
         for kernel, timing in zip(fsdp.kernels, fsdp.timings, strict=True)
-        if kernel.cost.matmuls and ".blocks.0" in kernel.ops[0].module
+        if kernel.cost.macs and ".blocks.0" in kernel.ops[0].module
     ]
     assert products[0].start_seconds >= first_block.end_seconds
 

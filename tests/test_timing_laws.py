@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flopmeter import available_hardware, load_hardware
-from flopmeter.costs.attention import visible_pairs
+from flopmeter.costs.contractions.attention import visible_pairs
 from flopmeter.records import (
     ATTENTION,
     CONTRACTION,
@@ -19,13 +19,17 @@ from flopmeter.records import (
     REDUCTION,
     SORTING,
     AttentionShape,
+    AttentionWork,
     Convolution,
+    ConvolutionWork,
     Cost,
     Mask,
     Matmul,
+    MatmulWork,
     Region,
     Reread,
     Switches,
+    VectorWork,
 )
 from flopmeter.timing.kernels import price
 
@@ -39,7 +43,7 @@ sizes = st.integers(1, 5000)
 growth = st.integers(0, 3000)
 
 
-def product_cost(shape, dtype="fp16", **more):
+def product_cost(shape, dtype="fp16", alignment_bytes=16, **more):
     batch, m, n, k = shape
     macs = batch * m * n * k
     item = ITEM_BYTES[dtype]
@@ -50,16 +54,14 @@ def product_cost(shape, dtype="fp16", **more):
         "reads": (Region(None, item * batch * (m * k + k * n)),),
         "writes": (Region(None, item * batch * m * n),),
         "dtype": dtype,
-        "macs": macs,
-        "matmuls": (Matmul(*shape),),
-        "tf32_switch": "matmul",
+        "work": MatmulWork((Matmul(*shape),), macs, alignment_bytes, "matmul"),
     }
     return Cost(**(fields | more))
 
 
-def plain_cost(op_class, flops, nbytes, dtype="fp32", **more):
+def plain_cost(op_class, flops, nbytes, dtype="fp32", *, rereads=(), **more):
     read, written = Region(None, nbytes // 2), Region(None, nbytes - nbytes // 2)
-    return Cost("op", op_class, ((op_class, flops),), (read,), (written,), dtype, **more)
+    return Cost("op", op_class, ((op_class, flops),), (read,), (written,), dtype, VectorWork(rereads), **more)
 
 
 @st.composite
@@ -82,7 +84,8 @@ def convolutions(draw):
         "reads": (Region(None, images * channels * groups * positions**2),),
         "writes": (Region(None, implicit[1] * implicit[2] * groups),),
     }
-    return product_cost(implicit, draw(dtypes), convolution=shape, tf32_switch="cudnn", **touched)
+    work = ConvolutionWork(Matmul(*implicit), prod(implicit), shape)
+    return product_cost(implicit, draw(dtypes), work=work, **touched)
 
 
 @st.composite
@@ -102,19 +105,16 @@ def attention_cost(shape, backend="flash", dtype="fp16"):
     scores = (shape.sequences * shape.heads, shape.queries, shape.keys, shape.head_dim)
     macs, pairs = matmuls * prod(scores), shape.queries * shape.keys
     tokens = shape.sequences * (shape.heads * shape.queries + shape.key_heads * shape.keys)
+    masked_flops = 2 * macs * (pairs - visible_pairs(shape.queries, shape.keys, shape.mask)) // pairs
     half = Region(None, ITEM_BYTES[dtype] * shape.head_dim * tokens)
     return product_cost(
         scores,
         dtype,
         op_class=ATTENTION,
         flops_by_class=((ATTENTION, 2 * macs),),
-        macs=macs,
-        matmuls=(Matmul(*scores),) * matmuls,
-        masked_flops=2 * macs * (pairs - visible_pairs(shape.queries, shape.keys, shape.mask)) // pairs,
+        work=AttentionWork(backend, shape, macs, masked_flops, recomputed_flops=0),
         reads=(half,),
         writes=(half,),
-        attention=backend,
-        attention_shape=shape,
     )
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.device.power import memory_share
-from flopmeter.records import NORMALIZATION, Cost, Region, Reread, Switches
+from flopmeter.records import NORMALIZATION, Cost, Region, Reread, Switches, VectorWork
 from flopmeter.timing import constants
 from flopmeter.timing.kernels import price
 
@@ -90,7 +90,7 @@ def test_each_device_has_the_latency_of_memory_in_its_shortest_kernel():
 def norm_cost(rows, accesses, threads=1024):
     row = Reread(0, rows, 2 * 4096, threads, 0, accesses)
     regions = (Region(None, rows * 2 * 4096),)
-    return Cost("norm", NORMALIZATION, ((NORMALIZATION, 0),), regions, regions, "fp16", rereads=(row,))
+    return Cost("norm", NORMALIZATION, ((NORMALIZATION, 0),), regions, regions, "fp16", VectorWork((row,)))
 
 
 def seconds(cost, device):

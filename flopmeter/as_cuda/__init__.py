@@ -24,17 +24,12 @@ from flopmeter.as_cuda import (
     amp_wishes,
     attention,
     autocast,
-    composites,
-    convolution,
     dynamo,
     fast_paths,
-    linalg,
-    meta_kernels,
     optimizers,
-    rnn,
-    sparse,
 )
 from flopmeter.as_cuda.attention_rules import MATH, RULES, SdpaCall, rules_version
+from flopmeter.as_cuda.kernels import composites, convolution, linalg, meta_kernels, rnn, sparse
 from flopmeter.as_cuda.scope import Scope
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher, private

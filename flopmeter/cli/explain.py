@@ -17,7 +17,7 @@ from flopmeter.cli.command import Command
 from flopmeter.costs import RULES, find_rule
 from flopmeter.costs.traffic import is_view
 from flopmeter.meter import FlopMeter
-from flopmeter.records import Call, Cost
+from flopmeter.records import Call, Cost, VectorWork
 from flopmeter.torch_names.private import DispatchKey
 
 # Arguments for ops whose schema does not tell what shapes go together; the others are tried with SHAPES.
@@ -153,8 +153,8 @@ def _cost(cost: Cost) -> Iterator[str]:
     intensity = cost.flops / cost.bytes if cost.bytes else 0.0
     yield f"    FLOP   {flops}{macs}, in {cost.dtype}"
     yield f"    bytes  {cost.bytes_read:,} read, {cost.bytes_written:,} written; {intensity:.3g} FLOP/B"
-    if cost.index_operations:
-        yield f"    index  {cost.index_operations:,} integer operations: its operands do not lie alike"
+    if isinstance(cost.work, VectorWork) and cost.work.index_operations:
+        yield f"    index  {cost.work.index_operations:,} integer operations: its operands do not lie alike"
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -12,30 +12,15 @@ from dataclasses import replace
 
 import torch
 
-from flopmeter.costs import (  # noqa: F401  (they fill RULES)
-    attention,
-    composed,
-    contraction,
-    convolution,
-    fused_layers,
-    indexing,
-    linalg,
-    losses,
-    movement,
-    normalization,
-    optimizer,
-    quantized,
-    resampling,
-    rnn,
-)
+from flopmeter.costs import arithmetic, contractions, data_movement  # noqa: F401  (they fill RULES)
+from flopmeter.costs.arithmetic.pointwise import pointwise
+from flopmeter.costs.arithmetic.reduction import reduction
+from flopmeter.costs.contractions.varlen import VARLEN
 from flopmeter.costs.custom import register_cost, torch_formula
-from flopmeter.costs.pointwise import pointwise
+from flopmeter.costs.data_movement.sparse import SPARSE
 from flopmeter.costs.prims import as_aten
-from flopmeter.costs.reduction import reduction
 from flopmeter.costs.rules import FREE, RULES, Rule, make_contraction, make_cost
-from flopmeter.costs.sparse import SPARSE
 from flopmeter.costs.traffic import is_view, writes_nothing
-from flopmeter.costs.varlen import VARLEN
 from flopmeter.records import UNCOUNTED, Call, Cost, Kernel, Op, Trace
 from flopmeter.records.collectives import COLLECTIVES
 from flopmeter.torch_names.operators import aten_overloads
@@ -50,9 +35,6 @@ __all__ = [
     "make_cost",
     "register_cost",
 ]
-
-if torch.distributed.is_available():  # else torch has no collectives
-    from flopmeter.costs import communication  # noqa: F401
 
 _DRAW, _DIVIDE = aten_overloads.bernoulli_.float, aten_overloads.div_.Scalar
 _BARRIERS = {op.name for op in COLLECTIVES["barrier"].ops}  # of the device, though their only tensor is a dummy

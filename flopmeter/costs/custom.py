@@ -11,7 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import flop_registry
 
 from flopmeter.costs.rules import Rule, make_cost, rule
-from flopmeter.records import ATTENTION, CONTRACTION, ELEMENTWISE, Call, Cost, TensorSpec
+from flopmeter.records import ATTENTION, CONTRACTION, ELEMENTWISE, Call, Cost, FormulaWork, TensorSpec
 from flopmeter.torch_names.private import no_dispatch_modes
 
 CustomRule = Callable[[Call], "int | Cost | tuple[Cost, ...]"]
@@ -60,7 +60,8 @@ def torch_formula(call: Call) -> Rule | None:
             flops = int(formula(*args, **kwargs, out_val=returned[0] if len(returned) == 1 else returned))
         is_integer_work = not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs)
         flops = 0 if is_integer_work else flops  # products of bytes run on the int8 unit, as in make_contraction
-        return replace(make_cost(call, CONTRACTION), flops_by_class=((CONTRACTION, flops),), macs=flops // 2)
+        counted = make_cost(call, CONTRACTION, work=FormulaWork(flops // 2))
+        return replace(counted, flops_by_class=((CONTRACTION, flops),))
 
     return by_formula
 
@@ -76,7 +77,7 @@ def _checked(function: CustomRule, op_class: str) -> Rule:
     def checked(call: Call) -> Cost | tuple[Cost, ...]:
         cost = function(call)
         if isinstance(cost, int) and not isinstance(cost, bool) and cost >= 0:
-            return make_cost(call, op_class, cost, attention="other" if op_class == ATTENTION else None)
+            return make_cost(call, op_class, cost, work=FormulaWork(macs=0) if op_class == ATTENTION else None)
         if isinstance(cost, Cost) or (isinstance(cost, tuple) and all(isinstance(part, Cost) for part in cost)):
             return cost
         raise TypeError(

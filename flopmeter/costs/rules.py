@@ -1,4 +1,4 @@
-"""The rule table: op -> function of its call. Rules live in the sibling files, by op class.
+"""The rule table: op -> function of its call. Rules live in the folders beside this file, by op class.
 
 A rule takes a `Call` and returns the `Cost` of each kernel that the op launches: one, several, or none
 (`FREE`). It states FLOPs; bytes follow from the touched-bytes law (traffic.py) unless it says otherwise.
@@ -12,7 +12,7 @@ in real ones: an operation that is neither (a function, a factorization) counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -25,17 +25,25 @@ from flopmeter.records import (
     Access,
     AttentionBackend,
     AttentionShape,
+    AttentionWork,
     Call,
-    Collective,
     Convolution,
+    ConvolutionWork,
     Cost,
+    GroupedMatmulWork,
+    HostCopy,
     Matmul,
+    MatmulWork,
+    MatrixWork,
     Recurrence,
+    RecurrentWork,
     Region,
     Reread,
     TensorSpec,
     Tf32Switch,
-)  # fmt: skip
+    VectorWork,
+    Work,
+)
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import Absent
 
@@ -95,14 +103,14 @@ def make_cost(
     access: Access | None = None,
     rereads: tuple[Reread, ...] = (),
     index_operations: int | None = None,
-    link_bytes: int | None = None,
     blocks_host: bool | None = None,
-    attention: AttentionBackend | None = None,
-    collective: Collective | None = None,
+    work: Work | None = None,
 ) -> Cost:
     """The cost of one kernel of one class. `read` and `written` take what is touched; None leaves that to the
     touched-bytes law. `complex_factor`: real operations in each, of complex tensors.
-    The rest is what only the time model needs; how the op walks its memory is as access.py has it where it is None."""
+    The rest is what only the time model needs; how the op walks its memory is as access.py has it where it is None.
+    `work` is for kernels of other sorts than vector arithmetic and memory; these have no rereads and compute no
+    indices."""
     specs = (*call.inputs, *call.outputs)
     if not any(spec.is_floating for spec in specs):
         flops = transcendentals = 0  # integer work
@@ -110,6 +118,11 @@ def make_cost(
         flops, transcendentals = complex_factor * flops, complex_factor * transcendentals
     reads, writes = _touched(call, read, written)
     walked = walk(call)
+    if work is None and walked.link_bytes:
+        work = HostCopy(walked.link_bytes)
+    elif work is None:
+        indexed = walked.index_operations if index_operations is None else index_operations
+        work = VectorWork(rereads, indexed, walked.serial_steps)
     return Cost(
         name=call.name,
         op_class=op_class,
@@ -117,16 +130,11 @@ def make_cost(
         reads=reads,
         writes=writes,
         dtype=dtype_name(call),
+        work=work,
         transcendentals=transcendentals,
         fused_multiply_add=fused_multiply_add,
         access=access or walked.access,
-        rereads=rereads,
-        index_operations=walked.index_operations if index_operations is None else index_operations,
-        serial_steps=walked.serial_steps,
-        link_bytes=walked.link_bytes if link_bytes is None else link_bytes,
         blocks_host=walked.blocks_host if blocks_host is None else blocks_host,
-        attention=attention,
-        collective=collective,
     )
 
 
@@ -134,56 +142,37 @@ def make_contraction(
     call: Call,
     matmuls: Iterable[Matmul],
     *,
-    op_class: str = CONTRACTION,
     extra: tuple[tuple[str, int], ...] = (),
     read: Touched | None = None,
     written: Touched | None = None,
-    dtype: str | None = None,
     transcendentals: int = 0,
-    recomputed_flops: int = 0,
-    masked_flops: int = 0,
     tf32_switch: Tf32Switch = "matmul",
-    is_grouped: bool = False,
-    convolution: Convolution | None = None,
-    recurrence: Recurrence | None = None,
-    attention: AttentionBackend | None = None,
-    attention_shape: AttentionShape | None = None,
 ) -> Cost:
-    """The cost of a kernel that is one or several matrix products: 2·batch·m·n·k each.
+    """The cost of a kernel that is one or several matmuls: 2·batch·m·n·k each.
 
     `extra` adds FLOPs of other classes that the same kernel does (an addmm's bias). A complex
-    multiply-add is four real multiplies and four adds: 8 FLOP. Products of bytes count as operations of
-    the int8 unit. No unit multiplies matrices of wider integers, and no CUDA library has such products: they are
+    multiply-add is four real multiplies and four adds: 8 FLOP. Matmuls of bytes count as operations of
+    the int8 unit. No unit multiplies matrices of wider integers, and no CUDA library has such matmuls: they are
     uncounted, so that the report lists them.
-    `tf32_switch` names the torch setting that lets an fp32 product of this kind use TF32.
+    `tf32_switch` names the torch setting that lets an fp32 matmul of this kind use TF32.
     A convolution, a recurrence and fused attention have more that decides their time: see the functions below.
     """
     products = tuple(matmuls)
-    if not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs):
-        return make_cost(call, UNCOUNTED, read=read, written=written)
-    per_mac = 4 if is_complex(call) else 1
-    macs = per_mac * sum(p.batch * p.m * p.n * p.k for p in products)
-    reads, writes = _touched(call, read, written)
-    return Cost(
-        name=call.name,
-        op_class=op_class,
-        flops_by_class=((op_class, 2 * macs), *(part for part in extra if part[1])),
-        reads=reads,
-        writes=writes,
-        dtype=dtype or dtype_name(call),
-        macs=macs,
-        transcendentals=transcendentals,
-        recomputed_flops=recomputed_flops,
-        masked_flops=masked_flops,
-        matmuls=products,
-        tf32_switch=tf32_switch,
-        alignment_bytes=_alignment_bytes((*call.inputs, *call.outputs)),
-        is_grouped=is_grouped,
-        convolution=convolution,
-        recurrence=recurrence,
-        attention=attention,
-        attention_shape=attention_shape,
-    )
+    work = MatmulWork(products, _macs(call, products), _alignment_bytes(call), tf32_switch)
+    return _multiplying(call, work, extra=extra, read=read, written=written, transcendentals=transcendentals)
+
+
+def make_grouped_contraction(
+    call: Call,
+    matmuls: Collection[Matmul],
+    *,
+    extra: tuple[tuple[str, int], ...],
+    read: Touched | None = None,
+    written: Touched | None = None,
+) -> Cost:
+    """The matmuls of groups in one call."""
+    work = GroupedMatmulWork(tuple(matmuls), _macs(call, matmuls))
+    return _multiplying(call, work, extra=extra, read=read, written=written)
 
 
 def make_convolution(
@@ -195,15 +184,14 @@ def make_convolution(
     written: Touched | None = None,
     extra: tuple[tuple[str, int], ...] = (),
 ) -> Cost:
-    """A convolution, or one of its gradients, as the implicit product and what that does not tell."""
-    return make_contraction(
-        call, [implicit], extra=extra, read=read, written=written, tf32_switch="cudnn", convolution=shape
-    )
+    """A convolution, or one of its gradients, as the implicit matmul and what that does not tell."""
+    work = ConvolutionWork(implicit, _macs(call, [implicit]), shape)
+    return _multiplying(call, work, extra=extra, read=read, written=written)
 
 
 def make_recurrence(
     call: Call,
-    matmuls: Iterable[Matmul],
+    matmuls: Collection[Matmul],
     steps: Recurrence,
     *,
     read: Touched,
@@ -211,16 +199,14 @@ def make_recurrence(
     extra: tuple[tuple[str, int], ...],
     transcendentals: int = 0,
 ) -> Cost:
-    """A recurrent network in one call of a library: all of its products, and those of each step."""
-    return make_contraction(
-        call, matmuls, extra=extra, read=read, written=written, transcendentals=transcendentals,
-        tf32_switch="cudnn", recurrence=steps,
-    )  # fmt: skip
+    """A recurrent network in one call of a library: all of its matmuls, and those of each step."""
+    work = RecurrentWork(tuple(matmuls), _macs(call, matmuls), _alignment_bytes(call), steps)
+    return _multiplying(call, work, extra=extra, read=read, written=written, transcendentals=transcendentals)
 
 
 def make_attention(
     call: Call,
-    matmuls: Iterable[Matmul],
+    matmuls: Collection[Matmul],
     backend: AttentionBackend,
     shape: AttentionShape,
     *,
@@ -228,11 +214,38 @@ def make_attention(
     recomputed_flops: int = 0,
     read: Touched | None = None,
 ) -> Cost:
-    """Fused attention: its products, whose kernel it is, and what it works on."""
-    return make_contraction(
-        call, matmuls, op_class=ATTENTION, read=read, attention=backend, attention_shape=shape,
-        masked_flops=masked_flops, recomputed_flops=recomputed_flops,
-    )  # fmt: skip
+    """Fused attention: its matmuls, whose kernel it is, and what it works on."""
+    work = AttentionWork(backend, shape, _macs(call, matmuls), masked_flops, recomputed_flops)
+    return _multiplying(call, work, op_class=ATTENTION, read=read)
+
+
+def _multiplying(
+    call: Call,
+    work: MatrixWork,
+    *,
+    op_class: str = CONTRACTION,
+    extra: tuple[tuple[str, int], ...] = (),
+    read: Touched | None,
+    written: Touched | None = None,
+    transcendentals: int = 0,
+) -> Cost:
+    if not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs):
+        return make_cost(call, UNCOUNTED, read=read, written=written)
+    reads, writes = _touched(call, read, written)
+    return Cost(
+        name=call.name,
+        op_class=op_class,
+        flops_by_class=((op_class, 2 * work.macs), *(part for part in extra if part[1])),
+        reads=reads,
+        writes=writes,
+        dtype=dtype_name(call),
+        work=work,
+        transcendentals=transcendentals,
+    )
+
+
+def _macs(call: Call, matmuls: Iterable[Matmul]) -> int:
+    return (4 if is_complex(call) else 1) * sum(p.batch * p.m * p.n * p.k for p in matmuls)
 
 
 def scratch(like: TensorSpec, number: int = 1) -> TensorSpec:
@@ -253,10 +266,10 @@ def _touched(
     return reads, writes
 
 
-def _alignment_bytes(operands: Iterable[TensorSpec]) -> int:
+def _alignment_bytes(call: Call) -> int:
     """The largest power of two, at most 16, that divides the row pitch of every matrix among the operands."""
     alignment = 16
-    for spec in operands:
+    for spec in (*call.inputs, *call.outputs):
         for size, stride in zip(spec.shape[-2:], spec.stride[-2:], strict=True):
             if size > 1 and stride > 1:
                 pitch = stride * spec.dtype.itemsize

@@ -11,27 +11,41 @@ from dataclasses import replace
 
 from flopmeter.costs import make_cost
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import CONTRACTION, MOVEMENT, Call, Cost, Kernel, Matmul, Region
+from flopmeter.records import (
+    CONTRACTION,
+    MOVEMENT,
+    Call,
+    Cost,
+    GroupedMatmulWork,
+    HostCopy,
+    Kernel,
+    Matmul,
+    MatmulWork,
+    Region,
+    VectorWork,
+)
 from flopmeter.records.dtypes import item_bytes_of
 
 KERNEL_CAPABILITIES = (9, 10)  # majors
 KERNEL_TYPES = ("bf16", "fp8", "fp4")  # scaled ones, of fp8 and fp4, have no other way
+ALIGNMENT_BYTES = 16  # of the rows of all operands: torch takes no others
 VIEWS_PER_GROUP = 3  # of the two operands' parts and of the output's
 
 
 def on_device(kernels: list[Kernel], hardware: Hardware) -> list[Kernel]:
     """The kernels for this device: the same, or with one matmul per group for each grouped one."""
-    if not any(kernel.cost.is_grouped for kernel in kernels):
+    if not any(isinstance(kernel.cost.work, GroupedMatmulWork) for kernel in kernels):
         return kernels
     apart: dict[Cost, tuple[Cost, ...]] = {}
     launched: list[Kernel] = []
     for kernel in kernels:
-        if not kernel.cost.is_grouped or _has_kernel(kernel.cost, hardware):
+        work = kernel.cost.work
+        if not isinstance(work, GroupedMatmulWork) or _has_kernel(kernel.cost, hardware):
             launched.append(kernel)
             continue
         if kernel.cost not in apart:
             on_host = () if hardware.is_cpu else (_copy_of_offsets(kernel),)  # a CPU has them
-            apart[kernel.cost] = (*on_host, *_matmuls(kernel))
+            apart[kernel.cost] = (*on_host, *_matmuls(kernel, work))
         for number, cost in enumerate(apart[kernel.cost]):
             launched.append(kernel._replace(cost=cost) if not number else Kernel(kernel.ops, cost, VIEWS_PER_GROUP, 0))
     return launched
@@ -47,12 +61,12 @@ def _has_kernel(cost: Cost, hardware: Hardware) -> bool:
 def _copy_of_offsets(kernel: Kernel) -> Cost:
     call = kernel.op.call
     ends = call.argument("offs")
-    return make_cost(call, MOVEMENT, read=(ends,), written=(), link_bytes=ends.nbytes, blocks_host=True)
+    return make_cost(call, MOVEMENT, read=(ends,), written=(), work=HostCopy(ends.nbytes), blocks_host=True)
 
 
-def _matmuls(kernel: Kernel) -> Iterator[Cost]:
+def _matmuls(kernel: Kernel, work: GroupedMatmulWork) -> Iterator[Cost]:
     """The matmul of each group, with its part of the bytes."""
-    for group in kernel.cost.matmuls:
+    for group in work.matmuls:
         yield from [_matmul(kernel.op.call, kernel.cost, group._replace(batch=1))] * group.batch
 
 
@@ -66,9 +80,7 @@ def _matmul(call: Call, grouped: Cost, group: Matmul) -> Cost:
         grouped,
         op_class=op_class,
         flops_by_class=((op_class, 2 * macs),),
-        macs=macs,
         reads=(Region(a, int(item * m * k)), Region(b, int(item * k * n))),
         writes=(Region(call.outputs[0], int(item * m * n)),),
-        matmuls=(group,) if macs else (),
-        is_grouped=False,
+        work=MatmulWork((group,), macs, ALIGNMENT_BYTES, "matmul") if macs else VectorWork(),
     )

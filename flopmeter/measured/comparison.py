@@ -23,7 +23,7 @@ from flopmeter.measured.rebuild import (
 )
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
-from flopmeter.records import Call, Cost, Switches
+from flopmeter.records import Call, Cost, HostCopy, Switches
 from flopmeter.report.quantities import in_ms
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.timeline import op_seconds
@@ -225,7 +225,7 @@ class _Pricer:
             calls = self._recorded(arguments)
             costs = [cost for call in calls for cost in costs_of(call)]
             if crosses_link:
-                costs = [replace(cost, link_bytes=cost.bytes_written) for cost in costs]
+                costs = [replace(cost, work=HostCopy(cost.bytes_written)) for cost in costs]
             prediction = _priced(event, calls, costs, self.device, Switches(is_tf32, is_tf32, False))
         except (NotRebuilt, HardwareError) as reason:
             return str(reason)

@@ -13,7 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
-from flopmeter.records import AttentionBackend, AttentionShape, Cost, Mask
+from flopmeter.records import AttentionBackend, AttentionShape, AttentionWork, Cost, Mask
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import cycles_to_seconds
 from flopmeter.timing.constants import AttentionKernel
@@ -44,21 +44,19 @@ class _Launch(NamedTuple):
     tile_scores: int
 
 
-def attention(cost: Cost, hardware: Hardware, peak: Peak) -> Busy:
+def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak) -> Busy:
     """The time of the kernel, or of both kernels where the keys are split.
 
     `peak` is that of the type that the matmuls run in.
     """
-    shape, backend = cost.attention_shape, cost.attention
-    assert shape is not None
-    assert backend is not None
-    launches = _launches(shape, backend, hardware, peak)
-    return fastest(_busy(launch, cost, shape, hardware, peak) for launch in launches)
+    launches = _launches(work.shape, work.backend, hardware, peak)
+    return fastest(_busy(launch, cost, work, hardware, peak) for launch in launches)
 
 
-def _busy(launch: _Launch, cost: Cost, shape: AttentionShape, hardware: Hardware, peak: Peak) -> Busy:
+def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardware, peak: Peak) -> Busy:
+    shape = attends.shape
     masked_share = launch.grid.masked / max(launch.grid.tiles, 1)
-    tile_seconds = launch.tile_scores * score_seconds(cost, launch.kernel, masked_share, hardware, peak)
+    tile_seconds = launch.tile_scores * score_seconds(attends, cost.dtype, launch.kernel, masked_share, hardware, peak)
     compute = _grid_seconds(launch, tile_seconds, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     memory = cost.bytes / bandwidth
@@ -153,20 +151,21 @@ def _slices(blocks: int, tiles: int, places: int) -> int:
     return next(slices for slices in candidates if fill(slices) >= enough)
 
 
-def score_seconds(cost: Cost, kernel: AttentionKernel, masked_share: float, hardware: Hardware, peak: Peak) -> float:
+def score_seconds(
+    work: AttentionWork, dtype: str, kernel: AttentionKernel, masked_share: float, hardware: Hardware, peak: Peak
+) -> float:
     """Seconds of one SM for one score: its multiply-adds, and then its softmax as far as that is not hidden.
 
     `masked_share` is that of the tiles in which some scores are not visible.
     They take no less than the multiply-adds at the rate that is left by the power limit (padding of the head
     dimension takes time but little power), and by GeForce's half rate for sums in fp32, which hides the softmax.
     """
-    shape, legacy, sms = cost.attention_shape, legacy_share(cost.attention, hardware), hardware.sm_count
-    assert shape is not None
+    shape, legacy, sms = work.shape, legacy_share(work.backend, hardware), hardware.sm_count
     pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
     padded, plain = (_flops_per_score(shape, pads=pads) for pads in (True, False))
     cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
     cycles += masked_share * constants.MASKED_SCORE_CYCLES
-    issue = pipe * issue_ratio(cost.dtype, hardware) * constants.ATTENTION_PIPE_SHARE
+    issue = pipe * issue_ratio(dtype, hardware) * constants.ATTENTION_PIPE_SHARE
     in_turns = padded * sms / issue + _sm_seconds(cycles, hardware)
     return max(in_turns, padded * sms / pipe, plain * sms / peak.sustained_flop_per_s) / kernel.speed
 
@@ -196,7 +195,7 @@ def _padded(head_dim: int) -> int:
     return ceil(head_dim / multiple) * multiple
 
 
-def legacy_share(backend: AttentionBackend | None, hardware: Hardware) -> float:
+def legacy_share(backend: AttentionBackend, hardware: Hardware) -> float:
     """The share of the matrix rate that the backend's instructions reach on the device."""
     capability = hardware.compute_capability
     needs_newer = capability is not None and capability[0] in _LEGACY_MMA_CAPABILITIES and backend != "cudnn"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import (
-    COMMUNICATION,
     INDEXING,
     NORMALIZATION,
     REDUCTION,
     SORTING,
     Access,
     Cost,
+    FormulaWork,
+    HostCopy,
     Reread,
+    VectorWork,
 )
 from flopmeter.records.dtypes import DTYPES
 from flopmeter.timing import constants
@@ -26,23 +28,23 @@ _BY_VECTOR_LOADS: tuple[Access, ...] = ("stream", "normalize")
 _NARROW = {name for name, dtype in DTYPES.items() if dtype.units and dtype.item_bytes <= 2}
 
 
-def memory_seconds(cost: Cost, hardware: Hardware, cached_bytes: float = 0.0) -> float:
+def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_bytes: float = 0.0) -> float:
     """First reads and all writes, at the bandwidth of the kernel's access pattern, and those second reads that miss
     the L2 cache. `cached_bytes`: what of both the kernels before have left in that cache."""
-    if cost.link_bytes:
-        return link_seconds(cost, hardware)
+    if isinstance(cost.work, HostCopy):
+        return link_seconds(cost.work, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
-    missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in cost.rereads)
+    missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in work.rereads)
     traffic = (cost.bytes - cached_bytes + missed) / bandwidth
     if cached_bytes:
         traffic += cached_bytes / max(bandwidth, cache_bytes_per_s(hardware))
-    return max(traffic, cost.serial_steps * constants.SERIAL_STEP_SECONDS)
+    return max(traffic, work.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
-def link_seconds(cost: Cost, hardware: Hardware) -> float:
+def link_seconds(copy: HostCopy, hardware: Hardware) -> float:
     """A copy between host and device crosses the host link, which is slower than either memory."""
     rate = hardware.host_link_bytes_per_s or constants.DEFAULT_LINK_BYTES_PER_S
-    return cost.link_bytes / (rate * constants.LINK_SHARE)
+    return copy.link_bytes / (rate * constants.LINK_SHARE)
 
 
 def share_of_stream(cost: Cost, hardware: Hardware) -> float:
@@ -54,7 +56,7 @@ def share_of_stream(cost: Cost, hardware: Hardware) -> float:
 
 
 def _is_narrow(cost: Cost) -> bool:
-    return cost.dtype in _NARROW and not cost.matmuls and cost.op_class != COMMUNICATION
+    return cost.dtype in _NARROW and isinstance(cost.work, VectorWork | HostCopy | FormulaWork)
 
 
 def access_seconds(cached_share: float, hardware: Hardware) -> float:

@@ -8,7 +8,7 @@ no unit for exp and similar functions.
 from __future__ import annotations
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Cost, Switches
+from flopmeter.records import ConvolutionWork, Cost, Switches
 from flopmeter.timing import constants
 from flopmeter.timing.kernels import Price
 from flopmeter.timing.matmul import Busy, overlap
@@ -46,7 +46,7 @@ def memory_seconds(cost: Cost, hardware: Hardware) -> float:
     """Weights come from memory: between two uses of one weight, all other weights pass through the cache. Activations
     that fit are still in the cache, since the previous op wrote them."""
     moved = cost.bytes
-    if cost.convolution is not None and not cost.convolution.channels_last:
+    if isinstance(cost.work, ConvolutionWork) and not cost.work.shape.channels_last:
         moved *= REORDERED_PASSES
     cache, bandwidth = hardware.l2_cache_bytes, hardware.l2_bandwidth_bytes_per_s
     if cache and bandwidth and not cost.macs and moved <= cache:

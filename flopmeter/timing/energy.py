@@ -16,7 +16,7 @@ from typing import NamedTuple
 from flopmeter.device import power
 from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import Clocks, Cost, Launches, RunClock, Switches, Timing
+from flopmeter.records import Clocks, ConvolutionWork, Cost, Launches, RunClock, Switches, Timing
 from flopmeter.timing import constants
 from flopmeter.timing.convolution import suits_winograd
 from flopmeter.timing.timeline import end_seconds, time_kernels
@@ -122,7 +122,8 @@ def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
     if cost.macs:
         peak = hardware.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
         done: float = 2 * cost.macs - cost.masked_flops
-        if peak.unit == "vector" and cost.convolution and suits_winograd(cost.convolution, cost.matmuls[0]):
+        work = cost.work if peak.unit == "vector" else None
+        if isinstance(work, ConvolutionWork) and suits_winograd(work.shape, work.implicit):
             done *= constants.WINOGRAD_PATCH**2 / (3 * constants.WINOGRAD_OUTPUT) ** 2
         arithmetic += done * (peak.picojoules_per_flop or 0.0)
     others = cost.flops - 2 * cost.macs

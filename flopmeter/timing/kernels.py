@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
-from flopmeter.records import ATTENTION, ELEMENTWISE, Convolution, Cost, Matmul, Recurrence, Switches
+from flopmeter.records import (
+    ELEMENTWISE,
+    AttentionWork,
+    ConvolutionWork,
+    Cost,
+    FormulaWork,
+    GroupedMatmulWork,
+    HostCopy,
+    MatmulWork,
+    MatrixWork,
+    Recurrence,
+    RecurrentWork,
+    Switches,
+    VectorWork,
+)
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
@@ -31,6 +45,8 @@ from flopmeter.timing.matmul import (
     tile_count,
 )
 
+_Products = MatmulWork | RecurrentWork
+
 
 class Price(NamedTuple):
     """How long a kernel keeps arithmetic and memory busy, and its class, which has an error band."""
@@ -46,13 +62,13 @@ def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: floa
     No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its other bytes
     at the spec bandwidth.
     """
-    other = _vector_seconds(cost, hardware)
-    if not cost.macs:
+    other, work = _vector_seconds(cost, hardware), cost.work
+    if not isinstance(work, MatrixWork) or not work.macs:
         return Price(_vector_work(cost, hardware, other, cached_bytes), _vector_class(cost))
     dtype = switches.matmul_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
-    busy, kind = _matmuls(cost, hardware, peak, cached_bytes)
-    floor = (2 * cost.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
+    busy, kind = _matmuls(cost, work, hardware, peak, cached_bytes)
+    floor = (2 * work.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
     compute = max(busy.compute_seconds, floor) + other  # other warps load meanwhile
     together = overlap(compute, busy.memory_seconds, constants.VECTOR_OVERLAP)
     busy = busy._replace(compute_seconds=compute, work_seconds=max(busy.work_seconds, floor, together))
@@ -64,15 +80,15 @@ def _unit(dtype: str, peak: Peak) -> str:
     return dtype if peak.unit == "matrix" else f"{'fp32' if dtype == 'tf32' else dtype} on {peak.unit} units"
 
 
-def _matmuls(cost: Cost, hardware: Hardware, peak: Peak, cached_bytes: float) -> tuple[Busy, str]:
+def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cached_bytes: float) -> tuple[Busy, str]:
     """The time of a kernel's matmuls, and the kind of kernel that runs them."""
-    library = gemm_kernels(hardware, peak, convolves=cost.convolution is not None)
-    if not cost.matmuls:  # from a formula without shapes: taken as a matmul that fills the device
-        compute = 2 * cost.macs / peak.sustained_flop_per_s
+    library = gemm_kernels(hardware, peak, convolves=isinstance(work, ConvolutionWork))
+    if isinstance(work, FormulaWork):  # taken as a matmul that fills the device
+        compute = 2 * work.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, library.overlap_exponent)), "product"
-    if cost.op_class == ATTENTION:
-        return attention(cost, hardware, peak), "attention"
+    if isinstance(work, AttentionWork):
+        return attention(cost, work, hardware, peak), "attention"
     rates = Rates(
         peak.sustained_flop_per_s,
         max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
@@ -83,14 +99,17 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak, cached_bytes: float) ->
     )
     saved = cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
     moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))
-    if cost.convolution is not None:
-        return _convolution(cost.convolution, cost.matmuls[0], moved, rates, hardware, peak)
-    return (_aligned if peak.unit == "matrix" else _sum_of_matmuls)(cost, moved, rates)
+    if isinstance(work, ConvolutionWork):
+        return _convolution(work, moved, rates, hardware, peak)
+    if isinstance(work, GroupedMatmulWork):
+        return side_by_side(work.matmuls, moved, rates), "grouped product"
+    return _aligned(cost, work, moved, rates) if peak.unit == "matrix" else _sum_of_matmuls(work, moved, rates)
 
 
 def _convolution(
-    shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates, hardware: Hardware, peak: Peak
+    work: ConvolutionWork, moved: MatmulBytes, rates: Rates, hardware: Hardware, peak: Peak
 ) -> tuple[Busy, str]:
+    implicit, shape = work.implicit, work.shape
     if is_depthwise(shape, implicit):
         fp32 = hardware.vector_peak("fp32").flop_per_s
         return depthwise(shape, implicit, moved, fp32, rates.bytes_per_s), "depthwise convolution"
@@ -100,32 +119,31 @@ def _convolution(
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
 
-def _aligned(cost: Cost, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
+def _aligned(cost: Cost, work: _Products, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
     """With the operands as they are; or, if it is faster and compiled code may, on copies with aligned rows."""
-    share = alignment_share(cost.alignment_bytes)
-    as_they_are, kind = _sum_of_matmuls(cost, moved, rates.slowed(share))
-    if not cost.may_pad or share == 1.0:
+    share = alignment_share(work.alignment_bytes)
+    as_they_are, kind = _sum_of_matmuls(work, moved, rates.slowed(share))
+    may_pad = isinstance(work, MatmulWork) and work.may_pad
+    if not may_pad or share == 1.0:
         return as_they_are, kind
     copies = 2 * cost.bytes_read / rates.bytes_per_s  # read, and written
-    padded, _ = _sum_of_matmuls(cost, moved, rates)
+    padded, _ = _sum_of_matmuls(work, moved, rates)
     padded = padded._replace(memory_seconds=padded.memory_seconds + copies, work_seconds=padded.work_seconds + copies)
     return fastest((as_they_are, padded)), kind
 
 
-def _sum_of_matmuls(cost: Cost, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
+def _sum_of_matmuls(work: _Products, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
     """Several matmuls in one kernel (as in a cell of an LSTM) run one after another and share its bytes."""
-    plain_macs = sum(shape.batch * shape.m * shape.n * shape.k for shape in cost.matmuls)
-    rates = rates.slowed(plain_macs / cost.macs)  # complex ones take four
-    if cost.is_grouped:
-        return side_by_side(cost.matmuls, moved, rates), "grouped product"
-    each = moved.share(len(cost.matmuls))
-    parts = [price_matmul(shape, each, rates) for shape in cost.matmuls]
+    plain_macs = sum(shape.batch * shape.m * shape.n * shape.k for shape in work.matmuls)
+    rates = rates.slowed(plain_macs / work.macs)  # complex ones take four
+    each = moved.share(len(work.matmuls))
+    parts = [price_matmul(shape, each, rates) for shape in work.matmuls]
     busy = Busy(*(sum(column) for column in zip(*parts, strict=True)))
-    if cost.recurrence is not None:
-        return _in_steps(cost.recurrence, busy, moved, rates), "recurrent product"
-    if min(tile_count(shape) for shape in cost.matmuls) < rates.sm_count:
+    if isinstance(work, RecurrentWork):
+        return _in_steps(work.recurrence, busy, moved, rates), "recurrent product"
+    if min(tile_count(shape) for shape in work.matmuls) < rates.sm_count:
         return busy, "small product"
-    return busy, "batched product" if cost.matmuls[0].batch > 1 else "product"
+    return busy, "batched product" if work.matmuls[0].batch > 1 else "product"
 
 
 def _in_steps(recurrence: Recurrence, together: Busy, moved: MatmulBytes, rates: Rates) -> Busy:
@@ -159,21 +177,22 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
 def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
     """A thread computes the address of an element, loads it, and computes with it. Computing addresses counts as memory
     traffic, because the same remedy helps: fusion, not more FLOP/s."""
-    idle = _idle_stretch(cost, hardware)
-    compute = (arithmetic + _row_seconds(cost, hardware)) * idle
-    traffic = memory_seconds(cost, hardware, cached_bytes)
-    memory = overlap(index_seconds(cost, hardware) * idle, traffic, constants.INDEX_OVERLAP)
-    first, others = _latencies(cost, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
+    work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
+    idle = _idle_stretch(work, hardware)
+    compute = (arithmetic + _row_seconds(work, hardware)) * idle
+    traffic = memory_seconds(cost, work, hardware, cached_bytes)
+    memory = overlap(index_seconds(work, hardware) * idle, traffic, constants.INDEX_OVERLAP)
+    first, others = _latencies(work, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
     return Busy(compute, memory, first + overlap(together, others, constants.VECTOR_OVERLAP))
 
 
-def _latencies(cost: Cost, hardware: Hardware, cached_share: float) -> tuple[float, float]:
+def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tuple[float, float]:
     """How long the first rows (or elements) wait for memory and for each other's results, which no other work hides,
     and all rows after them, if they had to wait as long."""
     access = access_seconds(cached_share, hardware)
     first, others = access, 0.0
-    for rows in cost.rereads:
+    for rows in work.rereads:
         step = cycles_to_seconds(constants.ARITHMETIC_LATENCY_CYCLES, hardware)
         accesses = rows.accesses * rows.threads / threads_of(rows, hardware)
         of_row = accesses * access + rows.operations * step
@@ -182,15 +201,15 @@ def _latencies(cost: Cost, hardware: Hardware, cached_share: float) -> tuple[flo
     return first, others
 
 
-def _idle_stretch(cost: Cost, hardware: Hardware) -> float:
+def _idle_stretch(work: VectorWork, hardware: Hardware) -> float:
     """How many times longer arithmetic takes because there are fewer rows than SMs."""
-    busy = [min(1.0, rows.rows / hardware.sm_count) for rows in cost.rereads if rows.accesses and rows.rows]
+    busy = [min(1.0, rows.rows / hardware.sm_count) for rows in work.rereads if rows.accesses and rows.rows]
     return 1.0 / min(busy, default=1.0)
 
 
-def _row_seconds(cost: Cost, hardware: Hardware) -> float:
+def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     """Time in which the threads of each row combine their partial results."""
-    operations = sum(row.rows * threads_of(row, hardware) * row.operations for row in cost.rereads)
+    operations = sum(row.rows * threads_of(row, hardware) * row.operations for row in work.rereads)
     if not operations:
         return 0.0
     rate = hardware.vector_peak("fp32").flop_per_s * constants.PLAIN_ARITHMETIC_SHARE
@@ -199,18 +218,18 @@ def _row_seconds(cost: Cost, hardware: Hardware) -> float:
     return operations / rate
 
 
-def index_seconds(cost: Cost, hardware: Hardware) -> float:
+def index_seconds(work: VectorWork, hardware: Hardware) -> float:
     """Time to compute addresses, on the integer units. A device without SMs (a TPU) is taken to have half as many lanes
     for integers as for fp32, like most GPUs."""
-    if not cost.index_operations:
+    if not work.index_operations:
         return 0.0
-    cycles = cost.index_operations / (constants.INTEGER_LANES_PER_SM * hardware.sm_count)
+    cycles = work.index_operations / (constants.INTEGER_LANES_PER_SM * hardware.sm_count)
     half_of_lanes = hardware.vector_peak("fp32").flop_per_s / 4
-    return min(cycles_to_seconds(cycles, hardware), cost.index_operations / half_of_lanes)
+    return min(cycles_to_seconds(cycles, hardware), work.index_operations / half_of_lanes)
 
 
 def _vector_class(cost: Cost) -> str:
-    if cost.link_bytes:
+    if isinstance(cost.work, HostCopy):
         return "host copy"
     if cost.access in ("strided", "window", "fused"):
         return {"strided": "strided copy", "window": "pooling", "fused": "fused"}[cost.access]

@@ -30,7 +30,18 @@ from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.layout import in_chosen_layout
 from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, Region, Trace
+from flopmeter.records import (
+    ELEMENTWISE,
+    NORMALIZATION,
+    REDUCTION,
+    Cost,
+    Kernel,
+    MatmulWork,
+    Region,
+    Reread,
+    Trace,
+    VectorWork,
+)
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.torch_names.operators import aten
 
@@ -91,8 +102,8 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
 def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) -> Cost:
     """One kernel of inductor's for all parts. FLOPs keep their classes, those of the kernel's own class first.
 
-    The quirks of eager kernels (how they walk memory, serial loops) go; second reads stay, of rows too long to be
-    held.
+    What is particular to eager kernels goes: how they walk memory, serial loops, index arithmetic (in a compiled kernel
+    sizes are constants). Second reads stay, of rows too long to be held.
     """
     main = max(parts, key=lambda part: part.bytes)
     op_class = _class_of(parts) or main.op_class
@@ -109,26 +120,23 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
         dtype=max(parts, key=lambda part: (part.flops, part.bytes)).dtype,
         transcendentals=sum(part.transcendentals for part in parts),
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
-        recomputed_flops=sum(part.recomputed_flops for part in parts),
         access="fused",
-        rereads=tuple(
-            reread
-            for part in parts
-            for reread in part.rereads
-            if reread.row_bytes > HELD_ROW_ELEMENTS * item_bytes_of(part.dtype)
-        ),
-        index_operations=0,  # sizes are constants of a compiled kernel
-        serial_steps=0,
+        work=VectorWork(tuple(reread for part in parts for reread in _long_rereads(part))),
     )
+
+
+def _long_rereads(part: Cost) -> list[Reread]:
+    rereads = part.work.rereads if isinstance(part.work, VectorWork) else ()
+    return [reread for reread in rereads if reread.row_bytes > HELD_ROW_ELEMENTS * item_bytes_of(part.dtype)]
 
 
 def _of_library(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
     """The kernel stays as it is, but torch/_inductor/fx_passes/pad_mm.py pads products where its benchmark says so."""
-    cost = kernel.cost
-    if kernel.op.call.func.overloadpacket not in (aten.mm, aten.addmm, aten.bmm) or not cost.macs:
+    cost, work = kernel.cost, kernel.cost.work
+    if kernel.op.call.func.overloadpacket not in (aten.mm, aten.addmm, aten.bmm) or not isinstance(work, MatmulWork):
         return cost
     if cost not in known:
-        known[cost] = replace(cost, may_pad=True)
+        known[cost] = replace(cost, work=work._replace(may_pad=True))
     return known[cost]
 
 

@@ -19,7 +19,7 @@ from flopmeter.launch.fusion.dataflow import Flow, Value
 from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
-from flopmeter.records import Cost, Kernel, Region
+from flopmeter.records import ConvolutionWork, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region
 from flopmeter.torch_names.operators import aten
 
 MOST_ROWS = 32
@@ -60,7 +60,10 @@ def with_cast(product: Cost, cast: Iterable[Cost], bytes_read: int, bytes_writte
 
 
 def _has_few_rows(cost: Cost) -> bool:
-    return len(cost.matmuls) == 1 and cost.matmuls[0].m <= MOST_ROWS
+    match cost.work:
+        case MatmulWork(matmuls=(matmul,)) | GroupedMatmulWork(matmuls=(matmul,)) | ConvolutionWork(implicit=matmul):
+            return matmul.m <= MOST_ROWS
+    return False
 
 
 def _is_cast(members: list[int], kernels: list[Kernel], flow: Flow) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flopmeter.launch.fusion.graphs import CompiledRegion
-from flopmeter.records import CONTRACTION, NORMALIZATION, Cost, Kernel
+from flopmeter.records import NORMALIZATION, ConvolutionWork, Cost, Kernel
 
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
 GROUPED, DEFAULT, NARROWING, SMALL = 1.358, 0.823, 0.725, 0.783
@@ -64,20 +64,20 @@ def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kern
 
 
 def _converted(kernel: Kernel, costs: dict[Cost, Cost]) -> Kernel:
-    cost = kernel.cost
-    if cost.convolution is None or cost.convolution.channels_last:
+    cost, work = kernel.cost, kernel.cost.work
+    if not isinstance(work, ConvolutionWork) or work.shape.channels_last:
         return kernel
     if cost not in costs:
-        costs[cost] = replace(cost, convolution=cost.convolution._replace(channels_last=True))
+        costs[cost] = replace(cost, work=work._replace(shape=work.shape._replace(channels_last=True)))
     return kernel._replace(cost=costs[cost])
 
 
 def _chooses_channels_last(kernels: list[Kernel]) -> bool:
     forward = [kernel for kernel in kernels if kernel.op.phase == "forward"]
     convolutions = [
-        (_filters(kernel), kernel.cost.flops)
+        (_filters(kernel, kernel.cost.work), kernel.cost.flops)
         for kernel in forward
-        if kernel.cost.convolution is not None and kernel.cost.op_class == CONTRACTION
+        if isinstance(kernel.cost.work, ConvolutionWork)
     ]
     nodes = sum(_nodes(kernel) for kernel in forward)
     if not convolutions or nodes >= MOST_NODES_PER_CONVOLUTION * len(convolutions):
@@ -91,10 +91,9 @@ def _chooses_channels_last(kernels: list[Kernel]) -> bool:
     )
 
 
-def _filters(kernel: Kernel) -> _Filters:
+def _filters(kernel: Kernel, work: ConvolutionWork) -> _Filters:
     weight = kernel.op.call.inputs[1]
-    (implicit,) = kernel.cost.matmuls
-    return _Filters(implicit.batch, weight.shape[0], weight.shape[1], weight.shape[2] == 1)
+    return _Filters(work.implicit.batch, weight.shape[0], weight.shape[1], weight.shape[2] == 1)
 
 
 def _nodes(kernel: Kernel) -> int:

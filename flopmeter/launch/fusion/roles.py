@@ -16,6 +16,7 @@ from flopmeter.records import (
     REDUCTION,
     Call,
     Cost,
+    VectorWork,
 )
 from flopmeter.torch_names.operators import aten
 
@@ -142,7 +143,8 @@ def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | Non
     if "group" in names:  # native_group_norm: [N, C, HxW] in `group` rows for each of N
         rows = int(call.argument("N")) * int(call.argument("group"))
         return Loops(rows, x.numel // max(rows, 1), True)
-    is_elementwise = not cost.rereads and results >= x.numel
+    has_rows = isinstance(cost.work, VectorWork) and bool(cost.work.rereads)
+    is_elementwise = not has_rows and results >= x.numel
     return None if is_elementwise else _loops(x.shape, _all_but_channels(x.shape))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.pointwise import (
+from flopmeter.costs.arithmetic.pointwise import (
     BY_NAME,
     NONE,
     OF_COMPLEX,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch._ops import OpOverload, OpOverloadPacket
 
-from flopmeter.costs.pointwise import of_numbers, sum_of_scaled
+from flopmeter.costs.arithmetic.pointwise import of_numbers, sum_of_scaled
 from flopmeter.costs.rules import FREE, Rule, make_cost
 from flopmeter.records import INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten, aten_overloads

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from flopmeter.costs.attention import flash_attention, flash_attention_backward
+from flopmeter.costs.contractions.attention import flash_attention, flash_attention_backward
 from flopmeter.costs.rules import Rule, make_cost
 from flopmeter.costs.traffic import as_regions, regions
 from flopmeter.records import ATTENTION, MOVEMENT, Call, Cost, Kernel, Region, TensorSpec

@@ -66,7 +66,7 @@ def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[Tens
 def _cost(call: Call, kind: CollectiveKind, nbytes: int, ranks: tuple[int, ...]) -> Cost:
     per_node = _group(call, COLLECTIVE_OPS[call.func._schema.name]).gpus_per_node
     adds_in_switch = "in-switch" not in COLLECTIVES[kind].wire or dtype_name(call) in IN_SWITCH_TYPES
-    return make_cost(call, COMMUNICATION, collective=Collective(kind, nbytes, ranks, per_node, adds_in_switch))
+    return make_cost(call, COMMUNICATION, work=Collective(kind, nbytes, ranks, per_node, adds_in_switch))
 
 
 def _group(call: Call, known: KnownOp) -> RankGroup:

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from flopmeter.costs.rules import make_contraction, make_cost, rule
+from flopmeter.costs.rules import make_contraction, make_cost, make_grouped_contraction, rule
 from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
 
@@ -54,13 +54,12 @@ def grouped_mm(call: Call) -> Cost:
         for size, count in sorted(Counter(sizes).items())
         if size or not (by_rows or by_columns)
     ]
-    return make_contraction(
+    return make_grouped_contraction(
         call,
         products,
         extra=((ELEMENTWISE, per_output * of_out.nbytes // out.dtype.itemsize),),
         read=(of_a, of_b, Region(ends, ends.nbytes), *others),
         written=(of_out,),
-        is_grouped=True,
     )
 
 

@@ -1,0 +1,166 @@
+"""What the time model of each sort of kernel needs, beside FLOPs and bytes: one record for each sort.
+
+A record has no defaults for what decides its time, so that mypy finds a fact that a rule forgot.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from flopmeter.records.collectives import CollectiveKind
+
+Tf32Switch = Literal["matmul", "cudnn"]  # torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
+
+
+# --- parts of the records below -------------------------------------------------------------------------------------
+
+
+class Matmul(NamedTuple):
+    """`batch` independent matmuls [m, k] @ [k, n]."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+
+class Convolution(NamedTuple):
+    """The shape of a convolution, beside its implicit GEMM (a Matmul whose batch is the number of groups)."""
+
+    channels: int  # of the input that each filter sees: input channels over groups
+    kernel: tuple[int, ...]
+    positions: tuple[int, ...]  # spatial size of what is computed; () for a gradient of the filters
+    is_dense: bool  # stride and dilation 1, not transposed
+    channels_last: bool = False  # the channels of a position are contiguous: matrix units need no copy
+
+
+class Recurrence(NamedTuple):
+    """Steps of which each waits for the one before. `matmuls` are those of one step: one per layer and direction."""
+
+    steps: int
+    matmuls: tuple[Matmul, ...]
+
+
+class Mask(NamedTuple):
+    """Query i sees the keys from i + shift - left to i + shift + right; None: as far as there are keys."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False  # shift is keys - queries, so that the last query sees the last key; else 0
+
+
+class AttentionShape(NamedTuple):
+    """What fused attention works on: squares of queries x keys, one for each sequence and head of queries."""
+
+    sequences: int
+    heads: int  # of queries
+    key_heads: int  # heads / key_heads heads of queries share one head of keys and values
+    queries: int  # of one sequence
+    keys: int
+    head_dim: int  # of q and k
+    value_dim: int  # of v and the output
+    mask: Mask = Mask()
+    is_backward: bool = False
+
+
+class Reread(NamedTuple):
+    """How a kernel with a block of threads for each row works, and what it reads a second time. It depends on the
+    device whether a second read hits the L2 cache: the rows that all SMs work on at a time, at `threads` threads a row,
+    compete for the cache.
+    """
+
+    nbytes: int  # of second reads; 0 if a row stays in registers
+    rows: int
+    row_bytes: int
+    threads: int  # that work on one row
+    operations: int = 0  # with which each of these threads combines its partial result with the others'
+    accesses: int = 0  # to memory, of each of these threads, one after the other; 0: not known to bound the kernel
+    amd_threads: int = 0  # if other on AMD, whose warps have 64 threads
+
+
+# --- kernels that multiply matrices. `macs` are multiply-adds; one of complex numbers counts as four. ---------------
+
+
+class MatmulWork(NamedTuple):
+    """Matmuls that one kernel runs one after another."""
+
+    matmuls: tuple[Matmul, ...]
+    macs: int
+    alignment_bytes: int  # of the rows of the operands: the largest power of two, at most 16
+    tf32_switch: Tf32Switch
+    may_pad: bool = False  # inductor copies unaligned operands to aligned rows where that pays
+
+
+class GroupedMatmulWork(NamedTuple):
+    """Matmuls of groups, as of each expert's tokens, side by side in one kernel (launch/grouped_matmul.py). torch takes
+    no rows but of multiples of 16 bytes."""
+
+    matmuls: tuple[Matmul, ...]
+    macs: int
+
+
+class RecurrentWork(NamedTuple):
+    """All layers and steps of a recurrent network in one call of a library."""
+
+    matmuls: tuple[Matmul, ...]
+    macs: int
+    alignment_bytes: int
+    recurrence: Recurrence
+
+
+class ConvolutionWork(NamedTuple):
+    """A convolution, or one of its gradients."""
+
+    implicit: Matmul
+    macs: int
+    shape: Convolution
+
+
+class AttentionWork(NamedTuple):
+    """Fused attention."""
+
+    backend: AttentionBackend  # whose kernel it is
+    shape: AttentionShape
+    macs: int
+    masked_flops: int  # of a causal or windowed mask: counted, but skipped by the kernel
+    recomputed_flops: int  # that the kernel computes again (flash backward's fifth matmul)
+
+
+class FormulaWork(NamedTuple):
+    """So many multiply-adds of matmuls whose shapes nobody gave: a formula of the program's own."""
+
+    macs: int
+
+
+MatrixWork = MatmulWork | GroupedMatmulWork | RecurrentWork | ConvolutionWork | AttentionWork | FormulaWork
+
+
+# --- all other kernels ----------------------------------------------------------------------------------------------
+
+
+class VectorWork(NamedTuple):
+    """Memory traffic, and arithmetic on vector units."""
+
+    rereads: tuple[Reread, ...] = ()
+    index_operations: int = 0  # integer operations that compute addresses, for operands with different strides
+    serial_steps: int = 0  # memory accesses of a thread that wait for one another, if they bound the kernel
+
+
+class HostCopy(NamedTuple):
+    """A copy between host and device, over their link."""
+
+    link_bytes: int
+
+
+class Collective(NamedTuple):
+    """What a group of ranks does together. Its price depends on how they are linked (device/cluster.py)."""
+
+    kind: CollectiveKind
+    nbytes: int  # of the whole tensor: after a gather, before a reduce-scatter or a scatter, as in nccl-tests
+    ranks: tuple[int, ...]  # global ranks of the group, this rank's included
+    gpus_per_node: int | None = None  # of the world; None: as many as the cluster has
+    adds_in_switch: bool = True  # False: the switch cannot add numbers of this type
+
+
+Work = MatrixWork | VectorWork | HostCopy | Collective
