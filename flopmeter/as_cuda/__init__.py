@@ -28,6 +28,7 @@ from flopmeter.as_cuda import (
     convolution,
     dynamo,
     fast_paths,
+    flex_attention,
     linalg,
     meta_kernels,
     optimizers,
@@ -152,7 +153,7 @@ _FEATURES: dict[str, Callable[[Scope], None]] = {
     private.FOREACH: optimizers.install,
     private.CHECKPOINT: fast_paths.install_checkpoint,
     private.MHA_FAST_PATH: fast_paths.install_mha,
-    private.FLEX_ATTENTION: fast_paths.install_flex_attention,
+    private.FLEX_ATTENTION: flex_attention.install,
     private.COMPILE: dynamo.install,
 }
 

@@ -17,6 +17,7 @@ from flopmeter.costs import (  # noqa: F401  (they fill RULES)
     composed,
     contraction,
     convolution,
+    flex_attention,
     fused_layers,
     indexing,
     linalg,

@@ -5,6 +5,7 @@ A `Call` and its `Cost` are shared by every op of the same geometry: a trace of 
 holds the facts of one.
 """
 
+from flopmeter.records.bodies import BlockCount, BodyOp, FlexBody, TritonBody, TritonOp
 from flopmeter.records.collectives import CollectiveKind
 from flopmeter.records.costs import (
     ATTENTION,
@@ -64,6 +65,7 @@ from flopmeter.records.traces import (
     StorageRole,
     StreamUse,
     Sync,
+    TemplateRun,
     Trace,
 )
 
@@ -73,6 +75,11 @@ __all__ = [
     "RankGroup",
     "Op",
     "Phase",
+    "BlockCount",
+    "BodyOp",
+    "FlexBody",
+    "TritonBody",
+    "TritonOp",
     "CONTRACTION",
     "NORMALIZATION",
     "ELEMENTWISE",
@@ -107,6 +114,7 @@ __all__ = [
     "Storage",
     "StorageRole",
     "Sync",
+    "TemplateRun",
     "Trace",
     "Kernel",
     "LaunchMode",

@@ -31,7 +31,7 @@ AUTOCAST = "torch.autocast('cuda')"
 CHECKPOINT = "recomputation under autocast in activation checkpointing"
 FOREACH = "foreach, fused and capturable optimizers and gradient clipping"
 MHA_FAST_PATH = "the fused inference path of nn.MultiheadAttention and nn.TransformerEncoderLayer"
-FLEX_ATTENTION = "the refusal of flex_attention"
+FLEX_ATTENTION = "flex_attention"
 GROUPED = "grouped products of fp16 and fp32 (grouped_mm)"
 COMPILE = "the marks of torch.compile regions"
 INT4 = "the shape of int4 weight-only matrix products"
@@ -98,6 +98,17 @@ THIRD_DEVICE = PrivateName(
 )
 META_GROUPED_MM = PrivateName("torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
 FLEX_VALIDATE = PrivateName("torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device")
+FLEX_UNCOMPILED = PrivateName(
+    "torch.nn.attention.flex_attention", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "its eager way without Dynamo"
+)
+_FLEX = "torch._higher_order_ops.flex_attention"
+FLEX_OPERATOR = PrivateName(_FLEX, "flex_attention", "its operator")
+FLEX_CACHE = PrivateName(_FLEX, "flex_attention._dispatch_cache", "where its autograd kernel is kept")
+FLEX_FUNCTION = PrivateName(_FLEX, "FlexAttentionAutogradOp", "its autograd function")
+FLEX_GRAPHS = PrivateName(_FLEX, "create_fw_bw_graph", "the gradient of a score function")
+FLEX_GETITEM = PrivateName(
+    "torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex", "indices that are tensors"
+)
 AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
@@ -140,7 +151,7 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     CHECKPOINT: (INFER_DEVICE_TYPE,),
     FOREACH: (FOREACH_DEVICES, FUSED_DEVICES, CAPTURABLE_DEVICES),
     MHA_FAST_PATH: (THIRD_DEVICE,),
-    FLEX_ATTENTION: (FLEX_VALIDATE,),
+    FLEX_ATTENTION: (FLEX_VALIDATE, FLEX_UNCOMPILED, FLEX_OPERATOR, FLEX_CACHE, FLEX_FUNCTION, FLEX_GRAPHS, FLEX_GETITEM),
     GROUPED: (META_GROUPED_MM,),
     COMPILE: (AROUND_COMPILED_CALL,),
     SPARSE: (
@@ -198,7 +209,7 @@ for _module, _attributes, _used in (
     ("torch._subclasses.fake_tensor", ("FakeTensor",), "which tensors are another program's stand-ins"),
     ("torch._subclasses.functional_tensor", ("FunctionalTensor",), "which tensors a transform wraps"),
     ("torch.utils._python_dispatch", ("TorchDispatchMode",), "each op that runs"),
-    ("torch.utils._pytree", ("tree_flatten", "tree_leaves", "tree_unflatten"), "the tensors in nested arguments"),
+    ("torch.utils._pytree", ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"), "the tensors in nested arguments"),
 ):
     for _attribute in _attributes:
         needed(_module, _attribute, _used)

@@ -25,7 +25,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.rules import rule_of
-from flopmeter.records import BEFORE, DEFAULT_STREAM, Accumulation, Call, Op, Phase, StorageRole, Switches, Sync, Trace
+from flopmeter.records import (
+    BEFORE,
+    DEFAULT_STREAM,
+    Accumulation,
+    Call,
+    FlexBody,
+    Op,
+    Phase,
+    StorageRole,
+    Switches,
+    Sync,
+    TemplateRun,
+    Trace,
+    TritonBody,
+)
 from flopmeter.torch_names.operators import aten
 from flopmeter.torch_names.private import (
     AccumulateGrad,
@@ -36,6 +50,7 @@ from flopmeter.torch_names.private import (
     no_dispatch,
 )
 from flopmeter.trace import higher_order, mixed_devices, streams
+from flopmeter.trace.flex_attention import template_of
 from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
 from flopmeter.trace.process_groups import NAMESPACES, ProcessGroups, without_handles
 from flopmeter.trace.result_cache import ResultMaker, reaches_kernel_directly, result_maker
@@ -71,7 +86,7 @@ class _Arrival:
     """A call as it arrives: its tensors in order, the addresses of their storages, and their numbers in this call."""
 
     __slots__ = (
-        "addresses", "args", "func", "groups", "handling", "key", "known", "kwargs", "numbers", "plain_args",
+        "addresses", "args", "body", "func", "groups", "handling", "key", "known", "kwargs", "numbers", "plain_args",
         "plain_kwargs", "tensors",
     )  # fmt: skip
     key: Any  # what tells calls of different cost apart
@@ -84,6 +99,7 @@ class _Arrival:
         self.addresses: list[int] = []
         self.numbers: dict[int, int] = {}  # trace-wide number -> number in the call
         self.groups: tuple[int, ...] | None = None
+        self.body: FlexBody | TritonBody | None = None
 
 
 class Recorder(TorchDispatchMode):
@@ -231,8 +247,32 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _open(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        template = template_of(func, args, kwargs, self._values)
+        if template is None:
+            with self:
+                return higher_order.run(func, args, kwargs)
+        if self._is_compiled():
+            return template.to_eager(self.record_kernel(template.func, template.args, template.body))
+        start = len(self.trace.ops)
+        arrival = self._meet_kernel(template.func, template.args, template.body)
         with self:
-            return higher_order.run(func, args, kwargs)
+            result = higher_order.run(func, args, kwargs)
+        launched = self._op(arrival, template.from_eager(result))
+        self.trace.templates.append(TemplateRun(start, len(self.trace.ops), launched))
+        return result
+
+    def record_kernel(self, func: OpOverload, args: tuple[Any, ...], body: FlexBody | TritonBody) -> Any:
+        """Run and record an operator of flopmeter's own that stands for a generated kernel; this mode must be off."""
+        arrival = self._meet_kernel(func, args, body)
+        result = func(*args)
+        self._record(arrival, result)
+        return result
+
+    def _meet_kernel(self, func: OpOverload, args: tuple[Any, ...], body: FlexBody | TritonBody) -> _Arrival:
+        arrival = self._meet(func, args, {}, self._handlings[func])
+        arrival.body = body
+        self._look_up(arrival, (arrival.key, body))
+        return arrival
 
     def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling) -> _Arrival:
         arrival = _Arrival(func, args, kwargs, handling)
@@ -286,6 +326,14 @@ class Recorder(TorchDispatchMode):
             raise explained from error
 
     def _record(self, arrival: _Arrival, result: Any) -> None:
+        trace = self.trace
+        op = self._op(arrival, result)
+        trace.module_calls.append(self.modules.calls)
+        if streams.current() != DEFAULT_STREAM:
+            trace.stream_use.streams[len(trace.ops)] = streams.current()
+        trace.ops.append(op)
+
+    def _op(self, arrival: _Arrival, result: Any) -> Op:
         trace, numbers = self.trace, arrival.numbers
         if arrival.handling.is_collective:
             self._groups.note_work(result, len(trace.ops))
@@ -301,11 +349,8 @@ class Recorder(TorchDispatchMode):
             self._note_changes(arrival.func, tuple(_tensors_in((*arrival.tensors, result))))
         phase, module = self._phase_and_module()
         source = caller() if self._source else None
-        trace.module_calls.append(self.modules.calls)
         region = None if self._compiled_region is None else self._region(self._compiled_region(), phase)
-        if streams.current() != DEFAULT_STREAM:
-            trace.stream_use.streams[len(trace.ops)] = streams.current()
-        trace.ops.append(Op(known.call, tuple(numbers), module, phase, source, region))
+        return Op(known.call, tuple(numbers), module, phase, source, region)
 
     def _describe_result(self, arrival: _Arrival, result: Any) -> None:
         arguments = len(arrival.tensors)
@@ -322,7 +367,7 @@ class Recorder(TorchDispatchMode):
         def number(tensor: Tensor) -> int:
             return numbers[self._number(tensor, BEFORE, [])]
 
-        call = build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups)
+        call = build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body)
         mixed_devices.check(call, tensors, self.modules.outermost)
         self.trace.devices.update(mixed_devices.touched(self.trace.devices, call))
         if self._on_new_call is not None:
@@ -370,6 +415,13 @@ class Recorder(TorchDispatchMode):
             self._creates_graph = (task, _creates_graph())
         recompute = torch.is_grad_enabled() and not self._creates_graph[1]
         return ("recompute" if recompute else "backward"), self._path_in_backward()
+
+    def _is_compiled(self) -> bool:
+        """Whether the op that arrives now belongs to a compiled region."""
+        if self._compiled_region is None:
+            return False
+        phase, _ = self._phase_and_module()
+        return self._region(self._compiled_region(), phase) is not None
 
     def _region(self, running: int | None, phase: Phase) -> int | None:
         """The compiled region of the op: the one that runs or, in the backward pass, the one whose forward made the

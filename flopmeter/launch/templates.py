@@ -1,0 +1,52 @@
+"""The trace of a program as torch.compile would run it, where eager torch runs something else for a kernel that exists
+only compiled: one op in place of those."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+
+from flopmeter.records import StreamUse, Trace
+
+
+def with_templates(trace: Trace) -> Trace:
+    """The trace with its templates in place of the ops that ran for them; the same if it has none."""
+    if not trace.templates:
+        return trace
+    runs = sorted(trace.templates)
+    starts = [run.start for run in runs]
+    places, ops, calls = [], [], []
+    for index, (op, module_calls) in enumerate(zip(trace.ops, trace.module_calls, strict=True)):
+        run = runs[bisect_right(starts, index) - 1] if index >= starts[0] else None
+        inside = run is not None and index < run.stop
+        if not inside or index == run.start:
+            ops.append(run.op if inside else op)
+            calls.append(module_calls)
+        places.append(len(ops) - 1)
+    places.append(len(ops))  # the end of the trace
+
+    def moved(index: int) -> int:
+        return places[index] if index >= 0 else index
+
+    use = trace.stream_use
+    return replace(
+        trace,
+        ops=ops,
+        module_calls=calls,
+        storages=[
+            replace(each, born=moved(each.born), died=None if each.died is None else moved(each.died))
+            for each in trace.storages
+        ],
+        resizes=[each._replace(op=moved(each.op)) for each in trace.resizes],
+        accumulations=[each._replace(op=moved(each.op)) for each in trace.accumulations],
+        stream_use=StreamUse(
+            {moved(index): stream for index, stream in use.streams.items()},
+            [
+                each._replace(op=moved(each.op))._replace(
+                    subject=moved(each.subject) if each.action == "wait for op" else each.subject
+                )
+                for each in use.syncs
+            ],
+        ),
+        templates=[],
+    )
