@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from flopmeter.as_cuda.scope import Scope
-from flopmeter.torch_names import dispatcher, private
+from flopmeter.torch_names import private
 
 
 def install_mha(scope: Scope) -> None:

@@ -55,6 +55,8 @@ __all__ = [
 if torch.distributed.is_available():  # else torch has no collectives
     from flopmeter.costs import communication  # noqa: F401
 
+_BY_NAME: dict[str, Rule] = {**VARLEN, "flex_lib::zeros_and_scatter": indexing.accumulate_into_zeros}
+"""Rules of ops that exist once a program has imported a module of torch that takes seconds."""
 _DRAW, _DIVIDE = aten_overloads.bernoulli_.float, aten_overloads.div_.Scalar
 _BARRIERS = {op.name for op in COLLECTIVES["barrier"].ops}  # of the device, though their only tensor is a dummy
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
@@ -112,7 +114,7 @@ def find_rule(call: Call) -> Rule | None:
     func = call.func
     if not is_view(func) and not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
         return SPARSE.get(func) or SPARSE.get(func.overloadpacket)  # others: it depends on the values how much work
-    own = RULES.get(func) or RULES.get(func.overloadpacket) or VARLEN.get(func._schema.name)
+    own = RULES.get(func) or RULES.get(func.overloadpacket) or _BY_NAME.get(func._schema.name)
     if own is not None:
         return own
     by_formula = torch_formula(call)

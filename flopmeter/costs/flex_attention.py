@@ -50,9 +50,7 @@ def flex_attention_backward(call: Call) -> tuple[Cost, Cost]:
     """The sum over each row of out * grad_out, a kernel of inductor's own; then the template."""
     body, square = _body(call), _shape(call)
     shape = square._replace(mask=band(body.blocks, square.queries, square.keys), is_backward=True)
-    out, lse, grad_out, grad_lse = (
-        call.argument(name) for name in ("out", "logsumexp", "grad_out", "grad_logsumexp")
-    )
+    out, lse, grad_out, grad_lse = (call.argument(name) for name in ("out", "logsumexp", "grad_out", "grad_logsumexp"))
     row_sums = scratch(lse)
     inputs = [spec for spec in (out, grad_out, grad_lse) if spec is not None]
     prepared = make_cost(

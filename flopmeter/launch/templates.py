@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
+from itertools import count
 
-from flopmeter.records import StreamUse, Trace
+from flopmeter.records import Storage, StreamUse, Trace
 
 
 def with_templates(trace: Trace) -> Trace:
@@ -28,15 +29,19 @@ def with_templates(trace: Trace) -> Trace:
     def moved(index: int) -> int:
         return places[index] if index >= 0 else index
 
+    def life(number: int, storage: Storage) -> Storage:
+        """What only the ops within a run used is not made at all: it dies where it is born."""
+        born, died = moved(storage.born), None if storage.died is None else moved(storage.died)
+        run = runs[max(bisect_right(starts, storage.born) - 1, 0)]
+        is_inside = run.start <= storage.born and storage.died is not None and storage.died <= run.stop
+        return replace(storage, born=born, died=born if is_inside and number not in run.op.storages else died)
+
     use = trace.stream_use
     return replace(
         trace,
         ops=ops,
         module_calls=calls,
-        storages=[
-            replace(each, born=moved(each.born), died=None if each.died is None else moved(each.died))
-            for each in trace.storages
-        ],
+        storages=list(map(life, count(), trace.storages)),
         resizes=[each._replace(op=moved(each.op)) for each in trace.resizes],
         accumulations=[each._replace(op=moved(each.op)) for each in trace.accumulations],
         stream_use=StreamUse(

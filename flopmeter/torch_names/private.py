@@ -151,7 +151,15 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     CHECKPOINT: (INFER_DEVICE_TYPE,),
     FOREACH: (FOREACH_DEVICES, FUSED_DEVICES, CAPTURABLE_DEVICES),
     MHA_FAST_PATH: (THIRD_DEVICE,),
-    FLEX_ATTENTION: (FLEX_VALIDATE, FLEX_UNCOMPILED, FLEX_OPERATOR, FLEX_CACHE, FLEX_FUNCTION, FLEX_GRAPHS, FLEX_GETITEM),
+    FLEX_ATTENTION: (
+        FLEX_VALIDATE,
+        FLEX_UNCOMPILED,
+        FLEX_OPERATOR,
+        FLEX_CACHE,
+        FLEX_FUNCTION,
+        FLEX_GRAPHS,
+        FLEX_GETITEM,
+    ),
     GROUPED: (META_GROUPED_MM,),
     COMPILE: (AROUND_COMPILED_CALL,),
     SPARSE: (
@@ -209,7 +217,11 @@ for _module, _attributes, _used in (
     ("torch._subclasses.fake_tensor", ("FakeTensor",), "which tensors are another program's stand-ins"),
     ("torch._subclasses.functional_tensor", ("FunctionalTensor",), "which tensors a transform wraps"),
     ("torch.utils._python_dispatch", ("TorchDispatchMode",), "each op that runs"),
-    ("torch.utils._pytree", ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"), "the tensors in nested arguments"),
+    (
+        "torch.utils._pytree",
+        ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),
+        "the tensors in nested arguments",
+    ),
 ):
     for _attribute in _attributes:
         needed(_module, _attribute, _used)

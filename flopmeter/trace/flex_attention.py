@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from flopmeter.as_cuda.flex_attention import captured, scalars
 from flopmeter.known_values import KnownValues
-from flopmeter.known_values.values import no_modes
 from flopmeter.records import BodyOp, FlexBody
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
@@ -122,7 +120,13 @@ def _splits_keys(query: Tensor, key: Tensor, mask: BlockMaskArguments, kernel_op
     is_forced = kernel_options.get("BACKEND") == "TRITON" or kernel_options.get("FORCE_USE_FLEX_ATTENTION", False)
     fits = mask.heads == 1 or (sharing == 1 and mask.heads == heads)
     is_power_of_two = sharing & (sharing - 1) == 0
-    return not is_forced and not kernel_options.get("OUTPUT_MAX") and query.shape[2] < SHORT_QUERY and fits and is_power_of_two
+    return (
+        not is_forced
+        and not kernel_options.get("OUTPUT_MAX")
+        and query.shape[2] < SHORT_QUERY
+        and fits
+        and is_power_of_two
+    )
 
 
 class _Collects(TorchDispatchMode):
@@ -140,7 +144,12 @@ class _Collects(TorchDispatchMode):
 
 
 def _body(
-    function: Callable[..., Tensor], query: Tensor, buffers: Iterable[Any], *, has_score: bool, has_gradient: bool = False
+    function: Callable[..., Tensor],
+    query: Tensor,
+    buffers: Iterable[Any],
+    *,
+    has_score: bool,
+    has_gradient: bool = False,
 ) -> tuple[tuple[BodyOp, ...], list[Tensor]]:
     """The ops that the function runs on one score, and the tensors that it reads beside: those it captured, or those
     that Dynamo made arguments of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from flopmeter.known_values.values import no_modes
 from flopmeter.records import BlockCount
 from flopmeter.torch_names.private import no_dispatch_modes
 
-MOST_PAIRS = 1 << 22
-"""Pairs for which mask_mod runs at a time: a few such tensors of int64 are 100 MB."""
+MOST_PAIRS = 1 << 21
+"""Pairs for which mask_mod runs at a time: larger tensors leave the CPU's caches."""
 UNKNOWN_MASK = "every block of a mask_mod that reads values which are not known"
 
 
@@ -142,36 +143,41 @@ def _evaluate(
     """
     from torch.nn.attention.flex_attention import create_mask
 
-    sequences, heads, rows, _ = shape
+    sequences, heads, rows, columns = shape
     some, every = (torch.zeros(shape, dtype=torch.bool, device="cpu") for _ in range(2))
-    step = max(MOST_PAIRS // max(mask.block[0] * keys, 1), 1)
+    high, wide = mask.block
+    at_once = max(MOST_PAIRS // (high * wide), 1)  # blocks
+    in_a_row = min(at_once, columns)
     with no_dispatch_modes(), _OnValues(values), torch.no_grad():
-        for sequence in range(sequences):
-            for head in range(heads):
-                for row in range(0, rows, step):
-                    first = row * mask.block[0]
-                    here = _moved(mask.mask_mod, buffers, sequence, head, first)
-                    seen = create_mask(here, 1, 1, min(step * mask.block[0], queries - first), keys, "cpu")[0, 0]
-                    which = sequence, head, slice(row, row + step)
-                    some[which], every[which] = _by_block(seen, mask.block)
+        for sequence, head, row, column in product(
+            range(sequences), range(heads), range(0, rows, at_once // in_a_row), range(0, columns, in_a_row)
+        ):
+            here = slice(row, row + at_once // in_a_row), slice(column, column + in_a_row)
+            first = sequence, head, row * high, column * wide
+            height, width = min(here[0].stop * high, queries) - first[2], min(here[1].stop * wide, keys) - first[3]
+            seen = create_mask(_moved(mask.mask_mod, buffers, first), 1, 1, height, width, "cpu")[0, 0]
+            some[(sequence, head, *here)], every[(sequence, head, *here)] = _by_block(seen, mask.block)
     return some & ~every, every
 
 
 def _moved(
-    mask_mod: Callable[..., Tensor], buffers: Sequence[Any], sequence: int, head: int, first: int
+    mask_mod: Callable[..., Tensor], buffers: Sequence[Any], first: tuple[int, ...]
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def here(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask_mod(b + sequence, h + head, query + first, key, *buffers)
+    """The function with indices that count from `first`; of 32 bits, as the kernel has them."""
 
-    return here
+    def moved(*indices: Tensor) -> Tensor:
+        return mask_mod(*((index + start).int() for index, start in zip(indices, first, strict=True)), *buffers)
+
+    return lambda b, h, query, key: moved(b, h, query, key)  # torch counts the arguments
 
 
 def _by_block(seen: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Of a mask: which blocks hold a visible pair, and which nothing else. torch pads with pairs that are hidden."""
     queries, keys = seen.shape
-    padded = torch.nn.functional.pad(seen, (0, -keys % block[1], 0, -queries % block[0]))
-    counts = padded.unflatten(1, (-1, block[1])).sum(2).unflatten(0, (-1, block[0])).sum(1)
-    return counts > 0, counts == block[0] * block[1]
+    padded = torch.nn.functional.pad(seen, (0, -keys % block[1], 0, -queries % block[0])).contiguous()
+    by_rows = padded.view(torch.uint8).unflatten(0, (-1, block[0]))  # of which the CPU takes many at a time
+    some, every = by_rows.amax(1), by_rows.amin(1)
+    return some.unflatten(1, (-1, block[1])).amax(2).bool(), every.unflatten(1, (-1, block[1])).amin(2).bool()
 
 
 def _count(partial: Tensor, full: Tensor | None, block: tuple[int, int], queries: int, keys: int) -> BlockCount:

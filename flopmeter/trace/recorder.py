@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
-from flopmeter.known_values.rules import rule_of
 from flopmeter.records import (
     BEFORE,
     DEFAULT_STREAM,
@@ -40,39 +39,23 @@ from flopmeter.records import (
     Trace,
     TritonBody,
 )
-from flopmeter.torch_names.operators import aten
 from flopmeter.torch_names.private import (
     AccumulateGrad,
     DispatchKey,
     autograd_node,
     graph_task,
-    has_kernel,
     no_dispatch,
 )
 from flopmeter.trace import higher_order, mixed_devices, streams
 from flopmeter.trace.flex_attention import template_of
+from flopmeter.trace.handling import FRESH, Handling, Handlings
 from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
-from flopmeter.trace.process_groups import NAMESPACES, ProcessGroups, without_handles
+from flopmeter.trace.process_groups import ProcessGroups, without_handles
 from flopmeter.trace.result_cache import ResultMaker, reaches_kernel_directly, result_maker
 from flopmeter.trace.storages import Storages
 from flopmeter.trace.tensor_specs import build_call, has_strides, hashable, unstrided_spec
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
-_RESIZING = (aten.resize_, aten.resize_as_, aten.resize)
-_FRESH = (aten.lift_fresh, aten.lift_fresh_copy)  # of what torch.tensor(...) just made
-_HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
-_WRAPPERS = ("_c10d_functional::_wrap_tensor_autograd",)  # returns its argument as a tensor subclass
-
-
-class _Handling(NamedTuple):
-    """How the recorder treats an op; found once for each op."""
-
-    is_host: bool  # pass through unrecorded
-    is_composite: bool  # arrives undecomposed under inference_mode
-    shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
-    changes_storages: bool  # resizes one that it was passed, or was passed one that is new
-    asks_values: bool  # known values may answer it whatever it is passed
-    is_collective: bool = False  # is passed process groups and returns handles
 
 
 class _Known(NamedTuple):
@@ -92,7 +75,7 @@ class _Arrival:
     key: Any  # what tells calls of different cost apart
     known: _Known | None
 
-    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling):
+    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], handling: Handling):
         self.func, self.args, self.kwargs, self.handling = func, args, kwargs, handling
         self.plain_args, self.plain_kwargs = args, kwargs  # for the record
         self.tensors: list[Tensor] = []  # of the arguments
@@ -131,7 +114,7 @@ class Recorder(TorchDispatchMode):
         self._compiled_region = compiled_region
         self._regions = CompiledRegions()
         self._calls: dict[Any, _Known] = {}
-        self._handlings = _Handlings(values)
+        self._handlings = Handlings(values)
         self._groups = ProcessGroups()
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._noted: WeakSet[nn.Module] = WeakSet()
@@ -274,7 +257,7 @@ class Recorder(TorchDispatchMode):
         self._look_up(arrival, (arrival.key, body))
         return arrival
 
-    def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling) -> _Arrival:
+    def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: Handling) -> _Arrival:
         arrival = _Arrival(func, args, kwargs, handling)
         if handling.is_collective:
             arrival.plain_args = args = self._groups.plain_args(func, args)
@@ -399,7 +382,7 @@ class Recorder(TorchDispatchMode):
                 key.append(value)
 
     def _note_changes(self, func: OpOverload, tensors: tuple[Tensor, ...]) -> None:
-        if func.overloadpacket in _FRESH:
+        if func.overloadpacket in FRESH:
             for tensor in tensors:
                 self._storages.note_new(tensor)
         self._storages.note_sizes(tensors)
@@ -453,43 +436,6 @@ def _is_plain(kind: type) -> bool:
     if issubclass(kind, (FakeTensor, FunctionalTensor)):  # run by modes that are called after this one
         return True
     return kind.__torch_dispatch__ is no_dispatch  # type: ignore[attr-defined]
-
-
-def is_composite(func: OpOverload) -> bool:
-    """Whether the op is made of others, above autograd: its parts reach a dispatch mode, itself as a rule not."""
-    name = func.name()
-    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "Meta"))
-
-
-def _handling(func: Any) -> _Handling:
-    # A higher-order op is no OpOverload: its body is traced op by op.
-    if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES or func.name() in _WRAPPERS:
-        return _Handling(True, False, False, False, False)
-    by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-    has_out = any(argument.is_out for argument in func._schema.arguments)
-    return _Handling(
-        False,
-        is_composite(func),
-        by_data,
-        has_out or func.overloadpacket in (*_RESIZING, *_FRESH),
-        False,
-        func.namespace in NAMESPACES,
-    )
-
-
-class _Handlings(dict[Any, _Handling]):
-    """How each op is treated, found when it comes first."""
-
-    def __init__(self, values: KnownValues | None):
-        super().__init__()
-        self._values = values
-
-    def __missing__(self, func: Any) -> _Handling:
-        handling = _handling(func)
-        if self._values is not None:
-            handling = handling._replace(asks_values=rule_of(func, self._values.assume).always)
-        self[func] = handling
-        return handling
 
 
 def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
