@@ -28,6 +28,7 @@ from flopmeter.costs import (  # noqa: F401  (they fill RULES)
     quantized,
     resampling,
     rnn,
+    triton_kernels,
 )
 from flopmeter.costs.custom import register_cost, torch_formula
 from flopmeter.costs.pointwise import pointwise

@@ -29,6 +29,7 @@ _UNMARKED: dict[str, dict[str, tuple[bool, bool]]] = {
         if op.received is not None and op.ways is None
     },
     "fsdp::all_gather_copy_in": {"all_gather_output": _WRITTEN},
+    "flopmeter::triton_kernel": {"written": _WRITTEN},
 }
 
 

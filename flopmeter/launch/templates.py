@@ -18,10 +18,10 @@ def with_templates(trace: Trace) -> Trace:
     starts = [run.start for run in runs]
     places, ops, calls = [], [], []
     for index, (op, module_calls) in enumerate(zip(trace.ops, trace.module_calls, strict=True)):
-        run = runs[bisect_right(starts, index) - 1] if index >= starts[0] else None
-        inside = run is not None and index < run.stop
-        if not inside or index == run.start:
-            ops.append(run.op if inside else op)
+        run = runs[max(bisect_right(starts, index) - 1, 0)]
+        is_inside = run.start <= index < run.stop
+        if not is_inside or index == run.start:
+            ops.append(run.op if is_inside else op)
             calls.append(module_calls)
         places.append(len(ops) - 1)
     places.append(len(ops))  # the end of the trace

@@ -41,11 +41,11 @@ class FlexBody(NamedTuple):
 
 
 class TritonOp(NamedTuple):
-    """An operation of Triton's intermediate language: how often one program runs it, on how many elements."""
+    """An operation of Triton's intermediate language (TTIR), in all programs of a launch, the masked lanes included."""
 
     name: str  # 'arith.mulf', 'tt.dot', ...
     dtype: str
-    count: int  # elements, or multiply-adds of a product
+    number: int  # of elements, or of multiply-adds of a product
     dot: tuple[int, int, int] | None = None  # m, n and k of a product
 
 
@@ -55,4 +55,4 @@ class TritonBody(NamedTuple):
     kernel: str
     programs: int  # of the grid
     ops: tuple[TritonOp, ...]
-    unknown: tuple[str, ...]  # why its operations could not be counted; empty: they were
+    unknown: tuple[str, ...]  # what hides how often others run; empty: these are all

@@ -51,8 +51,8 @@ def _triton_kernel(read: Sequence[Tensor], written: Sequence[Tensor], updated: S
 
 def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
     """A dense tensor whose dimensions lie in memory in the order of another's, the last one contiguous."""
-    last = len(shape) - 1
-    order = sorted(range(last), key=lambda dim: -like.stride(dim))
+    last, steps = len(shape) - 1, like.stride()
+    order = sorted(range(last), key=lambda dim: -steps[dim])
     strides, step = [1] * len(shape), shape[last]
     for dim in reversed(order):
         strides[dim] = step

@@ -32,6 +32,7 @@ CHECKPOINT = "recomputation under autocast in activation checkpointing"
 FOREACH = "foreach, fused and capturable optimizers and gradient clipping"
 MHA_FAST_PATH = "the fused inference path of nn.MultiheadAttention and nn.TransformerEncoderLayer"
 FLEX_ATTENTION = "flex_attention"
+TRITON = "Triton kernels of the program"
 GROUPED = "grouped products of fp16 and fp32 (grouped_mm)"
 COMPILE = "the marks of torch.compile regions"
 INT4 = "the shape of int4 weight-only matrix products"
@@ -109,6 +110,10 @@ FLEX_GRAPHS = PrivateName(_FLEX, "create_fw_bw_graph", "the gradient of a score 
 FLEX_GETITEM = PrivateName(
     "torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex", "indices that are tensors"
 )
+_TRITON = "torch._higher_order_ops.triton_kernel_wrap"
+TRITON_TTIR = PrivateName(_TRITON, "generate_ttir", "what a kernel does")
+TRITON_ACCESSED = PrivateName(_TRITON, "identify_accessed_tensors", "which tensors a kernel reads and writes")
+TRITON_OPERATORS = PrivateName("torch._library.triton", "triton_ops_to_kernels", "which operators launch kernels")
 AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
@@ -160,6 +165,7 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
         FLEX_GRAPHS,
         FLEX_GETITEM,
     ),
+    TRITON: (TRITON_TTIR, TRITON_ACCESSED, TRITON_OPERATORS),
     GROUPED: (META_GROUPED_MM,),
     COMPILE: (AROUND_COMPILED_CALL,),
     SPARSE: (

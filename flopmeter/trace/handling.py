@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.rules import rule_of
 from flopmeter.torch_names.operators import aten
-from flopmeter.torch_names.private import has_kernel
+from flopmeter.torch_names.private import TRITON_OPERATORS, has_kernel
 from flopmeter.trace.process_groups import NAMESPACES
 
 _RESIZING = (aten.resize_, aten.resize_as_, aten.resize)
@@ -28,6 +28,7 @@ class Handling(NamedTuple):
     changes_storages: bool  # resizes one that it was passed, or was passed one that is new
     asks_values: bool  # known values may answer it whatever it is passed
     is_collective: bool = False  # is passed process groups and returns handles
+    launches_kernels: bool = False  # is the program's own, made of Triton kernels, which are recorded for it
 
 
 def is_composite(func: OpOverload) -> bool:
@@ -49,6 +50,7 @@ def _handling(func: Any) -> Handling:
         has_out or func.overloadpacket in (*_RESIZING, *FRESH),
         False,
         func.namespace in NAMESPACES,
+        TRITON_OPERATORS.loaded and func._schema.name in TRITON_OPERATORS.value,
     )
 
 

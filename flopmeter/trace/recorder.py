@@ -46,7 +46,7 @@ from flopmeter.torch_names.private import (
     graph_task,
     no_dispatch,
 )
-from flopmeter.trace import higher_order, mixed_devices, streams
+from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
 from flopmeter.trace.flex_attention import template_of
 from flopmeter.trace.handling import FRESH, Handling, Handlings
 from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self.trace = Trace(switches=_switches())
         self._storages = Storages(self.trace.ops, self.trace.storages, self.trace.resizes)
         self._number = self._storages.number  # asked for every tensor
-        self.modules = ModulePaths(self._note_module, self._is_on)
+        self.modules = ModulePaths(self._note_module, self.is_on)
         self._source = source
         self._overrides = overrides or {}
         self._values = values
@@ -132,6 +132,7 @@ class Recorder(TorchDispatchMode):
         if self._depth == 0:  # else a composite enters again
             with ExitStack() as undo:
                 undo.enter_context(self.modules)
+                undo.enter_context(triton_kernels.recorded(self, self._values))
                 undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
                 undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
                 streams.listeners.append(self)
@@ -151,7 +152,7 @@ class Recorder(TorchDispatchMode):
             self._calls.clear()  # the keys are as large as the calls
             self._groups.clear()
 
-    def _is_on(self) -> bool:
+    def is_on(self) -> bool:
         """Whether this thread's ops come here: a mode belongs to the thread that entered it, and to the
         threads in which autograd runs its backward passes."""
         return self in _get_current_dispatch_mode_stack()
@@ -172,11 +173,11 @@ class Recorder(TorchDispatchMode):
         self._storages.resize(storage, nbytes)
 
     def _enter_step(self, *_: Any) -> None:
-        if self._is_on():
+        if self.is_on():
             self._steps.append(graph_task())
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_on():
+        if not self.is_on():
             return
         if self._steps:  # not where the context was entered inside of a step
             self._steps.pop()
@@ -218,6 +219,9 @@ class Recorder(TorchDispatchMode):
                 override = self._overrides.get(func)
                 # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.
                 return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
+        if handling.launches_kernels and all(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
+            with self:
+                return func._op_dk(DispatchKey.Meta, *args, **kwargs)
         arrival = self._meet(func, args, kwargs, handling)
         known = arrival.known
         if handling.asks_values or not self._cells.keys().isdisjoint(arrival.addresses):
