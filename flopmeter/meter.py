@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.costs import costs_of, kernels_of
+from flopmeter.costs.triton_kernels import uncounted_notes
 from flopmeter.costs.varlen import packed_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
@@ -235,7 +236,7 @@ class FlopMeter:
             cluster = None
         elif cluster is None:
             cluster = cluster_of(device)
-        notes = (*self._notes(device), *packed_notes(kernels))
+        notes = (*self._notes(device), *packed_notes(kernels), *uncounted_notes(kernels))
         host = self._host or device.host
         run = _Run(
             trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes

@@ -8,6 +8,7 @@ Until: Dynamo runs under the meter in eager programs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ def install(scope: Scope) -> None:
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
         if type(args[0]) in (Tensor, torch.nn.Parameter) and dispatcher.is_emulated(args[0]):
-            return _with_gradients(*args, **kwargs)
+            casts = torch.is_autocast_enabled("cuda") and DispatchKey.AutocastCUDA in operator.py_kernels
+            with dispatcher.without_spare_autocast_key() if casts else nullcontext():
+                return _with_gradients(*(map(_cast, args[:3]) if casts else args[:3]), *args[3:], **kwargs)
         return of_torch(*args, **kwargs)
 
     _set_autograd(operator, autograd)
@@ -67,7 +70,6 @@ def _with_gradients(
 ) -> Any:
     """torch's autograd kernel (`flex_attention_autograd`), for tensors without values. In a compiled region nothing
     is made for the gradient of the score function but its kernel."""
-    query, key, value = _in_autocast(query, key, value)
     with private.FLEX_GETITEM.value():
         learned = () if score_buffers else tuple(t for t in captured(score_mod, query) if t.requires_grad)
         if learned:
@@ -85,12 +87,9 @@ def _with_gradients(
         )
 
 
-def _in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What the kernel for autocast does, which torch has since 2.12 or so."""
-    of_operator = private.FLEX_OPERATOR.value.py_kernels
-    if DispatchKey.AutocastCUDA not in of_operator or not torch.is_autocast_enabled("cuda"):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype("cuda")) for tensor in tensors)
+def _cast(tensor: Tensor) -> Tensor:
+    """What the operator's kernel for autocast does, in a torch that has one."""
+    return tensor.to(torch.get_autocast_dtype("cuda"))
 
 
 def scalars(query: Tensor, *, has_score: bool = True) -> list[Tensor]:

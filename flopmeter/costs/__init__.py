@@ -37,8 +37,9 @@ from flopmeter.costs.reduction import reduction
 from flopmeter.costs.rules import FREE, RULES, Rule, make_contraction, make_cost
 from flopmeter.costs.sparse import SPARSE
 from flopmeter.costs.traffic import is_view, writes_nothing
+from flopmeter.costs.triton_kernels import why_uncounted
 from flopmeter.costs.varlen import VARLEN
-from flopmeter.records import UNCOUNTED, Call, Cost, Kernel, Op, Trace
+from flopmeter.records import UNCOUNTED, Call, Cost, Kernel, Op, Trace, TritonBody
 from flopmeter.records.collectives import COLLECTIVES
 from flopmeter.torch_names.operators import aten_overloads
 
@@ -103,6 +104,8 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
     cost = found(call)
     costs = (cost,) if isinstance(cost, Cost) else cost
     if strict and any(cost.op_class == UNCOUNTED for cost in costs):
+        if isinstance(call.body, TritonBody):
+            raise UncountedError(f"the Triton kernel {call.body.kernel} cannot be counted: {why_uncounted(call.body)}")
         raise UncountedError(
             f"{call.func} of {call.inputs[0].dtype} is uncounted: int8 products count as operations of their unit, no "
             "unit multiplies matrices of wider integers. Cast them, or meter with strict=False, which lists the op."

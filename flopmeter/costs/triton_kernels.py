@@ -7,6 +7,7 @@ is uncounted, and the report lists it by its name.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from flopmeter.costs.rules import make_contraction, make_cost, rule
@@ -17,6 +18,7 @@ from flopmeter.records import (
     UNCOUNTED,
     Call,
     Cost,
+    Kernel,
     Matmul,
     TritonBody,
     TritonOp,
@@ -53,7 +55,7 @@ def triton_kernel(call: Call) -> Cost:
     body = call.body
     assert isinstance(body, TritonBody)
     read, written = _touched(call, body)
-    if body.unknown or any(_flops(op) is None for op in body.ops):
+    if why_uncounted(body):
         cost = make_cost(call, UNCOUNTED, read=read, written=written)
     else:
         others = [op for op in body.ops if op.dot is None]
@@ -70,6 +72,18 @@ def triton_kernel(call: Call) -> Cost:
             op_class = ELEMENTWISE if flops else MOVEMENT
             cost = make_cost(call, op_class, flops, transcendentals=transcendentals, read=read, written=written)
     return replace(cost, name=body.kernel)
+
+
+def why_uncounted(body: TritonBody) -> str:
+    """What keeps the kernel's FLOPs from being known; empty if they are."""
+    return ", ".join(dict.fromkeys((*body.unknown, *(op.name for op in body.ops if _flops(op) is None))))
+
+
+def uncounted_notes(kernels: Iterable[Kernel]) -> list[str]:
+    """For each Triton kernel that is not counted: why."""
+    bodies = dict.fromkeys(body for kernel in kernels if isinstance(body := kernel.op.call.body, TritonBody))
+    reasons = ((body.kernel, why_uncounted(body)) for body in bodies)
+    return [f"uncounted: the Triton kernel {name}, for {why}" for name, why in reasons if why]
 
 
 def _touched(call: Call, body: TritonBody) -> tuple[int | None, int | None]:

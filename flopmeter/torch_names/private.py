@@ -89,6 +89,10 @@ SPARE_AUTOCAST_KEY = PrivateName("torch._C", "DispatchKey.AutocastIPU", "an auto
 EXCLUDE_KEY = PrivateName("torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast")
 INCLUDE_IN_TLS = PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
 EXCLUDE_FROM_TLS = PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare key off")
+HIGHER_ORDER_OPERATORS = PrivateName("torch._ops", "_higher_order_ops", "which pass the autocast key")
+HIGHER_ORDER_FALLTHROUGH = PrivateName(
+    "torch._ops", "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "which keys later ones pass"
+)
 CUSTOM_FWD_CAST = PrivateName("torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) asks device types")
 NO_AMP = PrivateName("torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it")
 INFER_DEVICE_TYPE = PrivateName("torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved")
@@ -150,6 +154,8 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
         EXCLUDE_KEY,
         INCLUDE_IN_TLS,
         EXCLUDE_FROM_TLS,
+        HIGHER_ORDER_OPERATORS,
+        HIGHER_ORDER_FALLTHROUGH,
         CUSTOM_FWD_CAST,
         NO_AMP,
         PrivateName("torch", "autocast._enabled", "whether it is on", on_instances=True),
