@@ -295,7 +295,7 @@ def test_loops_over_loaded_lengths_are_uncounted_by_name(kernels):
     report = meter.report()
     assert [row.name for row in report.uncounted] == ["ragged"]
     assert "uncounted: the Triton kernel ragged, for a loop whose bounds are read from memory" in report.notes
-    with pytest.raises(UncountedError, match="Triton kernel ragged .* a loop whose bounds are read from memory"):
+    with pytest.raises(UncountedError, match=r"Triton kernel ragged .* a loop whose bounds are read from memory"):
         costs(launch, strict=True)
 
 

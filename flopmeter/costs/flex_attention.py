@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil, prod
 
+from flopmeter.costs.lookup import costs_of
 from flopmeter.costs.rules import make_contraction, make_cost, rule, scratch
 from flopmeter.costs.traffic import regions
 from flopmeter.records import (
@@ -133,8 +134,6 @@ def _seen(call: Call, blocks: BlockCount, read: Iterable[TensorSpec]) -> list[Te
 
 def _flops_of(ops: Iterable[BodyOp]) -> tuple[int, int]:
     """FLOPs, and how many of them are transcendental, of the ops on one score."""
-    from flopmeter.costs import costs_of  # which imports this file
-
     costs = [cost for op in ops for cost in costs_of(Call(op.func, op.args, dict(op.kwargs), op.inputs, op.outputs))]
     return sum(cost.flops for cost in costs), sum(cost.transcendentals for cost in costs)
 

@@ -106,7 +106,7 @@ def body_of(name: str, text: str, grid: Sequence[int], arguments: Sequence[Any])
     """
     functions = parse(text)
     programs = prod(grid)
-    walk = _Walk(functions, tuple(grid) + (1,) * (3 - len(grid)), programs)
+    walk = _Interpreter(functions, tuple(grid) + (1,) * (3 - len(grid)), programs)
     kernel = next(iter(functions))
     known = [argument if type(argument) in (int, bool) else None for argument in arguments]
     walk.run(kernel, [None if value is None else int(value) for value in known], 1)
@@ -117,7 +117,7 @@ def body_of(name: str, text: str, grid: Sequence[int], arguments: Sequence[Any])
 Key = tuple[str, str, tuple[int, int, int] | None]
 
 
-class _Walk:
+class _Interpreter:
     """Walks functions and adds up how often each operation runs, in all programs."""
 
     def __init__(self, functions: Mapping[str, Function], grid: tuple[int, ...], programs: int):
