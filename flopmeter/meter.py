@@ -12,13 +12,15 @@ from typing import Any, Literal, get_args
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.costs.contractions.varlen import packed_notes
+from flopmeter.costs.triton_kernels import uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.launch import grouped_matmul as grouped
-from flopmeter.launch.fusion import NOTE
+from flopmeter.launch.fusion import NOTE, whole_program
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
+from flopmeter.launch.templates import with_templates
 from flopmeter.records import Call, Clocks, Kernel, LaunchMode, Trace
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
@@ -53,6 +55,7 @@ class _Run:
 
     trace: Trace
     kernels: list[Kernel]  # of the eager run
+    kernels_of: Callable[[Trace], list[Kernel]]  # on this device
     hardware: Hardware
     cluster: Cluster | None
     host: Host
@@ -66,7 +69,12 @@ class _Run:
         if name not in tuple(MODES):
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
         mode, switches = MODES[name], self.trace.switches
-        run = launches(self.kernels, self.trace, mode, compiled_region(self.trace.ops))
+        region = compiled_region(self.trace.ops)
+        trace, kernels = self.trace, self.kernels
+        if mode.fuses and region is whole_program and trace.templates:
+            trace = with_templates(trace)
+            kernels = self.kernels_of(trace)
+        run = launches(kernels, trace, mode, region)
         timings, clock = time_run(run, self.hardware, switches, self.host, self.cluster, self.clocks)
         report = Report(
             launches=run,
@@ -74,7 +82,7 @@ class _Run:
             hardware=self.hardware,
             switches=switches,
             host_seconds=host_seconds(run, self.host),
-            memory=memory_of(self.trace),
+            memory=memory_of(trace),
             causal=self.causal,
             assumptions=self.assumptions,
             notes=(*self.notes, *self._notes_of(mode)),
@@ -218,14 +226,21 @@ class FlopMeter:
         return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
 
     def _price(self, trace: Trace, device: Hardware, cluster: Cluster | None, mode: str) -> Report:
-        kernels = grouped.on_device(kernels_of(trace, strict=self._strict), device)
+        strict = self._strict  # a report must not keep the meter
+
+        def on_device(trace: Trace) -> list[Kernel]:
+            return grouped.on_device(kernels_of(trace, strict=strict), device)
+
+        kernels = on_device(trace)
         if not any(kernel.cost.collective for kernel in kernels):
             cluster = None
         elif cluster is None:
             cluster = cluster_of(device)
-        notes = (*self._notes(device), *packed_notes(kernels))
+        notes = (*self._notes(device), *packed_notes(kernels), *uncounted_notes(kernels))
         host = self._host or device.host
-        run = _Run(trace, kernels, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes)
+        run = _Run(
+            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes
+        )
         return run.in_mode(mode)
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:

@@ -291,7 +291,7 @@ def test_the_grad_scaler_is_enabled_and_unscales_in_one_kernel(h100: Emulation) 
     assert stream.names.count("_amp_foreach_non_finite_check_and_unscale_") == 1
 
 
-# --- module fast paths, torch.compile, flex_attention --------------------------------------------------------------
+# --- module fast paths, torch.compile --------------------------------------------------------------
 
 
 def test_inference_of_attention_modules_is_one_op(h100: Emulation) -> None:
@@ -348,14 +348,6 @@ def test_a_compiled_call_that_raises_leaves_its_region(h100: Emulation) -> None:
 def test_a_program_without_torch_compile_gets_no_note_of_it(h100: Emulation) -> None:
     F.gelu(f32(4))
     assert not any("torch.compile" in note for note in h100.notes)
-
-
-def test_flex_attention_is_refused_by_name() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q = f32(1, 2, 128, 64)
-    with emulate_cuda(H100), pytest.raises(NotImplementedError, match="flex_attention cannot be metered"):
-        flex_attention(q, q, q)
 
 
 # --- inference_mode ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from flopmeter.costs import costs_of, find_rule
 from flopmeter.costs.traffic import argument_roles
 from flopmeter.records import MOVEMENT, REDUCTION, Call, ConvolutionWork, TensorSpec
-from flopmeter.trace.recorder import is_composite
+from flopmeter.trace.handling import is_composite
 
 aten = torch.ops.aten
 T, I64 = meta, torch.int64

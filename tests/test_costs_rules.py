@@ -17,7 +17,7 @@ from flopmeter.costs.arithmetic.pointwise import PER_ELEMENT
 from flopmeter.costs.data_movement.movement import no_kernel
 from flopmeter.costs.rules import rule
 from flopmeter.records import Call, TensorSpec
-from flopmeter.trace.recorder import _handling, is_composite
+from flopmeter.trace.handling import _handling, is_composite
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten

@@ -26,6 +26,7 @@ from flopmeter.as_cuda import (
     autocast,
     dynamo,
     fast_paths,
+    flex_attention,
     optimizers,
 )
 from flopmeter.as_cuda.attention_rules import MATH, RULES, SdpaCall, rules_version
@@ -147,7 +148,7 @@ _FEATURES: dict[str, Callable[[Scope], None]] = {
     private.FOREACH: optimizers.install,
     private.CHECKPOINT: fast_paths.install_checkpoint,
     private.MHA_FAST_PATH: fast_paths.install_mha,
-    private.FLEX_ATTENTION: fast_paths.install_flex_attention,
+    private.FLEX_ATTENTION: flex_attention.install,
     private.COMPILE: dynamo.install,
 }
 

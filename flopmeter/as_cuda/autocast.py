@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.library import Library
 
 from flopmeter.as_cuda import amp_wishes
@@ -99,6 +99,7 @@ def install(scope: Scope) -> None:
     cache = WeightCache()
     _follow_torchs_switches(scope, cache)
     _treat_meta_as_cuda(scope)
+    _let_higher_order_ops_through(scope)
     amp_wishes.grant(scope)
 
 
@@ -182,6 +183,21 @@ def _treat_meta_as_cuda(scope: Scope) -> None:
     scope.patch(autocast, "__init__", _on_cuda(autocast.__init__, position=1))
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         scope.patch(torch, name, _on_cuda(getattr(torch, name), position=0))
+
+
+def _let_higher_order_ops_through(scope: Scope) -> None:
+    """The key of CUDA's autocast falls through for them. What a kernel there does, for one that has such a kernel, is
+    the emulation's own to do (flex_attention.py)."""
+    spare, keys = private.SPARE_AUTOCAST_KEY.value, private.HIGHER_ORDER_FALLTHROUGH.value
+    keys.append(spare)
+    scope.on_close(keys.remove, spare)
+    for operator in private.HIGHER_ORDER_OPERATORS.value.values():
+        operator.fallthrough(spare)
+        scope.on_close(_stop_at, operator, spare)
+
+
+def _stop_at(operator: HigherOrderOperator, key: Any) -> None:
+    operator.non_fallthrough_keys = operator.non_fallthrough_keys.add(key)
 
 
 def _on_cuda(function: Callable[..., Any], position: int) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Python code of torch that asks for the device type: fast paths, checkpointing, flex_attention.
+"""Python code of torch that asks for the device type: fast paths, checkpointing.
 
 Works around: tests of `device.type` for "cuda" or for a list of types, which meta tensors fail.
 Until: tensors without memory can call their device cuda on a torch without CUDA.
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from flopmeter.as_cuda.scope import Scope
-from flopmeter.torch_names import dispatcher, private
+from flopmeter.torch_names import private
 
 
 def install_mha(scope: Scope) -> None:
@@ -38,18 +38,3 @@ def install_checkpoint(scope: Scope) -> None:
         return "cuda" if device_type == "meta" else device_type
 
     scope.patch_private(private.INFER_DEVICE_TYPE, infer_device_type)
-
-
-def install_flex_attention(scope: Scope) -> None:
-    """Refuse flex_attention by name: its kernel is a Triton template that only torch.compile makes."""
-    validate = private.FLEX_VALIDATE.value
-
-    def validate_device(query: Tensor, key: Tensor, value: Tensor) -> None:
-        if dispatcher.is_emulated(query):
-            raise NotImplementedError(
-                "flex_attention cannot be metered: on a GPU it is one kernel that torch.compile generates from the "
-                "score function and the block mask. Use scaled_dot_product_attention in the metered program."
-            )
-        validate(query, key, value)
-
-    scope.patch_private(private.FLEX_VALIDATE, validate_device)

@@ -32,6 +32,7 @@ from flopmeter.records import (
     Cost,
     GroupedMatmulWork,
     HostCopy,
+    KernelWork,
     Matmul,
     MatmulWork,
     MatrixWork,
@@ -42,7 +43,6 @@ from flopmeter.records import (
     TensorSpec,
     Tf32Switch,
     VectorWork,
-    Work,
 )
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import Absent
@@ -104,7 +104,7 @@ def make_cost(
     rereads: tuple[Reread, ...] = (),
     index_operations: int | None = None,
     blocks_host: bool | None = None,
-    work: Work | None = None,
+    work: KernelWork | None = None,
 ) -> Cost:
     """The cost of one kernel of one class. `read` and `written` take what is touched; None leaves that to the
     touched-bytes law. `complex_factor`: real operations in each, of complex tensors.
@@ -212,11 +212,16 @@ def make_attention(
     *,
     masked_flops: int = 0,
     recomputed_flops: int = 0,
+    extra: tuple[tuple[str, int], ...] = (),
     read: Touched | None = None,
+    written: Touched | None = None,
+    transcendentals: int = 0,
 ) -> Cost:
     """Fused attention: its matmuls, whose kernel it is, and what it works on."""
     work = AttentionWork(backend, shape, _macs(call, matmuls), masked_flops, recomputed_flops)
-    return _multiplying(call, work, op_class=ATTENTION, read=read)
+    return _multiplying(
+        call, work, op_class=ATTENTION, extra=extra, read=read, written=written, transcendentals=transcendentals
+    )
 
 
 def _multiplying(

@@ -29,6 +29,9 @@ _UNMARKED: dict[str, dict[str, tuple[bool, bool]]] = {
         if op.received is not None and op.ways is None
     },
     "fsdp::all_gather_copy_in": {"all_gather_output": _WRITTEN},
+    "aten::_flash_attention_forward_no_dropout_inplace": {"out": _WRITTEN},
+    "aten::_cudnn_attention_forward_no_dropout_inplace": {"out": _WRITTEN},
+    "flopmeter::triton_kernel": {"written": _WRITTEN},
 }
 
 

@@ -18,6 +18,8 @@ _SKIPPED = (
     typing_extensions.__file__,  # torch/, flopmeter/ and what wraps deprecated functions of torch
 )
 
+_TRITON = os.sep + os.path.join("triton", "runtime", "")  # between a program and the launch of its kernel
+
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
@@ -106,7 +108,8 @@ def program_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith((*_SKIPPED, "<")) and code.co_name != "__torch_dispatch__":
+        is_skipped = code.co_filename.startswith((*_SKIPPED, "<")) or _TRITON in code.co_filename
+        if not is_skipped and code.co_name != "__torch_dispatch__":
             return frame
         frame = frame.f_back
     return None

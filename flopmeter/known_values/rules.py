@@ -234,6 +234,8 @@ def _rewrite(known: Knowledge, call: Invocation, func: Any, args: tuple[Any, ...
 def to_copy(known: Knowledge, call: Invocation) -> Any:
     """A tensor that is copied to meta stays known; one that is copied from meta has to be known."""
     source = call.args[0]
+    if not isinstance(source, Tensor):  # torch.vmap passes numbers as they are
+        return call.run()
     target = call.kwargs.get("device") or source.device
     if source.is_meta and target.type != "meta":
         if known.values.knows(source):

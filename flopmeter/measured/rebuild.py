@@ -17,7 +17,7 @@ from flopmeter.measured.kineto import OpEvent, OpInputs
 from flopmeter.records import Call
 from flopmeter.records.dtypes import CPP_NAMES
 from flopmeter.torch_names.private import is_dispatched
-from flopmeter.trace.recorder import is_composite
+from flopmeter.trace.handling import is_composite
 from flopmeter.trace.tensor_specs import build_call
 
 # A Python number among tensors is in the profile as a tensor without dimensions and without value; the tracer gets a

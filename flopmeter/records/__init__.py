@@ -5,6 +5,7 @@ A `Call` and its `Cost` are shared by every op of the same geometry: a trace of 
 holds the facts of one.
 """
 
+from flopmeter.records.bodies import BlockCount, BodyOp, FlexBody, TritonBody, TritonOp
 from flopmeter.records.collectives import CollectiveKind
 from flopmeter.records.costs import (
     ATTENTION,
@@ -55,6 +56,7 @@ from flopmeter.records.traces import (
     StorageRole,
     StreamUse,
     Sync,
+    TemplateRun,
     Trace,
 )
 from flopmeter.records.work import (
@@ -67,6 +69,7 @@ from flopmeter.records.work import (
     FormulaWork,
     GroupedMatmulWork,
     HostCopy,
+    KernelWork,
     Mask,
     Matmul,
     MatmulWork,
@@ -76,7 +79,6 @@ from flopmeter.records.work import (
     Reread,
     Tf32Switch,
     VectorWork,
-    Work,
 )
 
 __all__ = [
@@ -85,6 +87,11 @@ __all__ = [
     "RankGroup",
     "Op",
     "Phase",
+    "BlockCount",
+    "BodyOp",
+    "FlexBody",
+    "TritonBody",
+    "TritonOp",
     "CONTRACTION",
     "NORMALIZATION",
     "ELEMENTWISE",
@@ -119,7 +126,7 @@ __all__ = [
     "MatrixWork",
     "RecurrentWork",
     "VectorWork",
-    "Work",
+    "KernelWork",
     "Tf32Switch",
     "BEFORE",
     "DEFAULT_STREAM",
@@ -129,6 +136,7 @@ __all__ = [
     "Storage",
     "StorageRole",
     "Sync",
+    "TemplateRun",
     "Trace",
     "Kernel",
     "LaunchMode",

@@ -14,10 +14,10 @@ from flopmeter.records.work import (
     FormulaWork,
     GroupedMatmulWork,
     HostCopy,
+    KernelWork,
     MatmulWork,
     MatrixWork,
     RecurrentWork,
-    Work,
 )
 
 # Op classes in the order in which tables print them. The first three are those of the BERT table of
@@ -70,7 +70,7 @@ class Cost:
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
     dtype: str  # of the inputs: it decides the unit that computes ('fp32', 'bf16', 'int8', ...)
-    work: Work  # what sort of kernel it is, and what the time model of that sort needs
+    work: KernelWork  # what sort of kernel it is, and what the time model of that sort needs
     transcendentals: int = 0  # how many of the FLOPs are exp, log, tanh, erf, sqrt, sin, ...
     fused_multiply_add: bool = False  # all FLOPs beside those of matmuls are multiply-adds
     access: Access | None = None  # None: that of the op class

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from flopmeter.records.bodies import FlexBody, TritonBody
 from flopmeter.records.tensors import TensorSpec
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
@@ -25,11 +26,12 @@ class Call:
     inputs: tuple[TensorSpec, ...]  # every tensor argument in order, duplicates kept
     outputs: tuple[TensorSpec, ...]
     groups: tuple[int, ...] | None = None  # the length of each group of a grouped matmul, if its offsets are known
+    body: FlexBody | TritonBody | None = None  # of a kernel that was generated for this program
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the name of the op: torch's op objects cannot be sent to another process."""
         name = (self.func.namespace, self.func.overloadpacket.__name__, self.func._overloadname)
-        return _call_of, (name, self.args, self.kwargs, self.inputs, self.outputs, self.groups)
+        return _call_of, (name, self.args, self.kwargs, self.inputs, self.outputs, self.groups, self.body)
 
     def argument(self, name: str) -> Any:
         """The argument that the op's schema calls `name`: the value that was passed, or the schema's default."""

@@ -60,6 +60,15 @@ class Accumulation(NamedTuple):
     leaf: int  # its storage
 
 
+class TemplateRun(NamedTuple):
+    """The ops from `start` to before `stop` are what torch runs eagerly for a kernel that it only has compiled:
+    torch.compile would launch `op` in their place."""
+
+    start: int
+    stop: int
+    op: Op
+
+
 @dataclass(slots=True, repr=False)
 class Trace:
     """What ran, in order. `module_calls[i]` is the number of module calls made before op i."""
@@ -71,6 +80,7 @@ class Trace:
     accumulations: list[Accumulation] = field(default_factory=list)
     switches: Switches = field(default=Switches(False, True, False))
     stream_use: StreamUse = field(default_factory=StreamUse)
+    templates: list[TemplateRun] = field(default_factory=list)
 
     devices: dict[str, None] = field(default_factory=dict)  # that ops touched, in order of appearance
 

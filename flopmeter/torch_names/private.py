@@ -31,9 +31,11 @@ AUTOCAST = "torch.autocast('cuda')"
 CHECKPOINT = "recomputation under autocast in activation checkpointing"
 FOREACH = "foreach, fused and capturable optimizers and gradient clipping"
 MHA_FAST_PATH = "the fused inference path of nn.MultiheadAttention and nn.TransformerEncoderLayer"
-FLEX_ATTENTION = "the refusal of flex_attention"
+FLEX_ATTENTION = "flex_attention"
+TRITON = "Triton kernels of the program"
 GROUPED = "grouped products of fp16 and fp32 (grouped_mm)"
 COMPILE = "the marks of torch.compile regions"
+SCALED = "scaled products into a given tensor (_scaled_mm.out)"
 INT4 = "the shape of int4 weight-only matrix products"
 CTC_LOSS = "the backward of ctc_loss"
 SPARSE = "sparse gradients of embeddings"
@@ -87,6 +89,10 @@ SPARE_AUTOCAST_KEY = PrivateName("torch._C", "DispatchKey.AutocastIPU", "an auto
 EXCLUDE_KEY = PrivateName("torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast")
 INCLUDE_IN_TLS = PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
 EXCLUDE_FROM_TLS = PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare key off")
+HIGHER_ORDER_OPERATORS = PrivateName("torch._ops", "_higher_order_ops", "which pass the autocast key")
+HIGHER_ORDER_FALLTHROUGH = PrivateName(
+    "torch._ops", "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "which keys later ones pass"
+)
 CUSTOM_FWD_CAST = PrivateName("torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) asks device types")
 NO_AMP = PrivateName("torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it")
 INFER_DEVICE_TYPE = PrivateName("torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved")
@@ -98,6 +104,21 @@ THIRD_DEVICE = PrivateName(
 )
 META_GROUPED_MM = PrivateName("torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
 FLEX_VALIDATE = PrivateName("torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device")
+FLEX_UNCOMPILED = PrivateName(
+    "torch.nn.attention.flex_attention", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "its eager way without Dynamo"
+)
+_FLEX = "torch._higher_order_ops.flex_attention"
+FLEX_OPERATOR = PrivateName(_FLEX, "flex_attention", "its operator")
+FLEX_CACHE = PrivateName(_FLEX, "flex_attention._dispatch_cache", "where its autograd kernel is kept")
+FLEX_FUNCTION = PrivateName(_FLEX, "FlexAttentionAutogradOp", "its autograd function")
+FLEX_GRAPHS = PrivateName(_FLEX, "create_fw_bw_graph", "the gradient of a score function")
+FLEX_GETITEM = PrivateName(
+    "torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex", "indices that are tensors"
+)
+_TRITON = "torch._higher_order_ops.triton_kernel_wrap"
+TRITON_TTIR = PrivateName(_TRITON, "generate_ttir", "what a kernel does")
+TRITON_ACCESSED = PrivateName(_TRITON, "identify_accessed_tensors", "which tensors a kernel reads and writes")
+TRITON_OPERATORS = PrivateName("torch._library.triton", "triton_ops_to_kernels", "which operators launch kernels")
 AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
@@ -133,6 +154,8 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
         EXCLUDE_KEY,
         INCLUDE_IN_TLS,
         EXCLUDE_FROM_TLS,
+        HIGHER_ORDER_OPERATORS,
+        HIGHER_ORDER_FALLTHROUGH,
         CUSTOM_FWD_CAST,
         NO_AMP,
         PrivateName("torch", "autocast._enabled", "whether it is on", on_instances=True),
@@ -140,7 +163,16 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     CHECKPOINT: (INFER_DEVICE_TYPE,),
     FOREACH: (FOREACH_DEVICES, FUSED_DEVICES, CAPTURABLE_DEVICES),
     MHA_FAST_PATH: (THIRD_DEVICE,),
-    FLEX_ATTENTION: (FLEX_VALIDATE,),
+    FLEX_ATTENTION: (
+        FLEX_VALIDATE,
+        FLEX_UNCOMPILED,
+        FLEX_OPERATOR,
+        FLEX_CACHE,
+        FLEX_FUNCTION,
+        FLEX_GRAPHS,
+        FLEX_GETITEM,
+    ),
+    TRITON: (TRITON_TTIR, TRITON_ACCESSED, TRITON_OPERATORS),
     GROUPED: (META_GROUPED_MM,),
     COMPILE: (AROUND_COMPILED_CALL,),
     SPARSE: (
@@ -198,7 +230,11 @@ for _module, _attributes, _used in (
     ("torch._subclasses.fake_tensor", ("FakeTensor",), "which tensors are another program's stand-ins"),
     ("torch._subclasses.functional_tensor", ("FunctionalTensor",), "which tensors a transform wraps"),
     ("torch.utils._python_dispatch", ("TorchDispatchMode",), "each op that runs"),
-    ("torch.utils._pytree", ("tree_flatten", "tree_leaves", "tree_unflatten"), "the tensors in nested arguments"),
+    (
+        "torch.utils._pytree",
+        ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),
+        "the tensors in nested arguments",
+    ),
 ):
     for _attribute in _attributes:
         needed(_module, _attribute, _used)

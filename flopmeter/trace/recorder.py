@@ -24,40 +24,38 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
-from flopmeter.known_values.rules import rule_of
-from flopmeter.records import BEFORE, DEFAULT_STREAM, Accumulation, Call, Op, Phase, StorageRole, Switches, Sync, Trace
-from flopmeter.torch_names.operators import aten
+from flopmeter.records import (
+    BEFORE,
+    DEFAULT_STREAM,
+    Accumulation,
+    Call,
+    FlexBody,
+    Op,
+    Phase,
+    StorageRole,
+    Switches,
+    Sync,
+    TemplateRun,
+    Trace,
+    TritonBody,
+)
 from flopmeter.torch_names.private import (
     AccumulateGrad,
     DispatchKey,
     autograd_node,
     graph_task,
-    has_kernel,
     no_dispatch,
 )
-from flopmeter.trace import higher_order, mixed_devices, streams
+from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
+from flopmeter.trace.flex_attention import template_of
+from flopmeter.trace.handling import FRESH, Handling, Handlings
 from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
-from flopmeter.trace.process_groups import NAMESPACES, ProcessGroups, without_handles
+from flopmeter.trace.process_groups import ProcessGroups, without_handles
 from flopmeter.trace.result_cache import ResultMaker, reaches_kernel_directly, result_maker
 from flopmeter.trace.storages import Storages
 from flopmeter.trace.tensor_specs import build_call, has_strides, hashable, unstrided_spec
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
-_RESIZING = (aten.resize_, aten.resize_as_, aten.resize)
-_FRESH = (aten.lift_fresh, aten.lift_fresh_copy)  # of what torch.tensor(...) just made
-_HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
-_WRAPPERS = ("_c10d_functional::_wrap_tensor_autograd",)  # returns its argument as a tensor subclass
-
-
-class _Handling(NamedTuple):
-    """How the recorder treats an op; found once for each op."""
-
-    is_host: bool  # pass through unrecorded
-    is_composite: bool  # arrives undecomposed under inference_mode
-    shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
-    changes_storages: bool  # resizes one that it was passed, or was passed one that is new
-    asks_values: bool  # known values may answer it whatever it is passed
-    is_collective: bool = False  # is passed process groups and returns handles
 
 
 class _Known(NamedTuple):
@@ -71,19 +69,20 @@ class _Arrival:
     """A call as it arrives: its tensors in order, the addresses of their storages, and their numbers in this call."""
 
     __slots__ = (
-        "addresses", "args", "func", "groups", "handling", "key", "known", "kwargs", "numbers", "plain_args",
+        "addresses", "args", "body", "func", "groups", "handling", "key", "known", "kwargs", "numbers", "plain_args",
         "plain_kwargs", "tensors",
     )  # fmt: skip
     key: Any  # what tells calls of different cost apart
     known: _Known | None
 
-    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling):
+    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], handling: Handling):
         self.func, self.args, self.kwargs, self.handling = func, args, kwargs, handling
         self.plain_args, self.plain_kwargs = args, kwargs  # for the record
         self.tensors: list[Tensor] = []  # of the arguments
         self.addresses: list[int] = []
         self.numbers: dict[int, int] = {}  # trace-wide number -> number in the call
         self.groups: tuple[int, ...] | None = None
+        self.body: FlexBody | TritonBody | None = None
 
 
 class Recorder(TorchDispatchMode):
@@ -105,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self.trace = Trace(switches=_switches())
         self._storages = Storages(self.trace.ops, self.trace.storages, self.trace.resizes)
         self._number = self._storages.number  # asked for every tensor
-        self.modules = ModulePaths(self._note_module, self._is_on)
+        self.modules = ModulePaths(self._note_module, self.is_on)
         self._source = source
         self._overrides = overrides or {}
         self._values = values
@@ -115,7 +114,7 @@ class Recorder(TorchDispatchMode):
         self._compiled_region = compiled_region
         self._regions = CompiledRegions()
         self._calls: dict[Any, _Known] = {}
-        self._handlings = _Handlings(values)
+        self._handlings = Handlings(values)
         self._groups = ProcessGroups()
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._noted: WeakSet[nn.Module] = WeakSet()
@@ -133,6 +132,7 @@ class Recorder(TorchDispatchMode):
         if self._depth == 0:  # else a composite enters again
             with ExitStack() as undo:
                 undo.enter_context(self.modules)
+                undo.enter_context(triton_kernels.recorded(self, self._values))
                 undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
                 undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
                 streams.listeners.append(self)
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
             self._calls.clear()  # the keys are as large as the calls
             self._groups.clear()
 
-    def _is_on(self) -> bool:
+    def is_on(self) -> bool:
         """Whether this thread's ops come here: a mode belongs to the thread that entered it, and to the
         threads in which autograd runs its backward passes."""
         return self in _get_current_dispatch_mode_stack()
@@ -173,11 +173,11 @@ class Recorder(TorchDispatchMode):
         self._storages.resize(storage, nbytes)
 
     def _enter_step(self, *_: Any) -> None:
-        if self._is_on():
+        if self.is_on():
             self._steps.append(graph_task())
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_on():
+        if not self.is_on():
             return
         if self._steps:  # not where the context was entered inside of a step
             self._steps.pop()
@@ -219,6 +219,9 @@ class Recorder(TorchDispatchMode):
                 override = self._overrides.get(func)
                 # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.
                 return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
+        if handling.launches_kernels and all(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
+            with self:
+                return func._op_dk(DispatchKey.Meta, *args, **kwargs)
         arrival = self._meet(func, args, kwargs, handling)
         known = arrival.known
         if handling.asks_values or not self._cells.keys().isdisjoint(arrival.addresses):
@@ -231,10 +234,34 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _open(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        template = template_of(func, args, kwargs, self._values)
+        if template is None:
+            with self:
+                return higher_order.run(func, args, kwargs)
+        if self._is_compiled():
+            return template.to_eager(self.record_kernel(template.func, template.args, template.body))
+        start = len(self.trace.ops)
+        arrival = self._meet_kernel(template.func, template.args, template.body)
         with self:
-            return higher_order.run(func, args, kwargs)
+            result = higher_order.run(func, args, kwargs)
+        launched = self._op(arrival, template.from_eager(result))
+        self.trace.templates.append(TemplateRun(start, len(self.trace.ops), launched))
+        return result
 
-    def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: _Handling) -> _Arrival:
+    def record_kernel(self, func: OpOverload, args: tuple[Any, ...], body: FlexBody | TritonBody) -> Any:
+        """Run and record an operator of flopmeter's own that stands for a generated kernel; this mode must be off."""
+        arrival = self._meet_kernel(func, args, body)
+        result = func(*args)
+        self._record(arrival, result)
+        return result
+
+    def _meet_kernel(self, func: OpOverload, args: tuple[Any, ...], body: FlexBody | TritonBody) -> _Arrival:
+        arrival = self._meet(func, args, {}, self._handlings[func])
+        arrival.body = body
+        self._look_up(arrival, (arrival.key, body))
+        return arrival
+
+    def _meet(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handling: Handling) -> _Arrival:
         arrival = _Arrival(func, args, kwargs, handling)
         if handling.is_collective:
             arrival.plain_args = args = self._groups.plain_args(func, args)
@@ -286,6 +313,14 @@ class Recorder(TorchDispatchMode):
             raise explained from error
 
     def _record(self, arrival: _Arrival, result: Any) -> None:
+        trace = self.trace
+        op = self._op(arrival, result)
+        trace.module_calls.append(self.modules.calls)
+        if streams.current() != DEFAULT_STREAM:
+            trace.stream_use.streams[len(trace.ops)] = streams.current()
+        trace.ops.append(op)
+
+    def _op(self, arrival: _Arrival, result: Any) -> Op:
         trace, numbers = self.trace, arrival.numbers
         if arrival.handling.is_collective:
             self._groups.note_work(result, len(trace.ops))
@@ -301,11 +336,8 @@ class Recorder(TorchDispatchMode):
             self._note_changes(arrival.func, tuple(_tensors_in((*arrival.tensors, result))))
         phase, module = self._phase_and_module()
         source = caller() if self._source else None
-        trace.module_calls.append(self.modules.calls)
         region = None if self._compiled_region is None else self._region(self._compiled_region(), phase)
-        if streams.current() != DEFAULT_STREAM:
-            trace.stream_use.streams[len(trace.ops)] = streams.current()
-        trace.ops.append(Op(known.call, tuple(numbers), module, phase, source, region))
+        return Op(known.call, tuple(numbers), module, phase, source, region)
 
     def _describe_result(self, arrival: _Arrival, result: Any) -> None:
         arguments = len(arrival.tensors)
@@ -322,7 +354,7 @@ class Recorder(TorchDispatchMode):
         def number(tensor: Tensor) -> int:
             return numbers[self._number(tensor, BEFORE, [])]
 
-        call = build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups)
+        call = build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body)
         mixed_devices.check(call, tensors, self.modules.outermost)
         self.trace.devices.update(mixed_devices.touched(self.trace.devices, call))
         if self._on_new_call is not None:
@@ -354,7 +386,7 @@ class Recorder(TorchDispatchMode):
                 key.append(value)
 
     def _note_changes(self, func: OpOverload, tensors: tuple[Tensor, ...]) -> None:
-        if func.overloadpacket in _FRESH:
+        if func.overloadpacket in FRESH:
             for tensor in tensors:
                 self._storages.note_new(tensor)
         self._storages.note_sizes(tensors)
@@ -370,6 +402,13 @@ class Recorder(TorchDispatchMode):
             self._creates_graph = (task, _creates_graph())
         recompute = torch.is_grad_enabled() and not self._creates_graph[1]
         return ("recompute" if recompute else "backward"), self._path_in_backward()
+
+    def _is_compiled(self) -> bool:
+        """Whether the op that arrives now belongs to a compiled region."""
+        if self._compiled_region is None:
+            return False
+        phase, _ = self._phase_and_module()
+        return self._region(self._compiled_region(), phase) is not None
 
     def _region(self, running: int | None, phase: Phase) -> int | None:
         """The compiled region of the op: the one that runs or, in the backward pass, the one whose forward made the
@@ -401,43 +440,6 @@ def _is_plain(kind: type) -> bool:
     if issubclass(kind, (FakeTensor, FunctionalTensor)):  # run by modes that are called after this one
         return True
     return kind.__torch_dispatch__ is no_dispatch  # type: ignore[attr-defined]
-
-
-def is_composite(func: OpOverload) -> bool:
-    """Whether the op is made of others, above autograd: its parts reach a dispatch mode, itself as a rule not."""
-    name = func.name()
-    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "Meta"))
-
-
-def _handling(func: Any) -> _Handling:
-    # A higher-order op is no OpOverload: its body is traced op by op.
-    if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES or func.name() in _WRAPPERS:
-        return _Handling(True, False, False, False, False)
-    by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
-    has_out = any(argument.is_out for argument in func._schema.arguments)
-    return _Handling(
-        False,
-        is_composite(func),
-        by_data,
-        has_out or func.overloadpacket in (*_RESIZING, *_FRESH),
-        False,
-        func.namespace in NAMESPACES,
-    )
-
-
-class _Handlings(dict[Any, _Handling]):
-    """How each op is treated, found when it comes first."""
-
-    def __init__(self, values: KnownValues | None):
-        super().__init__()
-        self._values = values
-
-    def __missing__(self, func: Any) -> _Handling:
-        handling = _handling(func)
-        if self._values is not None:
-            handling = handling._replace(asks_values=rule_of(func, self._values.assume).always)
-        self[func] = handling
-        return handling
 
 
 def _wrapped(tensor: Tensor) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from flopmeter.known_values import DataDependentError
 from flopmeter.known_values.values import no_modes
-from flopmeter.records import Call, TensorSpec
+from flopmeter.records import Call, FlexBody, TensorSpec, TritonBody
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 
@@ -108,6 +108,7 @@ def build_call(
     result: Any,
     number: Callable[[Tensor], int],
     groups: tuple[int, ...] | None = None,
+    body: FlexBody | TritonBody | None = None,
 ) -> Call:
     """The record of a call. `number` gives the number of a tensor's storage within the call."""
     inputs: list[TensorSpec] = []
@@ -115,7 +116,7 @@ def build_call(
     frozen_args = _freeze(args, func, number, inputs)
     frozen_kwargs = {name: _freeze(value, func, number, inputs) for name, value in kwargs.items()}
     _freeze(result, func, number, outputs)
-    return Call(func, frozen_args, frozen_kwargs, tuple(inputs), tuple(outputs), groups)
+    return Call(func, frozen_args, frozen_kwargs, tuple(inputs), tuple(outputs), groups, body)
 
 
 def _freeze(value: Any, func: OpOverload, number: Callable[[Tensor], int], specs: list[TensorSpec]) -> Any:

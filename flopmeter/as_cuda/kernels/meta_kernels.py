@@ -127,6 +127,11 @@ def weight_int4pack_mm(tensor: Tensor, mat2: Tensor, group_size: int, scale_and_
     return tensor.new_empty(tensor.size(0), mat2.size(0) * (1 if on_xpu else 8))
 
 
+def scaled_mm_out(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    """torch has the one without `out`, whose checks count here too."""
+    return out.resize_(torch.ops.aten._scaled_mm.default(*args, **kwargs).shape)
+
+
 def in_place(*args: Any, **kwargs: Any) -> None:
     """An op that only writes into its arguments."""
 
@@ -143,6 +148,7 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
         ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"), in_place
     ),
     private.MHA_FAST_PATH: {"_transformer_encoder_layer_fwd": transformer_encoder_layer},
+    private.SCALED: {"_scaled_mm.out": scaled_mm_out},
     private.CTC_LOSS: dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), ctc_loss_backward),
 }
 """By the feature that needs them."""

@@ -64,6 +64,7 @@ def upsample_backward(call: Call) -> Cost:
 _SUPPORT = {
     aten._upsample_bilinear2d_aa: 1, aten._upsample_bilinear2d_aa_backward: 1,
     aten._upsample_bicubic2d_aa: 2, aten._upsample_bicubic2d_aa_backward: 2,
+    aten._upsample_lanczos2d_aa: 3, aten._upsample_lanczos2d_aa_backward: 3,
 }  # fmt: skip
 
 
@@ -71,10 +72,7 @@ _SUPPORT = {
 def antialiased(call: Call) -> Cost:
     """A multiply-add per tap: twice the filter's support in each axis, stretched by the factor of reduction."""
     (small,), (large,) = call.inputs, call.outputs
-    is_backward = call.func.overloadpacket in (
-        aten._upsample_bilinear2d_aa_backward,
-        aten._upsample_bicubic2d_aa_backward,
-    )
+    is_backward = call.name.endswith("_backward")
     x, out = (large, small) if is_backward else (small, large)
     support, taps = _SUPPORT[call.func.overloadpacket], 1
     for before, after in zip(x.shape[2:], out.shape[2:], strict=True):

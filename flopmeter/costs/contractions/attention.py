@@ -61,7 +61,7 @@ def flash_attention_backward(call: Call) -> Cost:
     return _backward(call, "flash", _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
 
 
-@rule(aten._cudnn_attention_forward)
+@rule(aten._cudnn_attention_forward, aten._cudnn_attention_forward_no_dropout_inplace)  # the second: torch 2.15
 def cudnn_attention(call: Call) -> Cost:
     """q [B, H, Sq, D], or sequences of several lengths end to end, [tokens, H, D]."""
     return _forward(call, "cudnn", _of_cudnn(call), _causal_mask(call))

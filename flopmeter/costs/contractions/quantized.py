@@ -7,12 +7,14 @@ fp8 product, and weights packed to int4 or int8 under bf16 activations are a bf1
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import prod
 
 import torch
 
 from flopmeter.costs.rules import make_contraction, make_cost, make_grouped_contraction, rule
 from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Region, TensorSpec
+from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
 
@@ -25,6 +27,22 @@ def scaled_mm(call: Call) -> Cost:
     per_output = (2 if any(scale.numel > 1 for scale in scales) else 1) + (call.argument("bias") is not None)
     product = Matmul(1, a.shape[0], b.shape[1], a.shape[1] * _packed(a))
     return make_contraction(call, [product], extra=((ELEMENTWISE, per_output * out.numel),))
+
+
+@rule(aten._scaled_addmm, aten._scaled_addmm_)  # torch 2.15
+def scaled_addmm(call: Call) -> Cost:
+    """beta·c + alpha·(a @ b)·scale_a·scale_b: the epilogue of `scaled_mm`, and an addition for c; factors other than 1
+    multiply, and c is not read where beta is 0."""
+    c, a, b, out = call.inputs[0], call.argument("mat1"), call.argument("mat2"), call.outputs[0]
+    scales = [*_specs(call.argument("scale_a")), *_specs(call.argument("scale_b"))]
+    alpha, beta = call.argument("alpha"), call.argument("beta")
+    per_output = (2 if any(scale.numel > 1 for scale in scales) else 1) + (alpha != 1)
+    per_output += (1 + (beta != 1)) if beta else 0
+    product = Matmul(1, a.shape[0], b.shape[1], a.shape[1] * _packed(a))
+    read = (a, b, *scales, *((c,) if beta else ()))
+    # The type of the product is that of its operands, not of c.
+    cost = make_contraction(call, [product], extra=((ELEMENTWISE, per_output * out.numel),), read=read)
+    return replace(cost, dtype=name_of(a.dtype))
 
 
 @rule(aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2)

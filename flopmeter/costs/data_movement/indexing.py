@@ -111,6 +111,14 @@ def scatter(call: Call) -> Cost:
     return make_cost(call, INDEXING, flops, read=read, written=(*(out,) * (not in_place), named), complex_factor=1)
 
 
+def accumulate_into_zeros(call: Call) -> tuple[Cost, Cost]:
+    """Zeros, then each value added at its place: the gradient of what flex_attention's score_mod captured."""
+    values, out = call.argument("vals"), call.outputs[0]
+    named = Region(out, min(values.numel, out.numel) * out.dtype.itemsize)
+    added = make_cost(call, INDEXING, values.numel, read=(*call.inputs, named), written=(named,))
+    return make_cost(call, MOVEMENT, read=()), added
+
+
 @rule(aten.max_unpool2d, aten.max_unpool3d, aten.masked_scatter_backward)
 def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """Zeros, then each value to its place (and back from its place, for the gradient of masked_scatter)."""

@@ -152,7 +152,8 @@ def constant_pad(call: Call) -> tuple[Cost, Cost]:
 @rule(
     aten.rand, aten.rand_like, aten.randn, aten.randn_like, aten.randint, aten.randint_like, aten.randperm,
     aten.bernoulli_, aten.normal_, aten.uniform_, aten.exponential_, aten.random_, aten.cauchy_, aten.log_normal_,
-    aten.geometric_,
+    aten.geometric_, aten._philox_normal_, aten._philox_uniform_, aten._philox_randint_,  # the last since torch 2.15
+    aten._philox_normal, aten._philox_uniform, aten._philox_randint,
 )  # fmt: skip
 def random_fill(call: Call) -> Cost:
     """Writes its output; the tensor that is overwritten, or only lends its shape, is not read. Random
@@ -162,10 +163,10 @@ def random_fill(call: Call) -> Cost:
 
 @rule(
     aten.bernoulli, aten.normal, aten.multinomial, aten.poisson, aten.binomial, aten._sample_dirichlet,
-    aten._standard_gamma,
+    aten._standard_gamma, aten._philox_key_split, aten._philox_key_fold_in,
 )  # fmt: skip
 def random_sample(call: Call) -> Cost:
-    """Reads probabilities or parameters, writes the samples."""
+    """Reads probabilities, parameters or keys, writes the samples or keys."""
     return make_cost(call, RANDOM)
 
 

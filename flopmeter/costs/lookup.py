@@ -1,0 +1,86 @@
+"""Which rule prices a call. Look-up order: the op's own rule; a formula registered with `torch.utils.flop_counter`;
+then the defaults: a view by its schema is free, an op that torch tags as pointwise or as a reduction is counted as one.
+Whatever is left is *uncounted*: a kernel with bytes and without FLOPs that the report lists. So is what a rule gives
+that class, as products of wide integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flopmeter.costs.arithmetic.pointwise import pointwise
+from flopmeter.costs.arithmetic.reduction import reduction
+from flopmeter.costs.contractions.varlen import VARLEN
+from flopmeter.costs.custom import torch_formula
+from flopmeter.costs.data_movement.indexing import accumulate_into_zeros
+from flopmeter.costs.data_movement.sparse import SPARSE
+from flopmeter.costs.prims import as_aten
+from flopmeter.costs.rules import FREE, RULES, Rule, make_cost
+from flopmeter.costs.traffic import is_view, writes_nothing
+from flopmeter.costs.triton_kernels import why_uncounted
+from flopmeter.records import UNCOUNTED, Call, Cost, TritonBody
+
+_BY_NAME: dict[str, Rule] = {**VARLEN, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
+"""Rules of ops that exist once a program has imported a module of torch that takes seconds."""
+_REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
+
+
+class UncountedError(NotImplementedError):
+    """strict=True met an op that no rule covers."""
+
+
+def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
+    """The cost of each kernel that the call launches."""
+    found = find_rule(call)
+    if found is None:
+        if strict:
+            raise UncountedError(_how_to_add(call))
+        return (make_cost(call, UNCOUNTED),)
+    if writes_nothing(call):
+        return FREE
+    cost = found(call)
+    costs = (cost,) if isinstance(cost, Cost) else cost
+    if strict and any(cost.op_class == UNCOUNTED for cost in costs):
+        if isinstance(call.body, TritonBody):
+            raise UncountedError(f"the Triton kernel {call.body.kernel} cannot be counted: {why_uncounted(call.body)}")
+        raise UncountedError(
+            f"{call.func} of {call.inputs[0].dtype} is uncounted: int8 products count as operations of their unit, no "
+            "unit multiplies matrices of wider integers. Cast them, or meter with strict=False, which lists the op."
+        )
+    return costs
+
+
+def find_rule(call: Call) -> Rule | None:
+    """The rule that prices the call, or None."""
+    func = call.func
+    if not is_view(func) and not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
+        return SPARSE.get(func) or SPARSE.get(func.overloadpacket)  # others: it depends on the values how much work
+    own = RULES.get(func) or RULES.get(func.overloadpacket) or _BY_NAME.get(func._schema.name)
+    if own is not None:
+        return own
+    by_formula = torch_formula(call)
+    if by_formula is not None:
+        return by_formula
+    if is_view(func):
+        return lambda _: FREE
+    if (twin := as_aten(call)) is not None and (rule := find_rule(twin)) is not None:
+        return lambda call: _renamed(rule(twin), call.name)
+    if torch.Tag.pointwise in func.tags:
+        return pointwise
+    if _REDUCTION_TAG is not None and _REDUCTION_TAG in func.tags:
+        return reduction
+    return None
+
+
+def _renamed(costs: Cost | tuple[Cost, ...], name: str) -> tuple[Cost, ...]:
+    return tuple(replace(cost, name=name) for cost in ((costs,) if isinstance(costs, Cost) else costs))
+
+
+def _how_to_add(call: Call) -> str:
+    return (
+        f"no cost rule covers {call.func}. Add one: a function of the call under "
+        f"@flopmeter.register_cost(torch.ops.{call.func}) that returns its cost (see docs/contributing.md), "
+        "or meter with strict=False, which lists the op as uncounted."
+    )

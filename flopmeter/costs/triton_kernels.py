@@ -1,0 +1,129 @@
+"""Triton kernels of the program: FLOPs from what its programs do, the lanes of a block that a mask hides included.
+
+Where it depends on values in memory how often a program does something, or it does what has no entry here, the kernel
+is uncounted, and the report lists it by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from flopmeter.costs.rules import make_contraction, make_cost, rule
+from flopmeter.costs.traffic import regions
+from flopmeter.records import (
+    ELEMENTWISE,
+    MOVEMENT,
+    UNCOUNTED,
+    Call,
+    Cost,
+    Kernel,
+    Matmul,
+    TritonBody,
+    TritonOp,
+)
+from flopmeter.torch_names.own_operators import own
+
+_DOTS = ("tt.dot", "tt.dot_scaled")
+_ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas")
+_FUNCTIONS = ("math.", "tt.extern_elementwise", "tt.precise_sqrt")  # one call of a library function an element
+_PLAIN = {  # FLOP an element
+    **dict.fromkeys(("arith.addf", "arith.subf", "arith.mulf", "arith.divf", "arith.remf", "arith.negf"), 1),
+    **dict.fromkeys(("math.absf", "math.floor", "math.ceil", "tt.precise_divf", *_ATOMICS), 1),
+    "math.fma": 2,
+}
+# Selections, casts, copies and what only names elements.
+_FREE = frozenset(
+    re.findall(
+        r"\S+",
+        """arith.maxnumf arith.minnumf arith.maximumf arith.minimumf arith.cmpf arith.select arith.truncf arith.extf
+        arith.sitofp arith.uitofp arith.bitcast tt.bitcast tt.fp_to_fp tt.clampf tt.load tt.store tt.splat tt.unsplat
+        tt.broadcast tt.expand_dims tt.reshape tt.trans tt.join tt.split tt.cat tt.gather tt.descriptor_load
+        tt.descriptor_gather ub.poison""",
+    )
+)
+# What goes to memory and back, by the direction.
+_LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *_ATOMICS)
+_STORES = ("tt.store", *_ATOMICS)
+_DTYPES = {"f64": "fp64", "f32": "fp32", "tf32": "tf32", "f16": "fp16", "bf16": "bf16", "i8": "int8"}
+
+
+@rule(own.triton_kernel)
+def triton_kernel(call: Call) -> Cost:
+    """One launch. Its bytes are those of its tensors, or of what it loads and stores where that is less."""
+    body = call.body
+    assert isinstance(body, TritonBody)
+    read, written = _touched(call, body)
+    if why_uncounted(body):
+        cost = make_cost(call, UNCOUNTED, read=read, written=written)
+    else:
+        others = [op for op in body.ops if op.dot is None]
+        flops = sum(_flops(op) or 0 for op in others)
+        transcendentals = sum(op.number for op in others if _is_function(op.name))
+        products = [_product(op, body.programs) for op in body.ops if op.dot is not None]
+        if products:
+            dtype = _dtype(next(op for op in body.ops if op.dot is not None))
+            cost = make_contraction(
+                call, products, extra=((ELEMENTWISE, flops),), transcendentals=transcendentals, read=read,
+                written=written,
+            )  # fmt: skip
+            cost = replace(cost, dtype=dtype)
+        else:
+            op_class = ELEMENTWISE if flops else MOVEMENT
+            cost = make_cost(call, op_class, flops, transcendentals=transcendentals, read=read, written=written)
+    return replace(cost, name=body.kernel)
+
+
+def why_uncounted(body: TritonBody) -> str:
+    """What keeps the kernel's FLOPs from being known; empty if they are."""
+    return ", ".join(dict.fromkeys((*body.unknown, *(op.name for op in body.ops if _flops(op) is None))))
+
+
+def uncounted_notes(kernels: Iterable[Kernel]) -> list[str]:
+    """For each Triton kernel that is not counted: why."""
+    bodies = dict.fromkeys(body for kernel in kernels if isinstance(body := kernel.op.call.body, TritonBody))
+    reasons = ((body.kernel, why_uncounted(body)) for body in bodies)
+    return [f"uncounted: the Triton kernel {name}, for {why}" for name, why in reasons if why]
+
+
+def _touched(call: Call, body: TritonBody) -> tuple[int | None, int | None]:
+    """Bytes read and written, where the kernel touches less than its tensors hold; else None. Stores through
+    descriptors have no result and are not seen."""
+    if body.unknown:
+        return None, None
+    loaded, stored = (
+        sum(op.number * _bits(op) // 8 for op in body.ops if op.name in names) for names in (_LOADS, _STORES)
+    )
+    in_reads, in_writes = (sum(spec.nbytes for spec in specs) for specs in regions(call))
+    return loaded if 0 < loaded < in_reads else None, stored if 0 < stored < in_writes else None
+
+
+def _bits(op: TritonOp) -> int:
+    found = re.search(r"\d+", op.dtype)
+    return int(found[0]) if found else 64  # a pointer
+
+
+def _flops(op: TritonOp) -> int | None:
+    """FLOPs of an operation beside products; None if it is not known."""
+    if op.dot is not None or op.name in _FREE or op.dtype.startswith("i"):
+        return 0
+    if op.name in _PLAIN:
+        return _PLAIN[op.name] * op.number
+    return op.number if _is_function(op.name) else None
+
+
+def _is_function(name: str) -> bool:
+    return name.startswith(_FUNCTIONS) and name not in _PLAIN
+
+
+def _product(op: TritonOp, programs: int) -> Matmul:
+    """The product of a tile, as deep as a program's steps go together."""
+    assert op.dot is not None
+    m, n, k = op.dot
+    steps, rest = divmod(op.number, programs * m * n * k)
+    return Matmul(op.number // (m * n * k), m, n, k) if rest or not steps else Matmul(programs, m, n, k * steps)
+
+
+def _dtype(op: TritonOp) -> str:
+    return _DTYPES.get(op.dtype, "fp8" if op.dtype.startswith("f8") else "fp32")

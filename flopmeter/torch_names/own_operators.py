@@ -1,0 +1,68 @@
+"""Operators that stand in a trace for kernels of which torch has no operator: those that are generated.
+
+They have a schema, so that what they read and write is known, and kernels that only make their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flopmeter.torch_names.operators import Packets
+
+_library = torch.library.Library("flopmeter", "DEF")
+own = Packets("flopmeter")
+
+_library.define(
+    "flex_attention(Tensor query, Tensor key, Tensor value, Tensor[] blocks, Tensor[] captured, bool keeps_lse, "
+    "bool keeps_max) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "flex_attention_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor grad_out, "
+    "Tensor? grad_logsumexp, Tensor[] blocks, Tensor[] captured, Tensor[] learned) -> "
+    "(Tensor, Tensor, Tensor, Tensor[])"
+)
+_library.define("triton_kernel(Tensor[] read, Tensor(a!)[] written, Tensor(b!)[] updated) -> ()")
+
+
+def _flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], captured: Sequence[Tensor], *_keeps: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output with the strides of the query, and two statistics of each row."""
+    out = _in_order_of(query, (*query.shape[:-1], value.shape[-1]))
+    lse, most = (query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(2))
+    return out, lse, most
+
+
+def _flex_attention_backward(
+    query: Tensor, key: Tensor, value: Tensor, *others: object
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    learned = others[-1]
+    assert isinstance(learned, (list, tuple))
+    gradients = tuple(_in_order_of(tensor, tensor.shape) for tensor in (query, key, value))
+    return *gradients, [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in learned]  # type: ignore[return-value]
+
+
+def _triton_kernel(read: Sequence[Tensor], written: Sequence[Tensor], updated: Sequence[Tensor]) -> None:
+    """It only writes into its arguments."""
+
+
+def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A dense tensor whose dimensions lie in memory in the order of another's, the last one contiguous."""
+    last, steps = len(shape) - 1, like.stride()
+    order = sorted(range(last), key=lambda dim: -steps[dim])
+    strides, step = [1] * len(shape), shape[last]
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= shape[dim]
+    return like.new_empty_strided(tuple(shape), tuple(strides))
+
+
+for _name, _kernel in (
+    ("flex_attention", _flex_attention),
+    ("flex_attention_backward", _flex_attention_backward),
+    ("triton_kernel", _triton_kernel),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")

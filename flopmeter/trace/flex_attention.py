@@ -1,0 +1,165 @@
+"""flex_attention in a trace: one call of the kernel that torch.compile generates, with what it does to each score.
+
+The blocks come from the BlockMask where its values are known, else from its mask_mod, which is run on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flopmeter.as_cuda.flex_attention import captured, scalars
+from flopmeter.known_values import KnownValues
+from flopmeter.records import BodyOp, FlexBody
+from flopmeter.torch_names.operators import Overloads
+from flopmeter.torch_names.own_operators import own
+from flopmeter.torch_names.private import FLEX_GETITEM, no_dispatch_modes
+from flopmeter.trace.flex_blocks import BlockMaskArguments, count_blocks
+from flopmeter.trace.tensor_specs import build_call
+
+_overloads = Overloads(own)
+SHORT_QUERY = 128
+"""Fewer queries than these run in the template flex_decoding (`_use_flex_decoding` in torch/_inductor/kernel/flex)."""
+
+
+class Template(NamedTuple):
+    """What stands in a trace for a call of the higher-order op."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    body: FlexBody
+    from_eager: Callable[[Any], Any]  # the result of `func`, of that of the higher-order op
+    to_eager: Callable[[Any], Any]
+
+
+def template_of(
+    func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], values: KnownValues | None
+) -> Template | None:
+    """None for other operators. All arguments of these are positional."""
+    if func.name() == "flex_attention":
+        return _forward(*args, **kwargs, values=values)
+    if func.name() == "flex_attention_backward":
+        return _backward(*args, **kwargs, values=values)
+    return None
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_buffers: tuple[Any, ...] = (),
+    mask_buffers: tuple[Any, ...] = (),
+    *,
+    values: KnownValues | None,
+) -> Template:
+    mask = BlockMaskArguments.of(block_mask)
+    score, found = _body(score_mod, query, score_buffers, has_score=True)
+    on_pair, of_mask = _body(mask.mask_mod, query, mask_buffers, has_score=False)
+    blocks = count_blocks(mask, mask_buffers, query.shape[2], key.shape[2], values)
+    body = FlexBody(blocks, score, on_pair, _splits_keys(query, key, mask, kernel_options))
+    keeps = (bool(kernel_options.get(f"OUTPUT_{name}", default)) for name, default in _OUTPUTS.items())
+    args = (query, key, value, mask.of_keys, [*found, *of_mask], *keeps)
+    return Template(_overloads.flex_attention.default, args, body, tuple, tuple)
+
+
+_OUTPUTS = {"LOGSUMEXP": True, "MAX": False}
+
+
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    score_mod: Callable[..., Tensor],
+    _joint_graph: Any,
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_buffers: tuple[Any, ...] = (),
+    mask_buffers: tuple[Any, ...] = (),
+    *,
+    values: KnownValues | None,
+) -> Template:
+    mask = BlockMaskArguments.of(block_mask)
+    score, found = _body(score_mod, query, score_buffers, has_score=True, has_gradient=True)
+    on_pair, of_mask = _body(mask.mask_mod, query, mask_buffers, has_score=False)
+    blocks = count_blocks(mask, mask_buffers, query.shape[2], key.shape[2], values)
+    learned = [buffer for buffer in score_buffers if isinstance(buffer, Tensor) and buffer.requires_grad]
+    args = (
+        query, key, value, out, logsumexp, out if grad_out is None else grad_out, grad_logsumexp,
+        [*mask.of_keys, *mask.of_queries], [*found, *of_mask], learned,
+    )  # fmt: skip
+    is_learned = [isinstance(buffer, Tensor) and buffer.requires_grad for buffer in score_buffers]
+
+    def to_eager(result: Any) -> Any:
+        gradients = iter(result[3])
+        return *result[:3], tuple(next(gradients) if needs else None for needs in is_learned)
+
+    def from_eager(result: Any) -> Any:
+        return *result[:3], [gradient for gradient in result[3] if isinstance(gradient, Tensor)]
+
+    body = FlexBody(blocks, score, on_pair, splits_keys=False)
+    return Template(_overloads.flex_attention_backward.default, args, body, from_eager, to_eager)
+
+
+def _splits_keys(query: Tensor, key: Tensor, mask: BlockMaskArguments, kernel_options: dict[str, Any]) -> bool:
+    """Whether inductor takes the template for few queries."""
+    heads, sharing = query.shape[1], query.shape[1] // max(key.shape[1], 1)
+    is_forced = kernel_options.get("BACKEND") == "TRITON" or kernel_options.get("FORCE_USE_FLEX_ATTENTION", False)
+    fits = mask.heads == 1 or (sharing == 1 and mask.heads == heads)
+    is_power_of_two = sharing & (sharing - 1) == 0
+    return (
+        not is_forced
+        and not kernel_options.get("OUTPUT_MAX")
+        and query.shape[2] < SHORT_QUERY
+        and fits
+        and is_power_of_two
+    )
+
+
+class _Collects(TorchDispatchMode):
+    """Notes each op, as one of a kernel's body."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[BodyOp] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        call = build_call(func, args, kwargs or {}, result, lambda _: 0)
+        self.ops.append(BodyOp(func, call.args, tuple(call.kwargs.items()), call.inputs, call.outputs))
+        return result
+
+
+def _body(
+    function: Callable[..., Tensor],
+    query: Tensor,
+    buffers: Iterable[Any],
+    *,
+    has_score: bool,
+    has_gradient: bool = False,
+) -> tuple[tuple[BodyOp, ...], list[Tensor]]:
+    """The ops that the function runs on one score, and the tensors that it reads beside: those it captured, or those
+    that Dynamo made arguments of it."""
+    given = list(buffers)
+    found = captured(lambda *args: function(*args, *given), query, has_score=has_score)
+    with no_dispatch_modes(), torch.set_grad_enabled(has_gradient), FLEX_GETITEM.value():
+        arguments = scalars(query, has_score=has_score)
+        with _Collects() as mode:
+            result = function(*arguments, *given)
+            if has_gradient and result.requires_grad:
+                wanted = [t for t in (arguments[0], *found) if t.requires_grad]
+                torch.autograd.grad(result, wanted, torch.ones_like(result), allow_unused=True)
+    return tuple(mode.ops), list(found)

@@ -1,0 +1,205 @@
+"""How many blocks of the scores a BlockMask leaves: from its values, or from its mask_mod on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flopmeter.known_values import DataDependentError, KnownValues
+from flopmeter.known_values.values import no_modes
+from flopmeter.records import BlockCount
+from flopmeter.torch_names.private import no_dispatch_modes
+
+MOST_PAIRS = 1 << 21
+"""Pairs for which mask_mod runs at a time: larger tensors leave the CPU's caches."""
+UNKNOWN_MASK = "every block of a mask_mod that reads values which are not known"
+
+
+class BlockMaskArguments(NamedTuple):
+    """A BlockMask as the higher-order op takes it (`BlockMask.as_tuple`): lengths, blocks by rows of queries, partial
+    ones and full ones, then by columns of keys; newer torch puts more after these; sizes of a block; mask_mod."""
+
+    of_keys: list[Tensor]  # numbers and indices of the blocks of each row of queries
+    of_queries: list[Tensor]
+    block: tuple[int, int]
+    mask_mod: Callable[..., Tensor]
+    has_full: bool
+
+    @classmethod
+    def of(cls, block_mask: Sequence[Any]) -> BlockMaskArguments:
+        of_keys, of_queries = (
+            [each for each in block_mask[start : start + 4] if isinstance(each, Tensor)] for start in (2, 6)
+        )
+        rows, columns, mask_mod = block_mask[-3:]
+        return cls(of_keys, of_queries, (int(rows), int(columns)), mask_mod, block_mask[4] is not None)
+
+    @property
+    def heads(self) -> int:
+        return self.of_keys[0].shape[1]
+
+
+def count_blocks(
+    mask: BlockMaskArguments, buffers: Sequence[Any], queries: int, keys: int, values: KnownValues | None
+) -> BlockCount:
+    """The blocks that the mask leaves of squares of queries x keys.
+
+    Where mask_mod reads values that are not known, all of them, which is noted as an assumption.
+    """
+    rows, columns = -(-queries // mask.block[0]), -(-keys // mask.block[1])
+    sequences, heads = mask.of_keys[0].shape[:2]
+    shape = (sequences, heads, rows, columns)
+    if rows == columns == 1:
+        partial, full = torch.ones(shape, dtype=torch.bool, device="cpu"), None
+    else:
+        partial, full = _maps(mask, buffers, shape, queries, keys, values)
+    with no_modes():
+        return _count(partial, full, mask.block, queries, keys)
+
+
+def _maps(
+    mask: BlockMaskArguments,
+    buffers: Sequence[Any],
+    shape: tuple[int, int, int, int],
+    queries: int,
+    keys: int,
+    values: KnownValues | None,
+) -> tuple[Tensor, Tensor | None]:
+    """For each block whether it is computed with mask_mod, and whether without."""
+    if values is not None and all(map(values.values.knows, mask.of_keys)):
+        with no_modes():
+            return _dense(mask.of_keys, shape, values)
+    try:
+        partial, full = _evaluate(mask, buffers, shape, queries, keys, values)
+    except DataDependentError:
+        if values is not None:
+            values.assume.note(UNKNOWN_MASK, "flex_attention")
+        return torch.ones(shape, dtype=torch.bool, device="cpu"), None
+    if values is not None:
+        with no_modes():
+            _remember(mask, partial, full, values)
+    return (partial, full) if mask.has_full else (partial | full, None)
+
+
+def _dense(
+    tensors: Sequence[Tensor], shape: tuple[int, int, int, int], values: KnownValues
+) -> tuple[Tensor, Tensor | None]:
+    """The lists of blocks as maps; the second half is that of full blocks."""
+    maps = []
+    for number, indices in zip(tensors[::2], tensors[1::2], strict=True):
+        counts, listed = values.values.read(number), values.values.read(indices)
+        is_listed = torch.arange(listed.shape[-1], device="cpu") < counts.unsqueeze(-1)
+        dense = torch.zeros((*shape[:3], max(shape[3], listed.shape[-1]) + 1), dtype=torch.bool, device="cpu")
+        places = torch.where(is_listed, listed, dense.shape[-1] - 1).long()
+        maps.append(dense.scatter_(-1, places, True)[..., : shape[3]])
+    return maps[0], maps[1] if len(maps) > 1 else None
+
+
+def _remember(mask: BlockMaskArguments, partial: Tensor, full: Tensor, values: KnownValues) -> None:
+    """The values of the BlockMask are known from now on."""
+    maps = (partial, full) if mask.has_full else (partial | full,)
+    for number, indices, each in zip(mask.of_keys[::2], mask.of_keys[1::2], maps, strict=False):
+        values.set(number, each.sum(-1).to(number.dtype))
+        ordered = torch.argsort(each.int(), dim=-1, descending=True, stable=True).to(indices.dtype)
+        if indices.shape == ordered.shape:
+            values.set(indices, ordered)
+
+
+class _OnValues(TorchDispatchMode):
+    """Runs ops on the CPU, with the known values of the meta tensors among their arguments."""
+
+    def __init__(self, values: KnownValues | None):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._values = values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self._real(args), **{name: self._real(value) for name, value in (kwargs or {}).items()})
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_meta:
+            if self._values is None or not self._values.values.knows(value):
+                raise DataDependentError("flex_attention")
+            return self._values.values.read(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._real(item) for item in value])
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _evaluate(
+    mask: BlockMaskArguments,
+    buffers: Sequence[Any],
+    shape: tuple[int, int, int, int],
+    queries: int,
+    keys: int,
+    values: KnownValues | None,
+) -> tuple[Tensor, Tensor]:
+    """The maps of partial and of full blocks, by mask_mod on each pair.
+
+    Raises DataDependentError where it reads values that are not known.
+    """
+    from torch.nn.attention.flex_attention import create_mask
+
+    sequences, heads, rows, columns = shape
+    some, every = (torch.zeros(shape, dtype=torch.bool, device="cpu") for _ in range(2))
+    high, wide = mask.block
+    at_once = max(MOST_PAIRS // (high * wide), 1)  # blocks
+    in_a_row = min(at_once, columns)
+    with no_dispatch_modes(), _OnValues(values), torch.no_grad():
+        for sequence, head, row, column in product(
+            range(sequences), range(heads), range(0, rows, at_once // in_a_row), range(0, columns, in_a_row)
+        ):
+            here = slice(row, row + at_once // in_a_row), slice(column, column + in_a_row)
+            first = sequence, head, row * high, column * wide
+            height, width = min(here[0].stop * high, queries) - first[2], min(here[1].stop * wide, keys) - first[3]
+            seen = create_mask(_moved(mask.mask_mod, buffers, first), 1, 1, height, width, "cpu")[0, 0]
+            some[(sequence, head, *here)], every[(sequence, head, *here)] = _by_block(seen, mask.block)
+    return some & ~every, every
+
+
+def _moved(
+    mask_mod: Callable[..., Tensor], buffers: Sequence[Any], first: tuple[int, ...]
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The function with indices that count from `first`; of 32 bits, as the kernel has them."""
+
+    def moved(*indices: Tensor) -> Tensor:
+        return mask_mod(*((index + start).int() for index, start in zip(indices, first, strict=True)), *buffers)
+
+    return lambda b, h, query, key: moved(b, h, query, key)  # torch counts the arguments
+
+
+def _by_block(seen: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Of a mask: which blocks hold a visible pair, and which nothing else. torch pads with pairs that are hidden."""
+    queries, keys = seen.shape
+    padded = torch.nn.functional.pad(seen, (0, -keys % block[1], 0, -queries % block[0])).contiguous()
+    by_rows = padded.view(torch.uint8).unflatten(0, (-1, block[0]))  # of which the CPU takes many at a time
+    some, every = by_rows.amax(1), by_rows.amin(1)
+    return some.unflatten(1, (-1, block[1])).amax(2).bool(), every.unflatten(1, (-1, block[1])).amin(2).bool()
+
+
+def _count(partial: Tensor, full: Tensor | None, block: tuple[int, int], queries: int, keys: int) -> BlockCount:
+    computed = partial if full is None else partial | full
+    sequences, heads, rows, columns = computed.shape
+    heights = _sizes(rows, block[0], queries)
+    widths = _sizes(columns, block[1], keys)
+    pairs, masked = (int((each * heights[:, None] * widths).sum()) for each in (computed, partial))
+    ends = (torch.arange(rows, device="cpu") * block[0] + heights)[:, None]
+    is_later = torch.arange(columns, device="cpu") * block[1] >= ends
+    return BlockCount(
+        squares=sequences * heads,
+        block=block,
+        computed=int(computed.sum()),
+        pairs=pairs,
+        masked_pairs=masked,
+        seen_keys=int((computed.any(2) * widths).sum()),
+        passes_diagonal=bool((computed & is_later).any()),
+    )
+
+
+def _sizes(number: int, block: int, total: int) -> Tensor:
+    """The sizes of blocks of `total`, of which the last may be smaller."""
+    starts = torch.arange(number, dtype=torch.int64, device="cpu") * block
+    return (total - starts).clamp(max=block)

@@ -1,0 +1,69 @@
+"""How the recorder treats each op: passes it on, decomposes it, asks known values about it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from flopmeter.known_values import KnownValues
+from flopmeter.known_values.rules import rule_of
+from flopmeter.torch_names.operators import aten
+from flopmeter.torch_names.private import TRITON_OPERATORS, has_kernel
+from flopmeter.trace.process_groups import NAMESPACES
+
+_RESIZING = (aten.resize_, aten.resize_as_, aten.resize)
+FRESH = (aten.lift_fresh, aten.lift_fresh_copy)  # of what torch.tensor(...) just made
+_HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
+_WRAPPERS = ("_c10d_functional::_wrap_tensor_autograd",)  # returns its argument as a tensor subclass
+
+
+class Handling(NamedTuple):
+    """How the recorder treats an op; found once for each op."""
+
+    is_host: bool  # pass through unrecorded
+    is_composite: bool  # arrives undecomposed under inference_mode
+    shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
+    changes_storages: bool  # resizes one that it was passed, or was passed one that is new
+    asks_values: bool  # known values may answer it whatever it is passed
+    is_collective: bool = False  # is passed process groups and returns handles
+    launches_kernels: bool = False  # is the program's own, made of Triton kernels, which are recorded for it
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Whether the op is made of others, above autograd: its parts reach a dispatch mode, itself as a rule not."""
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "Meta"))
+
+
+def _handling(func: Any) -> Handling:
+    # A higher-order op is no OpOverload: its body is traced op by op.
+    if not isinstance(func, OpOverload) or func.namespace in _HOST_NAMESPACES or func.name() in _WRAPPERS:
+        return Handling(True, False, False, False, False)
+    by_data = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    has_out = any(argument.is_out for argument in func._schema.arguments)
+    return Handling(
+        False,
+        is_composite(func),
+        by_data,
+        has_out or func.overloadpacket in (*_RESIZING, *FRESH),
+        False,
+        func.namespace in NAMESPACES,
+        TRITON_OPERATORS.loaded and func._schema.name in TRITON_OPERATORS.value,
+    )
+
+
+class Handlings(dict[Any, Handling]):
+    """How each op is treated, found when it comes first."""
+
+    def __init__(self, values: KnownValues | None):
+        super().__init__()
+        self._values = values
+
+    def __missing__(self, func: Any) -> Handling:
+        handling = _handling(func)
+        if self._values is not None:
+            handling = handling._replace(asks_values=rule_of(func, self._values.assume).always)
+        self[func] = handling
+        return handling

@@ -1,0 +1,184 @@
+"""Triton kernels that a program launches on meta tensors, recorded instead of run.
+
+Works around: a launch asks for the driver of a device, and for data. What a kernel does is read off the code that
+Triton makes of it before any device is asked (TTIR); what it reads and writes is torch's own analysis of that.
+Until: Triton launches on tensors without data.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any, NamedTuple, Protocol
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flopmeter.known_values import KnownValues
+from flopmeter.known_values.values import no_modes
+from flopmeter.records import TritonBody
+from flopmeter.torch_names.operators import Overloads
+from flopmeter.torch_names.own_operators import own
+from flopmeter.torch_names.private import TRITON, TRITON_ACCESSED, TRITON_TTIR, lost, no_dispatch_modes
+from flopmeter.trace.ttir import body_of
+
+_LAUNCH = Overloads(own).triton_kernel.default
+_CAPABILITY = 80  # the code is the same for others, up to where the device's own compiler begins
+_WARP = 32
+FIRST_CONFIGURATION = "the first configuration of an autotuned kernel"
+
+
+class KernelRecorder(Protocol):
+    """What takes launches: the recorder."""
+
+    def is_on(self) -> bool: ...
+
+    def record_kernel(self, func: Any, args: tuple[Any, ...], body: TritonBody) -> Any: ...
+
+
+class _Analysed(NamedTuple):
+    """What a kernel does in a launch of these types, constants and grid, and with which of its arguments."""
+
+    body: TritonBody
+    read: frozenset[str]
+    written: frozenset[str]
+
+
+_listeners: list[tuple[KernelRecorder, KnownValues | None]] = []
+_known: dict[Any, _Analysed] = {}
+_lock = threading.Lock()
+_undo = ExitStack()
+
+
+@contextmanager
+def recorded(recorder: KernelRecorder, values: KnownValues | None) -> Iterator[None]:
+    """Record launches on meta tensors while the recorder is on, if the program has imported Triton before."""
+    global _undo
+    with _lock:
+        if not _listeners:
+            _undo = _install()
+        _listeners.append((recorder, values))
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners.remove((recorder, values))
+            if not _listeners:
+                _undo.close()
+                _known.clear()
+
+
+def _install() -> ExitStack:
+    undo = ExitStack()
+    jit, autotuner = (sys.modules.get(f"triton.runtime.{name}") for name in ("jit", "autotuner"))
+    if jit is None or autotuner is None or lost(TRITON):
+        return undo
+    run, tune = jit.JITFunction.run, autotuner.Autotuner.run
+
+    def run_or_record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        listeners = _metering(args, kwargs)
+        if not listeners:
+            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+        if not warmup:
+            _record(listeners, kernel, args, kwargs, grid)
+        return None
+
+    def tune_or_record(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        listeners = _metering(args, kwargs)
+        if not listeners:
+            return tune(kernel, *args, **kwargs)
+        config = kernel.configs[0]
+        for _, values in listeners:
+            if values is not None and len(kernel.configs) > 1:
+                values.assume.note(FIRST_CONFIGURATION, kernel.base_fn.__name__)
+        if config.pre_hook is not None:
+            config.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
+        return kernel.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    undo.enter_context(mock.patch.object(jit.JITFunction, "run", run_or_record))
+    undo.enter_context(mock.patch.object(autotuner.Autotuner, "run", tune_or_record))
+    return undo
+
+
+def _metering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[KernelRecorder, KnownValues | None]]:
+    """Who records a launch with these arguments."""
+    if not any(isinstance(each, Tensor) and each.is_meta for each in (*args, *kwargs.values())):
+        return []
+    return [listener for listener in _listeners if listener[0].is_on()]
+
+
+def _record(
+    listeners: list[tuple[KernelRecorder, KnownValues | None]],
+    kernel: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    grid: Any,
+) -> None:
+    names = kernel.arg_names
+    bound = kernel.signature.bind(*args, **{name: value for name, value in kwargs.items() if name in names})
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    size = grid(arguments) if callable(grid) else grid
+    size = (size,) if isinstance(size, int) else tuple(map(int, size))
+    if not prod(size):
+        return
+    key = (kernel, size, tuple((name, _described(value)) for name, value in arguments.items()))
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = _analysed(kernel, arguments, size)
+    read, written, updated = _by_use(arguments, found)
+    for recorder, values in listeners:
+        with no_dispatch_modes():
+            recorder.record_kernel(_LAUNCH, (read, written, updated), found.body)
+        if values is not None:
+            values.forget((*written, *updated))
+
+
+def _described(value: Any) -> Any:
+    """What of an argument the code depends on."""
+    return value.dtype if isinstance(value, Tensor) else (type(value), value)
+
+
+def _by_use(arguments: Mapping[str, Any], found: _Analysed) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The tensors that are only read, only written, and both."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    return (
+        [tensor for name, tensor in tensors.items() if name in found.read - found.written],
+        [tensor for name, tensor in tensors.items() if name in found.written - found.read],
+        [tensor for name, tensor in tensors.items() if name in found.read & found.written],
+    )
+
+
+def _analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> _Analysed:
+    with no_modes(), _without_device():
+        real = {
+            name: torch.empty(2, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+        }
+        module, names = TRITON_TTIR.value(kernel, dict(real), {})
+        uses = TRITON_ACCESSED.value(kernel, dict(real), {}).read_writes
+        text = module.str_nodebug() if hasattr(module, "str_nodebug") else str(module)
+        body = body_of(kernel.fn.__name__, text, grid, [arguments.get(name) for name in names])
+    read, written = (frozenset(dep.name for dep in deps) for deps in (uses.reads, uses.writes))
+    return _Analysed(body, read, written)
+
+
+class _NoDevice:
+    """Stands in for the driver while code is made: only which compiler makes it is asked."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", _CAPABILITY, _WARP)
+
+
+@contextmanager
+def _without_device() -> Iterator[None]:
+    from triton.runtime import driver
+
+    with mock.patch.object(type(driver), "active", _NoDevice()):
+        yield

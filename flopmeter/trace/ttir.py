@@ -1,0 +1,345 @@
+"""What the programs of a Triton kernel do, read off its intermediate language (TTIR) as text.
+
+The text is walked as the programs of the grid would run it, all at once: scalar integers are known from the arguments
+and constants, as one number or as one for each program, so that bounds of loops that follow from them are too. What
+depends on values in memory is not known, and is named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flopmeter.records import TritonBody, TritonOp
+
+Scalar = int | Tensor | None
+"""The value of an integer: the same in all programs, one for each, or not known."""
+
+MOST_PROGRAMS = 1 << 22
+"""Of larger grids the programs are not told apart."""
+MEMORY = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
+MOST_STEPS = 4096
+"""A loop is walked step by step, where it has to be, if it has no more."""
+
+
+@dataclass
+class Statement:
+    """`results = name text`, with the regions that follow in braces: the names of their arguments, their statements."""
+
+    results: list[str]
+    name: str
+    text: str
+    regions: list[tuple[list[str], list[Statement]]] = field(default_factory=list)
+
+
+@dataclass
+class Function:
+    arguments: list[str]
+    statements: list[Statement]
+
+
+_STATEMENT = re.compile(r'(?:(%[\w$.#:, %-]+?) = )?"?([a-z_]\w*(?:\.\w+)+)"?(.*)', re.DOTALL)
+_LOCATION = re.compile(r"\s+loc\((?:[^()]|\([^()]*\))*\)$")
+_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+_TYPE = re.compile(r"tensor<([^<>]*(?:<[^<>]*>[^<>]*)*)>|!tt\.ptr<\w+>|\b(?:b?f\d+\w*|i\d+|index)\b")
+
+
+def parse(text: str) -> dict[str, Function]:
+    """The functions of a module by name, the kernel first."""
+    functions: dict[str, Function] = {}
+    open_regions: list[list[Statement]] = []
+    for line in text.splitlines():
+        line = _LOCATION.sub("", line).strip()
+        if line.startswith("tt.func"):
+            name, rest = re.match(r"tt\.func (?:\w+ )?@\"?([^\"(]+)\"?\((.*)", line).groups()  # type: ignore[union-attr]
+            statements: list[Statement] = []
+            functions[name] = Function(re.findall(r"(%\w+): ", rest), statements)
+            open_regions = [statements]
+        elif not line or line.startswith(("module", "#", "//")) or not open_regions:
+            continue
+        elif line.startswith("}"):
+            open_regions.pop()
+            if open_regions and open_regions[-1]:
+                owner = open_regions[-1][-1]
+                owner.text += " " + line.strip("{} ")
+                if line.endswith("{"):
+                    open_regions.append(_new_region(owner, ""))
+        elif line.startswith("^bb"):
+            label = re.findall(r"(%\w+): ", line)
+            if len(open_regions) == 1:  # a block of the function
+                open_regions[0].append(Statement([], "block", line))
+            else:
+                open_regions[-2][-1].regions[-1][0].extend(label)
+        else:
+            _add_statement(line, open_regions)
+    return functions
+
+
+def _add_statement(line: str, open_regions: list[list[Statement]]) -> None:
+    found = _STATEMENT.match(line)
+    if found is None:
+        raise ValueError(f"a line of TTIR that cannot be read: {line}")
+    results = [name.split(":")[0].strip() for name in (found[1] or "").split(",") if name.strip()]
+    statement = Statement(results, found[2], found[3].rstrip("{( ") if line.endswith("{") else found[3])
+    open_regions[-1].append(statement)
+    if line.endswith("{"):
+        induction = re.match(r"\s*(%\w+) = ", statement.text) if statement.name == "scf.for" else None
+        open_regions.append(_new_region(statement, induction[1] if induction else ""))
+
+
+def _new_region(owner: Statement, argument: str) -> list[Statement]:
+    statements: list[Statement] = []
+    owner.regions.append(([argument] if argument else [], statements))
+    return statements
+
+
+def body_of(name: str, text: str, grid: Sequence[int], arguments: Sequence[Any]) -> TritonBody:
+    """What a launch with this grid and these arguments, in the order of the function's own, does.
+
+    What it does a number of times that is not known is named, with the reason.
+    """
+    functions = parse(text)
+    programs = prod(grid)
+    walk = _Interpreter(functions, tuple(grid) + (1,) * (3 - len(grid)), programs)
+    kernel = next(iter(functions))
+    known = [argument if type(argument) in (int, bool) else None for argument in arguments]
+    walk.run(kernel, [None if value is None else int(value) for value in known], 1)
+    ops = tuple(TritonOp(*key[:2], number, key[2]) for key, number in walk.counts.items() if number)
+    return TritonBody(name, programs, ops, tuple(walk.unknown))
+
+
+Key = tuple[str, str, tuple[int, int, int] | None]
+
+
+class _Interpreter:
+    """Walks functions and adds up how often each operation runs, in all programs."""
+
+    def __init__(self, functions: Mapping[str, Function], grid: tuple[int, ...], programs: int):
+        self.functions, self.grid, self.programs = functions, grid, programs
+        self.counts: dict[Key, int] = {}
+        self.unknown: dict[str, None] = {}
+
+    def run(self, name: str, arguments: Sequence[Scalar], weight: int | Tensor) -> list[Scalar]:
+        """The values that the function returns, run `weight` times in each program."""
+        function = self.functions[name]
+        values = dict(zip(function.arguments, arguments, strict=False))
+        statements = function.statements
+        if any(each.name.startswith("cf.") for each in statements):
+            self.unknown[f"early returns of {name}"] = None
+            return []
+        first_block = [each.name for each in statements].index("block") if _has_blocks(statements) else None
+        return self._walk(statements[:first_block], values, weight)
+
+    def _walk(self, statements: Sequence[Statement], values: dict[str, Scalar], weight: int | Tensor) -> list[Scalar]:
+        """What the last statement returns or yields."""
+        for statement in statements:
+            name = statement.name
+            if name in ("tt.return", "scf.yield", "tt.reduce.return", "tt.scan.return"):
+                return [values.get(each) for each in _values(statement.text)]
+            if name == "scf.for":
+                self._loop(statement, values, weight)
+            elif name == "scf.if":
+                self._branch(statement, values, weight)
+            elif name == "tt.call":
+                callee = re.match(r'\s*@"?([^"(]+)', statement.text)
+                assert callee is not None
+                given = [values.get(each) for each in _values(statement.text)]
+                self._bind(statement, self.run(callee[1], given, weight), values)
+            elif name in ("tt.reduce", "tt.scan"):
+                self._combine(statement, values, weight)
+            elif statement.regions:
+                self.unknown[name] = None
+            else:
+                self._count(statement, weight)
+                if statement.results:
+                    values[statement.results[0]] = self._integer(statement, values)
+        return []
+
+    def _bind(self, statement: Statement, results: Sequence[Scalar], values: dict[str, Scalar]) -> None:
+        if len(statement.results) == 1 == len(results):
+            values[statement.results[0]] = results[0]
+        for number, result in enumerate(results):
+            for name in statement.results:
+                values[f"{name}#{number}"] = result
+
+    def _loop(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
+        (arguments, body), *_ = statement.regions
+        bounds = re.match(r"\s*%\w+ = (\S+) to (\S+) step (\S+)", statement.text)
+        start, stop, step = (values.get(each) for each in bounds.groups()) if bounds else (None,) * 3
+        if start is None or stop is None or step is None:
+            self.unknown["a loop whose bounds are read from memory"] = None
+            return
+        trips = _clamp(-((start - stop) // step))
+        before, known = dict(self.counts), dict(self.unknown)
+        self._walk(body, dict(values), weight * trips)
+        most = int(trips.max()) if isinstance(trips, Tensor) else trips
+        if len(self.unknown) > len(known) and most <= MOST_STEPS:
+            self.counts, self.unknown = before, known
+            for index in range(most):
+                goes_on = (trips > index).long() if isinstance(trips, Tensor) else 1
+                self._walk(body, {**values, arguments[0]: start + index * step}, weight * goes_on)
+
+    def _branch(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
+        condition = values.get(_values(statement.text)[0])
+        if condition is None:
+            before = dict(self.counts)
+            for _, body in statement.regions:
+                self._walk(body, dict(values), weight)
+            if self.counts != before:
+                self.unknown["a branch on a value that is not known"] = None
+            return
+        for (_, body), share in zip(statement.regions, (condition, 1 - condition), strict=False):
+            results = self._walk(body, dict(values), weight * share)
+            if isinstance(condition, int) and share:
+                self._bind(statement, results, values)
+
+    def _combine(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
+        """A reduction combines all elements but one of each row, and so does a scan."""
+        taken_in = statement.text.rpartition("->")[0].rpartition("(")[2]
+        taken = _elements(taken_in)
+        axis = re.search(r"axis = (\d+)", statement.text)
+        length = _shape(taken_in)[int(axis[1])] if axis else 1
+        for _, body in statement.regions:
+            self._walk(body, dict(values), weight * (taken - taken // max(length, 1)))
+
+    def _count(self, statement: Statement, weight: int | Tensor) -> None:
+        """Operations with a floating result, and what goes to memory."""
+        if statement.name in ("tt.dot", "tt.dot_scaled"):
+            left, right = (_shape(each) for each in statement.text.rpartition(" : ")[2].split(" * ")[:2])
+            m, k, n = left[-2], left[-1], right[-1]
+            precision = re.search(r"inputPrecision = (\w+)", statement.text)
+            dtype = _dtype(statement.text.rpartition(" : ")[2])
+            is_tf32 = dtype == "f32" and precision is not None and precision[1].startswith("tf32")
+            key: Key = (statement.name, "tf32" if is_tf32 else dtype, (m, n, k))
+            self._add(key, weight, prod(left[:-2]) * m * n * k)
+            return
+        kind = statement.text.rpartition(" : ")[2].rpartition(" -> ")[2].rpartition(" to ")[2]
+        pointee = re.search(r"ptr<(\w+)", kind)
+        if pointee is not None and statement.name in MEMORY:
+            self._add((statement.name, pointee[1], None), weight, _elements(kind))
+            return
+        dtype = _dtype(kind)
+        if ("f" in dtype and statement.name != "arith.constant") or statement.name == "tt.elementwise_inline_asm":
+            self._add((statement.name, dtype, None), weight, _elements(kind))
+
+    def _add(self, key: Key, weight: int | Tensor, elements: int) -> None:
+        times = int(weight.sum()) if isinstance(weight, Tensor) else weight * self.programs
+        self.counts[key] = self.counts.get(key, 0) + times * elements
+
+    def _integer(self, statement: Statement, values: Mapping[str, Scalar]) -> Scalar:
+        """The value of a scalar integer."""
+        name, text = statement.name, statement.text
+        if "tensor<" in text or "ptr<" in text:
+            return None
+        if name in ("tt.get_program_id", "tt.get_num_programs"):
+            return self._program(name, "xyz".index(text.split()[0]))
+        if name == "arith.constant":
+            literal = text.split(" : ")[0].strip()
+            return {"true": 1, "false": 0}.get(literal, int(literal) if re.fullmatch(r"-?\d+", literal) else None)
+        operands = [values.get(each) for each in _values(text)]
+        if any(each is None for each in operands) or not operands:
+            return None
+        if name == "arith.cmpi":
+            name = text.split(",")[0].strip().lstrip("us")
+        function = _INTEGERS.get(name)
+        result: Scalar = None if function is None else function(*operands)
+        return result
+
+    def _program(self, name: str, axis: int) -> Scalar:
+        if name == "tt.get_num_programs" or self.grid[axis] == 1:
+            return self.grid[axis] if name == "tt.get_num_programs" else 0
+        if self.programs > MOST_PROGRAMS:
+            return None
+        index = torch.arange(self.programs, device="cpu") // prod(self.grid[:axis])
+        return index % self.grid[axis]
+
+
+def _has_blocks(statements: Sequence[Statement]) -> bool:
+    return any(each.name == "block" for each in statements)
+
+
+def _values(text: str) -> list[str]:
+    """The names of the values in a statement's text."""
+    return _VALUE.findall(text.partition(" : ")[0])
+
+
+def _shape(kind: str) -> list[int]:
+    inside = re.search(r"tensor<((?:\d+x)*)", kind)
+    return [int(size) for size in inside[1].split("x")[:-1]] if inside else []
+
+
+def _elements(kind: str) -> int:
+    """The number of elements of the first type in the text."""
+    return prod(_shape(kind))
+
+
+def _dtype(kind: str) -> str:
+    """The element type of the first type in the text; 'ptr' for pointers."""
+    found = _TYPE.search(kind)
+    if found is None:
+        return ""
+    inner = re.sub(r"^(?:\d+x)*", "", found[1]) if found[1] is not None else found[0]
+    return "ptr" if "ptr" in inner else inner.split(",")[0]
+
+
+def _clamp(value: int | Tensor) -> int | Tensor:
+    return value.clamp(min=0) if isinstance(value, Tensor) else max(value, 0)
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """Rounded towards zero."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.div(torch.as_tensor(a, device="cpu"), torch.as_tensor(b, device="cpu"), rounding_mode="trunc")
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def _select(condition: Any, a: Any, b: Any) -> Any:
+    return condition * a + (1 - condition) * b
+
+
+def _as_number(comparison: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def compare(a: Any, b: Any) -> Any:
+        result = comparison(a, b)
+        return result.long() if isinstance(result, Tensor) else int(result)
+
+    return compare
+
+
+_COMPARISONS = {
+    "lt": _as_number(lambda a, b: a < b),
+    "le": _as_number(lambda a, b: a <= b),
+    "gt": _as_number(lambda a, b: a > b),
+    "ge": _as_number(lambda a, b: a >= b),
+    "eq": _as_number(lambda a, b: a == b),
+    "ne": _as_number(lambda a, b: a != b),
+}
+_minimum = lambda a, b: _select(_COMPARISONS["lt"](a, b), a, b)  # noqa: E731
+_maximum = lambda a, b: _select(_COMPARISONS["gt"](a, b), a, b)  # noqa: E731
+_INTEGERS: dict[str, Callable[..., Any]] = {
+    **_COMPARISONS,
+    "arith.addi": lambda a, b: a + b,
+    "arith.subi": lambda a, b: a - b,
+    "arith.muli": lambda a, b: a * b,
+    "arith.divsi": _quotient,
+    "arith.divui": _quotient,
+    "arith.ceildivsi": lambda a, b: -(-a // b),
+    "arith.floordivsi": lambda a, b: a // b,
+    "arith.remsi": lambda a, b: a - _quotient(a, b) * b,
+    "arith.remui": lambda a, b: a % b,
+    "arith.andi": lambda a, b: a & b,
+    "arith.ori": lambda a, b: a | b,
+    "arith.xori": lambda a, b: a ^ b,
+    "arith.shli": lambda a, b: a << b,
+    "arith.shrsi": lambda a, b: a >> b,
+    "arith.shrui": lambda a, b: a >> b,
+    "arith.select": _select,
+    **dict.fromkeys(("arith.minsi", "arith.minui"), _minimum),
+    **dict.fromkeys(("arith.maxsi", "arith.maxui"), _maximum),
+    **dict.fromkeys(("arith.extsi", "arith.extui", "arith.trunci", "arith.bitcast", "arith.index_cast"), lambda a: a),
+}

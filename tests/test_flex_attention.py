@@ -1,0 +1,367 @@
+"""flex_attention: blocks against dense masks, FLOPs against SDPA's, the eager way against real tensors on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+    noop_mask,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from flopmeter import FlopMeter, Report, on_meta
+from flopmeter.costs import kernels_of
+from flopmeter.costs.contractions.attention import visible_pairs
+from flopmeter.costs.flex_attention import band
+from flopmeter.records import BlockCount, Cost, Mask
+from flopmeter.torch_names import private
+from flopmeter.torch_names.private import DispatchKey
+from flopmeter.trace.handling import is_composite
+
+compiled = torch.compile(flex_attention)
+
+
+def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def window(size: int):
+    return and_masks(causal, lambda b, h, query, key: query - key < size)
+
+
+def qkv(length: int = 512, *, heads: int = 4, key_heads: int = 4, queries: int | None = None, grad: bool = False):
+    shapes = (heads, queries or length), (key_heads, length), (key_heads, length)
+    return tuple(
+        torch.empty(2, *shape, 64, device="meta", dtype=torch.bfloat16, requires_grad=grad) for shape in shapes
+    )
+
+
+def metered(program, **options) -> FlopMeter:
+    with FlopMeter("h100-sxm5-80gb", **options) as meter:
+        program()
+    return meter
+
+
+def flex_costs(meter: FlopMeter) -> list[Cost]:
+    return [kernel.cost for kernel in kernels_of(meter.trace) if kernel.cost.name.startswith("flex_attention")]
+
+
+def blocks_of(mask_mod, length: int, sequences: int | None = None) -> BlockCount:
+    def program():
+        with torch.no_grad():
+            mask = create_block_mask(mask_mod, sequences, None, length, length, device="meta")
+            compiled(*qkv(length), block_mask=mask)
+
+    meter = metered(program)
+    assert not meter.report().assumptions
+    return meter.trace.ops[-1].call.body.blocks
+
+
+def brute_force(visible: Tensor, size: int = 128) -> tuple[int, int, int]:
+    """Blocks with a visible pair, those of them that hide none, and pairs in the first, of a dense mask [B, Q, K]."""
+    computed = full = pairs = 0
+    for square in visible:
+        for rows in square.split(size):
+            for block in rows.split(size, dim=1):
+                if block.any():
+                    computed += 1
+                    pairs += block.numel()
+                    full += bool(block.all()) and block.shape == (size, size)
+    return computed, full, pairs
+
+
+# --- blocks
+
+
+@pytest.mark.parametrize("length", [128, 1000, 1024, 4096])
+@pytest.mark.parametrize("size", [None, 1, 128, 700])
+def test_blocks_of_causal_and_window_masks_are_those_of_the_dense_mask(length, size):
+    at = torch.arange(length)
+    dense = at[:, None] >= at
+    if size is not None:
+        dense &= at[:, None] - at < size
+    computed, full, pairs = brute_force(dense[None])
+    blocks = blocks_of(causal if size is None else window(size), length)
+    assert (blocks.computed, blocks.pairs) == (computed, pairs)
+    assert blocks.masked_pairs == pairs - full * 128 * 128
+
+
+def test_documents_count_the_blocks_that_they_touch():
+    """Two sequences with other documents each: the ids are known through on_meta."""
+    ids = torch.stack([torch.arange(3000) // 700, (torch.arange(3000) >= 1300).long()])
+    dense = (ids[:, :, None] == ids[:, None]) & (torch.arange(3000)[:, None] >= torch.arange(3000))
+    known = on_meta(ids)
+    blocks = blocks_of(and_masks(causal, lambda b, h, query, key: known[b, query] == known[b, key]), 3000, sequences=2)
+    computed, _, pairs = brute_force(dense)
+    assert (blocks.squares, blocks.computed, blocks.pairs) == (2, computed, pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [16384, 32768])
+def test_blocks_of_long_windows_are_those_of_the_closed_form(length):
+    """A window of 4,096 keys: 33 blocks a row, fewer in the first 32 rows."""
+    rows = length // 128
+    assert blocks_of(window(4096), length).computed == sum(min(row + 1, 33) for row in range(rows))
+
+
+def test_a_mask_made_before_the_meter_is_evaluated():
+    mask = create_block_mask(window(300), None, None, 2048, 2048, device="meta")
+    at = torch.arange(2048)
+    dense = (at[:, None] >= at) & (at[:, None] - at < 300)
+    with torch.no_grad():
+        (cost,) = flex_costs(metered(lambda: compiled(*qkv(2048), block_mask=mask)))
+    _, _, pairs = brute_force(dense[None])
+    assert cost.executed_flops == 2 * 8 * pairs * (64 + 64)
+
+
+def test_blocks_that_the_program_lists_itself_are_counted_from_the_list():
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
+        number = torch.tensor([[[1, 2, 1, 0]]], dtype=torch.int32, device="meta")
+        indices = torch.tensor([[[[0, 3, 2, 1]] * 4]], dtype=torch.int32, device="meta").view(1, 1, 4, 4)
+        mask = BlockMask.from_kv_blocks(number, indices, mask_mod=noop_mask, seq_lengths=(512, 512))
+        compiled(*qkv(512), block_mask=mask)
+    (cost,) = flex_costs(meter)
+    assert cost.executed_flops == 2 * 8 * 4 * 128 * 128 * 128  # four blocks of each of 2 x 4 squares
+
+
+def test_a_mask_that_reads_unknown_values_counts_every_block_and_says_so():
+    ids = torch.empty(2, 1024, dtype=torch.int64, device="meta")
+    same = lambda b, h, query, key: ids[b, query] == ids[b, key]  # noqa: E731
+    mask = create_block_mask(same, 2, None, 1024, 1024, device="meta")
+    with torch.no_grad():
+        meter = metered(lambda: compiled(*qkv(1024), block_mask=mask))
+    (cost,) = flex_costs(meter)
+    assert cost.masked_flops == 0
+    assert "every block of a mask_mod that reads values which are not known" in meter.report().assumptions[0]
+
+
+# --- FLOPs and bytes
+
+
+def both(grad: bool, **sdpa) -> tuple[Report, Report, int]:
+    """flex_attention, SDPA, and torch's own count of the second."""
+
+    def run(attend):
+        q, k, v = qkv(1024, heads=8, key_heads=2, grad=grad)
+        with torch.set_grad_enabled(grad):
+            out = attend(q, k, v)
+            if grad:
+                out.backward(torch.empty_like(out))
+
+    mask = create_block_mask(causal, None, None, 1024, 1024, device="meta") if sdpa else None
+    flex = metered(lambda: run(lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True)), causal="full")
+    fused = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **sdpa)  # noqa: E731
+    reference = metered(lambda: run(fused))
+    with FlopCounterMode(display=False) as counter:
+        q, k, v = (tensor.detach() for tensor in qkv(1024, heads=8, key_heads=2))
+        F.scaled_dot_product_attention(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1))
+    return flex.report(), reference.report(), counter.get_total_flops()
+
+
+@pytest.mark.parametrize("sdpa", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_forward_flops_are_those_of_sdpa(sdpa):
+    flex, reference, counted = both(False, **sdpa)
+    assert flex.flops == reference.flops == counted
+
+
+@pytest.mark.parametrize("sdpa", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_training_has_the_model_flops_of_sdpa_and_two_products_more_to_run(sdpa):
+    flex, reference, forward = both(True, **sdpa)
+    row_sums = 2 * 2 * 8 * 1024 * 64
+    assert flex.model_flops - row_sums == reference.model_flops
+    assert flex.flops - row_sums == reference.flops + forward  # seven products of the backward pass, not five
+
+
+def test_causal_blocks_execute_more_than_the_visible_pairs_by_the_diagonal():
+    flex, _, _ = both(False, is_causal=True)
+    squares, blocks = 2 * 8, 1024 // 128
+    exact = visible_pairs(1024, 1024)
+    hidden_on_diagonal = blocks * 128 * 127 // 2
+    assert flex.executed_flops == 2 * squares * (exact + hidden_on_diagonal) * 128
+
+
+def test_grouped_keys_are_read_once_for_their_group():
+    def read(key_heads: int) -> int:
+        with torch.no_grad():
+            meter = metered(lambda: compiled(*qkv(heads=8, key_heads=key_heads), enable_gqa=True))
+        return flex_costs(meter)[0].bytes_read
+
+    assert read(8) - read(2) == 2 * 2 * (8 - 2) * 512 * 64 * 2
+
+
+def test_alibi_adds_a_multiply_and_an_addition_a_score():
+    slopes = torch.empty(4, device="meta")
+    alibi = lambda score, b, h, query, key: score + slopes[h] * (key - query)  # noqa: E731
+    with torch.no_grad():
+        plain, biased = (
+            flex_costs(metered(lambda mod=mod: compiled(*qkv(), score_mod=mod)))[0] for mod in (None, alibi)
+        )
+    assert biased.flops - plain.flops == 2 * 2 * 4 * 512 * 512
+    assert biased.bytes_read - plain.bytes_read == 4 * 4
+
+
+def test_soft_capping_counts_its_tanh():
+    capped = lambda score, b, h, query, key: 30 * torch.tanh(score / 30)  # noqa: E731
+    with torch.no_grad():
+        (cost,) = flex_costs(metered(lambda: compiled(*qkv(), score_mod=capped)))
+    assert cost.transcendentals == 2 * 4 * 512 * 512
+    assert dict(cost.flops_by_class)["element-wise"] == 3 * 2 * 4 * 512 * 512
+
+
+def test_decoding_reads_the_keys_of_its_window_only():
+    """One query at position 4,095: of 32 blocks of keys the last two hold its window of 200."""
+
+    def of_window(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query + 4095 >= key) & (query + 4095 - key < 200)
+
+    def program():
+        with torch.no_grad():
+            mask = create_block_mask(of_window, None, None, 1, 4096, device="meta")
+            compiled(*qkv(4096, queries=1), block_mask=mask)
+
+    (cost,) = flex_costs(metered(program))
+    keys_and_values = 2 * 2 * 4 * 256 * 64 * 2
+    small = 2 * 4 * 64 * 2 + 4 * (2 + 2 * 32)  # the query; numbers and indices of blocks
+    assert cost.bytes_read == keys_and_values + small
+    assert cost.work.backend == "flash"  # a template that splits the keys
+
+
+def test_statistics_are_written_if_they_are_asked_for():
+    def written(**options) -> int:
+        with torch.no_grad():
+            return flex_costs(metered(lambda: compiled(*qkv(), **options)))[0].bytes_written
+
+    rows = 2 * 4 * 512 * 4
+    assert written(return_aux=AuxRequest(lse=True)) - written() == rows
+    assert written(return_aux=AuxRequest(lse=True, max_scores=True)) - written() == 2 * rows
+
+
+# --- the eager way
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            with self:
+                return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **(kwargs or {}))
+        if is_composite(func):  # whole, because the function of autograd is above
+            with self:
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def from_scores(names: list[str]) -> list[str]:
+    """Ops after the block mask, without those that are no kernel and differ between constants on meta and on a CPU."""
+    start = names.index("unsqueeze")
+    return [name for name in names[start:] if name not in ("lift_fresh", "detach", "detach_")]
+
+
+def test_outside_of_torch_compile_the_ops_are_those_of_torchs_own_eager_way(monkeypatch):
+    """On real tensors on the CPU: no patch of flopmeter's is active there."""
+    score_mod = lambda score, b, h, query, key: score * 2 + (query - key)  # noqa: E731
+    monkeypatch.setattr(private.FLEX_UNCOMPILED.owner, private.FLEX_UNCOMPILED.attribute, True)
+    real = tuple(torch.randn(2, 4, 64, 16) for _ in range(3))
+    with torch.no_grad(), Ops() as ops:
+        flex_attention(*real, score_mod)
+    monkeypatch.undo()
+    with torch.no_grad():
+        meter = metered(lambda: flex_attention(*(tensor.to("meta") for tensor in real), score_mod))
+    assert from_scores([op.call.name for op in meter.trace.ops]) == from_scores(ops.names)
+    assert any("outside of torch.compile" in note for note in meter.report().notes)
+
+
+def training(attend, **options) -> FlopMeter:
+    bias = torch.nn.Parameter(torch.empty(4, device="meta"))
+
+    def program():
+        mask = create_block_mask(causal, None, None, 1024, 1024, device="meta")
+        q, k, v = qkv(1024, grad=True)
+        out = attend(q, k, v, score_mod=lambda s, b, h, query, key: s + bias[h], block_mask=mask)
+        out.sum().backward()
+        assert q.grad.shape == q.shape
+        assert bias.grad.shape == bias.shape
+
+    return metered(program, **options)
+
+
+def test_a_compiled_report_of_an_eager_program_has_the_fused_kernels_and_no_matrix_of_scores():
+    eager, fused = training(flex_attention), training(compiled)
+    report = eager.report(mode="compiled")
+    kernels = [kernel.cost for kernel in report.launches.kernels if kernel.cost.name.startswith("flex_attention")]
+
+    def facts(cost: Cost):
+        return cost.name, cost.flops, cost.masked_flops, cost.bytes_read, cost.bytes_written
+
+    assert list(map(facts, kernels)) == list(map(facts, flex_costs(fused)))
+    scores = 2 * 4 * 1024 * 1024 * 4
+    assert eager.report().peak_memory_bytes > 2 * scores
+    assert report.peak_memory_bytes < scores
+    assert report.seconds < eager.report().seconds
+
+
+def test_no_op_of_a_strict_run_is_uncounted():
+    assert not training(flex_attention, strict=True).report().uncounted
+    assert not training(compiled, strict=True).report().uncounted
+
+
+def test_autocast_casts_what_goes_in():
+    def program():
+        q, k, v = (torch.empty(1, 2, 256, 64, device="meta") for _ in range(3))
+        with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+            assert compiled(q, k, v).dtype is torch.bfloat16
+
+    (cost,) = flex_costs(metered(program))
+    assert cost.dtype == "bf16"
+
+
+def test_nothing_is_left_behind():
+    operator = private.FLEX_OPERATOR.value
+    before = dict(operator.py_kernels), private.FLEX_UNCOMPILED.value, private.FLEX_VALIDATE.value
+    training(flex_attention)
+    assert (dict(operator.py_kernels), private.FLEX_UNCOMPILED.value, private.FLEX_VALIDATE.value) == before
+    with pytest.raises(ValueError, match="only supported on CUDA"):
+        flex_attention(*qkv())
+
+
+# --- the band that stands for a mask in the time model
+
+
+@pytest.mark.parametrize("size", [1, 129, 1000, 5000])
+def test_the_band_of_a_window_has_its_blocks(size):
+    mask = band(blocks_of(window(size), 2048), 2048, 2048)
+    assert mask.right == 0
+    again = window(2048 if mask.left is None else mask.left + 1)
+    assert blocks_of(again, 2048).computed == blocks_of(window(size), 2048).computed
+
+
+def test_a_mask_that_hides_nothing_is_no_band():
+    assert band(blocks_of(noop_mask, 512), 512, 512) == Mask()
+
+
+def test_a_window_takes_less_time_than_the_causal_mask():
+    def seconds(mask_mod) -> float:
+        def program():
+            with torch.no_grad():
+                mask = create_block_mask(mask_mod, None, None, 8192, 8192, device="meta")
+                compiled(*qkv(8192), block_mask=mask)
+
+        report = metered(program).report()
+        (row,) = (row for row in report.rows("op") if row.name == "flex_attention")
+        return row.seconds
+
+    assert 0.1 < seconds(window(1024)) / seconds(causal) < 0.4  # 9 of 32.5 blocks in a row

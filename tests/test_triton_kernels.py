@@ -1,0 +1,368 @@
+"""Triton kernels of a program: what they do is counted by hand; what they write, torch finds.
+
+Reading TTIR needs no Triton, so those tests run everywhere; launches need the extra `triton` and no device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from math import ceil
+
+import pytest
+import torch
+from torch import Tensor
+
+from flopmeter import FlopMeter
+from flopmeter.costs import UncountedError, kernels_of
+from flopmeter.records import Cost, TritonOp
+from flopmeter.trace.ttir import body_of
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+MATMUL = """
+module {
+  tt.func public @product(%arg0: !tt.ptr<f16> {tt.divisibility = 16 : i32} loc("k.py":1:0), %arg1: i32) attributes {} {
+    %cst = arith.constant dense<0.000000e+00> : tensor<64x128xf32> loc(#loc1)
+    %0 = tt.call @cdiv(%arg1) : (i32) -> i32 loc(#loc2)
+    %c0 = arith.constant 0 : i32
+    %c1 = arith.constant 1 : i32
+    %1 = scf.for %arg2 = %c0 to %0 step %c1 iter_args(%arg3 = %cst) -> (tensor<64x128xf32>)  : i32 {
+      %4 = tt.load %a : tensor<64x32x!tt.ptr<f16>>
+      %5 = tt.load %b : tensor<32x128x!tt.ptr<f16>>
+      %6 = tt.dot %4, %5, %arg3, inputPrecision = tf32 : tensor<64x32xf16> * tensor<32x128xf16> -> tensor<64x128xf32>
+      scf.yield %6 : tensor<64x128xf32>
+    } {tt.num_stages = 3 : i32}
+    %2 = math.exp %1 : tensor<64x128xf32>
+    tt.store %p, %2 : tensor<64x128x!tt.ptr<f32>>
+    tt.return
+  }
+  tt.func private @cdiv(%arg0: i32) -> i32 attributes {noinline = false} {
+    %c31_i32 = arith.constant 31 : i32
+    %c32_i32 = arith.constant 32 : i32
+    %0 = arith.addi %arg0, %c31_i32 : i32
+    %1 = arith.divsi %0, %c32_i32 : i32
+    tt.return %1 : i32
+  ^bb1:  // no predecessors
+    %2 = ub.poison : i32
+    tt.return %2 : i32
+  }
+}
+"""
+
+TRIANGLE = """
+module {
+  tt.func public @triangle(%arg0: !tt.ptr<f32>, %arg1: !tt.ptr<i32>) attributes {noinline = false} {
+    %0 = tt.get_program_id x : i32
+    %1 = tt.get_program_id y : i32
+    %c0 = arith.constant 0 : i32
+    %c1 = arith.constant 1 : i32
+    %n = arith.addi %0, %c1 : i32
+    scf.for %i = %c0 to %n step %c1  : i32 {
+      %2 = arith.addf %x, %x : tensor<8xf32>
+      %3 = arith.cmpi sgt, %i, %c0 : i32
+      %4 = scf.if %3 -> (tensor<8xf32>) {
+        %5 = arith.mulf %x, %x : tensor<8xf32>
+        scf.yield %5 : tensor<8xf32>
+      } else {
+        scf.yield %x : tensor<8xf32>
+      }
+    }
+    tt.return
+  }
+}
+"""
+
+SUM = """
+module {
+  tt.func public @total(%arg0: !tt.ptr<f32>) attributes {noinline = false} {
+    %0 = tt.load %p : tensor<4x1024x!tt.ptr<f32>>
+    %1 = "tt.reduce"(%0) <{axis = 1 : i32}> ({
+    ^bb0(%arg1: f32, %arg2: f32):
+      %2 = arith.addf %arg1, %arg2 : f32
+      tt.reduce.return %2 : f32
+    }) : (tensor<4x1024xf32>) -> tensor<4xf32>
+    %3 = math.sqrt %1 : tensor<4xf32>
+    tt.return
+  }
+}
+"""
+
+
+def counts(text: str, grid: tuple[int, ...], *arguments: object) -> dict[str, int]:
+    body = body_of("kernel", text, grid, arguments)
+    assert not body.unknown
+    return {op.name: op.number for op in body.ops}
+
+
+@pytest.mark.parametrize("depth", [32, 1000, 1024])
+def test_a_loop_over_an_argument_runs_as_often_as_the_argument_says(depth):
+    steps, programs = ceil(depth / 32), 12
+    assert counts(MATMUL, (4, 3), None, depth) == {
+        "tt.load": programs * steps * (64 * 32 + 32 * 128),
+        "tt.dot": programs * steps * 64 * 128 * 32,
+        "math.exp": programs * 64 * 128,
+        "tt.store": programs * 64 * 128,
+    }
+
+
+def test_a_loop_over_an_unknown_bound_is_named():
+    body = body_of("kernel", MATMUL, (4,), (None, None))
+    assert body.unknown == ("a loop whose bounds are read from memory",)
+
+
+def test_loops_that_differ_by_program_are_added_up_program_by_program():
+    """Program x of seven runs x + 1 steps, of which all but the first multiply; twice, for y."""
+    assert counts(TRIANGLE, (7, 2)) == {"arith.addf": 2 * 8 * 28, "arith.mulf": 2 * 8 * 21}
+
+
+def test_a_reduction_combines_all_but_one_of_each_row():
+    assert counts(SUM, (5,)) == {"tt.load": 5 * 4096, "arith.addf": 5 * 4 * 1023, "math.sqrt": 5 * 4}
+
+
+def test_an_early_return_is_named():
+    text = SUM.replace("    %3 = math", "    cf.cond_br %c, ^bb1, ^bb2\n  ^bb1:\n    %3 = math")
+    assert body_of("total", text, (5,), ()).unknown == ("early returns of total",)
+
+
+def test_products_of_fp32_run_in_the_precision_that_they_ask_for():
+    text = MATMUL.replace("64x32xf16>", "64x32xf32>").replace("32x128xf16>", "32x128xf32>")
+    (dot,) = (op for op in body_of("k", text, (1,), (None, 32)).ops if op.dot)
+    assert dot == TritonOp("tt.dot", "tf32", 64 * 128 * 32, (64, 128, 32))
+    (dot,) = (op for op in body_of("k", text.replace("= tf32", "= ieee"), (1,), (None, 32)).ops if op.dot)
+    assert dot.dtype == "f32"
+
+
+# --- launches
+
+PROGRAM_FILE = """
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+
+@triton.jit
+def add(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    total = tl.load(x_ptr + at, mask=inside) + tl.load(y_ptr + at, mask=inside) * 2.0
+    tl.store(out_ptr + at, total, mask=inside)
+
+
+@triton.jit
+def scale(x_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n) * 3.0, mask=at < n)
+
+
+@triton.jit
+def product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    sums = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(0, tl.cdiv(K, BK)):
+        depth = step * BK + tl.arange(0, BK)
+        left = tl.load(a + rows[:, None] * K + depth[None, :])
+        sums += tl.dot(left, tl.load(b + depth[:, None] * N + columns[None, :]))
+    tl.store(c + rows[:, None] * N + columns[None, :], sums.to(tl.float16))
+
+
+tuned = triton.autotune(
+    configs=[triton.Config({"BM": 64, "BN": 128, "BK": 32}), triton.Config({"BM": 32, "BN": 32, "BK": 32})],
+    key=["M", "N", "K"],
+)(product)
+
+
+@triton.heuristics({"BLOCK": lambda arguments: triton.next_power_of_2(arguments["n"])})
+@triton.jit
+def softmax(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + at, mask=at < n, other=-float("inf"))
+    e = tl.exp(x - tl.max(x, 0))
+    tl.store(out_ptr + row * n + at, e / tl.sum(e, 0), mask=at < n)
+
+
+@triton.jit
+def ragged(x_ptr, lengths_ptr, out_ptr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, tl.load(lengths_ptr + row)):
+        total += tl.load(x_ptr + step * BLOCK + tl.arange(0, BLOCK))
+    tl.store(out_ptr + row * BLOCK + tl.arange(0, BLOCK), total)
+
+
+@triton.jit
+def gather(table_ptr, ids_ptr, out_ptr, WIDTH: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    row = tl.load(ids_ptr + tl.program_id(0))
+    tl.store(out_ptr + tl.program_id(0) * WIDTH + at, tl.load(table_ptr + row * WIDTH + at))
+
+
+@triton_op("flopmeter_tests::twice_added", mutates_args=())
+def twice_added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    wrap_triton(add)[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, out, x.numel(), BLOCK=1024)
+    return out
+
+
+twice_added.register_autograd(lambda context, gradient: (gradient, 2 * gradient))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    path = tmp_path_factory.mktemp("triton") / "program_with_kernels.py"  # Triton reads the source
+    path.write_text(PROGRAM_FILE)
+    spec = importlib.util.spec_from_file_location("program_with_kernels", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float16, **options) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", **options)
+
+
+def costs(program, **options) -> list[Cost]:
+    with FlopMeter("h100-sxm5-80gb", **options) as meter:
+        program()
+    return [kernel.cost for kernel in kernels_of(meter.trace)]
+
+
+@needs_triton
+def test_a_launch_reads_and_writes_what_torch_finds(kernels):
+    x, y, out = meta(10_000), meta(10_000), meta(10_000)
+    (cost,) = costs(lambda: kernels.add[(10,)](x, y, out, 10_000, BLOCK=1024))
+    assert (cost.name, cost.op_class) == ("add", "element-wise")
+    assert (cost.bytes_read, cost.bytes_written) == (40_000, 20_000)
+    assert cost.flops == 2 * 10 * 1024  # the lanes that the mask hides work, too
+
+
+@needs_triton
+def test_what_is_updated_in_place_is_read_and_written(kernels):
+    (cost,) = costs(lambda: kernels.scale[lambda arguments: (4,)](meta(4096), 4096, BLOCK=1024))
+    assert (cost.bytes_read, cost.bytes_written, cost.flops) == (8192, 8192, 4096)
+
+
+@needs_triton
+def test_a_product_has_the_flops_of_a_matmul(kernels):
+    a, b, c = meta(512, 1024), meta(1024, 256), meta(512, 256)
+    launch = lambda: kernels.product[(8, 2)](a, b, c, 512, 256, 1024, BM=64, BN=128, BK=32)  # noqa: E731
+    (cost,) = costs(launch)
+    products = dict(cost.flops_by_class)["tensor contraction"]
+    assert products == 2 * 512 * 256 * 1024
+    assert cost.flops - products == 512 * 256 * 1024 // 32  # the sums of the steps
+    assert cost.work.matmuls == ((16, 64, 128, 1024),)
+    assert cost.dtype == "fp16"
+
+
+@needs_triton
+def test_an_autotuned_kernel_takes_its_first_configuration_and_says_so(kernels):
+    a, b, c = meta(512, 1024), meta(1024, 256), meta(512, 256)
+    grid = lambda meta: (512 // meta["BM"], 256 // meta["BN"])  # noqa: E731
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        kernels.tuned[grid](a, b, c, 512, 256, 1024)
+    (kernel,) = kernels_of(meter.trace)
+    assert kernel.op.call.body.programs == 16
+    (assumed,) = meter.report().assumptions
+    assert assumed.startswith("the first configuration of an autotuned kernel for product at ")
+    assert "test_triton_kernels.py" in assumed
+
+
+@needs_triton
+def test_heuristics_give_their_values(kernels):
+    x, out = (meta(7, 1000, dtype=torch.float32) for _ in range(2))
+    (cost,) = costs(lambda: kernels.softmax[(7,)](x, out, 1000))
+    assert cost.flops == 7 * (1024 + 1024 + 1023 + 1024)  # difference, exp, sum, quotient; a maximum is none
+    assert cost.transcendentals == 7 * 1024
+
+
+@needs_triton
+def test_a_kernel_that_loads_less_than_its_tensors_hold_reads_less(kernels):
+    table, ids, out = meta(50_000, 256), meta(10, dtype=torch.int64), meta(10, 256)
+    (cost,) = costs(lambda: kernels.gather[(10,)](table, ids, out, WIDTH=256))
+    assert (cost.bytes_read, cost.bytes_written, cost.op_class) == (10 * 8 + 10 * 512, 5120, "data movement")
+
+
+@needs_triton
+def test_loops_over_loaded_lengths_are_uncounted_by_name(kernels):
+    x, lengths, out = meta(99, 64, dtype=torch.float32), meta(4, dtype=torch.int32), meta(4, 64, dtype=torch.float32)
+    launch = lambda: kernels.ragged[(4,)](x, lengths, out, BLOCK=64)  # noqa: E731
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        launch()
+    report = meter.report()
+    assert [row.name for row in report.uncounted] == ["ragged"]
+    assert "uncounted: the Triton kernel ragged, for a loop whose bounds are read from memory" in report.notes
+    with pytest.raises(UncountedError, match=r"Triton kernel ragged .* a loop whose bounds are read from memory"):
+        costs(launch, strict=True)
+
+
+@needs_triton
+def test_triton_op_records_the_kernels_that_it_launches_and_its_gradient(kernels):
+    def program():
+        x, y = meta(4096, requires_grad=True), meta(4096, requires_grad=True)
+        torch.autograd.grad(kernels.twice_added(x, y), (x, y), meta(4096))
+
+    names = [cost.name for cost in costs(program)]
+    assert names == ["add", "mul"]
+
+
+@needs_triton
+def test_wrapped_kernels_are_recorded_outside_of_an_operator_too(kernels):
+    from torch.library import wrap_triton
+
+    x, y, out = meta(4096), meta(4096), meta(4096)
+    (cost,) = costs(lambda: wrap_triton(kernels.add)[(4,)](x, y, out, 4096, BLOCK=1024))
+    assert cost.name == "add"
+
+
+@needs_triton
+def test_values_of_what_a_kernel_writes_are_not_known_afterwards(kernels):
+    def program():
+        counts = torch.zeros(4, device="meta")
+        kernels.scale[(1,)](counts, 4, BLOCK=16)
+        return counts[0].item()
+
+    with pytest.raises(RuntimeError, match="data-dependent"):
+        costs(program)
+
+
+@needs_triton
+def test_a_compiled_report_keeps_the_kernel_apart(kernels):
+    def program():
+        x, out = meta(4096), meta(4096)
+        kernels.add[(4,)](x.sin(), x.cos(), out, 4096, BLOCK=1024)
+        out.exp()
+
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        program()
+    names = [kernel.cost.name for kernel in meter.report(mode="compiled").launches.kernels]
+    assert names == ["fused(sin, cos)", "add", "exp"]
+
+
+@needs_triton
+def test_nothing_is_left_behind(kernels):
+    from triton.runtime import driver
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    before = JITFunction.run, Autotuner.run, type(driver).active
+    with pytest.raises(TypeError):
+        costs(lambda: kernels.add[(10,)](meta(10)))
+    assert (JITFunction.run, Autotuner.run, type(driver).active) == before
+
+
+def test_without_triton_a_program_that_wraps_a_kernel_gets_one_clear_error():
+    program = """if True:
+        import sys
+        sys.modules["triton"] = None
+        from torch.library import wrap_triton
+        from flopmeter import FlopMeter
+        with FlopMeter():
+            wrap_triton(lambda: None)
+    """
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr.strip().splitlines()[-1].startswith("ModuleNotFoundError")
