@@ -58,6 +58,7 @@ def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 if not hasattr(torch.ops.flopmeter, "library"):  # a process may import this file afresh, and define operators once
-    _library = torch.ops.flopmeter.library = torch.library.Library("flopmeter", "FRAGMENT")
+    _library = torch.library.Library("flopmeter", "FRAGMENT")
+    setattr(torch.ops.flopmeter, "library", _library)  # noqa: B010  (or they would go with this file)
     for _schema, _kernel in zip(_SCHEMAS, (_flex_attention, _flex_attention_backward, _triton_kernel), strict=True):
         _library.impl(_library.define(_schema), _kernel, "CompositeExplicitAutograd")
