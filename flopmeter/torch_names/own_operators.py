@@ -12,19 +12,16 @@ from torch import Tensor
 
 from flopmeter.torch_names.operators import Packets
 
-_library = torch.library.Library("flopmeter", "DEF")
 own = Packets("flopmeter")
 
-_library.define(
+_SCHEMAS = (
     "flex_attention(Tensor query, Tensor key, Tensor value, Tensor[] blocks, Tensor[] captured, bool keeps_lse, "
-    "bool keeps_max) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
+    "bool keeps_max) -> (Tensor, Tensor, Tensor)",
     "flex_attention_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor grad_out, "
     "Tensor? grad_logsumexp, Tensor[] blocks, Tensor[] captured, Tensor[] learned) -> "
-    "(Tensor, Tensor, Tensor, Tensor[])"
+    "(Tensor, Tensor, Tensor, Tensor[])",
+    "triton_kernel(Tensor[] read, Tensor(a!)[] written, Tensor(b!)[] updated) -> ()",
 )
-_library.define("triton_kernel(Tensor[] read, Tensor(a!)[] written, Tensor(b!)[] updated) -> ()")
 
 
 def _flex_attention(
@@ -60,9 +57,8 @@ def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty_strided(tuple(shape), tuple(strides))
 
 
-for _name, _kernel in (
-    ("flex_attention", _flex_attention),
-    ("flex_attention_backward", _flex_attention_backward),
-    ("triton_kernel", _triton_kernel),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+if not hasattr(torch.ops.flopmeter, "library"):  # a process may import this file afresh, and define operators once
+    _library = torch.library.Library("flopmeter", "FRAGMENT")
+    setattr(torch.ops.flopmeter, "library", _library)  # noqa: B010  (or they would go with this file)
+    for _schema, _kernel in zip(_SCHEMAS, (_flex_attention, _flex_attention_backward, _triton_kernel), strict=True):
+        _library.impl(_library.define(_schema), _kernel, "CompositeExplicitAutograd")

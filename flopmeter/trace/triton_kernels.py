@@ -75,7 +75,7 @@ def recorded(recorder: KernelRecorder, values: KnownValues | None) -> Iterator[N
 def _install() -> ExitStack:
     undo = ExitStack()
     jit, autotuner = (sys.modules.get(f"triton.runtime.{name}") for name in ("jit", "autotuner"))
-    if jit is None or autotuner is None or lost(TRITON):
+    if jit is None or autotuner is None:
         return undo
     run, tune = jit.JITFunction.run, autotuner.Autotuner.run
 
@@ -154,6 +154,10 @@ def _by_use(arguments: Mapping[str, Any], found: _Analysed) -> tuple[list[Tensor
 
 
 def _analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> _Analysed:
+    """Raises NotImplementedError where torch's analysis has other names."""
+    TRITON_TTIR.owner  # noqa: B018  (imported, so that a name that is not there is found to be missing)
+    if missing := lost(TRITON):
+        raise NotImplementedError(f"a Triton kernel cannot be metered with torch {torch.__version__}: {missing[0]}")
     with no_modes(), _without_device():
         real = {
             name: torch.empty(2, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
