@@ -126,6 +126,11 @@ def test_an_early_return_is_named():
     assert body_of("total", text, (5,), ()).unknown == ("early returns of total",)
 
 
+def test_a_line_that_cannot_be_read_is_named():
+    text = SUM.replace("    %3 = math", "    ?? = of a later Triton\n    %3 = math")
+    assert body_of("total", text, (5,), ()).unknown == ("a line of code that cannot be read",)
+
+
 def test_products_of_fp32_run_in_the_precision_that_they_ask_for():
     text = MATMUL.replace("64x32xf16>", "64x32xf32>").replace("32x128xf16>", "32x128xf32>")
     (dot,) = (op for op in body_of("k", text, (1,), (None, 32)).ops if op.dot)

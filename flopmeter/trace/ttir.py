@@ -21,6 +21,7 @@ from flopmeter.records import TritonBody, TritonOp
 Scalar = int | Tensor | None
 """The value of an integer: the same in all programs, one for each, or not known."""
 
+UNREADABLE = "a line of code that cannot be read"
 MOST_PROGRAMS = 1 << 22
 """Of larger grids the programs are not told apart."""
 MEMORY = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
@@ -84,9 +85,10 @@ def parse(text: str) -> dict[str, Function]:
 def _add_statement(line: str, open_regions: list[list[Statement]]) -> None:
     found = _STATEMENT.match(line)
     if found is None:
-        raise ValueError(f"a line of TTIR that cannot be read: {line}")
-    results = [name.split(":")[0].strip() for name in (found[1] or "").split(",") if name.strip()]
-    statement = Statement(results, found[2], found[3].rstrip("{( ") if line.endswith("{") else found[3])
+        statement = Statement([], UNREADABLE, line)
+    else:
+        results = [name.split(":")[0].strip() for name in (found[1] or "").split(",") if name.strip()]
+        statement = Statement(results, found[2], found[3].rstrip("{( ") if line.endswith("{") else found[3])
     open_regions[-1].append(statement)
     if line.endswith("{"):
         induction = re.match(r"\s*(%\w+) = ", statement.text) if statement.name == "scf.for" else None
@@ -153,7 +155,7 @@ class _Interpreter:
                 self._bind(statement, self.run(callee[1], given, weight), values)
             elif name in ("tt.reduce", "tt.scan"):
                 self._combine(statement, values, weight)
-            elif statement.regions:
+            elif statement.regions or name == UNREADABLE:
                 self.unknown[name] = None
             else:
                 self._count(statement, weight)
