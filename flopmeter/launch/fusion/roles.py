@@ -64,7 +64,6 @@ _WINDOWS = _packets("""
     upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward grid_sampler_2d im2col
 """)
-_GATHERS = _packets("embedding index_select gather take index")  # a load at a computed place; scatters are opaque
 _FALLBACKS = _packets("""
     randperm multinomial poisson binomial _sample_dirichlet _standard_gamma median nanmedian mode kthvalue
     cummax cummin logcumsumexp max_pool3d_with_indices_backward adaptive_max_pool2d_backward
@@ -107,7 +106,7 @@ def role_of(call: Call, cost: Cost) -> Role:
         return OPAQUE
     if packet in _WINDOWS:
         return Role(False, True, elements=elements)
-    if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or packet in _GATHERS:
+    if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or cost.access == "gather":  # a load at a computed place
         return Role(True, True, elements=elements)
     if cost.op_class == NORMALIZATION:
         return Role(True, True, _loops_of_normalization(call, cost, elements), elements)
