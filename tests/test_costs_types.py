@@ -20,10 +20,10 @@ from flopmeter.records import (
     ConvolutionWork,
     Cost,
     GroupedMatmulWork,
+    KernelWork,
     MatmulWork,
     RecurrentWork,
     TensorSpec,
-    Work,
 )
 
 CALLS = (*calls_catalogue.calls(), *(call for call, *_ in BY_HAND.values()))
@@ -76,7 +76,7 @@ def work(cost: Cost) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _shapes(work: Work) -> tuple[object, ...]:
+def _shapes(work: KernelWork) -> tuple[object, ...]:
     """Of what is multiplied. Alignment, rereads and indices follow from the width of a number and from strides."""
     match work:
         case MatmulWork(matmuls) | GroupedMatmulWork(matmuls):

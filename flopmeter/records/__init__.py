@@ -67,6 +67,7 @@ from flopmeter.records.work import (
     FormulaWork,
     GroupedMatmulWork,
     HostCopy,
+    KernelWork,
     Mask,
     Matmul,
     MatmulWork,
@@ -76,7 +77,6 @@ from flopmeter.records.work import (
     Reread,
     Tf32Switch,
     VectorWork,
-    Work,
 )
 
 __all__ = [
@@ -119,7 +119,7 @@ __all__ = [
     "MatrixWork",
     "RecurrentWork",
     "VectorWork",
-    "Work",
+    "KernelWork",
     "Tf32Switch",
     "BEFORE",
     "DEFAULT_STREAM",

@@ -14,10 +14,10 @@ from flopmeter.records.work import (
     FormulaWork,
     GroupedMatmulWork,
     HostCopy,
+    KernelWork,
     MatmulWork,
     MatrixWork,
     RecurrentWork,
-    Work,
 )
 
 # Op classes in the order in which tables print them. The first three are those of the BERT table of
@@ -52,7 +52,7 @@ class Region(NamedTuple):
     hand to one another, and that is gone when the op is done.
     """
 
-    spec: TensorSpec | None  # None: passes beside the first, and what stays within the kernel
+    spec: TensorSpec | None  # None: bytes of no one tensor, as of several passes or of a fused kernel
     nbytes: int  # fewer than the tensor's where only a part is touched, or where other regions hold the rest
 
 
@@ -70,7 +70,7 @@ class Cost:
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
     dtype: str  # of the inputs: it decides the unit that computes ('fp32', 'bf16', 'int8', ...)
-    work: Work  # what sort of kernel it is, and what the time model of that sort needs
+    work: KernelWork  # what sort of kernel it is, and what the time model of that sort needs
     transcendentals: int = 0  # how many of the FLOPs are exp, log, tanh, erf, sqrt, sin, ...
     fused_multiply_add: bool = False  # all FLOPs beside those of matmuls are multiply-adds
     access: Access | None = None  # None: that of the op class
@@ -97,7 +97,7 @@ class Cost:
 
     @property
     def link_bytes(self) -> int:
-        """That it copies between host and device."""
+        """Bytes that it copies between host and device."""
         return self.work.link_bytes if isinstance(self.work, HostCopy) else 0
 
     @property

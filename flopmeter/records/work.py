@@ -163,4 +163,4 @@ class Collective(NamedTuple):
     adds_in_switch: bool = True  # False: the switch cannot add numbers of this type
 
 
-Work = MatrixWork | VectorWork | HostCopy | Collective
+KernelWork = MatrixWork | VectorWork | HostCopy | Collective

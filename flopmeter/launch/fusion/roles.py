@@ -117,8 +117,8 @@ def role_of(call: Call, cost: Cost) -> Role:
 
 
 def _is_for_library(cost: Cost) -> bool:
-    """A copy that a library's kernel reads, as of a slice that a convolution takes. It stays apart: the published
-    compiled times of mixnet, res2net and cspresnet (timm) fit that better than copies written by what comes before."""
+    """A copy that a library's kernel reads, such as that of a slice for a convolution. It stays apart: so the
+    published compiled times of mixnet, res2net and cspresnet (timm) fit better."""
     written = [region.spec for region in cost.writes if region.spec is not None]
     return bool(written) and all(spec.storage < 0 for spec in written)
 
