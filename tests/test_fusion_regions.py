@@ -101,3 +101,10 @@ def test_batch_norm_with_statistics_of_all_ranks_fuses_by_its_rule_alone():
     assert by_hand(cos, gradient, relu) == [
         ("fused(cos, batch_norm_backward_elemt, relu)", nbytes + 5 * channels + 8, 3 * nbytes)
     ]
+
+
+def test_a_gather_fuses_with_what_makes_its_operand_and_with_what_reads_its_result():
+    """`index` and `_unsafe_index` are one lowering of inductor's (torch/_inductor/lowering.py)."""
+    x, rows = meta(ROWS, WIDTH), meta(ROWS, dtype=torch.long)
+    kernels = compiled(lambda: aten._unsafe_index(x.cos(), [rows]).sin())
+    assert kernels == [("fused(cos, _unsafe_index, sin)", NBYTES + 8 * ROWS, NBYTES)]

@@ -143,27 +143,21 @@ def compare(
     if not devices:
         raise ValueError("compare needs at least one device: see available_hardware()")
     dollars = _prices(prices or {}, devices)
-    meters: list[FlopMeter] = []  # one for each op stream among the devices
-    rows, titles = [], []
     unable: dict[str, str] = {}
-    notes: list[str] = []
-    for device in progress(devices):
-        try:
-            report = _report(fn, device, mode, meters, meter_options)
-        except HardwareError as error:
-            unable[device.name] = str(error)
+    rows, notes, title = [], list[str](), ""
+    for device, report in _reports(fn, progress(devices), mode, meter_options):
+        if isinstance(report, HardwareError):
+            unable[device.name] = str(report)
             continue
-        if not report.kernels:
-            raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
         rows.append(_row(report, items, dollars.get(device.name), what_if(report, meter_options.get("host"))))
-        titles.append(report.headline.replace(f" · {device.title}", ""))
         notes += _notes(report)
         if device.compute_capability is None and meter_options.get("as_cuda", True):
             notes += CudaTarget.stand_in(device.title).notes
+        title = title or report.headline.replace(f" · {device.title}", "")
     rows.sort(key=(lambda row: row.seconds) if sort == "seconds" else _by_cost)
-    title = titles[0] if titles else "no device of the list can run this program"
-    if titles and items is not None:
+    if rows and items is not None:
         title += f" · {items:,.10g} {unit} a step"
+    title = title or "no device of the list can run this program"
     return Comparison(title, tuple(rows), unable, unit, tuple(dict.fromkeys(notes)))
 
 
@@ -179,6 +173,22 @@ def _check_options(
         raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
     if not callable(fn):
         raise TypeError(f"compare runs a function without arguments for each device, not {fn!r}")
+
+
+def _reports(
+    fn: Callable[[], object], devices: Iterable[Hardware], mode: Mode, options: Mapping[str, Any]
+) -> Iterator[tuple[Hardware, Report | HardwareError]]:
+    """Of each device, or why it cannot run the program."""
+    meters: list[FlopMeter] = []  # one for each op stream among the devices
+    for device in devices:
+        try:
+            report = _report(fn, device, mode, meters, options)
+        except HardwareError as error:
+            yield device, error
+            continue
+        if not report.kernels:
+            raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
+        yield device, report
 
 
 def _report(

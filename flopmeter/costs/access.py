@@ -1,5 +1,5 @@
-"""How a kernel walks its memory and whether the host waits for it: facts of an op that decide its time and
-not its counts. `make_cost` adds them to every cost; what is not here walks as its op class does.
+"""How a kernel walks its memory, and whether the host waits for it. These facts of an op decide its time, not its
+counts. `make_cost` adds them to every cost; an op that is not here walks as its op class does.
 """
 
 from __future__ import annotations

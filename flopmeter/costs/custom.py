@@ -26,7 +26,7 @@ def register_cost(op: Any, *, op_class: str = ELEMENTWISE) -> Callable[[CustomRu
 
     The rule takes a `Call`, with `inputs` and `outputs` (shape, dtype, numel, nbytes each) and `argument(name)`,
     and returns FLOPs as a number; bytes follow from the touched-bytes law. For anything else it returns what
-    `flopmeter.costs.make_cost` (bytes read and written of its own) or `make_contraction` (matrix products, on the
+    `flopmeter.costs.make_cost` (bytes read and written of its own) or `make_contraction` (matmuls, on the
     matrix units) make, or a tuple of them, one for each kernel; `()` where nothing is launched.
 
         @flopmeter.register_cost(torch.ops.mine.swiglu)
@@ -47,7 +47,7 @@ def register_cost(op: Any, *, op_class: str = ELEMENTWISE) -> Callable[[CustomRu
 def torch_formula(call: Call) -> Rule | None:
     """The rule that a formula registered with `torch.utils.flop_counter.register_flop_formula` makes, or None.
 
-    torch counts products alone there, so the FLOPs are those of a contraction; bytes follow from the law.
+    torch counts nothing but matmuls there, so the FLOPs are those of a contraction; bytes follow from the law.
     """
     formula = flop_registry.get(call.func.overloadpacket) or flop_registry.get(call.func)
     if formula is None:

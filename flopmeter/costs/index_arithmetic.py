@@ -18,10 +18,10 @@ from flopmeter.records.memory_format import is_dense
 DIMENSION_OPERATIONS = 5
 STEP_OPERATIONS = 1
 ADDRESS_OPERATIONS = 2
-# And what a kernel that loads and stores elements one by one does besides, where others do it for four at a time: the
-# loads and stores, conversions of fp16, the test for the end. Set on a trace of an H100 (AMD-AGI/TraceLens): a bf16
-# product with a repeated row of 9.2 million elements takes 25 µs, of which its bytes take 13. That asks for 12, and
-# image models on an RTX 3090 (pytorch-image-models, results/) for none.
+# A kernel that loads and stores elements one by one does more than one that takes four at a time: more loads and
+# stores, conversions of fp16 and tests for the end. Set on a trace of an H100 (AMD-AGI/TraceLens): a multiplication by
+# a repeated row, of 9.2 million bf16 elements, takes 25 µs, of which its bytes take 13. That asks for 12, and image
+# models on an RTX 3090 (pytorch-image-models, results/) for none.
 SINGLE_OPERATIONS = 8
 
 # A copy to another type asks each element's type at run time (LoadWithCast and StoreWithCast in MemoryAccess.cuh), but
@@ -70,8 +70,8 @@ def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:
 
 
 def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The strides of the dimensions that are left, from the fastest to the slowest, once each was merged with the
-    next where all operands go on there as if both were one."""
+    """The strides of the dimensions that are left after merging, from the fastest to the slowest. A dimension is merged
+    with the next one if in all operands both are one run of memory."""
     by_dimension = list(zip(shape, zip(*strides, strict=True), strict=True))
     runs: list[tuple[int, ...]] = []
     ends: tuple[int, ...] | None = None  # where the last run of each operand ends

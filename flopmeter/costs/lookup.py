@@ -1,7 +1,7 @@
 """Which rule prices a call. Look-up order: the op's own rule; a formula registered with `torch.utils.flop_counter`;
 then the defaults: a view by its schema is free, an op that torch tags as pointwise or as a reduction is counted as one.
 Whatever is left is *uncounted*: a kernel with bytes and without FLOPs that the report lists. So is what a rule gives
-that class, as products of wide integers.
+that class, such as matmuls of wide integers.
 """
 
 from __future__ import annotations

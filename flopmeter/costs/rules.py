@@ -77,7 +77,7 @@ def rule(*ops: OpOverloadPacket | OpOverload) -> Callable[[Rule], Rule]:
 
 def dtype_name(call: Call) -> str:
     """The type that the op computes in: that of its first floating input (not of its output: an fp8
-    product that writes bf16 runs on the fp8 unit), or of its output where nothing floating comes in."""
+    matmul that writes bf16 runs on the fp8 unit), or of its output where nothing floating comes in."""
     specs = [spec for spec in (*call.inputs, *call.outputs) if spec.is_floating]
     spec = specs[0] if specs else next(iter((*call.inputs, *call.outputs)), None)
     if spec is None:
@@ -108,8 +108,8 @@ def make_cost(
 ) -> Cost:
     """The cost of one kernel of one class. `read` and `written` take what is touched; None leaves that to the
     touched-bytes law. `complex_factor`: real operations in each, of complex tensors.
-    The rest is what only the time model needs; how the op walks its memory is as access.py has it where it is None.
-    `work` is for kernels of other sorts than vector arithmetic and memory; these have no rereads and compute no
+    The rest is what only the time model needs. What is None there is as access.py has it for the op.
+    `work` is for kernels that do other work than arithmetic and memory traffic; these have no rereads and compute no
     indices."""
     specs = (*call.inputs, *call.outputs)
     if not any(spec.is_floating for spec in specs):

@@ -2,9 +2,9 @@
 
 A collective runs on the stream that NCCL's process group would use. If the program may wait for it (`async_op=True`),
 it runs on a stream of its group, after all that the current stream was given so far; else on the current stream.
-Collectives of one group run one after another. A stream waits for events, at `wait_tensor` and at `Work.wait`. Also, a
-kernel waits for kernels of other streams that write what it reads; so waits in C++ (DDP's reducer), which nobody
-records, take effect where the data is used.
+Collectives of one group run one after another. A stream waits for events, at `wait_tensor` and at `Work.wait`. A kernel
+also waits for kernels of other streams that write what it reads: so the waits of C++ code (DDP's reducer), which are
+not recorded, take effect where the data is used.
 
 Not modelled: kernels of several streams that slow each other down, collectives that share a link.
 """

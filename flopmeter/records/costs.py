@@ -52,7 +52,7 @@ class Region(NamedTuple):
     hand to one another, and that is gone when the op is done.
     """
 
-    spec: TensorSpec | None  # None: passes beside the first, and what stays within the kernel
+    spec: TensorSpec | None  # None: bytes of no one tensor, as of several passes or of a fused kernel
     nbytes: int  # fewer than the tensor's where only a part is touched, or where other regions hold the rest
 
 
@@ -97,7 +97,7 @@ class Cost:
 
     @property
     def link_bytes(self) -> int:
-        """That it copies between host and device."""
+        """Bytes that it copies between host and device."""
         return self.work.link_bytes if isinstance(self.work, HostCopy) else 0
 
     @property

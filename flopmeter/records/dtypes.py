@@ -84,7 +84,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def item_bytes_of(name: str) -> float:
-    """Bytes of an element of a type, or of a type of torch's that has no entry here: nothing computes in those."""
+    """Bytes of an element of a type. One without an entry here is a name of torch's: nothing computes in those."""
     if name in DTYPES:
         return DTYPES[name].item_bytes
     dtype: torch.dtype = getattr(torch, name)

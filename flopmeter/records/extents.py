@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 from math import gcd, prod
 from typing import NamedTuple
 
-_ORIGINS = 8  # so many starts of the rows of a grid are tried; for slices of one tensor the first is right
+_ORIGINS = 8  # how many starts of a grid's rows are tried; for slices of one tensor the first is right
 
 Dim = tuple[int, int]  # (step, count): count elements, each a step after the one before
 

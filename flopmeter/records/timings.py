@@ -27,14 +27,14 @@ class Timing(NamedTuple):
     memory_seconds: float
     work_seconds: float  # both with their overlap: from the larger to the sum
     floor_seconds: float  # ramp and drain: the time of a kernel without work
-    wait_seconds: float  # that the device was idle before this kernel, waiting for the host
+    wait_seconds: float  # time in which the device was idle before this kernel, waiting for the host
     start_seconds: float
     kernel_class: str  # which has an error band (timing/bands.py)
     enqueued_seconds: float  # when the host has launched it, on the same clock as start_seconds
     stream: int = 0  # 0: the one that computes
-    link_wait_seconds: float = 0.0  # that its stream was idle after the launch, waiting for other streams
+    link_wait_seconds: float = 0.0  # time in which its stream was idle after the launch, waiting for other streams
     is_collective: bool = False
-    joules: float = 0.0  # that the work takes, in addition to what the device draws all the time
+    joules: float = 0.0  # for the work, in addition to what the device draws all the time
 
     @property
     def seconds(self) -> float:

@@ -45,7 +45,7 @@ def all_true(call: Call) -> Cost:
 
 @rule(aten._pack_padded_sequence)
 def pack_padded(call: Call) -> tuple[Cost, ...]:
-    """The steps that every sequence still has are cut out, then joined. How often they get fewer is data: the cuts are
+    """The steps that every sequence still has are cut out, then joined. How often sequences end is data: the cuts are
     taken as one copy."""
     packed = call.outputs[0]
     joined = make_cost(call, MOVEMENT, read=[packed], written=[packed])

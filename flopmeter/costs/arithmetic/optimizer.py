@@ -123,7 +123,7 @@ def foreach_clone(call: Call) -> Cost:
 
 @rule(aten._foreach_mm)
 def foreach_mm(call: Call) -> Cost:
-    """The product of each pair."""
+    """The matmul of each pair."""
     pairs = zip(call.argument("self"), call.argument("mat2"), strict=True)
     return make_contraction(call, [Matmul(1, a.shape[0], b.shape[1], a.shape[1]) for a, b in pairs])
 

@@ -177,7 +177,7 @@ def dist(call: Call) -> Cost:
 
 @rule(aten._cdist_forward)
 def cdist(call: Call) -> Cost | tuple[Cost, ...]:
-    """All pairs of rows. The Euclidean distance of more than 25 rows goes through a product, unless
+    """All pairs of rows. The Euclidean distance of more than 25 rows goes through a matmul, unless
     `compute_mode` is 2; where it is 1, that of few rows does too."""
     x, y = call.inputs
     mode = call.argument("compute_mode")
@@ -190,7 +190,7 @@ def cdist(call: Call) -> Cost | tuple[Cost, ...]:
 
 @rule(aten._euclidean_dist)
 def euclidean_dist(call: Call) -> tuple[Cost, ...]:
-    """|x|² + |y|² - 2x·y: torch appends the squared norms (2 an element) to -2x and y, so that one product of
+    """|x|² + |y|² - 2x·y: torch appends the squared norms (2 an element) to -2x and y, so that one matmul of
     depth + 2 gives the sum, then clamps and takes the root."""
     (x, y), (out,) = call.inputs, call.outputs
     depth = x.shape[-1]

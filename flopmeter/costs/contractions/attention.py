@@ -1,6 +1,6 @@
 """Fused attention: q, k, v in, output and log-sum-exp out; the scores never leave the chip.
 
-FLOPs are 2·B·H·Sq·Sk·(D + Dv) by *query* heads over the full square (the softmax between the products is
+FLOPs are 2·B·H·Sq·Sk·(D + Dv) by *query* heads over the full square (the softmax between the matmuls is
 left out, as torch's counter does). Under a causal mask or a window the invisible part is `masked_flops`.
 Keys and values are read at their own, grouped, head count: the touched-bytes law sees to that.
 """
@@ -110,7 +110,7 @@ def _forward(call: Call, backend: AttentionBackend, square: AttentionShape, mask
 
 
 def _backward(call: Call, backend: AttentionBackend, square: AttentionShape, mask: Mask) -> Cost:
-    """Five products: the scores again (recomputed, since they were not kept), then dv = p^T @ do,
+    """Five matmuls: the scores again (recomputed, since they were not kept), then dv = p^T @ do,
     dp = do @ v^T, dq = ds @ k, dk = ds^T @ q. That is 2.5x the forward pass where D = Dv."""
     shape = square._replace(mask=mask, is_backward=True)
     squares, queries, keys = shape.sequences * shape.heads, shape.queries, shape.keys
@@ -172,8 +172,8 @@ def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
 
 
 def _of_library(call: Call, lengths: str, longest_query: str, longest_key: str) -> AttentionShape:
-    """Heads come third. Of packed sequences a trace knows the tokens and the longest only: they are counted as
-    if all were as long, each token against the longest row of keys."""
+    """Heads come third. Of packed sequences a trace knows only the number of tokens and the longest length. All are
+    counted as that long, each token against the longest row of keys."""
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
     heads, depth = q.shape[-2:]
     starts = call.argument(lengths)

@@ -1,4 +1,4 @@
-"""Convolutions, forward and backward: an implicit product of 2·M·N·K, the bias, and the copies that a layout costs."""
+"""Convolutions, forward and backward: an implicit matmul of 2·M·N·K, the bias, and the copies that a layout costs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _GENERAL = (aten.convolution, aten._convolution)  # they say whether it is trans
     aten.mkldnn_convolution, aten.cudnn_convolution_transpose,
 )  # fmt: skip
 def convolution(call: Call) -> tuple[Cost, ...]:
-    """An implicit product of [output positions, (C_in/groups)·kernel] with the filters, per group.
+    """An implicit matmul of [output positions, (C_in/groups)·kernel] with the filters, per group.
 
     A transposed convolution does the same arithmetic with input and output exchanged. The full kernel is
-    counted at the border, padding included. cuDNN reads what is dense in its layout, which others are copied
-    to, and leaves the bias to a kernel of its own.
+    counted at the border, padding included. cuDNN reads operands that are dense in its
+    layout; others are copied to that layout first. The bias is added by a kernel of its own.
     """
     x, weight = call.inputs[:2]
     (out,) = call.outputs
@@ -53,7 +53,7 @@ def _bias(call: Call, out: TensorSpec, bias: TensorSpec) -> Cost:
 
 @rule(aten.cudnn_convolution_relu, aten.cudnn_convolution_add_relu)
 def convolution_relu(call: Call) -> Cost:
-    """One kernel: the product, alpha·z where there is one, the bias and ReLU (0)."""
+    """One kernel: the matmul, alpha·z where there is one, the bias and ReLU (0)."""
     x, weight, *rest = call.inputs
     (out,) = call.outputs
     adds = (len(call.inputs) - 2) * out.numel
@@ -67,7 +67,7 @@ def convolution_relu(call: Call) -> Cost:
 
 @rule(aten.convolution_backward)
 def convolution_backward(call: Call) -> tuple[Cost, ...]:
-    """The gradients of input and filters are one product each, of the forward's size; that of the bias
+    """The gradients of input and filters are one matmul each, of the forward's size; that of the bias
     is a sum over everything but the channels."""
     grad, x, weight = call.inputs[:3]
     transposed = call.argument("transposed")
@@ -120,7 +120,7 @@ class _ConvolutionLayout:
                 self.copies.append(_copy(call, spec, copy))
 
     def part(self, operand: TensorSpec, met: TensorSpec) -> TensorSpec | Region:
-        """What the product reads of an operand: as much as the filters meet."""
+        """What the matmul reads of an operand: as much as the filters meet."""
         copy = self._copied.get(operand)
         return met if copy is None else Region(copy, met.nbytes)
 
@@ -131,7 +131,7 @@ def _copy(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:
 
 
 def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool, channels_last: bool) -> Convolution:
-    """What the time model needs beside the product; `anchor` has the positions that meet the whole kernel."""
+    """What the time model needs beside the matmul; `anchor` has the positions that meet the whole kernel."""
     _, channels, *kernel = weight.shape
     steps = (*call.argument("stride"), *call.argument("dilation"))
     is_unit_step = not transposed and all(step == 1 for step in steps)

@@ -54,7 +54,7 @@ class _Layer(NamedTuple):
 
 @rule(aten._native_multi_head_attention)
 def multi_head_attention(call: Call) -> tuple[Cost, ...]:
-    """One product for q, k and v, the attention, and the output's product."""
+    """One matmul for q, k and v, the attention, and the output's matmul."""
     query, key = call.argument("query"), call.argument("key")
     same = query == key == call.argument("value")
     batch, queries, width = query.shape
@@ -65,7 +65,7 @@ def multi_head_attention(call: Call) -> tuple[Cost, ...]:
 
 @rule(aten._transformer_encoder_layer_fwd)
 def transformer_encoder_layer(call: Call) -> tuple[Cost, ...]:
-    """Attention, residual, norm, two products with the activation in the first one's epilogue, residual, norm
+    """Attention, residual, norm, two matmuls with the activation in the first one's epilogue, residual, norm
     (norms first where `norm_first`: the same kernels)."""
     x, hidden = call.argument("src"), call.argument("ffn_weight_1").shape[0]
     if len(x.shape) == 2:  # unbatched
@@ -91,7 +91,7 @@ def masked_softmax(call: Call) -> Cost:
 
 def _attend(layer: _Layer, *, fuses: bool, same: bool) -> tuple[Cost, ...]:
     """Self-attention of heads that are multiples of 8 fuses. Else the scores are kept: bias and scale of q, k
-    and v, product, softmax, product, then the output's product."""
+    and v, matmul, softmax, matmul, then the output's matmul."""
     rows, width = layer.batch * layer.queries, layer.width
     projected = layer.linear(rows, width, width)
     if fuses and width // layer.heads % 8 == 0:

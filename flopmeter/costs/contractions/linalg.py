@@ -2,7 +2,7 @@
 
 Sources: L41 is LAPACK Working Note 41 (Blackford and Dongarra, 'Quick Installation Guide for LAPACK', operation
 counts); GvL is Golub and Van Loan, 'Matrix Computations', 4th ed. What iterates (eigenvalues, singular values)
-is counted as there. They are products in blocks, so their class is contraction, but no library runs them on the
+is counted as there. They are matmuls of blocks, so their class is contraction, but no library runs them on the
 matrix units at reduced precision: they carry no MACs and are timed as multiply-adds of the vector units.
 """
 
@@ -69,7 +69,7 @@ _PER_MATRIX: dict[OpOverloadPacket, Callable[[int, int], int]] = {
     # V sqrt(L) V^T from the eigenvalues and vectors; U = W V^T and H = V S V^T from the reduced SVD W S V^T.
     aten.linalg_matrix_sqrth: lambda _, n: eigh_flops(n, vectors=True) + 2 * n**3,
     aten.linalg_polar: lambda m, n: svd_flops(m, n, vectors=True) + 2 * n**3 + 2 * m * n**2,
-    # Taylor of degree 18 in five products (Bader, Blanes and Casas, 2019); the squarings depend on the norm.
+    # Taylor of degree 18 in five matmuls (Bader, Blanes and Casas, 2019); the squarings depend on the norm.
     aten.linalg_matrix_exp: lambda _, n: 5 * 2 * n**3,
 }
 

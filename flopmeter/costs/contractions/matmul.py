@@ -1,4 +1,4 @@
-"""Matrix products: 2·M·N·K each."""
+"""Matmuls: 2·M·N·K each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def bmm(call: Call) -> Cost:
 
 @rule(aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_)
 def addmm(call: Call) -> Cost:
-    """beta·bias + alpha·(a @ b): the product, then per output one add and one multiply for each of
-    alpha and beta that is not 1. cuBLAS does it in the product's epilogue."""
+    """beta·bias + alpha·(a @ b): the matmul, then per output one add and one multiply for each of
+    alpha and beta that is not 1. cuBLAS does it in the matmul's epilogue."""
     return _scaled_sum(call, _product(*call.inputs[1:3]))
 
 
@@ -42,7 +42,7 @@ def addmm_activation(call: Call) -> Cost:
 
 @rule(aten.addbmm, aten.addbmm_)
 def addbmm(call: Call) -> Cost:
-    """beta·input + alpha·sum over the batch of (a @ b): one product whose depth is batch·k."""
+    """beta·input + alpha·sum over the batch of (a @ b): one matmul whose depth is batch·k."""
     a, b = call.inputs[1:3]
     batch, m, k = a.shape
     return _scaled_sum(call, Matmul(1, m, b.shape[-1], batch * k))
@@ -77,8 +77,8 @@ def addr(call: Call) -> Cost:
 
 @rule(aten._trilinear)
 def trilinear(call: Call) -> Cost:
-    """Sums over an index space that three tensors span, each broadcast over its `expand` dimensions (bilinear
-    layers): the first two are multiplied over what the third lacks, the result with the third over the rest."""
+    """Bilinear layers: three tensors, each broadcast over its `expand` dimensions, are multiplied and summed. First the
+    first two, over the dimensions that the third lacks; then their result and the third."""
     first, second, third = (
         _unsqueezed(spec.shape, call.argument(f"expand{i}")) for i, spec in enumerate(call.inputs, 1)
     )
@@ -105,7 +105,7 @@ def _unsqueezed(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...
 
 
 def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcendentals: int = 0) -> Cost:
-    """The product and beta·input + alpha·product. With beta 0 the input is not even read."""
+    """The matmul and beta·input + alpha·matmul. With beta 0 the input is not read."""
     operands = call.inputs[1:3]
     beta, alpha = call.argument("beta"), call.argument("alpha")
     add, multiply = (COMPLEX_ADD, COMPLEX_MULTIPLY) if _is_complex(call) else (1, 1)

@@ -1,7 +1,7 @@
-"""Products of fp8, fp4 and int8 operands, of packed weights, of groups and of 2:4 sparse matrices.
+"""Matmuls of fp8, fp4 and int8 operands, of packed weights, of groups and of 2:4 sparse matrices.
 
-They are priced by the type of the first operand, which decides the unit: an fp8 product that writes bf16 is an
-fp8 product, and weights packed to int4 or int8 under bf16 activations are a bf16 product that reads fewer bytes.
+They are priced by the type of the first operand, which decides the unit: an fp8 matmul that writes bf16 is an
+fp8 matmul, and weights packed to int4 or int8 under bf16 activations are a bf16 matmul that reads fewer bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def scaled_addmm(call: Call) -> Cost:
 
 @rule(aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2)
 def grouped_mm(call: Call) -> Cost:
-    """One product a group. `offs` splits the rows of a 2-D `self` (tokens of an expert), the columns of a 2-D
+    """One matmul a group. `offs` splits the rows of a 2-D `self` (tokens of an expert), the columns of a 2-D
     `mat2`, or their common depth where both are 2-D. What belongs to no group or to an empty one is not touched."""
     a, b, out = call.inputs[0], call.inputs[1], call.outputs[0]
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1] * _packed(a)
@@ -115,7 +115,7 @@ def int4_weight_mm(call: Call) -> Cost:
 
 @rule(aten._sparse_semi_structured_mm, aten._sparse_semi_structured_linear, aten._cslt_sparse_mm)
 def semi_structured_mm(call: Call) -> Cost:
-    """2:4 sparsity: of each four weights two are stored and multiplied, so half the dense product."""
+    """2:4 sparsity: of each four weights two are stored and multiplied, so half the dense matmul."""
     out = call.outputs[0]
     is_linear = call.func.overloadpacket is aten._sparse_semi_structured_linear
     dense = call.inputs[0] if is_linear else call.argument("dense_B" if _is_cslt(call) else "mat2")

@@ -15,7 +15,7 @@ from flopmeter.torch_names.operators import aten
 
 
 class Cell(NamedTuple):
-    """What one step of a network does for each hidden unit, beside the products and the biases."""
+    """What one step of a network does for each hidden unit, beside the matmuls and the biases."""
 
     gates: int
     flops: int
@@ -24,7 +24,7 @@ class Cell(NamedTuple):
 
 
 # A sigmoid is 4 with one exp. LSTM: 3 sigmoids, 2 tanh, c' = f·c + i·g (3), h = o·tanh(c') (1), and 4 sums of
-# the two products. GRU: 2 sigmoids, tanh(n + r·m) (3), n + z·(h - n) (3), 2 sums. Plain: one sum, tanh or relu.
+# the two matmuls. GRU: 2 sigmoids, tanh(n + r·m) (3), n + z·(h - n) (3), 2 sums. Plain: one sum, tanh or relu.
 # Backward is counted on CUDA's cell kernels (aten/src/ATen/native/cuda/RNN.cu).
 LSTM = Cell(4, 4 + 3 * 4 + 2 + 3 + 1, 5, 23)
 GRU = Cell(3, 2 + 2 * 4 + 3 + 3, 3, 16)
@@ -54,7 +54,7 @@ def cudnn_rnn(call: Call) -> Cost:
 
 @rule(aten._cudnn_rnn_backward)
 def cudnn_rnn_backward(call: Call) -> Cost:
-    """One product for the gradient of the inputs and states, which the recurrence needs always, and one for
+    """One matmul for the gradient of the inputs and states, which the recurrence always needs, and one for
     that of the weights where the output mask asks for it. Reads the reserve that forward wrote."""
     cell, weights = _BY_CUDNN_MODE[call.argument("mode")], call.argument("weight")
     tokens = _tokens(call)
@@ -88,7 +88,7 @@ def mkldnn_rnn_layer(call: Call) -> Cost:
 
 @rule(aten.mkldnn_rnn_layer_backward)
 def mkldnn_rnn_layer_backward(call: Call) -> Cost:
-    """The gradients of inputs and weights: a product each."""
+    """The gradients of inputs and weights: a matmul each."""
     weights, x = call.inputs[1:5], call.inputs[0]
     tokens = x.shape[0] * x.shape[1]
     products = _products(weights, tokens)

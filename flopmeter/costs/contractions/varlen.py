@@ -60,8 +60,8 @@ def _of_flash(call: Call, func: OpOverload) -> Call:
 
 
 def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:
-    """The library's price, with the op's own traffic by the law; but of a paged cache, a pool that many sequences
-    share, what the pages of these hold."""
+    """The library's price, with the op's own traffic by the law. A paged cache is a pool that many sequences share:
+    only the pages of these sequences are read."""
     cost = library_rule(_of_flash(call, func))
     assert isinstance(cost, Cost)
     pages = _given(call, "block_table")

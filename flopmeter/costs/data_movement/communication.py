@@ -1,7 +1,7 @@
 """Collectives: what they read and write of this rank's memory, and what the group does together.
 
-Which op is which collective, and how large it is, says the table in records/collectives.py. Sums that a reduction makes
-are not counted: they are done in passing, at the rate of the links.
+The table in records/collectives.py says which op is which collective and how large it is. The additions of a reduction
+are not counted: the links bound it.
 """
 
 from __future__ import annotations

@@ -21,11 +21,13 @@ SELECT_OPERATIONS = 80
 def gather(call: Call) -> Cost:
     """Reads the elements that it returns, each once however often it is named, and the indices."""
     source, (out,) = call.inputs[0], call.outputs
+    is_compiled = call.func.overloadpacket is not aten.masked_select  # whose result has no known size
     selects_rows = call.func.overloadpacket in (aten.embedding, aten.index_select)
     return make_cost(
         call,
         INDEXING,
         read=(_rows(out.numel, source), *call.inputs[1:]),
+        access="gather" if is_compiled else None,
         index_operations=SELECT_OPERATIONS * out.numel if selects_rows else None,
     )
 
@@ -34,7 +36,7 @@ def gather(call: Call) -> Cost:
 def masked_gather(call: Call) -> Cost:
     """As a gather, with a fill value where the mask says so."""
     source, (out,) = call.inputs[0], call.outputs
-    return make_cost(call, INDEXING, read=(_rows(out.numel, source), *call.inputs[1:]))
+    return make_cost(call, INDEXING, read=(_rows(out.numel, source), *call.inputs[1:]), access="gather")
 
 
 @rule(aten.embedding_dense_backward)

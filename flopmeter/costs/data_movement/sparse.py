@@ -1,4 +1,4 @@
-"""Sparse (COO) gradients: what they hold is read, and of a dense tensor the elements that they name.
+"""Sparse (COO) gradients: all that they hold is read, but of a dense tensor only the elements that they name.
 
 These rules stand beside those of the same ops on dense tensors; one that is not here is uncounted.
 """

@@ -1,22 +1,21 @@
 """What torch.compile with inductor's defaults would make of a list of kernels.
 
 Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one
-kernel; products, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
+kernel; matmuls, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
 or cuDNN by default). roles.py says what fuses, graphs.py where a compiled graph ends, dataflow.py who reads
 what, layout.py which convolutions run channels-last, grouping.py which kernels become one, dequantize.py which
-casts of weights go into a product; here they are put together and priced.
+casts of weights go into a matmul; here they are put together and priced.
 
-A fused kernel reads each region from memory once and writes what is needed outside of it: what another kernel
-reads (a saved activation in backward), and what a Python object still holds after the graph has ended: a
-result of the graph, read or not. A value that nobody reads counts as a result if it outlived the graph's last
-kernel, so that a program may drop its output. FLOPs are conserved; bytes and kernels never grow.
+A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
+backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody
+reads counts as a result if it outlived the graph's last kernel, so that a program may drop its output.
+FLOPs are conserved; bytes and kernels never grow.
 
-Simplifications against inductor. The bias of an addmm stays with the product (inductor may move it into the
+Simplifications against inductor. The bias of an addmm stays with the matmul (inductor may move it into the
 element-wise kernel that follows; its bytes are a vector's). Foreach ops on lists of one length become one kernel
 (inductor splits it at 250 arguments, as eager PyTorch splits its own), and none with an op on single tensors. A
 normalization over other than the last dimensions stays one kernel (inductor: one for the statistics, one to apply
-them). An op in eager may be one kernel where
-inductor has two (the gradients of a layer norm's weights); it stays one.
+them). Where an eager op is one kernel and inductor has two (the gradients of a layer norm's weights), it stays one.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def _long_rereads(part: Cost) -> list[Reread]:
 
 
 def _of_library(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
-    """The kernel stays as it is, but torch/_inductor/fx_passes/pad_mm.py pads products where its benchmark says so."""
+    """The kernel stays as it is, but torch/_inductor/fx_passes/pad_mm.py pads matmuls where its benchmark says so."""
     cost, work = kernel.cost, kernel.cost.work
     if kernel.op.call.func.overloadpacket not in (aten.mm, aten.addmm, aten.bmm) or not isinstance(work, MatmulWork):
         return cost

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from flopmeter.launch.fusion.roles import Role, role_of
 from flopmeter.records import Cost, Kernel, Op, Region, TensorSpec
 
-# A storage of which more parts than this were written one by one (a cache filled token by token) is then
-# followed as a whole, so that long programs stay linear in their kernels.
+# A storage that is written in more parts than this (a cache filled token by token) is followed as a whole from then
+# on, so that the time for a long program stays linear in its kernels.
 MOST_REGIONS = 16
 MOST_SCRATCH = 16  # tensors that the kernels of one op hand to one another
 
@@ -125,7 +125,7 @@ def _write(flow: Flow, storages: defaultdict[int, _Followed], index: int, touch:
     befores += [reader for read, reader in followed.readers if is_crowded or _overlap(read, touch)]
     followed.readers = [] if is_crowded else [entry for entry in followed.readers if not _covers(touch, entry[0])]
     followed.last_reader = {}
-    if is_crowded:  # the newest value stands for the whole: whoever comes later comes after it, so after all
+    if is_crowded:  # the newest value stands for the whole: what comes after it comes after all
         spans = [touch, *(old.touch for old in followed.values)]
         value.touch = touch._replace(start=min(t.start for t in spans), stop=max(t.stop for t in spans))
     followed.values = [*remaining, value]

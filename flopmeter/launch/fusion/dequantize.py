@@ -1,10 +1,10 @@
 """Weights of 8 or 4 bits that compiled code casts inside of the matmul that reads them.
 
-A weight-only quantised layer casts its weight, and may scale it, for each product:
+A weight-only quantised layer casts its weight, and may scale it, for each matmul:
 `x @ (weight.to(x.dtype) * scale)`. For few rows, as in decoding, inductor makes one Triton kernel of that, which reads
 the narrow weight; the cast weight is never in memory. torch 2.1 to 2.5 do so by default (`mixed_mm`, chosen up to 32
 rows by the tree for A100 in torch/_inductor/autoheuristic), later ones with coordinate descent tuning for one row, as
-gpt-fast sets it, or with mode='max-autotune' (prologue fusion). For many rows a library's product on the cast weight
+gpt-fast sets it, or with mode='max-autotune' (prologue fusion). For many rows a library's matmul on the cast weight
 is faster.
 """
 
@@ -28,7 +28,7 @@ _NARROW = (torch.int8, torch.uint8)  # two numbers of 4 bits share an element
 
 
 def casts_inside(kernels: list[Kernel], flow: Flow, groups: Groups, traffic: Traffic) -> dict[int, int]:
-    """By the group that casts a weight: the product, by its place, that takes it in."""
+    """For each group that casts a weight, the place of the matmul that does the cast itself."""
     members: dict[int, list[int]] = {}
     for place in range(len(kernels)):
         members.setdefault(groups.of(place), []).append(place)
@@ -45,7 +45,7 @@ def casts_inside(kernels: list[Kernel], flow: Flow, groups: Groups, traffic: Tra
 
 
 def with_cast(product: Cost, cast: Iterable[Cost], bytes_read: int, bytes_written: int) -> Cost:
-    """The product's kernel, which reads what the cast read instead of what it wrote."""
+    """The matmul's kernel, which reads what the cast read instead of what it wrote."""
     left = bytes_written
     reads = []
     for region in product.reads:

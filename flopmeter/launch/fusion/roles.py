@@ -64,7 +64,6 @@ _WINDOWS = _packets("""
     upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward grid_sampler_2d im2col
 """)
-_GATHERS = _packets("embedding index_select gather take index")  # a load at a computed place; scatters are opaque
 _FALLBACKS = _packets("""
     randperm multinomial poisson binomial _sample_dirichlet _standard_gamma median nanmedian mode kthvalue
     cummax cummin logcumsumexp max_pool3d_with_indices_backward adaptive_max_pool2d_backward
@@ -107,7 +106,7 @@ def role_of(call: Call, cost: Cost) -> Role:
         return OPAQUE
     if packet in _WINDOWS:
         return Role(False, True, elements=elements)
-    if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or packet in _GATHERS:
+    if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or cost.access == "gather":  # a load at a computed place
         return Role(True, True, elements=elements)
     if cost.op_class == NORMALIZATION:
         return Role(True, True, _loops_of_normalization(call, cost, elements), elements)
@@ -118,8 +117,8 @@ def role_of(call: Call, cost: Cost) -> Role:
 
 
 def _is_for_library(cost: Cost) -> bool:
-    """A copy that a library's kernel reads, as of a slice that a convolution takes. It stays apart: the published
-    compiled times of mixnet, res2net and cspresnet (timm) fit that better than copies written by what comes before."""
+    """A copy that a library's kernel reads, such as that of a slice for a convolution. It stays apart: so the
+    published compiled times of mixnet, res2net and cspresnet (timm) fit better."""
     written = [region.spec for region in cost.writes if region.spec is not None]
     return bool(written) and all(spec.storage < 0 for spec in written)
 

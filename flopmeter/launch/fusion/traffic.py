@@ -54,9 +54,9 @@ class Traffic:
     def outlives_graph(self, value: Value) -> bool:
         """Whether the value has to be in memory when its graph has ended.
 
-        What a Python object holds at that time is a result of the graph. A local variable of the program's
-        forward function dies with the function, before the next graph runs its first op. So does
-        an output that the caller drops; what tells it from the local is that nobody read it.
+        What a Python object holds at that time is a result of the graph. A local variable of the forward function dies
+        with the function, before the next graph runs its first op. So does an output that the caller drops; but nobody
+        has read that one.
         """
         graph = self._graphs[value.kernel]
         if value.is_pinned:
