@@ -190,6 +190,9 @@ def cuda_trace(**changes):
     return {"schemaVersion": 1, "deviceProperties": devices, "traceEvents": events, **changes}
 
 
+SHAPES_OF_ADDMM = (512, 1024), (4096, 1024), (4096,)
+
+
 @pytest.fixture
 def cuda_path(tmp_path):
     path = tmp_path / "cuda.json.gz"
@@ -208,6 +211,17 @@ def test_the_kernels_of_a_gpu_are_joined_to_their_ops(cuda_path):
     assert rows["addmm"].floor_seconds == pytest.approx(2 * 512 * 1024 * 4096 / 312e12, rel=0.05)
     assert rows["relu"].floor_seconds == pytest.approx(2 * 512 * 4096 * 2 / 2039e9)
     assert found.rows[0].name == "copy_"
+
+
+def test_a_kernel_is_predicted_as_in_a_report(cuda_path):
+    """All of it: also the time in which a product waits for its first loads and last stores."""
+    device = A100.at_boost()
+    (addmm,) = (row for row in flopmeter.check(cuda_path, device).rows if row.name == "addmm")
+    x, weight, bias = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in SHAPES_OF_ADDMM)
+    with torch.inference_mode(), FlopMeter(device) as meter:
+        torch.addmm(bias, x, weight.t())
+    (timing,) = meter.report().timings
+    assert addmm.predicted_seconds == pytest.approx(timing.seconds)
 
 
 def test_a_copy_from_the_host_is_held_against_the_link(cuda_path):

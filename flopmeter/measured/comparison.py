@@ -249,7 +249,7 @@ def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardwa
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
         return _Prediction(name, shapes, NO_KERNEL, "", dispatch, 0.0, 0, 0, 0, 0)
     price = cpu.price if device.is_cpu else kernels.price
-    seconds = [price(cost, device, switches).busy.work_seconds + device.kernel_floor_seconds for cost in costs]
+    seconds = [price(cost, device, switches).busy.seconds + device.kernel_floor_seconds for cost in costs]
     longest = costs[seconds.index(max(seconds))]
     return _Prediction(
         name=name,
