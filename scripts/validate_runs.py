@@ -28,8 +28,8 @@ from flopmeter.records import Cost, Kernel
 from flopmeter.timing import Host, time_run, uncertainty
 
 PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI250X (1 GCD)": "mi250x-gcd"}
-# Watts, where a line's GPU does not say them. optimum-benchmark's machine, hf-dgx-01, is taken to be a DGX Station A100,
-# whose four SXM4 modules are limited to 275 W (nvidia-smi): Hugging Face's scripts of the time skip a 'NVIDIA DGX
+# Watts, where a line's GPU does not say them. optimum-benchmark's machine, hf-dgx-01, is taken to be a DGX Station
+# A100, whose four SXM4 modules are limited to 275 W (nvidia-smi): Hugging Face's scripts of the time skip a 'NVIDIA DGX
 # Display', which only that machine has.
 LIMITS_W = {"HF optimum-benchmark": 275}
 # Of transformers' docs: T4, V100 and A100 in a cloud, whose virtual Xeons are slower than a DGX's CPU; torch 2.0.1.

@@ -266,6 +266,30 @@ def test_tf32_is_told_by_the_name_of_the_kernel(tmp_path):
     assert tf32 == pytest.approx(2 * 4096**3 / 156e12, rel=0.03)
 
 
+def test_an_ampere_kernel_on_an_h100_is_told_by_its_name(tmp_path):
+    """[4096, 4096] squared in bf16 by `mma` takes no less than at .63 of 989 TFLOP/s; what could be won is the same."""
+    trace = cuda_trace(deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85_000_000_000}])
+    addmm, kernel = trace["traceEvents"][2], trace["traceEvents"][10]
+    addmm["args"]["Input Dims"] = [[4096], [4096, 4096], [4096, 4096], [], []]
+    addmm["args"]["Input Strides"] = [[1], [4096, 1], [4096, 1], [], []]
+    rows, notes = {}, {}
+    for name in (
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
+        "cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_64x3_tn",
+    ):
+        kernel["name"] = name
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps(trace))
+        found = flopmeter.check(path)
+        rows[name] = next(row for row in found.rows if row.name == "addmm")
+        notes[name] = "Ampere's instructions" in found.render()
+    newer, older = rows.values()
+    least = 2 * 4096**3 / (0.63 * 989.4e12)
+    assert newer.predicted_seconds < least < older.predicted_seconds
+    assert newer.floor_seconds == older.floor_seconds
+    assert list(notes.values()) == [False, True]
+
+
 # --- formats, errors, the command ----------------------------------------------------------------------------------
 
 
