@@ -33,13 +33,16 @@ def attentions(lines: list[Line]) -> dict[str, list[Row]]:
         row = kernel_row(line["kernel_source"], line, program_of(line), _shape_of(line), "eager-cudagraph")
         phase = line["phase"]
         least = f"at least {LONG_SECONDS[phase] * 1e6:.0f} µs"
-        kind = least if measured >= LONG_SECONDS[phase] else "shorter"
-        if float(line["window_size"]) or _is_mislabelled(line):
-            kind = "with a window" if float(line["window_size"]) else "with a window that is not in the row"
+        is_short = measured < LONG_SECONDS[phase]
+        kind = "shorter" if is_short else least
+        if float(line["window_size"]):
+            kind = f"with a window, {kind}"
+        elif _is_mislabelled(line):
+            kind, is_short = "with a window that is not in the row", False
         tables.setdefault(f"attention, {NAMES[phase]}, {kind}", []).append(row)
-        if kind == "shorter" and phase != "encoder":
+        if is_short and phase != "encoder":
             whole = kernel_row(line["kernel_source"], line, wrapper_of(line), _shape_of(line), "eager-cudagraph")
-            tables.setdefault(f"attention, {NAMES[phase]}, shorter, with cache and plan", []).append(whole)
+            tables.setdefault(f"attention, {NAMES[phase]}, {kind}, with cache and plan", []).append(whole)
     return dict(sorted(tables.items()))
 
 

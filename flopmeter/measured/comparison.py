@@ -216,7 +216,7 @@ class _Pricer:
         if _sharers(self.device, self.profile.ranks) > 1:
             yield "assumed: ranks copy from the host at the same time, over a link that their devices share"
         if any(key[-1] for key, _ in self._predictions()):
-            yield "kernels with Ampere's instructions, by their names, are priced as such: they reach .63 of the peak here"
+            yield "kernels with Ampere's instructions, by their names, are priced as such: .63 of the peak here"
         if self.profile.is_cuda:
             yield "measured: the time of an op's kernels; predicted: the same, without launching them"
         else:
