@@ -72,7 +72,7 @@ def _matmuls(cost: Cost, hardware: Hardware, peak: Peak, cached_bytes: float) ->
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, library.overlap_exponent)), "product"
     if cost.op_class == ATTENTION:
-        return attention(cost, hardware, peak), "attention"
+        return attention(cost, hardware, peak, cached_bytes), "attention"
     rates = Rates(
         peak.sustained_flop_per_s,
         max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),
