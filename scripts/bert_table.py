@@ -155,7 +155,7 @@ def as_in_2020(report: Report) -> list[Timed]:
 
 def _layer_norm_seconds(cost: Cost, report: Report) -> float:
     return sum(
-        price(part, report.hardware, report.switches).busy.work_seconds + report.hardware.kernel_floor_seconds
+        price(part, report.hardware, report.switches).busy.seconds + report.hardware.kernel_floor_seconds
         for part in layer_norm_of_2020(cost)
     )
 

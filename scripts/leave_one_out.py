@@ -127,9 +127,7 @@ def mean_errors(rows: list[Measured], devices: Mapping[str, Hardware], operation
     for row in rows:
         device = devices[row.gpu]
         costs = row.costs if operations is None else [_combining_in(operations, cost) for cost in row.costs]
-        predicted = sum(
-            price(cost, device, row.switches).busy.work_seconds + device.kernel_floor_seconds for cost in costs
-        )
+        predicted = sum(price(cost, device, row.switches).busy.seconds + device.kernel_floor_seconds for cost in costs)
         errors[row.operator, row.gpu].append(abs(predicted / row.seconds - 1))
     return {key: fmean(values) for key, values in errors.items()}
 

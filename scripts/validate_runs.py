@@ -8,6 +8,7 @@ ResNet-50.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -19,7 +20,7 @@ from measured_programs import Int4Linear, Int8Linear, NanoGPT, quantise
 from torch import nn
 from validate import Line, Row, roofline_seconds
 
-from flopmeter import FlopMeter, Report, load_hardware, on_meta
+from flopmeter import FlopMeter, Hardware, Report, load_hardware, on_meta
 from flopmeter.costs.index_arithmetic import cat_operations
 from flopmeter.launch.modes import Mode
 from flopmeter.models import BUILTINS
@@ -27,6 +28,10 @@ from flopmeter.records import Cost, Kernel, VectorWork
 from flopmeter.timing import Host, time_run, uncertainty
 
 PROFILES = {"A100": "a100-sxm4-80gb", "V100": "v100-sxm2-16gb", "T4": "t4", "MI250X (1 GCD)": "mi250x-gcd"}
+# Watts, where a line's GPU does not say them. optimum-benchmark's machine, hf-dgx-01, is taken to be a DGX Station
+# A100, whose four SXM4 modules are limited to 275 W (nvidia-smi): Hugging Face's scripts of the time skip a 'NVIDIA DGX
+# Display', which only that machine has.
+LIMITS_W = {"HF optimum-benchmark": 275}
 # Of transformers' docs: T4, V100 and A100 in a cloud, whose virtual Xeons are slower than a DGX's CPU; torch 2.0.1.
 CLOUD_WITH_TORCH_2_0 = Host(relative_time=1.4, triton_launch_seconds=14e-6, source="a cloud's Xeon, torch 2.0")
 QUANTISED: dict[str, type[Int8Linear | Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}  # gpt-fast's layers
@@ -50,7 +55,7 @@ def uses_transformers(path: Path) -> bool:
 
 def _row(line: Line, metered: Metered) -> Row:
     meter, tokens = metered
-    device = load_hardware(_profile(line))
+    device = _device(line)
     mode = _mode(line)
     report = meter.report(hardware=device, mode=mode)
     if "torch 2.1" in line["other_config"]:
@@ -97,8 +102,12 @@ def _mode(line: Line) -> Mode:
     return "compiled" if line["mode"].startswith("compiled") else "eager"
 
 
-def _profile(line: Line) -> str:
-    return next(profile for start, profile in PROFILES.items() if line["gpu"].startswith(start))
+def _device(line: Line) -> Hardware:
+    """The GPU of the line, under the power limit that it ran with."""
+    device = load_hardware(next(name for start, name in PROFILES.items() if line["gpu"].startswith(start)))
+    said = re.search(r"\((\d+)W", line["gpu"])
+    limit_w = int(said[1]) if said else LIMITS_W.get(line["source"])
+    return replace(device, power_limit_w=limit_w) if limit_w else device
 
 
 def _meter(line: Line) -> Metered | None:
@@ -117,7 +126,7 @@ def _llama(line: Line) -> Metered | None:
     model = _llama_2_7b(torch.float16, "eager")
     if line["workload"].startswith("decode"):
         return _next_token(model, line, batch, cached=2 * prompt)
-    with torch.inference_mode(), FlopMeter(_profile(line)) as meter:
+    with torch.inference_mode(), FlopMeter(_device(line)) as meter:
         model(input_ids=_tokens(batch, prompt), use_cache=False).logits.float()  # in 4.35 a first cache took no copy
     return meter, 1
 
@@ -145,7 +154,7 @@ def _next_token(
         cache = model(input_ids=_tokens(batch, cached), use_cache=True).past_key_values
         if layer is not None:
             quantise(model, layer)
-        with FlopMeter(_profile(line)) as meter:
+        with FlopMeter(_device(line)) as meter:
             model(input_ids=_tokens(batch, 1), past_key_values=cache, use_cache=True)
     return meter, batch
 
@@ -165,7 +174,7 @@ def _gpt2(line: Line) -> Metered | None:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = "TF32" in line["dtype"]
     try:
-        with FlopMeter(_profile(line)) as meter:
+        with FlopMeter(_device(line)) as meter:
             with torch.autocast("cuda", torch.bfloat16, enabled=is_bf16):
                 loss = model(on_meta(tokens), on_meta(tokens))
             loss.backward()
@@ -184,14 +193,14 @@ def _vision(line: Line) -> Metered:
     with torch.device("meta"):
         model = getattr(transformers, name)(getattr(transformers, config)(**changes)).eval()
         images = torch.empty(int(line["batch"]), 3, size, size)
-    with torch.inference_mode(), FlopMeter(_profile(line), host=CLOUD_WITH_TORCH_2_0) as meter:
+    with torch.inference_mode(), FlopMeter(_device(line), host=CLOUD_WITH_TORCH_2_0) as meter:
         model(pixel_values=images)
     return meter, 1
 
 
 def _resnet(line: Line) -> Metered:
     model, inputs = BUILTINS["resnet-50"](batch=int(line["batch"]), dtype=torch.float32)
-    with torch.inference_mode(), FlopMeter(_profile(line)) as meter:
+    with torch.inference_mode(), FlopMeter(_device(line)) as meter:
         with torch.autocast("cuda", torch.float16, enabled="AMP" in line["dtype"]):
             model.eval()(*inputs)
     return meter, 1

@@ -1,5 +1,6 @@
 """Watts, joules and the clock of a run: laws that hold for any device, and figures by hand."""
 
+import operator
 from itertools import pairwise
 
 import pytest
@@ -91,14 +92,19 @@ def test_a_long_run_of_products_on_an_h200_is_held_by_its_power():
     assert burst.watts > 700  # which no controller lets last
 
 
-def test_half_of_the_run_idle_leaves_the_clock_up():
-    """The average over the run decides, not the power while a kernel runs."""
+def test_a_kernel_meets_the_limit_whatever_runs_beside_it():
+    """Neither idle time nor kernels that draw less make up for a product; they keep the boost clock."""
     alone = report_of(products())
-    kernel = alone.kernel_seconds / 8
-    shared = report_of(products(), host=Host(launch_seconds=2 * kernel))
+    waiting = report_of(products(), host=Host(launch_seconds=alone.kernel_seconds / 4))
+    assert waiting.idle_seconds > 0.4 * waiting.seconds
+    assert waiting.kernel_seconds == alone.kernel_seconds
+    mixed = report_of(lambda: (products()(), streams()()))
+    clocks = [timing.clock for timing in mixed.timings]
+    assert clocks == [alone.timings[0].clock] * 8 + [1.0] * 8
+    work = [timing.work_seconds for timing in mixed.timings]
+    assert mixed.clock.ratio == pytest.approx(sum(map(operator.mul, clocks, work)) / sum(work))
     assert alone.clock.ratio < 0.95
-    assert shared.clock.ratio == 1.0
-    assert shared.kernel_seconds < alone.kernel_seconds
+    assert alone.clock.ratio < mixed.clock.ratio
 
 
 def test_memory_traffic_does_not_stretch_with_the_clock():

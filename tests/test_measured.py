@@ -190,6 +190,9 @@ def cuda_trace(**changes):
     return {"schemaVersion": 1, "deviceProperties": devices, "traceEvents": events, **changes}
 
 
+SHAPES_OF_ADDMM = (512, 1024), (4096, 1024), (4096,)
+
+
 @pytest.fixture
 def cuda_path(tmp_path):
     path = tmp_path / "cuda.json.gz"
@@ -208,6 +211,17 @@ def test_the_kernels_of_a_gpu_are_joined_to_their_ops(cuda_path):
     assert rows["addmm"].floor_seconds == pytest.approx(2 * 512 * 1024 * 4096 / 312e12, rel=0.05)
     assert rows["relu"].floor_seconds == pytest.approx(2 * 512 * 4096 * 2 / 2039e9)
     assert found.rows[0].name == "copy_"
+
+
+def test_a_kernel_is_predicted_as_in_a_report(cuda_path):
+    """All of it: also the time in which a product waits for its first loads and last stores."""
+    device = A100.at_boost()
+    (addmm,) = (row for row in flopmeter.check(cuda_path, device).rows if row.name == "addmm")
+    x, weight, bias = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in SHAPES_OF_ADDMM)
+    with torch.inference_mode(), FlopMeter(device) as meter:
+        torch.addmm(bias, x, weight.t())
+    (timing,) = meter.report().timings
+    assert addmm.predicted_seconds == pytest.approx(timing.seconds)
 
 
 def test_a_copy_from_the_host_is_held_against_the_link(cuda_path):
@@ -250,6 +264,30 @@ def test_tf32_is_told_by_the_name_of_the_kernel(tmp_path):
     plain, tf32 = floors.values()
     assert plain == pytest.approx(2 * 4096**3 / 19.5e12, rel=0.01)
     assert tf32 == pytest.approx(2 * 4096**3 / 156e12, rel=0.03)
+
+
+def test_an_ampere_kernel_on_an_h100_is_told_by_its_name(tmp_path):
+    """[4096, 4096] squared in bf16 by `mma` takes no less than at .63 of 989 TFLOP/s; what could be won is the same."""
+    trace = cuda_trace(deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85_000_000_000}])
+    addmm, kernel = trace["traceEvents"][2], trace["traceEvents"][10]
+    addmm["args"]["Input Dims"] = [[4096], [4096, 4096], [4096, 4096], [], []]
+    addmm["args"]["Input Strides"] = [[1], [4096, 1], [4096, 1], [], []]
+    rows, notes = {}, {}
+    for name in (
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
+        "cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_64x3_tn",
+    ):
+        kernel["name"] = name
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps(trace))
+        found = flopmeter.check(path)
+        rows[name] = next(row for row in found.rows if row.name == "addmm")
+        notes[name] = "Ampere's instructions" in found.render()
+    newer, older = rows.values()
+    least = 2 * 4096**3 / (0.63 * 989.4e12)
+    assert newer.predicted_seconds < least < older.predicted_seconds
+    assert newer.floor_seconds == older.floor_seconds
+    assert list(notes.values()) == [False, True]
 
 
 # --- formats, errors, the command ----------------------------------------------------------------------------------

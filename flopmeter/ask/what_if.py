@@ -75,18 +75,19 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
     """The same kernels with `times` as much of what bounds a run of that regime."""
     host = host or report.hardware.host
     if regime == "overhead":
-        return _priced(report, _clocked(report), _faster(host, times), _called_faster(report.launches, times))
+        return _priced(report, _unlimited(report), _faster(host, times), _called_faster(report.launches, times))
     if regime == "communication":
         assert report.cluster is not None  # else nothing is bound by it
         report = dataclasses.replace(report, cluster=_faster_links(report.cluster, times))
-        return _priced(report, _clocked(report), host, report.launches)
-    return _priced(report, _with_more(_clocked(report), regime, times), host, report.launches)
+        return _priced(report, _unlimited(report), host, report.launches)
+    return _priced(report, _with_more(_unlimited(report), regime, times), host, report.launches)
 
 
-def _clocked(report: Report) -> Hardware:
-    """The device at the clock of the run: a resource is asked for alone, without the power that it would need."""
+def _unlimited(report: Report) -> Hardware:
+    """A device whose kernels get no other clocks than they have: a resource is asked for alone, without the power that
+    it would need."""
     device = report.hardware
-    return device if report.clock.idle_watts is None else device.at_clock(report.clock.ratio)
+    return device if report.clock.idle_watts is None else device.at_boost()
 
 
 def _with_more(hardware: Hardware, regime: Regime, times: float) -> Hardware:
@@ -117,10 +118,15 @@ def _called_faster(launches: Launches, times: float) -> Launches:
 
 
 def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) -> Report:
+    """With each kernel at the clock that it has."""
+
+    def clock_of(number: int, _: float) -> float:
+        return report.timings[number].clock
+
     return dataclasses.replace(
         report,
         hardware=hardware,
         launches=launches,
-        timings=time_kernels(launches, hardware, report.switches, host, report.cluster),
+        timings=time_kernels(launches, hardware, report.switches, host, report.cluster, clock_of),
         host_seconds=host_seconds(launches, host),
     )

@@ -305,6 +305,10 @@ class Hardware(SchemaRecord):
             self, **scaled, achieved=achieved, boost_clock_mhz=mhz, memory_bandwidth_gb_per_s=bandwidth
         )
 
+    def at_boost(self) -> Hardware:
+        """The device at its boost clock, as if nothing limited its power."""
+        return dataclasses.replace(self.at_clock(1.0), tdp_w=None, power_limit_w=None, unverified=())
+
     def ridge_point(self, dtype: str) -> float:
         """The ridge point in FLOP/B: above it a matmul of `dtype` is compute-bound, by the datasheet."""
         return self.contraction_peak(dtype).flop_per_s / self.bandwidth_bytes_per_s

@@ -26,6 +26,7 @@ from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, HostCopy, Switches
 from flopmeter.report.quantities import in_ms
 from flopmeter.timing import cpu, kernels
+from flopmeter.timing.gemm_kernels import as_found_by
 from flopmeter.timing.timeline import op_seconds
 
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
@@ -123,9 +124,12 @@ class _Pricer:
             one.is_copy and any(way in one.name for way in _TO_OR_FROM_HOST) for one in launched
         )
         is_tf32 = any("tf32" in one.name.lower() for one in launched)  # as cuBLAS and cuDNN name their kernels
-        key = (event.name, event.inputs, crosses_link, is_tf32)
+        found = self.device
+        for one in launched:
+            found = as_found_by(one.name, found)
+        key = (event.name, event.inputs, crosses_link, is_tf32, found is not self.device)
         if key not in self._known:
-            self._known[key] = self._predicted(event, crosses_link, is_tf32)
+            self._known[key] = self._predicted(event, crosses_link, is_tf32, found)
         nanoseconds = self._measured(event)
         if isinstance(self._known[key], str):  # then what it called may be predicted, and the rest is its own
             for part in (op for child in event.children for op in find_ops(child)):
@@ -211,6 +215,8 @@ class _Pricer:
             yield "assumed: numbers and lists of them are the defaults, a dimension the last; the same trace tells none"
         if _sharers(self.device, self.profile.ranks) > 1:
             yield "assumed: ranks copy from the host at the same time, over a link that their devices share"
+        if any(key[-1] for key, _ in self._predictions()):
+            yield "kernels with Ampere's instructions, by their names, are priced as such: .63 of the peak here"
         if self.profile.is_cuda:
             yield "measured: the time of an op's kernels; predicted: the same, without launching them"
         else:
@@ -219,14 +225,14 @@ class _Pricer:
 
     # --- one call ---
 
-    def _predicted(self, event: OpEvent, crosses_link: bool, is_tf32: bool) -> _Prediction | str:
+    def _predicted(self, event: OpEvent, crosses_link: bool, is_tf32: bool, found: Hardware) -> _Prediction | str:
         try:
             arguments = arguments_of(event, self._dtype_in_lists)
             calls = self._recorded(arguments)
             costs = [cost for call in calls for cost in costs_of(call)]
             if crosses_link:
                 costs = [replace(cost, work=HostCopy(cost.bytes_written)) for cost in costs]
-            prediction = _priced(event, calls, costs, self.device, Switches(is_tf32, is_tf32, False))
+            prediction = _priced(event, calls, costs, self.device, found, Switches(is_tf32, is_tf32, False))
         except (NotRebuilt, HardwareError) as reason:
             return str(reason)
         if arguments.assumes_dtype:
@@ -240,7 +246,10 @@ class _Pricer:
         return [unrun] if unrun is not None else [op.call for op in self.meter.trace.ops[before:]]
 
 
-def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, switches: Switches) -> _Prediction:
+def _priced(
+    event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, found: Hardware, switches: Switches
+) -> _Prediction:
+    """`found`: the device as the kernels that ran find it; the floor is that of the device itself."""
     name = _short(event.name)
     inputs = calls[0].inputs if calls else ()
     shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
@@ -249,7 +258,7 @@ def _priced(event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardwa
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
         return _Prediction(name, shapes, NO_KERNEL, "", dispatch, 0.0, 0, 0, 0, 0)
     price = cpu.price if device.is_cpu else kernels.price
-    seconds = [price(cost, device, switches).busy.work_seconds + device.kernel_floor_seconds for cost in costs]
+    seconds = [price(cost, found, switches).busy.seconds + device.kernel_floor_seconds for cost in costs]
     longest = costs[seconds.index(max(seconds))]
     return _Prediction(
         name=name,

@@ -9,10 +9,10 @@ Clocks = Literal["sustained", "burst"]  # of a long run under the power limit, o
 
 
 class RunClock(NamedTuple):
-    """At which clock a run was priced, and what the device draws when it does nothing."""
+    """At which clocks a run was priced, and what the device draws when it does nothing."""
 
     clocks: Clocks
-    ratio: float  # of the boost clock, the same for the whole run
+    ratio: float  # of the boost clock, on average over the work of the kernels
     idle_watts: float | None  # None: nobody gave the device's power limit
     limit_watts: float | None
 
@@ -35,6 +35,7 @@ class Timing(NamedTuple):
     link_wait_seconds: float = 0.0  # time in which its stream was idle after the launch, waiting for other streams
     is_collective: bool = False
     joules: float = 0.0  # for the work, in addition to what the device draws all the time
+    clock: float = 1.0  # of the boost clock
 
     @property
     def seconds(self) -> float:

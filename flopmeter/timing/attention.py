@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import AttentionBackend, AttentionShape, AttentionWork, Cost, Mask
 from flopmeter.timing import constants
-from flopmeter.timing.bandwidth import cycles_to_seconds
+from flopmeter.timing.bandwidth import cache_bytes_per_s, cycles_to_seconds
 from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.matmul import Busy, fastest, overlap
 
@@ -44,22 +44,24 @@ class _Launch(NamedTuple):
     tile_scores: int
 
 
-def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak) -> Busy:
+def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, cached_bytes: float = 0.0) -> Busy:
     """The time of the kernel, or of both kernels where the keys are split.
 
-    `peak` is that of the type that the matmuls run in.
+    `peak` is that of the type that the matmuls run in. `cached_bytes`: of what it reads and writes, what the L2 cache
+    holds.
     """
+    bandwidth, on_cache = hardware.sustained_bandwidth_bytes_per_s, cache_bytes_per_s(hardware)
+    memory = (cost.bytes - cached_bytes) / bandwidth + cached_bytes / max(bandwidth, on_cache)
     launches = _launches(work.shape, work.backend, hardware, peak)
-    return fastest(_busy(launch, cost, work, hardware, peak) for launch in launches)
+    return fastest(_busy(launch, cost, work, hardware, peak, memory) for launch in launches)
 
 
-def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardware, peak: Peak) -> Busy:
+def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardware, peak: Peak, memory: float) -> Busy:
     shape = attends.shape
     masked_share = launch.grid.masked / max(launch.grid.tiles, 1)
     tile_seconds = launch.tile_scores * score_seconds(attends, cost.dtype, launch.kernel, masked_share, hardware, peak)
     compute = _grid_seconds(launch, tile_seconds, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
-    memory = cost.bytes / bandwidth
     cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks find no instructions in a cache
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
     elements = shape.sequences * shape.heads * shape.queries

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
+from flopmeter.timing import constants
 
 
 class GemmKernels(NamedTuple):
@@ -72,6 +73,21 @@ CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles
 
 _ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that `cp.async` came with
 _WARP_SPECIALIZED_MAJORS = (9, 10)  # data-centre Hopper and Blackwell; 12.0 has Ampere's `mma`
+
+
+# What the instructions of Ampere's kernels (`mma`, m16n8k16, and `wmma`) are in the names of CUTLASS and cuDNN.
+_AMPERE_INSTRUCTIONS = ("16816", "161616")
+
+
+def as_found_by(kernel_name: str, hardware: Hardware) -> Hardware:
+    """The device to the kernel of a library that has this name. cuBLAS takes Ampere's kernels on Hopper too, for small
+    products until its version 12.8; their instructions reach .63 of the peak there."""
+    capability = hardware.compute_capability
+    is_newer = capability is not None and capability[0] in _WARP_SPECIALIZED_MAJORS
+    if not is_newer or not any(shape in kernel_name for shape in _AMPERE_INSTRUCTIONS):
+        return hardware
+    rates = {dtype: constants.LEGACY_MMA_SHARE * rate for dtype, rate in hardware.matrix_tflop_per_s.items()}
+    return hardware.replace(compute_capability=_ASYNCHRONOUS_COPIES, matrix_tflop_per_s=rates)
 
 
 def gemm_kernels(hardware: Hardware, peak: Peak, *, convolves: bool = False) -> GemmKernels:

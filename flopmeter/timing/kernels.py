@@ -88,7 +88,7 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, library.overlap_exponent)), "product"
     if isinstance(work, AttentionWork):
-        return attention(cost, work, hardware, peak), "attention"
+        return attention(cost, work, hardware, peak, cached_bytes), "attention"
     rates = Rates(
         peak.sustained_flop_per_s,
         max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),

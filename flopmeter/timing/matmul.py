@@ -57,6 +57,11 @@ class Busy(NamedTuple):
     work_seconds: float
     latency_seconds: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """All of it; no kernel takes less than the device's kernel floor beside."""
+        return self.work_seconds + self.latency_seconds
+
 
 @functools.cache
 def _tiles(kernels: GemmKernels, least_side: int) -> list[tuple[int, int, float]]:

@@ -6,6 +6,7 @@ and waits for every kernel. Programs of many ranks run kernels and collectives o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from flopmeter.device.cluster import Cluster, cluster_of, price_collective
@@ -23,13 +24,15 @@ def time_kernels(
     switches: Switches,
     host: Host | None = None,
     cluster: Cluster | None = None,
+    clock_of: ClockOf | None = None,
 ) -> list[Timing]:
     """The timing of each kernel, in order. Without `host` the profile's host launches them; without `cluster`
-    collectives go over the links of the device's default cluster.
+    collectives go over the links of the device's default cluster. `clock_of` gives the clock of each kernel, as a share
+    of that of `hardware`; without it all have this clock.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
-    prices = _LaunchPrices(launches, hardware, switches, cluster)
+    prices = _LaunchPrices(launches, hardware, switches, cluster, clock_of)
     timings: list[Timing] = []
     enqueued = 0.0  # when the host has sent the kernel
     free: dict[int, float] = {}  # when each stream has finished its last one
@@ -37,7 +40,7 @@ def time_kernels(
     placements = launches.placements or [_ONE_STREAM] * len(launches.kernels)
     for number, (host_step, (stream, after)) in enumerate(zip(host_steps, placements, strict=True)):
         cost = launches.kernels[number].cost
-        work, ramp, kernel_class, bounds = prices(number)
+        work, ramp, kernel_class, bounds, clock = prices(number)
         enqueued += host_step
         idle_from = free.get(stream, 0.0)
         sent = max(enqueued, idle_from)
@@ -45,7 +48,7 @@ def time_kernels(
         idle = sent - idle_from if stream == DEFAULT_STREAM else 0.0  # another stream has nothing to do in between
         is_collective = cost.collective is not None
         times = (*bounds, work, ramp, idle, start)
-        timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective))
+        timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective, clock=clock))
         free[stream] = start + work + ramp
         if cost.blocks_host or hardware.is_cpu:
             enqueued = free[stream]
@@ -53,6 +56,7 @@ def time_kernels(
 
 
 _ONE_STREAM = Placement(0, ())
+ClockOf = Callable[[int, float], float]  # of a kernel's number, and how many of its bytes the cache holds
 
 
 class _Priced(NamedTuple):
@@ -60,15 +64,24 @@ class _Priced(NamedTuple):
     floor_seconds: float
     kernel_class: str
     bounds: tuple[float, float]  # compute and memory seconds
+    clock: float = 1.0
 
 
 class _LaunchPrices:
     """What each kernel of a run takes; equal costs are priced once."""
 
-    def __init__(self, launches: Launches, hardware: Hardware, switches: Switches, cluster: Cluster | None):
+    def __init__(
+        self,
+        launches: Launches,
+        hardware: Hardware,
+        switches: Switches,
+        cluster: Cluster | None,
+        clock_of: ClockOf | None,
+    ):
         self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
+        self._clock_of, self._devices = clock_of, {1.0: hardware}
         self._cached = [] if hardware.is_cpu else cached_bytes(launches.kernels, hardware.l2_cache_bytes)
-        self._known: dict[tuple[Cost, float], Price] = {}
+        self._known: dict[tuple[Cost, float, float], Price] = {}
 
     def __call__(self, number: int) -> _Priced:
         cost = self._launches.kernels[number].cost
@@ -77,20 +90,23 @@ class _LaunchPrices:
             kernel_class = BETWEEN_NODES if price.between_nodes else COMMUNICATION
             return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0))  # latency is part of the price
         cached = self._cached[number] if self._cached else 0.0
-        known = self._known.get((cost, cached))
+        clock = self._clock_of(number, cached) if self._clock_of else 1.0
+        known = self._known.get((cost, cached, clock))
         if known is None:
-            known = self._known[cost, cached] = self._priced(cost, cached)
+            known = self._known[cost, cached, clock] = self._priced(cost, cached, clock)
         (compute, memory, work, latency), kernel_class = known
         ramp = self._hardware.kernel_floor_seconds + latency
         if self._launches.graphs[number] is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
             ramp = max(ramp, self._launches.mode.node_seconds - work)
-        return _Priced(work, ramp, kernel_class, (compute, memory))
+        return _Priced(work, ramp, kernel_class, (compute, memory), clock)
 
-    def _priced(self, cost: Cost, cached: float) -> Price:
+    def _priced(self, cost: Cost, cached: float, clock: float) -> Price:
         if self._hardware.is_cpu:
             return cpu.price(cost, self._hardware, self._switches)
-        return kernels.price(cost, self._hardware, self._switches, cached)
+        if clock not in self._devices:
+            self._devices[clock] = self._hardware.at_clock(clock)
+        return kernels.price(cost, self._devices[clock], self._switches, cached)
 
 
 def end_seconds(timings: list[Timing], launches: Launches, host: Host) -> float:
