@@ -17,9 +17,10 @@ from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.launch import grouped_matmul as grouped
-from flopmeter.launch.fusion import NOTE
+from flopmeter.launch.fusion import NOTE, whole_program
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
 from flopmeter.records import Call, Clocks, Kernel, LaunchMode, Trace
+from flopmeter.report.ran import Ran, ran_of
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
 from flopmeter.timing import Host, host_seconds, time_run
@@ -42,6 +43,10 @@ DEFAULT_HARDWARE = "a100-sxm4-80gb"
 TOLD_IDLE_SHARE = 0.05  # of the wall-clock, from which on a report says what the host was taken to cost
 
 
+class EmptyProgramError(ValueError):
+    """Nothing ran under the meter."""
+
+
 class StreamError(ValueError):
     """The trace cannot be priced on this device, because it would run other ops there."""
 
@@ -60,13 +65,21 @@ class _Run:
     clocks: Clocks
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
+    ran: Ran
 
-    def in_mode(self, name: str) -> Report:
-        """Raises ValueError for an unknown mode."""
+    def in_mode(self, name: str, *, trace: Trace | None = None, is_one_graph: bool = False) -> Report:
+        """`trace`: another one than was metered, as advice makes them; memory stays that of the metered one.
+        `is_one_graph`: all that the program compiles is one region. Raises ValueError for an unknown mode."""
         if name not in tuple(MODES):
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-        mode, switches = MODES[name], self.trace.switches
-        run = launches(self.kernels, self.trace, mode, compiled_region(self.trace.ops))
+        kernels = self.kernels
+        if trace is None:
+            trace = self.trace
+        else:
+            kernels = grouped.on_device(kernels_of(trace), self.hardware)
+        mode, switches = MODES[name], trace.switches
+        region = whole_program if is_one_graph else compiled_region(trace.ops)
+        run = launches(kernels, trace, mode, region)
         timings, clock = time_run(run, self.hardware, switches, self.host, self.cluster, self.clocks)
         report = Report(
             launches=run,
@@ -81,6 +94,7 @@ class _Run:
             in_mode=self.in_mode,
             cluster=self.cluster,
             clock=clock,
+            ran=self.ran,
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
@@ -210,10 +224,15 @@ class FlopMeter:
     ) -> Report:
         """Price what was metered so far, on the meter's device and cluster or on others.
 
-        Raises StreamError if the other device would have run other ops, and HardwareError if it lacks a dtype that the
-        program computes in, or if the cluster is too small for the program's collectives.
+        Raises EmptyProgramError where nothing ran, StreamError if the other device would have run other ops, and
+        HardwareError if it lacks a dtype that the program computes in, or if the cluster is too small for the
+        program's collectives.
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
+        if not self.trace.ops and self._depth == 0:
+            raise EmptyProgramError(
+                "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
+            )
         self._check_stream(device)
         return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
 
@@ -224,8 +243,8 @@ class FlopMeter:
         elif cluster is None:
             cluster = cluster_of(device)
         notes = (*self._notes(device), *packed_notes(kernels))
-        host = self._host or device.host
-        run = _Run(trace, kernels, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes)
+        host, ran = self._host or device.host, ran_of(trace, device)
+        run = _Run(trace, kernels, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes, ran)
         return run.in_mode(mode)
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_traceback = False
     try:
         options = parser_of(COMMANDS).parse_args(arguments)
+        options.command = shlex.join(["flopmeter", *(sys.argv[1:] if arguments is None else arguments)])
         show_traceback = options.traceback
         code: int = options.run(options)
         sys.stdout.flush()

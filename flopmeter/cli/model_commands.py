@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 from flopmeter.ask.compare import Sort, compare
@@ -47,6 +48,7 @@ def _table(options: argparse.Namespace) -> int:
     with FlopMeter(options.hardware, clocks=options.clocks) as meter:
         program.run()
     report = meter.report(mode=options.mode)
+    report = replace(report, ran=report.ran._replace(program=options.command))
     if options.speed_up:
         show(report.speed_up().render(options.format), options)
     else:
@@ -63,7 +65,7 @@ def _rendered(report: Report, format: str, by: By) -> str:
     """The report by another grouping than the op class; json and html hold all groupings anyway."""
     rows = report.rows(by)
     if format == "csv":
-        return csv_of(rows)
+        return csv_of(report, rows)
     if by == "class" or format not in ("text", "markdown"):
         return report.render(format)
     body = table(report, rows, by, "simple" if format == "text" else "github", indent=by == "module")

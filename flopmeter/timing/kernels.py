@@ -157,15 +157,17 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
 
 
 def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
-    """A thread computes the address of an element, loads it, and computes with it. Computing addresses counts as memory
-    traffic, because the same remedy helps: fusion, not more FLOP/s."""
+    """A thread computes the address of an element, loads it, and computes with it. Computing addresses and combining
+    the results of a row's threads count as memory traffic, because the same remedy helps: fusion, not more FLOP/s."""
     idle = _idle_stretch(cost, hardware)
-    compute = (arithmetic + _row_seconds(cost, hardware)) * idle
+    combining = _row_seconds(cost, hardware) * idle
+    compute = arithmetic * idle + combining
     traffic = memory_seconds(cost, hardware, cached_bytes)
     memory = overlap(index_seconds(cost, hardware) * idle, traffic, constants.INDEX_OVERLAP)
     first, others = _latencies(cost, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
-    return Busy(compute, memory, first + overlap(together, others, constants.VECTOR_OVERLAP))
+    work = first + overlap(together, others, constants.VECTOR_OVERLAP)
+    return Busy(compute - combining, max(memory, combining), work)
 
 
 def _latencies(cost: Cost, hardware: Hardware, cached_share: float) -> tuple[float, float]:
