@@ -67,14 +67,21 @@ class _Run:
     notes: tuple[str, ...]
     ran: Ran
 
-    def in_mode(self, name: str, *, trace: Trace | None = None, is_one_graph: bool = False) -> Report:
-        """`trace`: another one than was metered, as advice makes them; memory stays that of the metered one.
-        `is_one_graph`: all that the program compiles is one region. Raises ValueError for an unknown mode."""
+    def in_mode(
+        self,
+        name: str,
+        *,
+        trace: Trace | None = None,
+        kernels: list[Kernel] | None = None,
+        is_one_graph: bool = False,
+    ) -> Report:
+        """`trace`: another one than was metered, as advice makes them; memory stays that of the metered one. `kernels`:
+        others in the place of the eager run's, one for one. `is_one_graph`: all that the program compiles is one
+        region. Raises ValueError for an unknown mode."""
         if name not in tuple(MODES):
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-        kernels = self.kernels
         if trace is None:
-            trace = self.trace
+            trace, kernels = self.trace, self.kernels if kernels is None else kernels
         else:
             kernels = grouped.on_device(kernels_of(trace), self.hardware)
         mode, switches = MODES[name], trace.switches

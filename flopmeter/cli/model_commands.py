@@ -11,7 +11,18 @@ from flopmeter.ask.compare import Sort, compare
 from flopmeter.ask.largest_batch import largest_batch
 from flopmeter.ask.sweep import sweep
 from flopmeter.ask.sweep_curve import sweep_curve
-from flopmeter.cli.command import Command, add_clocks, add_device, add_format, add_mode, number, numbers, show, writing
+from flopmeter.cli.command import (
+    Command,
+    add_clocks,
+    add_device,
+    add_format,
+    add_mode,
+    device_list,
+    number,
+    numbers,
+    show,
+    writing,
+)
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.progress import on_terminal
 from flopmeter.cli.targets import Program, Programs, load_target
@@ -94,7 +105,7 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
 def _compare(options: argparse.Namespace) -> int:
     prices = load_prices(options.price)
     program = _program(options)
-    devices = [name for name in options.hardware.split(",") if name]
+    devices = device_list(options.hardware)
     names = {load_hardware(name).name for name in devices}
     comparison = compare(
         program.run,
