@@ -52,8 +52,11 @@ NOT_SAID = Ran("not said", (), 0, "", {}, "")
 def ran_of(trace: Trace, hardware: Hardware) -> Ran:
     own = sys.modules["flopmeter"].__version__  # which imports this file, so this file cannot import it
     versions = {"flopmeter": own, "torch": torch.__version__, "profile": _profile_version(hardware)}
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return Ran(_started_as(), tuple(_inputs(trace)), _steps(trace), hardware.name, versions, date)
+    return Ran(_started_as(), tuple(_inputs(trace)), _steps(trace), hardware.name, versions, _now())
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _started_as() -> str:

@@ -24,7 +24,7 @@ MOST_REQUESTS = 512  # at a time: more are not metered
 SLOS = ("ttft", "tpot")
 
 
-class Point(NamedTuple):
+class ServingPoint(NamedTuple):
     """A server with so many requests at a time. Tokens are those that it makes."""
 
     batch: int
@@ -49,15 +49,15 @@ class ServingRow:
     most_requests: int  # at a time, that memory holds
     prefill_seconds: float  # of one prompt alone
     step_seconds: float  # of decoding, of one request alone
-    points: tuple[Point, ...]  # by rising batch
-    best: Point | None  # None where no batch keeps to the latencies
+    points: tuple[ServingPoint, ...]  # by rising batch
+    best: ServingPoint | None  # None where no batch keeps to the latencies
     limited_by: str  # what keeps the batch from being larger
     dollars_per_hour: float | None  # of all its GPUs
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, in plain types and SI units; without the other points."""
         facts = {name: getattr(self, name) for name in self.__slots__ if name not in ("points", "best")}
-        best = dict.fromkeys(Point._fields) if self.best is None else self.best._asdict()
+        best = dict.fromkeys(ServingPoint._fields) if self.best is None else self.best._asdict()
         return {**facts, **best}
 
 
@@ -89,7 +89,7 @@ class Serving(Shown):
         )
 
 
-def _of_best(value: Callable[[Point], Any]) -> Callable[[ServingRow], Any]:
+def _of_best(value: Callable[[ServingPoint], Any]) -> Callable[[ServingRow], Any]:
     return lambda row: None if row.best is None else value(row.best)
 
 
@@ -116,7 +116,7 @@ _COLUMNS: list[ColumnOf[ServingRow]] = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ServingPlan:
     """What is served, and how."""
 
     prompt: int
@@ -195,7 +195,7 @@ def serving(
     Raises ServingError for options that make no sense, TargetError for a model that cannot be built and HardwareError
     for an unknown device. Devices that are too small or lack a type are in `unable`.
     """
-    plan = Plan(
+    plan = ServingPlan(
         prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, mode=mode, weights=weights, kv=kv, chunk=chunk,
         prefix=prefix, draft_tokens=draft_tokens, acceptance=acceptance, is_disaggregated=disaggregated,
         meter_options=meter_options,
@@ -221,7 +221,7 @@ def serving(
 class _Server:
     """One device at work."""
 
-    def __init__(self, plan: Plan, steps: Steps, draft: Steps | None, device: Hardware, price: float | None):
+    def __init__(self, plan: ServingPlan, steps: Steps, draft: Steps | None, device: Hardware, price: float | None):
         self._plan, self._steps, self._draft, self._device, self._price = plan, steps, draft, device, price
         self._tokens = expected_tokens(plan.draft_tokens, plan.acceptance) if draft else 1.0
 
@@ -260,8 +260,8 @@ class _Server:
     @property
     def _kv_bytes(self) -> float:
         tokens, element = self._plan.prompt + self._plan.output, KV_BYTES[self._plan.kv]
-        models = [self._steps, self._draft] if self._draft else [self._steps]
-        return sum(steps.decoder.kv_bytes(tokens, element) for steps in models if steps)
+        own = self._steps.decoder.kv_bytes(tokens, element)
+        return own + (self._draft.decoder.kv_bytes(tokens, element) if self._draft else 0.0)
 
     def _most_requests(self) -> int:
         """Beside weights and what a step works on; every request with all of its tokens."""
@@ -363,13 +363,13 @@ class _Server:
         over = " and ".join(self._over(after)) or "throughput"
         return f"{over} with more than {best.batch} requests at a time"
 
-    def _point(self, each: Load) -> Point:
+    def _point(self, each: Load) -> ServingPoint:
         plan, copies = self._plan, 1 + each.prefill_servers
         tokens_per_s = each.requests_per_s * plan.output
         joules = self._joules(each.batch)
         hourly = None if self._price is None else self._price * plan.gpus * copies
         gpus = plan.gpus * copies
-        return Point(
+        return ServingPoint(
             batch=each.batch,
             ttft_seconds=each.ttft_seconds,
             tpot_seconds=each.tpot_seconds,
@@ -432,7 +432,7 @@ def _seconds(value: str | float) -> float:
     return seconds
 
 
-def _title(plan: Plan, model: Decoder) -> str:
+def _title(plan: ServingPlan, model: Decoder) -> str:
     how = f", {plan.gpus} tensor parallel GPUs" if plan.gpus > 1 else ""
     slo = ", ".join(f"{name.upper()} up to {duration(seconds)}" for name, seconds in plan.slo.items())
     return (
@@ -441,7 +441,7 @@ def _title(plan: Plan, model: Decoder) -> str:
     )
 
 
-def _notes(plan: Plan, own: Steps, draft: Steps | None, devices: Sequence[Hardware]) -> tuple[str, ...]:
+def _notes(plan: ServingPlan, own: Steps, draft: Steps | None, devices: Sequence[Hardware]) -> tuple[str, ...]:
     notes = [
         "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, sampling, network"
     ]

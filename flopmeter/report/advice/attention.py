@@ -60,7 +60,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     )  # fmt: skip
 
 
-class _Attention(NamedTuple):
+class _Materialised(NamedTuple):
     """The ops of one attention, and what goes into its products."""
 
     ops: set[int]
@@ -80,7 +80,7 @@ def _uses(trace: Trace) -> dict[int, list[int]]:
     return uses
 
 
-def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Attention | None:
+def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Materialised | None:
     """None where no product makes the scores, or none takes the probabilities."""
     ops, spec = trace.ops, trace.ops[softmax].inputs[0]
     if len(spec.shape) < 3:
@@ -100,7 +100,7 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Attentio
     (v,) = (each for each in ops[taken[0]].inputs if each.storage not in scores)
     operands = tuple(_before_copies(trace, uses, each, dropped) for each in (q, k, v))
     assert len(operands) == 3
-    return _Attention(dropped, made[0], taken[0], spec, operands, _is_causal(trace, touched, spec))
+    return _Materialised(dropped, made[0], taken[0], spec, operands, _is_causal(trace, touched, spec))
 
 
 def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[int]:
@@ -180,7 +180,7 @@ def _is_causal(trace: Trace, touched: set[int], square: TensorSpec) -> bool:
     return queries == keys > 1 and any(spec.distinct_elements == pairs < square.numel for spec in masks)
 
 
-def _fused(trace: Trace, attention: _Attention, device: Hardware) -> dict[int, Op]:
+def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
     """The fused ops, by the places where they stand."""
     backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]
     put_in = {attention.values: _call(trace, attention, device, "forward")}
@@ -189,7 +189,7 @@ def _fused(trace: Trace, attention: _Attention, device: Hardware) -> dict[int, O
     return put_in
 
 
-def _call(trace: Trace, attention: _Attention, device: Hardware, phase: Phase, like: int | None = None) -> Op:
+def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase, like: int | None = None) -> Op:
     q, k, v = attention.operands
     made = trace.ops[attention.scores].inputs[-2]
     batch, queries, depth = _squares(made)

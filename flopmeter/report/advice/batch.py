@@ -18,7 +18,7 @@ from flopmeter.torch_names.operators import aten
 
 MOST_TIMES = 64
 PER_DOUBLING = 1.1  # so much more per second is worth another doubling
-FAULT = 3.0  # a batch is tiny if a larger one brings so many times the work per second
+FAULT = 3.0  # a batch is tiny if the kernels of a larger one do so many times the work per second
 PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
 _OF_WEIGHTS = ("parameters", "gradients", "optimizer state")
 _PRODUCTS = (aten.mm, aten.addmm)
@@ -47,7 +47,7 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
         return
     why = "the work of one batch is too small for the device"
     remedy = f"{times} times the batch (priced for the work of one of today's)"
-    is_fault = report.seconds > FAULT * best
+    is_fault = report.kernel_seconds > FAULT * then.kernel_seconds / times
     yield Proposal(f"all {len(report.kernels)} kernels", everything, why, remedy, then, times, is_fault)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import ATTENTION, DEFAULT_STREAM, Cost, Kernel, Matmul, Switches, Timing
 from flopmeter.records.dtypes import item_bytes_of
-from flopmeter.report.quantities import figure
+from flopmeter.report.quantities import figure, percent_of
 from flopmeter.report.report import OUTSIDE, Report
 from flopmeter.report.wins import WAITS, HotSpot
 from flopmeter.timing import constants
@@ -132,7 +132,7 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     tiles = sum(map(tile_count, cost.matmuls)) if cost.op_class != ATTENTION else 0
     if tiles and tiles < device.sm_count:
         return f"few tiles: {tiles} for {device.sm_count} SMs"
-    share = (2 * cost.macs - cost.masked_flops) / (timing.seconds * peak.flop_per_s)
+    share = percent_of(2 * cost.macs - cost.masked_flops, timing.seconds * peak.flop_per_s) / 100
     return f"at {share:.0%} of the peak" + (", as such kernels get" if share > NEAR_PEAK else "")
 
 
@@ -148,7 +148,7 @@ def _widths(shape: Matmul) -> tuple[int, int, int]:
 
 
 def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
-    share = cost.bytes / (timing.seconds * report.hardware.bandwidth_bytes_per_s)
+    share = percent_of(cost.bytes, timing.seconds * report.hardware.bandwidth_bytes_per_s) / 100
     if cost.link_bytes:
         return "it crosses the link between host and device"
     if timing.compute_seconds > timing.memory_seconds and share < NEAR_PEAK:
