@@ -38,7 +38,7 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
     seconds_then = now - (report.seconds - then)
     return Advice(
         what=proposal.what or _names(group, report),
-        where=WHOLE if is_whole else places(kernel for kernel, _ in group),
+        where=proposal.where or (WHOLE if is_whole else places(kernel for kernel, _ in group)),
         seconds_now=now,
         floor_seconds=max(0.0, min(left - others, seconds_then)),
         why=proposal.why,

@@ -17,7 +17,7 @@ from flopmeter.records import Kernel, Op, TensorSpec, Trace
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
-from flopmeter.report.advice.spots import odd_width
+from flopmeter.report.advice.spots import odd_width, places
 from flopmeter.report.quantities import percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
@@ -36,6 +36,7 @@ class Proposal(NamedTuple):
     then: Report
     times: int = 1  # `then` does so many times the work
     is_fault: bool = True
+    where: str = ""  # '' names the places of the kernels that it is about
 
 
 Remedy = Callable[[Report], Iterator[Proposal]]
@@ -130,10 +131,12 @@ def waits_for_values(report: Report) -> Iterator[Proposal]:
     asks = {index for index, op in enumerate(trace.ops) if op.call.func.overloadpacket is aten._local_scalar_dense}
     if not asks or not may_drop_ops(trace):
         return
+    about = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
     yield Proposal(
-        "reads of single values", lambda kernel: kernel.op.call.func.overloadpacket is aten._local_scalar_dense,
+        f"all that the host sends after {len(about)} reads of a value", everything,
         f"the host stops {len(asks)} times until the device is done (.item(), float(), print, if)",
         "keep the values on the device, or read them once in many steps", priced(report, with_ops(trace, asks)),
+        where=places(about),
     )  # fmt: skip
 
 
@@ -141,13 +144,15 @@ def waits_for_values(report: Report) -> Iterator[Proposal]:
 def blocking_copies(report: Report) -> Iterator[Proposal]:
     """Copies to the device from memory that is not pinned: the host waits until they are done."""
     trace = trace_of(report)
-    blocking = {id(kernel.op) for kernel in report.kernels if _is_blocking_copy(kernel, trace.device)}
+    about = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace.device)]
+    blocking = {id(kernel.op) for kernel in about}
     if not blocking:
         return
     put_in = {index: _without_waiting(op) for index, op in enumerate(trace.ops) if id(op) in blocking}
     yield Proposal(
-        "copies to the device", lambda kernel: id(kernel.op) in blocking, "the host waits for each copy to be done",
+        f"all that the host sends after {len(about)} copies", everything, "the host waits for each copy to be done",
         "DataLoader(pin_memory=True) and .to(device, non_blocking=True)", priced(report, with_ops(trace, (), put_in)),
+        where=places(about),
     )  # fmt: skip
 
 
