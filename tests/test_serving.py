@@ -62,7 +62,7 @@ def test_decoding_takes_weights_and_cache_over_bandwidth_in_the_limit_of_long_co
     device, batch, cached = load_hardware(H100), 32, 2**16
     seconds = steps().cost(device, batch, 1, cached).seconds
     least = (2 * PRODUCTS + batch * cached * KV_OF_TOKEN) / device.bandwidth_bytes_per_s
-    assert least < seconds < 1.35 * least
+    assert least < seconds < 1.7 * least  # flash kernels of grouped heads reach 60 to 70 % of the bandwidth
 
 
 def test_a_step_of_many_sequences_reads_weights_once_and_each_cache():

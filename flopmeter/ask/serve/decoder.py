@@ -17,12 +17,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from flopmeter.device.hardware import Hardware
 from flopmeter.models.hubs import hub_config, model_of
 
 CacheKind = Literal["paged", "transformers"]
 """Who holds keys and values: a server, in memory of its own, or transformers' DynamicCache."""
 
-PAGED = "flopmeter_paged"  # the name under which transformers knows the attention below
+PAGED = "flopmeter_paged"  # the start of the names under which transformers knows the attention below
+FLASH_3_CAPABILITIES = (9, 10)  # majors, on which servers run FlashAttention-3 or the like; elsewhere FlashAttention-2
 
 
 class ServingError(ValueError):
@@ -65,14 +67,18 @@ class Decoder:
         width = kv_width(self.config, "transformers")
         return float(self.config.num_hidden_layers * tokens * width * self.model.dtype.itemsize)
 
-    def step(self, batch: int, new: int, cached: int, logits: int = 1) -> Callable[[], None]:
+    def step(self, batch: int, new: int, cached: int, logits: int = 1, kernel: str = "flash") -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
-        cache. The vocabulary is scored for the last `logits` tokens."""
+        cache. The vocabulary is scored for the last `logits` tokens; `kernel` is the paged cache's: a key of `PAGED_KERNELS`.
+        """
         ids = torch.empty(batch, new, dtype=torch.long, device="meta")
         caches = import_module("transformers.cache_utils")
 
         def run() -> None:
             layer = _paged_layer(caches) if self.cache == "paged" else _copied_layer(caches)
+            self.model.config._attn_implementation = self.config._attn_implementation = (
+                f"{PAGED}_{kernel}" if self.cache == "paged" else "sdpa"
+            )
             kv = caches.Cache(layers=[layer(cached) for _ in range(self.config.num_hidden_layers)])
             with torch.no_grad():
                 self.model(input_ids=ids, past_key_values=kv, use_cache=True, logits_to_keep=logits)
@@ -98,7 +104,6 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
         config.architectures = [_causal_class(config)]
     share = _split(config, ranks)
     _register_paged_attention()
-    share._attn_implementation = PAGED if cache == "paged" else "sdpa"
     return Decoder(model_of(share), share.get_text_config(), cache, ranks)
 
 
@@ -219,15 +224,38 @@ def _copied_layer(caches: Any) -> Any:
 
 def _register_paged_attention() -> None:
     modeling, masking = import_module("transformers.modeling_utils"), import_module("transformers.masking_utils")
-    modeling.AttentionInterface.register(PAGED, paged_attention)
-    masking.AttentionMaskInterface.register(PAGED, lambda *_, **__: None)
+    for name, kernel in PAGED_KERNELS.items():
+        modeling.AttentionInterface.register(f"{PAGED}_{name}", kernel)
+        masking.AttentionMaskInterface.register(f"{PAGED}_{name}", lambda *_, **__: None)
 
 
-def paged_attention(
+def kernel_for(device: Hardware) -> str:
+    """Of PAGED_KERNELS, the one that servers run there."""
+    capability = device.compute_capability
+    return "cudnn" if capability is not None and capability[0] in FLASH_3_CAPABILITIES else "flash"
+
+
+def cudnn_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """FlashAttention-3, priced as cuDNN's kernel, the one of torch that reaches as much (scripts/validate_attention.py).
+    cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls."""
+    new, cached = query.shape[2], key.shape[2] - query.shape[2]
+    if options.get("sliding_window"):
+        return flash_attention(module, query, key, value, *rest, **options)
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    parts = [slice(None)] if new == 1 or not cached else [slice(cached), slice(cached, None)]
+    for part in parts:
+        is_causal = new > 1 and part != slice(cached)
+        out = attend(query, key[:, :, part], value[:, :, part], None, False, 0.0, is_causal)[0]
+    return out.transpose(1, 2), None
+
+
+def flash_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """What servers call: a flash kernel, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads,
-    tokens, D]; gives [B, new, heads, D] and no weights."""
+    """FlashAttention-2, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads, tokens, D]; gives
+    [B, new, heads, D] and no weights."""
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     window = options.get("sliding_window") or None
     size = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
@@ -235,3 +263,6 @@ def paged_attention(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=options.get("scaling"), **size
     )[0]
     return out[..., : v.shape[-1]], None
+
+
+PAGED_KERNELS = {"flash": flash_attention, "cudnn": cudnn_attention}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, NamedTuple
 
-from flopmeter.ask.serve.decoder import Decoder
+from flopmeter.ask.serve.decoder import Decoder, kernel_for
 from flopmeter.ask.serve.formats import in_formats, narrow_bytes
 from flopmeter.device.cluster import cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
@@ -31,7 +31,7 @@ class Steps:
     def __init__(self, decoder: Decoder, mode: Mode, weights: str, kv: str, meter_options: dict[str, Any]):
         self.decoder, self.mode, self.weights, self.kv = decoder, mode, weights, kv
         self._options = {"routing": "balanced", "checks": "hold", **meter_options}
-        self._meters: dict[tuple[int, int, int, int], list[FlopMeter]] = {}
+        self._meters: dict[tuple[str, int, int, int, int], list[FlopMeter]] = {}
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
 
     def cost(self, device: Hardware, batch: int, new: int, cached: int, logits: int = 1) -> StepCost:
@@ -64,12 +64,13 @@ class Steps:
 
     def _eager(self, device: Hardware, *sizes: int) -> Report:
         batch, new, cached, logits = sizes
-        meters = self._meters.setdefault((batch, new, cached, logits), [])
+        kernel = kernel_for(device)
+        meters = self._meters.setdefault((kernel, batch, new, cached, logits), [])
         for meter in meters:
             with contextlib.suppress(StreamError):
                 return meter.report(hardware=device)
         meter = FlopMeter(device, **self._options)
-        run = self.decoder.step(batch, new, cached, logits)
+        run = self.decoder.step(batch, new, cached, logits, kernel)
         with meter:
             run()
         meters.append(meter)
