@@ -6,42 +6,53 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flopmeter.ask.compare import Comparison, compare
+from flopmeter.ask.counting import Count, count
 from flopmeter.ask.generation import Generation, time_generation
 from flopmeter.ask.largest_batch import largest_batch
 from flopmeter.ask.sweep import Sweep, sweep
 from flopmeter.costs import UncountedError, register_cost
 from flopmeter.device.hardware import Hardware, HardwareError, available_hardware, load_hardware
 from flopmeter.known_values import Assumption, DataDependentError, on_meta
-from flopmeter.meter import FlopMeter, StreamError
+from flopmeter.meter import EmptyProgramError, FlopMeter, StreamError
 from flopmeter.report.report import Report, Row
+from flopmeter.report.wins import Advice, HotSpot
 from flopmeter.timing.peak_memory import Memory
 
 if TYPE_CHECKING:
+    from flopmeter.ask.serve import Serving, ServingError, serving
     from flopmeter.measured import Check, ProfileError, check
 
 __version__ = "0.1.0"
 __all__ = [
+    "Advice",
     "Assumption",
     "Check",
     "Comparison",
+    "Count",
     "DataDependentError",
+    "EmptyProgramError",
     "FlopMeter",
     "Generation",
     "Hardware",
     "HardwareError",
+    "HotSpot",
     "Memory",
     "ProfileError",
     "Report",
     "Row",
+    "Serving",
+    "ServingError",
     "Sweep",
     "StreamError",
     "UncountedError",
     "available_hardware",
     "check",
     "compare",
+    "count",
     "largest_batch",
     "load_hardware",
     "on_meta",
+    "serving",
     "sweep",
     "time_generation",
     "register_cost",
@@ -49,11 +60,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names that need `flopmeter.measured` import it when they are first used: metering does not need it."""
+    """Names of rooms that metering does not need import them when they are first used."""
     if name in ("Check", "ProfileError", "check"):
-        from flopmeter import measured
-
-        return getattr(measured, name)
+        return getattr(import_module("flopmeter.measured"), name)
+    if name in ("Serving", "ServingError", "serving"):
+        return getattr(import_module("flopmeter.ask.serve"), name)
     raise AttributeError(f"module 'flopmeter' has no attribute {name!r}")
 
 

@@ -22,6 +22,7 @@ from flopmeter.launch.fusion import NOTE, whole_program
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
 from flopmeter.launch.templates import with_templates
 from flopmeter.records import Call, Clocks, Kernel, LaunchMode, Trace
+from flopmeter.report.ran import Ran, ran_of
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
 from flopmeter.timing import Host, host_seconds, time_run
@@ -44,6 +45,10 @@ DEFAULT_HARDWARE = "a100-sxm4-80gb"
 TOLD_IDLE_SHARE = 0.05  # of the wall-clock, from which on a report says what the host was taken to cost
 
 
+class EmptyProgramError(ValueError):
+    """Nothing ran under the meter."""
+
+
 class StreamError(ValueError):
     """The trace cannot be priced on this device, because it would run other ops there."""
 
@@ -63,14 +68,24 @@ class _Run:
     clocks: Clocks
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
+    ran: Ran
 
-    def in_mode(self, name: str) -> Report:
-        """Raises ValueError for an unknown mode."""
+    def in_mode(
+        self,
+        name: str,
+        *,
+        trace: Trace | None = None,
+        kernels: list[Kernel] | None = None,
+        is_one_graph: bool = False,
+    ) -> Report:
+        """`trace`: another one than was metered, as advice makes them; memory stays that of the metered one. `kernels`:
+        others in the place of the eager run's, one for one. `is_one_graph`: all that the program compiles is one
+        region. Raises ValueError for an unknown mode."""
         if name not in tuple(MODES):
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-        mode, switches = MODES[name], self.trace.switches
-        region = compiled_region(self.trace.ops)
-        trace, kernels = self.trace, self.kernels
+        kernels, trace = self._kernels(trace, kernels), trace or self.trace
+        mode, switches = MODES[name], trace.switches
+        region = whole_program if is_one_graph else compiled_region(trace.ops)
         if mode.fuses and region is whole_program and trace.templates:
             trace = with_templates(trace)
             kernels = self.kernels_of(trace)
@@ -89,10 +104,16 @@ class _Run:
             in_mode=self.in_mode,
             cluster=self.cluster,
             clock=clock,
+            ran=self.ran,
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
         return replace(report, notes=(*report.notes, f"the host: {self.host.summary}"))
+
+    def _kernels(self, trace: Trace | None, kernels: list[Kernel] | None) -> list[Kernel]:
+        if trace is not None:
+            return self.kernels_of(trace)
+        return self.kernels if kernels is None else kernels
 
     def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
         if mode.fuses:
@@ -218,10 +239,15 @@ class FlopMeter:
     ) -> Report:
         """Price what was metered so far, on the meter's device and cluster or on others.
 
-        Raises StreamError if the other device would have run other ops, and HardwareError if it lacks a dtype that the
-        program computes in, or if the cluster is too small for the program's collectives.
+        Raises EmptyProgramError where nothing ran, StreamError if the other device would have run other ops, and
+        HardwareError if it lacks a dtype that the program computes in, or if the cluster is too small for the
+        program's collectives.
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
+        if not self.trace.ops and self._depth == 0:
+            raise EmptyProgramError(
+                "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
+            )
         self._check_stream(device)
         return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
 
@@ -237,10 +263,9 @@ class FlopMeter:
         elif cluster is None:
             cluster = cluster_of(device)
         notes = (*self._notes(device), *packed_notes(kernels), *uncounted_notes(kernels))
-        host = self._host or device.host
-        run = _Run(
-            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes
-        )
+        host, ran = self._host or device.host, ran_of(trace, device)
+        assumed = self._assumptions()
+        run = _Run(trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran)
         return run.in_mode(mode)
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 import csv
 import io
 import json
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -47,6 +49,17 @@ def refusal(result):
     return err
 
 
+@pytest.fixture(autouse=True)
+def one_moment(monkeypatch):
+    monkeypatch.setattr("flopmeter.report.ran._now", lambda: "2026-11-22 12:00 UTC")
+
+
+def asked(report, *arguments):
+    """The report as the command gives it, which says how it was called and when."""
+    command = shlex.join(map(str, ("flopmeter", *arguments)))
+    return replace(report, ran=report.ran._replace(program=command, date="2026-11-22 12:00 UTC"))
+
+
 @pytest.fixture(scope="module")
 def report():
     model, inputs = BUILTINS["encoder-layer"](batch=2, seq=128)
@@ -59,12 +72,14 @@ def report():
 
 
 def test_table_prints_the_report_of_the_library(run, report):
-    assert ok(run("table", *LAYER, "--hardware", H100)) == str(report) + "\n"
+    arguments = ("table", *LAYER, "--hardware", H100)
+    assert ok(run(*arguments)) == f"{asked(report, *arguments)}\n"
 
 
 @pytest.mark.parametrize("format", ["markdown", "csv", "html"])
 def test_table_prints_every_format_of_the_library(run, report, format):
-    assert ok(run("table", *LAYER, "--hardware", H100, "--format", format)).rstrip() == report.render(format).rstrip()
+    arguments = ("table", *LAYER, "--hardware", H100, "--format", format)
+    assert ok(run(*arguments)).rstrip() == asked(report, *arguments).render(format).rstrip()
 
 
 def test_table_writes_json_that_json_reads(run, report):
@@ -76,8 +91,9 @@ def test_table_writes_json_that_json_reads(run, report):
 @pytest.mark.parametrize("format", ["text", "csv", "html"])
 def test_output_goes_to_a_file(run, report, tmp_path, format):
     path = tmp_path / "report"
-    assert ok(run("table", *LAYER, "--hardware", H100, "--format", format, "-o", path)) == ""
-    assert path.read_text(encoding="utf-8") == report.render(format).rstrip("\n") + "\n"
+    arguments = ("table", *LAYER, "--hardware", H100, "--format", format, "-o", path)
+    assert ok(run(*arguments)) == ""
+    assert path.read_text(encoding="utf-8") == asked(report, *arguments).render(format).rstrip("\n") + "\n"
 
 
 def test_table_writes_the_predicted_timeline(run, report, tmp_path):

@@ -37,7 +37,8 @@ from flopmeter.costs import RULES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NEEDS = {"README.md": "transformers"}
+NEEDS = {"README.md": "transformers", "serving.md": "transformers"}
+VERSIONS_AND_DATE = "flopmeter 0.1.0, torch 2.13.0, profile 1a2b3c4d · 2026-11-22 12:00 UTC"
 FENCE = re.compile(r"^```(?P<language>\w+) *(?P<file>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
 
@@ -77,7 +78,7 @@ def played(page: str, text: str) -> str:
 
 def _of_code(page: str, code: str, namespace: dict[str, Any], line: int) -> str:
     out = io.StringIO()
-    with redirect_stdout(out):
+    with redirect_stdout(out), mock.patch.object(sys, "argv", [f"{Path(page).stem}.py"]):
         exec(compile("\n" * line + code, page, "exec"), namespace)
     return _tidy(out.getvalue())
 
@@ -110,6 +111,7 @@ _PROGRAMS = {"flopmeter": cli.main, "python": _python}
 def _tidy(output: str) -> str:
     """Without white space that no reader sees, and what reports say on a torch whose streams were not compared."""
     output = re.sub(r"^torch \d+\.\d+: ops are dispatched by the rules of .*\n?", "", output, flags=re.MULTILINE)
+    output = re.sub(r"flopmeter \S+, torch \S+, profile \w+ · [\d-]+ [\d:]+ UTC", VERSIONS_AND_DATE, output)
     lines = [line.rstrip() for line in output.rstrip().splitlines()]
     return "".join(f"{line}\n" for line in lines)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flopmeter import FlopMeter, UncountedError, available_hardware
+from flopmeter import EmptyProgramError, FlopMeter, UncountedError, available_hardware
 from flopmeter.records import OP_CLASSES
 from flopmeter.report.drawers import FORMATS
 from flopmeter.report.report import OUTSIDE
@@ -155,11 +155,9 @@ def test_mfu_is_the_share_of_the_peak_that_the_models_flops_use():
     assert report.mfu == report.hfu
 
 
-def test_an_empty_program_reports_nothing_in_every_format():
-    report = report_of(lambda: None)
-    assert (report.flops, report.seconds, report.mfu, report.rows()) == (0, 0.0, 0.0, [])
-    for name in FORMATS:
-        assert report.render(name)
+def test_an_empty_program_is_an_error_that_says_what_to_do():
+    with pytest.raises(EmptyProgramError, match=r"ran no op of torch inside `with meter:`.*run it there"):
+        report_of(lambda: None)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -188,6 +186,9 @@ def test_text_prints_the_table_and_the_lines_under_it(report):
     head, _, table = text.split("\n", 2)
     assert head == "Mlp, forward + backward · NVIDIA A100-SXM4-80GB · fp32 · eager"
     assert table.startswith("class ")
+    lines = text.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("predicted "))
+    assert lines[place + 1].startswith("where to win (wall-clock;")
     assert "ridge point 10 FLOP/B (19.5 TFLOP/s fp32 vector, 2039 GB/s)" in text
     assert "-bound for" in text
     assert "multiply-add = 2 FLOP" in text
@@ -229,7 +230,7 @@ def test_unknown_formats_groupings_modes_and_conventions_are_named_with_the_know
     with pytest.raises(RuntimeError, match="inside `with meter:` first"):
         meter.report()
     with meter:
-        pass
+        _ = torch.ones(2, device="meta") + 1
     with pytest.raises(ValueError, match="unknown mode 'fast'; known: eager, compiled, cudagraph, eager-cudagraph"):
         meter.report(mode="fast")
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from flopmeter import FlopMeter
-from flopmeter.cli import model_hubs
 from flopmeter.cli.targets import Programs, TargetError, load_target
 from flopmeter.models import BUILTINS
+from flopmeter.models import hubs as model_hubs
 
 SMALL = """
     import torch

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget
-from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, is_positive, step_figures
+from flopmeter.ask.steps import BOUND_BY, FITS, JOULES, MFU, PEAK, TIME, USABLE, WATTS, Step, is_positive, step_figures
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.meter import FlopMeter, Mode, StreamError
@@ -32,7 +32,7 @@ class DeviceRow(Step):
     KEYS = (
         "hardware", "seconds", "seconds_low", "seconds_high", "items_per_s", "mfu", "regime", "busy_share",
         "idle_share", "peak_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_hour", "dollars_per_step",
-        "dollars_per_million_items",
+        "dollars_per_million_items", "watts", "joules", "joules_per_item",
     )  # fmt: skip
 
     hardware: str
@@ -54,6 +54,12 @@ class DeviceRow(Step):
             return None
         return 1e6 * self.dollars_per_hour / SECONDS_PER_HOUR / self.items_per_s
 
+    @property
+    def joules_per_item(self) -> float | None:
+        if self.joules is None or self.items_per_s is None:
+            return None
+        return self.joules / (self.items_per_s * self.seconds)
+
     def as_dict(self) -> dict[str, Any]:
         boundary = self.what_if.boundary
         return {
@@ -66,7 +72,7 @@ class DeviceRow(Step):
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Shown):
     """Rows in the order asked for, and why some devices have none."""
 
@@ -105,6 +111,8 @@ class Comparison(Shown):
             PEAK,
             USABLE,
             FITS,
+            WATTS,
+            JOULES,
             ColumnOf("$/hour", lambda row: row.dollars_per_hour),
             ColumnOf("$/M steps", lambda row: _million(row.dollars_per_step)),
             ColumnOf(f"$/M {self.unit}", lambda row: row.dollars_per_million_items),
@@ -142,7 +150,7 @@ def compare(
     devices = [load_hardware(name) for name in hardware]
     if not devices:
         raise ValueError("compare needs at least one device: see available_hardware()")
-    dollars = _prices(prices or {}, devices)
+    dollars = checked_prices(prices or {}, devices)
     unable: dict[str, str] = {}
     rows, notes, title = [], list[str](), ""
     for device, report in _reports(fn, progress(devices), mode, meter_options):
@@ -219,7 +227,7 @@ def _row(report: Report, items: float | None, dollars_per_hour: float | None, ch
     )
 
 
-def _prices(prices: Mapping[str, float], devices: Iterable[Hardware]) -> dict[str, float]:
+def checked_prices(prices: Mapping[str, float], devices: Iterable[Hardware]) -> dict[str, float]:
     """By the profile's own name, whatever alias the caller used."""
     own_names = {device.name for device in devices}
     checked = {}

@@ -24,6 +24,8 @@ class Step:
     regime: Regime
     peak_memory_bytes: int  # of the program, repeated
     usable_memory_bytes: int | None  # that tensors can have; None: unknown, as of a CPU
+    watts: float | None  # of one device, on average; None: nobody knows what it may draw
+    joules: float | None  # of one device
 
     @property
     def fits(self) -> bool | None:
@@ -42,6 +44,8 @@ class StepFigures(TypedDict):
     regime: Regime
     peak_memory_bytes: int
     usable_memory_bytes: int | None
+    watts: float | None
+    joules: float | None
 
 
 def step_figures(report: Report) -> StepFigures:
@@ -51,6 +55,8 @@ def step_figures(report: Report) -> StepFigures:
         regime=report.regime,
         peak_memory_bytes=report.memory.steady_peak_bytes,
         usable_memory_bytes=usable_bytes_if_known(report.hardware),
+        watts=report.watts,
+        joules=report.joules,
     )
 
 
@@ -63,4 +69,6 @@ MFU = ColumnOf[Step]("MFU %", lambda step: percent(step.mfu, 1), str)
 BOUND_BY = ColumnOf[Step]("bound by", lambda step: step.regime, str, "<")
 PEAK = ColumnOf[Step]("peak GB", lambda step: step.peak_memory_bytes, in_gb)
 USABLE = ColumnOf[Step]("of GB", lambda step: step.usable_memory_bytes, in_gb)
+WATTS = ColumnOf[Step]("W", lambda step: step.watts)
+JOULES = ColumnOf[Step]("J", lambda step: step.joules)
 FITS = ColumnOf[Step]("fits", lambda step: {True: "yes", False: "NO", None: UNKNOWN}[step.fits], str, "<")

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from flopmeter.ask.compare import AnyHardware
-from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, Step, step_figures
+from flopmeter.ask.steps import BOUND_BY, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.report.quantities import percent
 from flopmeter.report.report import Report
@@ -32,6 +32,7 @@ class Point(Step):
     KEYS = (
         "size", "seconds", "items_per_s", "regime", "mfu", "flops", "bytes", "intensity", "busy_seconds",
         "host_seconds", "idle_share", "peak_memory_bytes", "usable_memory_bytes", "fits",
+        "watts", "joules",
     )  # fmt: skip
 
     size: int
@@ -48,7 +49,7 @@ class Point(Step):
         return self.flops / self.bytes if self.bytes else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sweep(Shown):
     """Points by rising size."""
 
@@ -115,6 +116,8 @@ class Sweep(Shown):
             ColumnOf("idle %", lambda point: point.idle_share, percent),
             PEAK,
             FITS,
+            WATTS,
+            JOULES,
         ]
         return table_of(columns, self.points)
 

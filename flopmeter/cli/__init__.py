@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 
-from flopmeter.cli import explain, file_commands, hardware_table, model_commands
+from flopmeter.cli import explain, file_commands, hardware_table, model_commands, model_list, serve_command
 from flopmeter.cli.command import parser_of
 from flopmeter.costs import UncountedError
 from flopmeter.known_values import DataDependentError
 
 COMMANDS = {
     **model_commands.COMMANDS,
+    "serve": serve_command.COMMAND,
     **file_commands.COMMANDS,
     "hardware": hardware_table.COMMAND,
+    "models": model_list.COMMAND,
     "explain": explain.COMMAND,
 }
 # What a user can put right; every error class of flopmeter's is one of these.
@@ -26,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1 for a `diff` or `fit` whose answer is no; 2 for an error, told in one line."""
     show_traceback = False
     try:
-        options = parser_of(COMMANDS).parse_args(arguments)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        options = parser_of(COMMANDS).parse_args(given or ["--help"])
+        options.command = shlex.join(["flopmeter", *given])
         show_traceback = options.traceback
         code: int = options.run(options)
         sys.stdout.flush()

@@ -70,15 +70,33 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=get_args(Mode), default="eager", help="default: %(default)s")
 
 
-def add_format(parser: argparse.ArgumentParser, formats: Iterable[str]) -> None:
+def add_format(parser: argparse.ArgumentParser, formats: Iterable[str], flag: str = "--output") -> None:
+    """`flag` is the long name of -o, where --output means something else."""
     parser.add_argument("--format", choices=tuple(formats), default="text", help="default: %(default)s")
-    parser.add_argument("--output", "-o", metavar="FILE", help="write to a file instead of the terminal")
+    parser.add_argument(flag, "-o", dest="output", metavar="FILE", help="write to a file instead of the terminal")
 
 
 def number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, not {text!r}")
     return int(text)
+
+
+def share(text: str) -> float:
+    try:
+        if not 0 <= float(text) <= 1:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, not {text!r}") from None
+    return float(text)
+
+
+def device_list(text: str) -> list[str]:
+    """Raises ValueError for an empty name, as in 'l4,'."""
+    names = text.split(",")
+    if not all(names):
+        raise ValueError(f"--hardware {text!r} has an empty name: write a,b,c without a comma at either end")
+    return names
 
 
 def numbers(text: str) -> list[int]:

@@ -39,7 +39,7 @@ class Change(NamedTuple):
         return float("inf") if self.after else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Difference(Shown):
     """`totals` decide whether a change passes; `classes` explain where the time went."""
 

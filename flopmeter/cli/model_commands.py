@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 from flopmeter.ask.compare import Sort, compare
 from flopmeter.ask.largest_batch import largest_batch
 from flopmeter.ask.sweep import sweep
 from flopmeter.ask.sweep_curve import sweep_curve
-from flopmeter.cli.command import Command, add_clocks, add_device, add_format, add_mode, number, numbers, show, writing
+from flopmeter.cli.command import (
+    Command,
+    add_clocks,
+    add_device,
+    add_format,
+    add_mode,
+    device_list,
+    number,
+    numbers,
+    show,
+    writing,
+)
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.progress import on_terminal
 from flopmeter.cli.targets import Program, Programs, load_target
@@ -47,6 +59,7 @@ def _table(options: argparse.Namespace) -> int:
     with FlopMeter(options.hardware, clocks=options.clocks) as meter:
         program.run()
     report = meter.report(mode=options.mode)
+    report = replace(report, ran=report.ran._replace(program=options.command))
     if options.speed_up:
         show(report.speed_up().render(options.format), options)
     else:
@@ -63,7 +76,7 @@ def _rendered(report: Report, format: str, by: By) -> str:
     """The report by another grouping than the op class; json and html hold all groupings anyway."""
     rows = report.rows(by)
     if format == "csv":
-        return csv_of(rows)
+        return csv_of(report, rows)
     if by == "class" or format not in ("text", "markdown"):
         return report.render(format)
     body = table(report, rows, by, "simple" if format == "text" else "github", indent=by == "module")
@@ -92,7 +105,7 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
 def _compare(options: argparse.Namespace) -> int:
     prices = load_prices(options.price)
     program = _program(options)
-    devices = [name for name in options.hardware.split(",") if name]
+    devices = device_list(options.hardware)
     names = {load_hardware(name).name for name in devices}
     comparison = compare(
         program.run,

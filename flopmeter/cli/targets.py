@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from flopmeter.cli.model_hubs import TargetError, huggingface, timm_model
 from flopmeter.costs import UncountedError
 from flopmeter.device.hardware import HardwareError
 from flopmeter.known_values import DataDependentError, on_meta
 from flopmeter.models import BUILTINS, Trainable
+from flopmeter.models.hubs import TargetError, huggingface, timm_model
 from flopmeter.trace.other_threads import uncounted
 
 __all__ = ["Program", "Programs", "Target", "TargetError", "load_target"]

@@ -58,7 +58,7 @@ class UnpricedRow(NamedTuple):
     is_aten: bool  # an op of PyTorch's own; else a library's, a collective, or what no op launched
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Check(Shown):
     """A profile beside its prediction. `rows` are sorted by the time that could be won."""
 

@@ -49,9 +49,10 @@ class Timing(NamedTuple):
 
     @property
     def regime(self) -> Regime:
-        """What bounds it: the launch (overhead), arithmetic, memory traffic, or the links to other ranks."""
+        """What most of its device time goes to: launch and drain (overhead), arithmetic, memory traffic, or the links
+        to other ranks. How long the device waits before it is no property of the kernel."""
         if self.is_collective:
             return "communication"
-        if self.wait_seconds > self.seconds or self.floor_seconds > self.work_seconds:
+        if self.floor_seconds > self.work_seconds:
             return "overhead"
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"

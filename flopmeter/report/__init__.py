@@ -1,6 +1,6 @@
 """The report: rows and totals of the timed kernels, and what draws them."""
 
-from flopmeter.report import chrome_trace, formats, speed_up  # noqa: F401  (they enter themselves in drawers.py)
+from flopmeter.report import advice, chrome_trace, formats, speed_up  # noqa: F401  (they enter themselves in drawers.py)
 from flopmeter.report.report import By, Report, Row
 
 __all__ = ["By", "Report", "Row"]

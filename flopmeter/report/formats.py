@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -15,23 +15,39 @@ from flopmeter.report.page import page
 from flopmeter.report.quantities import duration, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv, for_notebook
+from flopmeter.report.winning import where_to_win
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
 
 SYMBOLS = {CONTRACTION: "△", NORMALIZATION: "□", ELEMENTWISE: "○"}  # as in the paper's table
 JSON_SCHEMA_VERSION = 1
+GIGA = 1e9
+_POWERS = {"G": GIGA, "M": 1e6, "k": 1e3}
+LEAST_SHOWN = 0.1  # of a unit, by the largest figure of a column with two digits after the point
 
 
 def table(report: Report, rows: list[Row], name: str, tablefmt: str = "simple", *, indent: bool = False) -> str:
     """Rows as a table whose first column is headed `name`; `indent` shows dotted paths as a tree."""
-    cells = [(_label(row, indent), *(_cell(column, report, row) for column in IN_TEXT)) for row in rows]
+    columns = [_in_fitting_unit(column, rows) for column in IN_TEXT]
+    cells = [(_label(row, indent), *(_cell(column, report, row) for column in columns)) for row in rows]
     return tabulate(
         cells,
-        headers=(name, *(column.heading for column in IN_TEXT)),
+        headers=(name, *(column.heading for column in columns)),
         tablefmt=tablefmt,
-        floatfmt=("", *(column.digits for column in IN_TEXT)),
-        colalign=("left", *["right"] * (len(IN_TEXT) - 1), "left"),
+        floatfmt=("", *(column.digits for column in columns)),
+        colalign=("left", *["right"] * (len(columns) - 1), "left"),
         preserve_whitespace=True,
     )
+
+
+def _in_fitting_unit(column: ReportColumn, rows: Sequence[Row]) -> ReportColumn:
+    """In mega or kilo where the whole table has less than a tenth of a giga; what is read and what is written have
+    one unit."""
+    if column.scale != GIGA:
+        return column
+    alike = [other for other in IN_TEXT if (other.unit, other.scale) == (column.unit, GIGA)]
+    most = max((other.value(row) for other in alike for row in rows), default=GIGA)
+    power = next((power for power in ("G", "M") if most >= LEAST_SHOWN * _POWERS[power]), "k")
+    return column._replace(heading=column.heading.replace("G", power), scale=_POWERS[power])
 
 
 def _label(row: Row, indent: bool) -> str:
@@ -50,10 +66,9 @@ def _cell(column: ReportColumn, report: Report, row: Row) -> Any:
 
 
 def summary(report: Report) -> list[str]:
-    """The lines under the table: time, regime and remedy, device facts, conventions."""
-    device, regime = report.hardware, report.regime
+    """The lines under the table: time, where to win, what the time goes to, device facts, conventions, what ran."""
+    device = report.hardware
     peak = device.contraction_peak(report.main_dtype)
-    share = percent_of(report.seconds_by_regime[regime], report.seconds)
     uncounted = ", ".join(f"{row.name} ({row.calls})" for row in report.uncounted) or "none"
     switches = report.switches
     return [
@@ -61,11 +76,12 @@ def summary(report: Report) -> list[str]:
         f" · device busy {duration(report.kernel_seconds)}, host {duration(report.launch_seconds)},"
         f" idle {percent_of(report.idle_seconds, report.seconds):.0f} %"
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s, MFU {report.mfu:.1%}"
-        f" · peak memory {report.peak_memory_bytes / 1e9:.1f} GB",
+        f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
+        *where_to_win(report),
+        f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
         _power(report),
         _memory(report),
         *_communication(report),
-        f"{regime}-bound for {share:.0f} % of the time: {report.remedy}.{_compiled(report)}",
         _band(report),
         f"ridge point {device.ridge_point(report.main_dtype):.0f} FLOP/B"
         f" ({peak.flop_per_s / 1e12:g} TFLOP/s {report.main_dtype} {peak.unit},"
@@ -74,8 +90,15 @@ def summary(report: Report) -> list[str]:
         f"multiply-add = 2 FLOP · attention counted {_CAUSAL[report.causal]}"
         f" · fp32 products {'may' if switches.matmul_tf32 else 'do not'} use TF32, convolutions"
         f" {'may' if switches.cudnn_tf32 else 'do not'}",
+        "bound by: most of the row's device time; overhead is launch and drain of kernels too small for the device",
         *report.notes,
+        report.ran.line,
     ]
+
+
+def _shares(report: Report) -> str:
+    shares = report.seconds_by_regime.items()
+    return ", ".join(f"{name} {percent_of(seconds, report.seconds):.0f} %" for name, seconds in shares)
 
 
 def _power(report: Report) -> str:
@@ -91,26 +114,14 @@ def _power(report: Report) -> str:
 
 
 def _communication(report: Report) -> list[str]:
-    """Of a program of many ranks: its collectives, and what the step's time goes to."""
+    """Of a program of many ranks: its collectives."""
     if report.cluster is None:
         return []
     count = sum(kernel.cost.collective is not None for kernel in report.kernels)
-    shares = ", ".join(
-        f"{name} {percent_of(seconds, report.seconds):.0f} %" for name, seconds in report.seconds_by_regime.items()
-    )
     return [
         f"communication {duration(report.communication_seconds)} in {count} collectives over {report.cluster.title},"
         f" {duration(report.exposed_seconds)} of it exposed",
-        f"shares of the time: {shares}",
     ]
-
-
-def _compiled(report: Report) -> str:
-    """What torch.compile would make of an eager run."""
-    compiled = report.compiled
-    if compiled is None or not compiled.seconds:
-        return ""
-    return f" Compiled: {duration(compiled.seconds)}, {report.seconds / compiled.seconds:.2f}x."
 
 
 def _band(report: Report) -> str:
@@ -140,12 +151,12 @@ def _memory(report: Report) -> str:
             f"{fits} {device.title}: {usable_bytes(device) / 1e9:.1f} of {device.memory_bytes / 1e9:.1f} GB usable"
             f" ({CONTEXT_BYTES / 1e9:.1f} assumed for the process)"
         )
-    made_of = ", ".join(f"{name} {nbytes / 1e9:.2f}" for name, nbytes in memory.at_peak.items() if nbytes)
+    made_of = ", ".join(f"{name} {with_prefix(nbytes, 'B')}" for name, nbytes in memory.at_peak.items() if nbytes)
     if memory.steady_peak_bytes > memory.peak_bytes:
-        verdict += f", {memory.steady_peak_bytes / 1e9:.1f} GB from the second step on"
+        verdict += f", {with_prefix(memory.steady_peak_bytes, 'B')} from the second step on"
     op = memory.peak_op
     at = f" · at {op.call.name} in {op.module or 'no module'} ({op.phase})" if op else ""
-    return f"{verdict} · GB at the peak: {made_of or 'nothing'}{at}"
+    return f"{verdict} · at the peak: {made_of or 'nothing'}{at}"
 
 
 _CAUSAL = {"full": "in full", "exact": "where visible"}
@@ -164,11 +175,13 @@ def _markdown(report: Report) -> str:
 
 @draws(FORMATS, "csv")
 def _csv(report: Report) -> str:
-    return csv_of(report.rows())
+    return csv_of(report, report.rows())
 
 
-def csv_of(rows: Iterable[Row]) -> str:
-    return as_csv(RAW_NAMES, (raw(row) for row in rows))
+def csv_of(report: Report, rows: Iterable[Row]) -> str:
+    """Each row says what ran as well, so that rows of several reports can stand in one file."""
+    facts = {"mode": report.mode, **report.ran.flat()}
+    return as_csv((*RAW_NAMES, *facts), ({**raw(row), **facts} for row in rows))
 
 
 TOTALS = (
@@ -185,7 +198,10 @@ def as_dict(report: Report) -> dict[str, Any]:
         "title": report.headline,
         "hardware": report.hardware.name,
         "mode": report.mode,
+        "ran": report.ran.as_dict(),
         "totals": {name: getattr(report, name) for name in TOTALS},
+        "advice": [advice._asdict() for advice in report.advice],
+        "hot_spots": [spot._asdict() for spot in report.hot_spots],
         "rows": {by: [raw(row) for row in report.rows(by)] for by in ("class", "op", "module", "phase")},
         "memory": {
             "steady_peak_bytes": report.memory.steady_peak_bytes,

@@ -27,19 +27,14 @@ from flopmeter.records import (
 )
 from flopmeter.report.drawers import FORMATS, VIEWS, rendered
 from flopmeter.report.quantities import in_ms
+from flopmeter.report.ran import NOT_SAID, Ran
+from flopmeter.report.wins import Advice, HotSpot
 from flopmeter.timing import Uncertainty, uncertainty
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.peak_memory import Memory
 
 By = Literal["class", "op", "module", "phase", "kernel"]
 """What callers write: the keys of `GROUPINGS`."""
-
-REMEDIES: dict[Regime, str] = {
-    "compute": "use lower precision or the matrix units, a cheaper algorithm, or a device with more FLOP/s",
-    "memory": "fuse (torch.compile), keep data narrower, or use a device with more bandwidth",
-    "communication": "overlap it with compute, send less (another layout, a larger batch per GPU), or use faster links",
-    "overhead": "trace and fuse (torch.compile), replay CUDA graphs, run less Python, or enlarge the batch",
-}
 
 
 class Row(NamedTuple):
@@ -102,9 +97,10 @@ class Report:
     causal: Literal["full", "exact"] = "full"
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
-    in_mode: Callable[[str], Report] | None = None  # the same run in another mode
+    in_mode: Callable[..., Report] | None = None  # the same run in another mode, or changed: see flopmeter.meter
     cluster: Cluster | None = None  # whose links collectives go over; None: there are none
     clock: RunClock = UNKNOWN_POWER
+    ran: Ran = NOT_SAID
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -302,10 +298,18 @@ class Report:
         shares = self.seconds_by_regime
         return max(shares, key=shares.__getitem__)
 
-    @property
-    def remedy(self) -> str:
-        """What helps in this regime; in the others it would not."""
-        return REMEDIES[self.regime]
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """What the program could change, each change priced by the model; only what wins at least 3 % of the
+        wall-clock. What it does without need comes first, then other ways to run it; in both, what wins most."""
+        found: tuple[Advice, ...] = VIEWS["advice"](self)
+        return found
+
+    @cached_property
+    def hot_spots(self) -> list[HotSpot]:
+        """Kernels of one op in one place, those that hold the most wall-clock over their floor first."""
+        found: list[HotSpot] = VIEWS["spots"](self)
+        return found
 
     @cached_property
     def uncounted(self) -> list[Row]:

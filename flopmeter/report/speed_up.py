@@ -42,7 +42,7 @@ class RegionSpeedUp(NamedTuple):
         return 1 - self.compiled.bytes_moved / self.eager.bytes_moved if self.eager.bytes_moved else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SpeedUp(Shown):
     title: str
     regions: tuple[RegionSpeedUp, ...]

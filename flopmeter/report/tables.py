@@ -62,6 +62,9 @@ class Shown(ABC):
     @abstractmethod
     def _document(self) -> Document: ...
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._document().title}>"
+
     def render(self, format: str = "text") -> str:
         """As text, markdown, csv or json. Raises ValueError for another format."""
         return self._document().render(format)

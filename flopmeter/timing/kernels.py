@@ -175,16 +175,18 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
 
 
 def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
-    """A thread computes the address of an element, loads it, and computes with it. Computing addresses counts as memory
-    traffic, because the same remedy helps: fusion, not more FLOP/s."""
+    """A thread computes the address of an element, loads it, and computes with it. Computing addresses and combining
+    the results of a row's threads count as memory traffic, because the same remedy helps: fusion, not more FLOP/s."""
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
     idle = _idle_stretch(work, hardware)
-    compute = (arithmetic + _row_seconds(work, hardware)) * idle
+    combining = _row_seconds(work, hardware) * idle
+    compute = arithmetic * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
     memory = overlap(index_seconds(work, hardware) * idle, traffic, constants.INDEX_OVERLAP)
     first, others = _latencies(work, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
-    return Busy(compute, memory, first + overlap(together, others, constants.VECTOR_OVERLAP))
+    seconds = first + overlap(together, others, constants.VECTOR_OVERLAP)
+    return Busy(compute - combining, max(memory, combining), seconds)
 
 
 def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from flopmeter.report.page.roofline import axes_for, draw_roofline
 from flopmeter.report.page.tables import rows_table
 from flopmeter.report.quantities import percent_of, with_prefix
 from flopmeter.report.report import By, Report
+from flopmeter.report.winning import where_to_win
 from flopmeter.timing.peak_memory import usable_bytes
 
 MOST_MODULES, MOST_ROWS = 2000, 300  # in a table: beyond that nobody reads, and the page grows
@@ -27,6 +28,7 @@ def page(report: Report, title: str, lines: Sequence[str]) -> str:
         "main",
         definitions(),
         _header(report, title),
+        _section("Where to win", *_where_to_win(report)),
         _section("What the time goes to", _regimes(report), rows_table(report, report.rows(), "class")),
         _section("Roofline", *_rooflines(report)),
         _section("Memory", memory_timeline(report)),
@@ -64,10 +66,16 @@ def _header(report: Report, title: str) -> Markup:
     cards = (
         tag("div", tag("dt", name), tag("dd", tag("b", figure), tag("span", more))) for name, figure, more in facts
     )
-    advice = f"It is {report.regime}-bound: {report.remedy}."
     return tag(
-        "header", tag("h1", what), tag("p", " · ".join(where)), tag("dl", *cards, class_="facts"), tag("p", advice)
-    )
+        "header", tag("h1", what), tag("p", " · ".join(where)), tag("dl", *cards, class_="facts"),
+        tag("p", report.ran.line),
+    )  # fmt: skip
+
+
+def _where_to_win(report: Report) -> Iterator[Markup]:
+    heading, *lines = where_to_win(report) or ["Nothing ran on the device."]
+    yield tag("p", heading[:1].upper() + heading[1:])
+    yield tag("ul", *(tag("li", line.strip(" -")) for line in lines), class_="notes")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str, str]]:
@@ -77,16 +85,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str, str]]:
     yield (
         "bound by",
         report.regime,
-        f"{percent_of(report.seconds_by_regime[report.regime], report.seconds):.0f} % of the time",
+        f"{percent_of(report.seconds_by_regime[report.regime], report.seconds):.0f} % of the wall-clock",
     )
     rate = with_prefix(report.flops / report.seconds if report.seconds else 0, "FLOP/s")
     yield "work", with_prefix(report.flops, "FLOP"), f"{rate}, MFU {report.mfu:.1%}"
     yield "moved", with_prefix(report.bytes_read + report.bytes_written, "B"), f"{len(report.kernels)} kernels"
     yield "peak memory", with_prefix(report.peak_memory_bytes, "B"), _verdict(report)
-    compiled = report.compiled
-    if compiled is not None and compiled.seconds:
-        times = report.seconds / compiled.seconds
-        yield "compiled", with_prefix(compiled.seconds, "s"), f"{times:.2f} times as fast"
 
 
 def _verdict(report: Report) -> str:

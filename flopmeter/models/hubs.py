@@ -33,19 +33,28 @@ def huggingface(name: str) -> Callable[..., Built]:
     The class is the one that the config names (`architectures`), else the base model of its type. Raises
     TargetError where transformers is missing or the config is none that it knows.
     """
-    transformers = _installed("transformers")
-    config = _config(transformers, name)
+    config = hub_config(name)
 
     def build(batch: int = 1, seq: int | None = None, dtype: torch.dtype | None = None, train: bool = False) -> Built:
-        with torch.device("meta"):
-            model = _model_class(transformers, config)(config)
-        model.to("meta", dtype or _own_dtype(config))  # some parameters ignore the device context
+        model = model_of(config, dtype)
         inputs = _inputs(model, config, batch, seq, dtype or _own_dtype(config))
         if train and type(model).__name__.endswith(_LABELLED):
             inputs["labels"] = inputs["input_ids"].clone()
         return model, inputs
 
     return build
+
+
+def hub_config(name: str) -> Any:
+    """The config of a path or a type. Raises TargetError as `huggingface` does."""
+    return _config(_installed("transformers"), name)
+
+
+def model_of(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The model on meta, in its config's type or in bf16."""
+    with torch.device("meta"):
+        model = _model_class(_installed("transformers"), config)(config)
+    return model.to("meta", dtype or _own_dtype(config))  # some parameters ignore the device context
 
 
 def timm_model(name: str) -> Callable[..., tuple[nn.Module, Tensor]]:

@@ -1,0 +1,7 @@
+"""Serving a language model: decoder.py has its steps, steps.py their prices, formats.py weights and caches in fewer
+bits, queue.py the arithmetic of many requests, serving.py the answer, picture.py its picture."""
+
+from flopmeter.ask.serve.decoder import ServingError
+from flopmeter.ask.serve.serving import Serving, ServingRow, serving
+
+__all__ = ["Serving", "ServingError", "ServingRow", "serving"]

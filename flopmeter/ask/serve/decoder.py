@@ -1,0 +1,268 @@
+"""A language model as a server runs it: one rank's share of it, its cache, and the steps of prefill and decoding.
+
+The model is transformers' own, built on meta from its config. What a server adds is put in through transformers' own
+interfaces: a cache whose memory is there before the step (new keys and values are written into it, old ones stay where
+they are), and attention by flash kernels, which read that cache at its own number of heads. `cache="transformers"`
+keeps what transformers does by default: a cache that is copied at each step, and scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from flopmeter.device.hardware import Hardware
+from flopmeter.models.hubs import hub_config, model_of
+
+CacheKind = Literal["paged", "transformers"]
+"""Who holds keys and values: a server, in memory of its own, or transformers' DynamicCache."""
+
+PAGED = "flopmeter_paged"  # the start of the names under which transformers knows the attention below
+FLASH_3_CAPABILITIES = (9, 10)  # majors, on which servers run FlashAttention-3 or the like; elsewhere FlashAttention-2
+
+
+class ServingError(ValueError):
+    """What was asked of a server makes no sense, or its model cannot be run step by step."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One rank's share of a causal language model."""
+
+    model: Any  # of transformers, on meta
+    config: Any
+    cache: CacheKind
+    ranks: int
+
+    @property
+    def title(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of this rank, as the model keeps them; tied weights count once."""
+        return sum(tensor.nbytes for tensor in _distinct(self.model))
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.numel() for tensor in _distinct(self.model))
+
+    def kv_bytes(self, tokens: int, element_bytes: float) -> float:
+        """What one sequence of so many tokens holds on this rank, in all layers: keys and values of the grouped heads,
+        or the latent of multi-head latent attention (of which each rank has all); of a layer with a window no more
+        tokens than that.
+        """
+        config = self.config
+        windows = [window_of(config, layer) or tokens for layer in range(config.num_hidden_layers)]
+        return sum(min(tokens, window) for window in windows) * kv_width(config, self.cache) * element_bytes
+
+    def metered_kv_bytes(self, tokens: int) -> float:
+        """The same as a metered step holds it: expanded, in the model's type, whatever the window."""
+        width = kv_width(self.config, "transformers")
+        return float(self.config.num_hidden_layers * tokens * width * self.model.dtype.itemsize)
+
+    def step(self, batch: int, new: int, cached: int, logits: int = 1, kernel: str = "flash") -> Callable[[], None]:
+        """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
+        cache. The vocabulary is scored for the last `logits` tokens; `kernel` is the paged cache's: a key of `PAGED_KERNELS`.
+        """
+        ids = torch.empty(batch, new, dtype=torch.long, device="meta")
+        caches = import_module("transformers.cache_utils")
+
+        def run() -> None:
+            layer = _paged_layer(caches) if self.cache == "paged" else _copied_layer(caches)
+            self.model.config._attn_implementation = self.config._attn_implementation = (
+                f"{PAGED}_{kernel}" if self.cache == "paged" else "sdpa"
+            )
+            kv = caches.Cache(layers=[layer(cached) for _ in range(self.config.num_hidden_layers)])
+            with torch.no_grad():
+                self.model(input_ids=ids, past_key_values=kv, use_cache=True, logits_to_keep=logits)
+
+        return run
+
+
+def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
+    """The share of one of `ranks` tensor parallel ranks.
+
+    target: 'hf:CONFIG.json' or 'hf:TYPE', a config of transformers, or a model that has one.
+    Raises ServingError where the model is no causal language model, or cannot be split over so many ranks.
+    """
+    if cache not in get_args(CacheKind):
+        raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")
+    config = _config_of(target)
+    text = config.get_text_config()
+    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+    missing = [name for name in needed if not getattr(text, name, None)]
+    if missing:
+        raise ServingError(f"{target}: a config to serve has {', '.join(needed)}; this one lacks {', '.join(missing)}")
+    if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
+        config.architectures = [_causal_class(config)]
+    share = _split(config, ranks)
+    _register_paged_attention()
+    return Decoder(model_of(share), share.get_text_config(), cache, ranks)
+
+
+def _config_of(target: Any) -> Any:
+    if isinstance(target, str):
+        if not target.startswith("hf:"):
+            raise ServingError(f"{target!r} cannot be served: give hf:CONFIG.json or hf:TYPE (such as hf:llama)")
+        return hub_config(target.removeprefix("hf:"))
+    config = getattr(target, "config", target)
+    if not hasattr(config, "get_text_config"):
+        raise ServingError(
+            "a server takes hf:CONFIG.json, a config of transformers or a model that has one, not"
+            f" {type(target).__name__}"
+        )
+    return copy.deepcopy(config)
+
+
+def _causal_class(config: Any) -> str:
+    names = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if config.model_type not in names:
+        raise ServingError(f"transformers has no causal language model of type {config.model_type!r} to serve")
+    return str(names[config.model_type])
+
+
+_SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+"""What tensor parallelism splits: heads, the width of MLPs and of each expert, the vocabulary."""
+
+
+def _split(config: Any, ranks: int) -> Any:
+    share = copy.deepcopy(config)
+    text = share.get_text_config()
+    if getattr(text, "num_key_value_heads", None) is None:
+        text.num_key_value_heads = text.num_attention_heads
+    text.head_dim = head_dim(text)
+    for name in _SPLIT:
+        size = getattr(text, name, None)
+        if not size or ranks == 1:
+            continue
+        if name == "num_key_value_heads":
+            setattr(text, name, max(1, size // ranks))  # fewer heads than ranks: several have the same
+        elif size % ranks and name != "vocab_size":
+            raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")
+        else:
+            setattr(text, name, -(-size // ranks))
+    return share
+
+
+def head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def kv_width(config: Any, cache: CacheKind) -> int:
+    """Elements of one token in the cache of one layer."""
+    latent = getattr(config, "kv_lora_rank", None)
+    if not latent:
+        return 2 * int(config.num_key_value_heads) * head_dim(config)
+    if cache == "paged":
+        return int(latent + config.qk_rope_head_dim)
+    return int(config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Of how many tokens the layer keeps keys and values; None: of all."""
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return None
+    types = getattr(config, "layer_types", None)
+    return int(window) if types is None or types[layer] == "sliding_attention" else None
+
+
+def _distinct(model: Any) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in model.parameters()}.values())
+
+
+def _paged_layer(caches: Any) -> Any:
+    class PagedLayer(caches.DynamicLayer):  # type: ignore[misc]
+        """Memory for all tokens, laid out as flash kernels read it; a step writes its own."""
+
+        def __init__(self, cached: int) -> None:
+            super().__init__()
+            self.cached = cached
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return self._with(key_states), self._with(value_states)
+
+        def _with(self, new: Tensor) -> Tensor:
+            batch, heads, tokens, width = new.shape
+            held = new.new_empty(batch, self.cached + tokens, heads, width).transpose(1, 2)
+            held[:, :, self.cached :].copy_(new)
+            return held
+
+        def get_seq_length(self) -> int:
+            return self.cached
+
+    return PagedLayer
+
+
+def _copied_layer(caches: Any) -> Any:
+    class CopiedLayer(caches.DynamicLayer):  # type: ignore[misc]
+        """transformers' own: old and new tokens are put together at each step."""
+
+        def __init__(self, cached: int) -> None:
+            super().__init__()
+            self.cached = cached
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return self._with(key_states), self._with(value_states)
+
+        def _with(self, new: Tensor) -> Tensor:
+            batch, heads, _, width = new.shape
+            return torch.cat((new.new_empty(batch, heads, self.cached, width), new), dim=-2) if self.cached else new
+
+        def get_seq_length(self) -> int:
+            return self.cached
+
+    return CopiedLayer
+
+
+def _register_paged_attention() -> None:
+    modeling, masking = import_module("transformers.modeling_utils"), import_module("transformers.masking_utils")
+    for name, kernel in PAGED_KERNELS.items():
+        modeling.AttentionInterface.register(f"{PAGED}_{name}", kernel)
+        masking.AttentionMaskInterface.register(f"{PAGED}_{name}", lambda *_, **__: None)
+
+
+def kernel_for(device: Hardware) -> str:
+    """Of PAGED_KERNELS, the one that servers run there."""
+    capability = device.compute_capability
+    return "cudnn" if capability is not None and capability[0] in FLASH_3_CAPABILITIES else "flash"
+
+
+def cudnn_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """FlashAttention-3, priced as cuDNN's kernel, the one of torch that reaches as much (scripts/validate_attention.py).
+    cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls."""
+    new, cached = query.shape[2], key.shape[2] - query.shape[2]
+    if options.get("sliding_window"):
+        return flash_attention(module, query, key, value, *rest, **options)
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    parts = [slice(None)] if new == 1 or not cached else [slice(cached), slice(cached, None)]
+    for part in parts:
+        is_causal = new > 1 and part != slice(cached)
+        out = attend(query, key[:, :, part], value[:, :, part], None, False, 0.0, is_causal)[0]
+    return out.transpose(1, 2), None
+
+
+def flash_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """FlashAttention-2, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads, tokens, D]; gives
+    [B, new, heads, D] and no weights."""
+    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+    window = options.get("sliding_window") or None
+    size = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    out = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=options.get("scaling"), **size
+    )[0]
+    return out[..., : v.shape[-1]], None
+
+
+PAGED_KERNELS = {"flash": flash_attention, "cudnn": cudnn_attention}

@@ -1,0 +1,91 @@
+"""Weights and caches in fewer bits: what a step's kernels read then, and in which type they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from flopmeter.device.hardware import Hardware, HardwareError
+from flopmeter.records import ATTENTION, Cost, Kernel, Region, Trace
+
+HEAD = "lm_head"  # scores the vocabulary; as embeddings and norms, it stays as it is
+
+
+class WeightFormat(NamedTuple):
+    """How the weights of products are kept."""
+
+    bits: float  # of one weight, its share of a scale included
+    product: str | None  # the type that a device multiplies in, if it can; None: unpacked in the kernel
+    what: str
+
+
+WEIGHTS = {
+    "bf16": WeightFormat(16, None, "as the model has them"),
+    "fp8": WeightFormat(8, "fp8", "products in fp8, activations quantised in the kernel before"),
+    "int8": WeightFormat(8, "int8", "products in int8, activations quantised in the kernel before"),
+    "int4": WeightFormat(4 + 16 / 128, None, "a 16-bit scale for 128 weights, unpacked in the product"),
+    "mxfp4": WeightFormat(4 + 8 / 32, None, "an 8-bit scale for 32 weights (OCP MX), unpacked in the product"),
+}
+KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
+
+
+def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weights: str, kv: str) -> list[Kernel]:
+    """The kernels of a step with weights and cache in these formats. Where a device has no products of the type, the
+    weights are unpacked in the product."""
+    chosen, known = WEIGHTS[weights], dict[tuple[Cost, tuple[int, ...]], Cost]()
+    product = chosen.product if chosen.product and has_product(device, chosen.product) else None
+
+    def changed(kernel: Kernel) -> Kernel:
+        cost = kernel.cost
+        if cost.op_class == ATTENTION:
+            if kv == "bf16":
+                return kernel
+            key = (cost, (-1,))
+            known[key] = known.get(key) or _with_narrow_cache(cost, KV_BYTES[kv] / KV_BYTES["bf16"])
+            return kernel._replace(cost=known[key])
+        held = weight_storages(kernel, trace)
+        if weights == "bf16" or not held:
+            return kernel
+        places = tuple(sorted(held))
+        known[cost, places] = known.get((cost, places)) or _with_narrow_weights(cost, held, chosen.bits / 16, product)
+        return kernel._replace(cost=known[cost, places])
+
+    return [changed(kernel) for kernel in kernels]
+
+
+def has_product(device: Hardware, dtype: str) -> bool:
+    try:
+        return device.contraction_peak(dtype).unit == "matrix"
+    except HardwareError:
+        return False
+
+
+def weight_storages(kernel: Kernel, trace: Trace) -> set[int]:
+    """Storages, as the kernel's call numbers them, of the weights that it multiplies by."""
+    if not kernel.cost.macs or kernel.op.module.rpartition(".")[2] == HEAD:
+        return set()
+    return {place for place, number in enumerate(kernel.op.storages) if trace.storages[number].role == "parameters"}
+
+
+def _with_narrow_weights(cost: Cost, held: set[int], share: float, product: str | None) -> Cost:
+    """With a product in another type its other operand has as few bits."""
+
+    def read(region: Region) -> Region:
+        is_weight = region.spec is not None and region.spec.storage in held
+        factor = share if is_weight else 0.5 if product else 1.0
+        return region._replace(nbytes=round(region.nbytes * factor))
+
+    return replace(cost, reads=tuple(map(read, cost.reads)), dtype=product or cost.dtype)
+
+
+def _with_narrow_cache(cost: Cost, share: float) -> Cost:
+    """Keys and values are what attention reads beside its first operand."""
+    query, *cache = cost.reads
+    return replace(cost, reads=(query, *(each._replace(nbytes=round(each.nbytes * share)) for each in cache)))
+
+
+def narrow_bytes(kernels: Sequence[Kernel], trace: Trace, weights: str) -> int:
+    """By how much the format makes the weights of a step's products smaller."""
+    numbers = {kernel.op.storages[place] for kernel in kernels for place in weight_storages(kernel, trace)}
+    return round(sum(trace.storages[number].nbytes for number in numbers) * (1 - WEIGHTS[weights].bits / 16))

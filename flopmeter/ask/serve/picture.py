@@ -1,0 +1,42 @@
+"""The picture of serving: latency over throughput, a curve for each device. For the extra `flopmeter[plot]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flopmeter.ask.serve.serving import Serving
+from flopmeter.report.plots import PlotError, new_figure
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+_MARKERS = "osD^vP*X"
+
+
+def serving_curves(result: Serving) -> Any:
+    """Time per token and time to the first one over tokens per second and GPU; each point is a number of requests at a
+    time. A star is the point that the table has, a dashed line a latency that was asked for."""
+    if not result.rows:
+        raise PlotError("no device can serve the model: there is nothing to draw")
+    figure = new_figure(11.0, 4.6)
+    figure.suptitle(result.title, fontsize=9)
+    panels = figure.subplots(1, 2)
+    for panel, name, label in zip(
+        panels, ("tpot", "ttft"), ("time per output token", "time to first token"), strict=True
+    ):
+        for place, row in enumerate(result.rows):
+            colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
+            rates = [point.tokens_per_s_per_gpu for point in row.points]
+            latencies = [getattr(point, f"{name}_seconds") * 1e3 for point in row.points]
+            panel.plot(rates, latencies, color=colour, marker=marker, ms=4, lw=1.2, label=row.hardware)
+            for point, rate, latency in list(zip(row.points, rates, latencies, strict=True))[::2]:
+                panel.annotate(str(point.batch), (rate, latency), (3, 3), textcoords="offset points", fontsize=6)
+            if row.best is not None:
+                best = getattr(row.best, f"{name}_seconds") * 1e3
+                panel.plot([row.best.tokens_per_s_per_gpu], [best], color=colour, marker="*", ms=12, mec="black")
+        if name in result.slo:
+            panel.axhline(result.slo[name] * 1e3, color="black", ls="--", lw=1)
+        panel.set(xlabel="tokens/s per GPU", ylabel=f"{label} (ms)", yscale="log")
+        panel.set_xlim(left=0)
+        panel.grid(alpha=0.3)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    return figure

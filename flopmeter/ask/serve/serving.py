@@ -1,0 +1,467 @@
+"""How many requests a language model serves on a device, at what latency, for how much money and power."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_prices
+from flopmeter.ask.serve.decoder import CacheKind, Decoder, ServingError, decoder
+from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS, has_product
+from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, Work, expected_tokens, load
+from flopmeter.ask.serve.steps import StepCost, Steps
+from flopmeter.device.cluster import cluster_of
+from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
+from flopmeter.launch.modes import MODES
+from flopmeter.meter import Mode
+from flopmeter.report.quantities import duration, figure, in_gb, in_ms
+from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
+from flopmeter.timing.peak_memory import usable_bytes
+
+MOST_REQUESTS = 512  # at a time: more are not metered
+SLOS = ("ttft", "tpot")
+
+
+class ServingPoint(NamedTuple):
+    """A server with so many requests at a time. Tokens are those that it makes."""
+
+    batch: int
+    ttft_seconds: float
+    tpot_seconds: float
+    requests_per_s: float
+    tokens_per_s: float  # of all GPUs
+    tokens_per_s_per_gpu: float
+    watts_per_gpu: float | None  # None where nobody knows what the device may draw
+    joules_per_token: float | None  # of all GPUs, prefill included
+    dollars_per_million_tokens: float | None  # None without a price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRow:
+    """One device. `best` is the point with the most tokens a second that keeps to the latencies asked for."""
+
+    hardware: str
+    gpus: int  # that one copy of the model is split over, and those of prefill alone for each copy
+    weight_bytes: int  # on one GPU
+    kv_bytes_per_request: float  # on one GPU, when its last token is made
+    most_requests: int  # at a time, that memory holds
+    prefill_seconds: float  # of one prompt alone
+    step_seconds: float  # of decoding, of one request alone
+    points: tuple[ServingPoint, ...]  # by rising batch
+    best: ServingPoint | None  # None where no batch keeps to the latencies
+    limited_by: str  # what keeps the batch from being larger
+    dollars_per_hour: float | None  # of all its GPUs
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, in plain types and SI units; without the other points."""
+        facts = {name: getattr(self, name) for name in self.__slots__ if name not in ("points", "best")}
+        best = dict.fromkeys(ServingPoint._fields) if self.best is None else self.best._asdict()
+        return {**facts, **best}
+
+
+@dataclass(frozen=True, repr=False)
+class Serving(Shown):
+    """Rows by falling tokens per second and GPU; `unable`: why some devices cannot serve the model."""
+
+    title: str
+    rows: tuple[ServingRow, ...]
+    unable: Mapping[str, str]
+    slo: Mapping[str, float]
+    notes: tuple[str, ...]
+
+    def with_note(self, note: str) -> Serving:
+        """The same with a line more under the table; an empty one adds none."""
+        return replace(self, notes=(*self.notes, note)) if note else self
+
+    def _document(self) -> Document:
+        records = [row.as_dict() for row in self.rows]
+        points = {row.hardware: [point._asdict() for point in row.points] for row in self.rows}
+        lines = [f"{row.hardware}: {row.limited_by}" for row in self.rows]
+        return Document(
+            kind="serving",
+            title=self.title,
+            tables=[table_of(_COLUMNS, self.rows, hides_unknown=True)] if self.rows else [],
+            notes=[*lines, *(f"left out: {why}" for why in self.unable.values()), *self.notes],
+            data={"slo": dict(self.slo), "rows": records, "points": points, "unable": dict(self.unable)},
+            records=records,
+        )
+
+
+def _of_best(value: Callable[[ServingPoint], Any]) -> Callable[[ServingRow], Any]:
+    return lambda row: None if row.best is None else value(row.best)
+
+
+def _optional(show: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: figure(None) if value is None else show(value)
+
+
+_COLUMNS: list[ColumnOf[ServingRow]] = [
+    ColumnOf("device", lambda row: row.hardware if row.gpus == 1 else f"{row.hardware} ×{row.gpus}", str, "<"),
+    ColumnOf("weights GB", lambda row: row.weight_bytes, in_gb),
+    ColumnOf("KV MB/request", lambda row: row.kv_bytes_per_request / 1e6),
+    ColumnOf("fit", lambda row: row.most_requests, str),
+    ColumnOf("at a time", _of_best(lambda point: point.batch), _optional(str)),
+    ColumnOf("TTFT ms", _of_best(lambda point: point.ttft_seconds), _optional(in_ms)),
+    ColumnOf("TPOT ms", _of_best(lambda point: point.tpot_seconds), _optional(in_ms)),
+    ColumnOf("requests/s", _of_best(lambda point: point.requests_per_s)),
+    ColumnOf("tokens/s/GPU", _of_best(lambda point: point.tokens_per_s_per_gpu)),
+    ColumnOf("W/GPU", _of_best(lambda point: point.watts_per_gpu)),
+    ColumnOf("J/token", _of_best(lambda point: point.joules_per_token)),
+    ColumnOf("$/M tokens", _of_best(lambda point: point.dollars_per_million_tokens)),
+    ColumnOf("alone: TTFT ms", lambda row: row.points[0].ttft_seconds, in_ms),
+    ColumnOf("TPOT ms", lambda row: row.points[0].tpot_seconds, in_ms),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """What is served, and how."""
+
+    prompt: int
+    output: int
+    slo: Mapping[str, float]
+    gpus: int
+    mode: Mode
+    weights: str
+    kv: str
+    chunk: int | None
+    prefix: float
+    draft_tokens: int
+    acceptance: float
+    is_disaggregated: bool
+    meter_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of a prompt that are in the cache already."""
+        return min(int(self.prefix * self.prompt), self.prompt - 1)
+
+    def check(self) -> None:
+        """Raises ServingError for what makes no sense."""
+        for name in ("prompt", "output", "gpus", "draft_tokens"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ServingError(f"{name} must be a positive whole number, not {getattr(self, name)!r}")
+        if self.chunk is not None and self.chunk < 1:
+            raise ServingError(f"chunk must be a positive number of tokens or None, not {self.chunk!r}")
+        for name in ("prefix", "acceptance"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ServingError(f"{name} is a share from 0 to 1, not {getattr(self, name)!r}")
+        for name, known in (("weights", WEIGHTS), ("kv", KV_BYTES), ("mode", MODES)):
+            if getattr(self, name) not in tuple(known):
+                raise ServingError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+
+
+def serving(
+    target: Any,
+    hardware: Iterable[AnyHardware],
+    *,
+    prompt: int,
+    output: int,
+    slo: str | Mapping[str, float] | None = None,
+    gpus: int = 1,
+    mode: Mode = "cudagraph",
+    weights: str = "bf16",
+    kv: str = "bf16",
+    chunk: int | None = 2048,
+    prefix: float = 0.0,
+    draft: Any = None,
+    draft_tokens: int = 4,
+    acceptance: float = 0.7,
+    disaggregated: bool = False,
+    cache: CacheKind = "paged",
+    prices: Mapping[str, float] | None = None,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    **meter_options: Any,
+) -> Serving:
+    """What serving a causal language model gives on each device: batch, latencies, tokens a second, power, money.
+
+    target: 'hf:CONFIG.json', 'hf:TYPE', a config of transformers or a model that has one.
+    hardware: names, paths of YAML profiles or Hardware records.
+    prompt, output: tokens of each request.
+    slo: latencies to keep to, as 'ttft=500ms,tpot=30ms' or in seconds, {'ttft': 0.5, 'tpot': 0.03}.
+    gpus: that share one copy of the model, as tensor parallel ranks.
+    mode: how a step is launched; 'cudagraph' is what servers do.
+    weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4' or 'mxfp4'. kv: the cache, 'bf16' or 'fp8'.
+    chunk: tokens of a prompt that run in one step with decoding; None: prefill stops decoding.
+    prefix: share of each prompt whose keys and values are in the cache already.
+    draft: a smaller model (as `target`) that proposes `draft_tokens` tokens, each accepted with `acceptance`.
+    disaggregated: GPUs of their own for prefill.
+    cache: 'paged' as servers hold it, or 'transformers' as its generate() does.
+    prices: dollars per GPU and hour, by device.
+    meter_options: of FlopMeter.
+
+    Raises ServingError for options that make no sense, TargetError for a model that cannot be built and HardwareError
+    for an unknown device. Devices that are too small or lack a type are in `unable`.
+    """
+    plan = ServingPlan(
+        prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, mode=mode, weights=weights, kv=kv, chunk=chunk,
+        prefix=prefix, draft_tokens=draft_tokens, acceptance=acceptance, is_disaggregated=disaggregated,
+        meter_options=meter_options,
+    )  # fmt: skip
+    plan.check()
+    devices = [load_hardware(name) for name in ([hardware] if isinstance(hardware, str | Hardware) else hardware)]
+    if not devices:
+        raise ServingError("serving needs at least one device: see available_hardware()")
+    dollars = checked_prices(prices or {}, devices)
+    own = Steps(decoder(target, gpus, cache), mode, weights, kv, dict(meter_options))
+    other = None if draft is None else Steps(decoder(draft, gpus, cache), mode, weights, kv, dict(meter_options))
+    rows, unable = [], {}
+    for device in progress(devices):
+        try:
+            rows.append(_Server(plan, own, other, device, dollars.get(device.name)).row())
+        except HardwareError as error:
+            unable[device.name] = str(error)
+    rows.sort(key=lambda row: -row.best.tokens_per_s_per_gpu if row.best else 0.0)
+    notes = _notes(plan, own, other, devices)
+    return Serving(_title(plan, own.decoder), tuple(rows), unable, plan.slo, notes)
+
+
+class _Server:
+    """One device at work."""
+
+    def __init__(self, plan: ServingPlan, steps: Steps, draft: Steps | None, device: Hardware, price: float | None):
+        self._plan, self._steps, self._draft, self._device, self._price = plan, steps, draft, device, price
+        self._tokens = expected_tokens(plan.draft_tokens, plan.acceptance) if draft else 1.0
+
+    def row(self) -> ServingRow:
+        plan, most = self._plan, self._most_requests()
+        if not most:
+            raise HardwareError(
+                f"{self._device.name}: not even one request of {plan.prompt} + {plan.output} tokens fits beside"
+                f" {self._weight_bytes / 1e9:.1f} GB of weights on each of {plan.gpus} GPUs of"
+                f" {usable_bytes(self._device) / 1e9:.1f} GB"
+            )
+        loads = {batch: load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)}
+        possible = [each for each in loads.values() if each is not None]
+        kept = [each for each in possible if self._keeps(each)]
+        best = max(kept, key=lambda each: each.requests_per_s, default=None)
+        shown = [each for each in possible if each.batch in _doublings(most)]
+        servers = best.prefill_servers if best else 0.0
+        return ServingRow(
+            hardware=self._device.name,
+            gpus=plan.gpus,
+            weight_bytes=self._weight_bytes,
+            kv_bytes_per_request=self._kv_bytes,
+            most_requests=most,
+            prefill_seconds=self._work.prefill,
+            step_seconds=self._work.decode(1),
+            points=tuple(self._point(each) for each in shown),
+            best=None if best is None else self._point(best),
+            limited_by=self._limit(best, most, possible),
+            dollars_per_hour=None if self._price is None else self._price * plan.gpus * (1 + servers),
+        )
+
+    @property
+    def _weight_bytes(self) -> int:
+        return self._steps.weight_bytes(self._device) + (self._draft.weight_bytes(self._device) if self._draft else 0)
+
+    @property
+    def _kv_bytes(self) -> float:
+        tokens, element = self._plan.prompt + self._plan.output, KV_BYTES[self._plan.kv]
+        own = self._steps.decoder.kv_bytes(tokens, element)
+        return own + (self._draft.decoder.kv_bytes(tokens, element) if self._draft else 0.0)
+
+    def _most_requests(self) -> int:
+        """Beside weights and what a step works on; every request with all of its tokens."""
+        room = usable_bytes(self._device) - self._weight_bytes - self._prefill_chunk.working_bytes
+        return max(0, int(room / self._kv_bytes))
+
+    @property
+    def _chunk(self) -> int:
+        new = self._plan.prompt - self._plan.cached
+        return new if self._plan.chunk is None else min(new, self._plan.chunk)
+
+    @property
+    def _chunks(self) -> float:
+        return (self._plan.prompt - self._plan.cached) / self._chunk
+
+    @property
+    def _prefill_chunk(self) -> StepCost:
+        """A chunk in the middle of the prompt, which stands for all: attention grows evenly from chunk to chunk."""
+        before = self._plan.cached + (self._plan.prompt - self._plan.cached - self._chunk) // 2
+        return self._steps.cost(self._device, 1, self._chunk, before)
+
+    def _decode(self, batch: float) -> tuple[float, float | None]:
+        """Seconds and joules of a step, in the middle of a request's output; between metered batches on a line.
+        A server may pad a batch, so a smaller one never takes longer."""
+        lower = 1 << int(math.log2(batch))
+        share = (batch - lower) / lower
+        low = self._padded_step(lower)
+        if not share:
+            return low.seconds, low.joules
+        high = self._padded_step(2 * lower)
+        seconds = low.seconds + share * (high.seconds - low.seconds)
+        if low.joules is None or high.joules is None:
+            return seconds, None
+        return seconds, low.joules + share * (high.joules - low.joules)
+
+    def _padded_step(self, batch: int) -> StepCost:
+        sizes = (batch, 2 * batch) if 2 * batch <= MOST_REQUESTS else (batch,)
+        return min((self._step(size) for size in sizes), key=lambda cost: cost.seconds)
+
+    def _step(self, batch: int) -> StepCost:
+        """One cycle of decoding, with the draft's steps if there is one."""
+        cached, plan = self._plan.prompt + self._plan.output // 2, self._plan
+        if self._draft is None:
+            return self._steps.cost(self._device, batch, 1, cached)
+        draft = self._draft.cost(self._device, batch, 1, cached)
+        verify = self._steps.cost(self._device, batch, plan.draft_tokens + 1, cached, logits=plan.draft_tokens + 1)
+        joules = None
+        if draft.joules is not None and verify.joules is not None:
+            joules = plan.draft_tokens * draft.joules + verify.joules
+        return StepCost(plan.draft_tokens * draft.seconds + verify.seconds, joules, verify.working_bytes)
+
+    @property
+    def _work(self) -> Work:
+        plan = self._plan
+        transfer = 0.0
+        if plan.is_disaggregated:
+            nbytes = self._steps.decoder.kv_bytes(plan.prompt, KV_BYTES[plan.kv])
+            links = cluster_of(self._device)
+            transfer = nbytes / ((links.inter or links.intra).bandwidth_gb_per_s * 1e9)
+        is_cut = plan.chunk is not None and not plan.is_disaggregated
+        return Work(
+            output=plan.output,
+            decode=lambda batch: self._decode(batch)[0],
+            tokens_per_step=self._tokens,
+            prefill=self._chunks * self._prefill_chunk.seconds,
+            chunks=math.ceil(self._chunks) if is_cut else 0,
+            alone=self._alone.seconds,
+            is_apart=plan.is_disaggregated,
+            transfer=transfer,
+        )
+
+    @property
+    def _alone(self) -> StepCost:
+        return self._steps.cost(self._device, 1, 1, self._plan.prompt + self._plan.output // 2)
+
+    def _keeps(self, each: Load) -> bool:
+        return not self._over(each)
+
+    def _over(self, each: Load) -> list[str]:
+        """The latencies asked for that this load does not keep to."""
+        found = {"ttft": each.ttft_seconds, "tpot": each.tpot_seconds}
+        return [name.upper() for name, most in self._plan.slo.items() if found[name] > most]
+
+    def _limit(self, best: Load | None, most: int, possible: list[Load]) -> str:
+        if best is None:
+            first = possible[0]
+            return (
+                f"one request alone has its first token after {duration(first.ttft_seconds)} and the others every"
+                f" {duration(first.tpot_seconds)}: no batch keeps to the latencies"
+            )
+        if best.batch == min(most, MOST_REQUESTS):
+            full = (
+                f"{most} requests fill the memory" if most <= MOST_REQUESTS else f"{MOST_REQUESTS} are the most metered"
+            )
+            return full + _sizes(best)
+        after = next((each for each in possible if each.batch == best.batch + 1), None)
+        if after is None:
+            return f"prefill: with more than {best.batch} requests there are more chunks than steps"
+        over = " and ".join(self._over(after)) or "throughput"
+        return f"{over} with more than {best.batch} requests at a time"
+
+    def _point(self, each: Load) -> ServingPoint:
+        plan, copies = self._plan, 1 + each.prefill_servers
+        tokens_per_s = each.requests_per_s * plan.output
+        joules = self._joules(each.batch)
+        hourly = None if self._price is None else self._price * plan.gpus * copies
+        gpus = plan.gpus * copies
+        return ServingPoint(
+            batch=each.batch,
+            ttft_seconds=each.ttft_seconds,
+            tpot_seconds=each.tpot_seconds,
+            requests_per_s=each.requests_per_s,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_gpu=tokens_per_s / gpus,
+            watts_per_gpu=None if joules is None else joules * each.requests_per_s / gpus,
+            joules_per_token=None if joules is None else joules / plan.output,
+            dollars_per_million_tokens=None if hourly is None else 1e6 * hourly / SECONDS_PER_HOUR / tokens_per_s,
+        )
+
+    def _joules(self, batch: int) -> float | None:
+        """Of one request, on all GPUs: its prefill, and its share of the steps of decoding. GPUs of prefill alone also
+        draw their idle power while they wait."""
+        plan, chunk, alone = self._plan, self._prefill_chunk, self._alone
+        decode = self._decode(batch)[1]
+        if decode is None or chunk.joules is None or alone.joules is None:
+            return None
+        prefill = self._chunks * chunk.joules
+        if plan.is_disaggregated:
+            prefill += self._device.idle_watts * self._work.prefill * (1 / PREFILL_LOAD - 1)
+        elif plan.chunk is not None:
+            prefill = max(0.0, prefill - math.ceil(self._chunks) * alone.joules)
+        return plan.gpus * (prefill + plan.output / self._tokens * decode / batch)
+
+
+def _sizes(best: Load) -> str:
+    return f" (TTFT {duration(best.ttft_seconds)}, TPOT {duration(best.tpot_seconds)})"
+
+
+def _doublings(most: int) -> set[int]:
+    largest = min(most, MOST_REQUESTS)
+    return {1 << power for power in range(largest.bit_length()) if 1 << power <= largest} | {largest}
+
+
+def read_slo(text: str | Mapping[str, float] | None) -> dict[str, float]:
+    """Seconds by 'ttft' and 'tpot', from 'ttft=500ms,tpot=0.03s' or a mapping. Raises ServingError for others."""
+    if text is None:
+        return {}
+    pairs = text.items() if isinstance(text, Mapping) else (part.partition("=")[::2] for part in text.split(","))
+    found = {}
+    for name, value in pairs:
+        name = name.strip()
+        if name not in SLOS:
+            raise ServingError(f"unknown latency {name!r}; known: {', '.join(SLOS)} (as in ttft=500ms,tpot=30ms)")
+        found[name] = _seconds(value)
+    return found
+
+
+def _seconds(value: str | float) -> float:
+    scale = 1.0
+    if isinstance(value, str):
+        value, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.removesuffix("s"), 1.0)
+    try:
+        seconds = float(value) * scale
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise ServingError(f"a latency is a time such as 500ms or 0.5s, not {value!r}")
+    return seconds
+
+
+def _title(plan: ServingPlan, model: Decoder) -> str:
+    how = f", {plan.gpus} tensor parallel GPUs" if plan.gpus > 1 else ""
+    slo = ", ".join(f"{name.upper()} up to {duration(seconds)}" for name, seconds in plan.slo.items())
+    return (
+        f"{model.title} · {plan.prompt} tokens in, {plan.output} out{how} · weights {plan.weights}, KV {plan.kv},"
+        f" {model.cache} cache · {plan.mode}" + (f" · {slo}" if slo else "")
+    )
+
+
+def _notes(plan: ServingPlan, own: Steps, draft: Steps | None, devices: Sequence[Hardware]) -> tuple[str, ...]:
+    notes = [
+        "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, sampling, network"
+    ]
+    chunks = "prefill stops decoding" if plan.chunk is None else f"prompts in chunks of {plan.chunk} tokens"
+    notes.append("GPUs of their own for prefill" if plan.is_disaggregated else chunks)
+    if plan.prefix:
+        notes.append(f"{plan.cached} of {plan.prompt} tokens of each prompt are in the cache")
+    if draft is not None:
+        tokens = expected_tokens(plan.draft_tokens, plan.acceptance)
+        notes.append(
+            f"{draft.decoder.title} drafts {plan.draft_tokens} tokens, each accepted with {plan.acceptance:g}:"
+            f" {figure(tokens)} tokens a step"
+        )
+    chosen = WEIGHTS[plan.weights]
+    if plan.weights != "bf16":
+        notes.append(f"weights in {plan.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is")
+    product = chosen.product
+    if product:
+        lack = [device.name for device in devices if not has_product(device, product)]
+        notes += (
+            [f"no products in {product} on {', '.join(lack)}: weights are unpacked in bf16 products"] if lack else []
+        )
+    return tuple(notes)

@@ -1,0 +1,93 @@
+"""What one step of a server takes on a device: metered, with the collectives of tensor parallelism after it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+from flopmeter.ask.serve.decoder import Decoder, kernel_for
+from flopmeter.ask.serve.formats import in_formats, narrow_bytes
+from flopmeter.device.cluster import cluster_of, price_collective
+from flopmeter.device.hardware import Hardware
+from flopmeter.meter import FlopMeter, Mode, StreamError
+from flopmeter.records import Collective
+from flopmeter.report.report import Report
+
+ALL_REDUCES = 2  # of each layer: after attention and after the MLP
+LOGIT_BYTES = 2
+
+
+class StepCost(NamedTuple):
+    """One step on one rank."""
+
+    seconds: float
+    joules: float | None  # None where nobody knows what the device may draw
+    working_bytes: int  # held beside weights and cache
+
+
+class Steps:
+    """The steps of one decoder; what was metered once is priced for every device that runs the same ops."""
+
+    def __init__(self, decoder: Decoder, mode: Mode, weights: str, kv: str, meter_options: dict[str, Any]):
+        self.decoder, self.mode, self.weights, self.kv = decoder, mode, weights, kv
+        self._options = {"routing": "balanced", "checks": "hold", **meter_options}
+        self._meters: dict[tuple[str, int, int, int, int], list[FlopMeter]] = {}
+        self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
+
+    def cost(self, device: Hardware, batch: int, new: int, cached: int, logits: int = 1) -> StepCost:
+        """`new` tokens of each of `batch` sequences, after `cached` ones."""
+        key = (device.name, batch, new, cached, logits)
+        if key not in self._known:
+            report = self._report(device, batch, new, cached, logits)
+            links = self._collective_seconds(device, batch * new, batch * logits)
+            joules = None
+            if report.joules is not None and report.clock.idle_watts is not None:
+                joules = report.joules + report.clock.idle_watts * links
+            held = self.decoder.parameter_bytes + self._cache_bytes(batch, new + cached)
+            self._known[key] = StepCost(report.seconds + links, joules, max(0, report.memory.peak_bytes - held))
+        return self._known[key]
+
+    def weight_bytes(self, device: Hardware) -> int:
+        """Of this rank, in the format."""
+        report = self._eager(device, 1, 1, 0, 1)
+        return self.decoder.parameter_bytes - narrow_bytes(report.kernels, report.memory.trace, self.weights)
+
+    def report(self, device: Hardware, batch: int, new: int, cached: int) -> Report:
+        """The step's own report, without collectives."""
+        return self._report(device, batch, new, cached, 1)
+
+    def _report(self, device: Hardware, batch: int, new: int, cached: int, logits: int) -> Report:
+        report = self._eager(device, batch, new, cached, logits)
+        assert report.in_mode is not None
+        kernels = in_formats(report.kernels, report.memory.trace, device, self.weights, self.kv)
+        return report.in_mode(self.mode, kernels=kernels)
+
+    def _eager(self, device: Hardware, *sizes: int) -> Report:
+        batch, new, cached, logits = sizes
+        kernel = kernel_for(device)
+        meters = self._meters.setdefault((kernel, batch, new, cached, logits), [])
+        for meter in meters:
+            with contextlib.suppress(StreamError):
+                return meter.report(hardware=device)
+        meter = FlopMeter(device, **self._options)
+        run = self.decoder.step(batch, new, cached, logits, kernel)
+        with meter:
+            run()
+        meters.append(meter)
+        return meter.report()
+
+    def _cache_bytes(self, batch: int, tokens: int) -> int:
+        """As the metered program holds it: in the model's type, without a window's limit."""
+        return round(batch * self.decoder.metered_kv_bytes(tokens))
+
+    def _collective_seconds(self, device: Hardware, tokens: int, scored: int) -> float:
+        """All-reduces of the activations in each layer, and a gather of the logits; nothing hides them."""
+        ranks = tuple(range(self.decoder.ranks))
+        if len(ranks) == 1:
+            return 0.0
+        config, cluster = self.decoder.config, cluster_of(device)
+        element = self.decoder.model.dtype.itemsize
+        sums = Collective("all_reduce", tokens * config.hidden_size * element, ranks)
+        logits = Collective("all_gather", scored * config.vocab_size * len(ranks) * LOGIT_BYTES, ranks)
+        in_layers: float = ALL_REDUCES * config.num_hidden_layers * price_collective(sums, cluster).seconds
+        return in_layers + price_collective(logits, cluster).seconds

@@ -1,0 +1,101 @@
+"""The subcommand serve: requests, latencies, power and money of a language model on each device."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args
+
+from flopmeter.ask.serve import serving
+from flopmeter.ask.serve.decoder import CacheKind
+from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS
+from flopmeter.ask.serve.picture import serving_curves
+from flopmeter.ask.serve.serving import read_slo
+from flopmeter.cli.command import Command, add_format, device_list, number, share, show
+from flopmeter.cli.prices import load_prices
+from flopmeter.cli.progress import on_terminal
+from flopmeter.device.hardware import load_hardware
+from flopmeter.meter import Mode
+from flopmeter.report.plots import save
+from flopmeter.report.tables import FORMATS
+
+
+def _serve(options: argparse.Namespace) -> int:
+    if options.draft is None and (options.acceptance is not None or options.draft_tokens is not None):
+        raise ValueError("--acceptance and --draft-tokens are of a draft: give its model with --draft")
+    if options.disaggregated and options.chunk is not None:
+        raise ValueError("--chunk and --disaggregated exclude each other: with GPUs of its own prefill is not cut")
+    prices = load_prices(options.price)
+    devices = device_list(options.hardware)
+    names = {load_hardware(name).name for name in devices}
+    result = serving(
+        options.target,
+        devices,
+        prompt=options.prompt,
+        output=options.output_tokens,
+        slo=options.slo,
+        gpus=options.gpus,
+        mode=options.mode,
+        weights=options.weights,
+        kv=options.kv,
+        chunk=None if options.no_chunks else options.chunk or DEFAULT_CHUNK,
+        prefix=options.prefix or 0.0,
+        draft=options.draft,
+        draft_tokens=options.draft_tokens or 4,
+        acceptance=0.7 if options.acceptance is None else options.acceptance,
+        disaggregated=options.disaggregated,
+        cache=options.cache,
+        prices={name: dollars for name, dollars in prices.dollars_per_hour.items() if name in names},
+        progress=on_terminal("serving"),
+    )
+    show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
+    if options.plot:
+        save(serving_curves(result), options.plot)
+    return 0 if any(row.best for row in result.rows) else 1
+
+
+DEFAULT_CHUNK = 2048
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="hf:CONFIG.json or hf:TYPE: a causal language model of transformers")
+    add("--hardware", metavar="A,B,C", default="h100-sxm5-80gb", help="devices (default: %(default)s)")
+    add("--prompt", metavar="N", type=number, required=True, help="tokens of a request's prompt")
+    add("--output", metavar="N", type=number, required=True, dest="output_tokens", help="tokens that it wants")
+    add("--slo", metavar="ttft=500ms,tpot=30ms", type=_slo, help="latencies to keep to: first token, each other token")
+    add("--gpus", metavar="N", type=number, default=1, help="tensor parallel GPUs of one copy (default: %(default)s)")
+    add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
+    add("--mode", choices=get_args(Mode), default="cudagraph", help="how a step is launched (default: %(default)s)")
+    add("--weights", choices=WEIGHTS, default="bf16", help="how products keep weights (default: %(default)s)")
+    add("--kv", choices=KV_BYTES, default="bf16", help="how the cache is kept (default: %(default)s)")
+    cuts = parser.add_mutually_exclusive_group()
+    cuts.add_argument(
+        "--chunk", metavar="N", type=number, help=f"tokens of a prompt in a step (default: {DEFAULT_CHUNK})"
+    )
+    cuts.add_argument("--no-chunks", action="store_true", help="prefill stops decoding")
+    add("--prefix", metavar="SHARE", type=share, help="of each prompt, what the cache has already (0 to 1)")
+    add("--draft", metavar="TARGET", help="a smaller model that proposes tokens")
+    add("--draft-tokens", metavar="N", type=number, help="that it proposes at a time (default: 4)")
+    add("--acceptance", metavar="SHARE", type=share, help="with which each is accepted (default: 0.7)")
+    add("--disaggregated", action="store_true", help="GPUs of their own for prefill")
+    add(
+        "--cache", choices=get_args(CacheKind), default="paged", help="who holds keys and values (default: %(default)s)"
+    )
+    add("--plot", metavar="FILE", help="also draw latency over throughput to a .png or .svg (needs matplotlib)")
+    add_format(parser, FORMATS, flag="--output-file")
+
+
+def _slo(text: str) -> dict[str, float]:
+    try:
+        return read_slo(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+COMMAND = Command(
+    _serve,
+    "A language model as a server: requests, latencies, tokens a second, power, money",
+    "Example: flopmeter serve hf:config.json --hardware h100-sxm5-80gb,l40s --prompt 2048 --output 512"
+    " --slo ttft=500ms,tpot=30ms --price l40s=0.9 h100-sxm5-80gb=2.5\n",
+    _arguments,
+)

@@ -1,0 +1,59 @@
+"""Where to win: what a program does without need and other ways to run it, each priced by the model itself.
+
+A remedy rewrites the trace (rewrite.py) and has it priced as any other program: remedies.py has those that change
+numbers and modes, attention.py, optimizers.py and batch.py those that change ops. spots.py says which kernels are above
+the least time of their work, and why.
+"""
+
+from __future__ import annotations
+
+from flopmeter.report.advice import attention, batch, optimizers  # noqa: F401  (they enter their remedies)
+from flopmeter.report.advice.remedies import REMEDIES, Proposal
+from flopmeter.report.advice.spots import Timed, floor_of, hot_spots, places, spot_of, timed, wall_clock
+from flopmeter.report.drawers import VIEWS, draws
+from flopmeter.report.report import Report
+from flopmeter.report.wins import LEAST_GAIN, WHOLE, Advice, HotSpot
+
+__all__ = ["advice_of", "spots_of"]
+
+
+@draws(VIEWS, "advice")
+def advice_of(report: Report) -> tuple[Advice, ...]:
+    """Faults first, then other ways to run the program; in each, what wins most first."""
+    if report.in_mode is None or not report.timings or not report.seconds:
+        return ()
+    found = [_advice(report, proposal) for remedy in REMEDIES for proposal in remedy(report)]
+    worth = [each for each in found if each.gain_seconds >= LEAST_GAIN * report.seconds]
+    return tuple(sorted(worth, key=lambda each: (not each.is_fault, -each.gain_seconds)))
+
+
+def _advice(report: Report, proposal: Proposal) -> Advice:
+    pairs = timed(report)
+    group = [pair for pair in pairs if proposal.concerns(pair[0])]
+    is_whole = len(group) == len(pairs)
+    then = proposal.then.seconds / proposal.times
+    now = report.seconds if is_whole else wall_clock(group)
+    left = floor_of(timed(proposal.then), proposal.then) / proposal.times
+    others = floor_of(pairs, report) - floor_of(group, report)
+    seconds_then = now - (report.seconds - then)
+    return Advice(
+        what=proposal.what or _names(group, report),
+        where=proposal.where or (WHOLE if is_whole else places(kernel for kernel, _ in group)),
+        seconds_now=now,
+        floor_seconds=max(0.0, min(left - others, seconds_then)),
+        why=proposal.why,
+        remedy=proposal.remedy,
+        seconds_then=seconds_then,
+        run_seconds_then=then,
+        is_fault=proposal.is_fault,
+    )
+
+
+def _names(group: list[Timed], report: Report) -> str:
+    names = list(dict.fromkeys(kernel.cost.name for kernel, _ in sorted(group, key=lambda pair: -pair[1].seconds)))
+    return spot_of(", ".join(names[:2]) + (", …" if len(names) > 2 else ""), group, report).what
+
+
+@draws(VIEWS, "spots")
+def spots_of(report: Report) -> list[HotSpot]:
+    return hot_spots(report)

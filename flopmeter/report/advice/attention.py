@@ -1,0 +1,261 @@
+"""Attention that writes its scores to memory, and the fused kernel in its place.
+
+Around each softmax, the tensors of the scores' size are found (scores, mask, probabilities, dropout, their gradients);
+all ops that touch one are the attention, with the copies that only feed these or take their results. One fused op
+stands where the forward pass ended, and one where the backward pass did.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from flopmeter.as_cuda import CudaTarget
+from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choose, rules_for
+from flopmeter.device.hardware import Hardware
+from flopmeter.records import Call, Op, Phase, TensorSpec, Trace
+from flopmeter.report.advice.remedies import Proposal, may_drop_ops, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import is_dense, with_ops
+from flopmeter.report.report import Report
+from flopmeter.torch_names.dispatcher import running_version
+from flopmeter.torch_names.operators import aten, aten_overloads
+
+_SOFTMAX = (aten._softmax, aten._safe_softmax)
+_PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
+_COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
+_BACKENDS = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cudnn"}
+
+
+@remedy
+def materialised_attention(report: Report) -> Iterator[Proposal]:
+    """softmax(q @ k^T) @ v op by op."""
+    trace = trace_of(report)
+    if not may_drop_ops(trace):
+        return
+    uses = _uses(trace)
+    put_in: dict[int, Op] = {}
+    dropped: set[int] = set()
+    found = []
+    for index, op in enumerate(trace.ops):
+        if op.call.func.overloadpacket not in _SOFTMAX or op.phase not in ("forward", "recompute"):
+            continue
+        attention = _around(trace, uses, index)
+        if attention is None or attention.ops & dropped:
+            continue
+        found.append(op)
+        dropped |= attention.ops
+        put_in |= _fused(trace, attention, report.hardware)
+    if not found:
+        return
+    *_, queries, keys = found[0].inputs[0].shape
+    about = {id(trace.ops[index]) for index in dropped}
+    yield Proposal(
+        f"attention ×{len(found)}", lambda kernel: any(id(op) in about for op in kernel.ops),
+        f"materialised: scores of {queries} × {keys} a head go to memory and back",
+        "F.scaled_dot_product_attention (attn_implementation='sdpa')", priced(report, with_ops(trace, dropped, put_in)),
+    )  # fmt: skip
+
+
+class _Materialised(NamedTuple):
+    """The ops of one attention, and what goes into its products."""
+
+    ops: set[int]
+    scores: int  # op: q @ k^T
+    values: int  # op: p @ v
+    softmax: TensorSpec
+    operands: tuple[TensorSpec, TensorSpec, TensorSpec]  # q, k, v before any copy
+    is_causal: bool
+
+
+def _uses(trace: Trace) -> dict[int, list[int]]:
+    """The ops that touch each storage."""
+    uses: dict[int, list[int]] = defaultdict(list)
+    for index, op in enumerate(trace.ops):
+        for number in set(op.storages):
+            uses[number].append(index)
+    return uses
+
+
+def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Materialised | None:
+    """None where no product makes the scores, or none takes the probabilities."""
+    ops, spec = trace.ops, trace.ops[softmax].inputs[0]
+    if len(spec.shape) < 3:
+        return None
+    scores = _of_scores(trace, uses, softmax)
+    touched = {index for number in scores for index in uses[number] if not _is_view(ops[index])}
+    if sum(ops[index].call.func.overloadpacket in _SOFTMAX for index in touched) != 1:
+        return None
+    products = [index for index in sorted(touched) if ops[index].call.func.overloadpacket in _PRODUCTS]
+    phase = ops[softmax].phase
+    made = [index for index in products if ops[index].phase == phase and _writes(ops[index], scores)]
+    taken = [index for index in products if ops[index].phase == phase and not _writes(ops[index], scores)]
+    if len(made) != 1 or len(taken) != 1:
+        return None
+    dropped = touched | _copies_around(trace, uses, touched, scores)
+    q, k = ops[made[0]].inputs[-2:]
+    (v,) = (each for each in ops[taken[0]].inputs if each.storage not in scores)
+    operands = tuple(_before_copies(trace, uses, each, dropped) for each in (q, k, v))
+    assert len(operands) == 3
+    return _Materialised(dropped, made[0], taken[0], spec, operands, _is_causal(trace, touched, spec))
+
+
+def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[int]:
+    """Storages of the scores' size that ops other than products make of one another."""
+    square = trace.ops[softmax].inputs[0]
+    scores = {spec.storage for spec in (*trace.ops[softmax].inputs, *trace.ops[softmax].outputs)}
+    todo = list(scores)
+    while todo:
+        for index in uses[todo.pop()]:
+            op = trace.ops[index]
+            if op.call.func.overloadpacket in _PRODUCTS:
+                continue
+            for spec in (*op.inputs, *op.outputs):
+                alike = spec.numel == square.numel and spec.shape[-2:] == square.shape[-2:] and is_dense(spec)
+                if alike and spec.storage not in scores and trace.storages[spec.storage].born >= 0:
+                    scores.add(spec.storage)
+                    todo.append(spec.storage)
+    return scores
+
+
+def _writes(op: Op, storages: set[int]) -> bool:
+    return any(spec.storage in storages for spec in op.outputs)
+
+
+def _is_view(op: Op) -> bool:
+    return bool(op.outputs) and {spec.storage for spec in op.outputs} <= {spec.storage for spec in op.inputs}
+
+
+def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int]) -> set[int]:
+    """Copies whose result only these ops read, and those that only turn a result of these ops round."""
+    copies: set[int] = set()
+    for index in touched:
+        op = trace.ops[index]
+        if op.call.func.overloadpacket not in _PRODUCTS:
+            continue
+        for spec in op.inputs:
+            chain = _copies_before(trace, uses, spec.storage, touched | copies) if spec.storage not in scores else ()
+            copies |= set(chain)
+        for spec in op.outputs:
+            after = () if spec.storage in scores else uses[spec.storage]
+            copies |= {place for place in after if place > index and _is_copy(trace.ops[place])}
+    return copies
+
+
+def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, within: set[int]) -> list[int]:
+    """The copies that made a storage which nobody else reads, the last first."""
+    chain: list[int] = []
+    while True:
+        born = trace.storages[storage].born
+        if born < 0 or not _is_copy(trace.ops[born]):
+            return chain
+        others = {index for index in uses[storage] if index != born and not _is_view(trace.ops[index])}
+        if not others <= within | set(chain):
+            return chain
+        chain.append(born)
+        storage = trace.ops[born].inputs[0].storage
+
+
+def _is_copy(op: Op) -> bool:
+    return op.call.func.overloadpacket in _COPIES and op.inputs[0].dtype == op.outputs[0].dtype
+
+
+def _before_copies(trace: Trace, uses: dict[int, list[int]], spec: TensorSpec, dropped: set[int]) -> TensorSpec:
+    born = trace.storages[spec.storage].born
+    while born in dropped and _is_copy(trace.ops[born]):
+        spec = trace.ops[born].inputs[0]
+        born = trace.storages[spec.storage].born
+    return spec
+
+
+def _is_causal(trace: Trace, touched: set[int], square: TensorSpec) -> bool:
+    """Whether a mask of [queries, keys] that is the same for all sequences goes into the scores: of a square, that is
+    taken for a causal one."""
+    *_, queries, keys = square.shape
+    pairs = queries * keys
+    masks = (spec for index in touched for spec in trace.ops[index].inputs if spec.shape[-2:] == (queries, keys))
+    return queries == keys > 1 and any(spec.distinct_elements == pairs < square.numel for spec in masks)
+
+
+def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
+    """The fused ops, by the places where they stand."""
+    backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]
+    put_in = {attention.values: _call(trace, attention, device, "forward")}
+    if backward:
+        put_in[max(backward)] = _call(trace, attention, device, "backward", like=max(backward))
+    return put_in
+
+
+def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase, like: int | None = None) -> Op:
+    q, k, v = attention.operands
+    made = trace.ops[attention.scores].inputs[-2]
+    batch, queries, depth = _squares(made)
+    keys, value_depth = attention.softmax.shape[-1], _last(trace.ops[attention.values])
+    storages = tuple(dict.fromkeys((q.storage, k.storage, v.storage, *trace.ops[attention.values].storages[-1:])))
+    place = {number: local for local, number in enumerate(storages)}
+
+    def heads(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
+        count = max(1, spec.distinct_elements // (rows * width))
+        own = _dense((1, count, rows, width), spec.dtype, spec.device)
+        return own._replace(storage=place[spec.storage], offset=spec.offset)
+
+    out = trace.ops[attention.values].outputs[0]
+    result = _dense((1, batch, queries, value_depth), out.dtype, out.device)._replace(storage=len(storages))
+    qkv = heads(q, queries, depth), heads(k, keys, depth), heads(v, keys, value_depth)
+    sums = _dense((1, batch, queries), torch.float32, out.device)._replace(storage=len(storages) + 1)
+    fresh = len(trace.storages)  # of storages that no other op touches
+    numbers = (*storages, out.storage, fresh)
+    if out.storage in place:
+        result = result._replace(storage=place[out.storage])
+    build = _backward_call if phase == "backward" else _forward_call
+    call = build(qkv, result, sums, attention.is_causal, _backend(qkv, attention.is_causal, device))
+    return trace.ops[attention.values if like is None else like]._replace(call=call, storages=numbers)
+
+
+Qkv = tuple[TensorSpec, TensorSpec, TensorSpec]
+
+
+def _backend(qkv: Qkv, is_causal: bool, device: Hardware) -> str:
+    """The kernel that CUDA would choose, by the rules of the running torch."""
+    capability = device.compute_capability
+    target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
+    q, k, v = (Operand(spec.shape, spec.stride, spec.dtype, 0, False) for spec in qkv)
+    settings = Settings.now()._replace(grad=False)
+    call = SdpaCall(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1], settings, target)
+    return _BACKENDS.get(choose(call, rules_for(running_version())), "efficient")
+
+
+def _forward_call(qkv: Qkv, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
+    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention").default
+    return Call(func, qkv, {"dropout_p": 0.0, "is_causal": is_causal}, qkv, (out, sums))
+
+
+def _backward_call(qkv: Qkv, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
+    """Its results are as large as q, k and v; they are written where these lie, which is the same to the price."""
+    specs = (out, *qkv, out, sums)
+    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention_backward").default
+    return Call(func, specs, {"dropout_p": 0.0, "is_causal": is_causal}, specs, qkv)
+
+
+def _squares(query: TensorSpec) -> tuple[int, int, int]:
+    """How many squares of scores there are, of how many queries, and the width of a head."""
+    *batch, queries, depth = query.shape
+    count = 1
+    for size in batch:
+        count *= size
+    return count, queries, depth
+
+
+def _last(values: Op) -> int:
+    return values.outputs[0].shape[-1]
+
+
+def _dense(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorSpec:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return TensorSpec(shape, tuple(reversed(strides)), dtype, 0, 0, device)

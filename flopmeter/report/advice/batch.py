@@ -1,0 +1,92 @@
+"""A larger batch: the same ops on so many times the items, and what one of them then takes.
+
+No trace says which dimension is the batch. A tensor that depends on the inputs holds one item after the other, so that
+its outermost dimension grows; what is made of weights alone, weights and their gradients do not. If the FLOPs do not
+grow in proportion, the program is of another kind, and nothing is proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import outermost, with_tensors
+from flopmeter.report.report import Report
+from flopmeter.timing.peak_memory import usable_bytes_if_known
+from flopmeter.torch_names.operators import aten
+
+MOST_TIMES = 64
+PER_DOUBLING = 1.1  # so much more per second is worth another doubling
+FAULT = 3.0  # a batch is tiny if the kernels of a larger one do so many times the work per second
+PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
+_OF_WEIGHTS = ("parameters", "gradients", "optimizer state")
+_PRODUCTS = (aten.mm, aten.addmm)
+
+
+@remedy
+def larger_batch(report: Report) -> Iterator[Proposal]:
+    """So many times the batch as memory holds, or until twice as much brings less than a tenth more per second."""
+    usable = usable_bytes_if_known(report.hardware)
+    trace = trace_of(report)
+    if usable is None or report.cluster is not None or any(op.call.groups for op in trace.ops):
+        return
+    grows = depends_on_inputs(trace)
+    held = report.memory.at_peak
+    fixed = sum(size for name, size in held.items() if name in _OF_WEIGHTS)
+    fixed = max(fixed, fixed + report.memory.steady_peak_bytes - report.memory.peak_bytes)
+    growing = report.memory.peak_bytes - sum(size for name, size in held.items() if name in _OF_WEIGHTS)
+    best, times, then = report.seconds, 1, report
+    while times < MOST_TIMES and fixed + 2 * times * growing <= usable:
+        run = priced(report, scaled(trace, grows, 2 * times))
+        if not _is_proportional(report, run, 2 * times) or run.seconds / (2 * times) * PER_DOUBLING > best:
+            break
+        times *= 2
+        best, then = run.seconds / times, run
+    if times == 1:
+        return
+    why = "the work of one batch is too small for the device"
+    remedy = f"{times} times the batch (priced for the work of one of today's)"
+    is_fault = report.kernel_seconds > FAULT * then.kernel_seconds / times
+    yield Proposal(f"all {len(report.kernels)} kernels", everything, why, remedy, then, times, is_fault)
+
+
+def _is_proportional(before: Report, after: Report, times: int) -> bool:
+    """Of products and attention: optimizers and what is made of weights alone stay."""
+    return abs(after.macs - times * before.macs) <= PROPORTIONAL * times * before.macs and before.macs > 0
+
+
+def scaled(trace: Trace, grows: set[int], times: int) -> Trace:
+    def larger(spec: TensorSpec, is_growing: object) -> TensorSpec:
+        dim = outermost(spec)
+        if not is_growing or dim is None:
+            return spec
+        shape = (*spec.shape[:dim], times * spec.shape[dim], *spec.shape[dim + 1 :])
+        return spec._replace(shape=shape)
+
+    return with_tensors(trace, larger, lambda number: number in grows)
+
+
+def depends_on_inputs(trace: Trace) -> set[int]:
+    """The storages that hold something of each item: inputs, and what is made of such."""
+    roles = [storage.role for storage in trace.storages]
+    grows = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
+    weights = {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
+    for op in trace.ops:
+        if op.phase != "optimizer" and any(number in grows for number in op.storages):
+            made = (spec for spec in op.outputs if roles[spec.storage] is None)
+            grows |= {spec.storage for spec in made if _holds_items(op, spec, grows, weights)}
+    return grows
+
+
+def _holds_items(op: Op, out: TensorSpec, grows: set[int], weights: set[tuple[int, ...]]) -> bool:
+    """A product of two tensors of items sums over these: a gradient of weights; so do other ops of the backward pass
+    whose result looks like weights."""
+    if op.call.func.overloadpacket in _PRODUCTS:
+        return not all(spec.storage in grows for spec in op.inputs[-2:])
+    if not out.shape or out.numel == 1:
+        return False
+    if op.phase != "backward":
+        return True
+    looks_like_weights = out.shape in weights or tuple(size for size in out.shape if size > 1) in weights
+    return not looks_like_weights or any(spec.shape == out.shape for spec in op.inputs if spec.storage in grows)

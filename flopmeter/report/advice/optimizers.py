@@ -1,0 +1,100 @@
+"""Optimizers that update their parameters in many kernels, where torch has one for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch._ops import OpOverload
+
+from flopmeter.records import Call, Op, TensorSpec, Trace
+from flopmeter.report.advice.remedies import Proposal, may_drop_ops, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.report.report import Report
+from flopmeter.torch_names.operators import aten_overloads
+
+_ADAM = ("addcdiv", "addcmul")  # in the names of its ops
+
+
+@remedy
+def fused_optimizer(report: Report) -> Iterator[Proposal]:
+    """Adam, AdamW and SGD op by op, as `foreach` (torch's default on GPUs) or as a loop over the parameters."""
+    trace = trace_of(report)
+    put_in, dropped = {}, set()
+    for step in _steps(trace):
+        fused = _fused(trace, step)
+        if fused is not None:
+            put_in[step[-1]] = fused
+            dropped |= set(step)
+    if not put_in or not may_drop_ops(trace):
+        return
+    count = sum(kernel.op.phase == "optimizer" for kernel in report.kernels)
+    yield Proposal(
+        "optimizer", lambda kernel: kernel.op.phase == "optimizer",
+        f"{count} kernels read and write the same parameters and states again and again",
+        "the optimizer's fused=True", priced(report, with_ops(trace, dropped, put_in)),
+    )  # fmt: skip
+
+
+def _steps(trace: Trace) -> list[list[int]]:
+    """The ops of each call of an optimizer."""
+    steps: list[list[int]] = []
+    for index, op in enumerate(trace.ops):
+        if op.phase == "optimizer":
+            if index and trace.ops[index - 1].phase == "optimizer":
+                steps[-1].append(index)
+            else:
+                steps.append([index])
+    return steps
+
+
+def _fused(trace: Trace, step: list[int]) -> Op | None:
+    """One op for the whole step; None where torch has no fused kernel for it, or where it is one already."""
+    ops = [trace.ops[index] for index in step]
+    names = {op.call.name for op in ops}
+    if any("fused" in name for name in names):
+        return None
+    tensors = _by_role(trace, ops)
+    weights, gradients, states = (tensors.get(role, []) for role in ("parameters", "gradients", "optimizer state"))
+    if not weights or len(gradients) != len(weights):
+        return None
+    if all(any(part in name for name in names) for part in _ADAM) and len(states) == 2 * len(weights):
+        moments = states[: len(weights)], states[len(weights) :]
+        arguments: Lists = (weights, gradients, *moments, [], [])
+        options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "amsgrad": False,
+                   "maximize": False}  # fmt: skip
+        return _op(aten_overloads._fused_adamw_.default, arguments, options, ops[-1])
+    if not any("sqrt" in name or "addcdiv" in name or "sign" in name for name in names):
+        if len(states) not in (0, len(weights)):
+            return None
+        options = {"lr": 1e-3, "momentum": 0.9 if states else 0.0, "weight_decay": 0.0, "dampening": 0.0,
+                   "nesterov": False, "maximize": False, "is_first_step": False}  # fmt: skip
+        return _op(aten_overloads._fused_sgd_.default, (weights, gradients, states), options, ops[-1])
+    return None
+
+
+def _by_role(trace: Trace, ops: list[Op]) -> dict[str | None, list[TensorSpec]]:
+    """The tensors that the optimizer touches, each once, without its counters of steps."""
+    found: dict[int, TensorSpec] = {}
+    for op in ops:
+        for spec in op.inputs:
+            if spec.shape and spec.storage not in found:
+                found[spec.storage] = spec
+    sizes = {spec.numel for number, spec in found.items() if trace.storages[number].role == "parameters"}
+    roles: dict[str | None, list[TensorSpec]] = {}
+    for number, spec in found.items():
+        if spec.numel in sizes:
+            roles.setdefault(trace.storages[number].role, []).append(spec)
+    return roles
+
+
+Lists = tuple[list[TensorSpec], ...]
+
+
+def _op(func: OpOverload, lists: Lists, options: dict[str, Any], like: Op) -> Op:
+    specs = [spec for each in lists for spec in each]
+    numbers = list(dict.fromkeys(spec.storage for spec in specs))
+    place = {number: local for local, number in enumerate(numbers)}
+    args = tuple(tuple(spec._replace(storage=place[spec.storage]) for spec in each) for each in lists)
+    inputs = tuple(spec for each in args for spec in each)
+    return like._replace(call=Call(func, args, options, inputs, ()), storages=tuple(numbers))

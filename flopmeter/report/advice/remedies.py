@@ -1,0 +1,320 @@
+"""What a program can change, each change priced by the model: a function under `@remedy` looks for one kind of fault.
+
+It gives proposals: the run as it would be, and which kernels that is about. It prices what it proposes; whether that is
+worth telling is decided in `flopmeter.report.advice`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from flopmeter.device.hardware import Hardware, HardwareError
+from flopmeter.records import Convolution, ConvolutionWork, Kernel, Op, TensorSpec, Trace
+from flopmeter.records.dtypes import item_bytes_of
+from flopmeter.records.memory_format import dense_strides, is_dense
+from flopmeter.report.advice.rewrite import with_ops, with_tensors
+from flopmeter.report.advice.spots import alignment_of, matmuls_of, odd_width, places
+from flopmeter.report.quantities import percent_of, with_prefix
+from flopmeter.report.report import Report
+from flopmeter.report.wins import LEAST_GAIN
+from flopmeter.timing import constants
+from flopmeter.timing.peak_memory import usable_bytes_if_known
+from flopmeter.torch_names.operators import aten
+
+
+class Proposal(NamedTuple):
+    """A change of the program, and the run with it."""
+
+    what: str  # the kernels it is about; '' names them by their ops
+    concerns: Callable[[Kernel], bool]  # of the report's kernels
+    why: str
+    remedy: str
+    then: Report
+    times: int = 1  # `then` does so many times the work
+    is_fault: bool = True
+    where: str = ""  # '' names the places of the kernels that it is about
+
+
+Remedy = Callable[[Report], Iterator[Proposal]]
+REMEDIES: list[Remedy] = []
+
+
+def remedy(function: Remedy) -> Remedy:
+    """Enter a function that looks for one kind of fault."""
+    REMEDIES.append(function)
+    return function
+
+
+def priced(
+    report: Report, trace: Trace | None = None, mode: str | None = None, *, is_one_graph: bool = False
+) -> Report:
+    assert report.in_mode is not None  # else nobody asks for advice
+    return report.in_mode(mode or report.mode, trace=trace, is_one_graph=is_one_graph)
+
+
+def trace_of(report: Report) -> Trace:
+    """What the report is about; the program may have gone on since."""
+    trace, steps = report.memory.trace, report.memory.steps
+    return trace if len(trace.ops) == steps else dataclasses.replace(trace, ops=trace.ops[:steps])
+
+
+def may_drop_ops(trace: Trace) -> bool:
+    """What streams wait for is told by the places of ops, so these stay where they are in a program of several."""
+    return not trace.stream_use.streams and not trace.stream_use.syncs
+
+
+def everything(_: Kernel) -> bool:
+    return True
+
+
+_MODES = {  # what may run a program of each mode faster, the simplest first
+    "eager": ("compiled", "eager-cudagraph", "cudagraph"),
+    "compiled": ("cudagraph",),
+    "eager-cudagraph": ("cudagraph",),
+    "cudagraph": (),
+}
+_CALLED = {
+    "compiled": "torch.compile",
+    "cudagraph": "torch.compile(mode='reduce-overhead')",
+    "eager-cudagraph": "replay it as a CUDA graph (torch.cuda.graph)",
+}
+_WORTH_MORE_TROUBLE = 1.03  # so much faster has to be what is less simple
+
+
+@remedy
+def another_mode(report: Report) -> Iterator[Proposal]:
+    """torch.compile and CUDA graphs. Many ranks: inductor would reorder collectives. A graph cannot wait for values."""
+    if report.cluster is not None:
+        return
+    waits = report.hardware.is_cpu or any(kernel.cost.blocks_host for kernel in report.kernels)
+    best: tuple[str, Report] | None = None
+    for mode in _MODES[report.mode]:
+        before = report if best is None or mode == "eager-cudagraph" else best[1]
+        if mode != "compiled" and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
+            continue  # a graph wins what the device waits for the host
+        run = priced(report, mode=mode)
+        if best is None or run.seconds * _WORTH_MORE_TROUBLE < best[1].seconds:
+            best = mode, run
+    if best is None:
+        return
+    mode, run = best
+    idle = percent_of(report.idle_seconds, report.seconds)
+    why = "each op's result goes to memory and back"
+    if idle > 50 or mode != "compiled":
+        why = f"the device waits for the host for {idle:.0f} % of the wall-clock"
+    yield Proposal(f"all {len(report.kernels)} kernels", everything, why, _CALLED[mode], run, is_fault=False)
+
+
+@remedy
+def one_graph(report: Report) -> Iterator[Proposal]:
+    """The program marks several regions with torch.compile, or breaks its graph between them."""
+    regions = {kernel.op.region for kernel in report.kernels}
+    graphs = {graph for graph in report.launches.graphs if graph is not None}
+    if not report.launches.mode.fuses or regions == {None} or report.cluster is not None:
+        return
+    then = priced(report, is_one_graph=True)
+    if len({graph for graph in then.launches.graphs if graph is not None}) >= len(graphs):
+        return
+    why = f"{len(graphs)} compiled graphs: each is called, and nothing fuses across their ends"
+    remedy = "compile it as one: torch.compile(model, fullgraph=True) names what breaks it"
+    yield Proposal(f"all {len(report.kernels)} kernels", everything, why, remedy, then)
+
+
+@remedy
+def waits_for_values(report: Report) -> Iterator[Proposal]:
+    """`.item()` and copies to the host, which stop the host until the device is done."""
+    trace = trace_of(report)
+    asks = {index for index, op in enumerate(trace.ops) if op.call.func.overloadpacket is aten._local_scalar_dense}
+    if not asks or not may_drop_ops(trace):
+        return
+    about = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
+    yield Proposal(
+        f"all that the host sends after {len(about)} reads of a value", everything,
+        f"the host stops {len(asks)} times until the device is done (.item(), float(), print, if)",
+        "keep the values on the device, or read them once in many steps", priced(report, with_ops(trace, asks)),
+        where=places(about),
+    )  # fmt: skip
+
+
+@remedy
+def blocking_copies(report: Report) -> Iterator[Proposal]:
+    """Copies to the device from memory that is not pinned: the host waits until they are done."""
+    trace = trace_of(report)
+    about = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace.device)]
+    blocking = {id(kernel.op) for kernel in about}
+    if not blocking:
+        return
+    put_in = {index: _without_waiting(op) for index, op in enumerate(trace.ops) if id(op) in blocking}
+    yield Proposal(
+        f"all that the host sends after {len(about)} copies", everything, "the host waits for each copy to be done",
+        "DataLoader(pin_memory=True) and .to(device, non_blocking=True)", priced(report, with_ops(trace, (), put_in)),
+        where=places(about),
+    )  # fmt: skip
+
+
+def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
+    cost, call = kernel.cost, kernel.op.call
+    target = call.outputs[0] if call.outputs else call.inputs[0]
+    names = {argument.name for argument in call.func._schema.arguments}
+    return bool(cost.link_bytes and cost.blocks_host and target.device == device and "non_blocking" in names)
+
+
+def _without_waiting(op: Op) -> Op:
+    names = [argument.name for argument in op.call.func._schema.arguments if not argument.kwarg_only]
+    place = names.index("non_blocking") if "non_blocking" in names else len(op.call.args)
+    args = tuple(True if number == place else value for number, value in enumerate(op.call.args))
+    kwargs = dict(op.call.kwargs) if place < len(args) else {**op.call.kwargs, "non_blocking": True}
+    return op._replace(call=dataclasses.replace(op.call, args=args, kwargs=kwargs))
+
+
+@remedy
+def tf32(report: Report) -> Iterator[Proposal]:
+    """fp32 products that matrix units could run."""
+    device, switches = report.hardware, report.switches
+    if report.main_dtype != "fp32" or switches.matmul_tf32 or "tf32" not in device.matrix_tflop_per_s:
+        return
+    trace = dataclasses.replace(trace_of(report), switches=switches._replace(matmul_tf32=True, cudnn_tf32=True))
+    yield Proposal(
+        "fp32 products", lambda kernel: kernel.cost.macs > 0 and kernel.cost.dtype == "fp32",
+        "fp32 products run on vector units", "TF32: torch.set_float32_matmul_precision('high')", priced(report, trace),
+    )  # fmt: skip
+
+
+@remedy
+def sixteen_bits(report: Report) -> Iterator[Proposal]:
+    """The whole program in fp32, where the device has matrix units for 16 bits."""
+    narrow = _narrow_type(report.hardware)
+    if report.main_dtype not in ("fp32", "tf32") or narrow is None or not any(k.cost.macs for k in report.kernels):
+        return
+    types = {torch.float32: narrow}
+
+    def narrowed(spec: TensorSpec, _: object) -> TensorSpec:
+        is_float = spec.dtype == torch.float32 and spec.device != "cpu"
+        return spec._replace(dtype=narrow) if is_float else spec
+
+    name = str(narrow).removeprefix("torch.")
+    why = f"weights and data are fp32: twice the bytes of {name}, and no matrix units for it"
+    yield Proposal(
+        f"all {len(report.kernels)} kernels", everything, why,
+        f"{name}: model.to(torch.{name}), or torch.autocast where weights have to stay fp32",
+        priced(report, with_tensors(trace_of(report), narrowed, dtypes=types)),
+    )  # fmt: skip
+
+
+def _narrow_type(device: Hardware) -> torch.dtype | None:
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        try:
+            if device.contraction_peak(name).unit == "matrix":
+                return dtype
+        except HardwareError:
+            continue
+    return None
+
+
+@remedy
+def channels_last(report: Report) -> Iterator[Proposal]:
+    """Convolutions on NCHW tensors in a type for matrix units, and all that works on the same tensors."""
+    shapes = ((kernel, kernel.cost.work) for kernel in report.kernels)
+    convolves = [k for k, work in shapes if isinstance(work, ConvolutionWork) and _is_nchw(work.shape)]
+    if not any(item_bytes_of(kernel.cost.dtype) <= 2 for kernel in convolves):
+        return
+    trace = trace_of(report)
+    images = _images(trace)
+
+    def turned(spec: TensorSpec, is_image: object) -> TensorSpec:
+        if not is_image or len(spec.shape) != 4 or not is_dense(spec.shape, spec.stride, channels_last=False):
+            return spec
+        return spec._replace(stride=dense_strides(spec.shape, channels_last=True))
+
+    yield Proposal(
+        "convolutions and what is between them", lambda kernel: any(number in images for number in kernel.op.storages),
+        "images lie as NCHW; matrix units take NHWC, and copies turn them",
+        "model.to(memory_format=torch.channels_last), and the images",
+        priced(report, with_tensors(trace, turned, lambda number: number in images)),
+    )  # fmt: skip
+
+
+def _is_nchw(shape: Convolution) -> bool:
+    return len(shape.kernel) == 2 and not shape.channels_last
+
+
+def _images(trace: Trace) -> set[int]:
+    """Storages that convolutions touch, and those that ops on tensors of four dimensions make of them or for them."""
+    images: set[int] = set()
+    for ops in (trace.ops, trace.ops[::-1]):  # what is made of them, and gradients on their way back
+        for op in ops:
+            is_convolution = "convolution" in op.call.name
+            if is_convolution or any(number in images for number in op.storages):
+                images |= {spec.storage for spec in (*op.inputs, *op.outputs) if len(spec.shape) == 4}
+    return images
+
+
+@remedy
+def padded_widths(report: Report) -> Iterator[Proposal]:
+    """Sizes of weights that break the alignment of rows, such as a vocabulary of 50257."""
+    trace = trace_of(report)
+    sizes = {
+        size
+        for kernel in report.kernels
+        if kernel.cost.macs and alignment_of(kernel.cost) < constants.FULL_ALIGNMENT_BYTES
+        if (size := odd_width(kernel.cost)) is not None
+    }
+    weights = {number for number, storage in enumerate(trace.storages) if storage.role == "parameters"}
+    widths = {
+        spec.shape[dim]
+        for op in trace.ops
+        for spec in op.inputs
+        if spec.storage in weights
+        for dim in range(len(spec.shape))
+    }
+    to = {size: -(-size // PADDED_TO) * PADDED_TO for size in sizes & widths if size > PADDED_TO}
+    if not to:
+        return
+
+    def padded(spec: TensorSpec, _: object) -> TensorSpec:
+        return _resized(spec, to) if to.keys() & set(spec.shape) else spec
+
+    listed = ", ".join(f"{size} to {larger}" for size, larger in sorted(to.items()))
+    yield Proposal(
+        "", lambda kernel: any(to.keys() & set(shape[1:]) for shape in matmuls_of(kernel.cost)),
+        f"odd width {', '.join(map(str, sorted(to)))}: rows of it are not aligned to 16 bytes",
+        f"pad {listed} (a multiple of {PADDED_TO}) and ignore the rest", priced(report, with_tensors(trace, padded)),
+    )  # fmt: skip
+
+
+PADDED_TO = 64  # of which multiple tiles of matmuls are
+
+
+def _resized(spec: TensorSpec, to: dict[int, int]) -> TensorSpec:
+    """With other sizes; strides over a dimension that grew grow with it."""
+    stride = list(spec.stride)
+    for dim, size in enumerate(spec.shape):
+        if size in to:
+            outer = [other for other in range(len(stride)) if stride[other] >= max(spec.stride[dim], 1) * size]
+            for other in outer:
+                stride[other] = stride[other] // size * to[size] if stride[other] % size == 0 else stride[other]
+    return spec._replace(shape=tuple(to.get(size, size) for size in spec.shape), stride=tuple(stride))
+
+
+@remedy
+def needless_recomputation(report: Report) -> Iterator[Proposal]:
+    """Checkpointing, where memory has room for what it throws away."""
+    trace = trace_of(report)
+    again = {index for index, op in enumerate(trace.ops) if op.phase == "recompute"}
+    usable = usable_bytes_if_known(report.hardware)
+    if not again or usable is None or not may_drop_ops(trace):
+        return
+    kept = sum(storage.nbytes for storage in trace.storages if storage.born in again)
+    needed = report.memory.steady_peak_bytes + kept
+    if needed > usable:
+        return
+    yield Proposal(
+        "", lambda kernel: kernel.op.phase == "recompute",
+        f"the forward pass runs again, and memory has room: at most {with_prefix(needed, 'B')} of"
+        f" {with_prefix(usable, 'B')} without",
+        "no checkpointing", priced(report, with_ops(trace, again)),
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Traces with one thing changed: other tensors, ops left out, ops put in. What is left is priced like any trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from flopmeter.records import Call, Op, TensorSpec, Trace
+
+Mark = Hashable
+"""What a change needs to know of a storage."""
+
+
+def with_tensors(
+    trace: Trace,
+    change: Callable[[TensorSpec, Mark], TensorSpec],
+    mark: Callable[[int], Mark] = lambda _: None,
+    dtypes: Mapping[torch.dtype, torch.dtype] | None = None,
+) -> Trace:
+    """Every tensor of every call changed, by its spec and the mark of its storage (its number in the trace). `dtypes`:
+    types that stand in arguments (`dtype=torch.float32`), and those in their place."""
+    known: dict[tuple[Call, tuple[Mark, ...]], Call] = {}
+    changed = []
+    for op in trace.ops:
+        marks = tuple(mark(number) for number in op.storages)
+        call = known.get((op.call, marks))
+        if call is None:
+            call = known[op.call, marks] = _changed(op.call, marks, change, dtypes or {})
+        changed.append(op._replace(call=call))
+    return dataclasses.replace(trace, ops=changed)
+
+
+def _changed(
+    call: Call,
+    marks: tuple[Mark, ...],
+    change: Callable[[TensorSpec, Mark], TensorSpec],
+    dtypes: Mapping[torch.dtype, torch.dtype],
+) -> Call:
+    def of(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return change(value, marks[value.storage])
+        if type(value) is tuple:
+            return tuple(of(part) for part in value)
+        return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
+
+    kwargs = {name: of(value) for name, value in call.kwargs.items()}
+    return dataclasses.replace(
+        call, args=of(call.args), kwargs=kwargs, inputs=of(call.inputs), outputs=of(call.outputs)
+    )
+
+
+def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | None = None) -> Trace:
+    """Without the ops of these indices; `put_in` stand in the place of those of theirs, dropped or not.
+
+    Module calls between dropped ops go with them: the host makes them for those ops.
+    """
+    put_in, gone = put_in or {}, set(dropped) - set(put_in or {})
+    kept = [index for index in range(len(trace.ops)) if index not in gone]
+    calls_before = [now - before for before, now in zip((0, *trace.module_calls), trace.module_calls, strict=False)]
+    place = [0, *accumulate(int(index not in gone) for index in range(len(trace.ops)))]  # of each op among the kept
+    storages = [
+        dataclasses.replace(
+            storage,
+            born=storage.born if storage.born < 0 else place[min(storage.born, len(trace.ops))],
+            died=None if storage.died is None else place[min(storage.died, len(trace.ops))],
+        )
+        for storage in trace.storages
+    ]
+    return dataclasses.replace(
+        trace,
+        ops=[put_in.get(index, trace.ops[index]) for index in kept],
+        module_calls=list(accumulate(calls_before[index] for index in kept)),
+        storages=storages,
+        resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
+        accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
+    )
+
+
+def is_dense(spec: TensorSpec) -> bool:
+    """Whether the tensor is one block of memory, in whatever order of its dimensions."""
+    return spec.is_strided and spec.nbytes == spec.numel * spec.dtype.itemsize
+
+
+def outermost(spec: TensorSpec) -> int | None:
+    """The dimension of the largest stride: that of the batch, where tensors hold one item after the other."""
+    dims = [dim for dim in range(len(spec.shape)) if spec.stride[dim]]
+    return max(dims, key=lambda dim: (spec.stride[dim], -dim), default=None) if spec.is_strided else None

@@ -1,0 +1,192 @@
+"""Kernels over the least time that their work can take, by op and place, and why they are above it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from flopmeter.device.hardware import Hardware, Peak
+from flopmeter.records import (
+    DEFAULT_STREAM,
+    ConvolutionWork,
+    Cost,
+    GroupedMatmulWork,
+    Kernel,
+    Matmul,
+    MatmulWork,
+    RecurrentWork,
+    Switches,
+    Timing,
+    VectorWork,
+)
+from flopmeter.records.dtypes import item_bytes_of
+from flopmeter.report.quantities import figure, percent_of
+from flopmeter.report.report import OUTSIDE, Report
+from flopmeter.report.wins import WAITS, HotSpot
+from flopmeter.timing import constants
+from flopmeter.timing.matmul import tile_count
+
+MOST_PLACES = 2  # modules that a row names
+NEAR_PEAK = 0.7  # of the rate that bounds a kernel: what is above it is as good as such kernels get
+
+Timed = tuple[Kernel, Timing]
+
+
+def hot_spots(report: Report) -> list[HotSpot]:
+    """All kernels in groups of one op and one place; those that hold the most wall-clock over their floor first."""
+    groups: dict[tuple[str, str], list[Timed]] = defaultdict(list)
+    for kernel, timing in timed(report):
+        groups[kernel.cost.name, pattern(kernel.op.module)].append((kernel, timing))
+    spots = [spot_of(name, group, report) for (name, _), group in groups.items()]
+    return sorted(spots, key=lambda spot: -spot.over_floor)
+
+
+def timed(report: Report) -> list[Timed]:
+    """The kernels that compute: those of other streams hold up the run only where these wait for them."""
+    pairs = zip(report.kernels, report.timings, strict=True)
+    return [(kernel, timing) for kernel, timing in pairs if timing.stream == DEFAULT_STREAM]
+
+
+def spot_of(name: str, group: list[Timed], report: Report) -> HotSpot:
+    calls = f" ×{len(group)}" if len(group) > 1 else ""
+    return HotSpot(
+        what=name + calls,
+        where=places(kernel for kernel, _ in group),
+        seconds_now=wall_clock(group),
+        floor_seconds=floor_of(group, report),
+        why=_why(group, report),
+    )
+
+
+def wall_clock(group: Iterable[Timed]) -> float:
+    """What the kernels take, and what the device waits before them: over all kernels of a stream it is the run's."""
+    return sum(timing.seconds + timing.wait_seconds + timing.link_wait_seconds for _, timing in group)
+
+
+def floor_of(group: Iterable[Timed], report: Report) -> float:
+    """The least time of the kernels' work: FLOPs or bytes at the rates of the datasheet, whichever takes longer."""
+    known: dict[Cost, float] = {}
+    total = 0.0
+    for kernel, timing in group:
+        if kernel.cost not in known:
+            known[kernel.cost] = kernel_floor(kernel.cost, report.hardware, report.switches)
+        total += min(timing.seconds, known[kernel.cost] if not timing.is_collective else timing.seconds)
+    return total
+
+
+def kernel_floor(cost: Cost, device: Hardware, switches: Switches) -> float:
+    if cost.link_bytes:
+        return cost.link_bytes / (device.host_link_bytes_per_s or constants.DEFAULT_LINK_BYTES_PER_S)
+    compute = 0.0
+    if cost.macs:
+        compute = (2 * cost.macs - cost.masked_flops) / _peak(cost, device, switches).flop_per_s
+    if cost.flops > 2 * cost.macs:
+        compute = max(compute, (cost.flops - 2 * cost.macs) / device.vector_peak(cost.dtype).flop_per_s)
+    return max(compute, cost.bytes / device.bandwidth_bytes_per_s)
+
+
+def _peak(cost: Cost, device: Hardware, switches: Switches) -> Peak:
+    return device.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
+
+
+def places(kernels: Iterable[Kernel]) -> str:
+    """Modules and source lines, the most frequent first; layers of one kind are one place."""
+    modules: dict[str, int] = {}
+    lines: dict[str, int] = {}
+    for kernel in kernels:
+        module = pattern(kernel.op.module)
+        modules[module] = modules.get(module, 0) + 1
+        if kernel.op.source:
+            lines[kernel.op.source] = lines.get(kernel.op.source, 0) + 1
+    return _most(modules) + (f" ({_most(lines)})" if lines else "")
+
+
+def _most(counts: dict[str, int]) -> str:
+    names = sorted(counts, key=lambda name: -counts[name])
+    more = f" and {len(names) - MOST_PLACES} more" if len(names) > MOST_PLACES else ""
+    return ", ".join(names[:MOST_PLACES]) + more
+
+
+def pattern(module: str) -> str:
+    """The path with a star for each number: `GPT2.blocks.3.mlp` is `GPT2.blocks.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module) or OUTSIDE
+
+
+def _why(group: list[Timed], report: Report) -> str:
+    """What keeps the kernels above their floor: of the largest part of the time over it."""
+    waits = sum(timing.wait_seconds + timing.link_wait_seconds for _, timing in group)
+    ramps = sum(timing.floor_seconds for _, timing in group)
+    over = wall_clock(group) - floor_of(group, report)
+    if any(timing.is_collective for _, timing in group):
+        return "nothing computes while it communicates"
+    if waits > over / 2:
+        return WAITS
+    if ramps > over / 2:
+        return "too small: launch and drain take longer than the work"
+    kernel, timing = max(group, key=lambda pair: pair[1].seconds)
+    return (_of_products if kernel.cost.macs else _of_bytes)(kernel.cost, timing, report)
+
+
+def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
+    device, peak = report.hardware, _peak(cost, report.hardware, report.switches)
+    if timing.memory_seconds > timing.compute_seconds:
+        shape = next(iter(matmuls_of(cost)), None)
+        few = f", {min(shape.m, shape.n)} rows for the whole weight" if shape and min(shape.m, shape.n) < 64 else ""
+        return f"bound by memory: {figure(cost.executed_flops / max(cost.bytes, 1))} FLOP/B{few}"
+    if peak.unit != "matrix" and not isinstance(cost.work, ConvolutionWork):
+        return f"{cost.dtype} runs on {peak.unit} units"
+    if (alignment := alignment_of(cost)) < constants.FULL_ALIGNMENT_BYTES:
+        width = odd_width(cost)
+        return f"odd width{f' {width}' if width else ''}: rows are aligned to {alignment} bytes, not 16"
+    if isinstance(cost.work, ConvolutionWork) and not cost.work.shape.channels_last and item_bytes_of(cost.dtype) <= 2:
+        return "the layout is NCHW, which matrix units take by way of copies"
+    tiles = sum(map(tile_count, matmuls_of(cost)))
+    if tiles and tiles < device.sm_count:
+        return f"few tiles: {tiles} for {device.sm_count} SMs"
+    share = percent_of(2 * cost.macs - cost.masked_flops, timing.seconds * peak.flop_per_s) / 100
+    return f"at {share:.0%} of the peak" + (", as such kernels get" if share > NEAR_PEAK else "")
+
+
+def matmuls_of(cost: Cost) -> tuple[Matmul, ...]:
+    """Those that a library runs, a convolution's implicit one too; none of fused attention, whose tiles are its own."""
+    match cost.work:
+        case MatmulWork() | GroupedMatmulWork() | RecurrentWork():
+            return cost.work.matmuls
+        case ConvolutionWork():
+            return (cost.work.implicit,)
+    return ()
+
+
+def alignment_of(cost: Cost) -> int:
+    """Of the rows of the operands, in bytes; that of the others does not decide."""
+    if isinstance(cost.work, MatmulWork | RecurrentWork):
+        return cost.work.alignment_bytes
+    return constants.FULL_ALIGNMENT_BYTES
+
+
+def odd_width(cost: Cost) -> int | None:
+    """The size of the product that is no multiple of 16 bytes; the largest, where several are."""
+    full = constants.FULL_ALIGNMENT_BYTES / item_bytes_of(cost.dtype)
+    sizes = [size for shape in matmuls_of(cost) for size in _widths(shape) if size % full]
+    return max(sizes, default=None)
+
+
+def _widths(shape: Matmul) -> tuple[int, int, int]:
+    return shape.m, shape.n, shape.k
+
+
+def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
+    share = percent_of(cost.bytes, timing.seconds * report.hardware.bandwidth_bytes_per_s) / 100
+    if cost.link_bytes:
+        return "it crosses the link between host and device"
+    if timing.compute_seconds > timing.memory_seconds and share < NEAR_PEAK:
+        return "its threads combine results more than they move bytes"
+    if share > NEAR_PEAK:
+        return f"bound by memory, at {share:.0%} of the bandwidth: only fewer bytes help"
+    work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
+    if sum(reread.nbytes for reread in work.rereads):
+        return "second reads of rows too long to be held"
+    if cost.access == "strided" or work.index_operations:
+        return "it goes through memory in another order than its input lies"
+    return f"bound by memory, at {share:.0%} of the bandwidth"

@@ -1,0 +1,85 @@
+"""What a report is about, so that it can stand alone: program, inputs, versions and date."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flopmeter.device.hardware import Hardware
+from flopmeter.records import BEFORE, Trace
+
+MOST_INPUTS = 6  # that a line of text names
+
+
+class Ran(NamedTuple):
+    """What ran, on what, by which versions, and when it was priced."""
+
+    program: str  # the command, or the script and its arguments
+    inputs: tuple[str, ...]  # type and shape of each tensor that is neither a weight nor made by the program
+    steps: int  # of an optimizer; 0: none ran
+    hardware: str
+    versions: Mapping[str, str]  # of flopmeter, torch and the device's profile (the hash of its figures)
+    date: str  # UTC
+
+    @property
+    def line(self) -> str:
+        shown = [*self.inputs[:MOST_INPUTS]]
+        if len(self.inputs) > MOST_INPUTS:
+            shown.append(f"{len(self.inputs) - MOST_INPUTS} more")
+        steps = f" · {self.steps} steps of an optimizer" if self.steps > 1 else ""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"ran: {self.program} · inputs: {', '.join(shown) or 'none'}{steps} · {versions} · {self.date}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "inputs": list(self.inputs), "versions": dict(self.versions)}
+
+    def flat(self) -> dict[str, Any]:
+        """For a table's rows: one text each."""
+        versions = "; ".join(f"{name} {version}" for name, version in self.versions.items())
+        return {**self._asdict(), "inputs": "; ".join(self.inputs), "versions": versions}
+
+
+NOT_SAID = Ran("not said", (), 0, "", {}, "")
+
+
+def ran_of(trace: Trace, hardware: Hardware) -> Ran:
+    own = sys.modules["flopmeter"].__version__  # which imports this file, so this file cannot import it
+    versions = {"flopmeter": own, "torch": torch.__version__, "profile": _profile_version(hardware)}
+    return Ran(_started_as(), tuple(_inputs(trace)), _steps(trace), hardware.name, versions, _now())
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _started_as() -> str:
+    """The script and its arguments, as the process was started."""
+    script, *arguments = sys.argv or [""]
+    name = Path(script).name
+    return shlex.join([name, *arguments]) if name not in ("", "-c", "-") else "python"
+
+
+def _profile_version(hardware: Hardware) -> str:
+    return hashlib.sha256(repr(hardware).encode()).hexdigest()[:8]
+
+
+def _inputs(trace: Trace) -> list[str]:
+    found: dict[int, str] = {}
+    for op in trace.ops:
+        for spec in op.inputs:
+            storage = trace.storages[spec.storage]
+            if storage.born == BEFORE and storage.role is None and spec.storage not in found:
+                found[spec.storage] = f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
+    return list(found.values())
+
+
+def _steps(trace: Trace) -> int:
+    phases = [op.phase for op in trace.ops]
+    return sum(now == "optimizer" and before != "optimizer" for before, now in zip(["", *phases], phases, strict=False))

@@ -1,0 +1,47 @@
+"""Where a run could win time: the records that `Report.advice` and `Report.hot_spots` hold."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LEAST_GAIN = 0.03  # of the run's wall-clock: below that no advice is worth a change of the program
+
+WHOLE = "the whole program"
+WAITS = "the device waits for the host before it"
+
+
+class HotSpot(NamedTuple):
+    """Kernels of one op in one place, over the least time that their work can take. All of it is wall-clock."""
+
+    what: str  # the op, and how often it is called
+    where: str  # modules, and the source line if the trace has it
+    seconds_now: float  # what these kernels take, with the device's waits for the host before them
+    floor_seconds: float  # what their FLOPs or bytes take at the rates of the datasheet
+    why: str  # they are above that floor
+
+    @property
+    def over_floor(self) -> float:
+        """Seconds."""
+        return self.seconds_now - self.floor_seconds
+
+
+class Advice(NamedTuple):
+    """A change of the program that the model itself has priced. All of it is wall-clock.
+
+    `seconds_now - seconds_then` is what the whole run wins, also where the change helps kernels beside those of `what`.
+    """
+
+    what: str  # the kernels that the change is about
+    where: str  # modules, and the source line if the trace has it
+    seconds_now: float  # what these kernels take, with the device's waits for the host before them
+    floor_seconds: float  # what the FLOPs or bytes that the change leaves of them take at the rates of the datasheet
+    why: str
+    remedy: str
+    seconds_then: float
+    run_seconds_then: float  # of the whole run
+    is_fault: bool  # what the program does without need; False: another way to run the same program
+
+    @property
+    def gain_seconds(self) -> float:
+        """Wall-clock that the run wins."""
+        return self.seconds_now - self.seconds_then

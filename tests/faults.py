@@ -1,0 +1,167 @@
+"""Ten programs with a known fault, each with its mended twin, and what the first advice has to say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flopmeter import FlopMeter, Report
+from flopmeter.models import BUILTINS, training_step
+from flopmeter.models.gpt2 import GPT2, GPT2Config
+
+H100, RTX_3090 = "h100-sxm5-80gb", "rtx-3090"
+HALF = torch.bfloat16
+Run = Callable[[], object]
+
+
+class Fault(NamedTuple):
+    program: Callable[[bool], Run]  # called with whether it is mended
+    remedy: str  # what the first advice names
+    hardware: str = H100
+    mode: str = "eager"
+    times: int = 1  # the mended program does so many times the work
+
+    def report(self, *, is_mended: bool) -> Report:
+        run = self.program(is_mended)
+        with FlopMeter(self.hardware, checks="hold") as meter:
+            run()
+        return meter.report(mode=self.mode)
+
+
+class Attention(nn.Module):
+    """Causal, with a mask, a softmax and two products, or with one call."""
+
+    def __init__(self, width: int, heads: int, is_fused: bool):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.is_fused = heads, is_fused
+
+    def forward(self, x):
+        _, length, width = x.shape
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
+        if self.is_fused:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            scores = (q @ k.transpose(-2, -1)) * (width // self.heads) ** -0.5
+            mixed = F.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1) @ v
+        return x + self.out(mixed.transpose(1, 2).contiguous().flatten(2))
+
+
+def eager_attention(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Attention(1024, 16, is_mended) for _ in range(4))).to(HALF)
+        x = torch.empty(8, 1024, 1024, dtype=HALF)
+    return lambda: model(x).sum().backward()
+
+
+def fp32_by_accident(is_mended: bool) -> Run:
+    model, inputs = BUILTINS["bert-base"](batch=32, dtype=HALF if is_mended else torch.float32)
+    return torch.no_grad()(lambda: model(*inputs))
+
+
+def nchw_under_amp(is_mended: bool) -> Run:
+    model, (x,) = BUILTINS["resnet-50"](batch=128, dtype=torch.float32)
+    if is_mended:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+
+    def forward():
+        with torch.no_grad(), torch.autocast("cuda", HALF):
+            model.eval()(x)
+
+    return forward
+
+
+def odd_vocabulary(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        model = GPT2(GPT2Config(layers=12, width=768, heads=12, vocabulary=50304 if is_mended else 50257)).to(HALF)
+        tokens = torch.empty(8, 1024, dtype=torch.long)
+    return lambda: model.loss(tokens).backward()
+
+
+def tiny_batch(is_mended: bool) -> Run:
+    model, inputs = BUILTINS["bert-base"](batch=64 if is_mended else 1, seq=128)
+    return torch.no_grad()(lambda: model(*inputs))
+
+
+def optimizer_op_by_op(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, dtype=HALF) for _ in range(24)))
+        x = torch.empty(8192, 4096, dtype=HALF)
+    with FlopMeter(H100):  # its state is there before the step that is metered
+        optimizer = torch.optim.AdamW(model.parameters(), fused=is_mended)
+        training_step(model, (x,), optimizer)
+    return lambda: training_step(model, (x,), optimizer)
+
+
+def sync_in_the_loop(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048, dtype=HALF) for _ in range(4)))
+        x = torch.empty(8192, 2048, dtype=HALF)
+
+    def steps():
+        for _ in range(8):
+            is_fine = torch.isfinite(model(x)).all()
+            if not is_mended:
+                bool(is_fine)
+
+    return torch.no_grad()(steps)
+
+
+def needless_checkpoints(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        make = lambda: nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True, dtype=HALF)  # noqa: E731
+        layers = nn.ModuleList(make() for _ in range(4))
+        x = torch.empty(16, 512, 1024, dtype=HALF, requires_grad=True)
+
+    def step():
+        y = x
+        for layer in layers:
+            y = layer(y) if is_mended else checkpoint(layer, y, use_reentrant=False)
+        y.sum().backward()
+
+    return step
+
+
+def unpinned_copies(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, dtype=HALF) for _ in range(8)))
+    batch = torch.empty(2048, 4096, dtype=HALF)
+    return torch.no_grad()(lambda: [model(batch.to("meta", non_blocking=is_mended)) for _ in range(8)])
+
+
+def many_graphs(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        layers = [
+            nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.LayerNorm(1024)).to(HALF).eval() for _ in range(12)
+        ]
+        x = torch.empty(8192, 1024, dtype=HALF)
+    if is_mended:
+        return torch.no_grad()(lambda: torch.compile(lambda y: nn.Sequential(*layers)(y))(x))
+    parts = [torch.compile(layer.forward) for layer in layers]
+
+    def run():
+        y = x
+        for part in parts:
+            y = part(y)
+
+    return torch.no_grad()(run)
+
+
+FAULTS = {
+    "eager attention": Fault(eager_attention, "F.scaled_dot_product_attention"),
+    "fp32 by accident": Fault(fp32_by_accident, "bfloat16: model.to(torch.bfloat16)"),
+    "NCHW under AMP": Fault(nchw_under_amp, "model.to(memory_format=torch.channels_last)", RTX_3090),
+    "vocabulary of 50257": Fault(odd_vocabulary, "pad 50257 to 50304"),
+    "tiny batch": Fault(tiny_batch, "64 times the batch", times=64),
+    "no fused optimizer": Fault(optimizer_op_by_op, "the optimizer's fused=True"),
+    "sync in the loop": Fault(sync_in_the_loop, "keep the values on the device"),
+    "recompute without need": Fault(needless_checkpoints, "no checkpointing"),
+    "unpinned copies": Fault(unpinned_copies, "DataLoader(pin_memory=True)"),
+    "compile with breaks": Fault(many_graphs, "compile it as one", mode="compiled"),
+}

@@ -1,0 +1,321 @@
+"""Serving: steps against closed forms in their limits, the queue against hand arithmetic, and what must rise or fall."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from flopmeter import ServingError, load_hardware, serving  # noqa: E402
+from flopmeter.ask.serve.decoder import decoder  # noqa: E402
+from flopmeter.ask.serve.formats import WEIGHTS  # noqa: E402
+from flopmeter.ask.serve.queue import Work, expected_tokens, load  # noqa: E402
+from flopmeter.ask.serve.serving import read_slo  # noqa: E402
+from flopmeter.ask.serve.steps import Steps  # noqa: E402
+
+H100, L40S, A100 = "h100-sxm5-80gb", "l40s", "a100-sxm4-80gb"
+LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 2, 4096, 14336, 32, 8, 32000
+HEAD = WIDTH // HEADS
+OF_LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * KV_HEADS * HEAD + 3 * WIDTH * HIDDEN  # weights of products
+PRODUCTS = LAYERS * OF_LAYER + WIDTH * VOCABULARY
+KV_OF_TOKEN = LAYERS * 2 * KV_HEADS * HEAD * 2  # bytes
+
+
+def config(**changes):
+    sizes = dict(
+        hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, vocab_size=VOCABULARY, max_position_embeddings=2**20,
+    )  # fmt: skip
+    return transformers.LlamaConfig(**sizes | changes)
+
+
+def steps(mode="cudagraph", weights="bf16", kv="bf16", ranks=1, cache="paged", **changes):
+    return Steps(decoder(config(**changes), ranks, cache), mode, weights, kv, {"clocks": "burst"})
+
+
+def served(hardware=(H100,), **options):
+    options = {"prompt": 512, "output": 128} | options
+    return serving(config(), hardware, **options)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return served((H100, L40S), slo="ttft=2s,tpot=30ms", prices={H100: 2.5, L40S: 0.9})
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_cache_have_the_bytes_of_the_config():
+    own = decoder(config())
+    norms = (2 * LAYERS + 1) * WIDTH
+    assert own.parameter_bytes == 2 * (PRODUCTS + WIDTH * VOCABULARY + norms)
+    assert own.kv_bytes(1000, 2) == 1000 * KV_OF_TOKEN
+    assert own.kv_bytes(1000, 1) == 500 * KV_OF_TOKEN
+
+
+def test_decoding_takes_weights_and_cache_over_bandwidth_in_the_limit_of_long_contexts():
+    device, batch, cached = load_hardware(H100), 32, 2**16
+    seconds = steps().cost(device, batch, 1, cached).seconds
+    least = (2 * PRODUCTS + batch * cached * KV_OF_TOKEN) / device.bandwidth_bytes_per_s
+    assert least < seconds < 1.7 * least  # flash kernels of grouped heads reach 60 to 70 % of the bandwidth
+
+
+def test_a_step_of_many_sequences_reads_weights_once_and_each_cache():
+    device = load_hardware(H100)
+    one, many = (steps().report(device, batch, 1, 4096) for batch in (1, 64))
+    more = many.bytes_read - one.bytes_read
+    assert more == pytest.approx(63 * 4096 * KV_OF_TOKEN, rel=0.05)
+
+
+def test_prefill_does_two_flops_a_weight_and_token_beside_attention():
+    report = steps(mode="eager").report(load_hardware(H100), 1, 1024, 0)
+    products = next(row for row in report.rows() if row.name == "tensor contraction")
+    assert products.flops == 2 * LAYERS * OF_LAYER * 1024 + 2 * WIDTH * VOCABULARY  # logits of the last token alone
+    assert report.executed_flops > products.flops
+
+
+def test_a_long_prefill_is_bound_by_its_flops():
+    device, tokens = load_hardware(H100), 8192
+    seconds = steps().cost(device, 1, tokens, 0).seconds
+    least = 2 * LAYERS * OF_LAYER * tokens / device.contraction_peak("bf16").flop_per_s
+    assert least < seconds < 2 * least
+
+
+def test_a_prefix_in_the_cache_costs_attention_but_no_products():
+    device = load_hardware(H100)
+    whole, rest = (steps(mode="eager").report(device, 1, new, 2048 - new) for new in (2048, 512))
+    of_products = lambda report: next(r for r in report.rows() if r.name == "tensor contraction").flops  # noqa: E731
+    head = 2 * WIDTH * VOCABULARY
+    assert of_products(whole) - head == 4 * (of_products(rest) - head)
+    attention = 4 * HEADS * HEAD * LAYERS  # of a pair of tokens
+    visible = 512 * 1536 + 512 * 513 // 2
+    assert next(r for r in rest.rows() if r.name == "attention (fused)").flops == attention * 512 * 2048
+    assert rest.executed_flops <= rest.flops - attention * (512 * 2048 - visible) + rest.flops // 100
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8", "int4", "mxfp4"])
+def test_narrow_weights_are_read_in_their_bits(weights):
+    device = load_hardware(H100)
+    wide, narrow = steps(), steps(weights=weights)
+    saved = 2 * LAYERS * OF_LAYER * (1 - WEIGHTS[weights].bits / 16)
+    assert wide.weight_bytes(device) - narrow.weight_bytes(device) == pytest.approx(saved, rel=1e-6)
+    bytes_read = [each.report(device, 1, 1, 128).bytes_read for each in (wide, narrow)]
+    assert bytes_read[0] - bytes_read[1] == pytest.approx(saved, rel=0.01)
+    assert narrow.cost(device, 1, 1, 128).seconds < wide.cost(device, 1, 1, 128).seconds
+
+
+def test_a_narrow_cache_is_read_in_half_the_bytes():
+    device, cached = load_hardware(H100), 2**15
+    wide, narrow = (steps(kv=kv).report(device, 8, 1, cached).bytes_read for kv in ("bf16", "fp8"))
+    assert wide - narrow == pytest.approx(8 * cached * KV_OF_TOKEN / 2, rel=0.01)
+
+
+def test_fp8_multiplies_faster_only_where_the_device_can():
+    a100, h100 = load_hardware(A100), load_hardware(H100)
+    assert steps(weights="fp8").cost(h100, 1, 4096, 0).seconds < 0.75 * steps().cost(h100, 1, 4096, 0).seconds
+    assert steps(weights="fp8").cost(a100, 1, 4096, 0).seconds > 0.95 * steps().cost(a100, 1, 4096, 0).seconds
+
+
+def test_tensor_parallel_ranks_share_weights_and_add_all_reduces():
+    device = load_hardware(H100)
+    one, four = steps(), steps(ranks=4)
+    assert four.decoder.parameter_bytes == pytest.approx(one.decoder.parameter_bytes / 4, rel=0.001)
+    assert four.decoder.kv_bytes(100, 2) == one.decoder.kv_bytes(100, 2) / 4
+    alone = four.report(device, 1, 2048, 0).seconds
+    assert four.cost(device, 1, 2048, 0).seconds > alone
+    assert four.cost(device, 1, 2048, 0).seconds < one.cost(device, 1, 2048, 0).seconds
+
+
+def test_transformers_own_cache_copies_old_tokens_at_each_step():
+    device, cached = load_hardware(H100), 8192
+    own, paged = (steps(mode="eager", cache=cache).report(device, 4, 1, cached) for cache in ("transformers", "paged"))
+    assert own.bytes_written - paged.bytes_written > 0.9 * 4 * cached * KV_OF_TOKEN
+    assert own.kernel_seconds > paged.kernel_seconds
+
+
+@pytest.mark.parametrize("what", ["batch", "context", "new tokens"])
+def test_a_step_of_more_never_takes_less(what):
+    device, own = load_hardware(H100), steps()
+    sizes = {
+        "batch": [(batch, 1, 1024) for batch in (1, 4, 16, 64, 256)],
+        "context": [(16, 1, cached) for cached in (256, 1024, 4096, 16384)],
+        "new tokens": [(1, new, 0) for new in (128, 512, 2048, 4096)],
+    }[what]
+    seconds = [own.cost(device, *size).seconds for size in sizes]
+    assert seconds == sorted(seconds)
+
+
+def test_a_window_limits_the_cache_and_what_is_read_of_it():
+    windowed = transformers.MistralConfig(**{**config().to_dict(), "sliding_window": 1024, "model_type": "mistral"})
+    own = decoder(windowed)
+    assert own.kv_bytes(4096, 2) == 1024 * KV_OF_TOKEN
+    wide = decoder(config())
+    device = load_hardware(H100)
+    read = [Steps(each, "eager", "bf16", "bf16", {}).report(device, 8, 1, 16384).bytes_read for each in (own, wide)]
+    assert read[1] - read[0] == pytest.approx(8 * (16384 - 1024) * KV_OF_TOKEN, rel=0.02)
+
+
+def test_latent_attention_keeps_its_latent():
+    latent = transformers.DeepseekV3Config(num_hidden_layers=2)
+    own = decoder(latent)
+    assert own.kv_bytes(10, 2) == 10 * 2 * (512 + 64) * 2
+
+
+# --- queue -----------------------------------------------------------------------------------------------------------
+
+
+def work(**changes):
+    facts = dict(output=100, decode=lambda batch: 0.01, tokens_per_step=1.0, prefill=0.2, chunks=0, alone=0.01)
+    return Work(**facts | changes)
+
+
+def test_one_request_alone_waits_for_nobody():
+    alone = load(work(), 1)
+    assert alone.ttft_seconds == pytest.approx(0.2)
+    assert alone.tpot_seconds == pytest.approx(0.01 + 0.2 / 100)
+    assert alone.requests_per_s == pytest.approx(1 / (100 * 0.01 + 0.2))
+
+
+def test_many_requests_by_hand():
+    ten = load(work(), 10)
+    tpot = 0.01 + 10 * 0.2 / 100
+    rate = 10 / (100 * tpot)
+    rho = rate * 0.2
+    assert (ten.tpot_seconds, ten.requests_per_s) == (pytest.approx(tpot), pytest.approx(rate))
+    assert ten.ttft_seconds == pytest.approx(0.2 + 0.01 / 2 * 0.9 + rho * 0.2 / (2 * (1 - rho)))
+
+
+def test_chunks_read_the_weights_with_decoding():
+    cut = load(work(chunks=4), 10)
+    assert cut.tpot_seconds == pytest.approx(0.01 + 10 * (0.2 - 4 * 0.01) / 100)
+
+
+def test_expected_tokens_of_a_draft():
+    assert expected_tokens(4, 0.0) == 1
+    assert expected_tokens(4, 1.0) == 5
+    assert expected_tokens(2, 0.5) == pytest.approx(1 + 0.5 + 0.25)
+
+
+def test_more_chunks_than_steps_are_no_load():
+    assert load(work(chunks=8, output=4), 4) is None
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_point_keeps_to_the_latencies_and_one_more_request_would_not(result):
+    for row in result.rows:
+        assert row.best.ttft_seconds <= 2.0
+        assert row.best.tpot_seconds <= 0.030
+        assert row.best.batch <= row.most_requests
+    loose = served((H100,))
+    assert loose.rows[0].best.tokens_per_s >= result.rows[0].best.tokens_per_s
+
+
+def test_throughput_latency_and_power_of_the_points_rise_with_the_batch(result):
+    for row in result.rows:
+        for name in ("tpot_seconds", "ttft_seconds"):
+            values = [getattr(point, name) for point in row.points]
+            assert values == sorted(values), name
+        joules = [point.joules_per_token for point in row.points]
+        assert joules == sorted(joules, reverse=True)
+
+
+def test_figures_of_a_point_agree_with_one_another(result):
+    for row in result.rows:
+        for point in row.points:
+            assert point.tokens_per_s == pytest.approx(point.requests_per_s * 128)
+            assert point.watts_per_gpu == pytest.approx(point.joules_per_token * point.tokens_per_s_per_gpu)
+            hourly = point.dollars_per_million_tokens * point.tokens_per_s * 3600 / 1e6
+            assert hourly == pytest.approx({H100: 2.5, L40S: 0.9}[row.hardware])
+            idle, limit = load_hardware(row.hardware).idle_watts, load_hardware(row.hardware).limit_watts
+            assert idle <= point.watts_per_gpu <= 1.01 * limit
+
+
+def test_twice_the_price_is_twice_the_cost_and_changes_nothing_else(result):
+    dear = served((H100,), slo="ttft=2s,tpot=30ms", prices={H100: 5.0}).rows[0]
+    cheap = next(row for row in result.rows if row.hardware == H100)
+    assert dear.best.dollars_per_million_tokens == pytest.approx(2 * cheap.best.dollars_per_million_tokens)
+    assert dear.best.tokens_per_s == cheap.best.tokens_per_s
+
+
+def test_what_fits_is_what_memory_leaves_beside_the_weights(result):
+    row = next(row for row in result.rows if row.hardware == L40S)
+    assert row.kv_bytes_per_request == (512 + 128) * KV_OF_TOKEN
+    room = load_hardware(L40S).memory_bytes - 0.6e9 - row.weight_bytes
+    assert 0.9 * room < row.most_requests * row.kv_bytes_per_request < room
+
+
+def test_prefix_hits_shorten_the_time_to_the_first_token():
+    hits, none = (served(prompt=8192, chunk=None, prefix=share).rows[0] for share in (0.9, 0.0))
+    assert hits.prefill_seconds < 0.3 * none.prefill_seconds
+    assert hits.points[0].ttft_seconds < none.points[0].ttft_seconds
+
+
+def test_a_draft_that_is_always_right_makes_tokens_faster_and_one_that_never_is_slower():
+    small = config(num_hidden_layers=1, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
+    times = [served(draft=small, acceptance=share).rows[0].points[0].tpot_seconds for share in (0.0, 1.0)]
+    assert times[1] < served().rows[0].points[0].tpot_seconds < times[0]
+
+
+def test_prefill_apart_never_stops_decoding():
+    apart, together = (served(disaggregated=is_apart, chunk=None).rows[0].points[-1] for is_apart in (True, False))
+    assert apart.batch == together.batch
+    assert apart.tpot_seconds < together.tpot_seconds
+
+
+def test_a_model_too_large_for_a_device_is_left_out_with_the_reason():
+    large = config(num_hidden_layers=200)
+    result = serving(large, [L40S], prompt=16, output=16)
+    assert result.rows == ()
+    assert "not even one request" in result.unable[L40S]
+    assert "left out: l40s" in str(result)
+
+
+def test_every_format_holds_the_rows(result):
+    rows = list(csv.DictReader(io.StringIO(result.render("csv"))))
+    assert [float(row["tokens_per_s"]) for row in rows] == [row.best.tokens_per_s for row in result.rows]
+    document = json.loads(result.render("json"))
+    assert document["kind"] == "serving"
+    assert len(document["points"][H100]) == len(next(r for r in result.rows if r.hardware == H100).points)
+    assert "TPOT up to 30 ms" in result.render("markdown")
+    assert "\n" not in repr(result)
+
+
+def test_the_picture_has_a_curve_for_each_device(result):
+    pytest.importorskip("matplotlib")
+    from flopmeter.ask.serve.picture import serving_curves
+
+    panels = serving_curves(result).axes
+    assert [panel.get_xlabel() for panel in panels] == ["tokens/s per GPU"] * 2
+    assert {line.get_label() for line in panels[0].get_lines()} >= {H100, L40S}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(prompt=0), "prompt must be a positive whole number"),
+        (dict(slo="latency=3s"), "unknown latency 'latency'; known: ttft, tpot"),
+        (dict(slo="ttft=fast"), "a latency is a time such as 500ms"),
+        (dict(weights="int3"), "unknown weights 'int3'; known: bf16"),
+        (dict(kv="int4"), "unknown kv 'int4'"),
+        (dict(mode="fast"), "unknown mode 'fast'"),
+        (dict(prefix=2.0), "prefix is a share from 0 to 1"),
+        (dict(chunk=0), "chunk must be a positive number"),
+        (dict(cache="disk"), "unknown cache 'disk'"),
+        (dict(gpus=5), "cannot be split over 5 GPUs"),
+        (dict(hardware=[]), "at least one device"),
+    ],
+)
+def test_options_that_make_no_sense_are_one_clear_error(options, message):
+    with pytest.raises(ServingError, match=message):
+        served(**options)
+
+
+def test_latencies_are_read_from_text_and_from_seconds():
+    assert read_slo("ttft=500ms, tpot=0.03s") == {"ttft": 0.5, "tpot": 0.03} == read_slo({"ttft": 0.5, "tpot": 0.03})
