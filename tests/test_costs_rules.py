@@ -36,12 +36,17 @@ ATTENTION = [
     for suffix in ("", "_backward")
 ] + [f"_{kind}_attention_{way}" for kind in ("flash", "efficient") for way in ("forward", "backward")]  # fmt: skip
 ATTENTION.append("_native_multi_head_attention")
-# Those of newer torches, which test_attention_backends.py and test_grouped.py price.
-NEWER = ("_cudnn_attention_forward", "_cudnn_attention_backward", "_scaled_grouped_mm_v2")
+# Those of newer torches, which test_attention_backends.py, test_grouped.py and test_new_operators.py price.
+NEWER = (
+    "_cudnn_attention_forward", "_cudnn_attention_backward", "_scaled_grouped_mm_v2", "_scaled_addmm",
+    "_philox_normal", "_philox_uniform", "_philox_randint", "_philox_key_split", "_philox_key_fold_in",
+    "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward",
+)  # fmt: skip
 
 # Not exercised: each shares its rule with ops that are, and has the same arguments.
 NOT_REACHED = {
-    "aten._flash_attention_forward_no_dropout_inplace", "aten._reshape_alias_copy", "aten._sample_dirichlet",
+    "aten._flash_attention_forward_no_dropout_inplace", "aten._cudnn_attention_forward_no_dropout_inplace",
+    "aten._reshape_alias_copy", "aten._sample_dirichlet",
     "aten.lift_fresh_copy",
     "aten._standard_gamma", "aten._unique", "aten.native_channel_shuffle", "aten._foreach_zero",
     "aten._foreach_powsum", "aten.bincount", "aten.binomial", "aten.poisson", "aten.unique_dim",
