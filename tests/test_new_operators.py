@@ -66,6 +66,19 @@ def test_splitting_a_key_writes_keys():
     assert (made.op_class, made.bytes_read, made.bytes_written) == ("random", 16, 64)
 
 
+@needs("_philox_key_fold_in")
+def test_folding_a_number_into_a_key_writes_a_key():
+    made = cost(lambda: aten._philox_key_fold_in(torch.empty(2, dtype=torch.uint64, device="meta"), 4))
+    assert (made.op_class, made.bytes_read, made.bytes_written) == ("random", 16, 16)
+
+
+@needs("_upsample_lanczos2d_aa_backward")
+def test_its_gradient_takes_as_many():
+    gradient = torch.empty(1, 3, 32, 32, device="meta")
+    made = cost(lambda: aten._upsample_lanczos2d_aa_backward(gradient, [32, 32], [1, 3, 64, 64], False))
+    assert made.flops == 3 * 32 * 32 * 2 * (2 * 3 * 2) ** 2
+
+
 @needs("_upsample_lanczos2d_aa")
 def test_lanczos_takes_three_inputs_on_either_side_stretched_by_the_reduction():
     x = torch.empty(1, 3, 64, 64, device="meta")
