@@ -12,7 +12,7 @@ from typing import Any
 
 from flopmeter.costs.rules import FREE, dtype_name, make_cost, rule
 from flopmeter.costs.traffic import as_regions
-from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, RankGroup, TensorSpec
+from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, Kernel, RankGroup, TensorSpec
 from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES, IN_SWITCH_TYPES, KnownOp
 from flopmeter.torch_names.operators import Packets
 
@@ -31,10 +31,10 @@ def collective(call: Call) -> tuple[Cost, ...]:
     if known.op.ways is not None:
         return tuple(_batch(call, known, call.argument(known.op.ways)))
     if known.kind == "barrier":  # no rank goes on before all are there; the host waits for it
-        return (replace(_cost(call, "barrier", 0, _group(call, known).ranks), reads=(), writes=(), blocks_host=True),)
+        return (replace(_cost(call, "barrier", 0, group_of(call).ranks), reads=(), writes=(), blocks_host=True),)
     if known.kind in ("send", "recv"):
         return (_message(call, known, known.kind, call.inputs, _peer(call, known)),)
-    group = _group(call, known)
+    group = group_of(call)
     sent, received = (_nbytes(specs) for specs in (_sent(call, known), _received(call, known)))
     return (_cost(call, known.kind, known.spec.size(sent, received, len(group.ranks)), group.ranks),)
 
@@ -54,7 +54,7 @@ def _batch(call: Call, known: KnownOp, ways: Iterable[str]) -> Iterator[Cost]:
 
 def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[TensorSpec, ...], peer: int) -> Cost:
     """Between this rank and another one of the group. The op's result stands for the handle or for the tensor."""
-    group = _group(call, known)
+    group = group_of(call)
     pair = tuple(sorted((group.ranks[group.rank], group.ranks[peer])))
     touched = as_regions(specs)
     reads, writes = (touched, ()) if kind == "send" else ((), touched)
@@ -64,22 +64,37 @@ def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[Tens
 
 
 def _cost(call: Call, kind: CollectiveKind, nbytes: int, ranks: tuple[int, ...]) -> Cost:
-    per_node = _group(call, COLLECTIVE_OPS[call.func._schema.name]).gpus_per_node
+    per_node = group_of(call).gpus_per_node
     adds_in_switch = "in-switch" not in COLLECTIVES[kind].wire or dtype_name(call) in IN_SWITCH_TYPES
     return make_cost(call, COMMUNICATION, collective=Collective(kind, nbytes, ranks, per_node, adds_in_switch))
 
 
-def _group(call: Call, known: KnownOp) -> RankGroup:
-    group = call.argument(known.op.group)
+def group_of(call: Call) -> RankGroup:
+    """The process group of a collective's call."""
+    group = call.argument(COLLECTIVE_OPS[call.func._schema.name].op.group)
     assert isinstance(group, RankGroup)
     return group
+
+
+def is_message(cost: Cost) -> bool:
+    """Whether it is a send or a receive, between two ranks."""
+    return cost.collective is not None and cost.collective.kind in ("send", "recv")
+
+
+def message_ends(kernel: Kernel) -> tuple[int, int]:
+    """The global ranks of a message's sender and receiver. This rank is one of them."""
+    assert kernel.cost.collective is not None
+    group, pair = group_of(kernel.op.call), kernel.cost.collective.ranks
+    own = group.ranks[group.rank]
+    (peer,) = set(pair) - {own} or {own}
+    return (own, peer) if kernel.cost.collective.kind == "send" else (peer, own)
 
 
 def _peer(call: Call, known: KnownOp) -> int:
     """The other rank; of a receive from anyone, the next rank of the group."""
     if known.op.peer is not None:
         return int(call.argument(known.op.peer))
-    group = _group(call, known)
+    group = group_of(call)
     return (group.rank + 1) % len(group.ranks)
 
 

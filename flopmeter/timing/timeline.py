@@ -1,19 +1,22 @@
 """When each kernel runs. The host launches kernels one after another, and the device runs them in order, each no
 earlier than it was launched. If the host needs the result of a kernel, it waits for the device; a CPU is its own host
 and waits for every kernel. Programs of many ranks run kernels and collectives on several streams
-(launch/stream_assignment.py); the time in which a stream waits for another one counts as communication.
+(launch/stream_assignment.py, concurrency.py); the time in which a stream waits for another one counts as communication.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from flopmeter.costs.communication import group_of, is_message, message_ends
 from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Cost, Launches, Placement, Switches, Timing
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
+from flopmeter.timing.concurrency import Span, Work, run_concurrently
 from flopmeter.timing.kernels import Price
 
 
@@ -29,30 +32,67 @@ def time_kernels(
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
-    prices = _LaunchPrices(launches, hardware, switches, cluster)
+    host = host or hardware.host
+    prices = LaunchPrices(launches, hardware, switches, cluster)
+    if launches.placements is not None:
+        return time_ranks({0: Launched(launches, prices, host)})[0]
     timings: list[Timing] = []
     enqueued = 0.0  # when the host has sent the kernel
-    free: dict[int, float] = {}  # when each stream has finished its last one
-    host_steps = _host_steps(launches, host or hardware.host)
-    placements = launches.placements or [_ONE_STREAM] * len(launches.kernels)
-    for number, (host_step, (stream, after)) in enumerate(zip(host_steps, placements, strict=True)):
-        cost = launches.kernels[number].cost
+    free = 0.0  # when the device has finished the last one
+    for number, host_step in enumerate(_host_steps(launches, host)):
         work, ramp, kernel_class, bounds = prices(number)
         enqueued += host_step
-        idle_from = free.get(stream, 0.0)
-        sent = max(enqueued, idle_from)
-        start = max(sent, *(timings[other].end_seconds for other in after)) if after else sent
-        idle = sent - idle_from if stream == DEFAULT_STREAM else 0.0  # another stream has nothing to do in between
-        is_collective = cost.collective is not None
-        times = (*bounds, work, ramp, idle, start)
-        timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective))
-        free[stream] = start + work + ramp
-        if cost.blocks_host or hardware.is_cpu:
-            enqueued = free[stream]
+        start = max(enqueued, free)
+        timings.append(Timing(*bounds, work, ramp, start - free, start, kernel_class, enqueued))
+        free = start + work + ramp
+        if launches.kernels[number].cost.blocks_host or hardware.is_cpu:
+            enqueued = free
     return timings
 
 
-_ONE_STREAM = Placement(0, ())
+class Launched(NamedTuple):
+    """What one rank launches, with its prices on its device."""
+
+    launches: Launches
+    prices: LaunchPrices
+    host: Host
+
+
+def time_ranks(ranks: Mapping[int, Launched]) -> dict[int, list[Timing]]:
+    """The timing of each kernel of ranks that run at the same time, by global rank, on one clock.
+
+    Raises HangError where they wait for each other for ever.
+    """
+    spans = run_concurrently({number: _works(launched) for number, launched in ranks.items()})
+    return {number: _timings(launched, spans[number]) for number, launched in ranks.items()}
+
+
+def _works(launched: Launched) -> list[Work]:
+    launches, prices = launched.launches, launched.prices
+    works = []
+    placements = launches.placements or [Placement(DEFAULT_STREAM, ())] * len(launches.kernels)
+    host_steps = _host_steps(launches, launched.host)
+    for number, (kernel, placement, host_step) in enumerate(zip(launches.kernels, placements, host_steps, strict=True)):
+        priced = prices(number)
+        route = (group_of(kernel.op.call).ranks, *message_ends(kernel)) if is_message(kernel.cost) else None
+        blocks = kernel.cost.blocks_host or prices.is_cpu
+        seconds = priced.work_seconds + priced.floor_seconds
+        works.append(Work(host_step, seconds, blocks, *placement, route))
+    return works
+
+
+def _timings(launched: Launched, spans: list[Span]) -> list[Timing]:
+    placements = launched.launches.placements
+    timings = []
+    for number, (enqueued, free, start, _) in enumerate(spans):
+        work, ramp, kernel_class, bounds = launched.prices(number)
+        stream = DEFAULT_STREAM if placements is None else placements[number].stream
+        sent = max(enqueued, free)
+        idle = sent - free if stream == DEFAULT_STREAM else 0.0  # another stream has nothing to do in between
+        is_collective = launched.launches.kernels[number].cost.collective is not None
+        times = (*bounds, work, ramp, idle, start)
+        timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective))
+    return timings
 
 
 class _Priced(NamedTuple):
@@ -62,10 +102,11 @@ class _Priced(NamedTuple):
     bounds: tuple[float, float]  # compute and memory seconds
 
 
-class _LaunchPrices:
+class LaunchPrices:
     """What each kernel of a run takes; equal costs are priced once."""
 
     def __init__(self, launches: Launches, hardware: Hardware, switches: Switches, cluster: Cluster | None):
+        self.is_cpu = hardware.is_cpu
         self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
         self._cached = [] if hardware.is_cpu else cached_bytes(launches.kernels, hardware.l2_cache_bytes)
         self._known: dict[tuple[Cost, float], Price] = {}
