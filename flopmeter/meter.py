@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -19,10 +19,10 @@ from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
-from flopmeter.records import Call, Clocks, Kernel, LaunchMode, Trace
+from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
-from flopmeter.timing import Host, host_seconds, time_run
+from flopmeter.timing import Host, RankRun, TimedRun, host_seconds, time_run, time_runs
 from flopmeter.timing.peak_memory import memory_of
 from flopmeter.torch_names.private import BUFFERS, DOUBLE_BACKWARD, PROPAGATION, lost
 from flopmeter.trace import overlap
@@ -63,14 +63,22 @@ class _Run:
 
     def in_mode(self, name: str) -> Report:
         """Raises ValueError for an unknown mode."""
+        run = self.launched(name)
+        timed = time_run(run, self.hardware, self.trace.switches, self.host, self.cluster, self.clocks)
+        return self.report(run, timed, self.in_mode)
+
+    def launched(self, name: str) -> Launches:
+        """What the device runs in that mode. Raises ValueError for an unknown one."""
         if name not in tuple(MODES):
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-        mode, switches = MODES[name], self.trace.switches
-        run = launches(self.kernels, self.trace, mode, compiled_region(self.trace.ops))
-        timings, clock = time_run(run, self.hardware, switches, self.host, self.cluster, self.clocks)
+        return launches(self.kernels, self.trace, MODES[name], compiled_region(self.trace.ops))
+
+    def report(self, run: Launches, timed: TimedRun, in_mode: Callable[[str], Report] | None) -> Report:
+        """`in_mode` makes the report of another mode."""
+        mode, switches = run.mode, self.trace.switches
         report = Report(
             launches=run,
-            timings=timings,
+            timings=timed.timings,
             hardware=self.hardware,
             switches=switches,
             host_seconds=host_seconds(run, self.host),
@@ -78,9 +86,9 @@ class _Run:
             causal=self.causal,
             assumptions=self.assumptions,
             notes=(*self.notes, *self._notes_of(mode)),
-            in_mode=self.in_mode,
+            in_mode=in_mode,
             cluster=self.cluster,
-            clock=clock,
+            clock=timed.clock,
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
@@ -215,9 +223,10 @@ class FlopMeter:
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
         self._check_stream(device)
-        return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
+        return self._run(device, self._cluster if cluster is None else load_cluster(cluster)).in_mode(mode)
 
-    def _price(self, trace: Trace, device: Hardware, cluster: Cluster | None, mode: str) -> Report:
+    def _run(self, device: Hardware, cluster: Cluster | None) -> _Run:
+        trace = self.trace
         kernels = grouped.on_device(kernels_of(trace, strict=self._strict), device)
         if not any(kernel.cost.collective for kernel in kernels):
             cluster = None
@@ -225,8 +234,7 @@ class FlopMeter:
             cluster = cluster_of(device)
         notes = (*self._notes(device), *packed_notes(kernels))
         host = self._host or device.host
-        run = _Run(trace, kernels, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes)
-        return run.in_mode(mode)
+        return _Run(trace, kernels, device, cluster, host, self._causal, self._clocks, self._assumptions(), notes)
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []
@@ -252,6 +260,22 @@ class FlopMeter:
     def _assumptions(self) -> tuple[str, ...]:
         uses = self._values.assumptions if self._values else ()
         return tuple(f"{use.rule} for {use.op} at {use.where} ({use.count}x)" for use in uses)
+
+
+def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> dict[int, Report]:
+    """The reports of ranks that send each other messages, by global rank, on one clock.
+
+    Raises ValueError for an unknown mode, HangError where ranks would wait for each other for ever, and HardwareError
+    where the cluster is too small.
+    """
+    runs = {rank: meter._run(meter.hardware, meter._cluster) for rank, meter in meters.items()}
+    launched = {rank: run.launched(mode) for rank, run in runs.items()}
+    ranks = {
+        rank: RankRun(launched[rank], run.hardware, run.trace.switches, run.host, run.cluster)
+        for rank, run in runs.items()
+    }
+    timed = time_runs(ranks, next(iter(runs.values())).clocks)
+    return {rank: run.report(launched[rank], timed[rank], None) for rank, run in runs.items()}
 
 
 def _target(hardware: Hardware) -> CudaTarget:

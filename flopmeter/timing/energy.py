@@ -10,7 +10,7 @@ clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from flopmeter.device import power
@@ -19,7 +19,7 @@ from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import Clocks, Cost, Launches, RunClock, Switches, Timing
 from flopmeter.timing import constants
 from flopmeter.timing.convolution import suits_winograd
-from flopmeter.timing.timeline import end_seconds, time_kernels
+from flopmeter.timing.timeline import Launched, LaunchPrices, end_seconds, time_kernels, time_ranks
 
 WITHIN = 0.002  # of the limit: so near to it the power of a run is brought
 MOST_STEPS = 12
@@ -78,6 +78,60 @@ def time_run(
         ratio, timings = _within(limit, watts, guess, at)
     timings = [timing._replace(joules=energy.at(ratio)) for timing, energy in zip(timings, energies, strict=True)]
     return TimedRun(timings, RunClock(clocks, ratio, idle, limit))
+
+
+class RankRun(NamedTuple):
+    """What one of several ranks runs, and on what."""
+
+    launches: Launches
+    hardware: Hardware
+    switches: Switches
+    host: Host
+    cluster: Cluster | None
+
+
+def time_runs(ranks: Mapping[int, RankRun], clocks: Clocks = "sustained") -> dict[int, TimedRun]:
+    """The same for ranks that send each other messages, by global rank. Each device has a clock of its own: one that
+    waits for others draws less.
+
+    Raises HardwareError as `time_run` does, and HangError where ranks wait for each other for ever.
+    """
+    totals = {rank: _energies(run.launches, run.hardware, run.switches) for rank, run in ranks.items()}
+    ratios = dict.fromkeys(ranks, 1.0)
+    for _ in range(MOST_STEPS):
+        timings = time_ranks({rank: _launched(run, ratios[rank]) for rank, run in ranks.items()})
+        seconds = max(end_seconds(timings[rank], run.launches, run.host) for rank, run in ranks.items())
+        before = ratios
+        if clocks == "sustained" and seconds:
+            ratios = {rank: _next_clock(run, totals[rank], before[rank], seconds) for rank, run in ranks.items()}
+        if all(abs(ratios[rank] - before[rank]) <= WITHIN for rank in ranks):
+            break
+    timed = {}
+    for rank, run in ranks.items():
+        limit, ratio = run.hardware.limit_watts, before[rank]
+        found = timings[rank]
+        if limit is not None:
+            joules = (each.at(ratio) for each in totals[rank])
+            found = [timing._replace(joules=each) for timing, each in zip(found, joules, strict=True)]
+        idle = None if limit is None else run.hardware.idle_watts
+        timed[rank] = TimedRun(found, RunClock(clocks, ratio, idle, limit))
+    return timed
+
+
+def _launched(run: RankRun, ratio: float) -> Launched:
+    prices = LaunchPrices(run.launches, run.hardware.at_clock(ratio), run.switches, run.cluster)
+    return Launched(run.launches, prices, run.host)
+
+
+def _next_clock(run: RankRun, energies: list[Energy], clock: float, seconds: float) -> float:
+    """The clock at which the device keeps its limit, if the run stretches as the clock falls. Where some of it does not,
+    the next step finds that out."""
+    limit = run.hardware.limit_watts
+    if limit is None or run.hardware.is_cpu:
+        return 1.0
+    at_boost = clock * seconds
+    arithmetic, memory = (sum(parts) for parts in zip(*energies, strict=True)) if energies else (0.0, 0.0)
+    return power.clock_within(limit - run.hardware.idle_watts, arithmetic / at_boost, memory / at_boost)
 
 
 def _within(
