@@ -16,6 +16,7 @@ from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.generation import sequences_go_on
+from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
@@ -108,7 +109,8 @@ class FlopMeter:
     as_cuda: dispatch what CUDA would on that device, for tensors on meta; False records the raw stream.
     strict: raise UncountedError at the first op that no rule covers, instead of listing it.
     causal: 'full' counts the whole attention square, as torch's counter does; 'exact' what a mask leaves.
-    routing: 'balanced' lets experts picked by unknown scores take turns (see known_values).
+    routing: 'balanced' lets experts picked by unknown scores take turns, {'imbalance': 1.3} loads the first one 1.3
+        times the mean and the last one 0.7 times (see known_values.routing).
     checks: 'hold' takes unknown values to be finite, and an `all()` of them to be true.
     mask_fraction: so large a share of an unknown bool mask that selects elements is true.
     cluster: over whose links collectives go: a name of `available_clusters()`, a path or a Cluster; without it, the
@@ -128,7 +130,7 @@ class FlopMeter:
         as_cuda: bool = True,
         strict: bool = False,
         causal: Causal = "full",
-        routing: str | None = None,
+        routing: Routing = None,
         checks: str | None = None,
         mask_fraction: float | None = None,
         source: bool = False,

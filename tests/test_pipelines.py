@@ -42,7 +42,7 @@ NO_HOST = Host(
     launch_seconds=0.0, library_seconds=0.0, view_seconds=0.0, module_call_seconds=0.0, triton_launch_seconds=0.0
 )
 # Products of 4.4 TFLOP, of microbatches whose activations are small.
-LARGE = dict(rows=32768, width=1024, hidden=65536, dtype=torch.bfloat16)
+LARGE = {"rows": 32768, "width": 1024, "hidden": 65536, "dtype": torch.bfloat16}
 ROWS, WIDTH, HIDDEN, BF16 = 32768, 1024, 65536, 2
 
 
@@ -171,7 +171,7 @@ def test_warm_up_steady_state_and_cool_down_of_1f1b():
     assert last.cool_down_seconds == pytest.approx(2 * unit, rel=0.05)
     for row in found.rows:
         whole = row.warm_up_seconds + row.steady_seconds + row.cool_down_seconds
-        assert whole == pytest.approx(row.end_seconds, rel=0.02)
+        assert whole == pytest.approx(row.seconds, rel=0.02)
         assert row.computing_seconds + row.bubble_seconds == pytest.approx(found.seconds, rel=0.01)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from flopmeter.ask.compare import AnyHardware
-from flopmeter.ask.steps import FITS, PEAK, USABLE
+from flopmeter.ask.steps import FITS, PEAK, USABLE, Step, step_figures
 from flopmeter.costs.communication import is_message
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import load_hardware
@@ -23,21 +23,21 @@ from flopmeter.distributed.ranks import run_ranks
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode, reports_together
 from flopmeter.records import DEFAULT_STREAM, Phase
 from flopmeter.report.chrome_trace import save_together
-from flopmeter.report.quantities import figure, in_gb, in_ms, percent
+from flopmeter.report.quantities import figure, in_ms, percent
 from flopmeter.report.report import Report
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
-from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 STEPS = 2  # of which the last is metered: in the first one stages tell each other shapes, and optimizers make state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageRow:
-    """What one rank of the pipeline does in a step. Times in seconds, sizes in bytes."""
+class StageRow(Step):
+    """What one rank of the pipeline does in a step. Times in seconds; `seconds` is when it has ended."""
 
     KEYS = (
-        "place", "rank", "computing_seconds", "bubble_seconds", "exposed_seconds", "warm_up_seconds", "steady_seconds",
-        "cool_down_seconds", "end_seconds", "in_flight", "peak_memory_bytes", "usable_memory_bytes", "fits",
+        "place", "rank", "seconds", "computing_seconds", "bubble_seconds", "exposed_seconds", "warm_up_seconds",
+        "steady_seconds", "cool_down_seconds", "in_flight", "mfu", "regime", "peak_memory_bytes",
+        "usable_memory_bytes", "fits",
     )  # fmt: skip
 
     place: int  # along the pipeline, from 0
@@ -48,18 +48,7 @@ class StageRow:
     warm_up_seconds: float  # until its first backward pass
     steady_seconds: float  # from there until its last forward pass has ended
     cool_down_seconds: float  # from there until its last backward pass has ended
-    end_seconds: float
     in_flight: float  # activations at the fullest moment, in those of its first forward pass
-    peak_memory_bytes: int
-    usable_memory_bytes: int | None
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.usable_memory_bytes is None else self.peak_memory_bytes <= self.usable_memory_bytes
-
-    def as_dict(self) -> dict[str, Any]:
-        """Flat, in plain types and SI units."""
-        return {name: getattr(self, name) for name in self.KEYS}
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ class Pipeline(Shown):
     @property
     def seconds(self) -> float:
         """Until the last rank has ended."""
-        return max(row.end_seconds for row in self.rows)
+        return max(row.seconds for row in self.rows)
 
     @property
     def bubble_share(self) -> float:
@@ -128,9 +117,9 @@ _COLUMNS: list[ColumnOf[StageRow]] = [
     ColumnOf("steady ms", lambda row: row.steady_seconds, in_ms),
     ColumnOf("cool-down ms", lambda row: row.cool_down_seconds, in_ms),
     ColumnOf("in flight", lambda row: row.in_flight, figure),
-    ColumnOf("peak GB", PEAK.value, in_gb),
-    ColumnOf("of GB", USABLE.value, in_gb),
-    ColumnOf("fits", FITS.value, FITS.show, "<"),
+    PEAK,
+    USABLE,
+    FITS,
 ]
 
 
@@ -214,10 +203,8 @@ def _row(place: int, rank: int, report: Report, end: float) -> StageRow:
         warm_up_seconds=first_backward,
         steady_seconds=max(0.0, cools - first_backward),
         cool_down_seconds=max(0.0, last_backward - cools),
-        end_seconds=report.seconds,
         in_flight=_in_flight(report),
-        peak_memory_bytes=report.memory.steady_peak_bytes,
-        usable_memory_bytes=usable_bytes_if_known(report.hardware),
+        **step_figures(report),
     )
 
 

@@ -36,7 +36,10 @@ def collective(call: Call) -> tuple[Cost, ...]:
         return (_message(call, known, known.kind, call.inputs, _peer(call, known)),)
     group = group_of(call)
     sent, received = (_nbytes(specs) for specs in (_sent(call, known), _received(call, known)))
-    return (_cost(call, known.kind, known.spec.size(sent, received, len(group.ranks)), group.ranks),)
+    size = known.spec.size(sent, received, len(group.ranks))
+    if known.kind == "all_to_all":
+        size = max(size, len(group.ranks) * _largest_part(call, known))
+    return (_cost(call, known.kind, size, group.ranks),)
 
 
 @rule(functional.wait_tensor, functional.wait_tensors)
@@ -104,6 +107,21 @@ def _sent(call: Call, known: KnownOp) -> Any:
 
 def _received(call: Call, known: KnownOp) -> Any:
     return call.outputs if known.op.received is None else call.argument(known.op.received)
+
+
+def _largest_part(call: Call, known: KnownOp) -> int:
+    """Of an exchange in uneven parts, the most bytes that go between two ranks. All ranks are taken to send alike, so
+    the rank that gets the largest part gets it from everyone, and the exchange lasts until it has."""
+    most = 0
+    for specs, splits in ((_sent(call, known), "input_split_sizes"), (_received(call, known), "output_split_sizes")):
+        if any(argument.name == splits for argument in call.func._schema.arguments):
+            rows = call.argument(splits)
+            (whole,) = (specs,) if isinstance(specs, TensorSpec) else specs
+            if rows and sum(rows):
+                most = max(most, whole.nbytes * max(rows) // sum(rows))
+        elif not isinstance(specs, TensorSpec):
+            most = max([most, *map(_nbytes, specs)])
+    return most
 
 
 def _nbytes(specs: Any) -> int:

@@ -91,7 +91,7 @@ def exchange(known: Knowledge, call: Invocation) -> Any:
     outcome = None
     if is_known:
         with no_modes():
-            is_balanced = known.assume.balanced_routing
+            is_balanced = known.assume.routing is not None and known.assume.routing.is_balanced
             outcome = LAWS[spec.law](Exchange(values, len(targets), group.size(), group.rank(), is_balanced, argument))
     _give(known, targets, outcome)
     if outcome is not None and outcome.rule is not None and group.size() > 1 and targets:

@@ -3,7 +3,9 @@
 A collective runs on the stream that NCCL's process group would use. If the program may wait for it (`async_op=True`),
 it runs on a stream of its group, after all that the current stream was given so far; else on the current stream.
 Collectives of one group run one after another. A message runs on a stream of its two ranks, for both directions; those
-of a batch run as one kernel on the stream of the group. A stream waits for events, at `wait_tensor` and at `Work.wait`. Also, a
+of a batch run as one kernel on the stream of the group.
+
+A stream waits for events, at `wait_tensor` and at `Work.wait`. Also, a
 kernel waits for kernels of other streams that write what it reads; so waits in C++ (DDP's reducer), which nobody
 records, take effect where the data is used.
 

@@ -108,7 +108,7 @@ class _Clock:
         """The n-th send of a route meets its n-th receive. Of messages with a rank that does not run here there is
         one side only, for which the other one is always ready."""
         messages: dict[tuple[Route, int], _Message] = {}
-        for number, rank in self._ranks.items():
+        for rank in self._ranks.values():
             places: Counter[Route] = Counter()
             for index, work in enumerate(rank.works):
                 if work.route is not None and self._ranks.keys() >= {*work.route[1:]}:

@@ -124,8 +124,8 @@ def _launched(run: RankRun, ratio: float) -> Launched:
 
 
 def _next_clock(run: RankRun, energies: list[Energy], clock: float, seconds: float) -> float:
-    """The clock at which the device keeps its limit, if the run stretches as the clock falls. Where some of it does not,
-    the next step finds that out."""
+    """The clock at which the device keeps its limit, if the whole run stretches as the clock falls. What does not
+    is seen in the next step."""
     limit = run.hardware.limit_watts
     if limit is None or run.hardware.is_cpu:
         return 1.0
