@@ -31,8 +31,9 @@ class KnownValues(Knowledge):
     """Stands between a dispatch mode and the kernels: the mode calls `run(...)` for `func(*args, **kwargs)`.
 
     `routing="balanced"`: experts and tokens picked from unknown scores (topk, argmax, max, multinomial) go
-    round-robin; `{"imbalance": 1.3}` loads them unevenly (routing.py). `checks="hold"`: unknown values are finite, and an `all` of them is True. `mask_fraction`: so
-    large a share of an unknown bool mask that selects elements is true, evenly spread.
+    round-robin; `{"imbalance": 1.3}` loads them unevenly (routing.py). `checks="hold"`: unknown values are finite, and
+    an `all` of them is True. `mask_fraction`: so large a share of an unknown bool mask that selects elements is true,
+    evenly spread.
 
     The mode must be off while `run` works, as it is inside `__torch_dispatch__`: replays are not part of the
     program. It must pass on `aten.item`, which has no meta kernel, as it comes.

@@ -5,11 +5,8 @@ it runs on a stream of its group, after all that the current stream was given so
 Collectives of one group run one after another. A message runs on a stream of its two ranks, for both directions; those
 of a batch run as one kernel on the stream of the group.
 
-A stream waits for events, at `wait_tensor` and at `Work.wait`. Also, a
-kernel waits for kernels of other streams that write what it reads; so waits in C++ (DDP's reducer), which nobody
-records, take effect where the data is used.
-
-Not modelled: kernels of several streams that slow each other down, collectives that share a link.
+A stream waits for events, at `wait_tensor` and at `Work.wait`. Also, a kernel waits for kernels of other streams that
+write what it reads; so waits in C++ (DDP's reducer), which nobody records, take effect where the data is used.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flopmeter.costs.communication import group_of, is_message, message_ends
-from flopmeter.device.cluster import Cluster, cluster_of, price_collective
+from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Cost, Launches, Placement, Switches, Timing
+from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Collective, Cost, Launches, Placement, Switches, Timing
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
 from flopmeter.timing.concurrency import Span, Work, run_concurrently
+from flopmeter.timing.contention import Demand, Transfer, transfer_of
 from flopmeter.timing.kernels import Price
 
 
@@ -40,7 +41,7 @@ def time_kernels(
     enqueued = 0.0  # when the host has sent the kernel
     free = 0.0  # when the device has finished the last one
     for number, host_step in enumerate(_host_steps(launches, host)):
-        work, ramp, kernel_class, bounds = prices(number)
+        work, ramp, kernel_class, bounds, _ = prices(number)
         enqueued += host_step
         start = max(enqueued, free)
         timings.append(Timing(*bounds, work, ramp, start - free, start, kernel_class, enqueued))
@@ -48,6 +49,9 @@ def time_kernels(
         if launches.kernels[number].cost.blocks_host or hardware.is_cpu:
             enqueued = free
     return timings
+
+
+ROUNDING = 1e-9  # of a sum of many times
 
 
 class Launched(NamedTuple):
@@ -77,15 +81,18 @@ def _works(launched: Launched) -> list[Work]:
         route = (group_of(kernel.op.call).ranks, *message_ends(kernel)) if is_message(kernel.cost) else None
         blocks = kernel.cost.blocks_host or prices.is_cpu
         seconds = priced.work_seconds + priced.floor_seconds
-        works.append(Work(host_step, seconds, blocks, *placement, route))
+        works.append(Work(host_step, seconds, blocks, *placement, route, priced.demand))
     return works
 
 
 def _timings(launched: Launched, spans: list[Span]) -> list[Timing]:
     placements = launched.launches.placements
     timings = []
-    for number, (enqueued, free, start, _) in enumerate(spans):
-        work, ramp, kernel_class, bounds = launched.prices(number)
+    for number, (enqueued, free, start, end) in enumerate(spans):
+        work, ramp, kernel_class, bounds, _ = launched.prices(number)
+        work = (
+            max(work, end - start - ramp) if end - start > (work + ramp) * (1 + ROUNDING) else work
+        )  # others slowed it
         stream = DEFAULT_STREAM if placements is None else placements[number].stream
         sent = max(enqueued, free)
         idle = sent - free if stream == DEFAULT_STREAM else 0.0  # another stream has nothing to do in between
@@ -100,6 +107,7 @@ class _Priced(NamedTuple):
     floor_seconds: float
     kernel_class: str
     bounds: tuple[float, float]  # compute and memory seconds
+    demand: Demand | Transfer
 
 
 class LaunchPrices:
@@ -110,13 +118,15 @@ class LaunchPrices:
         self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
         self._cached = [] if hardware.is_cpu else cached_bytes(launches.kernels, hardware.l2_cache_bytes)
         self._known: dict[tuple[Cost, float], Price] = {}
+        self._collectives: dict[Collective, CollectivePrice] = {}
 
     def __call__(self, number: int) -> _Priced:
         cost = self._launches.kernels[number].cost
         if cost.collective is not None:
-            price = price_collective(cost.collective, self._cluster or cluster_of(self._hardware))
+            price = self._collective_price(cost.collective)
             kernel_class = BETWEEN_NODES if price.between_nodes else COMMUNICATION
-            return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0))  # latency is part of the price
+            # Latency is part of the price.
+            return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0), self._transfer(cost.collective, price))
         cached = self._cached[number] if self._cached else 0.0
         known = self._known.get((cost, cached))
         if known is None:
@@ -126,7 +136,18 @@ class LaunchPrices:
         if self._launches.graphs[number] is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
             ramp = max(ramp, self._launches.mode.node_seconds - work)
-        return _Priced(work, ramp, kernel_class, (compute, memory))
+        return _Priced(work, ramp, kernel_class, (compute, memory), Demand(compute, memory))
+
+    def _transfer(self, collective: Collective, price: CollectivePrice) -> Transfer:
+        device, transport = self._hardware, (self._cluster or cluster_of(self._hardware)).intra.transport
+        return transfer_of(collective, price, transport, device.sm_count, device.sustained_bandwidth_bytes_per_s)
+
+    def _collective_price(self, collective: Collective) -> CollectivePrice:
+        price = self._collectives.get(collective)
+        if price is None:
+            price = price_collective(collective, self._cluster or cluster_of(self._hardware))
+            self._collectives[collective] = price
+        return price
 
     def _priced(self, cost: Cost, cached: float) -> Price:
         if self._hardware.is_cpu:
