@@ -17,6 +17,7 @@ from flopmeter.report.report import Report, Row
 from flopmeter.timing.peak_memory import Memory
 
 if TYPE_CHECKING:
+    from flopmeter.ask.pipeline import Pipeline, time_pipeline
     from flopmeter.measured import Check, ProfileError, check
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "Hardware",
     "HardwareError",
     "Memory",
+    "Pipeline",
     "ProfileError",
     "Report",
     "Row",
@@ -44,16 +46,21 @@ __all__ = [
     "on_meta",
     "sweep",
     "time_generation",
+    "time_pipeline",
     "register_cost",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Names that need `flopmeter.measured` import it when they are first used: metering does not need it."""
-    if name in ("Check", "ProfileError", "check"):
-        from flopmeter import measured
+_LATE = {
+    **dict.fromkeys(("Check", "ProfileError", "check"), "flopmeter.measured"),
+    **dict.fromkeys(("Pipeline", "time_pipeline"), "flopmeter.ask.pipeline"),  # it imports torch.distributed
+}
 
-        return getattr(measured, name)
+
+def __getattr__(name: str) -> Any:
+    """Names of modules that metering does not need import these when they are first used."""
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'flopmeter' has no attribute {name!r}")
 
 
