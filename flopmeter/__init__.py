@@ -19,6 +19,7 @@ from flopmeter.report.wins import Advice, HotSpot
 from flopmeter.timing.peak_memory import Memory
 
 if TYPE_CHECKING:
+    from flopmeter.ask.pipeline import Pipeline, time_pipeline
     from flopmeter.ask.serve import Serving, ServingError, serving
     from flopmeter.measured import Check, ProfileError, check
 
@@ -37,6 +38,7 @@ __all__ = [
     "HardwareError",
     "HotSpot",
     "Memory",
+    "Pipeline",
     "ProfileError",
     "Report",
     "Row",
@@ -55,16 +57,22 @@ __all__ = [
     "serving",
     "sweep",
     "time_generation",
+    "time_pipeline",
     "register_cost",
 ]
 
 
+_LATE = {
+    **dict.fromkeys(("Check", "ProfileError", "check"), "flopmeter.measured"),
+    **dict.fromkeys(("Serving", "ServingError", "serving"), "flopmeter.ask.serve"),
+    **dict.fromkeys(("Pipeline", "time_pipeline"), "flopmeter.ask.pipeline"),  # it imports torch.distributed
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Names of rooms that metering does not need import them when they are first used."""
-    if name in ("Check", "ProfileError", "check"):
-        return getattr(import_module("flopmeter.measured"), name)
-    if name in ("Serving", "ServingError", "serving"):
-        return getattr(import_module("flopmeter.ask.serve"), name)
+    """Names of modules that metering does not need import these when they are first used."""
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'flopmeter' has no attribute {name!r}")
 
 

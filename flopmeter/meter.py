@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -17,15 +17,16 @@ from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.generation import sequences_go_on
+from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE, whole_program
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
 from flopmeter.launch.templates import with_templates
-from flopmeter.records import Call, Clocks, Kernel, LaunchMode, Trace
+from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
 from flopmeter.report.ran import Ran, ran_of
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
-from flopmeter.timing import Host, host_seconds, time_run
+from flopmeter.timing import Host, RankRun, TimedRun, host_seconds, time_run, time_runs
 from flopmeter.timing.peak_memory import memory_of
 from flopmeter.torch_names.private import BUFFERS, DOUBLE_BACKWARD, PROPAGATION, lost
 from flopmeter.trace import overlap
@@ -81,19 +82,34 @@ class _Run:
         """`trace`: another one than was metered, as advice makes them; memory stays that of the metered one. `kernels`:
         others in the place of the eager run's, one for one. `is_one_graph`: all that the program compiles is one
         region. Raises ValueError for an unknown mode."""
+        run, trace = self.launched(name, trace=trace, kernels=kernels, is_one_graph=is_one_graph)
+        timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks)
+        return self.report(run, trace, timed, self.in_mode)
+
+    def launched(
+        self,
+        name: str,
+        *,
+        trace: Trace | None = None,
+        kernels: list[Kernel] | None = None,
+        is_one_graph: bool = False,
+    ) -> tuple[Launches, Trace]:
+        """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
         if name not in tuple(MODES):
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
         kernels, trace = self._kernels(trace, kernels), trace or self.trace
-        mode, switches = MODES[name], trace.switches
-        region = whole_program if is_one_graph else compiled_region(trace.ops)
+        mode, region = MODES[name], whole_program if is_one_graph else compiled_region(trace.ops)
         if mode.fuses and region is whole_program and trace.templates:
             trace = with_templates(trace)
             kernels = self.kernels_of(trace)
-        run = launches(kernels, trace, mode, region)
-        timings, clock = time_run(run, self.hardware, switches, self.host, self.cluster, self.clocks)
+        return launches(kernels, trace, mode, region), trace
+
+    def report(self, run: Launches, trace: Trace, timed: TimedRun, in_mode: Callable[..., Report] | None) -> Report:
+        """`in_mode` makes the report of another mode."""
+        mode, switches = run.mode, trace.switches
         report = Report(
             launches=run,
-            timings=timings,
+            timings=timed.timings,
             hardware=self.hardware,
             switches=switches,
             host_seconds=host_seconds(run, self.host),
@@ -101,9 +117,9 @@ class _Run:
             causal=self.causal,
             assumptions=self.assumptions,
             notes=(*self.notes, *self._notes_of(mode)),
-            in_mode=self.in_mode,
+            in_mode=in_mode,
             cluster=self.cluster,
-            clock=clock,
+            clock=timed.clock,
             ran=self.ran,
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
@@ -129,7 +145,8 @@ class FlopMeter:
     as_cuda: dispatch what CUDA would on that device, for tensors on meta; False records the raw stream.
     strict: raise UncountedError at the first op that no rule covers, instead of listing it.
     causal: 'full' counts the whole attention square, as torch's counter does; 'exact' what a mask leaves.
-    routing: 'balanced' lets experts picked by unknown scores take turns (see known_values).
+    routing: 'balanced' lets experts picked by unknown scores take turns, {'imbalance': 1.3} loads the first one 1.3
+        times the mean and the last one 0.7 times (see known_values.routing).
     checks: 'hold' takes unknown values to be finite, and an `all()` of them to be true.
     mask_fraction: so large a share of an unknown bool mask that selects elements is true.
     cluster: over whose links collectives go: a name of `available_clusters()`, a path or a Cluster; without it, the
@@ -149,7 +166,7 @@ class FlopMeter:
         as_cuda: bool = True,
         strict: bool = False,
         causal: Causal = "full",
-        routing: str | None = None,
+        routing: Routing = None,
         checks: str | None = None,
         mask_fraction: float | None = None,
         source: bool = False,
@@ -249,10 +266,10 @@ class FlopMeter:
                 "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
             )
         self._check_stream(device)
-        return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
+        return self._run(device, self._cluster if cluster is None else load_cluster(cluster)).in_mode(mode)
 
-    def _price(self, trace: Trace, device: Hardware, cluster: Cluster | None, mode: str) -> Report:
-        strict = self._strict  # a report must not keep the meter
+    def _run(self, device: Hardware, cluster: Cluster | None) -> _Run:
+        trace, strict = self.trace, self._strict  # a report must not keep the meter
 
         def on_device(trace: Trace) -> list[Kernel]:
             return grouped.on_device(kernels_of(trace, strict=strict), device)
@@ -265,8 +282,7 @@ class FlopMeter:
         notes = (*self._notes(device), *packed_notes(kernels), *uncounted_notes(kernels))
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = self._assumptions()
-        run = _Run(trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran)
-        return run.in_mode(mode)
+        return _Run(trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran)
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []
@@ -292,6 +308,22 @@ class FlopMeter:
     def _assumptions(self) -> tuple[str, ...]:
         uses = self._values.assumptions if self._values else ()
         return tuple(f"{use.rule} for {use.op} at {use.where} ({use.count}x)" for use in uses)
+
+
+def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> dict[int, Report]:
+    """The reports of ranks that send each other messages, by global rank, on one clock.
+
+    Raises ValueError for an unknown mode, HangError where ranks would wait for each other for ever, and HardwareError
+    where the cluster is too small.
+    """
+    runs = {rank: meter._run(meter.hardware, meter._cluster) for rank, meter in meters.items()}
+    launched = {rank: run.launched(mode) for rank, run in runs.items()}
+    ranks = {
+        rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
+        for rank, run in runs.items()
+    }
+    timed = time_runs(ranks, next(iter(runs.values())).clocks)
+    return {rank: run.report(*launched[rank], timed[rank], None) for rank, run in runs.items()}
 
 
 def _target(hardware: Hardware) -> CudaTarget:

@@ -1,4 +1,4 @@
-"""Serving: steps against closed forms in their limits, the queue against hand arithmetic, and what must rise or fall."""
+"""Serving: steps against closed forms in their limits, the queue against hand arithmetic, what must rise or fall."""
 
 from __future__ import annotations
 

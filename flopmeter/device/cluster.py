@@ -1,9 +1,10 @@
 """Clusters: how GPUs are linked within a node and between nodes, and how long a collective takes on those links.
 
 A cluster is a YAML file, like a device; `hardware/clusters/` has the ones that ship. Rates are those of one GPU in one
-direction; `achieved` is the measured share of the rate that large collectives reach. Approximations: nothing else uses
-the links at the same time; ranks are numbered node by node; the slowest link of a ring or tree sets its speed, since
-NCCL pipelines; NCCL's choices and latencies stand for those of every vendor's library.
+direction; `achieved` is the measured share of the rate that large collectives reach. Prices are those of a collective
+alone; what shares its port is the timeline's (timing/contention.py). Ranks are taken to be numbered node by node; the
+slowest link of a ring or tree sets its speed, since NCCL pipelines; NCCL's choices and latencies stand for those of
+every vendor's library.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ rank, with its local shapes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -49,6 +50,7 @@ def world(
     shape = {"world": size} if mesh is None else dict(mesh)
     _check(size, shape, rank, gpus_per_node)
     with ExitStack() as undo:
+        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch's names the rank, and stays
         undo.enter_context(runs_on_meta(gpus_per_node, rank))
         undo.callback(_close)
         dist.init_process_group("fake", rank=rank, world_size=size, store=private.FakeStore())

@@ -16,13 +16,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed import Backend, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flopmeter.distributed import objects
 from flopmeter.distributed.cuda_device import meta_device
-from flopmeter.known_values import KnownValues
+from flopmeter.known_values import KnownValues, messages
 from flopmeter.known_values.entry_points import open_ones
 from flopmeter.torch_names import distributed as private
 from flopmeter.trace import streams
@@ -45,10 +46,13 @@ def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
             # DDP reads on the host which parameters rank 0 puts into which bucket.
             mock.patch.object(private.Reducer, "_rebuild_buckets", _with_values(private.Reducer._rebuild_buckets)),
             *(
-                mock.patch.object(module, name, objects.answered(getattr(module, name)))
-                for name in objects.RECEIVERS
+                mock.patch.object(module, name, answer(getattr(module, name)))
+                for name, answer in objects.ANSWERS.items()
                 for module in (torch.distributed, torch.distributed.distributed_c10d)
             ),
+            # Batches of messages ask which backend the device has.
+            mock.patch.dict(Backend.backend_capability, fake=[*Backend.backend_capability["fake"], "meta"]),
+            mock.patch.object(distributed_c10d, private.CHECK_BATCH, _heard_batch(_check_batch)),
             *(mock.patch.object(kind, "wait", _heard_wait(kind.wait)) for kind in (private.FakeWork, private.Work)),
             mock.patch.object(torch.UntypedStorage, "resize_", _heard_resize(torch.UntypedStorage.resize_)),
         )
@@ -67,6 +71,11 @@ def _forget_device_module() -> None:
 def _all_reduce(tensors: list[Tensor], *args: Any) -> tuple[list[Tensor], torch.ScriptObject]:
     """DDP takes the sums from the future of the collective. The fake group's future does not hold them."""
     return tensors, _done(tensors)
+
+
+def _done_at_once(*args: Any) -> torch.ScriptObject:
+    """Coalesced collectives, which have no Meta kernels."""
+    return _done([])
 
 
 def _all_gather(output: Tensor, part: Tensor, group: torch.ScriptObject, *args: Any) -> tuple[Tensor, Any]:
@@ -110,6 +119,10 @@ def _waits_on_first_use(tensor: Tensor) -> Tensor:
 _KERNELS: dict[str, Any] = {
     "c10d::allreduce_": _all_reduce,
     "c10d::_allgather_base_": _all_gather,
+    "c10d::allreduce_coalesced_": _done_at_once,
+    "c10d::allgather_coalesced_": _done_at_once,
+    "c10d::allgather_into_tensor_coalesced_": _done_at_once,
+    "c10d::reduce_scatter_tensor_coalesced_": _done_at_once,
     "c10d::_reduce_scatter_base_": _reduce_scatter,
     "_c10d_functional::_wrap_tensor_autograd": _waits_on_first_use,
 }
@@ -154,7 +167,24 @@ def _heard_wait(wait: Any) -> Any:
     def heard(work: Any, *args: Any, **kwargs: Any) -> Any:
         for listener in streams.listeners:
             listener.on_wait_for_work(work, streams.current())
+        messages.waited_for(work)
         return wait(work, *args, **kwargs)
+
+    return heard
+
+
+_check_batch = getattr(distributed_c10d, private.CHECK_BATCH)
+
+
+def _heard_batch(check: Any) -> Any:
+    """`batch_isend_irecv` begins with this check. NCCL runs the messages of a batch as one kernel."""
+
+    @functools.wraps(check)
+    def heard(messages: list[Any]) -> None:
+        check(messages)
+        if torch.distributed.get_rank(messages[0].group) >= 0:
+            for listener in streams.listeners:
+                listener.on_batch(len(messages))
 
     return heard
 

@@ -1,5 +1,8 @@
-"""Python objects that another rank sends. Only this rank runs, so the tensors in which the objects would arrive are
-never filled, and torch would read an object's size from memory that was never written."""
+"""Python objects that ranks send each other. torch packs them into tensors, whose contents meta does not have.
+
+Ranks that run together (ranks.py) get what the others really sent. Where only one rank runs, objects of another rank
+are an error, but for a broadcast: the objects that this rank passes are taken to be those of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,50 @@ from typing import Any
 import torch.distributed as dist
 
 from flopmeter.distributed.errors import WorldError
+from flopmeter.known_values import messages
 from flopmeter.known_values.collectives import EQUAL_RANKS
 from flopmeter.known_values.entry_points import open_ones
 
-RECEIVERS = ("broadcast_object_list", "scatter_object_list", "recv_object_list")
+
+def sent(send: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's send_object_list. Its two messages are part of the program's set-up, and are not recorded."""
+    signature = inspect.signature(send)
+
+    @functools.wraps(send)
+    def sending(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if messages.mailbox is None or dist.get_rank(given.get("group")) < 0:
+            return send(*args, **kwargs)
+        ranks = dist.get_process_group_ranks(given.get("group"))
+        receiver = _peer(ranks, given.get("dst"), given.get("group_dst"))
+        messages.mailbox.send(tuple(ranks), receiver, list(given["object_list"]), has_objects=True)
+        return None
+
+    return sending
+
+
+def received(receive: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's recv_object_list."""
+    signature = inspect.signature(receive)
+
+    @functools.wraps(receive)
+    def receiving(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        box = messages.mailbox
+        if dist.get_rank(given.get("group")) < 0:
+            return receive(*args, **kwargs)
+        ranks = dist.get_process_group_ranks(given.get("group"))
+        sender = _peer(ranks, given.get("src"), given.get("group_src"))
+        if box is None or sender not in box.ranks:
+            raise _of_another_rank("recv_object_list")
+        given["object_list"][:] = box.open(box.expect(tuple(ranks), sender, has_objects=True))
+        return sender
+
+    return receiving
 
 
 def answered(receive: Callable[..., Any]) -> Callable[..., Any]:
-    """One of RECEIVERS. In a broadcast the objects that this rank passes are taken to be those of all ranks."""
+    """torch's broadcast_object_list or scatter_object_list."""
     signature, name = inspect.signature(receive), receive.__name__
 
     @functools.wraps(receive)
@@ -26,18 +65,37 @@ def answered(receive: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         group, source = given.get("group"), given.get("src")
         rank = dist.get_rank(group)
-        if rank < 0 or (name != "recv_object_list" and _is_own(source, given.get("group_src"), rank)):
+        if rank < 0 or _is_own(source, given.get("group_src"), rank):
             return receive(*args, **kwargs)
         if name != "broadcast_object_list" or any(item is None for item in given["object_list"]):
-            raise WorldError(
-                f"{name}: the objects are those of another rank, which does not run. Give this rank the objects, or "
-                "make the sender the rank that is metered: world(..., rank=...)"
-            )
+            raise _of_another_rank(name)
         for known in open_ones()[-1:]:
             known.assume.note(EQUAL_RANKS, name)
         return None
 
     return receiving
+
+
+# How each function is answered, by its name in torch.distributed.
+ANSWERS = {
+    "broadcast_object_list": answered,
+    "scatter_object_list": answered,
+    "send_object_list": sent,
+    "recv_object_list": received,
+}
+
+
+def _of_another_rank(name: str) -> WorldError:
+    return WorldError(
+        f"{name}: the objects are those of another rank, which does not run. Give this rank the objects, make the "
+        "sender the rank that is metered: world(..., rank=...), or run the stages of a pipeline together: "
+        "flopmeter.time_pipeline(...)"
+    )
+
+
+def _peer(ranks: list[int], peer: int | None, group_peer: int | None) -> int:
+    """The global rank of the other side."""
+    return ranks[group_peer] if group_peer is not None else int(peer or 0)
 
 
 def _is_own(source: int | None, group_source: int | None, rank: int) -> bool:

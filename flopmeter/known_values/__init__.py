@@ -19,6 +19,7 @@ from flopmeter.known_values import entry_points, twins
 from flopmeter.known_values.assumptions import Assumption, Assumptions, DataDependentError
 from flopmeter.known_values.recall import has_initializer, recall_buffers
 from flopmeter.known_values.replay import Invocation, Knowledge
+from flopmeter.known_values.routing import Routing
 from flopmeter.known_values.rules import ValueRule, rule_of
 from flopmeter.known_values.twins import on_meta
 from flopmeter.known_values.values import address
@@ -30,14 +31,15 @@ class KnownValues(Knowledge):
     """Stands between a dispatch mode and the kernels: the mode calls `run(...)` for `func(*args, **kwargs)`.
 
     `routing="balanced"`: experts and tokens picked from unknown scores (topk, argmax, max, multinomial) go
-    round-robin. `checks="hold"`: unknown values are finite, and an `all` of them is True. `mask_fraction`: so
-    large a share of an unknown bool mask that selects elements is true, evenly spread.
+    round-robin; `{"imbalance": 1.3}` loads them unevenly (routing.py). `checks="hold"`: unknown values are finite, and
+    an `all` of them is True. `mask_fraction`: so large a share of an unknown bool mask that selects elements is true,
+    evenly spread.
 
     The mode must be off while `run` works, as it is inside `__torch_dispatch__`: replays are not part of the
     program. It must pass on `aten.item`, which has no meta kernel, as it comes.
     """
 
-    def __init__(self, *, routing: str | None = None, checks: str | None = None, mask_fraction: float | None = None):
+    def __init__(self, *, routing: Routing = None, checks: str | None = None, mask_fraction: float | None = None):
         super().__init__(Assumptions(routing, checks, mask_fraction))
         self._rules: dict[Any, ValueRule] = {}
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose buffers were recalled

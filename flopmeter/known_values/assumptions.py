@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import typing_extensions
 
+from flopmeter.known_values.routing import Routing, routing_law
+
 _SKIPPED = (
     *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))),
     typing_extensions.__file__,  # torch/, flopmeter/ and what wraps deprecated functions of torch
@@ -68,14 +70,13 @@ class DataDependentError(RuntimeError):
 class Assumptions:
     """The user's options, and how often each was used at which line."""
 
-    def __init__(self, routing: str | None, checks: str | None, mask_fraction: float | None):
-        _one_of("routing", routing, "balanced")
+    def __init__(self, routing: Routing, checks: str | None, mask_fraction: float | None):
         _one_of("checks", checks, "hold")
         if mask_fraction is not None and not (
             isinstance(mask_fraction, (int, float)) and not isinstance(mask_fraction, bool) and 0 <= mask_fraction <= 1
         ):
             raise ValueError(f"mask_fraction must be None or a number from 0 to 1, not {mask_fraction!r}")
-        self.balanced_routing = routing is not None
+        self.routing = routing_law(routing)
         self.checks_hold = checks is not None
         self.mask_fraction = mask_fraction
         self._uses: Counter[tuple[str, str, str]] = Counter()

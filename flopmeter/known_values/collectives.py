@@ -8,14 +8,16 @@ No assumption is needed in a group of one rank, nor for what this rank sends as 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flopmeter.known_values import messages
 from flopmeter.known_values.replay import Invocation, Knowledge
-from flopmeter.known_values.values import is_weight, no_modes, spans_storage
+from flopmeter.known_values.values import is_discrete, is_weight, no_modes, spans_storage
 from flopmeter.records.collectives import COLLECTIVE_OPS, Law
 from flopmeter.torch_names.private import resolve_group
 
@@ -53,6 +55,8 @@ def handler_of(func: Any) -> Callable[[Knowledge, Invocation], Any] | None:
     if func._schema.name == "_c10d_functional::wait_tensor":
         return wait
     known = COLLECTIVE_OPS.get(func._schema.name)
+    if func._schema.name in MESSAGES:
+        return MESSAGES[func._schema.name]
     return exchange if known is not None and known.spec.law is not None and known.op.has_law else None
 
 
@@ -87,12 +91,58 @@ def exchange(known: Knowledge, call: Invocation) -> Any:
     outcome = None
     if is_known:
         with no_modes():
-            is_balanced = known.assume.balanced_routing
+            is_balanced = known.assume.routing is not None and known.assume.routing.is_balanced
             outcome = LAWS[spec.law](Exchange(values, len(targets), group.size(), group.rank(), is_balanced, argument))
     _give(known, targets, outcome)
     if outcome is not None and outcome.rule is not None and group.size() > 1 and targets:
         known.assume.note(outcome.rule, call.func)
     return result
+
+
+def send(known: Knowledge, call: Invocation) -> Any:
+    """A message to one other rank."""
+    result, argument = call.run(), _arguments(call)
+    group = _group(argument("process_group"))
+    if messages.mailbox is not None and torch.distributed.get_backend(group) == "fake":
+        (tensor,) = argument("tensors")
+        content: Any = messages.UNKNOWN
+        if is_discrete(tensor) and known.values.knows(tensor) and known.is_small(tensor):
+            with no_modes():
+                content = known.values.read(tensor).clone()
+        ranks = torch.distributed.get_process_group_ranks(group)
+        messages.mailbox.send(tuple(ranks), ranks[argument("dst")], content)
+    return result
+
+
+def receive(known: Knowledge, call: Invocation) -> Any:
+    """A message from one other rank. Its value is there once the program waits for it."""
+    result, argument = call.run(), _arguments(call)
+    group = _group(argument("process_group"))
+    if torch.distributed.get_backend(group) != "fake":
+        return result
+    (tensor,) = argument("tensors")
+    known.forget([tensor])
+    ranks, box = torch.distributed.get_process_group_ranks(group), messages.mailbox
+    if box is not None and ranks[argument("src")] in box.ranks:
+        ticket = box.expect(tuple(ranks), ranks[argument("src")])
+        if is_discrete(tensor) and known.is_small(tensor):
+            handle = torch.distributed.Work.unbox(result)
+            messages.on_wait(handle, functools.partial(_deliver, known, tensor, box, ticket))
+    return result
+
+
+def _deliver(known: Knowledge, tensor: Tensor, box: messages.Mailbox, ticket: messages.Ticket) -> None:
+    content = box.open(ticket)
+    if content is not messages.UNKNOWN:
+        _give(known, [tensor], TargetValues([content], None))
+
+
+MESSAGES: dict[str, Callable[[Knowledge, Invocation], Any]] = {"c10d::send": send, "c10d::recv_": receive}
+
+
+def _arguments(call: Invocation) -> Callable[[str], Any]:
+    names = [argument.name for argument in call.func._schema.arguments]
+    return lambda name: call.argument(names.index(name), name)
 
 
 def _give(known: Knowledge, targets: list[Tensor], outcome: TargetValues | None) -> None:

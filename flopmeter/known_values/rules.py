@@ -61,8 +61,8 @@ def _is_written(argument: Any) -> bool:
 
 
 def _assumed(func: OpOverload, assumptions: Assumptions) -> Handler | None:
-    if assumptions.balanced_routing and func in ROUTES:
-        return balanced
+    if assumptions.routing and func in ROUTES:
+        return route
     if assumptions.checks_hold:
         return CHECKS.get(func) or (is_finite if func in FINITE_CHECKS else None)
     return None
@@ -333,9 +333,10 @@ def reshaped(known: Knowledge, call: Invocation) -> Any:
 # --- assumptions
 
 
-def balanced(known: Knowledge, call: Invocation) -> Any:
-    """routing="balanced": choice j of row r, among n unknown scores, is (r * k + j) % n."""
-    scores = call.args[0]
+def route(known: Knowledge, call: Invocation) -> Any:
+    """Unknown scores pick experts by the law that the user stated."""
+    scores, law = call.args[0], known.assume.routing
+    assert law is not None
     if not scores.is_meta or not scores.is_floating_point() or known.values.knows(scores):
         return known.replay(call)
     result = call.run()
@@ -347,14 +348,14 @@ def balanced(known: Knowledge, call: Invocation) -> Any:
     with no_modes():
         kept = chosen.dim() == scores.dim()
         k = chosen.shape[dim] if kept else 1
-        rows = torch.arange(chosen.numel(), device="cpu") % scores.shape[dim]
+        picks = law.picks(chosen.numel() // k, k, scores.shape[dim])
         shape = list(chosen.shape)
         if kept:
             del shape[dim]
-        value = rows.view(*shape, k).movedim(-1, dim) if kept else rows.view(shape)
+        value = picks.view(*shape, k).movedim(-1, dim) if kept else picks.view(shape)
         known.set(chosen, value.to(chosen.dtype))
     # Count the assumption only when the choice is read: a softmax takes a maximum, too, but ignores its position.
-    known.values.tell_of_read(chosen, known.assume.noter('routing="balanced"', call.func))
+    known.values.tell_of_read(chosen, known.assume.noter(law.text, call.func))
     return result
 
 

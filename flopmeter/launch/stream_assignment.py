@@ -2,11 +2,11 @@
 
 A collective runs on the stream that NCCL's process group would use. If the program may wait for it (`async_op=True`),
 it runs on a stream of its group, after all that the current stream was given so far; else on the current stream.
-Collectives of one group run one after another. A stream waits for events, at `wait_tensor` and at `Work.wait`. A kernel
-also waits for kernels of other streams that write what it reads: so the waits of C++ code (DDP's reducer), which are
-not recorded, take effect where the data is used.
+Collectives of one group run one after another. A message runs on a stream of its two ranks, for both directions; those
+of a batch run as one kernel on the stream of the group.
 
-Not modelled: kernels of several streams that slow each other down, collectives that share a link.
+A stream waits for events, at `wait_tensor` and at `Work.wait`. Also, a kernel waits for kernels of other streams that
+write what it reads; so waits in C++ (DDP's reducer), which nobody records, take effect where the data is used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+from flopmeter.costs.data_movement.communication import group_of, is_message
 from flopmeter.costs.traffic import regions
 from flopmeter.records import DEFAULT_STREAM, Call, Kernel, Placement, Sync, Trace
 
@@ -41,6 +42,8 @@ class _StreamAssignment:
         self._collectives: dict[int, int] = {}  # op -> kernel
         self._writers: dict[int, int] = {}  # storage -> the kernel that wrote it last
         self._groups: dict[tuple[int, ...], int] = {}  # ranks -> stream
+        self._batches = trace.stream_use.batches
+        self._batch, self._left = 0, 0  # the number of the batch that goes on, and how many messages it still has
         self._last_of_group: dict[tuple[int, ...], int] = {}
         self._touched: dict[Call, tuple[frozenset[int], frozenset[int]]] = {}
         self._placements: list[Placement] = []
@@ -79,18 +82,29 @@ class _StreamAssignment:
     def _assign(self, kernel: Kernel, index: int) -> None:
         stream, after = self._stream(index), self._inputs_of(kernel)
         whole, number = kernel.cost.collective, len(self._placements)
+        batch = self._batch_of(kernel, index)
         if whole is not None and _is_async(kernel.op.call):
             after |= self._given_to(stream)
-            stream = self._groups.setdefault(whole.ranks, -1 - len(self._groups))
+            stream = self._groups.setdefault(_communicator(kernel, batch), -1 - len(self._groups))
         else:
             after |= self._pending.pop(stream, set())
         if whole is not None:
-            after |= {self._last_of_group[whole.ranks]} if whole.ranks in self._last_of_group else set()
-            self._last_of_group[whole.ranks] = self._collectives[index] = number
-        self._placements.append(Placement(stream, self._latest(after, stream)))
+            group = _communicator(kernel, batch)
+            after |= {self._last_of_group[group]} if group in self._last_of_group else set()
+            self._last_of_group[group] = self._collectives[index] = number
+        self._placements.append(Placement(stream, self._latest(after, stream), batch))
         self._last[stream] = number
         for op in kernel.ops:
             self._writers.update((op.storages[local], number) for local in self._touched_by(op.call)[1])
+
+    def _batch_of(self, kernel: Kernel, index: int) -> int | None:
+        """The number of the batch that a message is part of."""
+        if index in self._batches:
+            self._batch, self._left = self._batch + 1, self._batches[index]
+        if not self._left or not is_message(kernel.cost):
+            return None
+        self._left -= 1
+        return self._batch
 
     def _inputs_of(self, kernel: Kernel) -> set[int]:
         storages = (op.storages[local] for op in kernel.ops for local in self._touched_by(op.call)[0])
@@ -116,6 +130,12 @@ class _StreamAssignment:
             touched = frozenset(spec.storage for spec in read), frozenset(spec.storage for spec in written)
             self._touched[call] = touched
         return touched
+
+
+def _communicator(kernel: Kernel, batch: int | None) -> tuple[int, ...]:
+    """The ranks of NCCL's communicator, which has a stream: of the group, but a lone message has one of its pair."""
+    assert kernel.cost.collective is not None
+    return kernel.cost.collective.ranks if batch is None else group_of(kernel.op.call).ranks
 
 
 def _is_async(call: Call) -> bool:

@@ -28,6 +28,7 @@ class Placement(NamedTuple):
 
     stream: int  # 0 is the default one; process groups have numbers below 0
     after: tuple[int, ...]  # indices of kernels on other streams that have to end before
+    batch: int | None = None  # kernels of a stream with the same number are one: messages that start and end together
 
 
 class LaunchMode(NamedTuple):

@@ -51,6 +51,7 @@ class StreamUse:
 
     streams: dict[int, int] = field(default_factory=dict)  # op -> stream, if it is not the default one
     syncs: list[Sync] = field(default_factory=list)  # in the order in which they happened
+    batches: dict[int, int] = field(default_factory=dict)  # op -> so many messages from there on run as one kernel
 
 
 class Accumulation(NamedTuple):
@@ -82,6 +83,7 @@ class Trace:
     stream_use: StreamUse = field(default_factory=StreamUse)
     templates: list[TemplateRun] = field(default_factory=list)
 
+    forward_ends: list[int] = field(default_factory=list)  # how many ops had run when an outermost module's call ended
     devices: dict[str, None] = field(default_factory=dict)  # that ops touched, in order of appearance
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flopmeter.records import DEFAULT_STREAM, Kernel, Timing
@@ -58,6 +58,34 @@ class Slice(NamedTuple):
 @draws(VIEWS, "timeline")
 def save(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the trace, compressed where the path ends in `.gz`. Raises OSError where it cannot be written."""
+    _write(report, events(report), path)
+
+
+def save_together(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
+    """Write the traces of ranks that run at the same time into one, each rank with a host and a device of its own.
+
+    Raises OSError where the file cannot be written.
+    """
+    _write(next(iter(reports.values())), _events_together(reports), path)
+
+
+def _events_together(reports: Mapping[str, Report]) -> Iterator[Event]:
+    arrows = 0
+    for number, (name, report) in enumerate(reports.items()):
+        for event in events(report):
+            event["pid"] += 2 * number
+            if event["name"] == "process_name":
+                event["args"]["name"] = f"{name}: {event['args']['name']}"
+            elif event["name"] == "process_sort_index":
+                event["args"]["sort_index"] += 2 * number
+            elif "id" in event:  # of an arrow
+                event["id"] += arrows
+            yield event
+        arrows += len(report.timings)
+
+
+def _write(report: Report, events: Iterator[Event], path: str | os.PathLike[str]) -> None:
+    """`report` says what the file says of the device and of what was assumed."""
     head = {
         "displayTimeUnit": "ms",
         "deviceProperties": [{"id": 0, "name": report.hardware.title}],
@@ -68,7 +96,7 @@ def save(report: Report, path: str | os.PathLike[str]) -> None:
         packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if os.fspath(path).endswith(".gz") else file
         with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as text:
             text.write(json.dumps(head, allow_nan=False)[:-1] + ', "traceEvents": [\n')
-            for number, event in enumerate(events(report)):
+            for number, event in enumerate(events):
                 text.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
             text.write("\n]}\n")
 

@@ -2,13 +2,26 @@
 
 constants.py has every number that does not belong to one device; bandwidth.py, matmul.py, convolution.py and
 attention.py price the parts of a kernel; kernels.py adds them up; timeline.py says when the host launches each kernel
-and when the device runs it; energy.py at which clock, and what it draws; bands.py says how far off a prediction may be;
-peak_memory.py and allocator.py say how much memory the program needs.
+and when the device runs it; concurrency.py and contention.py what runs at the same time, and what that takes; energy.py
+at which clock, and what it draws; bands.py says how far off a prediction may be; peak_memory.py and allocator.py say
+how much memory the program needs.
 """
 
 from flopmeter.device.hardware import Host
 from flopmeter.timing.bands import Uncertainty, uncertainty
-from flopmeter.timing.energy import TimedRun, time_run
+from flopmeter.timing.concurrency import HangError
+from flopmeter.timing.energy import RankRun, TimedRun, time_run, time_runs
 from flopmeter.timing.timeline import host_seconds, time_kernels
 
-__all__ = ["Host", "TimedRun", "Uncertainty", "host_seconds", "time_kernels", "time_run", "uncertainty"]
+__all__ = [
+    "HangError",
+    "Host",
+    "RankRun",
+    "TimedRun",
+    "Uncertainty",
+    "host_seconds",
+    "time_kernels",
+    "time_run",
+    "time_runs",
+    "uncertainty",
+]

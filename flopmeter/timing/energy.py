@@ -11,6 +11,7 @@ lowers the clock at once and raises it slowly does so. After a pause it lets abo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from flopmeter.device import power
@@ -20,7 +21,7 @@ from flopmeter.records import Clocks, ConvolutionWork, Cost, Launches, RunClock,
 from flopmeter.timing import constants
 from flopmeter.timing.convolution import suits_winograd
 from flopmeter.timing.kernels import price
-from flopmeter.timing.timeline import time_kernels
+from flopmeter.timing.timeline import ClockOf, Launched, LaunchPrices, time_kernels, time_ranks
 
 CLOCK_STEPS = 1024  # of the boost clock: so finely a clock is found
 PICO = 1e-12
@@ -43,6 +44,16 @@ class TimedRun(NamedTuple):
     clock: RunClock
 
 
+class RankRun(NamedTuple):
+    """What one of several ranks runs, and on what."""
+
+    launches: Launches
+    hardware: Hardware
+    switches: Switches
+    host: Host
+    cluster: Cluster | None
+
+
 def time_run(
     launches: Launches,
     hardware: Hardware,
@@ -56,23 +67,48 @@ def time_run(
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
-    host, limit = host or hardware.host, hardware.limit_watts
-    if limit is None or hardware.is_cpu:
-        timings = time_kernels(launches, hardware, switches, host, cluster)
+    run = RankRun(launches, hardware, switches, host or hardware.host, cluster)
+    law = _law(run, clocks)
+    if law is None:
+        return _timed(run, time_kernels(launches, hardware, switches, run.host, cluster), law, clocks)
+    timings = time_kernels(launches, hardware.at_boost(), switches, run.host, cluster, law.of_kernels(launches))
+    return _timed(run, timings, law, clocks)
+
+
+def time_runs(ranks: Mapping[int, RankRun], clocks: Clocks = "sustained") -> dict[int, TimedRun]:
+    """The same for ranks that send each other messages, by global rank.
+
+    Raises HardwareError as `time_run` does, and HangError where ranks wait for each other for ever.
+    """
+    laws = {rank: _law(run, clocks) for rank, run in ranks.items()}
+    timings = time_ranks({rank: _launched(run, laws[rank]) for rank, run in ranks.items()})
+    return {rank: _timed(run, timings[rank], laws[rank], clocks) for rank, run in ranks.items()}
+
+
+def _law(run: RankRun, clocks: Clocks) -> KernelClocks | None:
+    """None: the device has one clock."""
+    has_one = run.hardware.limit_watts is None or run.hardware.is_cpu
+    return None if has_one else KernelClocks(run.hardware, run.switches, clocks)
+
+
+def _launched(run: RankRun, law: KernelClocks | None) -> Launched:
+    device = run.hardware if law is None else run.hardware.at_boost()
+    clock_of = None if law is None else law.of_kernels(run.launches)
+    return Launched(run.launches, LaunchPrices(run.launches, device, run.switches, run.cluster, clock_of), run.host)
+
+
+def _timed(run: RankRun, timings: list[Timing], law: KernelClocks | None, clocks: Clocks) -> TimedRun:
+    """With the energy of each kernel, and the clock of all, weighted by their work."""
+    limit = run.hardware.limit_watts
+    if law is None:
         return TimedRun(timings, RunClock(clocks, 1.0, None, limit))
-    law = KernelClocks(hardware, switches, clocks)
-
-    def clock_of(number: int, cached_bytes: float) -> float:
-        return law(launches.kernels[number].cost, cached_bytes)
-
-    timings = time_kernels(launches, hardware.at_boost(), switches, host, cluster, clock_of)
     timings = [
         timing._replace(joules=law.energy(kernel.cost).at(timing.clock))
-        for kernel, timing in zip(launches.kernels, timings, strict=True)
+        for kernel, timing in zip(run.launches.kernels, timings, strict=True)
     ]
     busy = sum(timing.work_seconds for timing in timings)
     mean = sum(timing.clock * timing.work_seconds for timing in timings) / busy if busy else 1.0
-    return TimedRun(timings, RunClock(clocks, mean, hardware.idle_watts, limit))
+    return TimedRun(timings, RunClock(clocks, mean, run.hardware.idle_watts, limit))
 
 
 class KernelClocks:
@@ -93,6 +129,10 @@ class KernelClocks:
         if key not in self._known:
             self._known[key] = self._within_limit(cost, cached_bytes)
         return self._known[key]
+
+    def of_kernels(self, launches: Launches) -> ClockOf:
+        """By the number of a kernel."""
+        return lambda number, cached_bytes: self(launches.kernels[number].cost, cached_bytes)
 
     def energy(self, cost: Cost) -> Energy:
         if cost not in self._energies:

@@ -1,20 +1,23 @@
 """When each kernel runs. The host launches kernels one after another, and the device runs them in order, each no
 earlier than it was launched. If the host needs the result of a kernel, it waits for the device; a CPU is its own host
 and waits for every kernel. Programs of many ranks run kernels and collectives on several streams
-(launch/stream_assignment.py); the time in which a stream waits for another one counts as communication.
+(launch/stream_assignment.py, concurrency.py); the time in which a stream waits for another one counts as communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from flopmeter.device.cluster import Cluster, cluster_of, price_collective
+from flopmeter.costs.data_movement.communication import group_of, is_message, message_ends
+from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Cost, Launches, Placement, Switches, Timing
+from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Collective, Cost, Launches, Placement, Switches, Timing
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
+from flopmeter.timing.concurrency import Span, Work, run_concurrently
+from flopmeter.timing.contention import Demand, Transfer, transfer_of
 from flopmeter.timing.kernels import Price
 
 
@@ -32,31 +35,73 @@ def time_kernels(
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
-    prices = _LaunchPrices(launches, hardware, switches, cluster, clock_of)
+    host = host or hardware.host
+    prices = LaunchPrices(launches, hardware, switches, cluster, clock_of)
+    if launches.placements is not None:
+        return time_ranks({0: Launched(launches, prices, host)})[0]
     timings: list[Timing] = []
     enqueued = 0.0  # when the host has sent the kernel
-    free: dict[int, float] = {}  # when each stream has finished its last one
-    host_steps = _host_steps(launches, host or hardware.host)
-    placements = launches.placements or [_ONE_STREAM] * len(launches.kernels)
-    for number, (host_step, (stream, after)) in enumerate(zip(host_steps, placements, strict=True)):
-        cost = launches.kernels[number].cost
-        work, ramp, kernel_class, bounds, clock = prices(number)
+    free = 0.0  # when the device has finished the last one
+    for number, host_step in enumerate(_host_steps(launches, host)):
+        work, ramp, kernel_class, bounds, clock, _ = prices(number)
         enqueued += host_step
-        idle_from = free.get(stream, 0.0)
-        sent = max(enqueued, idle_from)
-        start = max(sent, *(timings[other].end_seconds for other in after)) if after else sent
-        idle = sent - idle_from if stream == DEFAULT_STREAM else 0.0  # another stream has nothing to do in between
-        is_collective = cost.collective is not None
-        times = (*bounds, work, ramp, idle, start)
-        timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective, clock=clock))
-        free[stream] = start + work + ramp
-        if cost.blocks_host or hardware.is_cpu:
-            enqueued = free[stream]
+        start = max(enqueued, free)
+        timings.append(Timing(*bounds, work, ramp, start - free, start, kernel_class, enqueued, clock=clock))
+        free = start + work + ramp
+        if launches.kernels[number].cost.blocks_host or hardware.is_cpu:
+            enqueued = free
     return timings
 
 
-_ONE_STREAM = Placement(0, ())
 ClockOf = Callable[[int, float], float]  # of a kernel's number, and how many of its bytes the cache holds
+ROUNDING = 1e-9  # of a sum of many times
+
+
+class Launched(NamedTuple):
+    """What one rank launches, with its prices on its device."""
+
+    launches: Launches
+    prices: LaunchPrices
+    host: Host
+
+
+def time_ranks(ranks: Mapping[int, Launched]) -> dict[int, list[Timing]]:
+    """The timing of each kernel of ranks that run at the same time, by global rank, on one clock.
+
+    Raises HangError where they wait for each other for ever.
+    """
+    spans = run_concurrently({number: _works(launched) for number, launched in ranks.items()})
+    return {number: _timings(launched, spans[number]) for number, launched in ranks.items()}
+
+
+def _works(launched: Launched) -> list[Work]:
+    launches, prices = launched.launches, launched.prices
+    works = []
+    placements = launches.placements or [Placement(DEFAULT_STREAM, ())] * len(launches.kernels)
+    host_steps = _host_steps(launches, launched.host)
+    for number, (kernel, placement, host_step) in enumerate(zip(launches.kernels, placements, host_steps, strict=True)):
+        priced = prices(number)
+        route = (group_of(kernel.op.call).ranks, *message_ends(kernel)) if is_message(kernel.cost) else None
+        blocks = kernel.cost.blocks_host or prices.is_cpu
+        seconds = priced.work_seconds + priced.floor_seconds
+        works.append(Work(host_step, seconds, blocks, *placement, route, priced.demand))
+    return works
+
+
+def _timings(launched: Launched, spans: list[Span]) -> list[Timing]:
+    placements = launched.launches.placements
+    timings = []
+    for number, (enqueued, free, start, end) in enumerate(spans):
+        work, ramp, kernel_class, bounds, clock, _ = launched.prices(number)
+        if end - start > (work + ramp) * (1 + ROUNDING):
+            work = end - start - ramp  # others slowed it
+        stream = DEFAULT_STREAM if placements is None else placements[number].stream
+        sent = max(enqueued, free)
+        idle = sent - free if stream == DEFAULT_STREAM else 0.0  # another stream has nothing to do in between
+        is_collective = launched.launches.kernels[number].cost.collective is not None
+        times = (*bounds, work, ramp, idle, start)
+        timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective, clock=clock))
+    return timings
 
 
 class _Priced(NamedTuple):
@@ -64,10 +109,11 @@ class _Priced(NamedTuple):
     floor_seconds: float
     kernel_class: str
     bounds: tuple[float, float]  # compute and memory seconds
-    clock: float = 1.0
+    clock: float  # of that of the device
+    demand: Demand | Transfer
 
 
-class _LaunchPrices:
+class LaunchPrices:
     """What each kernel of a run takes; equal costs are priced once."""
 
     def __init__(
@@ -78,17 +124,20 @@ class _LaunchPrices:
         cluster: Cluster | None,
         clock_of: ClockOf | None,
     ):
-        self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
+        self.is_cpu = hardware.is_cpu
         self._clock_of, self._devices = clock_of, {1.0: hardware}
+        self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
         self._cached = [] if hardware.is_cpu else cached_bytes(launches.kernels, hardware.l2_cache_bytes)
         self._known: dict[tuple[Cost, float, float], Price] = {}
+        self._collectives: dict[Collective, CollectivePrice] = {}
 
     def __call__(self, number: int) -> _Priced:
         cost = self._launches.kernels[number].cost
         if cost.collective is not None:
-            price = price_collective(cost.collective, self._cluster or cluster_of(self._hardware))
+            price = self._collective_price(cost.collective)
             kernel_class = BETWEEN_NODES if price.between_nodes else COMMUNICATION
-            return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0))  # latency is part of the price
+            # Latency is part of the price.
+            return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0), 1.0, self._transfer(cost.collective, price))
         cached = self._cached[number] if self._cached else 0.0
         clock = self._clock_of(number, cached) if self._clock_of else 1.0
         known = self._known.get((cost, cached, clock))
@@ -99,7 +148,18 @@ class _LaunchPrices:
         if self._launches.graphs[number] is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
             ramp = max(ramp, self._launches.mode.node_seconds - work)
-        return _Priced(work, ramp, kernel_class, (compute, memory), clock)
+        return _Priced(work, ramp, kernel_class, (compute, memory), clock, Demand(compute, memory))
+
+    def _transfer(self, collective: Collective, price: CollectivePrice) -> Transfer:
+        device, transport = self._hardware, (self._cluster or cluster_of(self._hardware)).intra.transport
+        return transfer_of(collective, price, transport, device.sm_count, device.sustained_bandwidth_bytes_per_s)
+
+    def _collective_price(self, collective: Collective) -> CollectivePrice:
+        price = self._collectives.get(collective)
+        if price is None:
+            price = price_collective(collective, self._cluster or cluster_of(self._hardware))
+            self._collectives[collective] = price
+        return price
 
     def _priced(self, cost: Cost, cached: float, clock: float) -> Price:
         if self._hardware.is_cpu:

@@ -168,6 +168,9 @@ class Recorder(TorchDispatchMode):
         if op is not None:
             self.trace.stream_use.syncs.append(Sync(len(self.trace.ops), stream, "wait for op", op))
 
+    def on_batch(self, messages: int) -> None:
+        self.trace.stream_use.batches[len(self.trace.ops)] = messages
+
     def on_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """The program resized a storage between ops: FSDP frees and gathers parameters in this way."""
         self._storages.resize(storage, nbytes)
@@ -190,6 +193,8 @@ class Recorder(TorchDispatchMode):
     def _note_module(self, module: nn.Module) -> None:
         """When an outermost module is left, its tensors are noted: no op may have touched them, and those that the
         module made late exist by then."""
+        if graph_task() == -1:  # else a checkpoint recomputes
+            self.trace.forward_ends.append(len(self.trace.ops))
         if module not in self._noted:
             self._noted.add(module)
             for parameter in (*module.parameters(), *module.buffers()):

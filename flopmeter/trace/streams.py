@@ -30,6 +30,9 @@ class Listener(Protocol):
     def on_wait_for_work(self, work: Any, stream: int) -> None:
         """What the stream is given later runs after the collective with this handle."""
 
+    def on_batch(self, messages: int) -> None:
+        """So many sends and receives follow that NCCL runs as one kernel (batch_isend_irecv)."""
+
     def on_resize(self, storage: UntypedStorage, nbytes: int) -> None:
         """The storage is about to be resized."""
 

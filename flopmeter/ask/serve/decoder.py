@@ -69,7 +69,8 @@ class Decoder:
 
     def step(self, batch: int, new: int, cached: int, logits: int = 1, kernel: str = "flash") -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
-        cache. The vocabulary is scored for the last `logits` tokens; `kernel` is the paged cache's: a key of `PAGED_KERNELS`.
+        cache. The vocabulary is scored for the last `logits` tokens; `kernel` of the paged cache: a key of
+        `PAGED_KERNELS`.
         """
         ids = torch.empty(batch, new, dtype=torch.long, device="meta")
         caches = import_module("transformers.cache_utils")
@@ -238,7 +239,7 @@ def kernel_for(device: Hardware) -> str:
 def cudnn_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """FlashAttention-3, priced as cuDNN's kernel, the one of torch that reaches as much (scripts/validate_attention.py).
+    """FlashAttention-3, priced as cuDNN's kernel, which alone in torch reaches as much (scripts/validate_attention.py).
     cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls."""
     new, cached = query.shape[2], key.shape[2] - query.shape[2]
     if options.get("sliding_window"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from flopmeter.costs.rules import FREE, dtype_name, make_cost, rule
 from flopmeter.costs.traffic import as_regions
-from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, RankGroup, TensorSpec
+from flopmeter.records import COMMUNICATION, Call, Collective, CollectiveKind, Cost, Kernel, RankGroup, TensorSpec
 from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES, IN_SWITCH_TYPES, KnownOp
 from flopmeter.torch_names.operators import Packets
 
@@ -31,12 +31,15 @@ def collective(call: Call) -> tuple[Cost, ...]:
     if known.op.ways is not None:
         return tuple(_batch(call, known, call.argument(known.op.ways)))
     if known.kind == "barrier":  # no rank goes on before all are there; the host waits for it
-        return (replace(_cost(call, "barrier", 0, _group(call, known).ranks), reads=(), writes=(), blocks_host=True),)
+        return (replace(_cost(call, "barrier", 0, group_of(call).ranks), reads=(), writes=(), blocks_host=True),)
     if known.kind in ("send", "recv"):
         return (_message(call, known, known.kind, call.inputs, _peer(call, known)),)
-    group = _group(call, known)
+    group = group_of(call)
     sent, received = (_nbytes(specs) for specs in (_sent(call, known), _received(call, known)))
-    return (_cost(call, known.kind, known.spec.size(sent, received, len(group.ranks)), group.ranks),)
+    size = known.spec.size(sent, received, len(group.ranks))
+    if known.kind == "all_to_all":
+        size = max(size, len(group.ranks) * _largest_part(call, known))
+    return (_cost(call, known.kind, size, group.ranks),)
 
 
 @rule(functional.wait_tensor, functional.wait_tensors)
@@ -54,7 +57,7 @@ def _batch(call: Call, known: KnownOp, ways: Iterable[str]) -> Iterator[Cost]:
 
 def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[TensorSpec, ...], peer: int) -> Cost:
     """Between this rank and another one of the group. The op's result stands for the handle or for the tensor."""
-    group = _group(call, known)
+    group = group_of(call)
     pair = tuple(sorted((group.ranks[group.rank], group.ranks[peer])))
     touched = as_regions(specs)
     reads, writes = (touched, ()) if kind == "send" else ((), touched)
@@ -64,22 +67,37 @@ def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[Tens
 
 
 def _cost(call: Call, kind: CollectiveKind, nbytes: int, ranks: tuple[int, ...]) -> Cost:
-    per_node = _group(call, COLLECTIVE_OPS[call.func._schema.name]).gpus_per_node
+    per_node = group_of(call).gpus_per_node
     adds_in_switch = "in-switch" not in COLLECTIVES[kind].wire or dtype_name(call) in IN_SWITCH_TYPES
     return make_cost(call, COMMUNICATION, work=Collective(kind, nbytes, ranks, per_node, adds_in_switch))
 
 
-def _group(call: Call, known: KnownOp) -> RankGroup:
-    group = call.argument(known.op.group)
+def group_of(call: Call) -> RankGroup:
+    """The process group of a collective's call."""
+    group = call.argument(COLLECTIVE_OPS[call.func._schema.name].op.group)
     assert isinstance(group, RankGroup)
     return group
+
+
+def is_message(cost: Cost) -> bool:
+    """Whether it is a send or a receive, between two ranks."""
+    return cost.collective is not None and cost.collective.kind in ("send", "recv")
+
+
+def message_ends(kernel: Kernel) -> tuple[int, int]:
+    """The global ranks of a message's sender and receiver. This rank is one of them."""
+    assert kernel.cost.collective is not None
+    group, pair = group_of(kernel.op.call), kernel.cost.collective.ranks
+    own = group.ranks[group.rank]
+    (peer,) = set(pair) - {own} or {own}
+    return (own, peer) if kernel.cost.collective.kind == "send" else (peer, own)
 
 
 def _peer(call: Call, known: KnownOp) -> int:
     """The other rank; of a receive from anyone, the next rank of the group."""
     if known.op.peer is not None:
         return int(call.argument(known.op.peer))
-    group = _group(call, known)
+    group = group_of(call)
     return (group.rank + 1) % len(group.ranks)
 
 
@@ -89,6 +107,21 @@ def _sent(call: Call, known: KnownOp) -> Any:
 
 def _received(call: Call, known: KnownOp) -> Any:
     return call.outputs if known.op.received is None else call.argument(known.op.received)
+
+
+def _largest_part(call: Call, known: KnownOp) -> int:
+    """Of an exchange in uneven parts, the most bytes that go between two ranks. All ranks are taken to send alike, so
+    the rank that gets the largest part gets it from everyone, and the exchange lasts until it has."""
+    most = 0
+    for specs, splits in ((_sent(call, known), "input_split_sizes"), (_received(call, known), "output_split_sizes")):
+        if any(argument.name == splits for argument in call.func._schema.arguments):
+            rows = call.argument(splits)
+            (whole,) = (specs,) if isinstance(specs, TensorSpec) else specs
+            if rows and sum(rows):
+                most = max(most, whole.nbytes * max(rows) // sum(rows))
+        elif not isinstance(specs, TensorSpec):
+            most = max([most, *map(_nbytes, specs)])
+    return most
 
 
 def _nbytes(specs: Any) -> int:

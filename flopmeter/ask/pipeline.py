@@ -1,0 +1,249 @@
+"""A pipeline: a program whose ranks each run some layers of a model, and send each other activations and gradients.
+
+One rank of every stage is metered. Their timelines are put on one clock: a stage waits for what another one sends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from flopmeter.ask.compare import AnyHardware
+from flopmeter.ask.steps import FITS, PEAK, USABLE, Step, step_figures
+from flopmeter.costs.data_movement.communication import is_message
+from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
+from flopmeter.device.hardware import load_hardware
+from flopmeter.distributed import WorldError, world
+from flopmeter.distributed.ranks import run_ranks
+from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode, reports_together
+from flopmeter.records import DEFAULT_STREAM, Phase
+from flopmeter.report.chrome_trace import save_together
+from flopmeter.report.quantities import figure, in_ms, percent
+from flopmeter.report.report import Report
+from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
+
+STEPS = 2  # of which the last is metered: in the first one stages tell each other shapes, and optimizers make state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRow(Step):
+    """What one rank of the pipeline does in a step. Times in seconds; `seconds` is when it has ended."""
+
+    KEYS = (
+        "place", "rank", "seconds", "computing_seconds", "bubble_seconds", "exposed_seconds", "warm_up_seconds",
+        "steady_seconds", "cool_down_seconds", "in_flight", "mfu", "regime", "peak_memory_bytes",
+        "usable_memory_bytes", "fits",
+    )  # fmt: skip
+
+    place: int  # along the pipeline, from 0
+    rank: int  # in the world
+    computing_seconds: float  # of kernels on the computing stream
+    bubble_seconds: float  # that it waits for messages, and for the others at the end
+    exposed_seconds: float  # that it waits for other collectives, or runs them itself
+    warm_up_seconds: float  # until its first backward pass
+    steady_seconds: float  # from there until its last forward pass has ended
+    cool_down_seconds: float  # from there until its last backward pass has ended
+    in_flight: float  # activations at the fullest moment, in those of its first forward pass
+
+
+@dataclass(frozen=True)
+class Pipeline(Shown):
+    """A step of all stages. `reports` has the report of each rank, by global rank, all on the clock of the step."""
+
+    title: str
+    rows: tuple[StageRow, ...]
+    reports: Mapping[int, Report]
+    notes: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank has ended."""
+        return max(row.seconds for row in self.rows)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of the step in which a rank waits for others, on average over the ranks."""
+        return sum(row.bubble_seconds for row in self.rows) / len(self.rows) / self.seconds if self.seconds else 0.0
+
+    @property
+    def slowest(self) -> StageRow:
+        """The rank that has the most to do: the others wait for it."""
+        return max(self.rows, key=_own_seconds)
+
+    @property
+    def mfu(self) -> float:
+        """Of all ranks together."""
+        shares = [report.mfu * report.seconds for report in self.reports.values()]
+        return sum(shares) / len(shares) / self.seconds if self.seconds else 0.0
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted timelines of all ranks as one Chrome trace (ui.perfetto.dev), a track for each stream."""
+        save_together({f"rank {rank}": report for rank, report in self.reports.items()}, path)
+
+    def _document(self) -> Document:
+        records = [row.as_dict() for row in self.rows]
+        slowest, mean = self.slowest, sum(map(_own_seconds, self.rows)) / len(self.rows)
+        lines = [
+            f"step {in_ms(self.seconds)} ms · bubble {percent(self.bubble_share, 1)} % · MFU {percent(self.mfu, 1)} %",
+            f"slowest: rank {slowest.rank}, which has {in_ms(_own_seconds(slowest))} ms to do; "
+            f"the average is {in_ms(mean)} ms",
+        ]
+        return Document(
+            kind="pipeline",
+            title=self.title,
+            tables=[table_of(_COLUMNS, self.rows)],
+            notes=[*lines, *self.notes],
+            data={"seconds": self.seconds, "bubble_share": self.bubble_share, "mfu": self.mfu, "rows": records},
+            records=records,
+        )
+
+
+def _own_seconds(row: StageRow) -> float:
+    return row.computing_seconds + row.exposed_seconds
+
+
+_COLUMNS: list[ColumnOf[StageRow]] = [
+    ColumnOf("stage", lambda row: row.place, str),
+    ColumnOf("rank", lambda row: row.rank, str),
+    ColumnOf("computes ms", lambda row: row.computing_seconds, in_ms),
+    ColumnOf("bubble ms", lambda row: row.bubble_seconds, in_ms),
+    ColumnOf("exposed ms", lambda row: row.exposed_seconds, in_ms),
+    ColumnOf("warm-up ms", lambda row: row.warm_up_seconds, in_ms),
+    ColumnOf("steady ms", lambda row: row.steady_seconds, in_ms),
+    ColumnOf("cool-down ms", lambda row: row.cool_down_seconds, in_ms),
+    ColumnOf("in flight", lambda row: row.in_flight, figure),
+    PEAK,
+    USABLE,
+    FITS,
+]
+
+
+def time_pipeline(
+    program: Callable[[DeviceMesh], Callable[[], object]],
+    mesh: Mapping[str, int],
+    hardware: AnyHardware = DEFAULT_HARDWARE,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    mode: Mode = "eager",
+    *,
+    stages: str = "pp",
+    **meter_options: Any,
+) -> Pipeline:
+    """What a step of a pipeline takes, and how much of it each stage waits.
+
+    program: called with the DeviceMesh, once or more for each rank of the pipeline, as that rank. It builds the rank's
+        layers on meta and returns the step to meter, a function without arguments. The step runs twice, and the second
+        one is metered: in the first, stages tell each other shapes.
+    mesh: names and sizes of the mesh's dimensions, such as {"pp": 4, "dp": 8}.
+    stages: the dimension along which the pipeline lies. Of the others the first rank stands for all.
+    cluster: a name, the path of a YAML file or a Cluster; by default the one that the device comes in.
+    meter_options: of FlopMeter.
+
+    Raises WorldError for a mesh that is impossible and for a program that would hang, HardwareError for an unknown
+    device or a cluster that is too small, and ValueError for an unknown mode.
+    """
+    device = load_hardware(hardware)
+    links = cluster_of(device) if cluster is None else load_cluster(cluster)
+    ranks = pipeline_ranks(mesh, stages)
+    size = math.prod(mesh.values())
+    links.check_size(size)
+
+    def run(rank: int) -> FlopMeter:
+        with world(size, mesh, rank, gpus_per_node=links.gpus_per_node) as device_mesh:
+            step = program(device_mesh)
+            meter = FlopMeter(device, cluster=links, **meter_options)
+            for _ in range(STEPS):
+                with meter:
+                    step()
+        return meter
+
+    return _pipeline(reports_together(run_ranks(ranks, run), mode), links)
+
+
+def pipeline_ranks(mesh: Mapping[str, int], stages: str) -> range:
+    """The ranks of one pipeline: the first of each other dimension. Raises WorldError."""
+    if stages not in mesh:
+        raise WorldError(f"the mesh {dict(mesh)} has no dimension {stages!r}: name the one of the pipeline, stages=...")
+    names = list(mesh)
+    stride = math.prod(mesh[name] for name in names[names.index(stages) + 1 :])
+    return range(0, stride * mesh[stages], stride)
+
+
+def _pipeline(reports: Mapping[int, Report], links: Cluster) -> Pipeline:
+    end = max(report.seconds for report in reports.values())
+    rows = tuple(_row(place, rank, report, end) for place, (rank, report) in enumerate(reports.items()))
+    first = next(iter(reports.values()))
+    notes = dict.fromkeys(note for report in reports.values() for note in report.notes)
+    assumed = dict.fromkeys(f"assumed: {each}" for report in reports.values() for each in report.assumptions)
+    title = f"pipeline of {len(rows)} ranks · {first.headline}"
+    return Pipeline(title, rows, reports, (f"cluster: {links.title}", *notes, *assumed))
+
+
+def _row(place: int, rank: int, report: Report, end: float) -> StageRow:
+    waits = _waits_for_messages(report)
+    spans = _spans(report)
+    backward = [span for span in spans if span.phase == "backward"]
+    first_backward = backward[0].start if backward else report.seconds
+    last_backward = backward[-1].end if backward else report.seconds
+    forward = [span for span in spans if span.phase == "forward"]
+    # Gradients are made and scaled between and after passes, outside of modules.
+    forward = [span for span in forward if span.module] or forward
+    cools = max((span.end for span in forward if span.end <= last_backward), default=0.0)
+    cools = max(cools, first_backward)
+    return StageRow(
+        place=place,
+        rank=rank,
+        computing_seconds=sum(span.seconds for span in spans),
+        bubble_seconds=waits + end - report.seconds,
+        exposed_seconds=max(0.0, report.exposed_seconds - waits),
+        warm_up_seconds=first_backward,
+        steady_seconds=max(0.0, cools - first_backward),
+        cool_down_seconds=max(0.0, last_backward - cools),
+        in_flight=_in_flight(report),
+        **step_figures(report),
+    )
+
+
+class PhaseSpan(NamedTuple):
+    """A kernel that computes."""
+
+    phase: Phase
+    module: str
+    start: float
+    end: float
+    seconds: float
+
+
+def _spans(report: Report) -> list[PhaseSpan]:
+    """In the order of the computing stream."""
+    return [
+        PhaseSpan(kernel.op.phase, kernel.op.module, timing.start_seconds, timing.end_seconds, timing.seconds)
+        for kernel, timing in zip(report.kernels, report.timings, strict=True)
+        if timing.stream == DEFAULT_STREAM and not timing.is_collective
+    ]
+
+
+def _waits_for_messages(report: Report) -> float:
+    """How long the computing stream waits for messages: before a kernel, and at the end."""
+    placements, timings = report.launches.placements or [], report.timings
+    waits, last = 0.0, max(timings, key=lambda timing: timing.end_seconds, default=None)
+    for placement, timing in zip(placements, timings, strict=bool(placements)):
+        if timing.stream == DEFAULT_STREAM and timing.link_wait_seconds:
+            latest = max(placement.after, key=lambda number: timings[number].end_seconds)
+            waits += timing.link_wait_seconds * is_message(report.kernels[latest].cost)
+    if last is not None and last.stream != DEFAULT_STREAM and is_message(report.kernels[timings.index(last)].cost):
+        done = max((t.end_seconds for t in timings if t.stream == DEFAULT_STREAM), default=0.0)
+        waits += last.end_seconds - max(done, report.host_seconds)
+    return waits
+
+
+def _in_flight(report: Report) -> float:
+    """The most activations that are alive, in those that are left of the first forward pass when it ends."""
+    trace, activations = report.memory.trace, report.memory.timeline["activations"]
+    ends = [end for end in trace.forward_ends if end <= report.memory.steps]
+    first = activations[ends[0]] if ends else 0
+    return max(activations[end] for end in ends) / first if first else 0.0

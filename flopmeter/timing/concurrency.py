@@ -1,0 +1,302 @@
+"""What runs at the same time: the streams of a device, and the ranks that send each other messages.
+
+A stream runs its work in order. Work starts once the host has sent it, its stream is free, and what it waits for has
+ended. A message starts when both sides are there, as NCCL's do, and ends on both at once; the messages of a batch are
+one kernel, which starts and ends as a whole on its rank. All ranks share one clock, which begins with the step.
+Kernels and transfers that run at the same time slow each other down (contention.py).
+
+Approximation: a small message, too, waits for its receiver. (NCCL's send returns once its few MB of buffers hold it.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from flopmeter.timing.contention import Demand, Transfer, kernel_rate, transfer_rate
+
+Route = tuple[tuple[int, ...], int, int]  # the ranks of the group, sender, receiver
+
+
+class HangError(RuntimeError):
+    """Ranks that wait for each other for ever."""
+
+
+class Work(NamedTuple):
+    """A kernel in time."""
+
+    host_seconds: float  # of the host, before it sends it
+    seconds: float  # on the device
+    blocks_host: bool
+    stream: int
+    after: tuple[int, ...] = ()  # numbers of works of this rank that have to end before
+    batch: int | None = None  # neighbours with the same number are one kernel
+    route: Route | None = None  # of a message
+    demand: Demand | Transfer = Demand(0.0, 0.0)
+
+
+class Span(NamedTuple):
+    """When the work ran."""
+
+    sent_seconds: float  # by the host
+    free_seconds: float  # its stream had done what came before
+    start_seconds: float
+    end_seconds: float
+
+
+class _Entry:
+    """What a stream runs as one: a kernel, or a batch of messages."""
+
+    __slots__ = ("free", "is_first", "left", "missing", "rank", "ready", "stream", "works")
+
+    def __init__(self, rank: _Rank, stream: int, works: list[int]):
+        self.rank, self.stream, self.works = rank, stream, works
+        self.missing = 1  # what it waits for: that the host sends it, and works of other streams
+        self.ready = 0.0  # the end of the last of these so far
+        self.is_first = False  # of its stream
+        self.free = 0.0  # when the stream was free for it
+        self.left = len(works)
+
+
+class _Task:
+    """What runs: a kernel, a collective, or a message with both of its sides."""
+
+    __slots__ = ("is_moving", "left", "moves", "rate", "sides", "since", "version")
+
+    def __init__(self) -> None:
+        self.sides: list[tuple[_Entry, int]] = []
+        self.left = 0.0  # seconds, were it alone
+        self.rate = 1.0
+        self.since = 0.0  # when `left` was so much
+        self.version = 0  # of its end among the events, which moves with the rate
+        self.moves = 0.0  # of a transfer: how long its bytes move, after its latency, were it alone
+        self.is_moving = False
+
+    def demands(self) -> Iterator[tuple[_Rank, Demand | Transfer]]:
+        for entry, number in self.sides:
+            yield entry.rank, entry.rank.works[number].demand
+
+
+class _Rank:
+    """The program of one rank, and how far it has come."""
+
+    def __init__(self, number: int, works: Sequence[Work]):
+        self.number, self.works = number, works
+        self.messages: dict[int, _Task] = {}  # by the number of this side's work
+        self.kernels: set[_Task] = set()  # that run now
+        self.transfers: set[_Task] = set()
+        self.sent = [0.0] * len(works)
+        self.starts: list[float | None] = [None] * len(works)
+        self.ends = [0.0] * len(works)
+        self.entries: list[_Entry] = []  # of each work
+        self.queues: defaultdict[int, deque[_Entry]] = defaultdict(deque)
+        self.waiting: defaultdict[int, list[_Entry]] = defaultdict(list)  # for the end of a work
+        self.next = 0  # that the host sends
+        self.host = 0.0  # how far the host is
+        entry: _Entry | None = None
+        for number, work in enumerate(works):
+            joins = entry is not None and work.batch is not None and work.batch == works[number - 1].batch
+            if entry is None or not joins:
+                entry = _Entry(self, work.stream, [])
+                self.queues[work.stream].append(entry)
+            entry.works.append(number)
+            self.entries.append(entry)
+            for other in work.after:
+                if self.entries[other] is not entry:
+                    self.waiting[other].append(entry)
+                    entry.missing += 1
+        for entry in self.entries:
+            entry.left = len(entry.works)
+
+
+class _Clock:
+    """Goes from event to event: work that could start, and work that ends."""
+
+    def __init__(self, ranks: Mapping[int, Sequence[Work]]):
+        self._ranks = {number: _Rank(number, works) for number, works in ranks.items()}
+        # When, in which order, what, of which version: an entry may start; a task ends, or its bytes begin to move.
+        self._events: list[tuple[float, int, _Entry | _Task, int]] = []
+        self._count = 0
+        self._pair()
+
+    def _pair(self) -> None:
+        """The n-th send of a route meets its n-th receive. Of messages with a rank that does not run here there is
+        one side only, for which the other one is always ready."""
+        messages: dict[tuple[Route, int], _Task] = {}
+        for rank in self._ranks.values():
+            places: Counter[Route] = Counter()
+            for index, work in enumerate(rank.works):
+                if work.route is not None and self._ranks.keys() >= {*work.route[1:]}:
+                    place = (work.route, places[work.route])
+                    places[work.route] += 1
+                    rank.messages[index] = messages.setdefault(place, _Task())
+
+    def run(self) -> dict[int, list[Span]]:
+        for rank in self._ranks.values():
+            for queue in rank.queues.values():
+                queue[0].is_first = True
+            self._send(rank)
+        events = self._events
+        while events:
+            now, _, subject, version = heapq.heappop(events)
+            if isinstance(subject, _Entry):
+                self._start(subject, now)
+            elif version == subject.version:
+                self._advance(subject, now)
+        self._check()
+        return {number: self._spans(rank) for number, rank in self._ranks.items()}
+
+    def _push(self, when: float, subject: _Entry | _Task, version: int = 0) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (when, self._count, subject, version))
+
+    def _send(self, rank: _Rank) -> None:
+        """The host goes on until it has to wait."""
+        works, number = rank.works, rank.next
+        while number < len(works):
+            work, entry = works[number], rank.entries[number]
+            rank.host += work.host_seconds
+            rank.sent[number] = rank.host
+            number += 1
+            if entry.works[-1] == number - 1:
+                self._met(entry, rank.host)
+            if work.blocks_host:
+                break
+        rank.next = number
+
+    def _met(self, entry: _Entry, now: float) -> None:
+        """One of the things that it waits for has happened."""
+        entry.missing -= 1
+        entry.ready = max(entry.ready, now)
+        if not entry.missing and entry.is_first:
+            self._push(max(entry.ready, entry.free), entry)
+
+    def _start(self, entry: _Entry, now: float) -> None:
+        for number in entry.works:
+            message = entry.rank.messages.get(number)
+            task = _Task() if message is None else message
+            task.sides.append((entry, number))
+            if message is None or len(task.sides) == 2:
+                self._begin(task, now)
+
+    def _begin(self, task: _Task, now: float) -> None:
+        entry, number = task.sides[0]
+        work = entry.rank.works[number]
+        task.left, task.since = work.seconds, now
+        is_transfer = isinstance(work.demand, Transfer)
+        if isinstance(work.demand, Transfer):
+            latency = min(work.demand.latency_seconds, work.seconds)
+            task.left, task.moves = latency, work.seconds - latency
+        for entry, number in task.sides:
+            entry.rank.starts[number] = now
+            (entry.rank.transfers if is_transfer else entry.rank.kernels).add(task)
+        if is_transfer:
+            self._push(now + task.left, task)
+            self._share(task, now)
+        else:
+            task.rate = self._rate(task) if entry.rank.transfers else 1.0
+            self._push(now + task.left / task.rate, task)
+            self._share(task, now)
+
+    def _advance(self, task: _Task, now: float) -> None:
+        """The task ends; or the latency of a transfer does, and its bytes begin to move."""
+        if task.moves and not task.is_moving:
+            task.is_moving, task.left, task.since = True, task.moves, now
+            task.rate = self._rate(task)
+            task.version += 1
+            self._push(now + task.left / task.rate, task, task.version)
+            self._share(task, now)
+            return
+        for entry, _ in task.sides:
+            entry.rank.kernels.discard(task)
+            entry.rank.transfers.discard(task)
+        self._share(task, now)
+        for entry, number in task.sides:
+            self._end(entry, number, now)
+
+    def _share(self, changed: _Task, now: float) -> None:
+        """The rates of what runs beside a task that began, began to move its bytes, or ended."""
+        beside: dict[_Task, None] = {}
+        for entry, _ in changed.sides:
+            if entry.rank.transfers:
+                beside.update(dict.fromkeys((*entry.rank.kernels, *entry.rank.transfers)))
+            elif changed.moves:
+                beside.update(dict.fromkeys(entry.rank.kernels))
+        beside.pop(changed, None)
+        for task in beside:
+            if task.moves and not task.is_moving:
+                continue  # a latency does not stretch
+            rate = self._rate(task)
+            if rate != task.rate:
+                task.left = max(0.0, task.left - (now - task.since) * task.rate)
+                task.rate, task.since, task.version = rate, now, task.version + 1
+                self._push(now + task.left / rate, task, task.version)
+
+    def _rate(self, task: _Task) -> float:
+        """The slowest of its sides."""
+        return min(_rate_on(rank, demand) for rank, demand in task.demands())
+
+    def _end(self, entry: _Entry, number: int, now: float) -> None:
+        rank = entry.rank
+        rank.ends[number] = now
+        for other in rank.waiting.pop(number, ()):
+            self._met(other, now)
+        entry.left -= 1
+        if not entry.left:
+            queue = rank.queues[entry.stream]
+            queue.popleft()
+            if queue:
+                queue[0].is_first, queue[0].free = True, now
+                if not queue[0].missing:
+                    self._push(max(queue[0].ready, now), queue[0])
+        if rank.works[number].blocks_host:
+            rank.host = now
+            self._send(rank)
+
+    def _spans(self, rank: _Rank) -> list[Span]:
+        found = []
+        for number, entry in enumerate(rank.entries):
+            start = rank.starts[number]
+            assert start is not None
+            found.append(Span(rank.sent[number], entry.free, start, rank.ends[number]))
+        return found
+
+    def _check(self) -> None:
+        """Raises HangError where some work never ran."""
+        stuck = []
+        for number, rank in self._ranks.items():
+            for queue in rank.queues.values():
+                for index in queue[0].works if queue else ():
+                    route = rank.works[index].route
+                    if route is not None and rank.starts[index] is None:
+                        way = f"to rank {route[2]}" if route[1] == number else f"from rank {route[1]}"
+                        stuck.append(f"rank {number} in its message {way}")
+        if stuck or any(None in rank.starts for rank in self._ranks.values()):
+            raise HangError(f"the program would hang on GPUs; these wait for ever: {'; '.join(stuck)}")
+
+
+def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
+    """How fast something with this demand runs on the rank, beside all that runs there now (itself included)."""
+    transfers = [found for task in rank.transfers for owner, found in task.demands() if owner is rank]
+    moving = [found for task in rank.transfers if task.is_moving for owner, found in task.demands() if owner is rank]
+    users = Counter(port for found in moving if isinstance(found, Transfer) for port in found.ports)
+    memory = sum(
+        found.memory / max((users[port] for port in found.ports), default=1)
+        for found in moving
+        if isinstance(found, Transfer)
+    )
+    if isinstance(demand, Demand):
+        return kernel_rate(demand, sum(found.sms for found in transfers if isinstance(found, Transfer)), memory)
+    kernels = max((found.memory for task in rank.kernels for _, found in task.demands()), default=0.0)
+    return transfer_rate(max((users[port] for port in demand.ports), default=1), kernels, memory)
+
+
+def run_concurrently(ranks: Mapping[int, Sequence[Work]]) -> dict[int, list[Span]]:
+    """When the works of each rank run, by global rank.
+
+    Messages to and from a rank that is not among them start when this side is ready.
+    Raises HangError where ranks wait for each other for ever.
+    """
+    return _Clock(ranks).run()

@@ -1,0 +1,97 @@
+"""What kernels and transfers take from each other while they run at the same time.
+
+Nothing here is fitted. Transfers that use one port the same way share its bandwidth equally. A transfer takes an SM for
+each of NCCL's channels, which a kernel that is bound by arithmetic lacks; and bytes of the device's own memory, which
+slow both once they ask for more than there is. This is what Echo (arXiv 2412.12487) and others (arXiv 2507.03114: 19 %
+on average for computing beside collectives, on A100 and H100) measure; they fit it, and here it follows from counts.
+
+Approximations: SMs are shared smoothly, though a kernel whose blocks just fill the device needs a second wave; caches
+and the power that both draw are left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flopmeter.device.cluster import CollectivePrice
+from flopmeter.records import Collective
+
+# Channels of NCCL, each a block that fills an SM. In a node over NVLink: ncclAllGather has 24 blocks on H100 (NVIDIA
+# developer forum, topic 337991); all-reduces in the switch need 16 (NVIDIA/nccl issue 1041). Between nodes 16 (trees
+# of 2 x 8 H100, NVIDIA/nccl-tests issue 319). Over PCIe 2 (NVIDIA/nccl-tests issue 228). A message to one peer: 16 over
+# NVLink (NVIDIA/nccl issue 892), 2 between nodes (NVIDIA/nccl issue 1189).
+CHANNELS_NVLINK, CHANNELS_IN_SWITCH, CHANNELS_NETWORK, CHANNELS_PCIE = 24, 16, 16, 2
+MESSAGE_CHANNELS_NVLINK, MESSAGE_CHANNELS_NETWORK = 16, 2
+# Bytes of a rank's own memory for each byte that it sends: one is read, and one that arrives is written. A reduction
+# also reads what it adds to. (NCCL's primitives: src/device/prims_simple.h.)
+MEMORY_BYTES_PER_BYTE, MEMORY_BYTES_PER_SUM = 2, 3
+MOST_SMS = 0.9  # that transfers take together
+
+Port = tuple[str, str]  # which link of the rank, and which way: 'out' or 'in'
+
+
+class Transfer(NamedTuple):
+    """What a collective or a message asks for while it runs."""
+
+    latency_seconds: float  # before its bytes move
+    ports: tuple[Port, ...]  # that it needs for itself
+    sms: float  # share of the device's SMs
+    memory: float  # share of the memory's bandwidth while its bytes move
+
+
+class Demand(NamedTuple):
+    """What a kernel that computes asks for: seconds of arithmetic and of memory traffic, were each alone."""
+
+    compute_seconds: float
+    memory_seconds: float
+
+    @property
+    def memory(self) -> float:
+        """The share of the memory's bandwidth that it uses."""
+        longest = max(self)
+        return self.memory_seconds / longest if longest else 0.0
+
+
+def transfer_of(
+    collective: Collective, price: CollectivePrice, transport: str, sm_count: int, memory_bytes_per_s: float
+) -> Transfer:
+    """`transport` is that of the links within a node, `memory_bytes_per_s` what streams reach."""
+    is_message = collective.kind in ("send", "recv")
+    ways = {"send": ("out",), "recv": ("in",)}.get(collective.kind, ("out", "in"))
+    touches = MEMORY_BYTES_PER_BYTE
+    if is_message:
+        touches = 1
+    elif collective.kind in ("all_reduce", "reduce_scatter", "reduce"):
+        touches = MEMORY_BYTES_PER_SUM
+    moved = touches * price.wire_bytes / price.bandwidth_seconds if price.bandwidth_seconds else 0.0
+    return Transfer(
+        latency_seconds=price.latency_seconds,
+        ports=tuple((price.link, way) for way in ways) if price.link else (),
+        sms=min(MOST_SMS, _channels(price, transport, is_message) / sm_count) if price.link else 0.0,
+        memory=moved / memory_bytes_per_s,
+    )
+
+
+def _channels(price: CollectivePrice, transport: str, is_message: bool) -> int:
+    if price.between_nodes:
+        return MESSAGE_CHANNELS_NETWORK if is_message else CHANNELS_NETWORK
+    if transport != "nvlink":
+        return CHANNELS_PCIE
+    if price.algorithm == "in-switch":
+        return CHANNELS_IN_SWITCH
+    return MESSAGE_CHANNELS_NVLINK if is_message else CHANNELS_NVLINK
+
+
+def kernel_rate(demand: Demand, sms: float, memory: float) -> float:
+    """How fast a kernel runs, of its speed alone, beside transfers that take these shares of SMs and of memory."""
+    alone = max(demand)
+    if not alone:
+        return 1.0
+    crowded = max(1.0, demand.memory + memory)
+    return alone / max(demand.compute_seconds / (1 - min(sms, MOST_SMS)), demand.memory_seconds * crowded)
+
+
+def transfer_rate(sharing: int, kernels: float, memory: float) -> float:
+    """How fast a transfer's bytes move, of their speed alone, where so many transfers share its port and kernels and
+    transfers ask for these shares of memory."""
+    return 1 / (sharing * max(1.0, kernels + memory))

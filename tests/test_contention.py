@@ -1,0 +1,150 @@
+"""What runs at the same time, by hand: ports that are shared, SMs and memory that transfers take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flopmeter import FlopMeter
+from flopmeter.distributed import world
+from flopmeter.timing.concurrency import HangError, Work, run_concurrently
+from flopmeter.timing.contention import Demand, Transfer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BOTH = (("nic", "out"), ("nic", "in"))
+COMPUTE, MEMORY, STREAM_2, STREAM_3 = Demand(1.0, 0.0), Demand(0.0, 1.0), 2, 3
+
+
+def transfer(ports: tuple[tuple[str, str], ...] = BOTH, latency: float = 0.0, sms: float = 0.0, memory: float = 0.0):
+    return Transfer(latency, ports, sms, memory)
+
+
+def kernel(seconds: float, demand: Demand = COMPUTE, **more: object) -> Work:
+    return Work(0.0, seconds, False, 0, demand=demand, **more)
+
+
+def on_link(seconds: float, stream: int, demand: Transfer, **more: object) -> Work:
+    return Work(0.0, seconds, False, stream, demand=demand, **more)
+
+
+def ends(*works: Work) -> list[float]:
+    return [span.end_seconds for span in run_concurrently({0: works})[0]]
+
+
+def test_two_transfers_of_11_ms_on_one_port_take_22():
+    assert ends(on_link(11.0, STREAM_2, transfer()), on_link(11.0, STREAM_3, transfer())) == pytest.approx([22, 22])
+
+
+def test_the_shorter_of_two_ends_when_it_has_moved_its_bytes_at_half_the_rate():
+    """5 s of the first take 10; then 6 of the second's 11 are left, alone."""
+    assert ends(on_link(5.0, STREAM_2, transfer()), on_link(11.0, STREAM_3, transfer())) == pytest.approx([10, 16])
+
+
+def test_other_ports_and_the_other_way_are_not_shared():
+    out, back, nvlink = transfer((("nic", "out"),)), transfer((("nic", "in"),)), transfer((("nvlink", "out"),))
+    assert ends(on_link(4.0, 1, out), on_link(4.0, 2, back), on_link(4.0, 3, nvlink)) == pytest.approx([4, 4, 4])
+
+
+def test_latencies_are_not_stretched():
+    """2 s until bytes move; then both move 4 s of bytes at half the rate."""
+    both = [on_link(6.0, stream, transfer(latency=2.0)) for stream in (STREAM_2, STREAM_3)]
+    assert ends(*both) == pytest.approx([10, 10])
+
+
+def test_a_kernel_of_arithmetic_lacks_the_sms_that_a_transfer_takes():
+    """In 5 s beside the transfer it does 3 s of its work, with 60 % of the SMs; then 7 s alone."""
+    assert ends(kernel(10.0), on_link(5.0, STREAM_2, transfer(sms=0.4))) == pytest.approx([12, 5])
+    assert ends(kernel(10.0, MEMORY), on_link(5.0, STREAM_2, transfer(sms=0.4))) == pytest.approx([10, 5])
+
+
+def test_a_kernel_of_memory_traffic_and_a_transfer_slow_each_other():
+    """They ask for 1.25 of the memory's bandwidth, so that both run at 0.8: 4 s take 5, and the kernel has 6 left."""
+    assert ends(kernel(10.0, MEMORY), on_link(4.0, STREAM_2, transfer(memory=0.25))) == pytest.approx([11, 5])
+    half = Demand(1.0, 0.5)  # leaves room for both
+    assert ends(kernel(10.0, half), on_link(4.0, STREAM_2, transfer(memory=0.25))) == pytest.approx([10, 4])
+
+
+def test_a_kernel_that_starts_beside_a_transfer_is_slowed_until_that_ends():
+    works = (on_link(4.0, STREAM_2, transfer(sms=0.5)), kernel(1.0), kernel(10.0))
+    assert ends(*works) == pytest.approx([4, 2, 2 + 2 + 9])
+
+
+def test_a_message_is_as_slow_as_the_fuller_of_its_two_ports():
+    """Rank 0 sends to 1 and to 2 through one port; 2 also receives from 1. Of two that share a port each has half."""
+    out, back = transfer((("nic", "out"),)), transfer((("nic", "in"),))
+    spans = run_concurrently(
+        {
+            0: [on_link(4.0, 1, out, route=((0, 1, 2), 0, 1)), on_link(4.0, 2, out, route=((0, 1, 2), 0, 2))],
+            1: [on_link(4.0, 1, back, route=((0, 1, 2), 0, 1)), on_link(4.0, 3, out, route=((0, 1, 2), 1, 2))],
+            2: [on_link(4.0, 2, back, route=((0, 1, 2), 0, 2)), on_link(4.0, 3, back, route=((0, 1, 2), 1, 2))],
+        }
+    )
+    assert [[span.end_seconds for span in spans[rank]] for rank in range(3)] == [[8, 8], [8, 8], [8, 8]]
+
+
+def test_a_message_waits_for_both_sides_and_a_batch_for_all_of_its_messages():
+    """Rank 1 computes for 3 s first. The batch of rank 0 ends with its second message, and what follows it waits."""
+    route = {"there": ((0, 1), 0, 1), "back": ((0, 1), 1, 0)}
+    out, back = transfer((("nic", "out"),)), transfer((("nic", "in"),))
+    spans = run_concurrently(
+        {
+            0: [
+                on_link(1.0, 1, out, batch=1, route=route["there"]),
+                on_link(2.0, 1, back, batch=1, route=route["back"]),
+                on_link(1.0, 1, out, route=((5,), 0, 9)),
+            ],
+            1: [
+                kernel(3.0),
+                on_link(1.0, 1, back, batch=1, after=(0,), route=route["there"]),
+                on_link(2.0, 1, out, batch=1, route=route["back"]),
+            ],
+        }
+    )
+    assert [(span.start_seconds, span.end_seconds) for span in spans[0]] == [(3, 4), (3, 5), (5, 6)]
+    assert [(span.start_seconds, span.end_seconds) for span in spans[1]] == [(0, 3), (3, 4), (3, 5)]
+
+
+def test_sides_that_never_meet_are_named():
+    out = transfer((("nic", "out"),))
+    with pytest.raises(HangError, match=r"rank 0 in its message to rank 1"):
+        run_concurrently({0: [on_link(1.0, 1, out, route=((0, 1), 0, 1))], 1: [kernel(1.0)]})
+
+
+def test_the_host_waits_where_it_is_told_to():
+    works = [Work(1.0, 5.0, True, 0), Work(1.0, 1.0, False, 0), Work(1.0, 1.0, False, 1)]
+    assert [span.sent_seconds for span in run_concurrently({0: works})[0]] == [1, 7, 8]
+    assert ends(*works) == [6, 8, 9]
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_groups_of_a_program_that_share_a_network_port_share_its_bandwidth(ways: int):
+    """Rank 0 sums over ranks of other nodes, in one group or in two of the same size."""
+    with world(32, {"a": 2, "b": 2, "node": 8}) as mesh, FlopMeter("h100-sxm5-80gb") as meter:
+        works = [
+            dist.all_reduce(torch.empty(2**28, device="meta"), group=mesh[name].get_group(), async_op=True)
+            for name in ("a", "b")[:ways]
+        ]
+        for work in works:
+            work.wait()
+    with world(32, {"a": 2, "b": 2, "node": 8}) as mesh, FlopMeter("h100-sxm5-80gb") as alone:
+        dist.all_reduce(torch.empty(2**28, device="meta"), group=mesh["a"].get_group())
+    assert meter.report().seconds == pytest.approx(ways * alone.report().seconds, rel=0.01)
+
+
+def test_products_beside_a_collective_take_longer_and_after_it_as_long_as_ever():
+    def products(beside: bool) -> list[float]:
+        with world(8), FlopMeter("h100-sxm5-80gb", clocks="burst") as meter:
+            x, y = (torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta") for _ in range(2))
+            if beside:
+                dist.all_gather_into_tensor(
+                    torch.empty(2**30, device="meta"), torch.empty(2**27, device="meta"), async_op=True
+                )
+            for _ in range(20):
+                x @ y
+        report = meter.report()
+        return [t.seconds for t, k in zip(report.timings, report.kernels, strict=True) if k.cost.macs]
+
+    slowed, alone = products(True), products(False)
+    assert slowed[0] / alone[0] == pytest.approx(1 / (1 - 24 / 132), rel=0.02)  # 24 blocks of NCCL on 132 SMs
+    assert slowed[-1] == pytest.approx(alone[-1])
