@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
+from flopmeter.compiler import PosedDevice, Session
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.costs.varlen import packed_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
@@ -33,6 +34,7 @@ from flopmeter.trace.recorder import Recorder
 __all__ = ["DEFAULT_HARDWARE", "Causal", "FlopMeter", "Mode", "StreamError"]
 
 Causal = Literal["full", "exact"]
+Compile = bool | Literal["rules"]
 WORKAROUNDS: tuple[Callable[[KnownValues], AbstractContextManager[None]], ...] = (sequences_go_on, unseen_propagation)
 """Patches of other libraries, where a program has imported these. The file of each says what it works around and until
 when."""
@@ -127,6 +129,7 @@ class FlopMeter:
         host: Host | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
         clocks: Clocks = "sustained",
+        compile: Compile = False,
     ):
         if clocks not in get_args(Clocks):
             raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
@@ -142,6 +145,8 @@ class FlopMeter:
         self._host = host
         self._cluster = None if cluster is None else load_cluster(cluster)
         self._as_cuda = as_cuda
+        self._compile: Compile = compile
+        self._session: Session | None = None
         self._new_values = functools.partial(KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction)
         self._new_values()  # raises an error for unknown options now, not on entry
         self._recorder: Recorder | None = None
@@ -155,7 +160,8 @@ class FlopMeter:
         if self._depth == 0:
             overlap.check_task()
             with ExitStack() as undo:
-                self._emulation = undo.enter_context(emulate_cuda(_target(self.hardware))) if self._as_cuda else None
+                self._session = None
+                self._emulation = undo.enter_context(self._emulate()) if self._as_cuda else None
                 self._values = undo.enter_context(self._new_values())
                 for workaround in WORKAROUNDS:
                     undo.enter_context(workaround(self._values))
@@ -167,6 +173,8 @@ class FlopMeter:
                     on_new_call=_check if self._strict else None,
                 )
                 undo.enter_context(self._recorder)
+                if self._emulation and self._compile != "rules":
+                    self._session = undo.enter_context(self._new_session(self._emulation, self._recorder, self._values))
                 self._other_threads = undo.enter_context(OtherThreads())
                 overlap.push(self, self._close)
                 self._undo = undo.pop_all()
@@ -191,7 +199,17 @@ class FlopMeter:
         self._depth = 0
         self._undo.close()
 
+    def _emulate(self) -> AbstractContextManager[Emulation]:
+        return emulate_cuda(_target(self.hardware), compiled_run_eagerly=self._compile == "rules")
+
+    def _new_session(self, emulation: Emulation, recorder: Recorder, values: KnownValues) -> Session:
+        target = _target(self.hardware)
+        device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
+        return Session(recorder, device, values.values.forget, emulation.run_compiled_eagerly)
+
     def _compiled_region(self) -> int | None:
+        if self._session is not None and self._session.region is not None:
+            return self._session.region
         return self._emulation.compiled_region if self._emulation else None
 
     @property
@@ -232,6 +250,8 @@ class FlopMeter:
         notes = []
         if self._emulation:
             notes += [*self._emulation.notes, *_target(device).notes, *unfused_notes(self._emulation)]
+        if self._session:
+            notes += self._session.notes
         modules = self._recorder.modules.missed if self._recorder else 0
         if self._other_threads.ops or modules:
             notes.append(

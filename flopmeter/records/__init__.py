@@ -6,6 +6,7 @@ holds the facts of one.
 """
 
 from flopmeter.records.collectives import CollectiveKind
+from flopmeter.records.compiled import Compilation, CompiledGraph, CompiledKernel, GraphBreak, Origin
 from flopmeter.records.costs import (
     ATTENTION,
     COMMUNICATION,
@@ -98,6 +99,11 @@ __all__ = [
     "Region",
     "Reread",
     "Switches",
+    "Compilation",
+    "CompiledGraph",
+    "CompiledKernel",
+    "GraphBreak",
+    "Origin",
     "Tf32Switch",
     "BEFORE",
     "DEFAULT_STREAM",

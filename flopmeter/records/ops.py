@@ -59,7 +59,8 @@ class Op(NamedTuple):
     module: str  # dotted path from the outermost module's class name; '' outside of modules
     phase: Phase
     source: str | None  # 'file:line' of the caller, where the trace was asked for it
-    region: int | None = None  # number of the call of a torch.compile'd function during which it ran
+    region: int | None = None  # number of the call of a torch.compile'd function during which it ran eagerly
+    graph: int | None = None  # number of the call of a compiled graph that launched it
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from flopmeter.records.compiled import Compilation
 from flopmeter.records.costs import Switches
 from flopmeter.records.ops import Op
 
@@ -71,6 +72,7 @@ class Trace:
     accumulations: list[Accumulation] = field(default_factory=list)
     switches: Switches = field(default=Switches(False, True, False))
     stream_use: StreamUse = field(default_factory=StreamUse)
+    compilation: Compilation = field(default_factory=Compilation)
 
     devices: dict[str, None] = field(default_factory=dict)  # that ops touched, in order of appearance
 

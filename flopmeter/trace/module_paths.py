@@ -61,6 +61,14 @@ class ModulePaths:
         """The outermost module whose forward runs."""
         return self._stack[0][1] if self._stack else None
 
+    def path_of(self, module: nn.Module) -> str:
+        """The path that the module has, called from where the program is. torch.compile's wrapper has none."""
+        if self._stack and type(self._stack[-1][1]).__name__ == "OptimizedModule":  # importing it imports Dynamo
+            wrapper = self._stack[-1][0]
+            parent = wrapper.rpartition(".")[0]
+            return f"{parent}.{type(module).__name__}" if parent else type(module).__name__
+        return self._path(module)
+
     def path_of_node(self, node: Any) -> str | None:
         """The path of the module whose forward made the autograd node. None for a gradient accumulation, which
         belongs to no forward op, and for a node that is older than this context."""

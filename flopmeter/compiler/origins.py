@@ -1,0 +1,110 @@
+"""From a kernel back to the ops of the program: FLOPs, class, module and source line of each node of its FX graph."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from flopmeter.costs import RULES, costs_of, normalization
+from flopmeter.costs.traffic import is_view
+from flopmeter.known_values import DataDependentError
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, UNCOUNTED, Call, Origin
+from flopmeter.trace.tensor_specs import build_call
+
+_ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def own_node(operation: Any) -> Any:
+    """The FX node that a library call is of; None where inductor made it up."""
+    node = operation.get_origin_node()
+    return node if node is not None and isinstance(node.target, OpOverload) else None
+
+
+def computes(node: Any, steps: int) -> bool:
+    """Whether loops of so many steps can be all of the work of an op that is no view."""
+    if not isinstance(node.target, OpOverload) or is_view(node.target):
+        return False
+    inputs = [each.meta.get("val") for each in node.all_input_nodes]
+    held = [value for value in (node.meta.get("val"), *inputs) if isinstance(value, torch.Tensor)]
+    if not any(isinstance(value, torch.Tensor) for value in inputs):
+        return True  # makes its result from nothing
+    return steps >= max((_least(value) for value in held[:1]), default=0) and steps > 0
+
+
+def _least(tensor: torch.Tensor) -> int:
+    size = tensor.numel()
+    return size if isinstance(size, int) else 0
+
+
+def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
+    """`call` is the node's, where the caller has it."""
+    original = node.meta.get("original_aten")
+    name = _name(original if isinstance(original, OpOverload) else node.target)
+    op_class, flops, transcendentals = _work(node, call)
+    if op_class not in (CONTRACTION, UNCOUNTED) and _is_normalization(original):
+        flops, op_class = tuple((NORMALIZATION, count) for _, count in flops), NORMALIZATION
+    tag = node.meta.get("partitioner_tag")
+    is_recomputed = is_backward and tag == "is_forward"
+    return Origin(name, op_class, flops, transcendentals, _module(node), _source(node), is_recomputed)
+
+
+def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...], int]:
+    """Class, FLOPs by class and transcendentals of a node by the rules of `costs`. Views are element-wise and free."""
+    try:
+        costs = costs_of(call or _call(node))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, DataDependentError):
+        return UNCOUNTED, (), 0  # an op of the compiler's own, in a form that no rule knows
+    if not costs:
+        return ELEMENTWISE, (), 0
+    main = max(costs, key=lambda cost: cost.flops)
+    counted: dict[str, int] = {}
+    for cost in costs:
+        for name, flops in cost.flops_by_class:
+            counted[name] = counted.get(name, 0) + flops
+    return main.op_class, tuple(counted.items()), sum(cost.transcendentals for cost in costs)
+
+
+def _call(node: Any) -> Call:
+    """The node's call, by the fake values that it was traced with."""
+    numbers: dict[int, int] = {}
+
+    def held(value: Any) -> Any:
+        return value.meta["val"] if isinstance(value, torch.fx.Node) else value
+
+    args, kwargs = torch.fx.node.map_aggregate(node.args, held), torch.fx.node.map_aggregate(node.kwargs, held)
+    return build_call(
+        node.target,
+        args,
+        kwargs,
+        node.meta["val"],
+        lambda tensor: numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers)),
+    )
+
+
+def _is_normalization(original: Any) -> bool:
+    found = RULES.get(original) or RULES.get(getattr(original, "overloadpacket", None))
+    return found is not None and found.__module__ == normalization.__name__
+
+
+def _name(op: OpOverload) -> str:
+    name: str = op.overloadpacket.__name__
+    return name if op.namespace in ("aten", "prims") else f"{op.namespace}::{name}"
+
+
+def _module(node: Any) -> str:
+    """The path of the node's module below the one that was compiled."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _ROOT.sub("", path).replace("_modules['", "").replace("']", "")
+
+
+def _source(node: Any) -> str | None:
+    """The innermost line of the program that led to the node."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return ":".join(frames[-1]) if frames else None
