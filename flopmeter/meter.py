@@ -19,7 +19,7 @@ from flopmeter.known_values import KnownValues
 from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE
-from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
+from flopmeter.launch.modes import MODES, Mode, compiled_region, launches, mode_of
 from flopmeter.records import Call, Clocks, Kernel, LaunchMode, Trace
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
@@ -41,6 +41,10 @@ when."""
 DEFAULT_HARDWARE = "a100-sxm4-80gb"
 
 
+COMPILED = (
+    "compiled: graphs, kernels and recomputation are those of torch's own compiler, which ran up to its Scheduler; "
+    "products are padded, and kernels timed, by rules"
+)
 TOLD_IDLE_SHARE = 0.05  # of the wall-clock, from which on a report says what the host was taken to cost
 
 
@@ -83,14 +87,17 @@ class _Run:
             in_mode=self.in_mode,
             cluster=self.cluster,
             clock=clock,
+            graphs=tuple(self.trace.compilation.graphs),
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
         return replace(report, notes=(*report.notes, f"the host: {self.host.summary}"))
 
     def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
-        if mode.fuses:
+        if mode.fuses and not self.trace.compilation.graphs:
             yield NOTE
+        if self.trace.compilation.graphs:
+            yield COMPILED
         if mode.has_graphs and self.cluster is not None:
             yield f"{mode.name}: collectives are issued where the eager program does it; inductor may move them"
 
@@ -109,6 +116,8 @@ class FlopMeter:
         one that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
+    compile: 'rules' runs torch.compile'd functions eagerly and fuses them by rules, in which case every mode can be asked
+        for; False asks torch's compiler for what it would launch; True compiles the program's models and optimizers too.
     clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
         the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
 
@@ -223,17 +232,18 @@ class FlopMeter:
         self,
         *,
         hardware: str | os.PathLike[str] | Hardware | None = None,
-        mode: Mode = "eager",
+        mode: Mode | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
     ) -> Report:
         """Price what was metered so far, on the meter's device and cluster or on others.
 
+        mode: as the program ran, which is eagerly unless it called torch.compile; or one of `Mode`.
         Raises StreamError if the other device would have run other ops, and HardwareError if it lacks a dtype that the
         program computes in, or if the cluster is too small for the program's collectives.
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
         self._check_stream(device)
-        return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
+        return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode or mode_of(self.trace))
 
     def _price(self, trace: Trace, device: Hardware, cluster: Cluster | None, mode: str) -> Report:
         kernels = grouped.on_device(kernels_of(trace, strict=self._strict), device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch._ops import OpOverload
 from flopmeter.costs import RULES, costs_of, normalization
 from flopmeter.costs.traffic import is_view
 from flopmeter.known_values import DataDependentError
-from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, UNCOUNTED, Call, Origin
+from flopmeter.records import CONTRACTION, ELEMENTWISE, INDEXING, MOVEMENT, NORMALIZATION, UNCOUNTED, Call, Origin
 from flopmeter.trace.tensor_specs import build_call
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
@@ -20,24 +22,27 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 def own_node(operation: Any) -> Any:
     """The FX node that a library call is of; None where inductor made it up."""
-    node = operation.get_origin_node()
-    return node if node is not None and isinstance(node.target, OpOverload) else None
+    own = operation.get_origin_node()
+    overload = getattr(operation, "op_overload", None)
+    found = [own] if own is not None else [node for node in operation.origins if node.target is overload]
+    return found[0] if len(found) == 1 and isinstance(found[0].target, OpOverload) else None
 
 
-def computes(node: Any, steps: int) -> bool:
-    """Whether loops of so many steps can be all of the work of an op that is no view."""
-    if not isinstance(node.target, OpOverload) or is_view(node.target):
-        return False
-    inputs = [each.meta.get("val") for each in node.all_input_nodes]
-    held = [value for value in (node.meta.get("val"), *inputs) if isinstance(value, torch.Tensor)]
-    if not any(isinstance(value, torch.Tensor) for value in inputs):
-        return True  # makes its result from nothing
-    return steps >= max((_least(value) for value in held[:1]), default=0) and steps > 0
+def is_work(node: Any) -> bool:
+    """Whether the node is an op that is no view."""
+    return isinstance(node.target, OpOverload) and not is_view(node.target)
 
 
-def _least(tensor: torch.Tensor) -> int:
-    size = tensor.numel()
-    return size if isinstance(size, int) else 0
+def reads_nothing(node: Any) -> bool:
+    return not any(isinstance(each.meta.get("val"), torch.Tensor) for each in node.all_input_nodes)
+
+
+def least_steps(node: Any, origin: Origin, sizes: Callable[[Any], int]) -> int:
+    """How many steps loops need for all of the op's work: one for each element of its result or, unless it picks some
+    elements, of its largest tensor."""
+    picks = origin.op_class in (INDEXING, MOVEMENT)
+    held = [node.meta.get("val"), *(() if picks else (each.meta.get("val") for each in node.all_input_nodes))]
+    return max((prod(map(sizes, value.shape)) for value in held if isinstance(value, torch.Tensor)), default=0)
 
 
 def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
@@ -57,6 +62,8 @@ def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...
     try:
         costs = costs_of(call or _call(node))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, DataDependentError):
+        if reads_nothing(node):
+            return MOVEMENT, (), 0
         return UNCOUNTED, (), 0  # an op of the compiler's own, in a form that no rule knows
     if not costs:
         return ELEMENTWISE, (), 0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.compiler.lowering import Lowered
-from flopmeter.compiler.origins import computes, origin_of, own_node
+from flopmeter.compiler.origins import is_work, least_steps, origin_of, own_node, reads_nothing
 from flopmeter.compiler.regions import Regions, Sizes
 from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
@@ -233,18 +233,22 @@ def _name_of(node: Any) -> str:
 
 
 def _origins(node: Any, sizes: Sizes, is_backward: bool) -> tuple[Origin, ...]:
-    """The ops of the graph that the kernel computes, in the graph's order; without those that move nothing.
+    """The ops of the graph that the kernel computes, in the graph's order; without views.
 
     Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where its
     result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
     """
-    found: dict[Any, None] = {}
+    found: dict[Any, Origin] = {}
     for part in node.get_nodes():
-        if part.node is not None:
-            steps = prod(sizes(size) for group in part.group[1] for size in _as_tuple(group)) if part.group else 0
-            reads = bool(part.read_writes.reads)
-            found |= {fx: None for fx in part.node.origins if computes(fx, steps if reads else 0)}
-    return tuple(origin_of(fx, None, is_backward=is_backward) for fx in sorted(found))
+        if part.node is None:
+            continue
+        steps = prod(sizes(size) for group in part.group[1] for size in _as_tuple(group)) if part.group else 0
+        for fx in part.node.origins:
+            if fx not in found and is_work(fx):
+                origin = origin_of(fx, None, is_backward=is_backward)
+                if reads_nothing(fx) or (part.read_writes.reads and steps >= least_steps(fx, origin, sizes)):
+                    found[fx] = origin
+    return tuple(found[fx] for fx in sorted(found))
 
 
 def _as_tuple(group: Any) -> tuple[Any, ...]:

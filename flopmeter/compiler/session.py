@@ -152,12 +152,14 @@ class Session:
             function, reason, self._reason = _function(), self._reason, None
             start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
             inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
+            graphs = len(self._compilation.graphs)
             try:
                 with names.FUNCTORCH_CONFIG.value(enable_autograd_cache=False):
                     return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
             except Exception as error:
                 if as_it_was is None:
                     raise
+                del self._compilation.graphs[graphs:]
                 self._note_failure(function, error)
                 return self._eagerly(as_it_was)
 

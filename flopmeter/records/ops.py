@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from flopmeter.records.compiled import CompiledKernel
 from flopmeter.records.tensors import TensorSpec
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
@@ -42,7 +43,10 @@ class Call:
 
     @property
     def name(self) -> str:
-        """`addmm` for aten ops, `namespace::op` for others."""
+        """`addmm` for aten ops, `namespace::op` for others; the name of a kernel that inductor wrote."""
+        kernel = self.kwargs.get("kernel")
+        if isinstance(kernel, CompiledKernel):
+            return kernel.name
         name = self.func.overloadpacket.__name__
         return name if self.func.namespace == "aten" else f"{self.func.namespace}::{name}"
 

@@ -17,6 +17,7 @@ from flopmeter.records import (
     UNCOUNTED,
     UNKNOWN_POWER,
     Clocks,
+    CompiledGraph,
     Cost,
     Kernel,
     Launches,
@@ -105,6 +106,7 @@ class Report:
     in_mode: Callable[[str], Report] | None = None  # the same run in another mode
     cluster: Cluster | None = None  # whose links collectives go over; None: there are none
     clock: RunClock = UNKNOWN_POWER
+    graphs: tuple[CompiledGraph, ...] = ()  # that torch.compile made, each with `.kernels` and `.breaks`
 
     @property
     def kernels(self) -> list[Kernel]:

@@ -101,6 +101,7 @@ FLEX_VALIDATE = PrivateName("torch.nn.attention.flex_attention", "_validate_devi
 AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
+COMPILED_MODULE = "_orig_mod"
 
 PROPAGATE = PrivateName(
     "torch.distributed.tensor._sharding_prop",
@@ -142,7 +143,10 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     MHA_FAST_PATH: (THIRD_DEVICE,),
     FLEX_ATTENTION: (FLEX_VALIDATE,),
     GROUPED: (META_GROUPED_MM,),
-    COMPILE: (AROUND_COMPILED_CALL,),
+    COMPILE: (
+        AROUND_COMPILED_CALL,
+        PrivateName("torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True),
+    ),
     SPARSE: (
         PrivateName("torch", "Tensor._indices", "places of the elements, repeated ones too"),
         PrivateName("torch", "Tensor._values", "the elements"),
