@@ -13,7 +13,18 @@ from torch._ops import OpOverload
 from flopmeter.costs import RULES, costs_of, normalization
 from flopmeter.costs.traffic import is_view
 from flopmeter.known_values import DataDependentError
-from flopmeter.records import CONTRACTION, ELEMENTWISE, INDEXING, MOVEMENT, NORMALIZATION, UNCOUNTED, Call, Origin
+from flopmeter.records import (
+    CONTRACTION,
+    ELEMENTWISE,
+    INDEXING,
+    MOVEMENT,
+    NORMALIZATION,
+    RANDOM,
+    REDUCTION,
+    UNCOUNTED,
+    Call,
+    Origin,
+)
 from flopmeter.trace.tensor_specs import build_call
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
@@ -48,17 +59,48 @@ def least_steps(node: Any, origin: Origin, sizes: Callable[[Any], int]) -> int:
 def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
     """`call` is the node's, where the caller has it."""
     original = node.meta.get("original_aten")
-    name = _name(original if isinstance(original, OpOverload) else node.target)
     op_class, flops, transcendentals = _work(node, call)
     if op_class not in (CONTRACTION, UNCOUNTED) and _is_normalization(original):
         flops, op_class = tuple((NORMALIZATION, count) for _, count in flops), NORMALIZATION
     tag = node.meta.get("partitioner_tag")
     is_recomputed = is_backward and tag == "is_forward"
-    return Origin(name, op_class, flops, transcendentals, _module(node), _source(node), is_recomputed)
+    return Origin(op_name(node), op_class, flops, transcendentals, _module(node), _source(node), is_recomputed)
+
+
+# FLOPs and transcendentals for each element of the largest input, and class, of the ops that inductor adds
+# (torch/_inductor/inductor_prims.py). Random bits and maxima are no FLOPs; an online softmax subtracts, exponentiates and
+# adds up.
+_INDUCTORS_OWN = {
+    "inductor_seed": (RANDOM, 0, 0),
+    "inductor_seeds": (RANDOM, 0, 0),
+    "inductor_lookup_seed": (RANDOM, 0, 0),
+    "inductor_random": (RANDOM, 0, 0),
+    "inductor_randint": (RANDOM, 0, 0),
+    "prepare_softmax_online": (NORMALIZATION, 3, 1),
+    "_low_memory_max_pool_with_offsets": (REDUCTION, 0, 0),
+    "_low_memory_max_pool_offsets_to_indices": (INDEXING, 0, 0),
+}
+
+
+def _own_work(node: Any) -> tuple[str, tuple[tuple[str, int], ...], int] | None:
+    known = _INDUCTORS_OWN.get(node.target.overloadpacket.__name__) if node.target.namespace == "prims" else None
+    if known is None:
+        return None
+    op_class, flops, functions = known
+    inputs = [each.meta.get("val") for each in node.all_input_nodes]
+    most = max((_traced(value.numel()) for value in inputs if isinstance(value, torch.Tensor)), default=0)
+    return op_class, ((op_class, flops * most),), functions * most
+
+
+def _traced(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...], int]:
     """Class, FLOPs by class and transcendentals of a node by the rules of `costs`. Views are element-wise and free."""
+    own = _own_work(node)
+    if own is not None:
+        return own
     try:
         costs = costs_of(call or _call(node))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, DataDependentError):
@@ -97,7 +139,10 @@ def _is_normalization(original: Any) -> bool:
     return found is not None and found.__module__ == normalization.__name__
 
 
-def _name(op: OpOverload) -> str:
+def op_name(node: Any) -> str:
+    """Of the program's op, before it was decomposed."""
+    original = node.meta.get("original_aten")
+    op = original if isinstance(original, OpOverload) else node.target
     name: str = op.overloadpacket.__name__
     return name if op.namespace in ("aten", "prims") else f"{op.namespace}::{name}"
 

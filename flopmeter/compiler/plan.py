@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.compiler.lowering import Lowered
-from flopmeter.compiler.origins import is_work, least_steps, origin_of, own_node, reads_nothing
+from flopmeter.compiler.origins import is_work, least_steps, op_name, origin_of, own_node, reads_nothing
 from flopmeter.compiler.regions import Regions, Sizes
 from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
@@ -107,7 +107,7 @@ class _Planner:
             for part in touched
         )
         reduced = self._sizes(node.group[1][1]) if getattr(node, "group", None) and len(node.group[1]) == 2 else 1
-        name = _name(origins) or kind
+        name = _name([origin.op for origin in origins] or names_of(node)) or kind
         kernel = CompiledKernel(name, kind, reads, writes, origins, scheduler_bytes, max(reduced, 1))
         read, written = (tuple(region.spec for region in part if region.spec) for part in (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
@@ -115,8 +115,8 @@ class _Planner:
 
     def _library(self, node: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
         fx = own_node(node.node)
-        if fx is None:
-            return self._written(node, "library", (), scheduler_bytes)
+        if fx is None or fx.target.namespace == "prims":  # an op of inductor's own
+            return self._written(node, "library", _origins(node, self._sizes, self._is_backward), scheduler_bytes)
         call, buffers = self._call(node.node, fx)
         origin = origin_of(fx, call, is_backward=self._is_backward)
         reads = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.inputs))
@@ -242,7 +242,8 @@ def _origins(node: Any, sizes: Sizes, is_backward: bool) -> tuple[Origin, ...]:
     for part in node.get_nodes():
         if part.node is None:
             continue
-        steps = prod(sizes(size) for group in part.group[1] for size in _as_tuple(group)) if part.group else 0
+        loops = getattr(part, "group", None)  # a library call has none
+        steps = prod(sizes(size) for group in loops[1] for size in _as_tuple(group)) if loops else 0
         for fx in part.node.origins:
             if fx not in found and is_work(fx):
                 origin = origin_of(fx, None, is_backward=is_backward)
@@ -255,9 +256,15 @@ def _as_tuple(group: Any) -> tuple[Any, ...]:
     return tuple(group) if isinstance(group, (list, tuple)) else (group,)
 
 
-def _name(origins: Iterable[Origin], most: int = 6) -> str:
+def names_of(node: Any) -> list[str]:
+    """Of the ops that led to a kernel which has no work of its own, such as the second stage of a reduction."""
+    nodes = {fx: None for part in node.get_nodes() if part.node is not None for fx in part.node.origins}
+    return [op_name(fx) for fx in sorted(nodes) if is_work(fx)]
+
+
+def _name(ops: Iterable[str], most: int = 6) -> str:
     """As the rules of launch/fusion name a fused kernel."""
-    ops = list(dict.fromkeys(origin.op for origin in origins))
+    ops = list(dict.fromkeys(ops))
     more = [f"{len(ops) - most} more"] if len(ops) > most else []
     return ops[0] if len(ops) == 1 else f"fused({', '.join(ops[:most] + more)})" if ops else ""
 

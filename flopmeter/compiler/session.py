@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import warnings
 from collections import Counter
@@ -21,9 +22,11 @@ from torch.fx import GraphModule
 from torch.nn.modules import module as hooks_of_modules
 from torch.optim import optimizer as hooks_of_optimizers
 
+import flopmeter
 from flopmeter.compiler.lowering import lower
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing
 from flopmeter.compiler.replay import Replay
+from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
 from flopmeter.torch_names import compiler as names
@@ -32,6 +35,7 @@ from flopmeter.trace.recorder import Recorder
 
 # Needs a device to measure on, or is kept on disk for programs that run.
 WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
+AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
 
 
@@ -109,6 +113,8 @@ class Session:
             (names.RECOMPILE_REASONS, self._around_reasons),
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
+            (names.CONVERT_FRAME, self._around_frame),
+            (names.CONVERT_NON_FAKE, self._around_conversion),
         ):
             self._patch_name(name, wrapper)
         self._keep_compiler_state()
@@ -154,7 +160,7 @@ class Session:
             inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
             graphs = len(self._compilation.graphs)
             try:
-                with names.FUNCTORCH_CONFIG.value(enable_autograd_cache=False):
+                with names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
                     return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
             except Exception as error:
                 if as_it_was is None:
@@ -223,6 +229,35 @@ class Session:
 
         return set_capturable
 
+    def _around_frame(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Dynamo compiles functions of the program alone, and sees torch as it is without a meter."""
+        skip = names.CONVERT_FRAME.owner.ConvertFrameReturn(
+            frame_exec_strategy=names.FRAME_STRATEGY.value(names.FRAME_ACTION.value.SKIP, names.FRAME_ACTION.value.SKIP)
+        )
+
+        @functools.wraps(plain)
+        def convert(callback: Any, frame: Any, *args: Any) -> Any:
+            if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
+                return skip
+            with entry_points.as_torch_has_them() if self._is_here else contextlib.nullcontext():
+                return plain(callback, frame, *args)
+
+        return convert
+
+    def _around_conversion(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.tensor(..., device="meta") makes a real meta tensor also where a compiler traces: it becomes a fake one."""
+
+        @functools.wraps(plain)
+        def convert(mode: Any, func: Any, converter: Any, flat_args: Any, spec: Any) -> Any:
+            if self._is_here:
+                flat_args = [
+                    converter.from_real_tensor(mode, arg) if type(arg) is torch.Tensor and arg.is_meta else arg
+                    for arg in flat_args
+                ]
+            return plain(mode, func, converter, flat_args, spec)
+
+        return convert
+
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Called with a setting before each compiled call, and after it with what it then returned."""
 
@@ -267,6 +302,10 @@ _HOOKS_FIRE_TWICE = r"Using `torch\.compile\(module\)` when there are global hoo
 def _remove(filters: Any, ours: Any) -> None:
     if ours in filters:
         filters.remove(ours)
+
+
+_PACKAGE = os.path.dirname(flopmeter.__file__) + os.sep
+_MODELS = os.path.join(_PACKAGE, "models") + os.sep  # which are programs
 
 
 class _Entered:

@@ -44,6 +44,11 @@ FUNCTORCH_CONFIG = _name("torch._functorch.config", "patch", "switches off cache
 DEVICE_PROPERTIES = _name("torch._inductor.runtime.hints", "DeviceProperties.create", "the device's SMs")
 CUDA_WORKER = _name("torch._dynamo.device_interface", "CudaInterface.Worker.current_device", "the device's index")
 FAKE_MODE = _name("torch._subclasses.fake_tensor", "FakeTensor", "tensors that pose as those of the device")
+CONVERT_NON_FAKE = _name(
+    "torch._subclasses.fake_tensor",
+    "FakeTensorMode.validate_and_convert_non_fake_tensors",
+    "lets programs make constants on meta while they are traced",
+)
 MAKE_SUBCLASS = _name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")
 BOXED = "_boxed_call"  # on a compiled graph: it takes a list of arguments, which it may empty
 NAMES[INDUCTOR] += (
@@ -56,6 +61,9 @@ INPUT_CODES = _name("torch._dynamo.convert_frame", "input_codes", "which functio
 OUTPUT_CODES = _name("torch._dynamo.convert_frame", "output_codes", "which functions were compiled")
 TRACKER = _name("torch._dynamo.convert_frame", "Tracker", "which functions were compiled")
 RESET_CODE = _name("torch._dynamo.eval_frame", "reset_code", "forgets what was compiled of a function")
+CONVERT_FRAME = _name("torch._dynamo.convert_frame", "CatchErrorsWrapper.__call__", "which functions Dynamo compiles")
+FRAME_STRATEGY = _name("torch._dynamo.types", "FrameExecStrategy", "which functions Dynamo leaves alone")
+FRAME_ACTION = _name("torch._dynamo.types", "FrameAction", "which functions Dynamo leaves alone")
 COUNTERS = _name("torch._dynamo.utils", "counters", "what the compiler counts, to be put back")
 DYNAMIC_STATE = _name("torch._dynamo.pgo", "_CODE_STATE", "which sizes changed, to be put back")
 RECOMPILE_REASONS = _name(
