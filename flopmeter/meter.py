@@ -169,7 +169,7 @@ class FlopMeter:
         if self._depth == 0:
             overlap.check_task()
             with ExitStack() as undo:
-                self._session = None
+                self._session, by_rules = None, self._compile == "rules"
                 self._emulation = undo.enter_context(self._emulate()) if self._as_cuda else None
                 self._values = undo.enter_context(self._new_values())
                 for workaround in WORKAROUNDS:
@@ -178,11 +178,11 @@ class FlopMeter:
                     source=self._source,
                     overrides=self._emulation.overrides if self._emulation else None,
                     values=self._values,
-                    compiled_region=self._compiled_region if self._as_cuda else None,
+                    compiled_region=self._emulation.compiled_region if self._emulation and by_rules else None,
                     on_new_call=_check if self._strict else None,
                 )
                 undo.enter_context(self._recorder)
-                if self._emulation and self._compile != "rules":
+                if self._emulation and not by_rules:
                     self._session = undo.enter_context(self._new_session(self._emulation, self._recorder, self._values))
                 self._other_threads = undo.enter_context(OtherThreads())
                 overlap.push(self, self._close)
@@ -213,13 +213,13 @@ class FlopMeter:
 
     def _new_session(self, emulation: Emulation, recorder: Recorder, values: KnownValues) -> Session:
         target = _target(self.hardware)
-        device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
-        return Session(recorder, device, values.values.forget, emulation.run_compiled_eagerly)
 
-    def _compiled_region(self) -> int | None:
-        if self._session is not None and self._session.region is not None:
-            return self._session.region
-        return self._emulation.compiled_region if self._emulation else None
+        def run_eagerly() -> None:
+            emulation.run_compiled_eagerly()
+            recorder.watch_regions(emulation.compiled_region)
+
+        device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
+        return Session(recorder, device, values.values.forget, run_eagerly)
 
     @property
     def trace(self) -> Trace:

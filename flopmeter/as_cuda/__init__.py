@@ -79,7 +79,6 @@ class Emulation:
         """The attention calls that the target runs without a fused kernel, one for each geometry."""
         return [call for call, backend in self._scope.attention.items() if backend is MATH]
 
-    @property
     def compiled_region(self) -> int | None:
         """The number, from 1, of the call of a torch.compile'd function that is running in this thread, or None."""
         return dynamo.compiled_region()

@@ -37,7 +37,7 @@ class Placed(NamedTuple):
         return TensorSpec(self.shape, self.stride, self.dtype, storage, self.offset, self.device)
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """A kernel, or an allocation without one."""
 
     allocates: tuple[Placed, ...]
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 class Plan(NamedTuple):
     inputs: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     outputs: tuple[Placed | int | None, ...]
 
     @property
@@ -84,17 +84,17 @@ class _Planner:
         steps = tuple(map(self._step, self._lowered.nodes, self._lowered.bytes_of))
         return Plan(tuple(self._graph.graph_input_names), steps, tuple(map(self._output, self._graph.graph_outputs)))
 
-    def _step(self, node: Any, scheduler_bytes: int) -> Step:
+    def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
         frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
         made = tuple(self._allocations(node))
         if isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput) or _is_host(node):
-            return Step(made, None, (), None, frees)
+            return PlanStep(made, None, (), None, frees)
         if isinstance(node, names.EXTERN_NODE.value):
             call, buffers, kernel = self._library(node, scheduler_bytes)
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
             call, buffers, kernel = self._written(node, kind, _origins(node, self._sizes, self._is_backward), scheduler_bytes)
-        return Step(made, call, buffers, kernel, frees)
+        return PlanStep(made, call, buffers, kernel, frees)
 
     def _written(
         self, node: Any, kind: KernelKind, origins: tuple[Origin, ...], scheduler_bytes: int

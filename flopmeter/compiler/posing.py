@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from flopmeter.torch_names import compiler as names
 
 CUDA = torch.device("cuda", 0)
 WARP_THREADS = 32
 REGISTERS_PER_SM = 65536  # 32-bit ones, on all since Kepler (CUDA C programming guide, technical specifications)
+
+RNG_STATE_BYTES = 16  # a seed and an offset of Philox (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)
 
 # Most resident threads of an SM by compute capability (same table); 2048 where it is not listed.
 SM_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
@@ -110,6 +112,7 @@ def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "current_device", _here(lambda: 0, cuda.current_device)
     yield cuda, "get_device_properties", _here(lambda _=None: facts, cuda.get_device_properties)
     yield cuda, "get_device_capability", _here(lambda _=None: (major, minor), cuda.get_device_capability)
+    yield cuda, "get_rng_state", _here(lambda _=None: torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8), cuda.get_rng_state)
     worker = names.CUDA_WORKER
     yield worker.owner.CudaInterface.Worker, "current_device", staticmethod(_here(lambda: 0, worker.value))
     triton = names.SCHEDULER_HAS_TRITON
@@ -158,7 +161,11 @@ def pose(graph: Any) -> None:
         if any(argument == torch.device("meta") for argument in node.args if isinstance(argument, torch.device)):
             node.args = tuple(CUDA if argument == torch.device("meta") else argument for argument in node.args)
         if "val" in node.meta:
-            node.meta["val"] = tree_map_only(torch.Tensor, posed, node.meta["val"])
+            node.meta["val"] = tree_map(_posed_if_tensor, node.meta["val"])
+
+
+def _posed_if_tensor(value: Any) -> Any:
+    return posed(value) if isinstance(value, torch.Tensor) else value
 
 
 def posed(tensor: torch.Tensor) -> torch.Tensor:

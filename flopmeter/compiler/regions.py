@@ -92,10 +92,10 @@ class Regions:
 
     def _item_bytes(self, name: str) -> int:
         held = self._graph.constants.get(name) if name in self._graph.constants else self._buffer(name)
-        if held is None:
+        try:
+            return 0 if held is None else int(held.dtype.itemsize)
+        except NotImplementedError:  # several results: each is a buffer of its own
             return 0
-        size: int = held.dtype.itemsize
-        return size
 
 
 def _is_needed(buffer: Any, node: Any) -> bool:

@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.nn.modules import module as hooks_of_modules
-from torch.optim import optimizer as hooks_of_optimizers
 
-import flopmeter
 from flopmeter.compiler.lowering import lower
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing
 from flopmeter.compiler.replay import Replay
@@ -58,7 +55,7 @@ class Session:
         self._thread = threading.get_ident()
         self._reason: str | None = None  # of the compilation that runs
         self._regions = 0
-        self.region: int | None = None  # of a graph that runs eagerly now, by the rules
+        self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
         self._depth = 0  # compiled calls inside compiled calls
         self._hidden = ExitStack()
         self._undo = ExitStack()
@@ -110,6 +107,7 @@ class Session:
         for name, wrapper in (
             (names.COMPILE_FX, self._in_place_of_compile_fx),
             (names.JOINT_PASSES, self._in_place_of_joint_passes),
+            (names.PARTITION, self._around_partition),
             (names.RECOMPILE_REASONS, self._around_reasons),
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
@@ -210,6 +208,14 @@ class Session:
 
         return joint_passes
 
+    def _around_partition(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def partition(*args: Any, **options: Any) -> Any:
+            with posing(self._device) if self._is_here else contextlib.nullcontext():
+                return plain(*args, **options)
+
+        return partition
+
     def _around_reasons(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def reasons(*args: Any, **options: Any) -> Any:
@@ -281,13 +287,15 @@ class Session:
         """Runs a graph that did not compile, op by op, as a region that the rules fuse."""
 
         def run(*args: Any) -> Any:
-            before = self.region
+            before = self._region
+            if not self._regions:
+                self._recorder.watch_regions(lambda: self._region)
             self._regions += 1
-            self.region = self._regions if before is None else before
+            self._region = self._regions if before is None else before
             try:
                 return graph(*args)
             finally:
-                self.region = before
+                self._region = before
 
         return run
 
@@ -304,7 +312,7 @@ def _remove(filters: Any, ours: Any) -> None:
         filters.remove(ours)
 
 
-_PACKAGE = os.path.dirname(flopmeter.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS = os.path.join(_PACKAGE, "models") + os.sep  # which are programs
 
 
@@ -318,12 +326,7 @@ class _Entered:
 @contextlib.contextmanager
 def _hooks_hidden() -> Iterator[None]:
     """Without the hooks that flopmeter has on all modules and optimizers: Dynamo would trace into them."""
-    registries = [
-        hooks_of_modules._global_forward_pre_hooks,
-        hooks_of_modules._global_forward_hooks,
-        hooks_of_optimizers._global_optimizer_pre_hooks,
-        hooks_of_optimizers._global_optimizer_post_hooks,
-    ]
+    registries = [name.value for name in names.NO_HOOKS]
     before = [dict(registry) for registry in registries]
     for registry in registries:
         for key in [key for key, hook in registry.items() if str(hook.__module__).startswith("flopmeter.")]:

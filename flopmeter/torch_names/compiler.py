@@ -19,6 +19,16 @@ _COMPILE_FX = "torch._inductor.compile_fx"
 
 COMPILE_FX = _name(_COMPILE_FX, "compile_fx", "where Dynamo hands a graph to inductor")
 JOINT_PASSES = _name(_COMPILE_FX, "_recursive_joint_graph_passes", "the first passes that ask for the device")
+NO_HOOKS = tuple(
+    _name(module, attribute, "hides the hooks of the meter from Dynamo")
+    for module, attribute in (
+        ("torch.nn.modules.module", "_global_forward_pre_hooks"),
+        ("torch.nn.modules.module", "_global_forward_hooks"),
+        ("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
+        ("torch.optim.optimizer", "_global_optimizer_post_hooks"),
+    )
+)
+PARTITION = _name(_COMPILE_FX, "partition_fn", "what is recomputed in the backward graph")
 DEDUCE_VALUE = _name(
     "torch._inductor.fx_passes.joint_graph", "UniformValueConstantFolder._deduce_value", "constants, computed on the device"
 )
@@ -52,7 +62,7 @@ CONVERT_NON_FAKE = _name(
 MAKE_SUBCLASS = _name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")
 BOXED = "_boxed_call"  # on a compiled graph: it takes a list of arguments, which it may empty
 NAMES[INDUCTOR] += (
-    PrivateName("torch._inductor.output_code", f"OutputCode.{BOXED}", "lets a graph free its arguments", on_instances=True),
+    PrivateName("torch._inductor.output_code", f"CompiledFxGraph.{BOXED}", "lets a graph free its arguments", on_instances=True),
 )
 SET_CAPTURABLE = _name(
     "torch._dynamo.variables.optimizer", "OptimizerVariable._set_capturable", "puts step counters on the device"

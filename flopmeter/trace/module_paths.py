@@ -146,7 +146,7 @@ class CompiledRegions:
     def __init__(self) -> None:
         self._numbers = [0]  # sequence numbers at which the region changed ...
         self._regions: list[int | None] = [None]  # ... and what it changed to
-        self._next = 0  # the number that the first node of the next op will get
+        self._next = next_node_number()  # the number that the first node of the next op will get
 
     def note(self, region: int | None) -> None:
         """An op of this region ran. If it made an autograd node, that node exists by now."""

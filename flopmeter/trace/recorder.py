@@ -124,6 +124,10 @@ class Recorder(TorchDispatchMode):
         self._depth = 0
         self._undo = ExitStack()
 
+    def watch_regions(self, compiled_region: Callable[[], int | None]) -> None:
+        """From now on ops get the number of the compiled region that runs, which `compiled_region` returns."""
+        self._compiled_region, self._regions = compiled_region, CompiledRegions()
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """torch would guard `__torch_dispatch__` against compilation, which costs about a microsecond an op. Dynamo does
