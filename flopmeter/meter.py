@@ -34,7 +34,7 @@ from flopmeter.trace.recorder import Recorder
 __all__ = ["DEFAULT_HARDWARE", "Causal", "FlopMeter", "Mode", "StreamError"]
 
 Causal = Literal["full", "exact"]
-Compile = bool | Literal["rules"]
+Compile = Literal[False, "rules"]
 WORKAROUNDS: tuple[Callable[[KnownValues], AbstractContextManager[None]], ...] = (sequences_go_on, unseen_propagation)
 """Patches of other libraries, where a program has imported these. The file of each says what it works around and until
 when."""
@@ -117,7 +117,7 @@ class FlopMeter:
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
     compile: 'rules' runs torch.compile'd functions eagerly and fuses them by rules, in which case every mode can be asked
-        for; False asks torch's compiler for what it would launch; True compiles the program's models and optimizers too.
+        for; False asks torch's compiler for what it would launch.
     clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
         the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
 
@@ -140,6 +140,10 @@ class FlopMeter:
         clocks: Clocks = "sustained",
         compile: Compile = False,
     ):
+        if compile not in (False, "rules"):
+            raise ValueError(
+                f"compile={compile!r}: 'rules' or False; compile the model itself, as in model = torch.compile(model)"
+            )
         if clocks not in get_args(Clocks):
             raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
         if causal not in get_args(Causal):

@@ -21,6 +21,7 @@ class Lowered:
     graph: Any
     nodes: Sequence[Any]
     bytes_of: Sequence[int]  # read and written by each node, by the scheduler's own estimate
+    user_outputs: frozenset[int]  # which of the graph's results are the program's, not kept for the backward pass
 
 
 def lower(module: Any, options: dict[str, Any]) -> Lowered:
@@ -54,4 +55,5 @@ def lower(module: Any, options: dict[str, Any]) -> Lowered:
                 graph.run(*inputs)
                 graph._update_scheduler()
                 nodes = list(graph.scheduler.nodes)
-                return Lowered(graph, nodes, [node.get_read_write_buffers_sizes() for node in nodes])
+                outputs = frozenset(module.graph.output_node().meta.get("user_visible_output_idxs", ()))
+                return Lowered(graph, nodes, [node.get_read_write_buffers_sizes() for node in nodes], outputs)

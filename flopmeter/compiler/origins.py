@@ -64,7 +64,7 @@ def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
         flops, op_class = tuple((NORMALIZATION, count) for _, count in flops), NORMALIZATION
     tag = node.meta.get("partitioner_tag")
     is_recomputed = is_backward and tag == "is_forward"
-    return Origin(op_name(node), op_class, flops, transcendentals, _module(node), _source(node), is_recomputed)
+    return Origin(op_name(node), op_class, flops, transcendentals, _module(node), _source(node), _result_bytes(node), is_recomputed)
 
 
 # FLOPs and transcendentals for each element of the largest input, and class, of the ops that inductor adds
@@ -132,6 +132,12 @@ def _call(node: Any) -> Call:
         node.meta["val"],
         lambda tensor: numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers)),
     )
+
+
+def _result_bytes(node: Any) -> int:
+    value = node.meta.get("val")
+    held = value if isinstance(value, (list, tuple)) else (value,)
+    return sum(_traced(each.numel()) * each.dtype.itemsize for each in held if isinstance(each, torch.Tensor))
 
 
 def _is_normalization(original: Any) -> bool:

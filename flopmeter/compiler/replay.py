@@ -65,6 +65,8 @@ class Replay:
                     held.pop(name, None)
         results = [_result(output, held) for output in plan.outputs]
         self._paths.keep(self._graph, root, results)
+        if self._graph.part == "forward":
+            self._graph.saved_bytes = self._saved_bytes(plan, results)
         return results
 
     def _plan(self, symbols: tuple[tuple[Any, int], ...]) -> Plan:
@@ -89,6 +91,16 @@ class Replay:
                 if getattr(expression, "is_Symbol", False) and expression not in known:
                     known.add(expression)
                     yield expression, int(number)
+
+    def _saved_bytes(self, plan: Plan, results: list[Any]) -> int:
+        """Of what the forward graph returns beside the results of the program, and made itself."""
+        made = {placed.buffer for step in plan.steps for placed in step.allocates}
+        saved = {
+            output.buffer: result.untyped_storage().nbytes()
+            for number, (output, result) in enumerate(zip(plan.outputs, results, strict=True))
+            if isinstance(output, Placed) and output.buffer in made and number not in self._lowered.user_outputs
+        }
+        return sum(saved.values())
 
     @staticmethod
     def _kept(plan: Plan) -> set[str]:

@@ -21,6 +21,7 @@ class Origin(NamedTuple):
     transcendentals: int
     module: str  # path below the module that was compiled; '' outside of modules
     source: str | None  # 'file:line'
+    result_bytes: int = 0
     is_recomputed: bool = False  # a forward op that the partitioner moved into the backward graph
 
 

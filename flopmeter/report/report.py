@@ -138,6 +138,12 @@ class Report:
         """Eager and compiled side by side, region by region (a `SpeedUp`). Raises ValueError in another mode."""
         return VIEWS["speed-up"](self)
 
+    def explain_compile(self) -> str:
+        """What torch.compile made of the program: graphs, breaks, recompilations, and what the kernels hold. Raises
+        ValueError where the program did not compile."""
+        text: str = VIEWS["compilation"](self)
+        return text
+
     @cached_property
     def flops(self) -> int:
         """What the program runs, in the stated convention (full attention square unless causal='exact')."""
