@@ -94,11 +94,12 @@ class Replay:
 
     def _saved_bytes(self, plan: Plan, results: list[Any]) -> int:
         """Of what the forward graph returns beside the results of the program, and made itself."""
-        made = {placed.buffer for step in plan.steps for placed in step.allocates}
+        user = {getattr(plan.outputs[number], "buffer", None) for number in self._lowered.user_outputs}
+        made = {placed.buffer for step in plan.steps for placed in step.allocates} - user
         saved = {
             output.buffer: result.untyped_storage().nbytes()
-            for number, (output, result) in enumerate(zip(plan.outputs, results, strict=True))
-            if isinstance(output, Placed) and output.buffer in made and number not in self._lowered.user_outputs
+            for output, result in zip(plan.outputs, results, strict=True)
+            if isinstance(output, Placed) and output.buffer in made
         }
         return sum(saved.values())
 
