@@ -116,8 +116,8 @@ class FlopMeter:
         one that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
-    compile: 'rules' runs torch.compile'd functions eagerly and fuses them by rules, in which case every mode can be asked
-        for; False asks torch's compiler for what it would launch.
+    compile: 'rules' runs torch.compile'd functions eagerly, fused by rules, so that every mode can be asked for;
+        False asks torch's compiler for what it would launch.
     clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
         the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
 
@@ -247,7 +247,9 @@ class FlopMeter:
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
         self._check_stream(device)
-        return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode or mode_of(self.trace))
+        return self._price(
+            self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode or mode_of(self.trace)
+        )
 
     def _price(self, trace: Trace, device: Hardware, cluster: Cluster | None, mode: str) -> Report:
         kernels = grouped.on_device(kernels_of(trace, strict=self._strict), device)

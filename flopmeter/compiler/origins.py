@@ -64,12 +64,21 @@ def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
         flops, op_class = tuple((NORMALIZATION, count) for _, count in flops), NORMALIZATION
     tag = node.meta.get("partitioner_tag")
     is_recomputed = is_backward and tag == "is_forward"
-    return Origin(op_name(node), op_class, flops, transcendentals, _module(node), _source(node), _result_bytes(node), is_recomputed)
+    return Origin(
+        op_name(node),
+        op_class,
+        flops,
+        transcendentals,
+        _module(node),
+        _source(node),
+        _result_bytes(node),
+        is_recomputed,
+    )
 
 
 # FLOPs and transcendentals for each element of the largest input, and class, of the ops that inductor adds
-# (torch/_inductor/inductor_prims.py). Random bits and maxima are no FLOPs; an online softmax subtracts, exponentiates and
-# adds up.
+# (torch/_inductor/inductor_prims.py). Random bits and maxima are no FLOPs; an online softmax subtracts, exponentiates
+# and adds up.
 _INDUCTORS_OWN = {
     "inductor_seed": (RANDOM, 0, 0),
     "inductor_seeds": (RANDOM, 0, 0),
@@ -141,7 +150,9 @@ def _result_bytes(node: Any) -> int:
 
 
 def _is_normalization(original: Any) -> bool:
-    found = RULES.get(original) or RULES.get(getattr(original, "overloadpacket", None))
+    if not isinstance(original, OpOverload):
+        return False
+    found = RULES.get(original) or RULES.get(original.overloadpacket)
     return found is not None and found.__module__ == normalization.__name__
 
 

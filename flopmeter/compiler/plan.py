@@ -1,5 +1,5 @@
-"""What a call of a scheduled graph does on the device, for one set of sizes: kernels, the buffers that they allocate, and
-those that are freed after them."""
+"""What a call of a scheduled graph does on the device, for one set of sizes: kernels, the buffers that they allocate,
+and those that are freed after them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ class _Planner:
             call, buffers, kernel = self._library(node, scheduler_bytes)
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
-            call, buffers, kernel = self._written(node, kind, _origins(node, self._sizes, self._is_backward), scheduler_bytes)
+            call, buffers, kernel = self._written(
+                node, kind, _origins(node, self._sizes, self._is_backward), scheduler_bytes
+            )
         return PlanStep(made, call, buffers, kernel, frees)
 
     def _written(
@@ -103,7 +105,9 @@ class _Planner:
         numbers: dict[str, int] = {}
         touched = self._regions.of(node)
         reads, writes = (
-            tuple(Region(self._placed(name).spec(numbers.setdefault(name, len(numbers))), nbytes) for name, nbytes in part)
+            tuple(
+                Region(self._placed(name).spec(numbers.setdefault(name, len(numbers))), nbytes) for name, nbytes in part
+            )
             for part in touched
         )
         reduced = self._sizes(node.group[1][1]) if getattr(node, "group", None) and len(node.group[1]) == 2 else 1
@@ -235,8 +239,8 @@ def _name_of(node: Any) -> str:
 def _origins(node: Any, sizes: Sizes, is_backward: bool) -> tuple[Origin, ...]:
     """The ops of the graph that the kernel computes, in the graph's order; without views.
 
-    Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where its
-    result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
+    Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where
+    its result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
     """
     found: dict[Any, Origin] = {}
     for part in node.get_nodes():

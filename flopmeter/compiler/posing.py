@@ -112,7 +112,11 @@ def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
     yield cuda, "current_device", _here(lambda: 0, cuda.current_device)
     yield cuda, "get_device_properties", _here(lambda _=None: facts, cuda.get_device_properties)
     yield cuda, "get_device_capability", _here(lambda _=None: (major, minor), cuda.get_device_capability)
-    yield cuda, "get_rng_state", _here(lambda _=None: torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8), cuda.get_rng_state)
+    yield (
+        cuda,
+        "get_rng_state",
+        _here(lambda _=None: torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8), cuda.get_rng_state),
+    )
     worker = names.CUDA_WORKER
     yield worker.owner.CudaInterface.Worker, "current_device", staticmethod(_here(lambda: 0, worker.value))
     triton = names.SCHEDULER_HAS_TRITON

@@ -8,8 +8,18 @@ from dataclasses import replace
 from flopmeter.compiler.plan import compiled_kernel
 from flopmeter.costs import make_cost
 from flopmeter.costs.rules import rule
-from flopmeter.records import ELEMENTWISE, MOVEMENT, NORMALIZATION, REDUCTION, UNCOUNTED, Call, CompiledKernel, Cost
-from flopmeter.records import Origin, Reread
+from flopmeter.records import (
+    ELEMENTWISE,
+    MOVEMENT,
+    NORMALIZATION,
+    REDUCTION,
+    UNCOUNTED,
+    Call,
+    CompiledKernel,
+    Cost,
+    Origin,
+    Reread,
+)
 
 # Inductor holds rows of up to so many elements in registers (should_use_persistent_reduction in
 # torch/_inductor/choices.py); longer ones are read again by what follows their reduction in the kernel.

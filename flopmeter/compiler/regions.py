@@ -71,7 +71,7 @@ class Regions:
         return [(name, nbytes) for name, nbytes in found.items() if nbytes]
 
     def _elements(self, dep: Any) -> int:
-        """Elements that the loops of one access touch: those over which the index moves; all, if it looks indices up."""
+        """Elements that the loops of one access touch: those over which the index moves; all, if it looks it up."""
         moves = dep.index.free_symbols
         looks_up = any(str(symbol).startswith(("tmp", "indirect")) for symbol in moves)
         return prod(self._sizes(size) for var, size in dep.ranges.items() if looks_up or var in moves)

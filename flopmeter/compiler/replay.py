@@ -1,10 +1,11 @@
-"""Runs a compiled graph on meta tensors: allocates what inductor would, records its kernels, frees what it would free."""
+"""Runs a compiled graph on meta tensors: allocates what inductor would, records its kernels, frees what it would."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -83,11 +84,8 @@ class Replay:
         """What the symbols in sizes stand for in this call."""
         known = set()
         for (_, held), value in zip(self._inputs, args, strict=True):
-            if isinstance(value, Tensor):
-                expressions = zip(_sizes_of(held), (*value.shape, *value.stride()), strict=False)
-            else:
-                expressions = iter([(held, value)])
-            for expression, number in expressions:
+            numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+            for expression, number in zip(_sizes_of(held), numbers, strict=False):
                 if getattr(expression, "is_Symbol", False) and expression not in known:
                     known.add(expression)
                     yield expression, int(number)
@@ -145,13 +143,13 @@ def _result(output: Placed | int | None, held: dict[str, Tensor]) -> Any:
     if same == (output.shape, output.stride, output.offset, output.dtype):
         return tensor
     with no_dispatch_modes(), torch.no_grad():
-        seen = torch.empty(0, dtype=output.dtype, device=tensor.device)
-        return seen.set_(tensor.untyped_storage(), output.offset, output.shape, output.stride)  # type: ignore[call-overload]
+        seen: Any = torch.empty(0, dtype=output.dtype, device=tensor.device)
+        return seen.set_(tensor.untyped_storage(), output.offset, output.shape, output.stride)
 
 
 class _Paths:
-    """The path of the module that a call of a graph belongs to. A backward graph belongs where the forward graph ran that
-    kept its arguments."""
+    """The path of the module that a call of a graph belongs to. A backward graph belongs where the forward graph ran
+    that kept its arguments."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -171,15 +169,18 @@ class _Paths:
 
     def _of_frame(self, graph: CompiledGraph) -> str:
         """Of the module whose method the program compiled, or of the one that called the compiled function."""
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name == graph.function.split(" ")[0] and graph.function.endswith(
-                f"({frame.f_code.co_filename}:{frame.f_code.co_firstlineno})"
-            ):
-                for value in frame.f_locals.values():
-                    if isinstance(value, Optimizer):
-                        self._recorder.note_optimizer(value)
-                owner = next(iter(frame.f_locals.values()), None)
-                return self._recorder.enter_compiled(owner) if isinstance(owner, nn.Module) else self._recorder.modules.path
-            frame = frame.f_back  # type: ignore[assignment]
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and graph.function != name_of(frame.f_code):
+            frame = frame.f_back
+        held = list(frame.f_locals.values()) if frame else []
+        for value in held:
+            if isinstance(value, Optimizer):
+                self._recorder.note_optimizer(value)
+        if held and isinstance(held[0], nn.Module):
+            return self._recorder.enter_compiled(held[0])
         return self._recorder.modules.path
+
+
+def name_of(code: CodeType) -> str:
+    """'name (file:line)' of a function."""
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from flopmeter.compiler.lowering import lower
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing
-from flopmeter.compiler.replay import Replay
+from flopmeter.compiler.replay import Replay, name_of
 from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
@@ -148,10 +148,12 @@ class Session:
     def _in_place_of_compile_fx(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def compile_fx(model: Any, inputs: Any, *args: Any, config_patches: Any = None, **options: Any) -> Any:
-            if "inner_compile" in options or args or not self._is_here:  # a call of inductor's own, or of another thread
+            if (
+                "inner_compile" in options or args or not self._is_here
+            ):  # a call of inductor's own, or of another thread
                 return plain(model, inputs, *args, config_patches=config_patches, **options)
             as_it_was = GraphModule(model, _copy(model.graph)) if isinstance(model, GraphModule) else None
-            settings = {**WITHOUT_DEVICE, **{key: value for key, value in (config_patches or {}).items()}}
+            settings = {**(config_patches or {}), **WITHOUT_DEVICE}
             settings |= dict.fromkeys(MEASURES, False)
             function, reason, self._reason = _function(), self._reason, None
             start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
@@ -251,7 +253,7 @@ class Session:
         return convert
 
     def _around_conversion(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.tensor(..., device="meta") makes a real meta tensor also where a compiler traces: it becomes a fake one."""
+        """torch.tensor(..., device="meta") makes a real meta tensor also where a compiler traces; here a fake one."""
 
         @functools.wraps(plain)
         def convert(mode: Any, func: Any, converter: Any, flat_args: Any, spec: Any) -> Any:
@@ -351,7 +353,7 @@ def _function() -> str:
     """'name (file:line)' of the function that Dynamo traces."""
     context = names.TRACING_CONTEXT.value()
     code = context.traced_code[0] if context is not None and context.traced_code else None
-    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else "a graph"
+    return name_of(code) if code else "a graph"
 
 
 def _breaks(model: Any) -> Iterator[GraphBreak]:

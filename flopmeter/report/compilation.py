@@ -1,4 +1,4 @@
-"""What torch.compile made of the program, in words: graphs, breaks, recompiles, kernels, and the traffic that is left."""
+"""What torch.compile made of the program, in words: graphs, breaks, recompiles, kernels, and what traffic is left."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 from tabulate import tabulate
 
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, CompiledGraph
-from flopmeter.report.compilation import in_short
 from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, share_of
+from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, VIEWS, draws
 from flopmeter.report.page import page
 from flopmeter.report.quantities import duration, percent_of, with_prefix
@@ -208,7 +208,13 @@ def _graph_as_dict(graph: CompiledGraph) -> dict[str, Any]:
         "part": graph.part,
         "calls": graph.calls,
         "kernels": [
-            {"name": k.name, "kind": k.kind, "bytes_read": k.bytes_read, "bytes_written": k.bytes_written, "flops": k.flops}
+            {
+                "name": k.name,
+                "kind": k.kind,
+                "bytes_read": k.bytes_read,
+                "bytes_written": k.bytes_written,
+                "flops": k.flops,
+            }
             for k in graph.kernels
         ],
         "breaks": [each._asdict() for each in graph.breaks],

@@ -30,7 +30,9 @@ NO_HOOKS = tuple(
 )
 PARTITION = _name(_COMPILE_FX, "partition_fn", "what is recomputed in the backward graph")
 DEDUCE_VALUE = _name(
-    "torch._inductor.fx_passes.joint_graph", "UniformValueConstantFolder._deduce_value", "constants, computed on the device"
+    "torch._inductor.fx_passes.joint_graph",
+    "UniformValueConstantFolder._deduce_value",
+    "constants, computed on the device",
 )
 POST_PASSES = _name(_COMPILE_FX, "_recursive_post_grad_passes", "passes before lowering")
 NOTE_STRIDES = _name(_COMPILE_FX, "_recursive_record_original_output_strides", "strides that the caller expects")
@@ -62,7 +64,9 @@ CONVERT_NON_FAKE = _name(
 MAKE_SUBCLASS = _name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")
 BOXED = "_boxed_call"  # on a compiled graph: it takes a list of arguments, which it may empty
 NAMES[INDUCTOR] += (
-    PrivateName("torch._inductor.output_code", f"CompiledFxGraph.{BOXED}", "lets a graph free its arguments", on_instances=True),
+    PrivateName(
+        "torch._inductor.output_code", f"CompiledFxGraph.{BOXED}", "lets a graph free its arguments", on_instances=True
+    ),
 )
 SET_CAPTURABLE = _name(
     "torch._dynamo.variables.optimizer", "OptimizerVariable._set_capturable", "puts step counters on the device"

@@ -145,7 +145,9 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     GROUPED: (META_GROUPED_MM,),
     COMPILE: (
         AROUND_COMPILED_CALL,
-        PrivateName("torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True),
+        PrivateName(
+            "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True
+        ),
     ),
     SPARSE: (
         PrivateName("torch", "Tensor._indices", "places of the elements, repeated ones too"),
@@ -202,7 +204,11 @@ for _module, _attributes, _used in (
     ("torch._subclasses.fake_tensor", ("FakeTensor",), "which tensors are another program's stand-ins"),
     ("torch._subclasses.functional_tensor", ("FunctionalTensor",), "which tensors a transform wraps"),
     ("torch.utils._python_dispatch", ("TorchDispatchMode",), "each op that runs"),
-    ("torch.utils._pytree", ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"), "the tensors in nested arguments"),
+    (
+        "torch.utils._pytree",
+        ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),
+        "the tensors in nested arguments",
+    ),
 ):
     for _attribute in _attributes:
         needed(_module, _attribute, _used)

@@ -163,8 +163,8 @@ class CompiledRegions:
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """The module that torch.compile wrapped in this one; None for others. (To import the wrapper's class is to import the
-    compiler.)"""
+    """The module that torch.compile wrapped in this one; None for others. (To import the wrapper's class is to import
+    the compiler.)"""
     is_wrapper = type(module).__name__ == "OptimizedModule"
     return getattr(module, COMPILED_MODULE, None) if is_wrapper else None
 

@@ -130,8 +130,8 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would guard `__torch_dispatch__` against compilation, which costs about a microsecond an op. Dynamo does
-        not trace into a mode that ignores compilation, so no guard is needed."""
+        """torch would guard `__torch_dispatch__` against compilation, which costs about a microsecond an op.
+        Dynamo does not trace into a mode that ignores compilation, so no guard is needed."""
         return False
 
     @classmethod
