@@ -231,6 +231,25 @@ def test_what_does_not_compile_is_fused_by_the_rules_with_a_note(monkeypatch: py
     assert [kernel.cost.name for kernel in report.kernels] == [kernel.cost.name for kernel in expected.kernels]
 
 
+def test_a_backward_graph_that_does_not_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled when the backward pass comes to it."""
+    plain = session.lower
+
+    def fails_backward(module: Any, options: dict[str, Any]) -> Any:
+        if options.get("is_backward"):
+            raise RuntimeError("no such lowering")
+        return plain(module, options)
+
+    monkeypatch.setattr(session, "lower", fails_backward)
+    model = on_meta(lambda: nn.Sequential(Mlp(), nn.Dropout(0.1)))
+    meter, report = metered(lambda: step(torch.compile(model), meta(4, 64)))
+    assert [graph.part for graph in report.graphs] == ["forward"]
+    assert any("no such lowering" in note for note in report.notes)
+    products = [op for op in meter.trace.ops if op.phase == "backward" and op.call.name == "mm"]
+    assert len(products) == 4  # two of each layer: what goes into the first comes from a norm, which has weights
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def state() -> list[Any]:
     owners = [torch, torch.cuda, FakeTensor, torch.Tensor, session.names.COMPILE_FX.owner, torch._dynamo.eval_frame]
     own = [dict(vars(owner)) for owner in owners]

@@ -157,15 +157,29 @@ def _make_posing(cls: type, elem: Any, requires_grad: bool = False, **options: A
     return _make_subclass(cls, elem, requires_grad, **options)
 
 
+META = torch.device("meta")
+
+
 def pose(graph: Any) -> None:
     """Move a graph of fake meta tensors to the device: the values of its nodes, and the devices that it names."""
+    _rename_device(graph, META, CUDA)
     for node in graph.graph.nodes:
-        if node.kwargs.get("device") == torch.device("meta"):
-            node.kwargs = {**node.kwargs, "device": CUDA}
-        if any(argument == torch.device("meta") for argument in node.args if isinstance(argument, torch.device)):
-            node.args = tuple(CUDA if argument == torch.device("meta") else argument for argument in node.args)
         if "val" in node.meta:
             node.meta["val"] = tree_map(_posed_if_tensor, node.meta["val"])
+
+
+def unpose(graph: Any) -> None:
+    """The devices that a graph names are meta again, so that it can run."""
+    _rename_device(graph, CUDA, META)
+    graph.recompile()
+
+
+def _rename_device(graph: Any, old: torch.device, new: torch.device) -> None:
+    for node in graph.graph.nodes:
+        if node.kwargs.get("device") == old:
+            node.kwargs = {**node.kwargs, "device": new}
+        if any(isinstance(argument, torch.device) and argument == old for argument in node.args):
+            node.args = tuple(new if argument == old else argument for argument in node.args)
 
 
 def _posed_if_tensor(value: Any) -> Any:

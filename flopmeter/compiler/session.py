@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from flopmeter.compiler.lowering import lower
-from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing
+from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, unpose
 from flopmeter.compiler.replay import Replay, name_of
 from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
@@ -176,16 +176,24 @@ class Session:
         module: GraphModule,
         _inputs: Any,
         *,
-        start: Callable[..., CompiledGraph],
+        start: functools.partial[CompiledGraph],
         breaks: tuple[GraphBreak, ...],
         **options: Any,
     ) -> Any:
         """In place of inductor's compilation of one graph."""
         is_backward = options.get("is_backward", False)
+        as_it_was = GraphModule(module, _copy(module.graph)) if is_backward else None
         part: GraphPass = "backward" if is_backward else "inference" if options.get("is_inference") else "forward"
-        with posing(self._device):
-            lowered = lower(module, options)
         graphs, cudagraphs = self._compilation.graphs, options.get("cudagraphs")
+        try:
+            with posing(self._device):
+                lowered = lower(module, options)
+        except Exception as error:
+            if as_it_was is None:  # the whole function runs eagerly
+                raise
+            self._note_failure(start.keywords["function"], error)
+            unpose(as_it_was)
+            return self._eagerly(as_it_was)
         graph = start(
             number=len(graphs),
             part=part,

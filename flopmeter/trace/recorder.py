@@ -416,7 +416,8 @@ class Recorder(TorchDispatchMode):
         if graph_task() == -1:
             self._regions.note(running)
             return running
-        return self._regions.of_node(autograd_node())
+        found = self._regions.of_node(autograd_node())
+        return running if found is None else found
 
     def _path_in_backward(self) -> str:
         if self.modules.path:
