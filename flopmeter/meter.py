@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
+from flopmeter.compiler import PosedDevice, Session
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.costs.contractions.varlen import packed_notes
 from flopmeter.costs.triton_kernels import uncounted_notes
@@ -20,7 +21,7 @@ from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE, whole_program
-from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
+from flopmeter.launch.modes import MODES, Mode, compiled_region, launches, mode_of
 from flopmeter.launch.templates import with_templates
 from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
 from flopmeter.report.ran import Ran, ran_of
@@ -37,12 +38,17 @@ from flopmeter.trace.recorder import Recorder
 __all__ = ["DEFAULT_HARDWARE", "Causal", "FlopMeter", "Mode", "StreamError"]
 
 Causal = Literal["full", "exact"]
+Compile = Literal[False, "rules"]
 WORKAROUNDS: tuple[Callable[[KnownValues], AbstractContextManager[None]], ...] = (sequences_go_on, unseen_propagation)
 """Patches of other libraries, where a program has imported these. The file of each says what it works around and until
 when."""
 DEFAULT_HARDWARE = "a100-sxm4-80gb"
 
 
+COMPILED = (
+    "compiled: graphs, kernels and recomputation are those of torch's own compiler, which ran up to its Scheduler; "
+    "products are padded, and kernels timed, by rules"
+)
 TOLD_IDLE_SHARE = 0.05  # of the wall-clock, from which on a report says what the host was taken to cost
 
 
@@ -121,6 +127,7 @@ class _Run:
             cluster=self.cluster,
             clock=timed.clock,
             ran=self.ran,
+            graphs=tuple(self.trace.compilation.graphs),
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
@@ -132,8 +139,10 @@ class _Run:
         return self.kernels if kernels is None else kernels
 
     def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
-        if mode.fuses:
+        if mode.fuses and not self.trace.compilation.graphs:
             yield NOTE
+        if self.trace.compilation.graphs:
+            yield COMPILED
         if mode.has_graphs and self.cluster is not None:
             yield f"{mode.name}: collectives are issued where the eager program does it; inductor may move them"
 
@@ -153,6 +162,8 @@ class FlopMeter:
         one that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
+    compile: 'rules' runs torch.compile'd functions eagerly, fused by rules, so that every mode can be asked for;
+        False asks torch's compiler for what it would launch.
     clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
         the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
 
@@ -173,7 +184,12 @@ class FlopMeter:
         host: Host | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
         clocks: Clocks = "sustained",
+        compile: Compile = False,
     ):
+        if compile not in (False, "rules"):
+            raise ValueError(
+                f"compile={compile!r}: 'rules' or False; compile the model itself, as in model = torch.compile(model)"
+            )
         if clocks not in get_args(Clocks):
             raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
         if causal not in get_args(Causal):
@@ -188,6 +204,8 @@ class FlopMeter:
         self._host = host
         self._cluster = None if cluster is None else load_cluster(cluster)
         self._as_cuda = as_cuda
+        self._compile: Compile = compile
+        self._session: Session | None = None
         self._new_values = functools.partial(KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction)
         self._new_values()  # raises an error for unknown options now, not on entry
         self._recorder: Recorder | None = None
@@ -201,7 +219,8 @@ class FlopMeter:
         if self._depth == 0:
             overlap.check_task()
             with ExitStack() as undo:
-                self._emulation = undo.enter_context(emulate_cuda(_target(self.hardware))) if self._as_cuda else None
+                self._session, by_rules = None, self._compile == "rules"
+                self._emulation = undo.enter_context(self._emulate()) if self._as_cuda else None
                 self._values = undo.enter_context(self._new_values())
                 for workaround in WORKAROUNDS:
                     undo.enter_context(workaround(self._values))
@@ -209,10 +228,12 @@ class FlopMeter:
                     source=self._source,
                     overrides=self._emulation.overrides if self._emulation else None,
                     values=self._values,
-                    compiled_region=self._compiled_region if self._as_cuda else None,
+                    compiled_region=self._emulation.compiled_region if self._emulation and by_rules else None,
                     on_new_call=_check if self._strict else None,
                 )
                 undo.enter_context(self._recorder)
+                if self._emulation and not by_rules:
+                    self._session = undo.enter_context(self._new_session(self._emulation, self._recorder, self._values))
                 self._other_threads = undo.enter_context(OtherThreads())
                 overlap.push(self, self._close)
                 self._undo = undo.pop_all()
@@ -237,8 +258,18 @@ class FlopMeter:
         self._depth = 0
         self._undo.close()
 
-    def _compiled_region(self) -> int | None:
-        return self._emulation.compiled_region if self._emulation else None
+    def _emulate(self) -> AbstractContextManager[Emulation]:
+        return emulate_cuda(_target(self.hardware), compiled_run_eagerly=self._compile == "rules")
+
+    def _new_session(self, emulation: Emulation, recorder: Recorder, values: KnownValues) -> Session:
+        target = _target(self.hardware)
+
+        def run_eagerly() -> None:
+            emulation.run_compiled_eagerly()
+            recorder.watch_regions(emulation.compiled_region)
+
+        device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
+        return Session(recorder, device, values.values.forget, run_eagerly)
 
     @property
     def trace(self) -> Trace:
@@ -251,11 +282,12 @@ class FlopMeter:
         self,
         *,
         hardware: str | os.PathLike[str] | Hardware | None = None,
-        mode: Mode = "eager",
+        mode: Mode | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
     ) -> Report:
         """Price what was metered so far, on the meter's device and cluster or on others.
 
+        mode: as the program ran, which is eagerly unless it called torch.compile; or one of `Mode`.
         Raises EmptyProgramError where nothing ran, StreamError if the other device would have run other ops, and
         HardwareError if it lacks a dtype that the program computes in, or if the cluster is too small for the
         program's collectives.
@@ -266,7 +298,8 @@ class FlopMeter:
                 "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
             )
         self._check_stream(device)
-        return self._run(device, self._cluster if cluster is None else load_cluster(cluster)).in_mode(mode)
+        run = self._run(device, self._cluster if cluster is None else load_cluster(cluster))
+        return run.in_mode(mode or mode_of(self.trace))
 
     def _run(self, device: Hardware, cluster: Cluster | None) -> _Run:
         trace, strict = self.trace, self._strict  # a report must not keep the meter
@@ -288,6 +321,8 @@ class FlopMeter:
         notes = []
         if self._emulation:
             notes += [*self._emulation.notes, *_target(device).notes, *unfused_notes(self._emulation)]
+        if self._session:
+            notes += self._session.notes
         modules = self._recorder.modules.missed if self._recorder else 0
         if self._other_threads.ops or modules:
             notes.append(

@@ -41,7 +41,7 @@ def test_a_compiled_step_has_the_kernels_that_torch_expects_of_inductor(kind: An
     optimizer = kind(two_layers().parameters(), foreach=foreach)
     step = torch.compile(optimizer.step)
     for _ in range(2):
-        with FlopMeter("h100-sxm5-80gb") as meter:
+        with FlopMeter("h100-sxm5-80gb", compile="rules") as meter:
             step()
     eager, compiled = meter.report(), meter.report(mode="compiled")
     assert len(kernels(compiled)) == KERNELS[kind][not foreach]
@@ -56,7 +56,7 @@ def test_a_compiled_step_reads_and_writes_each_tensor_once() -> None:
     model = two_layers()
     step = torch.compile(SGD(model.parameters(), momentum=0.9, foreach=True).step)
     for _ in range(2):
-        with FlopMeter() as meter:
+        with FlopMeter(compile="rules") as meter:
             step()
     compiled = meter.report(mode="compiled")
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -66,16 +66,16 @@ def test_a_compiled_step_reads_and_writes_each_tensor_once() -> None:
 
 def test_counters_that_an_eager_step_left_on_the_cpu_move_to_the_device() -> None:
     optimizer = AdamW(two_layers().parameters())
-    with FlopMeter():
+    with FlopMeter(compile="rules"):
         optimizer.step()
-    with FlopMeter() as meter:
+    with FlopMeter(compile="rules") as meter:
         torch.compile(optimizer.step)()
     assert len(kernels(meter.report(mode="compiled"))) == 2
     assert {state["step"].device.type for state in optimizer.state.values()} == {"meta"}
 
 
 def test_a_fused_optimizer_stays_one_kernel_of_torchs() -> None:
-    with FlopMeter() as meter:
+    with FlopMeter(compile="rules") as meter:
         torch.compile(AdamW(two_layers().parameters(), fused=True).step)()
     assert kernels(meter.report(mode="compiled"))[-1] == "_fused_adamw_"
 
@@ -108,7 +108,7 @@ def test_a_compiled_function_inside_of_an_optimizers_step_is_fused() -> None:
         weights = [nn.Parameter(torch.empty(128, 128)) for _ in range(4)]
     for weight in weights:
         weight.grad = torch.empty_like(weight)
-    with FlopMeter() as meter:
+    with FlopMeter(compile="rules") as meter:
         Muon(weights).step()
     names = kernels(meter.report(mode="compiled"))
     assert names.count("mm") == 4 * 15
@@ -119,14 +119,14 @@ def test_a_compiled_function_inside_of_an_optimizers_step_is_fused() -> None:
 def test_an_optimizer_that_is_not_compiled_stays_eager() -> None:
     def optimizer_kernels(model: nn.Module, mode: str) -> list[str]:
         optimizer = AdamW(model.parameters())
-        with FlopMeter() as meter:
+        with FlopMeter(compile="rules") as meter:
             model(torch.empty(4, 10, device="meta")).sum().backward()
             optimizer.step()
         return [kernel.cost.name for kernel in meter.report(mode=mode).kernels if kernel.ops[0].phase == "optimizer"]
 
     eager = optimizer_kernels(two_layers(), "eager")
     assert optimizer_kernels(two_layers(), "compiled") == eager
-    with FlopMeter():
+    with FlopMeter(compile="rules"):
         compiled_model = torch.compile(two_layers())
     assert optimizer_kernels(compiled_model, "compiled") == eager
 
@@ -140,7 +140,7 @@ def test_a_compiled_training_step_has_a_graph_for_each_of_forward_backward_and_o
         model(x).sum().backward()
         optimizer.step()
 
-    with FlopMeter() as meter:
+    with FlopMeter(compile="rules") as meter:
         torch.compile(train)(torch.empty(4, 10, device="meta"))
     launches = meter.report(mode="compiled").launches
     phases = {graph: kernel.ops[0].phase for graph, kernel in zip(launches.graphs, launches.kernels, strict=True)}
@@ -155,7 +155,7 @@ def test_a_compiled_step_in_a_hook_of_the_backward_pass_is_fused() -> None:
         parameter.register_post_accumulate_grad_hook(lambda parameter: steps[parameter]())
     for _ in range(2):  # the first makes the state
         model.zero_grad()
-        with FlopMeter() as meter:
+        with FlopMeter(compile="rules") as meter:
             model(torch.empty(4, 10, device="meta")).sum().backward()
     report = meter.report(mode="compiled")
     assert len([kernel for kernel in report.kernels if kernel.ops[0].phase == "optimizer"]) == 4 * 2

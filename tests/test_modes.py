@@ -56,7 +56,7 @@ def test_what_is_not_marked_stays_eager_in_every_mode(step: tuple[list[Kernel], 
 
 
 def test_of_a_program_with_compiled_parts_only_these_are_compiled():
-    with FlopMeter() as meter:
+    with FlopMeter(compile="rules") as meter:
         x = torch.empty(8, device="meta")
         torch.compile(torch.sin)(x.cos()).exp()
     marked = compiled_region(meter.trace.ops)

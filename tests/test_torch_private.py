@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.output_code import CompiledFxGraph
 
 from flopmeter.torch_names import distributed
 from flopmeter.torch_names.private import METERING, NAMES, PROPAGATION, WORLDS, PrivateName, lost, needed
@@ -37,7 +38,13 @@ def test_every_name_says_what_it_is_for():
 
 def test_names_that_only_instances_have_are_there():
     op = torch.library.custom_op("flopmeter_tests::kept", lambda x: x, mutates_args=(), schema="(Tensor x) -> Tensor")
-    made = {"Module": torch.nn.Module(), "autocast": torch.autocast("cpu", enabled=False), "CustomOpDef": op}
+    made = {
+        "OptimizedModule": torch.compile(torch.nn.Module()),
+        "CompiledFxGraph": CompiledFxGraph,
+        "Module": torch.nn.Module(),
+        "autocast": torch.autocast("cpu", enabled=False),
+        "CustomOpDef": op,
+    }
     made["OpOverload"] = torch.ops.aten.mm.default
     for name in (name for names in NAMES.values() for name in names if name.on_instances):
         owner, attribute = name.attribute.split(".")

@@ -66,12 +66,15 @@ class Emulation:
         """The first op so far for which the other target would have run another op, in words; None if there is none."""
         return next(filter(None, (differs(target) for differs in self._scope.differences)), None)
 
+    def run_compiled_eagerly(self) -> None:
+        """From now on torch.compile'd functions run eagerly, each call a region (`compiled_region`)."""
+        dynamo.install(self._scope)
+
     @property
     def unfused_attention(self) -> list[SdpaCall]:
         """The attention calls that the target runs without a fused kernel, one for each geometry."""
         return [call for call, backend in self._scope.attention.items() if backend is MATH]
 
-    @property
     def compiled_region(self) -> int | None:
         """The number, from 1, of the call of a torch.compile'd function that is running in this thread, or None."""
         return dynamo.compiled_region()
@@ -83,13 +86,17 @@ _warned_of_version = False
 
 
 @contextmanager
-def emulate_cuda(target: CudaTarget) -> Iterator[Emulation]:
+def emulate_cuda(target: CudaTarget, *, compiled_run_eagerly: bool = True) -> Iterator[Emulation]:
     """Dispatch programs on meta tensors as CUDA would on `target`. Contexts of one target nest.
+
+    `compiled_run_eagerly`: torch.compile'd functions run eagerly, each call a region; else torch.compile is left alone.
 
     Raises:
         RuntimeError: an emulation of another target, or of another thread, is open.
     """
     emulation, outermost = _enter(target)
+    if outermost and compiled_run_eagerly:
+        _install_feature(emulation._scope, private.COMPILE, dynamo.install)
     try:
         yield emulation
     finally:
@@ -149,7 +156,6 @@ _FEATURES: dict[str, Callable[[Scope], None]] = {
     private.CHECKPOINT: fast_paths.install_checkpoint,
     private.MHA_FAST_PATH: fast_paths.install_mha,
     private.FLEX_ATTENTION: flex_attention.install,
-    private.COMPILE: dynamo.install,
 }
 
 

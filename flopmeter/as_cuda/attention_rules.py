@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,8 +40,9 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
-        offset = int(tensor.storage_offset())
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, offset, tensor.requires_grad)
+        """A symbolic size, as the compiler traces with, counts as the size that it was traced with."""
+        shape, strides = tuple(map(_traced, tensor.shape)), tuple(map(_traced, tensor.stride()))
+        return cls(shape, strides, tensor.dtype, _traced(tensor.storage_offset()), tensor.requires_grad)
 
     def size(self, dim: int) -> int:
         return self.shape[dim]
@@ -51,6 +52,10 @@ class Operand(NamedTuple):
 
     def dim(self) -> int:
         return len(self.shape)
+
+
+def _traced(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 class Device(Protocol):

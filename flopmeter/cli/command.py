@@ -67,7 +67,9 @@ def add_clocks(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=get_args(Mode), default="eager", help="default: %(default)s")
+    parser.add_argument(
+        "--mode", choices=get_args(Mode), help="default: as the program runs, which is eagerly as a rule"
+    )
 
 
 def add_format(parser: argparse.ArgumentParser, formats: Iterable[str], flag: str = "--output") -> None:

@@ -55,12 +55,16 @@ A TARGET is one of
 
 
 def _table(options: argparse.Namespace) -> int:
-    program = _program(options)
+    if options.explain_compile and options.mode is not None:
+        raise ValueError("--explain-compile compiles the model by torch's compiler, --mode by rules: give one of them")
+    program = _program(options, compiled=options.explain_compile)
     with FlopMeter(options.hardware, clocks=options.clocks) as meter:
         program.run()
     report = meter.report(mode=options.mode)
     report = replace(report, ran=report.ran._replace(program=options.command))
-    if options.speed_up:
+    if options.explain_compile:
+        show(f"{_rendered(report, 'text', options.by)}\n\n{report.explain_compile()}", options)
+    elif options.speed_up:
         show(report.speed_up().render(options.format), options)
     else:
         show(_rendered(report, options.format, options.by), options)
@@ -98,6 +102,10 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--by", choices=GROUPINGS, default="class", help="rows of the table (default: %(default)s)")
     parser.add_argument(
+        "--explain-compile", action="store_true",
+        help="compile the model and its optimizer by torch's own compiler, and add graphs, breaks and kernels",
+    )  # fmt: skip
+    parser.add_argument(
         "--speed-up", action="store_true", help="instead: eager and compiled side by side, what fusion saves by region"
     )
 
@@ -110,7 +118,7 @@ def _compare(options: argparse.Namespace) -> int:
     comparison = compare(
         program.run,
         devices,
-        options.mode,
+        options.mode or "eager",
         items=program.items,
         unit=program.unit,
         prices={name: dollars for name, dollars in prices.dollars_per_hour.items() if name in names},
@@ -145,7 +153,7 @@ def _sweep(options: argparse.Namespace) -> int:
         programs,
         sizes,
         options.hardware,
-        options.mode,
+        options.mode or "eager",
         over=over,
         items=1 if first.items is None else first.items / sizes[0],
         unit="samples" if first.items is None else first.unit,
@@ -195,8 +203,9 @@ def _fit_arguments(parser: argparse.ArgumentParser) -> None:
     add_format(parser, FORMATS)
 
 
-def _program(options: argparse.Namespace) -> Program:
-    return load_target(options.target).program(**_options(options, batch=options.batch, seq=options.seq))
+def _program(options: argparse.Namespace, *, compiled: bool = False) -> Program:
+    sizes = _options(options, batch=options.batch, seq=options.seq)
+    return load_target(options.target).program(compiled=compiled, **sizes)
 
 
 def _options(options: argparse.Namespace, **sizes: int | None) -> dict[str, Any]:

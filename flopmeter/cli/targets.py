@@ -61,9 +61,11 @@ class Target:
     asks_train: bool = False  # the builder wants to know whether the model will be trained
     folder: Path | None = None  # where its imports are looked up first
 
-    def program(self, *, train: bool = False, autocast: torch.dtype | None = None, **options: Any) -> Program:
+    def program(
+        self, *, train: bool = False, autocast: torch.dtype | None = None, compiled: bool = False, **options: Any
+    ) -> Program:
         """The program at these options (None: the target's default): a forward pass without autograd, or with
-        `train` forward, backward and an AdamW step in its steady state.
+        `train` forward, backward and an AdamW step in its steady state. `compiled`: under torch.compile, the step too.
 
         Raises TargetError for an option that the target does not take and for whatever goes wrong in it.
         """
@@ -79,7 +81,9 @@ class Target:
             model, arguments, keywords = on_meta((model, arguments, keywords))
             if isinstance(model, nn.Module):
                 model.train(train)
-        step = _TrainingStep(self.name, model) if train else None
+        step = _TrainingStep(self.name, model, compiled=compiled) if train else None
+        if compiled:
+            model = torch.compile(model)
 
         def run() -> None:
             casting = torch.autocast("cuda", autocast) if autocast else contextlib.nullcontext()
@@ -218,32 +222,37 @@ def _checked(name: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...
 class _TrainingStep:
     """Forward, backward, AdamW step; the optimizer's state is there from the start, as after the first step."""
 
-    def __init__(self, name: str, model: Callable[..., Any]):
+    def __init__(self, name: str, model: Callable[..., Any], *, compiled: bool = False):
         trained = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
         if not trained:
             raise TargetError(f"{name} has no parameters to train: return an nn.Module that has, or run it untrained")
-        self._model: Any = model
+        prepared = torch.compile if compiled else _as_it_is
+        self._has_loss = isinstance(model, Trainable)
+        self._forward = prepared(model.loss if isinstance(model, Trainable) else model)
         self._optimizer = torch.optim.AdamW(trained)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._step = prepared(self._optimizer.step)
 
     def __call__(
         self, casting: contextlib.AbstractContextManager[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> None:
         with casting:
-            if isinstance(self._model, Trainable):
-                outputs = [self._model.loss(*arguments, **keywords)]
-            else:
-                outputs = _to_differentiate(self._model(*arguments, **keywords))
+            result = self._forward(*arguments, **keywords)
+            outputs = [result] if self._has_loss else _to_differentiate(result)
         # Part of a larger model is handed a gradient: its own output, at no kernel's cost.
         torch.autograd.backward(outputs, [None if out.ndim == 0 else out.detach() for out in outputs])
-        self._optimizer.step()
+        self._step()
         self._optimizer.zero_grad()
         for leaf in tree_leaves((arguments, keywords)):
             if isinstance(leaf, Tensor):
                 leaf.grad = None
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _to_differentiate(output: Any) -> list[Tensor]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -63,6 +63,22 @@ def close_for(known: Knowledge) -> None:
             _undo.close()
 
 
+@contextmanager
+def as_torch_has_them() -> Iterator[None]:
+    """The functions that are patched here are torch's own again, for Dynamo to look at."""
+    patched = [(owner, name, getattr(owner, name)) for owner, name, _ in _originals]
+    try:
+        for owner, name, original in _originals:
+            setattr(owner, name, original)
+        yield
+    finally:
+        for owner, name, wrapper in patched:
+            setattr(owner, name, wrapper)
+
+
+_originals: list[tuple[Any, str, Any]] = []  # what is patched now, as torch has it
+
+
 def _install() -> ExitStack:
     device_constructors()  # it caches torch.tensor at its first call, which must see the function of torch
     with ExitStack() as undo:
@@ -75,10 +91,13 @@ def _install() -> ExitStack:
             (torch, "asarray", "obj"),
             (Tensor, "new_tensor", "data"),
         ):
+            _originals.append((owner, name, getattr(owner, name)))
             patched = _constructor(getattr(owner, name), data, int(owner is Tensor))
             undo.enter_context(mock.patch.object(owner, name, patched))
         for name, wrap in (("__format__", _formatting), ("numpy", _to_numpy)):
+            _originals.append((Tensor, name, getattr(Tensor, name)))
             undo.enter_context(mock.patch.object(Tensor, name, wrap(getattr(Tensor, name))))
+        undo.callback(_originals.clear)
         return undo.pop_all()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from flopmeter.launch.fusion import CompiledRegion, fuse, graphs_of, whole_program
+from flopmeter.launch.fusion import CompiledRegion, fuse, graphs_of, padded, whole_program
 from flopmeter.launch.stream_assignment import assign_streams
-from flopmeter.records import Kernel, Launches, LaunchMode, Op, Trace
+from flopmeter.records import Cost, Kernel, Launches, LaunchMode, Op, Trace
 
 # Host time of one call of a compiled graph, in seconds: looking up Dynamo's cache and checking its guards;
 # the checks of CUDA graph trees before a replay; and the launch of the graph itself. One call taken apart in
@@ -62,9 +62,45 @@ def compiled_region(ops: Iterable[Op]) -> CompiledRegion:
     return whole_program
 
 
+def mode_of(trace: Trace) -> Mode:
+    """How the program itself ran: compiled if it called torch.compile, as CUDA graphs if it asked for these."""
+    graphs = trace.compilation.graphs
+    if not graphs:
+        return "compiled" if trace.compilation.failures else "eager"
+    return "cudagraph" if all(graph.replays for graph in graphs) else "compiled"
+
+
 def launches(kernels: list[Kernel], trace: Trace, mode: LaunchMode, region: CompiledRegion = whole_program) -> Launches:
-    """The kernels of a trace as the mode launches them. `region` marks what is compiled or captured."""
+    """The kernels of a trace as the mode launches them. `region` marks what is compiled or captured by the rules; what
+    the compiler compiled stays as it is.
+
+    Raises ValueError where the mode is an eager one and the program ran compiled.
+    """
+    if trace.compilation.graphs:
+        return _as_compiled(kernels, trace, mode)
     if not mode.has_graphs:
         return Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
     made = fuse(kernels, trace, region=region) if mode.fuses else kernels
     return Launches(made, graphs_of(made, region), mode, assign_streams(made, trace))
+
+
+def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode) -> Launches:
+    """Inductor's kernels are its own; functions that it could not compile are fused by the rules."""
+    if not mode.fuses:
+        raise ValueError(
+            f"the program compiled itself, so its {mode.name} run was not metered: meter it with "
+            "FlopMeter(compile='rules'), which runs compiled functions eagerly and fuses them by rules"
+        )
+    by_rules: CompiledRegion = lambda op: op.region  # noqa: E731
+    made = kernels
+    if any(kernel.op.region is not None for kernel in kernels):
+        made = fuse(kernels, trace, region=by_rules)
+    known: dict[Cost, Cost] = {}
+    made = [kernel if kernel.op.graph is None else kernel._replace(cost=padded(kernel, known)) for kernel in made]
+    numbers = graphs_of(made, by_rules)
+    first = 1 + max((number for number in numbers if number is not None), default=-1)
+    graphs = [
+        number if kernel.op.graph is None else first + kernel.op.graph
+        for kernel, number in zip(made, numbers, strict=True)
+    ]
+    return Launches(made, graphs, mode, assign_streams(made, trace))

@@ -7,6 +7,7 @@ holds the facts of one.
 
 from flopmeter.records.bodies import BlockCount, BodyOp, FlexBody, TritonBody, TritonOp
 from flopmeter.records.collectives import CollectiveKind
+from flopmeter.records.compiled import Compilation, CompiledGraph, CompiledKernel, GraphBreak, Origin
 from flopmeter.records.costs import (
     ATTENTION,
     COMMUNICATION,
@@ -127,6 +128,11 @@ __all__ = [
     "RecurrentWork",
     "VectorWork",
     "KernelWork",
+    "Compilation",
+    "CompiledGraph",
+    "CompiledKernel",
+    "GraphBreak",
+    "Origin",
     "Tf32Switch",
     "BEFORE",
     "DEFAULT_STREAM",

@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from flopmeter.records.bodies import FlexBody, TritonBody
+from flopmeter.records.compiled import CompiledKernel
 from flopmeter.records.tensors import TensorSpec
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
@@ -44,7 +45,10 @@ class Call:
 
     @property
     def name(self) -> str:
-        """`addmm` for aten ops, `namespace::op` for others."""
+        """`addmm` for aten ops, `namespace::op` for others; the name of a kernel that inductor wrote."""
+        kernel = self.kwargs.get("kernel")
+        if isinstance(kernel, CompiledKernel):
+            return kernel.name
         name = self.func.overloadpacket.__name__
         return name if self.func.namespace == "aten" else f"{self.func.namespace}::{name}"
 
@@ -61,7 +65,8 @@ class Op(NamedTuple):
     module: str  # dotted path from the outermost module's class name; '' outside of modules
     phase: Phase
     source: str | None  # 'file:line' of the caller, where the trace was asked for it
-    region: int | None = None  # number of the call of a torch.compile'd function during which it ran
+    region: int | None = None  # number of the call of a torch.compile'd function during which it ran eagerly
+    graph: int | None = None  # number of the call of a compiled graph that launched it
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

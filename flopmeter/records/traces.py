@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from flopmeter.records.compiled import Compilation
 from flopmeter.records.costs import Switches
 from flopmeter.records.ops import Op
 
@@ -82,6 +83,7 @@ class Trace:
     switches: Switches = field(default=Switches(False, True, False))
     stream_use: StreamUse = field(default_factory=StreamUse)
     templates: list[TemplateRun] = field(default_factory=list)
+    compilation: Compilation = field(default_factory=Compilation)
 
     forward_ends: list[int] = field(default_factory=list)  # how many ops had run when an outermost module's call ended
     devices: dict[str, None] = field(default_factory=dict)  # that ops touched, in order of appearance

@@ -8,8 +8,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, CompiledGraph
 from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, share_of
+from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, VIEWS, draws
 from flopmeter.report.page import page
 from flopmeter.report.quantities import duration, percent_of, with_prefix
@@ -90,6 +91,7 @@ def summary(report: Report) -> list[str]:
         f"multiply-add = 2 FLOP · attention counted {_CAUSAL[report.causal]}"
         f" · fp32 products {'may' if switches.matmul_tf32 else 'do not'} use TF32, convolutions"
         f" {'may' if switches.cudnn_tf32 else 'do not'}",
+        *in_short(report.graphs),
         "bound by: most of the row's device time; overhead is launch and drain of kernels too small for the device",
         *report.notes,
         report.ran.line,
@@ -212,6 +214,27 @@ def as_dict(report: Report) -> dict[str, Any]:
         "assumptions": list(report.assumptions),
         "conventions": {"flops_per_multiply_add": 2, "causal": report.causal, **report.switches._asdict()},
         "notes": list(report.notes),
+        "graphs": [_graph_as_dict(graph) for graph in report.graphs],
+    }
+
+
+def _graph_as_dict(graph: CompiledGraph) -> dict[str, Any]:
+    return {
+        "function": graph.function,
+        "part": graph.part,
+        "calls": graph.calls,
+        "kernels": [
+            {
+                "name": k.name,
+                "kind": k.kind,
+                "bytes_read": k.bytes_read,
+                "bytes_written": k.bytes_written,
+                "flops": k.flops,
+            }
+            for k in graph.kernels
+        ],
+        "breaks": [each._asdict() for each in graph.breaks],
+        "recompiled_because": graph.recompiled_because,
     }
 
 

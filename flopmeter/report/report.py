@@ -17,6 +17,7 @@ from flopmeter.records import (
     UNCOUNTED,
     UNKNOWN_POWER,
     Clocks,
+    CompiledGraph,
     Cost,
     Kernel,
     Launches,
@@ -101,6 +102,7 @@ class Report:
     cluster: Cluster | None = None  # whose links collectives go over; None: there are none
     clock: RunClock = UNKNOWN_POWER
     ran: Ran = NOT_SAID
+    graphs: tuple[CompiledGraph, ...] = ()  # that torch.compile made, each with `.kernels` and `.breaks`
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -131,6 +133,12 @@ class Report:
     def speed_up(self) -> Any:
         """Eager and compiled side by side, region by region (a `SpeedUp`). Raises ValueError in another mode."""
         return VIEWS["speed-up"](self)
+
+    def explain_compile(self) -> str:
+        """What torch.compile made of the program: graphs, breaks, recompilations, and what the kernels hold. Raises
+        ValueError where the program did not compile."""
+        text: str = VIEWS["compilation"](self)
+        return text
 
     @cached_property
     def flops(self) -> int:

@@ -122,6 +122,7 @@ TRITON_OPERATORS = PrivateName("torch._library.triton", "triton_ops_to_kernels",
 AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
+COMPILED_MODULE = "_orig_mod"
 
 PROPAGATE = PrivateName(
     "torch.distributed.tensor._sharding_prop",
@@ -174,7 +175,12 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     ),
     TRITON: (TRITON_TTIR, TRITON_ACCESSED, TRITON_OPERATORS),
     GROUPED: (META_GROUPED_MM,),
-    COMPILE: (AROUND_COMPILED_CALL,),
+    COMPILE: (
+        AROUND_COMPILED_CALL,
+        PrivateName(
+            "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True
+        ),
+    ),
     SPARSE: (
         PrivateName("torch", "Tensor._indices", "places of the elements, repeated ones too"),
         PrivateName("torch", "Tensor._values", "the elements"),

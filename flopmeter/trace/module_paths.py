@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from flopmeter.torch_names.private import next_node_number
+from flopmeter.torch_names.private import COMPILED_MODULE, next_node_number
 
 
 class ModulePaths:
@@ -61,6 +61,10 @@ class ModulePaths:
         """The outermost module whose forward runs."""
         return self._stack[0][1] if self._stack else None
 
+    def path_of(self, module: nn.Module) -> str:
+        """The path that the module has, called from where the program is."""
+        return self._path(module)
+
     def path_of_node(self, node: Any) -> str | None:
         """The path of the module whose forward made the autograd node. None for a gradient accumulation, which
         belongs to no forward op, and for a node that is older than this context."""
@@ -97,6 +101,8 @@ class ModulePaths:
 
     def _path(self, module: nn.Module) -> str:
         parent_path, parent = self._stack[-1] if self._stack else ("", None)
+        if parent is not None and compiled_module(parent) is module:
+            return parent_path
         known = self._names.get(id(module))
         if known is not None and known[0]() is module and _is_child(known[1], parent_path):
             return known[1]
@@ -111,7 +117,7 @@ class ModulePaths:
         known = self._names.get(id(module))
         if known is not None and known[0]() is module:  # called from outside, as a recomputation does
             return known[1]
-        return self._root_path(type(module).__name__, parent_path)
+        return self._root_path(type(compiled_module(module) or module).__name__, parent_path)
 
     def _name_below(self, parent: nn.Module, module: nn.Module) -> str | None:
         """The first name of the module below the parent. One walk over all submodules finds the names of all of them;
@@ -140,7 +146,7 @@ class CompiledRegions:
     def __init__(self) -> None:
         self._numbers = [0]  # sequence numbers at which the region changed ...
         self._regions: list[int | None] = [None]  # ... and what it changed to
-        self._next = 0  # the number that the first node of the next op will get
+        self._next = next_node_number()  # the number that the first node of the next op will get
 
     def note(self, region: int | None) -> None:
         """An op of this region ran. If it made an autograd node, that node exists by now."""
@@ -154,6 +160,13 @@ class CompiledRegions:
         if node is None or (number := node._sequence_nr()) > next_node_number():
             return None
         return self._regions[bisect_right(self._numbers, number) - 1]
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """The module that torch.compile wrapped in this one; None for others. (To import the wrapper's class is to import
+    the compiler.)"""
+    is_wrapper = type(module).__name__ == "OptimizedModule"
+    return getattr(module, COMPILED_MODULE, None) if is_wrapper else None
 
 
 def _is_child(path: str, parent_path: str) -> bool:

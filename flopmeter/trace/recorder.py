@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any, NamedTuple
@@ -119,14 +119,24 @@ class Recorder(TorchDispatchMode):
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._noted: WeakSet[nn.Module] = WeakSet()
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
+        self.kept_by: dict[int, str] = {}  # by storage: the module path of the compiled graph that returned it
         self._depth = 0
         self._undo = ExitStack()
 
+    def watch_regions(self, compiled_region: Callable[[], int | None]) -> None:
+        """From now on ops get the number of the compiled region that runs, which `compiled_region` returns."""
+        self._compiled_region, self._regions = compiled_region, CompiledRegions()
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would guard `__torch_dispatch__` against compilation, which costs about a microsecond an op. Nothing
-        is compiled while a dispatch mode is active, so no guard is needed."""
+        """torch would guard `__torch_dispatch__` against compilation, which costs about a microsecond an op.
+        Dynamo does not trace into a mode that ignores compilation, so no guard is needed."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile compiles while the recorder is on, and the recorder does not see it at work."""
+        return True
 
     def __enter__(self) -> Recorder:
         if self._depth == 0:  # else a composite enters again
@@ -157,6 +167,24 @@ class Recorder(TorchDispatchMode):
         threads in which autograd runs its backward passes."""
         return self in _get_current_dispatch_mode_stack()
 
+    def launch(
+        self, call: Call, tensors: Sequence[Tensor], module: str, phase: Phase, source: str | None, graph: int
+    ) -> None:
+        """Record a kernel of a compiled graph. `tensors` are of the storages of the call, by number; one that no op has
+        touched before is born here. `graph` is the number of the graph's call."""
+        trace = self.trace
+        written = {spec.storage for spec in call.outputs}
+        numbers = tuple(
+            self._number(tensor, len(trace.ops) if number in written else BEFORE, [])
+            for number, tensor in enumerate(tensors)
+        )
+        for tensor in tensors:
+            trace.devices.setdefault("meta" if tensor.is_meta else tensor.device.type)
+        trace.module_calls.append(self.modules.calls)
+        if streams.current() != DEFAULT_STREAM:
+            trace.stream_use.streams[len(trace.ops)] = streams.current()
+        trace.ops.append(Op(call, numbers, module, phase, source if self._source else None, None, graph))
+
     def on_event(self, event: int, stream: int) -> None:
         self.trace.stream_use.syncs.append(Sync(len(self.trace.ops), stream, "record", event))
 
@@ -184,6 +212,10 @@ class Recorder(TorchDispatchMode):
             return
         if self._steps:  # not where the context was entered inside of a step
             self._steps.pop()
+        self.note_optimizer(optimizer)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its parameters and its state are what they are."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._note_parameter(parameter)
@@ -199,6 +231,11 @@ class Recorder(TorchDispatchMode):
             self._noted.add(module)
             for parameter in (*module.parameters(), *module.buffers()):
                 self._note_parameter(parameter)
+
+    def enter_compiled(self, module: nn.Module) -> str:
+        """The path of a module that runs compiled, so that no hook sees it."""
+        self._note_module(module)
+        return self.modules.path_of(module)
 
     def _note_parameter(self, parameter: Tensor) -> None:
         self._note(parameter, "parameters")
@@ -423,7 +460,8 @@ class Recorder(TorchDispatchMode):
         if graph_task() == -1:
             self._regions.note(running)
             return running
-        return self._regions.of_node(autograd_node())
+        found = self._regions.of_node(autograd_node())
+        return running if found is None else found
 
     def _path_in_backward(self) -> str:
         if self.modules.path:

@@ -44,7 +44,7 @@ from flopmeter.records import (
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.torch_names.operators import aten
 
-__all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "modules_compiled", "whole_program"]
+__all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "modules_compiled", "padded", "whole_program"]
 
 NOTE = (
     "compiled: fusion by inductor's default rules; recomputation of saved activations "
@@ -84,7 +84,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
             casts.setdefault(product, []).append(members)
             continue
         if flow.roles[members[0]] is OPAQUE:
-            cost, ops_of_product = _of_library(first, libraries), first.ops
+            cost, ops_of_product = padded(first, libraries), first.ops
             for cast in casts.get(members[0], ()):
                 cost = with_cast(cost, [kernels[member].cost for member in cast], *traffic.of_group(cast))
                 ops_of_product += tuple(kernels[member].ops[0] for member in cast)
@@ -129,7 +129,7 @@ def _long_rereads(part: Cost) -> list[Reread]:
     return [reread for reread in rereads if reread.row_bytes > HELD_ROW_ELEMENTS * item_bytes_of(part.dtype)]
 
 
-def _of_library(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
+def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
     """The kernel stays as it is, but torch/_inductor/fx_passes/pad_mm.py pads matmuls where its benchmark says so."""
     cost, work = kernel.cost, kernel.cost.work
     if kernel.op.call.func.overloadpacket not in (aten.mm, aten.addmm, aten.bmm) or not isinstance(work, MatmulWork):

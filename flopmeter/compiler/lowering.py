@@ -1,0 +1,59 @@
+"""One graph of AOTAutograd's, through inductor's passes, lowerings and Scheduler: everything that inductor does before
+it writes code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flopmeter.compiler.posing import pose
+from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.private import no_dispatch_modes
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A scheduled graph: `graph` is inductor's GraphLowering, `nodes` are its scheduler's, in order."""
+
+    graph: Any
+    nodes: Sequence[Any]
+    bytes_of: Sequence[int]  # read and written by each node, by the scheduler's own estimate
+    user_outputs: frozenset[int]  # which of the graph's results are the program's, not kept for the backward pass
+
+
+def lower(module: Any, options: dict[str, Any]) -> Lowered:
+    """Schedule a graph whose nodes have fake values. Must run inside `posing`.
+
+    `options`: those that compile_fx passes on to what compiles one graph. As `_InProcessFxCompile.codegen_and_compile`
+    does in torch/_inductor/compile_fx.py, up to the code.
+    """
+    is_inference, is_backward = options.get("is_inference", False), options.get("is_backward", False)
+    virtualized = names.VIRTUALIZED.value
+    with no_dispatch_modes(), virtualized.set_debug_handler(names.DEBUG_CONTEXT.value()), torch.no_grad():
+        pose(module)
+        inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        shapes = module.shape_env or names.SHAPE_ENV_OF.value(inputs)
+        names.VIEW_TO_RESHAPE.value(module)
+        fake_mode = names.FAKE_TENSOR_PROP.value(module, inputs)
+        names.NOTE_STRIDES.value(module)
+        with virtualized.set_fake_mode(fake_mode), names.PADDING_OFF.value(inputs):
+            names.POST_PASSES.value(module, is_inference=is_inference)
+            graph = names.GRAPH_LOWERING.value(
+                module,
+                example_inputs=inputs,
+                shape_env=shapes,
+                graph_id=options.get("graph_id"),
+                is_inference=is_inference,
+                is_backward=is_backward,
+                get_decomp_fn=options["get_decomp_fn"],
+            )
+            graph.freeze_runtime_asserts()
+            with virtualized.set_graph_handler(graph), virtualized.set_extern_kernel_nodes([]):
+                graph.run(*inputs)
+                graph._update_scheduler()
+                nodes = list(graph.scheduler.nodes)
+                outputs = frozenset(module.graph.output_node().meta.get("user_visible_output_idxs", ()))
+                return Lowered(graph, nodes, [node.get_read_write_buffers_sizes() for node in nodes], outputs)

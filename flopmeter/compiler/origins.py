@@ -1,0 +1,179 @@
+"""From a kernel back to the ops of the program: FLOPs, class, module and source line of each node of its FX graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from flopmeter.costs import RULES, costs_of, normalization
+from flopmeter.costs.traffic import is_view
+from flopmeter.known_values import DataDependentError
+from flopmeter.records import (
+    CONTRACTION,
+    ELEMENTWISE,
+    INDEXING,
+    MOVEMENT,
+    NORMALIZATION,
+    RANDOM,
+    REDUCTION,
+    UNCOUNTED,
+    Call,
+    Origin,
+)
+from flopmeter.trace.tensor_specs import build_call
+
+_ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def own_node(operation: Any) -> Any:
+    """The FX node that a library call is of; None where inductor made it up."""
+    own = operation.get_origin_node()
+    overload = getattr(operation, "op_overload", None)
+    found = [own] if own is not None else [node for node in operation.origins if node.target is overload]
+    return found[0] if len(found) == 1 and isinstance(found[0].target, OpOverload) else None
+
+
+def is_work(node: Any) -> bool:
+    """Whether the node is an op that is no view."""
+    return isinstance(node.target, OpOverload) and not is_view(node.target)
+
+
+def reads_nothing(node: Any) -> bool:
+    return not any(isinstance(each.meta.get("val"), torch.Tensor) for each in node.all_input_nodes)
+
+
+def least_steps(node: Any, origin: Origin, sizes: Callable[[Any], int]) -> int:
+    """How many steps loops need for all of the op's work: one for each element of its result or, unless it picks some
+    elements, of its largest tensor."""
+    picks = origin.op_class in (INDEXING, MOVEMENT)
+    held = [node.meta.get("val"), *(() if picks else (each.meta.get("val") for each in node.all_input_nodes))]
+    return max((prod(map(sizes, value.shape)) for value in held if isinstance(value, torch.Tensor)), default=0)
+
+
+def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
+    """`call` is the node's, where the caller has it."""
+    original = node.meta.get("original_aten")
+    op_class, flops, transcendentals = _work(node, call)
+    if op_class not in (CONTRACTION, UNCOUNTED) and _is_normalization(original):
+        flops, op_class = tuple((NORMALIZATION, count) for _, count in flops), NORMALIZATION
+    tag = node.meta.get("partitioner_tag")
+    is_recomputed = is_backward and tag == "is_forward"
+    return Origin(
+        op_name(node),
+        op_class,
+        flops,
+        transcendentals,
+        _module(node),
+        _source(node),
+        _result_bytes(node),
+        is_recomputed,
+    )
+
+
+# FLOPs and transcendentals for each element of the largest input, and class, of the ops that inductor adds
+# (torch/_inductor/inductor_prims.py). Random bits and maxima are no FLOPs; an online softmax subtracts, exponentiates
+# and adds up.
+_INDUCTORS_OWN = {
+    "inductor_seed": (RANDOM, 0, 0),
+    "inductor_seeds": (RANDOM, 0, 0),
+    "inductor_lookup_seed": (RANDOM, 0, 0),
+    "inductor_random": (RANDOM, 0, 0),
+    "inductor_randint": (RANDOM, 0, 0),
+    "prepare_softmax_online": (NORMALIZATION, 3, 1),
+    "_low_memory_max_pool_with_offsets": (REDUCTION, 0, 0),
+    "_low_memory_max_pool_offsets_to_indices": (INDEXING, 0, 0),
+}
+
+
+def _own_work(node: Any) -> tuple[str, tuple[tuple[str, int], ...], int] | None:
+    known = _INDUCTORS_OWN.get(node.target.overloadpacket.__name__) if node.target.namespace == "prims" else None
+    if known is None:
+        return None
+    op_class, flops, functions = known
+    inputs = [each.meta.get("val") for each in node.all_input_nodes]
+    most = max((_traced(value.numel()) for value in inputs if isinstance(value, torch.Tensor)), default=0)
+    return op_class, ((op_class, flops * most),), functions * most
+
+
+def _traced(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...], int]:
+    """Class, FLOPs by class and transcendentals of a node by the rules of `costs`. Views are element-wise and free."""
+    own = _own_work(node)
+    if own is not None:
+        return own
+    try:
+        costs = costs_of(call or _call(node))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, DataDependentError):
+        if reads_nothing(node):
+            return MOVEMENT, (), 0
+        return UNCOUNTED, (), 0  # an op of the compiler's own, in a form that no rule knows
+    if not costs:
+        return ELEMENTWISE, (), 0
+    main = max(costs, key=lambda cost: cost.flops)
+    counted: dict[str, int] = {}
+    for cost in costs:
+        for name, flops in cost.flops_by_class:
+            counted[name] = counted.get(name, 0) + flops
+    return main.op_class, tuple(counted.items()), sum(cost.transcendentals for cost in costs)
+
+
+def _call(node: Any) -> Call:
+    """The node's call, by the fake values that it was traced with."""
+    numbers: dict[int, int] = {}
+
+    def held(value: Any) -> Any:
+        return value.meta["val"] if isinstance(value, torch.fx.Node) else value
+
+    args, kwargs = torch.fx.node.map_aggregate(node.args, held), torch.fx.node.map_aggregate(node.kwargs, held)
+    return build_call(
+        node.target,
+        args,
+        kwargs,
+        node.meta["val"],
+        lambda tensor: numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers)),
+    )
+
+
+def _result_bytes(node: Any) -> int:
+    value = node.meta.get("val")
+    held = value if isinstance(value, (list, tuple)) else (value,)
+    return sum(_traced(each.numel()) * each.dtype.itemsize for each in held if isinstance(each, torch.Tensor))
+
+
+def _is_normalization(original: Any) -> bool:
+    if not isinstance(original, OpOverload):
+        return False
+    found = RULES.get(original) or RULES.get(original.overloadpacket)
+    return found is not None and found.__module__ == normalization.__name__
+
+
+def op_name(node: Any) -> str:
+    """Of the program's op, before it was decomposed."""
+    original = node.meta.get("original_aten")
+    op = original if isinstance(original, OpOverload) else node.target
+    name: str = op.overloadpacket.__name__
+    return name if op.namespace in ("aten", "prims") else f"{op.namespace}::{name}"
+
+
+def _module(node: Any) -> str:
+    """The path of the node's module below the one that was compiled."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _ROOT.sub("", path).replace("_modules['", "").replace("']", "")
+
+
+def _source(node: Any) -> str | None:
+    """The innermost line of the program that led to the node."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return ":".join(frames[-1]) if frames else None

@@ -1,0 +1,299 @@
+"""What a call of a scheduled graph does on the device, for one set of sizes: kernels, the buffers that they allocate,
+and those that are freed after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from flopmeter.compiler.lowering import Lowered
+from flopmeter.compiler.origins import is_work, least_steps, op_name, origin_of, own_node, reads_nothing
+from flopmeter.compiler.regions import Regions, Sizes
+from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
+from flopmeter.records.compiled import KernelKind
+from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.private import no_dispatch_modes
+
+KERNEL = torch.library.Library("flopmeter", "DEF")
+KERNEL.define("compiled_kernel(Tensor[] reads, Tensor(a!)[] writes, *, str kernel) -> ()")
+compiled_kernel = torch.ops.flopmeter.compiled_kernel.default
+"""The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
+
+
+class Placed(NamedTuple):
+    """A tensor as inductor lays it out. `buffer` names the allocation, of the graph's or one that it was passed."""
+
+    buffer: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: str
+
+    def spec(self, storage: int) -> TensorSpec:
+        return TensorSpec(self.shape, self.stride, self.dtype, storage, self.offset, self.device)
+
+
+class PlanStep(NamedTuple):
+    """A kernel, or an allocation without one."""
+
+    allocates: tuple[Placed, ...]
+    call: Call | None
+    buffers: tuple[str, ...]  # by their numbers in the call
+    kernel: CompiledKernel | None
+    frees: tuple[str, ...]
+
+    @property
+    def main(self) -> Origin | None:
+        """The op that stands for the kernel's place in the program: the one with the most FLOPs."""
+        origins = self.kernel.origins if self.kernel else ()
+        return max(reversed(origins), key=lambda origin: sum(flops for _, flops in origin.flops_by_class), default=None)
+
+
+class Plan(NamedTuple):
+    inputs: tuple[str, ...]
+    steps: tuple[PlanStep, ...]
+    outputs: tuple[Placed | int | None, ...]
+
+    @property
+    def kernels(self) -> tuple[CompiledKernel, ...]:
+        return tuple(step.kernel for step in self.steps if step.kernel is not None)
+
+
+def plan_of(lowered: Lowered, sizes: Sizes, *, is_backward: bool) -> Plan:
+    with names.VIRTUALIZED.value.set_graph_handler(lowered.graph), no_dispatch_modes():
+        return _Planner(lowered, sizes, is_backward).plan()
+
+
+class _Planner:
+    def __init__(self, lowered: Lowered, sizes: Sizes, is_backward: bool):
+        self._lowered, self._sizes, self._is_backward = lowered, sizes, is_backward
+        self._graph, self._scheduler = lowered.graph, lowered.graph.scheduler
+        self._ir = names.IR.owner
+        self._regions = Regions(self._graph, sizes, self.base)
+        self._allocated = {*self._graph.graph_input_names, *self._graph.constants}
+        self._parts: dict[str, list[Any]] = {}  # of an op with several results: the nodes that stand for them
+        for node in lowered.nodes:
+            if isinstance(node.node, self._ir.MultiOutput):
+                self._parts.setdefault(self._source_of(node.node), []).append(node.node)
+
+    def plan(self) -> Plan:
+        steps = tuple(map(self._step, self._lowered.nodes, self._lowered.bytes_of))
+        return Plan(tuple(self._graph.graph_input_names), steps, tuple(map(self._output, self._graph.graph_outputs)))
+
+    def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
+        frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
+        made = tuple(self._allocations(node))
+        if isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput) or _is_host(node):
+            return PlanStep(made, None, (), None, frees)
+        if isinstance(node, names.EXTERN_NODE.value):
+            call, buffers, kernel = self._library(node, scheduler_bytes)
+        else:
+            kind: KernelKind = "template" if node.is_template() else "triton"
+            call, buffers, kernel = self._written(
+                node, kind, _origins(node, self._sizes, self._is_backward), scheduler_bytes
+            )
+        return PlanStep(made, call, buffers, kernel, frees)
+
+    def _written(
+        self, node: Any, kind: KernelKind, origins: tuple[Origin, ...], scheduler_bytes: int
+    ) -> tuple[Call, tuple[str, ...], CompiledKernel]:
+        """A kernel that is known by what it reads and writes."""
+        numbers: dict[str, int] = {}
+        touched = self._regions.of(node)
+        reads, writes = (
+            tuple(
+                Region(self._placed(name).spec(numbers.setdefault(name, len(numbers))), nbytes) for name, nbytes in part
+            )
+            for part in touched
+        )
+        reduced = self._sizes(node.group[1][1]) if getattr(node, "group", None) and len(node.group[1]) == 2 else 1
+        name = _name([origin.op for origin in origins] or names_of(node)) or kind
+        kernel = CompiledKernel(name, kind, reads, writes, origins, scheduler_bytes, max(reduced, 1))
+        read, written = (tuple(region.spec for region in part if region.spec) for part in (reads, writes))
+        call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
+        return call, tuple(numbers), kernel
+
+    def _library(self, node: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
+        fx = own_node(node.node)
+        if fx is None or fx.target.namespace == "prims":  # an op of inductor's own
+            return self._written(node, "library", _origins(node, self._sizes, self._is_backward), scheduler_bytes)
+        call, buffers = self._call(node.node, fx)
+        origin = origin_of(fx, call, is_backward=self._is_backward)
+        reads = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.inputs))
+        writes = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.outputs))
+        return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), scheduler_bytes)
+
+    def _call(self, kernel: Any, fx: Any) -> tuple[Call, tuple[str, ...]]:
+        """The call of the library's op, its tensors laid out as inductor does it."""
+        numbers: dict[str, int] = {}
+        ours = iter([each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)])
+        inputs: list[TensorSpec] = []
+
+        def spec(placed: Placed) -> TensorSpec:
+            return placed.spec(numbers.setdefault(placed.buffer, len(numbers)))
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, torch.fx.Node):
+                held = value.meta.get("val")
+                if not isinstance(held, torch.Tensor):
+                    return self._sizes(held) if isinstance(held, (torch.SymInt, int)) else held
+                placed, ir = self._faked(held, f"{kernel.get_name()}.{len(inputs)}"), next(ours, None)
+                laid = None if ir is None else self._laid(ir)
+                if laid is not None and prod(laid.shape) == prod(placed.shape):
+                    placed = laid
+                inputs.append(spec(placed))
+                return inputs[-1]
+            if isinstance(value, (list, tuple)):
+                return tuple(map(argument, value))
+            return self._sizes(value) if isinstance(value, torch.SymInt) else value
+
+        args = tuple(map(argument, fx.args))
+        kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
+        outputs = tuple(spec(placed) for placed in self._results(kernel, fx))
+        return Call(fx.target, args, kwargs, tuple(inputs), outputs), tuple(numbers)
+
+    def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
+        """What the op returns, unread results included."""
+        held = [value for value in _flat((fx.meta.get("val"),)) if isinstance(value, torch.Tensor)]
+        parts = self._parts.get(kernel.get_name(), [])
+        if not parts:
+            if _has_memory(kernel, self._ir):
+                yield self._placed(self.base(kernel.get_name()))
+            elif not fx.target._schema.is_mutable:
+                yield from (self._faked(value, f"{kernel.get_name()}.out") for value in held)
+            return
+        yield from (self._placed(self.base(part.get_name())) for part in parts)
+
+    def _allocations(self, node: Any) -> Iterator[Placed]:
+        """Buffers that come to be with the node; a part of a larger buffer brings that one."""
+        if isinstance(node.node, self._ir.MultiOutput):
+            return
+        made = [buffer.node for buffer in node.get_outputs() if _has_memory(buffer.node, self._ir)]
+        for buffer in (*made, *self._parts.get(node.get_name() and _name_of(node), ())):
+            base = self.base(buffer.get_name())
+            if base not in self._allocated:
+                self._allocated.add(base)
+                yield self._placed(base)
+
+    def base(self, name: str) -> str:
+        """The buffer whose memory the buffer of that name has."""
+        while True:
+            real = self._scheduler.mutation_real_name.get(name)
+            if real is not None and real != name:
+                name = real
+                continue
+            layout = getattr(self._graph.name_to_buffer.get(name), "layout", None)
+            if isinstance(layout, self._ir.NonOwningLayout):
+                name = layout.view.get_name()
+            elif isinstance(layout, self._ir.MutationLayoutSHOULDREMOVE):
+                name = layout.get_buffer().get_name()
+            else:
+                return name
+
+    def _placed(self, name: str) -> Placed:
+        """The whole buffer."""
+        if name in self._graph.constants:
+            return self._faked(self._graph.constants[name], name)
+        held = self._graph.graph_inputs.get(name)
+        return self._by_layout(name, (self._graph.name_to_buffer[name] if held is None else held).get_layout())
+
+    def _laid(self, ir: Any) -> Placed | None:
+        """A tensor that an op is passed: a buffer or a view of one."""
+        try:
+            return self._by_layout(self.base(ir.get_name()), ir.get_layout())
+        except (AttributeError, NotImplementedError):
+            return None
+
+    def _by_layout(self, name: str, layout: Any) -> Placed:
+        shape, stride = (tuple(map(self._sizes, part)) for part in (layout.size, layout.stride))
+        return Placed(name, shape, stride, self._sizes(layout.offset), layout.dtype, _device(layout.device))
+
+    def _faked(self, tensor: torch.Tensor, name: str) -> Placed:
+        shape, stride = (tuple(map(self._sizes, part)) for part in (tensor.shape, tensor.stride()))
+        offset = self._sizes(tensor.storage_offset())
+        return Placed(name, shape, stride, offset, tensor.dtype, _device(tensor.device))
+
+    def _output(self, ir: Any) -> Placed | int | None:
+        if isinstance(ir, self._ir.NoneAsConstantBuffer):
+            return None
+        if isinstance(ir, self._ir.ShapeAsConstantBuffer):
+            return self._sizes(ir.expr)
+        return self._laid(ir)
+
+    def _source_of(self, part: Any) -> str:
+        """The name of the op that a result, or a result in a list of results, is of."""
+        while isinstance(part, self._ir.MultiOutput):
+            part = part.inputs[0]
+        name: str = part.get_name()
+        return name
+
+
+def _name_of(node: Any) -> str:
+    return node.node.get_name() if node.node is not None else ""
+
+
+def _origins(node: Any, sizes: Sizes, is_backward: bool) -> tuple[Origin, ...]:
+    """The ops of the graph that the kernel computes, in the graph's order; without views.
+
+    Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where
+    its result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
+    """
+    found: dict[Any, Origin] = {}
+    for part in node.get_nodes():
+        if part.node is None:
+            continue
+        loops = getattr(part, "group", None)  # a library call has none
+        steps = prod(sizes(size) for group in loops[1] for size in _as_tuple(group)) if loops else 0
+        for fx in part.node.origins:
+            if fx not in found and is_work(fx):
+                origin = origin_of(fx, None, is_backward=is_backward)
+                if reads_nothing(fx) or (part.read_writes.reads and steps >= least_steps(fx, origin, sizes)):
+                    found[fx] = origin
+    return tuple(found[fx] for fx in sorted(found))
+
+
+def _as_tuple(group: Any) -> tuple[Any, ...]:
+    return tuple(group) if isinstance(group, (list, tuple)) else (group,)
+
+
+def names_of(node: Any) -> list[str]:
+    """Of the ops that led to a kernel which has no work of its own, such as the second stage of a reduction."""
+    nodes = {fx: None for part in node.get_nodes() if part.node is not None for fx in part.node.origins}
+    return [op_name(fx) for fx in sorted(nodes) if is_work(fx)]
+
+
+def _name(ops: Iterable[str], most: int = 6) -> str:
+    """As the rules of launch/fusion name a fused kernel."""
+    ops = list(dict.fromkeys(ops))
+    more = [f"{len(ops) - most} more"] if len(ops) > most else []
+    return ops[0] if len(ops) == 1 else f"fused({', '.join(ops[:most] + more)})" if ops else ""
+
+
+def _has_memory(buffer: Any, ir: Any) -> bool:
+    layout = buffer.get_output_spec()
+    return isinstance(layout, ir.Layout) and not isinstance(layout, ir.MutationLayoutSHOULDREMOVE)
+
+
+def _is_tensor(each: Any) -> bool:
+    return not hasattr(each, "expr") and getattr(each, "get_size", None) is not None
+
+
+def _is_host(node: Any) -> bool:
+    device = node.get_device()
+    return device is not None and device.type == "cpu"
+
+
+def _device(device: torch.device) -> str:
+    return "meta" if device.type == "cuda" else device.type
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values.values() if isinstance(values, Mapping) else values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value

@@ -1,0 +1,194 @@
+"""Fake tensors that pose as tensors of a CUDA device, and what answers for the device that is not there.
+
+A fake tensor tells Python that it is on `cuda:0`, so that inductor compiles for a GPU, while C++ takes it for a meta
+tensor: autograd finds a queue for its backward pass, indexing finds a device guard, and the emulation in `as_cuda`
+dispatches what CUDA would. All stand-ins are for the thread that poses and go when it stops.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from flopmeter.torch_names import compiler as names
+
+CUDA = torch.device("cuda", 0)
+WARP_THREADS = 32
+REGISTERS_PER_SM = 65536  # 32-bit ones, on all since Kepler (CUDA C programming guide, technical specifications)
+
+RNG_STATE_BYTES = 16  # a seed and an offset of Philox (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)
+
+# Most resident threads of an SM by compute capability (same table); 2048 where it is not listed.
+SM_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+
+
+@dataclass(frozen=True)
+class PosedDevice:
+    """What inductor asks of a device."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    sm_count: int
+
+
+class _Posing(threading.local):
+    device: PosedDevice | None = None
+
+
+_posing = _Posing()
+
+
+@contextmanager
+def posing(device: PosedDevice) -> Iterator[None]:
+    """Meta tensors can pose as `device`'s in this context, in this thread."""
+    if _posing.device is not None:
+        yield
+        return
+    with ExitStack() as undo:
+        for owner, attribute, stand_in in _stand_ins(device):
+            undo.callback(_restore, owner, attribute, vars(owner).get(attribute, _ABSENT))
+            setattr(owner, attribute, stand_in)
+        undo.callback(setattr, _posing, "device", None)
+        _posing.device = device
+        yield
+
+
+_ABSENT = object()
+
+
+def _restore(owner: Any, attribute: str, before: Any) -> None:
+    if before is _ABSENT:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, before)
+
+
+def _here(stand_in: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`stand_in` in the thread that poses, `plain` in others."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return (plain if _posing.device is None else stand_in)(*args, **kwargs)
+
+    return answer
+
+
+def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
+    """Owner, attribute, and what stands in for it."""
+    major, minor = device.compute_capability
+    threads = SM_THREADS.get(device.compute_capability, 2048)
+    facts = SimpleNamespace(
+        name=device.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=device.sm_count,
+        warp_size=WARP_THREADS,
+        max_threads_per_multi_processor=threads,
+        regs_per_multiprocessor=REGISTERS_PER_SM,
+        gcnArchName="",
+    )
+    create = names.DEVICE_PROPERTIES
+    properties = create.owner.DeviceProperties
+    hints = properties(
+        type="cuda",
+        index=0,
+        multi_processor_count=device.sm_count,
+        cc=10 * major + minor,
+        major=major,
+        regs_per_multiprocessor=REGISTERS_PER_SM,
+        max_threads_per_multi_processor=threads,
+        warp_size=WARP_THREADS,
+    )
+    yield properties, "create", staticmethod(_here(lambda _: hints, create.value))
+    cuda = torch.cuda
+    yield cuda, "current_device", _here(lambda: 0, cuda.current_device)
+    yield cuda, "get_device_properties", _here(lambda _=None: facts, cuda.get_device_properties)
+    yield cuda, "get_device_capability", _here(lambda _=None: (major, minor), cuda.get_device_capability)
+    yield (
+        cuda,
+        "get_rng_state",
+        _here(lambda _=None: torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8), cuda.get_rng_state),
+    )
+    worker = names.CUDA_WORKER
+    yield worker.owner.CudaInterface.Worker, "current_device", staticmethod(_here(lambda: 0, worker.value))
+    triton = names.SCHEDULER_HAS_TRITON
+    yield triton.owner, "has_triton", _here(lambda *_: True, triton.value)
+    folder = names.DEDUCE_VALUE
+    yield folder.owner.UniformValueConstantFolder, "_deduce_value", _here(_on_cpu(folder.value), folder.value)
+    yield torch.Tensor, "_make_subclass", staticmethod(_here(_make_posing, torch.Tensor._make_subclass))
+    yield FakeTensor, "is_meta", property(lambda tensor: tensor.device.type == "meta")
+    yield FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda")
+
+
+class _MadeOnCpu(TorchDispatchMode):
+    """Constants are made, and folded, on the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == CUDA:
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def _on_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def deduce(*args: Any) -> Any:
+        with _MadeOnCpu():  # type: ignore[no-untyped-call]
+            return plain(*args)
+
+    return deduce
+
+
+_make_subclass = torch.Tensor._make_subclass
+
+
+def _make_posing(cls: type, elem: Any, requires_grad: bool = False, **options: Any) -> Any:
+    """FakeTensor's constructor: one of a CUDA device is a meta tensor for C++."""
+    device = options.get("device_for_backend_keys")
+    if device is not None and torch.device(device).type == "cuda":
+        options = {name: options[name] for name in options.keys() - {"device_for_backend_keys", "dispatch_device"}}
+    return _make_subclass(cls, elem, requires_grad, **options)
+
+
+META = torch.device("meta")
+
+
+def pose(graph: Any) -> None:
+    """Move a graph of fake meta tensors to the device: the values of its nodes, and the devices that it names."""
+    _rename_device(graph, META, CUDA)
+    for node in graph.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(_posed_if_tensor, node.meta["val"])
+
+
+def unpose(graph: Any) -> None:
+    """The devices that a graph names are meta again, so that it can run."""
+    _rename_device(graph, CUDA, META)
+    graph.recompile()
+
+
+def _rename_device(graph: Any, old: torch.device, new: torch.device) -> None:
+    for node in graph.graph.nodes:
+        if node.kwargs.get("device") == old:
+            node.kwargs = {**node.kwargs, "device": new}
+        if any(isinstance(argument, torch.device) and argument == old for argument in node.args):
+            node.args = tuple(new if argument == old else argument for argument in node.args)
+
+
+def _posed_if_tensor(value: Any) -> Any:
+    return posed(value) if isinstance(value, torch.Tensor) else value
+
+
+def posed(tensor: torch.Tensor) -> torch.Tensor:
+    """Its twin on the device; tensors of other devices are their own."""
+    if not isinstance(tensor, FakeTensor) or tensor.device.type != "meta":
+        return tensor
+    with tensor.fake_mode, torch.no_grad():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)

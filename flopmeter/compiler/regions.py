@@ -1,0 +1,104 @@
+"""Which elements of each buffer a kernel of inductor's reads and writes, from the indices of its loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from flopmeter.known_values import DataDependentError
+from flopmeter.torch_names import compiler as names
+
+Bytes = list[tuple[str, int]]
+
+
+class Sizes:
+    """Turns inductor's expressions into numbers."""
+
+    def __init__(self, symbols: Mapping[Any, int]):
+        self._symbols = dict(symbols)
+
+    def __call__(self, expression: Any) -> int:
+        """Raises DataDependentError for a size that depends on data."""
+        if isinstance(expression, int):
+            return expression
+        if isinstance(expression, torch.SymInt):
+            expression = expression.node.expr
+        if self._symbols:
+            expression = expression.subs(self._symbols)
+        try:
+            return int(expression)
+        except TypeError:
+            raise DataDependentError(f"a size of a compiled graph, {expression}") from None
+
+
+class Regions:
+    """Of one scheduled graph. `base` names the buffer whose memory a buffer has."""
+
+    def __init__(self, graph: Any, sizes: Sizes, base: Callable[[str], str]):
+        self._graph, self._sizes, self._base = graph, sizes, base
+
+    def of(self, node: Any) -> tuple[Bytes, Bytes]:
+        """Bytes read and bytes written by a node of the scheduler, by the buffer that holds them.
+
+        What a fused kernel hands on inside is not touched. An element that several loops read counts once where their
+        indices agree; a gather counts as many elements as it has indices; no buffer counts more than it holds.
+        """
+        inside = {buffer.get_name() for buffer in node.get_outputs()}
+        kept = {buffer.get_name() for buffer in node.get_outputs() if _is_needed(buffer, node)}
+        deps = node.read_writes
+        read = [dep for dep in deps.reads if dep.name not in inside]
+        return self._bytes(read), self._bytes([dep for dep in deps.writes if dep.name in kept])
+
+    def _bytes(self, deps: Iterable[Any]) -> Bytes:
+        elements: dict[str, dict[Any, int]] = {}
+        for dep in deps:
+            if isinstance(dep, names.WEAK_DEP.value):
+                continue
+            parts = elements.setdefault(dep.name, {})
+            if isinstance(dep, names.MEMORY_DEP.value):
+                index = dep.normalize().index
+                parts[index] = max(parts.get(index, 0), self._elements(dep))
+            else:
+                parts[None] = self._whole(dep.name)
+        found: dict[str, int] = {}
+        for name, parts in elements.items():
+            place = self._base(name)
+            nbytes = min(sum(parts.values()), self._whole(name)) * self._item_bytes(name)
+            found[place] = min(found.get(place, 0) + nbytes, self._whole(place) * self._item_bytes(place))
+        return [(name, nbytes) for name, nbytes in found.items() if nbytes]
+
+    def _elements(self, dep: Any) -> int:
+        """Elements that the loops of one access touch: those over which the index moves; all, if it looks it up."""
+        moves = dep.index.free_symbols
+        looks_up = any(str(symbol).startswith(("tmp", "indirect")) for symbol in moves)
+        return prod(self._sizes(size) for var, size in dep.ranges.items() if looks_up or var in moves)
+
+    def _buffer(self, name: str) -> Any:
+        found = self._graph.name_to_buffer.get(name)
+        found = self._graph.graph_inputs.get(name) if found is None else found
+        return found if hasattr(found, "get_size") else None
+
+    def _whole(self, name: str) -> int:
+        if name in self._graph.constants:
+            return int(self._graph.constants[name].numel())
+        try:
+            buffer = self._buffer(name)
+            return 0 if buffer is None else prod(map(self._sizes, buffer.get_size()))
+        except NotImplementedError:  # several results, or none
+            return 0
+
+    def _item_bytes(self, name: str) -> int:
+        held = self._graph.constants.get(name) if name in self._graph.constants else self._buffer(name)
+        try:
+            return 0 if held is None else int(held.dtype.itemsize)
+        except NotImplementedError:  # several results: each is a buffer of its own
+            return 0
+
+
+def _is_needed(buffer: Any, node: Any) -> bool:
+    """Whether anyone but the kernel itself reads the buffer."""
+    own = {id(part) for part in (node, *node.get_nodes())}
+    return any(id(user.node) not in own for user in buffer.users) or bool(buffer.get_mutations())

@@ -1,0 +1,186 @@
+"""Runs a compiled graph on meta tensors: allocates what inductor would, records its kernels, frees what it would."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flopmeter.compiler.lowering import Lowered
+from flopmeter.compiler.plan import Placed, Plan, plan_of
+from flopmeter.compiler.pricing import uncounted_in
+from flopmeter.compiler.regions import Sizes
+from flopmeter.records import CompiledGraph, Phase
+from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.trace.recorder import Recorder
+
+_OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
+
+
+class Replay:
+    """What AOTAutograd calls in place of inductor's code, with a list of arguments that it may empty."""
+
+    def __init__(
+        self, lowered: Lowered, graph: CompiledGraph, recorder: Recorder, forget: Callable[[Tensor], None]
+    ) -> None:
+        self._lowered, self._graph, self._recorder, self._forget = lowered, graph, recorder, forget
+        self._inputs = [(name, lowered.graph.graph_inputs[name]) for name in lowered.graph.graph_input_names]
+        self._plans: dict[tuple[tuple[Any, int], ...], Plan] = {}
+        self._paths = _Paths(recorder)
+        if not any(getattr(size, "free_symbols", None) for _, held in self._inputs for size in _sizes_of(held)):
+            self._plan(())
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        plan = self._plan(tuple(sorted(self._symbols(args), key=str)))
+        recorder, compilation = self._recorder, self._recorder.trace.compilation
+        call = len(compilation.calls)
+        compilation.calls.append(self._graph.number)
+        self._graph.calls += 1
+        root, phase = self._paths.root(self._graph, args), self._phase(plan)
+        held: dict[str, Tensor] = dict(zip(plan.inputs, args, strict=True))
+        held |= self._lowered.graph.constants
+        args.clear()
+        for step in plan.steps:
+            born = {placed.buffer: _allocate(placed) for placed in step.allocates}
+            held |= born
+            if step.call is not None:
+                tensors = [held.get(name) for name in step.buffers]
+                present = [_scratch() if tensor is None else tensor for tensor in tensors]
+                for spec in step.call.outputs:
+                    self._forget(present[spec.storage])
+                main = step.main
+                module = ".".join(filter(None, (root, main.module if main else "")))
+                is_again = step.kernel is not None and _is_recomputation(step.kernel.origins)
+                recorder.launch(
+                    step.call, present, module, "recompute" if is_again else phase, main.source if main else None, call
+                )
+            born.clear()
+            for name in step.frees:
+                if name not in self._kept(plan):
+                    held.pop(name, None)
+        results = [_result(output, held) for output in plan.outputs]
+        self._paths.keep(self._graph, root, results)
+        if self._graph.part == "forward":
+            self._graph.saved_bytes = self._saved_bytes(plan, results)
+        return results
+
+    def _plan(self, symbols: tuple[tuple[Any, int], ...]) -> Plan:
+        """For these sizes."""
+        plan = self._plans.get(symbols)
+        if plan is None:
+            is_backward = self._graph.part == "backward"
+            plan = self._plans[symbols] = plan_of(self._lowered, Sizes(dict(symbols)), is_backward=is_backward)
+            if not self._graph.kernels:
+                self._graph.kernels, self._graph.uncounted = plan.kernels, uncounted_in(plan.kernels)
+        return plan
+
+    def _symbols(self, args: list[Any]) -> Iterator[tuple[Any, int]]:
+        """What the symbols in sizes stand for in this call."""
+        known = set()
+        for (_, held), value in zip(self._inputs, args, strict=True):
+            numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+            for expression, number in zip(_sizes_of(held), numbers, strict=False):
+                if getattr(expression, "is_Symbol", False) and expression not in known:
+                    known.add(expression)
+                    yield expression, int(number)
+
+    def _saved_bytes(self, plan: Plan, results: list[Any]) -> int:
+        """Of what the forward graph returns beside the results of the program, and made itself."""
+        user = {getattr(plan.outputs[number], "buffer", None) for number in self._lowered.user_outputs}
+        made = {placed.buffer for step in plan.steps for placed in step.allocates} - user
+        saved = {
+            output.buffer: result.untyped_storage().nbytes()
+            for output, result in zip(plan.outputs, results, strict=True)
+            if isinstance(output, Placed) and output.buffer in made
+        }
+        return sum(saved.values())
+
+    @staticmethod
+    def _kept(plan: Plan) -> set[str]:
+        return {output.buffer for output in plan.outputs if isinstance(output, Placed)}
+
+    def _phase(self, plan: Plan) -> Phase:
+        if self._graph.part == "backward":
+            return "backward"
+        sources = [origin.source or "" for kernel in plan.kernels for origin in kernel.origins]
+        is_step = sources and all(_OPTIMIZERS in source for source in sources)
+        return "optimizer" if is_step else "forward"
+
+
+def _is_recomputation(origins: tuple[Any, ...]) -> bool:
+    return bool(origins) and all(origin.is_recomputed for origin in origins)
+
+
+def _sizes_of(held: Any) -> tuple[Any, ...]:
+    if not hasattr(held, "get_size"):
+        return (held,)
+    layout = held.get_layout()
+    return (*layout.size, *layout.stride)
+
+
+def _allocate(placed: Placed) -> Tensor:
+    with no_dispatch_modes():
+        return torch.empty_strided(placed.shape, placed.stride, dtype=placed.dtype, device=placed.device)
+
+
+def _scratch() -> Tensor:
+    """A result that nobody reads."""
+    with no_dispatch_modes():
+        return torch.empty(0, device="meta")
+
+
+def _result(output: Placed | int | None, held: dict[str, Tensor]) -> Any:
+    if not isinstance(output, Placed):
+        return output
+    tensor = held[output.buffer]
+    same = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+    if same == (output.shape, output.stride, output.offset, output.dtype):
+        return tensor
+    with no_dispatch_modes(), torch.no_grad():
+        seen: Any = torch.empty(0, dtype=output.dtype, device=tensor.device)
+        return seen.set_(tensor.untyped_storage(), output.offset, output.shape, output.stride)
+
+
+class _Paths:
+    """The path of the module that a call of a graph belongs to. A backward graph belongs where the forward graph ran
+    that kept its arguments."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def root(self, graph: CompiledGraph, args: list[Any]) -> str:
+        if graph.part == "backward":
+            tensors = (value for value in args if isinstance(value, Tensor))
+            known = (self._recorder.kept_by.get(value.untyped_storage()._cdata) for value in tensors)
+            return next(filter(None, known), "")
+        return self._of_frame(graph)
+
+    def keep(self, graph: CompiledGraph, root: str, results: list[Any]) -> None:
+        if graph.part == "forward":
+            for value in results:
+                if isinstance(value, Tensor):
+                    self._recorder.kept_by[value.untyped_storage()._cdata] = root
+
+    def _of_frame(self, graph: CompiledGraph) -> str:
+        """Of the module whose method the program compiled, or of the one that called the compiled function."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and graph.function != name_of(frame.f_code):
+            frame = frame.f_back
+        held = list(frame.f_locals.values()) if frame else []
+        for value in held:
+            if isinstance(value, Optimizer):
+                self._recorder.note_optimizer(value)
+        if held and isinstance(held[0], nn.Module):
+            return self._recorder.enter_compiled(held[0])
+        return self._recorder.modules.path
+
+
+def name_of(code: CodeType) -> str:
+    """'name (file:line)' of a function."""
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"

@@ -1,0 +1,372 @@
+"""torch.compile inside a meter: inductor is asked for its kernels, and each call of a compiled graph records them.
+
+A session stands between Dynamo and inductor while the meter is open. All that it changes in torch is put back when it
+closes, and what was compiled in it is forgotten, since it belongs to the meter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from flopmeter.compiler.lowering import lower
+from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, unpose
+from flopmeter.compiler.replay import Replay, name_of
+from flopmeter.known_values import entry_points
+from flopmeter.records import CompiledGraph, GraphBreak
+from flopmeter.records.compiled import GraphPass
+from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names import dispatcher
+from flopmeter.trace.recorder import Recorder
+
+# Needs a device to measure on, or is kept on disk for programs that run.
+WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
+AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
+MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+
+
+class Session:
+    """A context: functions that the program compiles in this thread are compiled by inductor for `device`.
+
+    `recorder` gets the kernels; `forget` is told of each tensor that one writes to; `run_eagerly` makes compiled
+    functions run eagerly, where this torch lacks a name.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        device: PosedDevice,
+        forget: Callable[[torch.Tensor], None],
+        run_eagerly: Callable[[], None],
+    ) -> None:
+        self._recorder, self._device, self._forget, self._run_eagerly = recorder, device, forget, run_eagerly
+        self._compilation = recorder.trace.compilation
+        self._thread = threading.get_ident()
+        self._reason: str | None = None  # of the compilation that runs
+        self._regions = 0
+        self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
+        self._depth = 0  # compiled calls inside compiled calls
+        self._hidden = ExitStack()
+        self._undo = ExitStack()
+        self._is_installed = False
+
+    def __enter__(self) -> Session:
+        if names.AROUND_CALL.loaded:
+            self._install()
+        else:  # torch is imported without its compiler: wait until the program asks for it
+            self._patch(torch, "compile", self._when_first_compiling(torch.compile))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._undo.close()
+
+    @property
+    def notes(self) -> Iterator[str]:
+        for failure in self._compilation.failures:
+            yield f"not compiled, so fused by the rules: {failure}"
+        uncounted = {name for graph in self._compilation.graphs for name in graph.uncounted}
+        if uncounted:
+            yield f"uncounted inside of compiled kernels: {', '.join(sorted(uncounted))}"
+
+    def _when_first_compiling(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compile_)
+        def install_and_compile(*args: Any, **kwargs: Any) -> Any:
+            self._install()
+            return compile_(*args, **kwargs)
+
+        return install_and_compile
+
+    def _patch(self, owner: Any, attribute: str, value: Any) -> None:
+        self._undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+        setattr(owner, attribute, value)
+
+    def _patch_name(self, name: Any, wrapper: Callable[[Any], Any]) -> None:
+        owner, _, attribute = name.attribute.rpartition(".")
+        self._patch(getattr(name.owner, owner) if owner else name.owner, attribute, wrapper(name.value))
+
+    def _install(self) -> None:
+        if self._is_installed:
+            return
+        self._is_installed = True
+        missing = names.missing()
+        if missing:
+            self._compilation.failures[f"this torch has no {', no '.join(missing)}"] = None
+            self._run_eagerly()
+            return
+        for name, wrapper in (
+            (names.COMPILE_FX, self._in_place_of_compile_fx),
+            (names.JOINT_PASSES, self._in_place_of_joint_passes),
+            (names.PARTITION, self._around_partition),
+            (names.RECOMPILE_REASONS, self._around_reasons),
+            (names.SET_CAPTURABLE, self._around_set_capturable),
+            (names.AROUND_CALL, self._around_call),
+            (names.CONVERT_FRAME, self._around_frame),
+            (names.CONVERT_NON_FAKE, self._around_conversion),
+        ):
+            self._patch_name(name, wrapper)
+        self._keep_compiler_state()
+        self._undo.callback(self._hidden.close)
+        warnings.filterwarnings("ignore", message=_HOOKS_FIRE_TWICE)
+        self._undo.callback(_remove, warnings.filters, warnings.filters[0])
+
+    def _keep_compiler_state(self) -> None:
+        """Functions compiled from now on are forgotten in the end; what the compiler counts is as before."""
+        codes = {}
+        for name in (names.INPUT_CODES, names.OUTPUT_CODES):
+            codes[name] = names.TRACKER.value()
+            self._patch(name.owner, name.attribute, codes[name])
+        counters = names.COUNTERS.value
+        before = {key: Counter(count) for key, count in counters.items()}
+        self._patch(names.DYNAMIC_STATE.owner, names.DYNAMIC_STATE.attribute, None)
+
+        def restore() -> None:
+            for tracker in codes.values():
+                for reference in tracker.seen:
+                    code = reference()
+                    if isinstance(code, CodeType):
+                        names.RESET_CODE.value(code)
+            counters.clear()
+            counters.update(before)
+
+        self._undo.callback(restore)
+
+    @property
+    def _is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _in_place_of_compile_fx(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def compile_fx(model: Any, inputs: Any, *args: Any, config_patches: Any = None, **options: Any) -> Any:
+            if (
+                "inner_compile" in options or args or not self._is_here
+            ):  # a call of inductor's own, or of another thread
+                return plain(model, inputs, *args, config_patches=config_patches, **options)
+            as_it_was = GraphModule(model, _copy(model.graph)) if isinstance(model, GraphModule) else None
+            settings = {**(config_patches or {}), **WITHOUT_DEVICE}
+            settings |= dict.fromkeys(MEASURES, False)
+            function, reason, self._reason = _function(), self._reason, None
+            start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
+            inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
+            graphs = len(self._compilation.graphs)
+            try:
+                with names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
+                    return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
+            except Exception as error:
+                if as_it_was is None:
+                    raise
+                del self._compilation.graphs[graphs:]
+                self._note_failure(function, error)
+                return self._eagerly(as_it_was)
+
+        return compile_fx
+
+    def _compile(
+        self,
+        module: GraphModule,
+        _inputs: Any,
+        *,
+        start: functools.partial[CompiledGraph],
+        breaks: tuple[GraphBreak, ...],
+        **options: Any,
+    ) -> Any:
+        """In place of inductor's compilation of one graph."""
+        is_backward = options.get("is_backward", False)
+        as_it_was = GraphModule(module, _copy(module.graph)) if is_backward else None
+        part: GraphPass = "backward" if is_backward else "inference" if options.get("is_inference") else "forward"
+        graphs, cudagraphs = self._compilation.graphs, options.get("cudagraphs")
+        try:
+            with posing(self._device):
+                lowered = lower(module, options)
+        except Exception as error:
+            if as_it_was is None:  # the whole function runs eagerly
+                raise
+            self._note_failure(start.keywords["function"], error)
+            unpose(as_it_was)
+            return self._eagerly(as_it_was)
+        graph = start(
+            number=len(graphs),
+            part=part,
+            breaks=() if is_backward else breaks,
+            replays=bool(getattr(cudagraphs, "value", cudagraphs)),
+        )
+        graphs.append(graph)
+        replay = Replay(lowered, graph, self._recorder, self._forget)
+        setattr(replay, names.BOXED, True)
+        return replay
+
+    def _in_place_of_joint_passes(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def joint_passes(module: Any, *args: Any, **options: Any) -> Any:
+            if not self._is_here:
+                return plain(module, *args, **options)
+            with posing(self._device):
+                pose(module)
+                if "input_device" in options:
+                    options["input_device"] = CUDA
+                return plain(module, *args, **options)
+
+        return joint_passes
+
+    def _around_partition(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def partition(*args: Any, **options: Any) -> Any:
+            with posing(self._device) if self._is_here else contextlib.nullcontext():
+                return plain(*args, **options)
+
+        return partition
+
+    def _around_reasons(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def reasons(*args: Any, **options: Any) -> Any:
+            found = plain(*args, **options)
+            self._reason = "; ".join(" ".join(str(each).split()) for each in found) or None
+            return found
+
+        return reasons
+
+    def _around_set_capturable(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def set_capturable(variable: Any, *args: Any) -> Any:
+            for group in variable.value.param_groups:
+                if "capturable" in group and all(map(dispatcher.is_emulated, group["params"])):
+                    group["capturable"] = True
+            return plain(variable, *args)
+
+        return set_capturable
+
+    def _around_frame(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Dynamo compiles functions of the program alone, and sees torch as it is without a meter."""
+        skip = names.CONVERT_FRAME.owner.ConvertFrameReturn(
+            frame_exec_strategy=names.FRAME_STRATEGY.value(names.FRAME_ACTION.value.SKIP, names.FRAME_ACTION.value.SKIP)
+        )
+
+        @functools.wraps(plain)
+        def convert(callback: Any, frame: Any, *args: Any) -> Any:
+            if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
+                return skip
+            with entry_points.as_torch_has_them() if self._is_here else contextlib.nullcontext():
+                return plain(callback, frame, *args)
+
+        return convert
+
+    def _around_conversion(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.tensor(..., device="meta") makes a real meta tensor also where a compiler traces; here a fake one."""
+
+        @functools.wraps(plain)
+        def convert(mode: Any, func: Any, converter: Any, flat_args: Any, spec: Any) -> Any:
+            if self._is_here:
+                flat_args = [
+                    converter.from_real_tensor(mode, arg) if type(arg) is torch.Tensor and arg.is_meta else arg
+                    for arg in flat_args
+                ]
+            return plain(mode, func, converter, flat_args, spec)
+
+        return convert
+
+    def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Called with a setting before each compiled call, and after it with what it then returned."""
+
+        def around(setting: Any) -> Any:
+            if isinstance(setting, _Entered):
+                self._depth -= 1
+                if self._depth == 0:
+                    self._hidden.close()
+                return plain(setting.setting)
+            if not self._is_here:
+                return plain(setting)
+            if self._depth == 0:
+                self._reason = None
+                self._hidden.enter_context(_hooks_hidden())
+            self._depth += 1
+            return _Entered(plain(setting))
+
+        return around
+
+    def _eagerly(self, graph: GraphModule) -> Callable[..., Any]:
+        """Runs a graph that did not compile, op by op, as a region that the rules fuse."""
+
+        def run(*args: Any) -> Any:
+            before = self._region
+            if not self._regions:
+                self._recorder.watch_regions(lambda: self._region)
+            self._regions += 1
+            self._region = self._regions if before is None else before
+            try:
+                return graph(*args)
+            finally:
+                self._region = before
+
+        return run
+
+    def _note_failure(self, function: str, error: Exception) -> None:
+        text = " ".join(str(error).split()) or type(error).__name__
+        self._compilation.failures[f"{function}: {text[:200]}"] = None
+
+
+_HOOKS_FIRE_TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"  # ours do not: they are hidden
+
+
+def _remove(filters: Any, ours: Any) -> None:
+    if ours in filters:
+        filters.remove(ours)
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_MODELS = os.path.join(_PACKAGE, "models") + os.sep  # which are programs
+
+
+class _Entered:
+    """Handed to a compiled call on entering and back by it on leaving."""
+
+    def __init__(self, setting: Any) -> None:
+        self.setting = setting
+
+
+@contextlib.contextmanager
+def _hooks_hidden() -> Iterator[None]:
+    """Without the hooks that flopmeter has on all modules and optimizers: Dynamo would trace into them."""
+    registries = [name.value for name in names.NO_HOOKS]
+    before = [dict(registry) for registry in registries]
+    for registry in registries:
+        for key in [key for key, hook in registry.items() if str(hook.__module__).startswith("flopmeter.")]:
+            del registry[key]
+    try:
+        yield
+    finally:
+        for registry, hooks in zip(registries, before, strict=True):
+            added = {key: hook for key, hook in registry.items() if key not in hooks}
+            registry.clear()
+            registry.update(hooks | added)
+
+
+def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
+    copy = torch.fx.Graph()
+    output = copy.graph_copy(graph, {})
+    copy.output(output)
+    return copy
+
+
+def _function() -> str:
+    """'name (file:line)' of the function that Dynamo traces."""
+    context = names.TRACING_CONTEXT.value()
+    code = context.traced_code[0] if context is not None and context.traced_code else None
+    return name_of(code) if code else "a graph"
+
+
+def _breaks(model: Any) -> Iterator[GraphBreak]:
+    reason = getattr(model, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        place = reason.user_stack[-1] if reason.user_stack else None
+        text = " ".join(str(reason.reason).split())
+        yield GraphBreak(text, place.filename if place else "?", (place.lineno or 0) if place else 0)

@@ -1,0 +1,89 @@
+"""What torch.compile made of a program: graphs, the kernels of each, and where and why a graph ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from flopmeter.records.costs import Region
+
+KernelKind = Literal["triton", "library", "template"]
+"""Written by inductor; called as it is (cuBLAS, cuDNN, attention, sorts); or filled into a template of inductor's."""
+GraphPass = Literal["inference", "forward", "backward"]
+
+
+class Origin(NamedTuple):
+    """One op of a compiled graph, as part of a kernel. An op that several kernels compute again is part of each."""
+
+    op: str  # the program's own, before it was decomposed
+    op_class: str
+    flops_by_class: tuple[tuple[str, int], ...]
+    transcendentals: int
+    module: str  # path below the module that was compiled; '' outside of modules
+    source: str | None  # 'file:line'
+    result_bytes: int = 0
+    is_recomputed: bool = False  # a forward op that the partitioner moved into the backward graph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledKernel:
+    """One kernel of a compiled graph, for one set of sizes. Regions count buffers of the graph by number."""
+
+    name: str
+    kind: KernelKind
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    origins: tuple[Origin, ...]
+    scheduler_bytes: int  # read and written by inductor's own estimate, which takes gathers and slices as whole buffers
+    reduced: int = 1  # elements that each reduction of the kernel takes together; 1: it reduces nothing
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(region.nbytes for region in self.reads)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(region.nbytes for region in self.writes)
+
+    @property
+    def flops(self) -> int:
+        return sum(flops for origin in self.origins for _, flops in origin.flops_by_class)
+
+
+class GraphBreak(NamedTuple):
+    """Where Dynamo had to end a graph, and why."""
+
+    reason: str  # torch's
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+@dataclass(slots=True, eq=False)
+class CompiledGraph:
+    """One graph that inductor compiled. A graph that was compiled for symbolic sizes has the kernels of its first call.
+
+    `calls` counts how often the program ran it.
+    """
+
+    number: int  # 0, 1, ... in the order of compilation
+    function: str  # of the program: 'name (file:line)'
+    part: GraphPass
+    kernels: tuple[CompiledKernel, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()  # that ended the function's graph; a backward graph has none
+    recompiled_because: str | None = None  # the guard that failed; None: compiled for the first time
+    replays: bool = False  # as a CUDA graph (mode='reduce-overhead')
+    saved_bytes: int = 0  # of a forward graph: activations that it keeps for the backward graph
+    calls: int = 0
+    uncounted: tuple[str, ...] = ()  # ops in Triton kernels that no rule covers
+
+
+@dataclass(slots=True)
+class Compilation:
+    """What was compiled while a trace was made."""
+
+    graphs: list[CompiledGraph] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)  # the graph of each call, by the call's number (`Op.graph`)
+    failures: dict[str, None] = field(default_factory=dict)  # errors for which functions ran by the rules instead

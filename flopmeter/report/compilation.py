@@ -1,0 +1,109 @@
+"""What torch.compile made of the program, in words: graphs, breaks, recompiles, kernels, and what traffic is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from tabulate import tabulate
+
+from flopmeter.records import CompiledGraph, CompiledKernel
+from flopmeter.report.drawers import VIEWS, draws
+from flopmeter.report.quantities import with_prefix
+from flopmeter.report.report import Report
+
+LARGEST = 5  # kernels by the bytes that they move
+
+
+def in_short(graphs: tuple[CompiledGraph, ...]) -> Iterator[str]:
+    """For the summary of a report: one line of counts, one for each break and for each recompilation."""
+    ran = [graph for graph in graphs if graph.calls]
+    if not ran:
+        return
+    kinds = Counter(kernel.kind for graph in ran for kernel in graph.kernels for _ in range(graph.calls))
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+    recompiled = [graph for graph in ran if graph.recompiled_because and graph.part != "backward"]
+    broken = [each for graph in graphs for each in graph.breaks]
+    yield (
+        f"compiled graphs: {len(ran)} in {sum(graph.calls for graph in ran):,} calls · kernels: {counts}"
+        f" · graph breaks: {len(broken)} · recompiled: {len(recompiled)}"
+    )
+    for each in broken:
+        yield f"graph break at {each.file}:{each.line}: {_first_sentence(each.reason)}"
+    for graph in recompiled:
+        yield f"recompiled {graph.function}: {graph.recompiled_because}"
+
+
+@draws(VIEWS, "compilation")
+def explained(report: Report) -> str:
+    """Graph by graph: what it launches, what each kernel holds, what fusion saved and where traffic is left.
+
+    Raises ValueError where nothing was compiled.
+    """
+    ran = [graph for graph in report.graphs if graph.calls]
+    if not ran:
+        raise ValueError(
+            "nothing was compiled by torch.compile in this run: compile the model, as in model = torch.compile(model)"
+        )
+    return "\n".join((*in_short(report.graphs), *(line for graph in ran for line in ("", *_graph(graph)))))
+
+
+def _graph(graph: CompiledGraph) -> Iterator[str]:
+    kernels, saved = graph.kernels, _kept_inside(graph.kernels)
+    moved = sum(kernel.bytes_read + kernel.bytes_written for kernel in kernels)
+    again = sum(
+        flops
+        for kernel in kernels
+        for origin in kernel.origins
+        if origin.is_recomputed
+        for _, flops in origin.flops_by_class
+    )
+    yield f"graph {graph.number}, {graph.part} of {graph.function}: {len(kernels)} kernels, called {graph.calls} times"
+    yield (
+        f"  moves {with_prefix(moved, 'B')} a call; as kernels of their own its {saved.ops} ops would move about"
+        f" {with_prefix(moved + saved.nbytes, 'B')} · recomputed for the backward pass: {with_prefix(again, 'FLOP')}"
+    )
+    if graph.saved_bytes:
+        yield f"  keeps {with_prefix(graph.saved_bytes, 'B')} for the backward pass"
+    largest = sorted(kernels, key=lambda kernel: -(kernel.bytes_read + kernel.bytes_written))[:LARGEST]
+    yield from _indented(tabulate([_row(kernel) for kernel in largest], headers=_HEADERS, tablefmt="simple"))
+
+
+_HEADERS = ("largest traffic", "kind", "ops", "read", "written", "at")
+
+
+def _row(kernel: CompiledKernel) -> tuple[str, ...]:
+    place = next((origin.source for origin in reversed(kernel.origins) if origin.source), None)
+    return (
+        kernel.name,
+        kernel.kind,
+        str(len(kernel.origins)),
+        with_prefix(kernel.bytes_read, "B"),
+        with_prefix(kernel.bytes_written, "B"),
+        place or "",
+    )
+
+
+class _Saved:
+    """What a graph's fused kernels keep inside."""
+
+    def __init__(self) -> None:
+        self.ops = self.nbytes = 0
+
+
+def _kept_inside(kernels: Iterable[CompiledKernel]) -> _Saved:
+    """Results that only the kernel itself reads: written once and read once, were its ops kernels of their own."""
+    saved = _Saved()
+    for kernel in kernels:
+        saved.ops += len(kernel.origins)
+        results = sum(origin.result_bytes for origin in kernel.origins)
+        saved.nbytes += 2 * max(0, results - kernel.bytes_written) if kernel.kind == "triton" else 0
+    return saved
+
+
+def _first_sentence(reason: str) -> str:
+    return reason.split(" Explanation:")[0].split(" Hint:")[0]
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]

@@ -1,0 +1,98 @@
+"""Every private name of torch.compile (Dynamo, AOTAutograd, inductor) that flopmeter uses, and what for. Nothing is
+imported before a program compiles. Read from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from flopmeter.torch_names.private import NAMES, PrivateName
+
+INDUCTOR = "what torch.compile launches, asked of the compiler itself"
+NAMES[INDUCTOR] = ()
+
+
+def _name(module: str, attribute: str, used: str) -> PrivateName:
+    name = PrivateName(module, attribute, used)
+    NAMES[INDUCTOR] += (name,)
+    return name
+
+
+_COMPILE_FX = "torch._inductor.compile_fx"
+
+COMPILE_FX = _name(_COMPILE_FX, "compile_fx", "where Dynamo hands a graph to inductor")
+JOINT_PASSES = _name(_COMPILE_FX, "_recursive_joint_graph_passes", "the first passes that ask for the device")
+NO_HOOKS = tuple(
+    _name(module, attribute, "hides the hooks of the meter from Dynamo")
+    for module, attribute in (
+        ("torch.nn.modules.module", "_global_forward_pre_hooks"),
+        ("torch.nn.modules.module", "_global_forward_hooks"),
+        ("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
+        ("torch.optim.optimizer", "_global_optimizer_post_hooks"),
+    )
+)
+PARTITION = _name(_COMPILE_FX, "partition_fn", "what is recomputed in the backward graph")
+DEDUCE_VALUE = _name(
+    "torch._inductor.fx_passes.joint_graph",
+    "UniformValueConstantFolder._deduce_value",
+    "constants, computed on the device",
+)
+POST_PASSES = _name(_COMPILE_FX, "_recursive_post_grad_passes", "passes before lowering")
+NOTE_STRIDES = _name(_COMPILE_FX, "_recursive_record_original_output_strides", "strides that the caller expects")
+VIEW_TO_RESHAPE = _name(_COMPILE_FX, "view_to_reshape", "passes before lowering")
+FAKE_TENSOR_PROP = _name(_COMPILE_FX, "fake_tensor_prop", "shapes after the passes")
+PADDING_OFF = _name(_COMPILE_FX, "maybe_disable_comprehensive_padding", "which buffers get padded strides")
+SHAPE_ENV_OF = _name(_COMPILE_FX, "shape_env_from_inputs", "symbolic sizes")
+GRAPH_LOWERING = _name("torch._inductor.graph", "GraphLowering", "lowers a graph to loops and library calls")
+UPDATE_SCHEDULER = _name("torch._inductor.graph", "GraphLowering._update_scheduler", "fuses them")
+SCHEDULER_HAS_TRITON = _name("torch._inductor.scheduler", "has_triton", "refuses without Triton")
+EXTERN_NODE = _name("torch._inductor.scheduler", "ExternKernelSchedulerNode", "which kernels are libraries'")
+NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
+FUSED_NODE = _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
+IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
+MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements a kernel reads")
+WEAK_DEP = _name("torch._inductor.dependencies", "WeakDep", "which dependencies are of order alone")
+VIRTUALIZED = _name("torch._inductor.virtualized", "V", "the compiler's own globals")
+DEBUG_CONTEXT = _name("torch._inductor.debug", "DebugContext", "the compiler's own globals")
+INDUCTOR_CONFIG = _name("torch._inductor.config", "patch", "switches off what needs a device, and caches on disk")
+FUNCTORCH_CONFIG = _name("torch._functorch.config", "patch", "switches off caches on disk")
+DEVICE_PROPERTIES = _name("torch._inductor.runtime.hints", "DeviceProperties.create", "the device's SMs")
+CUDA_WORKER = _name("torch._dynamo.device_interface", "CudaInterface.Worker.current_device", "the device's index")
+FAKE_MODE = _name("torch._subclasses.fake_tensor", "FakeTensor", "tensors that pose as those of the device")
+CONVERT_NON_FAKE = _name(
+    "torch._subclasses.fake_tensor",
+    "FakeTensorMode.validate_and_convert_non_fake_tensors",
+    "lets programs make constants on meta while they are traced",
+)
+MAKE_SUBCLASS = _name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")
+BOXED = "_boxed_call"  # on a compiled graph: it takes a list of arguments, which it may empty
+NAMES[INDUCTOR] += (
+    PrivateName(
+        "torch._inductor.output_code", f"CompiledFxGraph.{BOXED}", "lets a graph free its arguments", on_instances=True
+    ),
+)
+SET_CAPTURABLE = _name(
+    "torch._dynamo.variables.optimizer", "OptimizerVariable._set_capturable", "puts step counters on the device"
+)
+INPUT_CODES = _name("torch._dynamo.convert_frame", "input_codes", "which functions were compiled")
+OUTPUT_CODES = _name("torch._dynamo.convert_frame", "output_codes", "which functions were compiled")
+TRACKER = _name("torch._dynamo.convert_frame", "Tracker", "which functions were compiled")
+RESET_CODE = _name("torch._dynamo.eval_frame", "reset_code", "forgets what was compiled of a function")
+CONVERT_FRAME = _name("torch._dynamo.convert_frame", "CatchErrorsWrapper.__call__", "which functions Dynamo compiles")
+FRAME_STRATEGY = _name("torch._dynamo.types", "FrameExecStrategy", "which functions Dynamo leaves alone")
+FRAME_ACTION = _name("torch._dynamo.types", "FrameAction", "which functions Dynamo leaves alone")
+COUNTERS = _name("torch._dynamo.utils", "counters", "what the compiler counts, to be put back")
+DYNAMIC_STATE = _name("torch._dynamo.pgo", "_CODE_STATE", "which sizes changed, to be put back")
+RECOMPILE_REASONS = _name(
+    "torch._dynamo.convert_frame", "get_and_maybe_log_recompilation_reasons", "which guard made it compile again"
+)
+TRACING_CONTEXT = _name("torch._guards", "TracingContext.try_get", "which function a graph is of")
+AROUND_CALL = _name("torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after compiled calls")
+
+
+def missing() -> tuple[str, ...]:
+    """What this torch lacks of them. Imports the compiler."""
+    absent = []
+    for name in NAMES[INDUCTOR]:
+        try:
+            _ = name.on_instances or name.value
+        except (AttributeError, ImportError):
+            absent.append(name.path)
+    return tuple(absent)

@@ -1,0 +1,292 @@
+"""torch.compile inside a meter: kernels, graphs, breaks and memory are those of torch's own compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config, scheduler
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as hooks
+
+from flopmeter import FlopMeter, Report
+from flopmeter.compiler import session
+from flopmeter.records import CONTRACTION
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x.view(-1, 8, 16, 16)))).mean((2, 3))
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def meta(*shape: int, **options: Any) -> Tensor:
+    return torch.empty(*shape, device="meta", **options)
+
+
+def step(model: Callable[..., Tensor], *inputs: Tensor) -> None:
+    out = model(*inputs)
+    out.backward(torch.empty_like(out))
+
+
+def metered(run: Callable[[], Any], **options: Any) -> tuple[FlopMeter, Report]:
+    with FlopMeter("h100-sxm5-80gb", **options) as meter:
+        run()
+    return meter, meter.report()
+
+
+PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "mlp": lambda: (on_meta(Mlp), meta(4, 128, 64)),
+    "attention": lambda: (on_meta(lambda: nn.Sequential(Mlp(), Attention())).bfloat16(), meta(4, 128, 64).bfloat16()),
+    "dropout": lambda: (on_meta(lambda: nn.Sequential(Mlp(), nn.Dropout(0.1), Mlp())), meta(4, 128, 64)),
+    "convolutions": lambda: (on_meta(Convolutions), meta(4, 2048)),
+    "softmax": lambda: (on_meta(lambda: nn.Sequential(nn.Linear(64, 5000), nn.Softmax(-1))), meta(512, 64)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_are_those_of_inductors_scheduler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count, kind, order and bytes, read off the Scheduler itself."""
+    expected: list[list[tuple[str, int]]] = []
+    plain = scheduler.Scheduler.__init__
+
+    def watched(self: Any, *args: Any) -> None:
+        plain(self, *args)
+        expected.append([row for node in self.nodes for row in launched(node)])
+
+    monkeypatch.setattr(scheduler.Scheduler, "__init__", watched)
+    model, x = PROGRAMS[name]()
+    meter, report = metered(lambda: step(torch.compile(model), x))
+    found = [[(kernel.kind, kernel.scheduler_bytes) for kernel in graph.kernels] for graph in report.graphs]
+    assert not meter.trace.compilation.failures
+    assert found == expected
+    assert len(found) == 2
+    recorded = [op for op in meter.trace.ops if op.graph is not None]
+    assert len(recorded) == sum(map(len, expected))
+
+
+def launched(node: Any) -> list[tuple[str, int]]:
+    if isinstance(node, scheduler.NopKernelSchedulerNode) or type(node.node).__name__ == "MultiOutput":
+        return []
+    kind = "library" if isinstance(node, scheduler.ExternKernelSchedulerNode) else "triton"
+    return [(kind, node.get_read_write_buffers_sizes())]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_and_gradients_are_those_of_the_eager_run(name: str) -> None:
+    def facts(tensor: Tensor | None) -> Any:
+        assert tensor is not None
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+    seen = []
+    for prepared in (lambda model: model, torch.compile):
+        model, x = PROGRAMS[name]()
+        with FlopMeter("h100-sxm5-80gb"):
+            out = prepared(model)(x)  # type: ignore[operator]
+            out.sum().backward()
+        seen.append([facts(out), *(facts(parameter.grad) for parameter in model.parameters())])
+    assert seen[0] == seen[1]
+
+
+def test_products_are_counted_alike_and_what_fusion_leaves_moves_fewer_bytes() -> None:
+    x = meta(4, 128, 64)
+    _, eager = metered(lambda: step(on_meta(Mlp), x))
+    _, compiled = metered(lambda: step(torch.compile(on_meta(Mlp)), x))
+    products = [{row.name: row.flops for row in report.rows()}[CONTRACTION] for report in (eager, compiled)]
+    assert products[0] == products[1]
+    assert compiled.bytes_read + compiled.bytes_written < eager.bytes_read + eager.bytes_written
+    assert compiled.flops == pytest.approx(eager.flops, rel=0.05)
+
+
+def test_cheap_activations_are_computed_again_instead_of_kept() -> None:
+    """The gradient of y = exp(cos(sin(x))) is -y sin(sin(x)) cos(x): of the gradient that comes in, y and x, the caller
+    holds the last two anyway, so that nothing else is kept."""
+    x = meta(1000, 10, requires_grad=True)
+    _, report = metered(lambda: step(torch.compile(lambda x: x.sin().cos().exp()), x))
+    forward, backward = report.graphs
+    assert forward.saved_bytes == 0
+    again = {origin.op for kernel in backward.kernels for origin in kernel.origins if origin.is_recomputed}
+    assert again == {"sin"}
+    assert [(kernel.bytes_read, kernel.bytes_written) for kernel in backward.kernels] == [(120_000, 40_000)]
+
+
+def test_what_products_need_is_kept() -> None:
+    """Backward needs the input of gelu, for its derivative, and its output, for the gradient of v: 512 x 256 floats."""
+    w, v = (meta(*shape, requires_grad=True) for shape in ((64, 256), (256, 32)))
+    _, report = metered(lambda: step(torch.compile(lambda x: F.gelu(x @ w) @ v), meta(512, 64)))
+    assert report.graphs[0].saved_bytes == 2 * 4 * 512 * 256
+
+
+def test_a_pointwise_chain_is_one_kernel_that_reads_and_writes_once() -> None:
+    _, report = metered(lambda: torch.compile(lambda x: (x.sin() + 1).cos() * x)(meta(1000, 10)))
+    ((kernel,),) = [graph.kernels for graph in report.graphs]
+    assert (kernel.kind, kernel.bytes_read, kernel.bytes_written, kernel.flops) == ("triton", 40_000, 40_000, 40_000)
+
+
+def test_a_gather_reads_the_rows_that_it_picks() -> None:
+    """16 rows of 32 floats and 16 indices, of a table of 1,000 rows; then a reduction in the same kernel."""
+    table, ids = meta(1000, 32), meta(16, dtype=torch.long)
+    _, report = metered(lambda: torch.compile(lambda t, i: F.embedding(i, t).sum(-1))(table, ids))
+    ((kernel,),) = [graph.kernels for graph in report.graphs]
+    assert kernel.bytes_read == 16 * 32 * 4 + 16 * 8
+    assert kernel.bytes_written == 16 * 4
+
+
+def test_a_graph_break_names_file_line_and_reason() -> None:
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()  # here
+        return y.cos()
+
+    _, report = metered(lambda: torch.compile(broken)(meta(8)))
+    (found,) = [each for graph in report.graphs for each in graph.breaks]
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert found.file == __file__
+    assert lines[found.line - 1].endswith("# here")
+    assert "graph_break()" in found.reason
+    assert [len(graph.kernels) for graph in report.graphs] == [1, 1]
+    assert f"graph break at {__file__}:{found.line}" in str(report)
+    assert "graph breaks: 1" in report.explain_compile()
+
+
+def test_another_shape_compiles_again_and_a_third_does_not() -> None:
+    double = torch.compile(lambda x: x * 2)
+    _, report = metered(lambda: [double(meta(rows, 8)) for rows in (4, 6, 10)])
+    assert [graph.calls for graph in report.graphs] == [1, 2]
+    assert "size mismatch" in str(report.graphs[1].recompiled_because)
+    assert [kernel.cost.bytes_read for kernel in report.kernels] == [4 * 8 * rows for rows in (4, 6, 10)]
+
+
+def test_equal_blocks_are_compiled_once_and_keep_their_own_paths() -> None:
+    model = on_meta(lambda: nn.Sequential(Mlp(), Mlp(), Mlp()))
+    for block in model:
+        block.compile()
+    meter, report = metered(lambda: step(model, meta(4, 64, requires_grad=True)))
+    assert [(graph.part, graph.calls) for graph in report.graphs] == [("forward", 3), ("backward", 3)]
+    for phase in ("forward", "backward"):
+        roots = {op.module[:12] for op in meter.trace.ops if op.graph is not None and op.phase == phase}
+        assert roots == {"Sequential.0", "Sequential.1", "Sequential.2"}
+
+
+def test_reduce_overhead_replays_a_graph() -> None:
+    model = torch.compile(on_meta(Mlp), mode="reduce-overhead")
+    with torch.no_grad():
+        _, report = metered(lambda: model(meta(4, 64)))
+    assert report.mode == "cudagraph"
+
+
+def test_the_eager_run_of_a_compiled_program_has_to_be_asked_for_beforehand() -> None:
+    meter, report = metered(lambda: torch.compile(torch.sin)(meta(8)))
+    assert report.mode == "compiled"
+    with pytest.raises(ValueError, match="compile='rules'"):
+        meter.report(mode="eager")
+    with pytest.raises(ValueError, match="compile the model itself"):
+        FlopMeter(compile=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"torch\.compile\(model\)"):
+        metered(lambda: meta(8).sin())[1].explain_compile()
+
+
+def test_what_does_not_compile_is_fused_by_the_rules_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no such lowering")
+
+    x = meta(4, 64)
+    _, by_rules = metered(lambda: step(torch.compile(on_meta(Mlp)), x), compile="rules")
+    monkeypatch.setattr(session, "lower", fails)
+    _, report = metered(lambda: step(torch.compile(on_meta(Mlp)), x))
+    assert any("fused by the rules" in note and "no such lowering" in note for note in report.notes)
+    assert not report.graphs
+    expected = by_rules.in_mode("compiled")  # type: ignore[misc]
+    assert [kernel.cost.name for kernel in report.kernels] == [kernel.cost.name for kernel in expected.kernels]
+
+
+def test_a_backward_graph_that_does_not_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled when the backward pass comes to it."""
+    plain = session.lower
+
+    def fails_backward(module: Any, options: dict[str, Any]) -> Any:
+        if options.get("is_backward"):
+            raise RuntimeError("no such lowering")
+        return plain(module, options)
+
+    monkeypatch.setattr(session, "lower", fails_backward)
+    model = on_meta(lambda: nn.Sequential(Mlp(), nn.Dropout(0.1)))
+    meter, report = metered(lambda: step(torch.compile(model), meta(4, 64)))
+    assert [graph.part for graph in report.graphs] == ["forward"]
+    assert any("no such lowering" in note for note in report.notes)
+    products = [op for op in meter.trace.ops if op.phase == "backward" and op.call.name == "mm"]
+    assert len(products) == 4  # two of each layer: what goes into the first comes from a norm, which has weights
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def state() -> list[Any]:
+    owners = [torch, torch.cuda, FakeTensor, torch.Tensor, session.names.COMPILE_FX.owner, torch._dynamo.eval_frame]
+    own = [dict(vars(owner)) for owner in owners]
+    registries = [dict(hooks._global_forward_hooks), dict(hooks._global_forward_pre_hooks)]
+    return [*own, registries, config.get_config_copy(), {key: dict(count) for key, count in counters.items() if count}]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["in order", "after an exception"])
+def test_torch_is_as_it_was_afterwards(fails: bool) -> None:
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    assert double(torch.ones(2)).tolist() == [2, 2]
+    metered(lambda: step(torch.compile(on_meta(Mlp)), meta(4, 64)))  # imports what it imports
+    before = state()
+
+    def program() -> None:
+        torch.compile(on_meta(Mlp))(meta(4, 64))
+        if fails:
+            raise KeyError("the program's own")
+
+    if fails:
+        with pytest.raises(KeyError):
+            metered(program)
+    else:
+        metered(program)
+    assert state() == before
+    assert double(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_what_a_meter_compiled_is_forgotten_with_it() -> None:
+    seen = torch.compile(torch.sin)
+    first, _ = metered(lambda: seen(meta(8)))
+    ops = len(first.trace.ops)
+    _, report = metered(lambda: seen(meta(8)))
+    assert len(report.kernels) == 1
+    assert len(first.trace.ops) == ops
+
+
+def test_importing_flopmeter_does_not_import_the_compiler() -> None:
+    code = "import sys, flopmeter; print({'torch._dynamo', 'torch._inductor.ir'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
