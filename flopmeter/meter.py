@@ -20,6 +20,7 @@ from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
 from flopmeter.records import Call, Clocks, Kernel, LaunchMode, Trace
+from flopmeter.records.traces import part_of
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
 from flopmeter.timing import Host, host_seconds, time_run
@@ -29,6 +30,7 @@ from flopmeter.trace import overlap
 from flopmeter.trace.dtensor import unseen_propagation
 from flopmeter.trace.other_threads import OtherThreads
 from flopmeter.trace.recorder import Recorder
+from flopmeter.trace.storages import StorageListener
 
 __all__ = ["DEFAULT_HARDWARE", "Causal", "FlopMeter", "Mode", "StreamError"]
 
@@ -103,6 +105,7 @@ class FlopMeter:
     routing: 'balanced' lets experts picked by unknown scores take turns (see known_values).
     checks: 'hold' takes unknown values to be finite, and an `all()` of them to be true.
     mask_fraction: so large a share of an unknown bool mask that selects elements is true.
+    unknown: 'stand-in' gives a program that reads an unknown value (`loss.item()`) a stated number, not an error.
     cluster: over whose links collectives go: a name of `available_clusters()`, a path or a Cluster; without it, the
         one that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
@@ -123,6 +126,7 @@ class FlopMeter:
         routing: str | None = None,
         checks: str | None = None,
         mask_fraction: float | None = None,
+        unknown: str | None = None,
         source: bool = False,
         host: Host | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
@@ -142,8 +146,11 @@ class FlopMeter:
         self._host = host
         self._cluster = None if cluster is None else load_cluster(cluster)
         self._as_cuda = as_cuda
-        self._new_values = functools.partial(KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction)
+        self._new_values = functools.partial(
+            KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction, unknown=unknown
+        )
         self._new_values()  # raises an error for unknown options now, not on entry
+        self.storage_listener: StorageListener | None = None  # hears of storages while the meter is open
         self._recorder: Recorder | None = None
         self._values: KnownValues | None = None
         self._emulation: Emulation | None = None
@@ -155,7 +162,7 @@ class FlopMeter:
         if self._depth == 0:
             overlap.check_task()
             with ExitStack() as undo:
-                self._emulation = undo.enter_context(emulate_cuda(_target(self.hardware))) if self._as_cuda else None
+                self._emulation = undo.enter_context(emulate_cuda(target_of(self.hardware))) if self._as_cuda else None
                 self._values = undo.enter_context(self._new_values())
                 for workaround in WORKAROUNDS:
                     undo.enter_context(workaround(self._values))
@@ -165,6 +172,7 @@ class FlopMeter:
                     values=self._values,
                     compiled_region=self._compiled_region if self._as_cuda else None,
                     on_new_call=_check if self._strict else None,
+                    storage_listener=self.storage_listener,
                 )
                 undo.enter_context(self._recorder)
                 self._other_threads = undo.enter_context(OtherThreads())
@@ -207,15 +215,18 @@ class FlopMeter:
         hardware: str | os.PathLike[str] | Hardware | None = None,
         mode: Mode = "eager",
         cluster: str | os.PathLike[str] | Cluster | None = None,
+        ops: range | None = None,
     ) -> Report:
         """Price what was metered so far, on the meter's device and cluster or on others.
 
+        ops: only these of `trace.ops`, in a row, such as one step of many.
         Raises StreamError if the other device would have run other ops, and HardwareError if it lacks a dtype that the
         program computes in, or if the cluster is too small for the program's collectives.
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
         self._check_stream(device)
-        return self._price(self.trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
+        trace = self.trace if ops is None else part_of(self.trace, ops)
+        return self._price(trace, device, self._cluster if cluster is None else load_cluster(cluster), mode)
 
     def _price(self, trace: Trace, device: Hardware, cluster: Cluster | None, mode: str) -> Report:
         kernels = grouped.on_device(kernels_of(trace, strict=self._strict), device)
@@ -231,7 +242,7 @@ class FlopMeter:
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []
         if self._emulation:
-            notes += [*self._emulation.notes, *_target(device).notes, *unfused_notes(self._emulation)]
+            notes += [*self._emulation.notes, *target_of(device).notes, *unfused_notes(self._emulation)]
         modules = self._recorder.modules.missed if self._recorder else 0
         if self._other_threads.ops or modules:
             notes.append(
@@ -242,7 +253,7 @@ class FlopMeter:
         return tuple(dict.fromkeys(notes))
 
     def _check_stream(self, device: Hardware) -> None:
-        difference = self._emulation.difference(_target(device)) if self._emulation else None
+        difference = self._emulation.difference(target_of(device)) if self._emulation else None
         if difference is not None:
             raise StreamError(
                 f"{device.name} would run other ops than {self.hardware.name}, for which the program was metered: "
@@ -254,7 +265,8 @@ class FlopMeter:
         return tuple(f"{use.rule} for {use.op} at {use.where} ({use.count}x)" for use in uses)
 
 
-def _target(hardware: Hardware) -> CudaTarget:
+def target_of(hardware: Hardware) -> CudaTarget:
+    """The device as torch's dispatch sees it."""
     if hardware.compute_capability is None:
         return CudaTarget.stand_in(hardware.title)
     return CudaTarget(hardware.compute_capability)

@@ -7,12 +7,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from flopmeter.cli import explain, file_commands, hardware_table, model_commands
+from flopmeter.cli import explain, file_commands, hardware_table, model_commands, run_command
 from flopmeter.cli.command import parser_of
 from flopmeter.costs import UncountedError
 from flopmeter.known_values import DataDependentError
 
 COMMANDS = {
+    "run": run_command.COMMAND,
     **model_commands.COMMANDS,
     **file_commands.COMMANDS,
     "hardware": hardware_table.COMMAND,

@@ -1,0 +1,115 @@
+"""Runs a script as Python would: by path or with -m, with its own arguments, output, traceback and exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from flopmeter.run.session import Session
+from flopmeter.run.steps import StepsDone
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`target` is a path, or with `is_module` a module's name; `arguments` are the script's own."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.target if self.is_module else os.path.basename(self.target)
+
+    def check(self) -> None:
+        """Raises ValueError if there is no such script."""
+        if self.is_module:
+            try:
+                found = importlib.util.find_spec(self.target)
+            except (ImportError, ValueError):
+                found = None
+            if found is None:
+                raise ValueError(f"no module named {self.target}: install it here, or run this in its folder")
+        elif not os.path.exists(self.target):
+            raise ValueError(f"no such script: {self.target} (arguments of flopmeter run come before the script's name)")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a script ended: its exit code, and the exception that ended it, if it was not the last step."""
+
+    code: int
+    error: BaseException | None = None
+
+
+def run(script: Script, session: Session) -> Ending:
+    """Run the script in the open session. Its traceback is printed as Python would print it."""
+    with _as_program(script):
+        try:
+            if script.is_module:
+                runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script.target, run_name="__main__")
+        except StepsDone:
+            return Ending(0)
+        except KeyboardInterrupt as stop:
+            return Ending(130, stop)  # 128 + SIGINT, as a shell tells it
+        except SystemExit as stop:
+            return Ending(_exit_code(stop), stop if _exit_code(stop) else None)
+        except BaseException as error:
+            _print_own_traceback(error)
+            return Ending(1, error)
+    return Ending(0)
+
+
+@contextmanager
+def _as_program(script: Script) -> Iterator[None]:
+    """sys.argv and sys.path as Python sets them; no bytecode is written beside the script."""
+    argv, path, writes = sys.argv, list(sys.path), sys.dont_write_bytecode
+    sys.argv = [script.target, *script.arguments]
+    sys.path.insert(0, os.getcwd() if script.is_module else os.path.dirname(os.path.abspath(script.target)))
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.dont_write_bytecode = argv, path, writes
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _print_own_traceback(error: BaseException) -> None:
+    """From the script's first line on, without what started it."""
+    frames = error.__traceback__
+    while frames is not None and _is_of_the_runner(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames or error.__traceback__)
+
+
+def _is_of_the_runner(file: str) -> bool:
+    return file == __file__ or file.startswith("<frozen runpy") or file == runpy.__file__
+
+
+def plain(arguments: Sequence[str]) -> Script:
+    """`[python] [-m] SCRIPT ARGS...`. Raises ValueError where there is none."""
+    words = list(arguments)
+    if words and os.path.basename(words[0]).startswith("python"):
+        words = words[1:]
+    if words and words[0] in ("-u", "-O"):
+        words = words[1:]
+    is_module = bool(words) and words[0] == "-m"
+    if is_module:
+        words = words[1:]
+    if not words:
+        raise ValueError("name a script: flopmeter run train.py, or flopmeter run -m package.module")
+    return Script(words[0], tuple(words[1:]), is_module)
