@@ -90,10 +90,12 @@ class NamedCuda:
         yield Patch(Tensor, "pin_memory", self._pin(), "there is no driver that pins memory")
         yield Patch(Tensor, "is_pinned", self._is_pinned(), "there is no driver that pins memory")
         yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
-        yield Patch(Module, "cuda", self._module_cuda, takes)
+        yield Patch(Module, "cuda", self._module_cuda(), takes)
         yield Patch(Module, "to", self._module_to(Module.to), takes)
         for owner, name in _takers():
             yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
+        yield Patch(torch, "Generator", _generator_on(self), takes)
+        yield Patch(torch.nn.parallel.comm, "scatter", self._scatter, "DataParallel on one GPU")
         context = torch_device.DeviceContext
         yield Patch(
             context, "__torch_function__", self._default_device(context.__torch_function__), "with torch.device('cuda')"
@@ -154,6 +156,12 @@ class NamedCuda:
             f"the program puts a tensor on cuda:{index}, and this process is metered as cuda:{self.index}: flopmeter "
             "run meters one GPU of a process. Start one process for each GPU (--gpus N -- torchrun ...), or use one GPU"
         )
+
+    def _scatter(self, tensor: Tensor, devices: Any = None, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """nn.DataParallel copies the batch to its GPUs; with one it does no more than that."""
+        for device in devices or range(self.count):
+            self.check(device if isinstance(device, int) else torch.device(device).index)
+        return (tensor.to(META, non_blocking=True),)
 
     def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A function of torch with a keyword `device`."""
@@ -244,8 +252,8 @@ class NamedCuda:
     def _is_pinned(self) -> Callable[..., bool]:
         return lambda tensor, device=None: address(tensor) in self._pinned
 
-    def _module_cuda(self, module: Module, device: Any = None) -> Module:
-        return module.to(self.name if device is None else device)
+    def _module_cuda(self) -> Callable[..., Module]:
+        return lambda module, device=None: module.to(self.name if device is None else device)
 
     def _module_to(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -269,6 +277,33 @@ class CudaDevice:
 
     def __str__(self) -> str:
         return str(self.device)
+
+
+_true_generator = torch.Generator
+
+
+class _AnyGenerator(type(torch.Generator)):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _true_generator)
+
+
+def _generator_on(cuda: NamedCuda) -> type:
+    """torch.Generator, which also takes the device named cuda. Ops on meta take such a generator and draw nothing."""
+
+    class NamedGenerator(_true_generator, metaclass=_AnyGenerator):  # type: ignore[misc, valid-type]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            is_cuda = cuda.real(device) is META
+            made = _true_generator.__new__(cls, "cpu" if is_cuda else device)
+            made.is_named = is_cuda
+            return made
+
+        def __init__(self, device: Any = "cpu") -> None: ...
+
+        @property
+        def device(self) -> torch.device:
+            return cuda.name if self.is_named else torch.device("cpu")
+
+    return NamedGenerator
 
 
 class LegacyType:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,6 +42,12 @@ class Parts:
     marked_by: str
 
 
+class _OutermostCall(NamedTuple):
+    name: str  # the module's class
+    end: int  # the number of ops before it ended
+    learns: bool  # it remembered gradients
+
+
 class Steps:
     """Watches a program and notes, as numbers of ops, where its steps end.
 
@@ -53,7 +59,7 @@ class Steps:
     def __init__(self, now: Callable[[], int], marker: str = AUTO, most: int | None = None) -> None:
         self._now, self._marker, self._most = now, marker, most
         self._ends: list[int] = []  # of marked steps
-        self._calls: list[tuple[str, int]] = []  # class of an outermost module, and where its call ended
+        self._calls: list[_OutermostCall] = []
         self._leading: weakref.ref[Optimizer] | None = None
         self._depth = 0
         self._first_forward: int | None = None  # of a training program: where its first step began
@@ -87,8 +93,10 @@ class Steps:
             by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
             return _parts(min(start or 0, self._ends[0]), self._ends, by.get(self._marker, self._marker))
         if self._calls and self._marker in (AUTO, FORWARD):
-            name, _ = Counter(name for name, _ in self._calls).most_common(1)[0]
-            ends = [end for each, end in self._calls if each == name]
+            # Where a program evaluates too, its steps are the calls that remember gradients.
+            calls = [call for call in self._calls if call.learns] or self._calls
+            name, _ = Counter(call.name for call in calls).most_common(1)[0]
+            ends = [call.end for call in calls if call.name == name]
             return _parts(self._calls_start or 0, ends, f"calls of {name}")
         return Parts(range(total), None, None, 0, "nothing")
 
@@ -115,7 +123,8 @@ class Steps:
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and any(True for _ in module.parameters()):
-            self._calls.append((type(module).__name__, self._now()))
+            learns = torch.is_grad_enabled() and _learns(module)
+            self._calls.append(_OutermostCall(type(module).__name__, self._now(), learns))
             if self._marker == FORWARD:
                 self._end()
 

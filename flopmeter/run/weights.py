@@ -25,7 +25,7 @@ class WeightFiles:
 
     def __init__(self, named: NamedCuda, note: Callable[[str], None]) -> None:
         self._named, self._note = named, note
-        self._saved: dict[str, Any] = {}
+        self._saved: dict[str | None, Any] = {}
 
     def patches(self) -> Iterator[Patch]:
         serialization = torch.serialization
@@ -48,8 +48,8 @@ class WeightFiles:
             path = kwargs.pop("filename", f) if f is None else f
             if not self._named.is_open or not self._has_no_data(obj):
                 return original(obj, path, *args, **kwargs)
-            if isinstance(path, (str, os.PathLike)):
-                self._saved[os.path.abspath(path)] = obj
+            if (place := _place(path)) is not None:
+                self._saved[place] = obj
             self._note("weights were not saved: they have no data")
             return None
 
@@ -58,8 +58,8 @@ class WeightFiles:
     def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._named.is_open and isinstance(f, (str, os.PathLike)) and os.path.abspath(f) in self._saved:
-                return self._saved[os.path.abspath(f)]
+            if self._named.is_open and (place := _place(f)) in self._saved:
+                return self._saved[place]
             return original(f, *args, **kwargs)
 
         return load
@@ -81,3 +81,9 @@ class WeightFiles:
         if any(isinstance(leaf, Tensor) and self._named.holds(leaf) for leaf in leaves):
             return True
         return any(self._has_no_data(leaf) for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _place(file: Any) -> str | None:
+    """The absolute path of a path or of an open file; None for a buffer in memory."""
+    name = getattr(file, "name", file)
+    return os.path.abspath(name) if isinstance(name, (str, os.PathLike)) else None
