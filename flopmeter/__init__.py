@@ -18,12 +18,14 @@ from flopmeter.timing.peak_memory import Memory
 
 if TYPE_CHECKING:
     from flopmeter.measured import Check, ProfileError, check
+    from flopmeter.run import CudaRun, RunReport, cuda
 
 __version__ = "0.1.0"
 __all__ = [
     "Assumption",
     "Check",
     "Comparison",
+    "CudaRun",
     "DataDependentError",
     "FlopMeter",
     "Generation",
@@ -33,12 +35,14 @@ __all__ = [
     "ProfileError",
     "Report",
     "Row",
+    "RunReport",
     "Sweep",
     "StreamError",
     "UncountedError",
     "available_hardware",
     "check",
     "compare",
+    "cuda",
     "largest_batch",
     "load_hardware",
     "on_meta",
@@ -48,12 +52,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Names that need `flopmeter.measured` import it when they are first used: metering does not need it."""
-    if name in ("Check", "ProfileError", "check"):
-        from flopmeter import measured
+_LATER = {"measured": ("Check", "ProfileError", "check"), "run": ("CudaRun", "RunReport", "cuda")}
 
-        return getattr(measured, name)
+
+def __getattr__(name: str) -> Any:
+    """Names of rooms that metering does not need import them when they are first used."""
+    for room, names in _LATER.items():
+        if name in names:
+            return getattr(import_module(f"flopmeter.{room}"), name)
     raise AttributeError(f"module 'flopmeter' has no attribute {name!r}")
 
 

@@ -10,9 +10,11 @@ from typing import get_args
 from flopmeter.cli.command import Command, number, writing
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
+from flopmeter.run.launchers import Launch, launch_of
 from flopmeter.run.report import RunReport
-from flopmeter.run.script import Ending, Script, plain, run
+from flopmeter.run.script import Ending, Script, run
 from flopmeter.run.session import Session, Wishes
+from flopmeter.run.world import environment
 
 DEFAULT_STEPS = 3
 EPILOG = """\
@@ -26,10 +28,12 @@ where an optimizer has stepped; the run stops after --steps of them. Options of 
 
 
 def _run(options: argparse.Namespace) -> int:
-    script = _script(options)
+    launch = _launch(options)
+    script = launch.script
     script.check()
     wishes = Wishes(
-        gpus=options.gpus,
+        gpus=launch.world_size or options.gpus,
+        gpus_per_node=launch.gpus_per_node,
         steps=options.steps,
         marker=options.step_marker,
         on_out_of_memory=options.oom,
@@ -38,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
         mode=options.mode,
     )
     session = Session(options.hardware, wishes)
-    with session.open():
+    with session.open(), environment(launch.environment):
         ending = run(script, session)
         report = _report(session, script, ending)
     sys.stdout.flush()
@@ -47,9 +51,9 @@ def _run(options: argparse.Namespace) -> int:
     return ending.code
 
 
-def _script(options: argparse.Namespace) -> Script:
+def _launch(options: argparse.Namespace) -> Launch:
     words = options.script[1:] if options.script[:1] == ["--"] else options.script
-    return plain(["-m", *words] if options.module else words)
+    return launch_of(["-m", *words] if options.module else words, options.gpus)
 
 
 def _report(session: Session, script: Script, ending: Ending) -> RunReport | None:

@@ -78,6 +78,8 @@ class CudaModule:
         for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
             for name in answers.keys() & vars(module).keys():
                 yield Patch(module, name, answers[name], "the same function, where torch defines it")
+        yield Patch(torch, "Stream", streams.CudaStream, "the stream of whichever accelerator there is")
+        yield Patch(torch, "Event", self._event, "the event of whichever accelerator there is")
         for name, value in self._accelerator().items():
             yield Patch(torch.accelerator, name, value, why)
         for name, value in self.nvtx.answers().items():

@@ -27,7 +27,7 @@ from torch.utils import _device as torch_device
 
 from flopmeter.known_values.values import address, no_modes
 from flopmeter.run.patches import Patch, applied
-from flopmeter.torch_names.private import device_constructors, no_dispatch_modes
+from flopmeter.torch_names.private import device_constructors, function_modes, no_dispatch_modes
 
 META = torch.device("meta")
 BELOW_DISPATCHER = (
@@ -41,8 +41,12 @@ BELOW_DISPATCHER = (
     "torch._functorch",
     "torch._inductor",
     "torch._tensor_str",
+    "torch.distributed",
 )
-"""Modules that are told the truth about a tensor's device: flopmeter, and what torch runs to learn shapes."""
+"""Modules that are told the truth about a tensor's device: flopmeter, what torch runs to learn shapes, and
+torch.distributed, which flopmeter.distributed runs on meta."""
+ABOVE_DISPATCHER = ("torch.distributed.utils",)
+"""Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
 
 _true_device = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _true_is_meta = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -320,12 +324,11 @@ class LegacyType:
 def _asked_from_below() -> bool:
     """Whether the code that asks for a property of a tensor runs below the dispatcher."""
     name: Any = sys._getframe(2).f_globals.get("__name__", "")
-    return name.startswith(BELOW_DISPATCHER)
+    return name.startswith(BELOW_DISPATCHER) and name not in ABOVE_DISPATCHER
 
 
 def _default_is_meta() -> bool:
-    current = torch_device.CURRENT_DEVICE
-    return current is not None and current.type == "meta"
+    return bool(function_modes()) and torch.get_default_device().type == "meta"
 
 
 def _mark(marks: dict[int, weakref.ref[Any]], tensor: Tensor) -> None:

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -98,18 +98,3 @@ def _print_own_traceback(error: BaseException) -> None:
 
 def _is_of_the_runner(file: str) -> bool:
     return file == __file__ or file.startswith("<frozen runpy") or file == runpy.__file__
-
-
-def plain(arguments: Sequence[str]) -> Script:
-    """`[python] [-m] SCRIPT ARGS...`. Raises ValueError where there is none."""
-    words = list(arguments)
-    if words and os.path.basename(words[0]).startswith("python"):
-        words = words[1:]
-    if words and words[0] in ("-u", "-O"):
-        words = words[1:]
-    is_module = bool(words) and words[0] == "-m"
-    if is_module:
-        words = words[1:]
-    if not words:
-        raise ValueError("name a script: flopmeter run train.py, or flopmeter run -m package.module")
-    return Script(words[0], tuple(words[1:]), is_module)

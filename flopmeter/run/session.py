@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.report.report import Report
-from flopmeter.run import data, values
+from flopmeter.run import data, values, world
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
@@ -27,6 +27,7 @@ from flopmeter.trace.recorder import switches_now
 class Wishes:
     """What the user asked of a run.
 
+    gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, by default all.
     steps: stop after so many; None: run to the end. marker: what ends a step (see steps.py).
     on_out_of_memory: 'raise' as the device would, or 'report' and go on.
     strict_values: an unknown value that the program reads is an error, not a stand-in.
@@ -34,6 +35,7 @@ class Wishes:
     """
 
     gpus: int = 1
+    gpus_per_node: int | None = None
     steps: int | None = None
     marker: str = AUTO
     on_out_of_memory: OnOutOfMemory = "raise"
@@ -58,7 +60,8 @@ class Session:
         )
         self.memory = DeviceMemory(self.hardware, wishes.on_out_of_memory)
         self.meter.storage_listener = self.memory
-        self.named = NamedCuda(wishes.gpus)
+        self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or wishes.gpus)
+        self.named = NamedCuda(self.gpus_per_node)
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
         self.steps = Steps(self.now, wishes.marker, wishes.steps)
         self.cuda.nvtx.on_end = self.steps.on_range_end
@@ -96,6 +99,9 @@ class Session:
             undo.enter_context(self.named.open())
             files = WeightFiles(self.named, self.note)
             undo.enter_context(applied([*self.cuda.patches(), *files.patches(), *data.patches()]))
+            undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node))
+            if self.wishes.gpus > 1:
+                undo.enter_context(world.environment(world.of_torchrun(self.wishes.gpus, self.gpus_per_node)))
             undo.enter_context(self.meter)
             undo.enter_context(applied(values.patches(self._decided)))
             undo.enter_context(self.steps.watching())

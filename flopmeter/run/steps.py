@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from flopmeter.run.patches import Patch, applied
 
@@ -61,6 +61,7 @@ class Steps:
         self._ends: list[int] = []  # of marked steps
         self._calls: list[_OutermostCall] = []
         self._leading: weakref.ref[Optimizer] | None = None
+        self._updates: list[int] = []  # of optimizers that are stepping: where each began
         self._depth = 0
         self._first_forward: int | None = None  # of a training program: where its first step began
         self._calls_start: int | None = None
@@ -72,6 +73,7 @@ class Steps:
             undo.callback(register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
             if self._marker in (AUTO, OPTIMIZER):
+                undo.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
                 undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             elif ":" in self._marker and not self._marker.startswith(NVTX):
                 undo.enter_context(applied([self._marked_function()]))
@@ -105,7 +107,13 @@ class Steps:
         if self._most is not None and len(self._ends) >= self._most:
             raise StepsDone
 
+    def _begin_update(self, *_: Any) -> None:
+        self._updates.append(self._now())
+
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """One that runs no op does not count: a wrapper that only accumulates gradients this time."""
+        if self._updates and self._updates.pop() == self._now():
+            return
         leading = self._leading and self._leading()
         if leading is None:
             self._leading, leading = weakref.ref(optimizer), optimizer
