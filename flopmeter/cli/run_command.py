@@ -12,7 +12,7 @@ from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.run.launchers import Launch, launch_of
 from flopmeter.run.report import RunReport
-from flopmeter.run.script import Ending, Script, run
+from flopmeter.run.script import Ending, Script, run, what_to_do
 from flopmeter.run.session import Session, Wishes
 from flopmeter.run.world import environment
 
@@ -46,6 +46,8 @@ def _run(options: argparse.Namespace) -> int:
         ending = run(script, session)
         report = _report(session, script, ending)
     sys.stdout.flush()
+    if ending.error is not None:
+        print(f"flopmeter: {what_to_do(script, ending)}", file=sys.stderr)
     if report is not None:
         _show(report, options)
     return ending.code

@@ -85,8 +85,8 @@ class Trace:
 
 
 def part_of(trace: Trace, ops: range) -> Trace:
-    """What ran in these ops (a step of 1), as a trace of its own. Storages keep their numbers; one that was there before
-    the part existed BEFORE, with the size that it had then."""
+    """What ran in these ops, as a trace of its own. Storages keep their numbers; one that was there before the part
+    existed BEFORE, with the size that it had then."""
     start, stop = ops.start, ops.stop
     before = trace.module_calls[start - 1] if start else 0
     sizes = {resize.storage: resize.nbytes for resize in trace.resizes if resize.op < start}

@@ -48,9 +48,10 @@ torch.distributed, which flopmeter.distributed runs on meta."""
 ABOVE_DISPATCHER = ("torch.distributed.utils",)
 """Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
 
-_true_device = torch.Tensor.device.__get__  # type: ignore[attr-defined]
-_true_is_meta = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_true_is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_tensor: Any = torch.Tensor
+_true_device = _tensor.device.__get__
+_true_is_meta = _tensor.is_meta.__get__
+_true_is_cuda = _tensor.is_cuda.__get__
 _true_get_device = torch.Tensor.get_device
 
 
@@ -283,10 +284,12 @@ class CudaDevice:
         return str(self.device)
 
 
-_true_generator = torch.Generator
+_true_generator: Any = torch.Generator
 
 
-class _AnyGenerator(type(torch.Generator)):
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    """So that isinstance holds for generators that were made before."""
+
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _true_generator)
 
@@ -294,11 +297,11 @@ class _AnyGenerator(type(torch.Generator)):
 def _generator_on(cuda: NamedCuda) -> type:
     """torch.Generator, which also takes the device named cuda. Ops on meta take such a generator and draw nothing."""
 
-    class NamedGenerator(_true_generator, metaclass=_AnyGenerator):  # type: ignore[misc, valid-type]
+    class NamedGenerator(_true_generator, metaclass=_AnyGenerator):  # type: ignore[misc]
         def __new__(cls, device: Any = "cpu") -> Any:
-            is_cuda = cuda.real(device) is META
-            made = _true_generator.__new__(cls, "cpu" if is_cuda else device)
-            made.is_named = is_cuda
+            is_named = cuda.real(device) is META
+            made = _true_generator.__new__(cls, "cpu" if is_named else device)
+            made.is_named = is_named
             return made
 
         def __init__(self, device: Any = "cpu") -> None: ...
@@ -328,7 +331,8 @@ def _asked_from_below() -> bool:
 
 
 def _default_is_meta() -> bool:
-    return bool(function_modes()) and torch.get_default_device().type == "meta"
+    modes = function_modes()
+    return any(isinstance(mode, torch_device.DeviceContext) and mode.device.type == "meta" for mode in modes)
 
 
 def _mark(marks: dict[int, weakref.ref[Any]], tensor: Tensor) -> None:

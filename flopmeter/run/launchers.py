@@ -1,4 +1,4 @@
-"""What stands before a script on a command line: python, torchrun, accelerate launch. Only rank 0 runs, in this process.
+"""What stands before a script on a command line: python, torchrun, accelerate launch. Only rank 0 runs, here.
 
 A launcher is one entry of LAUNCHERS: from its words to a Launch.
 """

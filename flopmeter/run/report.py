@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flopmeter.report.drawers import FORMATS
 from flopmeter.report.formats import as_dict, summary, table
 from flopmeter.report.quantities import figure, in_gb, in_ms
 from flopmeter.report.report import Report

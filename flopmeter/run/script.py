@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
+from flopmeter.known_values import DataDependentError
 from flopmeter.run.session import Session
 from flopmeter.run.steps import StepsDone
 
@@ -37,7 +40,9 @@ class Script:
             if found is None:
                 raise ValueError(f"no module named {self.target}: install it here, or run this in its folder")
         elif not os.path.exists(self.target):
-            raise ValueError(f"no such script: {self.target} (arguments of flopmeter run come before the script's name)")
+            raise ValueError(
+                f"no such script: {self.target} (arguments of flopmeter run come before the script's name)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +103,35 @@ def _print_own_traceback(error: BaseException) -> None:
 
 def _is_of_the_runner(file: str) -> bool:
     return file == __file__ or file.startswith("<frozen runpy") or file == runpy.__file__
+
+
+def what_to_do(script: Script, ending: Ending) -> str:
+    """One line about a script that ended in an error: what it means here, and what can be done."""
+    error, head = ending.error, f"{script.name} ended with {type(ending.error).__name__}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"{script.name} was interrupted: the report is of what ran until then"
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+        if name in CUDA_EXTENSIONS:
+            return f"{head}: {name} is compiled for CUDA, and flopmeter has no shim for it: {CUDA_EXTENSIONS[name]}"
+        return f"{head}: install it in the environment that runs flopmeter (pip install {name})"
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{head}: by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
+    if isinstance(error, DataDependentError):
+        return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), or leave --strict-values out"
+    if isinstance(error, FileNotFoundError):
+        return f"{head}: {error.filename} is not here; the script needs its data, as it does without flopmeter"
+    if isinstance(error, SystemExit):
+        return f"{script.name} left with exit code {ending.code}"
+    return f"{head}, which is not flopmeter's: its traceback is above" if error is not None else head
+
+
+CUDA_EXTENSIONS = {
+    "apex": "use torch.optim and torch.nn.LayerNorm, which it replaced",
+    "bitsandbytes": "load the model unquantised",
+    "mamba_ssm": "use the model's own slow path",
+    "flash_attn": "use scaled_dot_product_attention (attn_implementation='sdpa')",
+    "triton": "use the operators that the kernels replace",
+    "xformers": "use scaled_dot_product_attention",
+}
+"""Packages of compiled kernels, and what to use instead."""

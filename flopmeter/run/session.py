@@ -90,7 +90,6 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[Session]:
-        import torch._dynamo  # optimizers import it; it has to see torch's own functions
 
         with ExitStack() as undo:
             undo.enter_context(warnings.catch_warnings())

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from flopmeter.records import DEFAULT_STREAM
 from flopmeter.trace import streams
 
 
@@ -58,7 +59,7 @@ def current_stream(device: Any = None) -> CudaStream:
 
 
 def default_stream(device: Any = None) -> CudaStream:
-    return CudaStream(number=streams.DEFAULT_STREAM)
+    return CudaStream(number=DEFAULT_STREAM)
 
 
 def using(stream: streams.MetaStream | None) -> Any:

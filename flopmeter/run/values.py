@@ -58,7 +58,9 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
 
 def patches(on_decision: Callable[[str], None]) -> Iterator[Patch]:
     """`on_decision` is called with the line that decides."""
-    yield Patch(StandInFloat, "on_decision", staticmethod(on_decision), "control flow that hangs on a stand-in is listed")
+    yield Patch(
+        StandInFloat, "on_decision", staticmethod(on_decision), "control flow that hangs on a stand-in is listed"
+    )
     yield Patch(Tensor, "item", _item(Tensor.item), "gives a stand-in a type of its own")
 
 

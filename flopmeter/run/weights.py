@@ -38,9 +38,7 @@ class WeightFiles:
         if importlib.util.find_spec("safetensors") is not None:
             import safetensors.torch
 
-            yield Patch(
-                safetensors.torch, "save_file", self._save(safetensors.torch.save_file), "weights without data"
-            )
+            yield Patch(safetensors.torch, "save_file", self._save(safetensors.torch.save_file), "weights without data")
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

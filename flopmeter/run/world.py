@@ -63,9 +63,7 @@ def _patches(world_size: int) -> Iterator[Patch]:
     for owner in (dist, distributed_c10d):
         yield Patch(owner, "is_nccl_available", lambda: True, "CUDA wheels bring NCCL")
         yield Patch(owner, "is_torchelastic_launched", lambda: "TORCHELASTIC_RUN_ID" in os.environ, "as after torchrun")
-    for owner in (torch.multiprocessing, torch.multiprocessing.spawn):
-        if callable(getattr(owner, "spawn", None)):
-            yield Patch(owner, "spawn", _spawn, "rank 0 runs in this process, the others do not")
+    yield Patch(torch.multiprocessing, "spawn", _spawn, "rank 0 runs in this process, the others do not")
 
 
 def _init_process_group(original: Callable[..., None], default_size: int) -> Callable[..., None]:

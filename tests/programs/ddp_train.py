@@ -1,6 +1,6 @@
 """DistributedDataParallel as torchrun starts it.
 
-    torchrun --nproc-per-node 8 ddp_train.py
+torchrun --nproc-per-node 8 ddp_train.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """FSDP2 over a device mesh.
 
-    torchrun --nproc-per-node 8 fsdp_train.py
+torchrun --nproc-per-node 8 fsdp_train.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer with a small causal language model and random tokens.
 
-    python hf_trainer.py [OUTPUT_FOLDER]
+python hf_trainer.py [OUTPUT_FOLDER]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A small GPT, trained as people do on one GPU: autocast, pinned memory, gradient clipping, a checkpoint, a log line.
 
-    python train_gpt.py [--device cuda] [--dtype bfloat16] [--compile] [--width 64] [--layers 2] [--batch 4] ...
+python train_gpt.py [--device cuda] [--dtype bfloat16] [--compile] [--width 64] [--layers 2] [--batch 4] ...
 """
 
 import argparse
@@ -106,9 +106,8 @@ def estimate_loss():
     model.eval()
     losses = torch.zeros(2)
     for k in range(2):
-        X, Y = get_batch()
         with context:
-            _, loss = model(X, Y)
+            _, loss = model(*get_batch())
         losses[k] = loss.item()
     model.train()
     return losses.mean()

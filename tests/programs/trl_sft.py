@@ -4,8 +4,8 @@ import sys
 
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 words = {f"w{number}": number for number in range(498)} | {"<pad>": 498, "</s>": 499}
