@@ -27,7 +27,13 @@ from torch.utils import _device as torch_device
 
 from flopmeter.known_values.values import address, no_modes
 from flopmeter.run.patches import Patch, applied
-from flopmeter.torch_names.private import device_constructors, function_modes, no_dispatch_modes
+from flopmeter.torch_names.private import (
+    device_constructors,
+    function_mode_count,
+    function_modes,
+    no_dispatch_modes,
+    no_function_modes,
+)
 
 META = torch.device("meta")
 BELOW_DISPATCHER = (
@@ -49,10 +55,22 @@ ABOVE_DISPATCHER = ("torch.distributed.utils",)
 """Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
 
 _tensor: Any = torch.Tensor
-_true_device = _tensor.device.__get__
-_true_is_meta = _tensor.is_meta.__get__
-_true_is_cuda = _tensor.is_cuda.__get__
-_true_get_device = torch.Tensor.get_device
+
+
+def _true(getter: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A getter of torch's own. A function mode would look it up by its name, and find ours."""
+
+    def get(tensor: Tensor) -> Any:
+        if not function_mode_count():
+            return getter(tensor)
+        with no_function_modes():
+            return getter(tensor)
+
+    return get
+
+
+_true_device, _true_get_device = _true(_tensor.device.__get__), _true(_tensor.get_device)
+_true_is_meta, _true_is_cuda = _true(_tensor.is_meta.__get__), _true(_tensor.is_cuda.__get__)
 
 
 class OtherDeviceError(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections import Counter
@@ -20,6 +21,7 @@ from flopmeter.run.patches import applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
 from flopmeter.run.weights import WeightFiles
+from flopmeter.torch_names.private import DYNAMO
 from flopmeter.trace.recorder import switches_now
 
 
@@ -90,6 +92,7 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[Session]:
+        importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
 
         with ExitStack() as undo:
             undo.enter_context(warnings.catch_warnings())

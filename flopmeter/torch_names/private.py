@@ -101,6 +101,7 @@ FLEX_VALIDATE = PrivateName("torch.nn.attention.flex_attention", "_validate_devi
 AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
+DYNAMO = PrivateName("torch._dynamo", "reset", "its table of torch's functions, which is made at import")
 
 PROPAGATE = PrivateName(
     "torch.distributed.tensor._sharding_prop",
@@ -142,7 +143,7 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     MHA_FAST_PATH: (THIRD_DEVICE,),
     FLEX_ATTENTION: (FLEX_VALIDATE,),
     GROUPED: (META_GROUPED_MM,),
-    COMPILE: (AROUND_COMPILED_CALL,),
+    COMPILE: (AROUND_COMPILED_CALL, DYNAMO),
     SPARSE: (
         PrivateName("torch", "Tensor._indices", "places of the elements, repeated ones too"),
         PrivateName("torch", "Tensor._values", "the elements"),
@@ -177,6 +178,7 @@ AccumulateGrad = needed("torch._C", "_functions.AccumulateGrad", "which ops make
 has_kernel = needed("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops are composites")
 is_dispatched = needed("torch._C", "_dispatch_has_kernel", "which overloads only TorchScript can call")
 dispatch_modes = needed("torch._C", "_len_torch_dispatch_stack", "whether another mode sees an op")
+function_mode_count = needed("torch._C", "_len_torch_function_stack", "whether another mode sees a question")
 function_modes = needed("torch.overrides", "_get_current_function_mode_stack", "the default device")
 needed("torch._C", "_jit_get_all_schemas", "which functions take a device")
 needed("torch.utils.data._utils.worker", "_worker_loop", "where a loader's worker process begins")
