@@ -114,6 +114,7 @@ class NamedCuda:
         yield Patch(Tensor, "is_pinned", self._is_pinned(), "there is no driver that pins memory")
         yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
         yield Patch(Module, "cuda", self._module_cuda(), takes)
+        yield Patch(Module, "cpu", lambda module: module.to("cpu"), takes)
         yield Patch(Module, "to", self._module_to(Module.to), takes)
         for owner, name in _takers():
             yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
@@ -285,9 +286,22 @@ class NamedCuda:
             args = tuple(each.device if isinstance(each, CudaDevice) else each for each in args)
             if isinstance(kwargs.get("device"), (int, CudaDevice)):
                 kwargs["device"] = torch.device("cuda", getattr(kwargs["device"], "index", kwargs["device"]))
-            return original(module, *args, **kwargs)
+            with _parameters_keep_identity():
+                return original(module, *args, **kwargs)
 
         return to
+
+
+@contextmanager
+def _parameters_keep_identity() -> Iterator[None]:
+    """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may hold already. Between
+    CPU and meta torch makes new ones, unless it is told to swap what is inside."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 class CudaDevice:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+import torch
+
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.report.report import Report
@@ -101,6 +103,8 @@ class Session:
             undo.enter_context(self.named.open())
             files = WeightFiles(self.named, self.note)
             undo.enter_context(applied([*self.cuda.patches(), *files.patches(), *data.patches()]))
+            if torch.version.cuda is not None:  # a build that could use a GPU of this machine
+                undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
             undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node))
             if self.wishes.gpus > 1:
                 undo.enter_context(world.environment(world.of_torchrun(self.wishes.gpus, self.gpus_per_node)))
@@ -136,6 +140,8 @@ class Session:
         yield from self.notes
         if self.memory.overflow:
             yield f"does not fit: {self.memory.overflow}"
+        if self.steps.idle_updates:
+            yield f"{self.steps.idle_updates} calls of optimizer.step() ran no op, and do not count as steps"
         if self._decisions:
             lines = ", ".join(f"{where} ({count}x)" for where, count in self._decisions.items())
             yield f"control flow that hangs on a stand-in: {lines}"

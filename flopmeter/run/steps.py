@@ -61,6 +61,7 @@ class Steps:
         self._ends: list[int] = []  # of marked steps
         self._calls: list[_OutermostCall] = []
         self._leading: weakref.ref[Optimizer] | None = None
+        self.idle_updates = 0  # calls of optimizer.step() that ran no op
         self._updates: list[int] = []  # of optimizers that are stepping: where each began
         self._depth = 0
         self._first_forward: int | None = None  # of a training program: where its first step began
@@ -113,6 +114,7 @@ class Steps:
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """One that runs no op does not count: a wrapper that only accumulates gradients this time."""
         if self._updates and self._updates.pop() == self._now():
+            self.idle_updates += 1
             return
         leading = self._leading and self._leading()
         if leading is None:
