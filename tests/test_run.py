@@ -24,6 +24,15 @@ PROGRAMS = Path(__file__).parent / "programs"
 A100 = "a100-sxm4-80gb"
 
 
+@pytest.fixture(autouse=True)
+def _own_switches():
+    """Programs set them for the whole process."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    yield
+    matmul.allow_tf32 = before
+
+
 def run_program(name: str, *arguments: str, hardware: str = A100, **wishes):
     """The report of a program, and what it printed."""
     session = Session(hardware, Wishes(**{"steps": 3, **wishes}))
@@ -47,7 +56,10 @@ def test_a_step_has_the_flops_that_torch_counts_in_the_same_script_on_the_cpu(tm
     report, _ = run_program("train_gpt.py", *size)
     with mock.patch.object(torch.cuda, "synchronize", lambda: None):
         two, one = (counted_on_cpu("train_gpt.py", "--device", "cpu", "--steps", steps, *size) for steps in "21")
-    assert 2 * report.step.macs == two - one
+    # torch's counter leaves out the CPU's attention: 2 products forward and 5 backward of 2 layers, in 2 micro-batches.
+    batch, length, width = 4, 32, 64
+    attention = 2 * 2 * (2 + 5) * 2 * batch * length**2 * width
+    assert 2 * report.step.macs == two - one + attention
 
 
 def test_precision_compilation_and_dropout_leave_the_products_as_they_are(tmp_path):
@@ -229,13 +241,11 @@ WAYS = {
     "a module's device": lambda: nn.Linear(2, 2, device="cuda").bias,
     "as_tensor": lambda: torch.as_tensor([1, 2], device="cuda"),
     "a generator": lambda: torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(1)),
-    "gradient": lambda: torch.autograd.grad(torch.ones(2, device="cuda", requires_grad=True).sum(), [], None)
-    or torch.ones(2, device="cuda"),
-    "sparse": lambda: torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,), device="cuda").to_dense(),
+    "sparse": lambda: torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,), device="cuda", check_invariants=False),
 }
 
 
-@pytest.mark.parametrize("way", [name for name in WAYS if name != "gradient"])
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_name_the_device_leads_there(way):
     with flopmeter.cuda(A100):
         made = WAYS[way]()
@@ -406,20 +416,21 @@ def test_events_tell_predicted_time():
     assert device.report().step.seconds > milliseconds / 1e3
 
 
-def test_each_replay_of_a_graph_runs_it_again_for_one_launch():
+def test_a_replay_of_a_graph_runs_it_again_for_one_launch():
     with flopmeter.cuda(A100) as device:
-        net, x = nn.Linear(64, 64, bias=False).cuda(), torch.zeros(8, 64, device="cuda")
+        x, weight = torch.zeros(8, 64, device="cuda"), torch.zeros(64, 64, device="cuda")
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
+        with torch.cuda.graph(graph):
             for _ in range(20):
-                x = net(x)
+                x = x @ weight
         captured = device.report("eager").step
         for _ in range(3):
             graph.replay()
     report = device.report()
-    assert report.step.macs == 4 * captured.macs
+    assert report.parts.marked_by == "replays of a CUDA graph"
+    assert report.step.macs == captured.macs == 20 * 8 * 64 * 64
     assert report.step.mode == "eager-cudagraph"
-    assert report.step.launch_seconds < 1.5 * captured.launch_seconds
+    assert report.step.launch_seconds < captured.launch_seconds / 5
 
 
 def test_data_parallel_on_one_gpu_is_the_model_itself():
@@ -448,7 +459,7 @@ def test_ddp_averages_all_gradients_over_the_world():
 
 
 def test_fsdp_holds_an_eighth_of_the_state():
-    one, eight = (run_program("fsdp_train.py", gpus=gpus)[0].step.memory for gpus in (1, 8))
+    one, eight = (run_program("fsdp_train.py", gpus=gpus, gpus_per_node=gpus)[0].step.memory for gpus in (1, 8))
     assert eight.at_peak["optimizer state"] < one.at_peak["optimizer state"] / 7
 
 
@@ -469,7 +480,9 @@ def test_launchers_are_understood(words, script, world):
     assert (launch.script.target, launch.world_size) == (script, world)
 
 
-@pytest.mark.parametrize("program", ["accelerate", "lightning", "fabric", "timm", "geometric", "peft", "diffusers", "hf"])
+@pytest.mark.parametrize(
+    "program", ["accelerate", "lightning", "fabric", "timm", "geometric", "peft", "diffusers", "hf"]
+)
 def test_programs_of_frameworks_run_to_a_steady_step(program, tmp_path, monkeypatch):
     needs = {"geometric": "torch_geometric", "fabric": "lightning", "hf": "accelerate"}
     files = {"peft": "peft_lora.py", "hf": "hf_trainer.py"}
@@ -478,3 +491,19 @@ def test_programs_of_frameworks_run_to_a_steady_step(program, tmp_path, monkeypa
     report, _ = run_program(files.get(program, f"{program}_train.py"))
     assert report.parts.count == 3
     assert {"forward", "backward", "optimizer"} <= {row.name for row in report.step.rows("phase")}
+
+
+def test_flash_attn_stands_in_by_the_same_kernel_and_is_told():
+    with flopmeter.cuda(A100) as device:
+        from flash_attn import flash_attn_func
+
+        q = torch.randn(2, 256, 8, 64, device="cuda", dtype=torch.bfloat16)
+        assert flash_attn_func(q, q, q, causal=True).shape == q.shape
+        with pytest.raises(NotImplementedError, match="window_size"):
+            flash_attn_func(q, q, q, window_size=(16, 0))
+        with pytest.raises(ImportError, match="no 'bert_padding'"):
+            from flash_attn import bert_padding  # noqa: F401
+    step = device.report().step
+    assert step.macs == 2 * 2 * 8 * 256 * 256 * 64  # the whole square, as torch's counter has it
+    assert any("flash_attn_func is flopmeter's shim" in note for note in step.notes)
+    assert "flash_attn" not in sys.modules

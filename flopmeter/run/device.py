@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils import _device as torch_device
+from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
 from flopmeter.run.patches import Patch, applied
@@ -106,7 +107,6 @@ class NamedCuda:
         yield Patch(Tensor, "is_meta", property(self._is_meta), tells)
         yield Patch(Tensor, "get_device", self._get_device(), tells)
         yield Patch(Tensor, "__repr__", _repr(Tensor.__repr__, self), "prints a tensor as a GPU's")
-        yield Patch(Tensor, "numpy", _numpy(Tensor.numpy, self), "refuses as on a GPU")
         yield Patch(Tensor, "to", self._to(Tensor.to), takes)
         yield Patch(Tensor, "cuda", self._cuda(Tensor.to), takes)
         yield Patch(Tensor, "type", self._type(Tensor.type), "tells and takes torch.cuda.FloatTensor and its kin")
@@ -119,7 +119,7 @@ class NamedCuda:
         for owner, name in _takers():
             yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
         yield Patch(torch, "Generator", _generator_on(self), takes)
-        yield Patch(torch.nn.parallel.comm, "scatter", self._scatter, "DataParallel on one GPU")
+        yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
         context = torch_device.DeviceContext
         yield Patch(
             context, "__torch_function__", self._default_device(context.__torch_function__), "with torch.device('cuda')"
@@ -181,11 +181,16 @@ class NamedCuda:
             "run meters one GPU of a process. Start one process for each GPU (--gpus N -- torchrun ...), or use one GPU"
         )
 
-    def _scatter(self, tensor: Tensor, devices: Any = None, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def _scatter(self) -> Callable[..., Any]:
         """nn.DataParallel copies the batch to its GPUs; with one it does no more than that."""
-        for device in devices or range(self.count):
-            self.check(device if isinstance(device, int) else torch.device(device).index)
-        return (tensor.to(META, non_blocking=True),)
+
+        def scatter(module: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+            for device in device_ids:
+                self.check(device if isinstance(device, int) else device.index)
+            there = tree_map_only(Tensor, lambda tensor: tensor.to(META, non_blocking=True), (inputs, kwargs or {}))
+            return (there[0],), (there[1],)
+
+        return scatter
 
     def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A function of torch with a keyword `device`."""
@@ -414,18 +419,3 @@ def _repr(original: Callable[..., str], cuda: NamedCuda) -> Callable[..., str]:
         return f"{head}{text[:-1]}{device})"
 
     return repr_
-
-
-def _numpy(original: Callable[..., Any], cuda: NamedCuda) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
-        if not cuda.holds(tensor):
-            return original(tensor, force=force)
-        if force:
-            return original(tensor.detach().cpu())
-        raise TypeError(
-            f"can't convert {cuda.name} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-            "memory first."
-        )
-
-    return numpy

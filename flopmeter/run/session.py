@@ -15,7 +15,7 @@ import torch
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.report.report import Report
-from flopmeter.run import data, values, world
+from flopmeter.run import data, shims, values, world
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
@@ -31,7 +31,8 @@ from flopmeter.trace.recorder import switches_now
 class Wishes:
     """What the user asked of a run.
 
-    gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, by default all.
+    gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, as a launcher
+        starts them; None: there is no launcher, and all are on one node.
     steps: stop after so many; None: run to the end. marker: what ends a step (see steps.py).
     on_out_of_memory: 'raise' as the device would, or 'report' and go on.
     strict_values: an unknown value that the program reads is an error, not a stand-in.
@@ -87,6 +88,7 @@ class Session:
         for number in ops:
             trace.module_calls.append(trace.module_calls[-1])
             trace.ops.append(trace.ops[number]._replace(region=-self._replays))
+        self.steps.on_replay()
 
     def note(self, text: str) -> None:
         """State once, in the report, what was skipped or stood in for."""
@@ -106,10 +108,11 @@ class Session:
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
             undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node))
-            if self.wishes.gpus > 1:
+            if self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None:
                 undo.enter_context(world.environment(world.of_torchrun(self.wishes.gpus, self.gpus_per_node)))
             undo.enter_context(self.meter)
-            undo.enter_context(applied(values.patches(self._decided)))
+            undo.enter_context(applied(values.patches(self.named, self._decided)))
+            undo.enter_context(shims.importable(self.note))
             undo.enter_context(self.steps.watching())
             yield self
 

@@ -3,7 +3,8 @@
 A training step ends where an optimizer has stepped; of several optimizers the one that stepped first counts, so that
 a step has one turn of each. Everything from one end to the next belongs to the step: data, forward, backward, and what
 the program does with the loss. Before the first forward pass that remembers gradients all is setup.
-A program without an optimizer goes by the calls of the outermost module that it calls most often.
+A program without an optimizer goes by the calls of the outermost module that it calls most often, or by the replays of
+its CUDA graph.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Steps:
         self._now, self._marker, self._most = now, marker, most
         self._ends: list[int] = []  # of marked steps
         self._calls: list[_OutermostCall] = []
+        self._replays: list[int] = []  # where each replay of a CUDA graph ended
         self._leading: weakref.ref[Optimizer] | None = None
         self.idle_updates = 0  # calls of optimizer.step() that ran no op
         self._updates: list[int] = []  # of optimizers that are stepping: where each began
@@ -89,12 +91,18 @@ class Steps:
         if self._marker == NVTX + name:
             self._end()
 
+    def on_replay(self) -> None:
+        """A CUDA graph was replayed."""
+        self._replays.append(self._now())
+
     def parts(self, total: int) -> Parts:
         """What ran so far, of `total` ops."""
         if self._ends:
             start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
             by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
             return _parts(min(start or 0, self._ends[0]), self._ends, by.get(self._marker, self._marker))
+        if self._replays and self._marker == AUTO:
+            return _parts(self._replays[0], self._replays[1:], "replays of a CUDA graph")
         if self._calls and self._marker in (AUTO, FORWARD):
             # Where a program evaluates too, its steps are the calls that remember gradients.
             calls = [call for call in self._calls if call.learns] or self._calls
@@ -162,5 +170,7 @@ def _learns(module: nn.Module) -> bool:
 
 
 def _parts(start: int, ends: list[int], marked_by: str) -> Parts:
+    if not ends:
+        return Parts(range(start), None, None, 0, marked_by)
     steady = range(ends[-2], ends[-1]) if len(ends) > 1 else None
     return Parts(range(start), range(start, ends[0]), steady, len(ends), marked_by)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flopmeter.known_values.assumptions import caller
 from flopmeter.known_values.entry_points import open_ones
+from flopmeter.run.device import NamedCuda
 from flopmeter.run.patches import Patch
 
 
@@ -56,12 +57,13 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
     setattr(StandInFloat, f"__{_name}__", _deciding(f"__{_name}__"))
 
 
-def patches(on_decision: Callable[[str], None]) -> Iterator[Patch]:
+def patches(named: NamedCuda, on_decision: Callable[[str], None]) -> Iterator[Patch]:
     """`on_decision` is called with the line that decides."""
     yield Patch(
         StandInFloat, "on_decision", staticmethod(on_decision), "control flow that hangs on a stand-in is listed"
     )
     yield Patch(Tensor, "item", _item(Tensor.item), "gives a stand-in a type of its own")
+    yield Patch(Tensor, "numpy", _numpy(Tensor.numpy, named), "refuses as on a GPU")
 
 
 def _item(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -73,3 +75,18 @@ def _item(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         return StandInFloat(value) if is_unknown and isinstance(value, float) else value
 
     return item
+
+
+def _numpy(original: Callable[..., Any], named: NamedCuda) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
+        if not named.holds(tensor):
+            return original(tensor, force=force)
+        if force:
+            return original(tensor.detach().cpu())
+        raise TypeError(
+            f"can't convert {named.name} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
+
+    return numpy

@@ -204,7 +204,11 @@ for _module, _attributes, _used in (
     ("torch._subclasses.fake_tensor", ("FakeTensor",), "which tensors are another program's stand-ins"),
     ("torch._subclasses.functional_tensor", ("FunctionalTensor",), "which tensors a transform wraps"),
     ("torch.utils._python_dispatch", ("TorchDispatchMode",), "each op that runs"),
-    ("torch.utils._pytree", ("tree_flatten", "tree_leaves", "tree_unflatten"), "the tensors in nested arguments"),
+    (
+        "torch.utils._pytree",
+        ("tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten"),
+        "the tensors in nested arguments",
+    ),
 ):
     for _attribute in _attributes:
         needed(_module, _attribute, _used)
