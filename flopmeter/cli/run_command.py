@@ -10,7 +10,7 @@ from typing import get_args
 from flopmeter.cli.command import Command, number, writing
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
-from flopmeter.run.launchers import Launch, launch_of
+from flopmeter.run.launchers import CommandLine, launch_of
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run, what_to_do
 from flopmeter.run.session import Session, Wishes
@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
     return ending.code
 
 
-def _launch(options: argparse.Namespace) -> Launch:
+def _launch(options: argparse.Namespace) -> CommandLine:
     words = options.script[1:] if options.script[:1] == ["--"] else options.script
     return launch_of(["-m", *words] if options.module else words, options.gpus)
 

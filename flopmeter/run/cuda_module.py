@@ -232,7 +232,7 @@ class CudaModule:
 class NvtxRanges:
     """torch.cuda.nvtx: the ranges of the program, each with the ops that ran in it."""
 
-    def __init__(self, clock: streams.Clock) -> None:
+    def __init__(self, clock: streams.Moments) -> None:
         self._clock = clock
         self._open: list[tuple[str, int]] = []
         self._started: dict[int, tuple[str, int]] = {}

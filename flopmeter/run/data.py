@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import _utils as data_utils
-
 from flopmeter.run.patches import Patch
-from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.torch_names.private import data_utils, no_dispatch_modes
 
 _work = data_utils.worker._worker_loop
 

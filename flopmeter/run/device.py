@@ -5,7 +5,7 @@ Until: tensors without memory can call their device cuda.
 
 Whatever takes a device takes meta instead of cuda; whatever tells a device tells cuda instead of meta. The program, and
 torch's own Python code above the dispatcher, then take the ways that they take on a GPU. Code below the dispatcher is
-told the truth (BELOW_DISPATCHER): it computes shapes, and has to know that there is no memory.
+told the truth (TOLD_THE_TRUTH): it computes shapes, and has to know that there is no memory.
 
 A program may also use the device meta itself, to make a model before its weights come. Storages that it asked to be
 there are marked, and keep saying meta.
@@ -23,35 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils import _device as torch_device
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names.private import (
+    BELOW_DISPATCHER,
+    all_schemas,
     device_constructors,
     function_mode_count,
     function_modes,
     no_dispatch_modes,
     no_function_modes,
+    torch_device,
 )
 
 META = torch.device("meta")
-BELOW_DISPATCHER = (
-    "flopmeter.",
-    "torch._meta_registrations",
-    "torch._refs",
-    "torch._prims",
-    "torch._decomp",
-    "torch._subclasses",
-    "torch._dynamo",
-    "torch._functorch",
-    "torch._inductor",
-    "torch._tensor_str",
-    "torch.distributed",
-)
-"""Modules that are told the truth about a tensor's device: flopmeter, what torch runs to learn shapes, and
-torch.distributed, which flopmeter.distributed runs on meta."""
+TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
 ABOVE_DISPATCHER = ("torch.distributed.utils",)
 """Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
 
@@ -364,7 +352,7 @@ class LegacyType:
 def _asked_from_below() -> bool:
     """Whether the code that asks for a property of a tensor runs below the dispatcher."""
     name: Any = sys._getframe(2).f_globals.get("__name__", "")
-    return name.startswith(BELOW_DISPATCHER) and name not in ABOVE_DISPATCHER
+    return name.startswith(TOLD_THE_TRUTH) and name not in ABOVE_DISPATCHER
 
 
 def _default_is_meta() -> bool:
@@ -397,7 +385,7 @@ def _takers() -> Iterator[tuple[Any, str]]:
 
 
 def _ops_with_device() -> Iterator[str]:
-    for schema in torch._C._jit_get_all_schemas():
+    for schema in all_schemas():
         if schema.name.startswith("aten::") and any(argument.name == "device" for argument in schema.arguments):
             yield schema.name.removeprefix("aten::")
 

@@ -1,6 +1,6 @@
 """What stands before a script on a command line: python, torchrun, accelerate launch. Only rank 0 runs, here.
 
-A launcher is one entry of LAUNCHERS: from its words to a Launch.
+A launcher is one entry of LAUNCHERS: from its words to a CommandLine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flopmeter.run.script import Script
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class CommandLine:
     """A script, and the world that it is started in: `nodes` of `gpus_per_node` processes each, one for a GPU.
 
     `environment` holds variables that the launcher sets beside torchrun's own.
@@ -32,7 +32,7 @@ class Launch:
         return None if self.gpus_per_node is None else self.nodes * self.gpus_per_node
 
 
-def launch_of(words: Sequence[str], gpus: int) -> Launch:
+def launch_of(words: Sequence[str], gpus: int) -> CommandLine:
     """What the words of a command line start. `gpus` is for launchers that take as many as there are.
 
     Raises ValueError where no script is named, or for a launcher that cannot be followed.
@@ -50,8 +50,8 @@ def launch_of(words: Sequence[str], gpus: int) -> Launch:
     if words[0] == "-m":
         if len(words) < 2:
             raise ValueError("-m needs the name of a module: flopmeter run -m package.module")
-        return Launch(Script(words[1], tuple(words[2:]), is_module=True))
-    return Launch(Script(words[0], tuple(words[1:])))
+        return CommandLine(Script(words[1], tuple(words[2:]), is_module=True))
+    return CommandLine(Script(words[0], tuple(words[1:])))
 
 
 def _without_python(words: list[str]) -> list[str]:
@@ -62,17 +62,17 @@ def _without_python(words: list[str]) -> list[str]:
     return words
 
 
-def _torchrun(words: Sequence[str], gpus: int) -> Launch:
+def _torchrun(words: Sequence[str], gpus: int) -> CommandLine:
     from torch.distributed.run import get_args_parser
 
     options = get_args_parser().parse_args(list(words))
     nodes = int(str(options.nnodes).partition(":")[2] or options.nnodes)
     a_node = str(options.nproc_per_node)
     script = Script(options.training_script, tuple(options.training_script_args), is_module=options.module)
-    return Launch(script, nodes, int(a_node) if a_node.isdigit() else max(gpus // nodes, 1))
+    return CommandLine(script, nodes, int(a_node) if a_node.isdigit() else max(gpus // nodes, 1))
 
 
-def _accelerate(words: Sequence[str], gpus: int) -> Launch:
+def _accelerate(words: Sequence[str], gpus: int) -> CommandLine:
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError("accelerate is not installed here: pip install accelerate")
     commands: Any = importlib.import_module("accelerate.commands.launch")
@@ -89,13 +89,13 @@ def _accelerate(words: Sequence[str], gpus: int) -> Launch:
         environment |= {name.upper(): str(value) for name in names if (value := getattr(options, name)) is not None}
         environment["ACCELERATE_USE_FSDP"] = "true"
     script = Script(options.training_script, tuple(options.training_script_args), is_module=options.module)
-    return Launch(script, nodes, max(processes // nodes, 1), environment)
+    return CommandLine(script, nodes, max(processes // nodes, 1), environment)
 
 
-def _deepspeed(words: Sequence[str], gpus: int) -> Launch:
+def _deepspeed(words: Sequence[str], gpus: int) -> CommandLine:
     raise ValueError(
         "the deepspeed launcher starts CUDA extensions, which flopmeter run does not have: run the script with torchrun"
     )
 
 
-LAUNCHERS: Mapping[str, Callable[[Sequence[str], int], Launch]] = {"torchrun": _torchrun, "deepspeed": _deepspeed}
+LAUNCHERS: Mapping[str, Callable[[Sequence[str], int], CommandLine]] = {"torchrun": _torchrun, "deepspeed": _deepspeed}

@@ -12,7 +12,7 @@ from flopmeter.records import DEFAULT_STREAM
 from flopmeter.trace import streams
 
 
-class Clock(Protocol):
+class Moments(Protocol):
     """The run, as events and graphs see it. A moment is the number of ops that ran before it."""
 
     def now(self) -> int: ...
@@ -73,7 +73,7 @@ set_stream = streams.set_stream
 class CudaEvent(streams.MetaEvent):
     """torch.cuda.Event. `elapsed_time` is what the ops between two events are predicted to take."""
 
-    clock: ClassVar[Clock]
+    clock: ClassVar[Moments]
 
     def __init__(self, enable_timing: bool = False, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class CudaEvent(streams.MetaEvent):
 class CudaGraph:
     """torch.cuda.CUDAGraph. What runs during the capture is recorded as it is; each replay runs it again."""
 
-    clock: ClassVar[Clock]
+    clock: ClassVar[Moments]
     capturing: ClassVar[bool] = False
 
     def __init__(self, keep_graph: bool = False) -> None:

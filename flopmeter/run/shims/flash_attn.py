@@ -34,7 +34,9 @@ def flash_attn_func(
         raise NotImplementedError("flopmeter's shim of flash_attn: a causal mask needs as many queries as keys")
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             dropout_p=dropout_p,
             is_causal=causal,
             scale=softmax_scale,
@@ -45,12 +47,14 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Tensor:
     """`qkv` is [batch, length, 3, heads, head size]."""
-    return flash_attn_func(*qkv.unbind(2), *args, **options)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Tensor:
     """`kv` is [batch, length, 2, heads, head size]."""
-    return flash_attn_func(q, *kv.unbind(2), *args, **options)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 _FUNCTIONS = {
