@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flopmeter.ask.pipeline import Pipeline, time_pipeline
     from flopmeter.ask.serve import Serving, ServingError, serving
     from flopmeter.measured import Check, ProfileError, check
+    from flopmeter.run import CudaRun, RunReport, cuda
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Check",
     "Comparison",
     "Count",
+    "CudaRun",
     "DataDependentError",
     "EmptyProgramError",
     "FlopMeter",
@@ -44,6 +46,7 @@ __all__ = [
     "Row",
     "Serving",
     "ServingError",
+    "RunReport",
     "Sweep",
     "StreamError",
     "UncountedError",
@@ -51,6 +54,7 @@ __all__ = [
     "check",
     "compare",
     "count",
+    "cuda",
     "largest_batch",
     "load_hardware",
     "on_meta",
@@ -64,6 +68,7 @@ __all__ = [
 
 _LATE = {
     **dict.fromkeys(("Check", "ProfileError", "check"), "flopmeter.measured"),
+    **dict.fromkeys(("CudaRun", "RunReport", "cuda"), "flopmeter.run"),
     **dict.fromkeys(("Serving", "ServingError", "serving"), "flopmeter.ask.serve"),
     **dict.fromkeys(("Pipeline", "time_pipeline"), "flopmeter.ask.pipeline"),  # it imports torch.distributed
 }

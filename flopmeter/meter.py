@@ -24,6 +24,7 @@ from flopmeter.launch.fusion import NOTE, whole_program
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches, mode_of
 from flopmeter.launch.templates import with_templates
 from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
+from flopmeter.records.traces import part_of
 from flopmeter.report.ran import Ran, ran_of
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
@@ -34,6 +35,7 @@ from flopmeter.trace import overlap
 from flopmeter.trace.dtensor import unseen_propagation
 from flopmeter.trace.other_threads import OtherThreads
 from flopmeter.trace.recorder import Recorder
+from flopmeter.trace.storages import StorageListener
 
 __all__ = ["DEFAULT_HARDWARE", "Causal", "FlopMeter", "Mode", "StreamError"]
 
@@ -158,6 +160,7 @@ class FlopMeter:
         times the mean and the last one 0.7 times (see known_values.routing).
     checks: 'hold' takes unknown values to be finite, and an `all()` of them to be true.
     mask_fraction: so large a share of an unknown bool mask that selects elements is true.
+    unknown: 'stand-in' gives a program that reads an unknown value (`loss.item()`) a stated number, not an error.
     cluster: over whose links collectives go: a name of `available_clusters()`, a path or a Cluster; without it, the
         one that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
@@ -180,6 +183,7 @@ class FlopMeter:
         routing: Routing = None,
         checks: str | None = None,
         mask_fraction: float | None = None,
+        unknown: str | None = None,
         source: bool = False,
         host: Host | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
@@ -206,8 +210,11 @@ class FlopMeter:
         self._as_cuda = as_cuda
         self._compile: Compile = compile
         self._session: Session | None = None
-        self._new_values = functools.partial(KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction)
+        self._new_values = functools.partial(
+            KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction, unknown=unknown
+        )
         self._new_values()  # raises an error for unknown options now, not on entry
+        self.storage_listener: StorageListener | None = None  # hears of storages while the meter is open
         self._recorder: Recorder | None = None
         self._values: KnownValues | None = None
         self._emulation: Emulation | None = None
@@ -230,6 +237,7 @@ class FlopMeter:
                     values=self._values,
                     compiled_region=self._emulation.compiled_region if self._emulation and by_rules else None,
                     on_new_call=_check if self._strict else None,
+                    storage_listener=self.storage_listener,
                 )
                 undo.enter_context(self._recorder)
                 if self._emulation and not by_rules:
@@ -259,10 +267,10 @@ class FlopMeter:
         self._undo.close()
 
     def _emulate(self) -> AbstractContextManager[Emulation]:
-        return emulate_cuda(_target(self.hardware), compiled_run_eagerly=self._compile == "rules")
+        return emulate_cuda(target_of(self.hardware), compiled_run_eagerly=self._compile == "rules")
 
     def _new_session(self, emulation: Emulation, recorder: Recorder, values: KnownValues) -> Session:
-        target = _target(self.hardware)
+        target = target_of(self.hardware)
 
         def run_eagerly() -> None:
             emulation.run_compiled_eagerly()
@@ -284,10 +292,12 @@ class FlopMeter:
         hardware: str | os.PathLike[str] | Hardware | None = None,
         mode: Mode | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
+        ops: range | None = None,
     ) -> Report:
         """Price what was metered so far, on the meter's device and cluster or on others.
 
         mode: as the program ran, which is eagerly unless it called torch.compile; or one of `Mode`.
+        ops: only these of `trace.ops`, in a row, such as one step of many.
         Raises EmptyProgramError where nothing ran, StreamError if the other device would have run other ops, and
         HardwareError if it lacks a dtype that the program computes in, or if the cluster is too small for the
         program's collectives.
@@ -298,11 +308,12 @@ class FlopMeter:
                 "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
             )
         self._check_stream(device)
-        run = self._run(device, self._cluster if cluster is None else load_cluster(cluster))
-        return run.in_mode(mode or mode_of(self.trace))
+        trace = self.trace if ops is None else part_of(self.trace, ops)
+        run = self._run(trace, device, self._cluster if cluster is None else load_cluster(cluster))
+        return run.in_mode(mode or mode_of(trace))
 
-    def _run(self, device: Hardware, cluster: Cluster | None) -> _Run:
-        trace, strict = self.trace, self._strict  # a report must not keep the meter
+    def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None) -> _Run:
+        strict = self._strict  # a report must not keep the meter
 
         def on_device(trace: Trace) -> list[Kernel]:
             return grouped.on_device(kernels_of(trace, strict=strict), device)
@@ -320,7 +331,7 @@ class FlopMeter:
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []
         if self._emulation:
-            notes += [*self._emulation.notes, *_target(device).notes, *unfused_notes(self._emulation)]
+            notes += [*self._emulation.notes, *target_of(device).notes, *unfused_notes(self._emulation)]
         if self._session:
             notes += self._session.notes
         modules = self._recorder.modules.missed if self._recorder else 0
@@ -333,7 +344,7 @@ class FlopMeter:
         return tuple(dict.fromkeys(notes))
 
     def _check_stream(self, device: Hardware) -> None:
-        difference = self._emulation.difference(_target(device)) if self._emulation else None
+        difference = self._emulation.difference(target_of(device)) if self._emulation else None
         if difference is not None:
             raise StreamError(
                 f"{device.name} would run other ops than {self.hardware.name}, for which the program was metered: "
@@ -351,7 +362,7 @@ def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> d
     Raises ValueError for an unknown mode, HangError where ranks would wait for each other for ever, and HardwareError
     where the cluster is too small.
     """
-    runs = {rank: meter._run(meter.hardware, meter._cluster) for rank, meter in meters.items()}
+    runs = {rank: meter._run(meter.trace, meter.hardware, meter._cluster) for rank, meter in meters.items()}
     launched = {rank: run.launched(mode) for rank, run in runs.items()}
     ranks = {
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
@@ -361,7 +372,8 @@ def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> d
     return {rank: run.report(*launched[rank], timed[rank], None) for rank, run in runs.items()}
 
 
-def _target(hardware: Hardware) -> CudaTarget:
+def target_of(hardware: Hardware) -> CudaTarget:
+    """The device as torch's dispatch sees it."""
     if hardware.compute_capability is None:
         return CudaTarget.stand_in(hardware.title)
     return CudaTarget(hardware.compute_capability)

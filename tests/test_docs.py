@@ -43,6 +43,14 @@ FENCE = re.compile(r"^```(?P<language>\w+) *(?P<file>\S*)\n(?P<body>.*?)^```$", 
 COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
 
 
+TRAIN = """
+import torch
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.zeros(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
 MY_MODEL = """
 import torch
 
@@ -157,6 +165,7 @@ def test_a_command_shown_without_its_output_runs(command):
             pytest.skip(f"{package} is not installed")
     with _somewhere_else():
         Path("my_model.py").write_text(MY_MODEL)
+        Path("train.py").write_text(TRAIN)
         assert "(exit code" not in _of_command(command)
         written = re.findall(r"(?:-o|--plot|--trace) (\S+)", command)
         assert all(Path(file).stat().st_size for file in written)

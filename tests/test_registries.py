@@ -55,6 +55,7 @@ GROUPING_ROWS = {
     "kernel": {"addmm"},
 }
 ARGUMENTS = {
+    "run": ["train.py", "--batch_size", "64"],
     "table": ["encoder-layer"], "compare": ["encoder-layer"], "sweep": ["encoder-layer"], "fit": ["encoder-layer"],
     "diff": ["a.json", "b.json"], "check": ["trace.json"], "calibrate": [], "hardware": [], "explain": ["mm"],
     "serve": ["hf:llama", "--prompt", "8", "--output", "8"], "models": [],

@@ -8,12 +8,21 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from flopmeter.cli import explain, file_commands, hardware_table, model_commands, model_list, serve_command
+from flopmeter.cli import (
+    explain,
+    file_commands,
+    hardware_table,
+    model_commands,
+    model_list,
+    run_command,
+    serve_command,
+)
 from flopmeter.cli.command import parser_of
 from flopmeter.costs import UncountedError
 from flopmeter.known_values import DataDependentError
 
 COMMANDS = {
+    "run": run_command.COMMAND,
     **model_commands.COMMANDS,
     "serve": serve_command.COMMAND,
     **file_commands.COMMANDS,

@@ -33,14 +33,22 @@ class KnownValues(Knowledge):
     `routing="balanced"`: experts and tokens picked from unknown scores (topk, argmax, max, multinomial) go
     round-robin; `{"imbalance": 1.3}` loads them unevenly (routing.py). `checks="hold"`: unknown values are finite, and
     an `all` of them is True. `mask_fraction`: so large a share of an unknown bool mask that selects elements is true,
-    evenly spread.
+    evenly spread. `unknown="stand-in"`: a program that reads an unknown value gets a stated stand-in (stand_ins.py)
+    instead of an error.
 
     The mode must be off while `run` works, as it is inside `__torch_dispatch__`: replays are not part of the
     program. It must pass on `aten.item`, which has no meta kernel, as it comes.
     """
 
-    def __init__(self, *, routing: Routing = None, checks: str | None = None, mask_fraction: float | None = None):
-        super().__init__(Assumptions(routing, checks, mask_fraction))
+    def __init__(
+        self,
+        *,
+        routing: Routing = None,
+        checks: str | None = None,
+        mask_fraction: float | None = None,
+        unknown: str | None = None,
+    ):
+        super().__init__(Assumptions(routing, checks, mask_fraction, unknown))
         self._rules: dict[Any, ValueRule] = {}
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose buffers were recalled
 

@@ -70,8 +70,9 @@ class DataDependentError(RuntimeError):
 class Assumptions:
     """The user's options, and how often each was used at which line."""
 
-    def __init__(self, routing: Routing, checks: str | None, mask_fraction: float | None):
+    def __init__(self, routing: Routing, checks: str | None, mask_fraction: float | None, unknown: str | None = None):
         _one_of("checks", checks, "hold")
+        _one_of("unknown", unknown, "stand-in")
         if mask_fraction is not None and not (
             isinstance(mask_fraction, (int, float)) and not isinstance(mask_fraction, bool) and 0 <= mask_fraction <= 1
         ):
@@ -79,6 +80,7 @@ class Assumptions:
         self.routing = routing_law(routing)
         self.checks_hold = checks is not None
         self.mask_fraction = mask_fraction
+        self.stands_in = unknown is not None
         self._uses: Counter[tuple[str, str, str]] = Counter()
 
     def note(self, rule: str, func: Any) -> None:

@@ -175,7 +175,7 @@ def _formatting(original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def format_known(tensor: Tensor, spec: str) -> str:
         known = _knower(tensor)
-        if known is not None and not tensor.dim() and known.values.knows(tensor):
+        if known is not None and not tensor.dim() and (known.assume.stands_in or known.values.knows(tensor)):
             return format(tensor.item(), spec)
         return original(tensor, spec)
 

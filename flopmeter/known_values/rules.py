@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flopmeter.known_values import collectives
+from flopmeter.known_values import collectives, stand_ins
 from flopmeter.known_values.assumptions import Assumptions, DataDependentError
 from flopmeter.known_values.index_lists import index_lists
 from flopmeter.known_values.replay import Invocation, Knowledge
@@ -126,6 +126,9 @@ def ask(known: Knowledge, call: Invocation) -> Any:
         return call.run()
     if known.knows_all(call.tensors):
         return known.answer(call)
+    if known.assume.stands_in and call.func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+        is_condition = call.func is aten.is_nonzero.default
+        return stand_ins.note(known, torch.bool if is_condition else call.tensors[0].dtype, call.func)
     raise DataDependentError(str(call.func))
 
 
@@ -240,6 +243,8 @@ def to_copy(known: Knowledge, call: Invocation) -> Any:
     if source.is_meta and target.type != "meta":
         if known.values.knows(source):
             return known.answer(call)
+        if known.assume.stands_in:
+            return stand_ins.on_host(known, call)
         raise DataDependentError(str(call.func))
     if target.type != "meta":
         return call.run()
@@ -275,6 +280,8 @@ def ask_copy(known: Knowledge, call: Invocation) -> Any:
     if known.knows_all(call.tensors):
         known.answer(call)
         return call.args[0]
+    if known.assume.stands_in:
+        return stand_ins.into_host(known, call)
     raise DataDependentError(str(call.func))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from flopmeter.records.compiled import Compilation
@@ -96,3 +96,42 @@ class Trace:
         """The device of the program: 'meta' if any op runs there, else the first device that is not the CPU. Ops that
         touch nothing on it are the host's own work (Adam's step counters are on the CPU)."""
         return "meta" if "meta" in self.devices else next((kind for kind in self.devices if kind != "cpu"), "cpu")
+
+
+def part_of(trace: Trace, ops: range) -> Trace:
+    """What ran in these ops, as a trace of its own. Storages keep their numbers; one that was there before the part
+    existed BEFORE, with the size that it had then."""
+    start, stop = ops.start, ops.stop
+    before = trace.module_calls[start - 1] if start else 0
+    sizes = {resize.storage: resize.nbytes for resize in trace.resizes if resize.op < start}
+    stream_use = trace.stream_use
+    return Trace(
+        ops=trace.ops[start:stop],
+        module_calls=[calls - before for calls in trace.module_calls[start:stop]],
+        storages=[_in_part(each, sizes.get(number), ops) for number, each in enumerate(trace.storages)],
+        resizes=[resize._replace(op=resize.op - start) for resize in trace.resizes if resize.op in ops],
+        accumulations=[each._replace(op=each.op - start) for each in trace.accumulations if each.op in ops],
+        switches=trace.switches,
+        stream_use=StreamUse(
+            {op - start: stream for op, stream in stream_use.streams.items() if op in ops},
+            [each for sync in stream_use.syncs for each in _shifted(sync, start) if sync.op in ops],
+        ),
+        devices=trace.devices,
+    )
+
+
+def _in_part(storage: Storage, nbytes_at_start: int | None, ops: range) -> Storage:
+    born, died = storage.born - ops.start, storage.died
+    if storage.born < ops.start:
+        born = BEFORE
+        if died is not None and died <= ops.start:
+            return replace(storage, nbytes=0, born=born, died=born)
+    nbytes = storage.nbytes if born != BEFORE or nbytes_at_start is None else nbytes_at_start
+    return replace(storage, nbytes=nbytes, born=born, died=None if died is None else died - ops.start)
+
+
+def _shifted(sync: Sync, start: int) -> list[Sync]:
+    """The sync in a part that starts there; none if what it waits for is over."""
+    if sync.action != "wait for op":
+        return [sync._replace(op=sync.op - start)]
+    return [sync._replace(op=sync.op - start, subject=sync.subject - start)] if sync.subject >= start else []

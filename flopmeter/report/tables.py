@@ -92,7 +92,7 @@ class Document:
         return rendered(FORMATS, format, self)
 
     def _repr_html_(self) -> str:
-        return for_notebook(self.title, "".join(_grid(table, "html") for table in self.tables), self.notes)
+        return for_notebook(self.title, "".join(grid(table, "html") for table in self.tables), self.notes)
 
 
 def for_notebook(title: str, grids: str, notes: Iterable[str]) -> str:
@@ -101,7 +101,7 @@ def for_notebook(title: str, grids: str, notes: Iterable[str]) -> str:
     return f"<div><p><b>{html.escape(title)}</b></p>{grids}<p><small>{lines}</small></p></div>"
 
 
-def _grid(table: Table, tablefmt: str) -> str:
+def grid(table: Table, tablefmt: str) -> str:
     return tabulate(
         table.rows,
         headers=[column.heading for column in table.columns],
@@ -113,12 +113,12 @@ def _grid(table: Table, tablefmt: str) -> str:
 
 
 def _text(document: Document) -> str:
-    parts = [document.title, *(_grid(table, "simple") for table in document.tables), "\n".join(document.notes)]
+    parts = [document.title, *(grid(table, "simple") for table in document.tables), "\n".join(document.notes)]
     return "\n\n".join(part for part in parts if part)
 
 
 def _markdown(document: Document) -> str:
-    grids = [_grid(table, "github") for table in document.tables]
+    grids = [grid(table, "github") for table in document.tables]
     parts = [f"**{document.title}**", *grids, "\n".join(f"- {note}" for note in document.notes)]
     return "\n\n".join(part for part in parts if part)
 

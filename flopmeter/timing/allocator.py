@@ -78,7 +78,7 @@ class CachingAllocator:
     """Serves requests from segments of a device with `capacity` bytes (None: without limit)."""
 
     def __init__(self, capacity: int | None = None):
-        self._capacity = capacity
+        self.capacity = capacity
         self._next_address = 0
         self._free: dict[bool, list[tuple[int, int, _Piece]]] = {True: [], False: []}  # by pool: size, address
         self.reserved_bytes = 0
@@ -117,9 +117,9 @@ class CachingAllocator:
             nbytes = LARGE_SEGMENT_BYTES
         else:
             nbytes = round_up(size, SEGMENT_STEP_BYTES)
-        if self._capacity is not None and self.reserved_bytes + nbytes > self._capacity:
-            self._give_back()
-            if self.reserved_bytes + nbytes > self._capacity:
+        if self.capacity is not None and self.reserved_bytes + nbytes > self.capacity:
+            self.give_back()
+            if self.reserved_bytes + nbytes > self.capacity:
                 raise OutOfMemoryError(f"{nbytes} bytes more than the {self.reserved_bytes} in use are not there")
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -127,7 +127,7 @@ class CachingAllocator:
         self._next_address += nbytes
         return piece
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """Give the device those segments back that are completely free."""
         for pool in self._free.values():
             unused = [entry for entry in pool if entry[2].before is None and entry[2].after is None]

@@ -123,6 +123,7 @@ AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
 COMPILED_MODULE = "_orig_mod"
+DYNAMO = PrivateName("torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
 
 PROPAGATE = PrivateName(
     "torch.distributed.tensor._sharding_prop",
@@ -177,6 +178,7 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     GROUPED: (META_GROUPED_MM,),
     COMPILE: (
         AROUND_COMPILED_CALL,
+        DYNAMO,
         PrivateName(
             "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True
         ),
@@ -215,6 +217,28 @@ AccumulateGrad = needed("torch._C", "_functions.AccumulateGrad", "which ops make
 has_kernel = needed("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops are composites")
 is_dispatched = needed("torch._C", "_dispatch_has_kernel", "which overloads only TorchScript can call")
 dispatch_modes = needed("torch._C", "_len_torch_dispatch_stack", "whether another mode sees an op")
+function_mode_count = needed("torch._C", "_len_torch_function_stack", "whether another mode sees a question")
+function_modes = needed("torch.overrides", "_get_current_function_mode_stack", "the default device")
+all_schemas = needed("torch._C", "_jit_get_all_schemas", "which functions take a device")
+needed("torch.utils.data._utils.worker", "_worker_loop", "where a loader's worker process begins")
+needed("torch.utils._device", "DeviceContext", "the default device")
+needed("torch.utils.data._utils.worker", "_worker_loop", "where a loader's worker process begins")
+torch_device = importlib.import_module("torch.utils._device")
+data_utils = importlib.import_module("torch.utils.data._utils")
+BELOW_DISPATCHER = (
+    "torch._meta_registrations",
+    "torch._refs",
+    "torch._prims",
+    "torch._decomp",
+    "torch._subclasses",
+    "torch._dynamo",
+    "torch._functorch",
+    "torch._inductor",
+    "torch._tensor_str",
+    "torch.distributed",
+)
+"""Prefixes of torch's modules that learn shapes, and of torch.distributed, which flopmeter.distributed runs on meta:
+what they ask of a tensor is answered as it is, also where the program is told another device (flopmeter.run)."""
 no_dispatch = needed("torch._C", "_disabled_torch_dispatch_impl", "which tensors run their kernels themselves")
 DispatchKey = needed("torch._C", "DispatchKey", "the kernel of a composite")
 peek_interpreter_stack = needed("torch._C._functorch", "peek_interpreter_stack", "whether a transform sees an op")
@@ -238,7 +262,7 @@ for _module, _attributes, _used in (
     ("torch.utils._python_dispatch", ("TorchDispatchMode",), "each op that runs"),
     (
         "torch.utils._pytree",
-        ("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"),
+        ("tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"),
         "the tensors in nested arguments",
     ),
 ):

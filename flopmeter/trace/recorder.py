@@ -52,7 +52,7 @@ from flopmeter.trace.handling import FRESH, Handling, Handlings
 from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
 from flopmeter.trace.process_groups import ProcessGroups, without_handles
 from flopmeter.trace.result_cache import ResultMaker, reaches_kernel_directly, result_maker
-from flopmeter.trace.storages import Storages
+from flopmeter.trace.storages import StorageListener, Storages
 from flopmeter.trace.tensor_specs import build_call, has_strides, hashable, unstrided_spec
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -98,11 +98,12 @@ class Recorder(TorchDispatchMode):
         values: KnownValues | None = None,
         compiled_region: Callable[[], int | None] | None = None,
         on_new_call: Callable[[Call], None] | None = None,
+        storage_listener: StorageListener | None = None,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_new_call = on_new_call
-        self.trace = Trace(switches=_switches())
-        self._storages = Storages(self.trace.ops, self.trace.storages, self.trace.resizes)
+        self.trace = Trace(switches=switches_now())
+        self._storages = Storages(self.trace.ops, self.trace.storages, self.trace.resizes, storage_listener)
         self._number = self._storages.number  # asked for every tensor
         self.modules = ModulePaths(self._note_module, self.is_on)
         self._source = source
@@ -503,7 +504,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-def _switches() -> Switches:
+def switches_now() -> Switches:
+    """What the program has allowed so far; a trace has those that held when it began."""
     matmul = torch.backends.cuda.matmul
     return Switches(
         matmul.allow_tf32, torch.backends.cudnn.allow_tf32, getattr(matmul, "allow_fp16_accumulation", False)

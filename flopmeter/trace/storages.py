@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,14 +13,33 @@ from flopmeter.records import BEFORE, Op, Resize, Storage, StorageRole
 from flopmeter.trace.tensor_specs import storage_of
 
 
+class StorageListener(Protocol):
+    """Is called while the program runs, for each storage that it gets and gives back."""
+
+    def on_birth(self, number: int, device: str, nbytes: int) -> None:
+        """A storage was seen for the first time, or has another size now. May raise, and then the op fails."""
+
+    def on_death(self, number: int) -> None:
+        """The storage was freed, or is about to have another size."""
+
+
+class _NoListener:
+    def on_birth(self, number: int, device: str, nbytes: int) -> None: ...
+
+    def on_death(self, number: int) -> None: ...
+
+
 class Storages:
     """Appends to `found` each storage when it is first seen, and to `resizes` each change of size.
 
     Time is the number of ops so far, `len(ops)`.
     """
 
-    def __init__(self, ops: list[Op], found: list[Storage], resizes: list[Resize]):
+    def __init__(
+        self, ops: list[Op], found: list[Storage], resizes: list[Resize], listener: StorageListener | None = None
+    ):
         self._ops, self._found, self._resizes = ops, found, resizes
+        self._listener = listener or _NoListener()
         self._alive: dict[int, _Reference] = {}  # by address
         self._without: int | None = None  # the number that all tensors without a storage share
 
@@ -48,6 +67,7 @@ class Storages:
         self._found.append(Storage(_nbytes(storage), device, born))
         reference = self._alive[address] = _Reference(storage, self._on_death)
         reference.address, reference.number = address, number
+        self._listener.on_birth(number, device, self._found[number].nbytes)
         return number
 
     def note(self, tensor: Tensor, role: StorageRole) -> None:
@@ -66,7 +86,7 @@ class Storages:
             number = self.number(tensor, BEFORE, [])
             nbytes = 0 if number == self._without else _nbytes(tensor.untyped_storage())
             if nbytes != self._size(number):
-                self._resizes.append(Resize(len(self._ops), number, nbytes))
+                self._note_resize(Resize(len(self._ops), number, nbytes))
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """The program resized a storage between ops: FSDP frees and gathers parameters in this way."""
@@ -76,12 +96,17 @@ class Storages:
         if nbytes == size:
             return
         # A storage that shrinks had its old size until the op before.
-        self._resizes.append(Resize(len(self._ops) - (nbytes < size), number, nbytes))
+        self._note_resize(Resize(len(self._ops) - (nbytes < size), number, nbytes))
         self._found[number].role = "parameters"
 
     def outlive(self) -> None:
         """End of the trace: storages that are freed from now on count as alive at its end."""
         self._alive.clear()
+
+    def _note_resize(self, resize: Resize) -> None:
+        self._resizes.append(resize)
+        self._listener.on_death(resize.storage)
+        self._listener.on_birth(resize.storage, self._found[resize.storage].device, resize.nbytes)
 
     def _size(self, number: int) -> int:
         """The size of the storage now, in bytes."""
@@ -98,6 +123,7 @@ class Storages:
     def _on_death(self, reference: _Reference) -> None:
         self._alive.pop(reference.address, None)
         self._found[reference.number].died = len(self._ops)
+        self._listener.on_death(reference.number)
 
 
 class _Reference(weakref.ref[Any]):

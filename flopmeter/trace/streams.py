@@ -132,6 +132,11 @@ def default_stream(device: Any = None) -> MetaStream:
     return MetaStream(number=DEFAULT_STREAM)
 
 
+def set_stream(stream: MetaStream) -> None:
+    """Give this thread's ops to the stream from now on."""
+    _current.stream = stream.number
+
+
 @contextmanager
 def stream(stream: MetaStream | None) -> Iterator[None]:
     """Give this thread's ops to the stream; None changes nothing."""

@@ -1,0 +1,106 @@
+"""The subcommand that runs a script as it is: `flopmeter run train.py --batch_size 64`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+from flopmeter.cli.command import Command, number, writing
+from flopmeter.meter import DEFAULT_HARDWARE, Mode
+from flopmeter.report.drawers import FORMATS
+from flopmeter.run.launchers import CommandLine, launch_of
+from flopmeter.run.report import RunReport
+from flopmeter.run.script import Ending, Script, run, what_to_do
+from flopmeter.run.session import Session, Wishes
+from flopmeter.run.world import environment
+
+DEFAULT_STEPS = 3
+EPILOG = """\
+The script's output is its own; the report goes to stderr, or to the file of -o. It is of one steady step, which ends
+where an optimizer has stepped; the run stops after --steps of them. Options of flopmeter come before the script:
+
+  flopmeter run --hardware h100-sxm5-80gb train.py --batch_size 64
+  flopmeter run --gpus 8 -- torchrun --nproc-per-node 8 train.py
+  flopmeter run --steps 3 -m package.train --config small.yaml
+"""
+
+
+def _run(options: argparse.Namespace) -> int:
+    launch = _launch(options)
+    script = launch.script
+    script.check()
+    wishes = Wishes(
+        gpus=launch.world_size or options.gpus,
+        gpus_per_node=launch.gpus_per_node,
+        steps=options.steps,
+        marker=options.step_marker,
+        on_out_of_memory=options.oom,
+        strict_values=options.strict_values,
+        mask_fraction=options.mask_fraction,
+        mode=options.mode,
+    )
+    session = Session(options.hardware, wishes)
+    with session.open(), environment(launch.environment):
+        ending = run(script, session)
+        report = _report(session, script, ending)
+    sys.stdout.flush()
+    if ending.error is not None:
+        print(f"flopmeter: {what_to_do(script, ending)}", file=sys.stderr)
+    if report is not None:
+        _show(report, options)
+    return ending.code
+
+
+def _launch(options: argparse.Namespace) -> CommandLine:
+    words = options.script[1:] if options.script[:1] == ["--"] else options.script
+    return launch_of(["-m", *words] if options.module else words, options.gpus)
+
+
+def _report(session: Session, script: Script, ending: Ending) -> RunReport | None:
+    """Of what ran until the last step, the end or Ctrl-C; None for a script that failed."""
+    if ending.error is not None and not isinstance(ending.error, KeyboardInterrupt):
+        return None
+    return session.report(script.name)
+
+
+def _show(report: RunReport, options: argparse.Namespace) -> None:
+    text = report.render(options.format)
+    if options.output is None:
+        print(text, file=sys.stderr)
+        return
+    with writing(options.output):
+        Path(options.output).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hardware", metavar="NAME", default=DEFAULT_HARDWARE,
+        help="a name of `flopmeter hardware`, or a YAML file (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=number, default=DEFAULT_STEPS, help="stop after so many (default: %(default)s)")
+    parser.add_argument(
+        "--step-marker", metavar="WHAT", default="auto",
+        help="what ends a step: optimizer, forward (a call of the outermost module), nvtx:NAME, or module:function"
+        " (default: an optimizer's step, else forward)",
+    )  # fmt: skip
+    parser.add_argument("--gpus", type=number, default=1, help="ranks in the world (default: %(default)s)")
+    parser.add_argument("--mode", choices=get_args(Mode), help="price the step so (default: as the script runs it)")
+    parser.add_argument(
+        "--oom", choices=("raise", "report"), default="raise",
+        help="where the device's memory does not do: torch.OutOfMemoryError, as there, or go on (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict-values", action="store_true", help="a value that is read and not known is an error, not a stand-in"
+    )
+    parser.add_argument(
+        "--mask-fraction", type=float, metavar="SHARE", help="of an unknown mask that selects elements, this is true"
+    )
+    parser.add_argument("--format", choices=tuple(FORMATS), default="text", help="default: %(default)s")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the report to a file instead of stderr")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="what to run, as it is")
+
+
+COMMAND = Command(_run, "run a script as it is, with a device named cuda", EPILOG, _arguments)

@@ -1,0 +1,46 @@
+"""Stand-ins: what a program gets that reads an unknown value, where it was told to go on (`unknown="stand-in"`).
+
+One for each kind of number. A loss of 1.0 is finite, has a logarithm and divides; a count of 0 and a condition that
+does not hold leave loops and special cases as they are. Each use is an assumption, noted with the line that read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flopmeter.known_values.replay import Invocation, Knowledge
+from flopmeter.known_values.values import no_modes
+
+FLOAT, INTEGER, CONDITION = 1.0, 0, False
+
+
+def note(known: Knowledge, dtype: torch.dtype, func: Any) -> float | int | bool:
+    """The stand-in for one number of the type; its use is noted."""
+    if dtype is torch.bool:
+        known.assume.note("an unknown condition does not hold", func)
+        return CONDITION
+    if dtype.is_floating_point or dtype.is_complex:
+        known.assume.note(f"stand-in {FLOAT} for an unknown float", func)
+        return FLOAT
+    known.assume.note(f"stand-in {INTEGER} for an unknown integer", func)
+    return INTEGER
+
+
+def on_host(known: Knowledge, call: Invocation) -> Tensor:
+    """For a copy of an unknown tensor to the host: one of its shape, full of stand-ins."""
+    (source, *_), dtype = call.args, call.kwargs.get("dtype")
+    value = note(known, source.dtype, call.func)
+    with no_modes():
+        return torch.full_like(source, value, dtype=dtype or source.dtype, device="cpu")
+
+
+def into_host(known: Knowledge, call: Invocation) -> Tensor:
+    """For an unknown tensor that is copied into one of the host."""
+    target, source = call.args[:2]
+    value = note(known, source.dtype, call.func)
+    with no_modes():
+        filled: Tensor = target.fill_(value)
+    return filled

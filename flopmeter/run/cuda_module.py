@@ -1,0 +1,313 @@
+"""What torch.cuda, torch.accelerator and their kin answer: the profile's facts, the allocator's model, predicted time.
+
+Works around: a torch without a GPU, in which torch.cuda finds no device.
+Until: torch answers for a device that a profile describes.
+
+Each answer is one entry of `CudaModule.answers`; the rest of torch.cuda says by name that it is not there.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from flopmeter.as_cuda import CudaTarget
+from flopmeter.device.hardware import Hardware
+from flopmeter.run import streams
+from flopmeter.run.device import LegacyType, NamedCuda
+from flopmeter.run.device_memory import DeviceMemory
+from flopmeter.run.patches import Patch
+
+# Threads and kB of shared memory of an SM, and kB that one block may ask for, by compute capability. Source: CUDA C++
+# Programming Guide, "Technical Specifications per Compute Capability".
+_PER_SM: Mapping[tuple[int, int], tuple[int, int, int]] = {
+    (6, 0): (2048, 64, 48), (6, 1): (2048, 96, 48), (7, 0): (2048, 96, 96), (7, 5): (1024, 64, 64),
+    (8, 0): (2048, 164, 163), (8, 6): (1536, 100, 99), (8, 7): (1536, 164, 163), (8, 9): (1536, 100, 99),
+    (9, 0): (2048, 228, 227), (10, 0): (2048, 228, 227), (10, 3): (2048, 228, 227), (12, 0): (1536, 100, 99),
+    (12, 1): (1536, 100, 99),
+}  # fmt: skip
+REGISTERS_PER_SM = 65536  # the same table: of 32 bits, the same for all of these
+KB = 1024
+
+_DTYPES = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16, "LongTensor": torch.int64, "IntTensor": torch.int32,
+    "ShortTensor": torch.int16, "CharTensor": torch.int8, "ByteTensor": torch.uint8, "BoolTensor": torch.bool,
+}  # fmt: skip
+
+# Of torch.cuda: these hold without a device.
+_AS_THEY_ARE = {
+    "amp", "graphs", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable", "jiterator",
+    "CudaError", "DeferredCudaCallError", "cudaStatus", "has_half", "has_magma", "default_generators", "check_error",
+    "BFloat16Storage", "BoolStorage", "ByteStorage", "CharStorage", "ComplexDoubleStorage", "ComplexFloatStorage",
+    "DoubleStorage", "FloatStorage", "HalfStorage", "IntStorage", "LongStorage", "ShortStorage",
+    "get_allocator_backend",
+}  # fmt: skip
+
+
+class DeviceProperties(types.SimpleNamespace):
+    """torch.cuda.get_device_properties(): facts of the profile and of its compute capability."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"flopmeter's profile of {self.name} does not tell {name!r}")
+
+
+class CudaModule:
+    """The answers, for a device of which `named.count` are there."""
+
+    def __init__(self, hardware: Hardware, target: CudaTarget, named: NamedCuda, memory: DeviceMemory, clock: Any):
+        self._hardware, self._target, self._named, self._memory = hardware, target, named, memory
+        self.name = hardware.aliases[0] if hardware.aliases else hardware.title
+        self._event = type("Event", (streams.CudaEvent,), {"clock": clock})
+        self._graph = type("CUDAGraph", (streams.CudaGraph,), {"clock": clock})
+        self.nvtx = NvtxRanges(clock)
+
+    def patches(self) -> Iterator[Patch]:
+        why = "answers from the profile, the allocator's model and predicted time"
+        answers = self.answers()
+        for name, value in answers.items():
+            yield Patch(torch.cuda, name, value, why)
+        for name in torch.cuda.__all__:
+            if name not in answers and name not in _AS_THEY_ARE:
+                yield Patch(torch.cuda, name, _absent(f"torch.cuda.{name}"), "says that it is not there")
+        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+            for name in answers.keys() & vars(module).keys():
+                yield Patch(module, name, answers[name], "the same function, where torch defines it")
+        yield Patch(torch, "Stream", streams.CudaStream, "the stream of whichever accelerator there is")
+        yield Patch(torch, "Event", self._event, "the event of whichever accelerator there is")
+        for name, value in self._accelerator().items():
+            yield Patch(torch.accelerator, name, value, why)
+        for name, value in self.nvtx.answers().items():
+            yield Patch(torch.cuda.nvtx, name, value, "ranges are rows of the report")
+        for name, dtype in _DTYPES.items():
+            yield Patch(torch.cuda, name, LegacyType(name, dtype), "torch.cuda.FloatTensor and its kin")
+        cudnn = torch.backends.cudnn
+        yield Patch(cudnn, "is_available", lambda: True, "CUDA wheels bring cuDNN")
+        yield Patch(cudnn, "version", lambda: self._target.cudnn_version, "the one that CUDA wheels bring")
+        yield Patch(cudnn, "is_acceptable", lambda tensor: False, "weights of RNNs are not flattened: they are on meta")
+        yield Patch(torch.backends.cuda, "is_built", lambda: True, why)
+
+    def answers(self) -> dict[str, Any]:
+        """By name in torch.cuda."""
+        return {**self._about_devices(), **self._about_memory(), **self._about_streams(), **_ABOUT_RANDOM}
+
+    def _about_devices(self) -> dict[str, Any]:
+        named = self._named
+        return {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "init": _nothing,
+            "_lazy_init": _nothing,
+            "device_count": lambda: named.count,
+            "current_device": lambda: named.index,
+            "set_device": self._set_device,
+            "device": self._device_context,
+            "device_of": lambda tensor: nullcontext(),
+            "get_device_name": lambda device=None: self.name,
+            "get_device_capability": lambda device=None: self._target.compute_capability,
+            "get_device_properties": lambda device=None: self.properties(),
+            "get_arch_list": lambda: ["sm_{}{}".format(*self._target.compute_capability)],
+            "get_gencode_flags": lambda: "",
+            "is_tf32_supported": lambda: self._target.compute_capability >= (8, 0),
+            "can_device_access_peer": lambda device, peer_device: True,
+            "synchronize": _nothing,
+            "ipc_collect": _nothing,
+            "set_sync_debug_mode": _nothing,
+            "get_sync_debug_mode": lambda: 0,
+            "current_blas_handle": lambda: 0,
+            "cudart": _absent("torch.cuda.cudart"),
+        }
+
+    def _about_memory(self) -> dict[str, Any]:
+        memory = self._memory
+        return {
+            "memory_allocated": lambda device=None: memory.allocated,
+            "max_memory_allocated": lambda device=None: memory.peak_allocated,
+            "memory_reserved": lambda device=None: memory.reserved,
+            "max_memory_reserved": lambda device=None: memory.peak_reserved,
+            "memory_cached": lambda device=None: memory.reserved,
+            "max_memory_cached": lambda device=None: memory.peak_reserved,
+            "reset_peak_memory_stats": lambda device=None: memory.reset_peaks(),
+            "reset_max_memory_allocated": lambda device=None: memory.reset_peaks(),
+            "reset_max_memory_cached": lambda device=None: memory.reset_peaks(),
+            "reset_accumulated_memory_stats": _nothing,
+            "empty_cache": lambda: memory.give_back(),
+            "mem_get_info": lambda device=None: memory.free_and_total(),
+            "device_memory_used": lambda device=None: memory.free_and_total()[1] - memory.free_and_total()[0],
+            "memory_stats": lambda device=None: self._memory_stats(),
+            "memory_summary": lambda device=None, abbreviated=False: memory.summary(),
+            "set_per_process_memory_fraction": memory.set_fraction,
+            "get_per_process_memory_fraction": lambda device=None: memory.fraction,
+        }
+
+    def _about_streams(self) -> dict[str, Any]:
+        return {
+            "Stream": streams.CudaStream,
+            "ExternalStream": streams.CudaStream,
+            "Event": self._event,
+            "current_stream": streams.current_stream,
+            "default_stream": streams.default_stream,
+            "stream": streams.using,
+            "StreamContext": streams.using,
+            "set_stream": streams.set_stream,
+            "CUDAGraph": self._graph,
+            "graph": streams.captured,
+            "graph_pool_handle": lambda: (0, 0),
+            "is_current_stream_capturing": lambda: streams.CudaGraph.capturing,
+        }
+
+    def _accelerator(self) -> dict[str, Any]:
+        devices, memory = self._about_devices(), self._about_memory()
+        return {
+            "is_available": devices["is_available"],
+            "device_count": devices["device_count"],
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "current_device_index": devices["current_device"],
+            "current_device_idx": devices["current_device"],
+            "set_device_index": self._set_device,
+            "set_device_idx": self._set_device,
+            "device_index": self._device_context,
+            "synchronize": _nothing,
+            "current_stream": streams.current_stream,
+            "set_stream": streams.set_stream,
+            "get_memory_info": memory["mem_get_info"],
+            **{
+                name: memory[name]
+                for name in (
+                    "empty_cache", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
+                    "memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+                )
+            },
+        }  # fmt: skip
+
+    def _set_device(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index is None or index >= 0:  # a negative index changes nothing
+            self._named.check(index)
+
+    @contextmanager
+    def _device_context(self, device: Any = None) -> Iterator[None]:
+        if device is not None:
+            self._set_device(device)
+        yield
+
+    def properties(self) -> DeviceProperties:
+        hardware, capability = self._hardware, self._target.compute_capability
+        facts: dict[str, Any] = {"name": self.name, "major": capability[0], "minor": capability[1]}
+        facts |= {"multi_processor_count": hardware.sm_count, "warp_size": 32, "gcnArchName": self.name}
+        facts |= {"is_integrated": 0, "is_multi_gpu_board": 0, "regs_per_multiprocessor": REGISTERS_PER_SM}
+        if hardware.memory_bytes is not None:
+            facts["total_memory"] = hardware.memory_bytes
+        if hardware.l2_cache_bytes is not None:
+            facts["L2_cache_size"] = hardware.l2_cache_bytes
+        if capability in _PER_SM:
+            threads, shared, block = _PER_SM[capability]
+            facts |= {"max_threads_per_multi_processor": threads, "max_threads_per_block": 1024}
+            facts |= {"shared_memory_per_multiprocessor": shared * KB, "shared_memory_per_block": 48 * KB}
+            facts["shared_memory_per_block_optin"] = block * KB
+        return DeviceProperties(**facts)
+
+    def _memory_stats(self) -> OrderedDict[str, int]:
+        memory = self._memory
+        return OrderedDict(
+            {
+                "allocated_bytes.all.current": memory.allocated,
+                "allocated_bytes.all.peak": memory.peak_allocated,
+                "active_bytes.all.current": memory.allocated,
+                "active_bytes.all.peak": memory.peak_allocated,
+                "reserved_bytes.all.current": memory.reserved,
+                "reserved_bytes.all.peak": memory.peak_reserved,
+                "allocation.all.allocated": memory.allocations,
+                "num_alloc_retries": 0,
+                "num_ooms": 0,
+            }
+        )
+
+
+class NvtxRanges:
+    """torch.cuda.nvtx: the ranges of the program, each with the ops that ran in it."""
+
+    def __init__(self, clock: streams.Moments) -> None:
+        self._clock = clock
+        self._open: list[tuple[str, int]] = []
+        self._started: dict[int, tuple[str, int]] = {}
+        self.ranges: list[tuple[str, range]] = []
+        self.on_end: Callable[[str], None] = lambda name: None
+
+    def answers(self) -> dict[str, Any]:
+        return {
+            "range_push": self._push,
+            "range_pop": self._pop,
+            "range_start": self._start,
+            "range_end": self._end,
+            "mark": _nothing,
+            "range": self._range,
+        }
+
+    def _push(self, msg: str) -> int:
+        self._open.append((msg, self._clock.now()))
+        return len(self._open) - 1
+
+    def _pop(self) -> int:
+        if self._open:
+            self._close(self._open.pop())
+        return len(self._open)
+
+    def _start(self, msg: str) -> int:
+        number = len(self._started)
+        self._started[number] = (msg, self._clock.now())
+        return number
+
+    def _end(self, range_id: int) -> None:
+        self._close(self._started[range_id])
+
+    @contextmanager
+    def _range(self, msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        self._push(msg.format(*args, **kwargs))
+        try:
+            yield
+        finally:
+            self._pop()
+
+    def _close(self, opened: tuple[str, int]) -> None:
+        name, start = opened
+        self.ranges.append((name, range(start, self._clock.now())))
+        self.on_end(name)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What needs no answer: nothing waits, and nothing is cached."""
+
+
+def _absent(name: str) -> Callable[..., Any]:
+    def absent(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} is not there under flopmeter: no GPU runs, and its model does not tell it")
+
+    return absent
+
+
+def _seed(*args: Any) -> None:
+    """Random numbers of the device are unknown, whatever the seed."""
+
+
+def _rng_state(device: Any = "cuda") -> torch.Tensor:
+    """As large as CUDA's: a seed and an offset of 8 bytes each."""
+    return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+
+_ABOUT_RANDOM: Mapping[str, Any] = {
+    "manual_seed": _seed,
+    "manual_seed_all": _seed,
+    "seed": _seed,
+    "seed_all": _seed,
+    "initial_seed": lambda: 0,
+    "get_rng_state": _rng_state,
+    "get_rng_state_all": lambda: [_rng_state()],
+    "set_rng_state": _seed,
+    "set_rng_state_all": _seed,
+}

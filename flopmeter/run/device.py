@@ -1,0 +1,409 @@
+"""Tensors on meta that say they are on a device named cuda.
+
+Works around: a torch without a GPU, which has no device named cuda, neither for a tensor to be on nor to be asked for.
+Until: tensors without memory can call their device cuda.
+
+Whatever takes a device takes meta instead of cuda; whatever tells a device tells cuda instead of meta. The program, and
+torch's own Python code above the dispatcher, then take the ways that they take on a GPU. Code below the dispatcher is
+told the truth (TOLD_THE_TRUTH): it computes shapes, and has to know that there is no memory.
+
+A program may also use the device meta itself, to make a model before its weights come. Storages that it asked to be
+there are marked, and keep saying meta.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils._pytree import tree_map_only
+
+from flopmeter.known_values.values import address, no_modes
+from flopmeter.run.patches import Patch, applied
+from flopmeter.torch_names.private import (
+    BELOW_DISPATCHER,
+    all_schemas,
+    device_constructors,
+    function_mode_count,
+    function_modes,
+    no_dispatch_modes,
+    no_function_modes,
+    torch_device,
+)
+
+META = torch.device("meta")
+TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
+ABOVE_DISPATCHER = ("torch.distributed.utils",)
+"""Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
+
+_tensor: Any = torch.Tensor
+
+
+def _true(getter: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A getter of torch's own. A function mode would look it up by its name, and find ours."""
+
+    def get(tensor: Tensor) -> Any:
+        if not function_mode_count():
+            return getter(tensor)
+        with no_function_modes():
+            return getter(tensor)
+
+    return get
+
+
+_true_device, _true_get_device = _true(_tensor.device.__get__), _true(_tensor.get_device)
+_true_is_meta, _true_is_cuda = _true(_tensor.is_meta.__get__), _true(_tensor.is_cuda.__get__)
+
+
+class OtherDeviceError(RuntimeError):
+    """The program puts tensors on several GPUs from one process, or on one that is not there."""
+
+
+class NamedCuda:
+    """The device named cuda: how many there are, and which one is metered."""
+
+    def __init__(self, count: int, index: int = 0) -> None:
+        self.count, self.index = count, index
+        self.is_open = False  # functions that a library has imported meanwhile do nothing after the run
+        self.name = torch.device("cuda", index)
+        self._on_true_meta: dict[int, weakref.ref[Any]] = {}  # storages that the program asked to be on meta
+        self._pinned: dict[int, weakref.ref[Any]] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """torch tells and takes the name inside."""
+        with applied(list(self.patches())):
+            self.is_open = True
+            try:
+                yield
+            finally:
+                self.is_open = False
+
+    def patches(self) -> Iterator[Patch]:
+        """What makes torch tell and take the name."""
+        device_constructors()  # it caches torch's functions at its first call, before they are replaced here
+        tells, takes = "tells the device named cuda", "takes the device named cuda"
+        yield Patch(Tensor, "device", property(self._device), tells)
+        yield Patch(Tensor, "is_cuda", property(self._is_cuda), tells)
+        yield Patch(Tensor, "is_meta", property(self._is_meta), tells)
+        yield Patch(Tensor, "get_device", self._get_device(), tells)
+        yield Patch(Tensor, "__repr__", _repr(Tensor.__repr__, self), "prints a tensor as a GPU's")
+        yield Patch(Tensor, "to", self._to(Tensor.to), takes)
+        yield Patch(Tensor, "cuda", self._cuda(Tensor.to), takes)
+        yield Patch(Tensor, "type", self._type(Tensor.type), "tells and takes torch.cuda.FloatTensor and its kin")
+        yield Patch(Tensor, "pin_memory", self._pin(), "there is no driver that pins memory")
+        yield Patch(Tensor, "is_pinned", self._is_pinned(), "there is no driver that pins memory")
+        yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
+        yield Patch(Module, "cuda", self._module_cuda(), takes)
+        yield Patch(Module, "cpu", lambda module: module.to("cpu"), takes)
+        yield Patch(Module, "to", self._module_to(Module.to), takes)
+        for owner, name in _takers():
+            yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
+        yield Patch(torch, "Generator", _generator_on(self), takes)
+        yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
+        context = torch_device.DeviceContext
+        yield Patch(
+            context, "__torch_function__", self._default_device(context.__torch_function__), "with torch.device('cuda')"
+        )
+
+    # --- what the program is told
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is on the device named cuda."""
+        return _true_is_meta(tensor) and not (self._on_true_meta and address(tensor) in self._on_true_meta)
+
+    def _device(self, tensor: Tensor) -> torch.device:
+        true: torch.device = _true_device(tensor)
+        if true.type != "meta" or _asked_from_below() or not self.holds(tensor):
+            return true
+        return self.name
+
+    def _is_cuda(self, tensor: Tensor) -> bool:
+        return _true_is_cuda(tensor) or (self.holds(tensor) and not _asked_from_below())
+
+    def _is_meta(self, tensor: Tensor) -> bool:
+        return _true_is_meta(tensor) and (_asked_from_below() or not self.holds(tensor))
+
+    def _get_device(self) -> Callable[[Tensor], int]:
+        return lambda tensor: self.index if self.holds(tensor) else _true_get_device(tensor)
+
+    # --- what the program may ask for
+
+    def real(self, value: Any) -> Any:
+        """A device as torch can take it: meta in place of cuda. Anything else stays as it is.
+
+        Raises OtherDeviceError for the name of another GPU than the metered one.
+        """
+        if not self.is_open:
+            return value
+        if isinstance(value, str):
+            kind = value.partition(":")[0]
+            value = torch.device(value) if kind == "cuda" else value
+        elif isinstance(value, int) and not isinstance(value, bool):
+            value = torch.device("cuda", value)
+        elif isinstance(value, CudaDevice):
+            value = value.device
+        if not isinstance(value, torch.device) or value.type != "cuda":
+            return value
+        self.check(value.index)
+        return META
+
+    def check(self, index: int | None) -> None:
+        """Raises OtherDeviceError unless the metered GPU has that index; None is the current one."""
+        if index is None or index == self.index:
+            return
+        if index >= self.count or index < 0:
+            raise OtherDeviceError(
+                f"CUDA error: invalid device ordinal: there is no cuda:{index} among {self.count}; give flopmeter run "
+                f"--gpus {index + 1}"
+            )
+        raise OtherDeviceError(
+            f"the program puts a tensor on cuda:{index}, and this process is metered as cuda:{self.index}: flopmeter "
+            "run meters one GPU of a process. Start one process for each GPU (--gpus N -- torchrun ...), or use one GPU"
+        )
+
+    def _scatter(self) -> Callable[..., Any]:
+        """nn.DataParallel copies the batch to its GPUs; with one it does no more than that."""
+
+        def scatter(module: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+            for device in device_ids:
+                self.check(device if isinstance(device, int) else device.index)
+            there = tree_map_only(Tensor, lambda tensor: tensor.to(META, non_blocking=True), (inputs, kwargs or {}))
+            return (there[0],), (there[1],)
+
+        return scatter
+
+    def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of torch with a keyword `device`."""
+
+        @functools.wraps(original)
+        def taking(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if device is not None:
+                real = self.real(device)
+                if real is not device:
+                    return original(*args, **{**kwargs, "device": real})
+                if torch.device(device).type != "meta" or _asked_from_below():
+                    return original(*args, **kwargs)
+            elif not _default_is_meta():
+                return original(*args, **kwargs)
+            return self._on_meta(original, args, kwargs)
+
+        return taking
+
+    def _on_meta(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The program asks for the device meta itself: no GPU sees that."""
+        with no_dispatch_modes():
+            result = original(*args, **kwargs)
+        if isinstance(result, Tensor) and _true_is_meta(result):
+            _mark(self._on_true_meta, result)
+        return result
+
+    def _default_device(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def torch_function(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if mode.device.type == "cuda" and func in device_constructors() and kwargs.get("device") is None:
+                return func(*args, **{**kwargs, "device": self.real(mode.device)})
+            return original(mode, func, types, args, kwargs)
+
+        return torch_function
+
+    def _to(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if args:
+                args = (self.real(args[0]), *args[1:])
+            if kwargs.get("device") is not None:
+                kwargs["device"] = self.real(kwargs["device"])
+            target = kwargs["device"] if "device" in kwargs else args[0] if args else None
+            if _true_is_meta(tensor) and not self.holds(tensor) and target is META:
+                raise NotImplementedError(
+                    "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty() instead of "
+                    "torch.nn.Module.to() when moving module from meta to a different device."
+                )
+            return original(tensor, *args, **kwargs)
+
+        return to
+
+    def _cuda(self, to: Callable[..., Any]) -> Callable[..., Any]:
+        def cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+            target = META if device is None else self.real(device)
+            return to(tensor, target, non_blocking=non_blocking, **kwargs)
+
+        return cuda
+
+    def _type(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def type_(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if dtype is None:
+                name: str = original(tensor)
+                return name.replace("torch.meta.", "torch.cuda.") if self.holds(tensor) else name
+            if isinstance(dtype, LegacyType):
+                return tensor.to(META, dtype.dtype)
+            if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+                return original(tensor.to(META), dtype.replace("torch.cuda.", "torch.meta."), *args, **kwargs)
+            return original(tensor, dtype, *args, **kwargs)
+
+        return type_
+
+    def _pin(self) -> Callable[..., Tensor]:
+        def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+            if not tensor.is_cpu:
+                raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+            if address(tensor) in self._pinned:
+                return tensor
+            with no_modes():
+                pinned = tensor.clone(memory_format=torch.preserve_format)
+            _mark(self._pinned, pinned)
+            return pinned.requires_grad_(tensor.requires_grad)
+
+        return pin_memory
+
+    def _is_pinned(self) -> Callable[..., bool]:
+        return lambda tensor, device=None: address(tensor) in self._pinned
+
+    def _module_cuda(self) -> Callable[..., Module]:
+        return lambda module, device=None: module.to(self.name if device is None else device)
+
+    def _module_to(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def to(module: Module, *args: Any, **kwargs: Any) -> Any:
+            args = tuple(torch.device("cuda", each) if type(each) is int else each for each in args)
+            args = tuple(each.device if isinstance(each, CudaDevice) else each for each in args)
+            if isinstance(kwargs.get("device"), (int, CudaDevice)):
+                kwargs["device"] = torch.device("cuda", getattr(kwargs["device"], "index", kwargs["device"]))
+            with _parameters_keep_identity():
+                return original(module, *args, **kwargs)
+
+        return to
+
+
+@contextmanager
+def _parameters_keep_identity() -> Iterator[None]:
+    """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may hold already. Between
+    CPU and meta torch makes new ones, unless it is told to swap what is inside."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+class CudaDevice:
+    """What `flopmeter.cuda` gives: it stands where a device is asked for, and becomes the report."""
+
+    type = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.index = device, device.index
+
+    def __str__(self) -> str:
+        return str(self.device)
+
+
+_true_generator: Any = torch.Generator
+
+
+class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+    """So that isinstance holds for generators that were made before."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _true_generator)
+
+
+def _generator_on(cuda: NamedCuda) -> type:
+    """torch.Generator, which also takes the device named cuda. Ops on meta take such a generator and draw nothing."""
+
+    class NamedGenerator(_true_generator, metaclass=_AnyGenerator):  # type: ignore[misc]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            is_named = cuda.real(device) is META
+            made = _true_generator.__new__(cls, "cpu" if is_named else device)
+            made.is_named = is_named
+            return made
+
+        def __init__(self, device: Any = "cpu") -> None: ...
+
+        @property
+        def device(self) -> torch.device:
+            return cuda.name if self.is_named else torch.device("cpu")
+
+    return NamedGenerator
+
+
+class LegacyType:
+    """torch.cuda.FloatTensor and its kin: makes tensors of a dtype from sizes or data."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.__name__, self.dtype = name, dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = getattr(torch, self.__name__)(*args, **kwargs)
+        return made.to(META)
+
+
+def _asked_from_below() -> bool:
+    """Whether the code that asks for a property of a tensor runs below the dispatcher."""
+    name: Any = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith(TOLD_THE_TRUTH) and name not in ABOVE_DISPATCHER
+
+
+def _default_is_meta() -> bool:
+    modes = function_modes()
+    return any(isinstance(mode, torch_device.DeviceContext) and mode.device.type == "meta" for mode in modes)
+
+
+def _mark(marks: dict[int, weakref.ref[Any]], tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    place = storage._cdata
+    marks[place] = weakref.ref(storage, lambda _: marks.pop(place, None))
+
+
+_OWN = ("to", "cuda", "type", "pin_memory", "is_pinned", "Generator")
+
+
+def _takers() -> Iterator[tuple[Any, str]]:
+    """The functions of torch and the methods of its tensors that have a keyword `device`."""
+    names = {op.partition(".")[0] for op in _ops_with_device()}
+    for name in sorted((names | {"tensor", "as_tensor", "asarray", "sparse_coo_tensor", "range"}) - set(_OWN)):
+        if callable(getattr(torch, name, None)) and not name.startswith("_"):
+            yield torch, name
+        if hasattr(Tensor, name) and not name.startswith("_"):
+            yield Tensor, name
+    yield Tensor, "new_tensor"
+    yield torch.fft, "fftfreq"
+    yield torch.fft, "rfftfreq"
+    yield torch.nested, "nested_tensor"
+    yield torch.nested, "as_nested_tensor"
+
+
+def _ops_with_device() -> Iterator[str]:
+    for schema in all_schemas():
+        if schema.name.startswith("aten::") and any(argument.name == "device" for argument in schema.arguments):
+            yield schema.name.removeprefix("aten::")
+
+
+def _repr(original: Callable[..., str], cuda: NamedCuda) -> Callable[..., str]:
+    """A tensor as a GPU's is printed. What the program prints is read, so unknown values are stand-ins."""
+
+    @functools.wraps(original)
+    def repr_(tensor: Tensor, *, tensor_contents: Any = None) -> str:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not cuda.holds(tensor) or tensor_contents is not None:
+            return original(tensor, tensor_contents=tensor_contents)
+        text = original(tensor.detach().cpu())
+        device = f", device='{cuda.name}'"
+        if tensor.grad_fn is not None:
+            device += f", grad_fn=<{tensor.grad_fn.name()}>"
+        elif tensor.requires_grad:
+            device += ", requires_grad=True"
+        head = "Parameter containing:\n" if isinstance(tensor, torch.nn.Parameter) else ""
+        return f"{head}{text[:-1]}{device})"
+
+    return repr_

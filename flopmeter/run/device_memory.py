@@ -1,0 +1,105 @@
+"""The memory of the device while a program runs: PyTorch's caching allocator over the storages that the meter sees."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from flopmeter.device.hardware import Hardware
+from flopmeter.timing.allocator import CachingAllocator, OutOfMemoryError, round_up
+from flopmeter.timing.peak_memory import usable_bytes, usable_bytes_if_known
+
+OnOutOfMemory = Literal["raise", "report"]
+GIB, MIB = 2**30, 2**20
+
+
+class DeviceMemory:
+    """Serves each storage from the allocator's model (`allocator.py`), as the device would.
+
+    on_out_of_memory: 'raise' gives the program torch.OutOfMemoryError, as on the device; 'report' goes on without
+        limit, and `overflow` says so.
+    """
+
+    def __init__(self, hardware: Hardware, on_out_of_memory: OnOutOfMemory) -> None:
+        self.hardware, self._raises = hardware, on_out_of_memory == "raise"
+        self.usable_bytes = usable_bytes_if_known(hardware)
+        self._allocator = CachingAllocator(self.usable_bytes)
+        self._held: dict[int, Any] = {}
+        self.allocated = self.peak_allocated = 0  # bytes in blocks of the allocator
+        self.allocations = 0
+        self._fraction = 1.0
+        self.overflow: str | None = None  # what did not fit, in words
+
+    @property
+    def reserved(self) -> int:
+        return self._allocator.reserved_bytes
+
+    @property
+    def peak_reserved(self) -> int:
+        return self._allocator.peak_reserved_bytes
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated = self.allocated
+        self._allocator.peak_reserved_bytes = self._allocator.reserved_bytes
+
+    @property
+    def fraction(self) -> float:
+        """The share of the device's memory that the process may take."""
+        return self._fraction
+
+    def set_fraction(self, fraction: float, device: Any = None) -> None:
+        self._fraction = fraction
+        if self.usable_bytes is not None:
+            self._allocator.capacity = min(self.usable_bytes, int(fraction * (self.hardware.memory_bytes or 0)))
+
+    def give_back(self) -> None:
+        """torch.cuda.empty_cache()."""
+        self._allocator.give_back()
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes, as torch.cuda.mem_get_info tells them. Raises HardwareError where the capacity is unknown."""
+        return max(usable_bytes(self.hardware) - self.reserved, 0), self.hardware.memory_bytes or 0
+
+    def summary(self) -> str:
+        return (
+            f"allocated {_size(self.allocated)} (peak {_size(self.peak_allocated)}), reserved {_size(self.reserved)} "
+            f"(peak {_size(self.peak_reserved)}) by flopmeter's model of {self.hardware.title}"
+        )
+
+    def on_birth(self, number: int, device: str, nbytes: int) -> None:
+        """Raises torch.OutOfMemoryError where the device has no room."""
+        if device != "meta" or not nbytes:
+            return
+        try:
+            piece = self._allocator.allocate(nbytes)
+        except OutOfMemoryError:
+            text = self._no_room(nbytes)
+            if self._raises:
+                raise torch.OutOfMemoryError(text) from None
+            self.overflow = self.overflow or text
+            self._allocator.capacity = None
+            piece = self._allocator.allocate(nbytes)
+        self._held[number] = piece
+        self.allocated += piece.nbytes
+        self.allocations += 1
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def on_death(self, number: int) -> None:
+        piece = self._held.pop(number, None)
+        if piece is not None:
+            self.allocated -= piece.nbytes
+            self._allocator.free(piece)
+
+    def _no_room(self, nbytes: int) -> str:
+        total, usable = self.hardware.memory_bytes or 0, self.usable_bytes or 0
+        return (
+            f"CUDA out of memory. Tried to allocate {_size(round_up(nbytes, 512))}. GPU 0 has a total capacity of "
+            f"{_size(total)} of which {_size(max(usable - self.reserved, 0))} is free. Of the allocated memory "
+            f"{_size(self.allocated)} is allocated by PyTorch, and {_size(self.reserved - self.allocated)} is reserved "
+            f"by PyTorch but unallocated. (flopmeter's model of {self.hardware.title})"
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

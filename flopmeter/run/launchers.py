@@ -1,0 +1,101 @@
+"""What stands before a script on a command line: python, torchrun, accelerate launch. Only rank 0 runs, here.
+
+A launcher is one entry of LAUNCHERS: from its words to a CommandLine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flopmeter.run.script import Script
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """A script, and the world that it is started in: `nodes` of `gpus_per_node` processes each, one for a GPU.
+
+    `environment` holds variables that the launcher sets beside torchrun's own.
+    """
+
+    script: Script
+    nodes: int = 1
+    gpus_per_node: int | None = None  # None: there is no launcher
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int | None:
+        return None if self.gpus_per_node is None else self.nodes * self.gpus_per_node
+
+
+def launch_of(words: Sequence[str], gpus: int) -> CommandLine:
+    """What the words of a command line start. `gpus` is for launchers that take as many as there are.
+
+    Raises ValueError where no script is named, or for a launcher that cannot be followed.
+    """
+    words = _without_python(list(words))
+    if not words:
+        raise ValueError("name a script: flopmeter run train.py, or flopmeter run -m package.module")
+    name = os.path.basename(words[0])
+    if words[:2] == ["-m", "torch.distributed.run"]:
+        return _torchrun(words[2:], gpus)
+    if name == "accelerate" and words[1:2] == ["launch"]:
+        return _accelerate(words[2:], gpus)
+    if name in LAUNCHERS and not os.path.exists(words[0]):
+        return LAUNCHERS[name](words[1:], gpus)
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise ValueError("-m needs the name of a module: flopmeter run -m package.module")
+        return CommandLine(Script(words[1], tuple(words[2:]), is_module=True))
+    return CommandLine(Script(words[0], tuple(words[1:])))
+
+
+def _without_python(words: list[str]) -> list[str]:
+    if words and os.path.basename(words[0]).startswith("python"):
+        words = words[1:]
+        while words and words[0] in ("-u", "-O", "-B"):
+            words = words[1:]
+    return words
+
+
+def _torchrun(words: Sequence[str], gpus: int) -> CommandLine:
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args(list(words))
+    nodes = int(str(options.nnodes).partition(":")[2] or options.nnodes)
+    a_node = str(options.nproc_per_node)
+    script = Script(options.training_script, tuple(options.training_script_args), is_module=options.module)
+    return CommandLine(script, nodes, int(a_node) if a_node.isdigit() else max(gpus // nodes, 1))
+
+
+def _accelerate(words: Sequence[str], gpus: int) -> CommandLine:
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError("accelerate is not installed here: pip install accelerate")
+    commands: Any = importlib.import_module("accelerate.commands.launch")
+    options = commands.launch_command_parser().parse_args(list(words))
+    nodes, processes = options.num_machines or 1, options.num_processes or gpus
+    for feature in ("use_deepspeed", "use_megatron_lm", "tpu"):
+        if getattr(options, feature, False):
+            raise ValueError(f"accelerate launch --{feature}: flopmeter run does not follow it; use DDP or FSDP")
+    environment = {"ACCELERATE_MIXED_PRECISION": str(options.mixed_precision or "no").lower()}
+    if options.gradient_accumulation_steps:
+        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(options.gradient_accumulation_steps)
+    if options.use_fsdp:
+        names = [name for name in vars(options) if name.startswith("fsdp_")]
+        environment |= {name.upper(): str(value) for name in names if (value := getattr(options, name)) is not None}
+        environment["ACCELERATE_USE_FSDP"] = "true"
+    script = Script(options.training_script, tuple(options.training_script_args), is_module=options.module)
+    return CommandLine(script, nodes, max(processes // nodes, 1), environment)
+
+
+def _deepspeed(words: Sequence[str], gpus: int) -> CommandLine:
+    raise ValueError(
+        "the deepspeed launcher starts CUDA extensions, which flopmeter run does not have: run the script with torchrun"
+    )
+
+
+LAUNCHERS: Mapping[str, Callable[[Sequence[str], int], CommandLine]] = {"torchrun": _torchrun, "deepspeed": _deepspeed}

@@ -1,0 +1,88 @@
+"""The report of a run: one steady step, with setup and first step beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flopmeter.report.formats import as_dict, summary, table
+from flopmeter.report.quantities import figure, in_gb, in_ms
+from flopmeter.report.report import Report
+from flopmeter.report.tables import Column, Table, grid
+from flopmeter.run.steps import Parts
+
+
+class NothingRanError(ValueError):
+    """No op ran on the device named cuda."""
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """`step` is the report of one steady step, or of what there is instead; `headline` says which."""
+
+    program: str
+    step: Report
+    parts: Parts
+    by_part: Mapping[str, Report]  # 'setup', 'first step', 'steady step', as far as they ran
+    ranges: Mapping[str, tuple[int, float]]  # nvtx: calls and seconds in the step
+
+    @property
+    def headline(self) -> str:
+        return f"{self.program}: {self._what}"
+
+    @property
+    def _what(self) -> str:
+        parts = self.parts
+        if parts.steady is not None:
+            return f"one steady step, the last of {parts.count} (marked by {parts.marked_by})"
+        if parts.first is not None:
+            return f"the first step, the only one that ran (marked by {parts.marked_by})"
+        return "all that ran (no step was marked)"
+
+    def render(self, format: str = "text") -> str:
+        """text, markdown, csv, json or html. Raises ValueError for another format."""
+        if format == "json":
+            return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+        if format not in ("text", "markdown"):
+            return self.step.render(format)
+        style, title = ("simple", "{}") if format == "text" else ("github", "**{}**")
+        grids = [grid(each, style) for each in self._tables()]
+        lines = summary(self.step) if format == "text" else [f"- {line}" for line in summary(self.step)]
+        body = table(self.step, self.step.rows(), "class", style)
+        heads = (title.format(self.headline), self.step.headline)
+        return "\n\n".join(("\n".join(heads), body, *grids, "\n".join(lines)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the kernels themselves, in plain types and SI units."""
+        run = {
+            "program": self.program,
+            "steps": self.parts.count,
+            "marked_by": self.parts.marked_by,
+            "is_steady": self.parts.steady is not None,
+            "parts": {
+                name: {"seconds": part.seconds, "flops": part.flops, "peak_memory_bytes": part.peak_memory_bytes}
+                for name, part in self.by_part.items()
+            },
+            "nvtx": {name: {"calls": calls, "seconds": seconds} for name, (calls, seconds) in self.ranges.items()},
+        }
+        return {**as_dict(self.step), "run": run}
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def _repr_html_(self) -> str:
+        return self.step._repr_html_()
+
+    def _tables(self) -> list[Table]:
+        columns = [Column("part of the run", "<"), Column("ms"), Column("GFLOP"), Column("peak GB")]
+        rows = [
+            (name, in_ms(part.seconds), figure(part.flops / 1e9), in_gb(part.peak_memory_bytes))
+            for name, part in self.by_part.items()
+        ]
+        tables = [Table(columns, rows)]
+        if self.ranges:
+            heads = [Column("nvtx range", "<"), Column("calls"), Column("ms")]
+            tables.append(Table(heads, [(name, str(calls), in_ms(s)) for name, (calls, s) in self.ranges.items()]))
+        return tables

@@ -1,0 +1,137 @@
+"""Runs a script as Python would: by path or with -m, with its own arguments, output, traceback and exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from flopmeter.known_values import DataDependentError
+from flopmeter.run.session import Session
+from flopmeter.run.steps import StepsDone
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`target` is a path, or with `is_module` a module's name; `arguments` are the script's own."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.target if self.is_module else os.path.basename(self.target)
+
+    def check(self) -> None:
+        """Raises ValueError if there is no such script."""
+        if self.is_module:
+            try:
+                found = importlib.util.find_spec(self.target)
+            except (ImportError, ValueError):
+                found = None
+            if found is None:
+                raise ValueError(f"no module named {self.target}: install it here, or run this in its folder")
+        elif not os.path.exists(self.target):
+            raise ValueError(
+                f"no such script: {self.target} (arguments of flopmeter run come before the script's name)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a script ended: its exit code, and the exception that ended it, if it was not the last step."""
+
+    code: int
+    error: BaseException | None = None
+
+
+def run(script: Script, session: Session) -> Ending:
+    """Run the script in the open session. Its traceback is printed as Python would print it."""
+    with _as_program(script):
+        try:
+            if script.is_module:
+                runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script.target, run_name="__main__")
+        except StepsDone:
+            return Ending(0)
+        except KeyboardInterrupt as stop:
+            return Ending(130, stop)  # 128 + SIGINT, as a shell tells it
+        except SystemExit as stop:
+            return Ending(_exit_code(stop), stop if _exit_code(stop) else None)
+        except BaseException as error:
+            _print_own_traceback(error)
+            return Ending(1, error)
+    return Ending(0)
+
+
+@contextmanager
+def _as_program(script: Script) -> Iterator[None]:
+    """sys.argv and sys.path as Python sets them; no bytecode is written beside the script."""
+    argv, path, writes = sys.argv, list(sys.path), sys.dont_write_bytecode
+    sys.argv = [script.target, *script.arguments]
+    sys.path.insert(0, os.getcwd() if script.is_module else os.path.dirname(os.path.abspath(script.target)))
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.dont_write_bytecode = argv, path, writes
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _print_own_traceback(error: BaseException) -> None:
+    """From the script's first line on, without what started it."""
+    frames = error.__traceback__
+    while frames is not None and _is_of_the_runner(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames or error.__traceback__)
+
+
+def _is_of_the_runner(file: str) -> bool:
+    return file == __file__ or file.startswith("<frozen runpy") or file == runpy.__file__
+
+
+def what_to_do(script: Script, ending: Ending) -> str:
+    """One line about a script that ended in an error: what it means here, and what can be done."""
+    error, head = ending.error, f"{script.name} ended with {type(ending.error).__name__}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"{script.name} was interrupted: the report is of what ran until then"
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+        if name in CUDA_EXTENSIONS:
+            return f"{head}: {name} is compiled for CUDA, and flopmeter has no shim for it: {CUDA_EXTENSIONS[name]}"
+        return f"{head}: install it in the environment that runs flopmeter (pip install {name})"
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{head}: by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
+    if isinstance(error, DataDependentError):
+        return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), or leave --strict-values out"
+    if isinstance(error, FileNotFoundError):
+        return f"{head}: {error.filename} is not here; the script needs its data, as it does without flopmeter"
+    if isinstance(error, SystemExit):
+        return f"{script.name} left with exit code {ending.code}"
+    return f"{head}, which is not flopmeter's: its traceback is above" if error is not None else head
+
+
+CUDA_EXTENSIONS = {
+    "apex": "use torch.optim and torch.nn.LayerNorm, which it replaced",
+    "bitsandbytes": "load the model unquantised",
+    "mamba_ssm": "use the model's own slow path",
+    "flash_attn": "use scaled_dot_product_attention (attn_implementation='sdpa')",
+    "triton": "use the operators that the kernels replace",
+    "xformers": "use scaled_dot_product_attention",
+}
+"""Packages of compiled kernels, and what to use instead."""

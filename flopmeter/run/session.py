@@ -1,0 +1,173 @@
+"""One run: the device named cuda, a meter around the program, and what became of its steps."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.meter import FlopMeter, Mode, target_of
+from flopmeter.report.report import Report
+from flopmeter.run import data, shims, values, world
+from flopmeter.run.cuda_module import CudaModule
+from flopmeter.run.device import NamedCuda
+from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
+from flopmeter.run.patches import applied
+from flopmeter.run.report import NothingRanError, RunReport
+from flopmeter.run.steps import AUTO, Parts, Steps
+from flopmeter.run.weights import WeightFiles
+from flopmeter.torch_names.private import DYNAMO
+from flopmeter.trace.recorder import switches_now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user asked of a run.
+
+    gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, as a launcher
+        starts them; None: there is no launcher, and all are on one node.
+    steps: stop after so many; None: run to the end. marker: what ends a step (see steps.py).
+    on_out_of_memory: 'raise' as the device would, or 'report' and go on.
+    strict_values: an unknown value that the program reads is an error, not a stand-in.
+    mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.
+    """
+
+    gpus: int = 1
+    gpus_per_node: int | None = None
+    steps: int | None = None
+    marker: str = AUTO
+    on_out_of_memory: OnOutOfMemory = "raise"
+    strict_values: bool = False
+    mask_fraction: float | None = None
+    mode: Mode | None = None
+
+
+class Session:
+    """An open run. `report()` prices what ran so far."""
+
+    def __init__(self, hardware: str | os.PathLike[str] | Hardware, wishes: Wishes) -> None:
+        self.hardware, self.wishes = load_hardware(hardware), wishes
+        if self.hardware.is_cpu:
+            raise ValueError(f"{self.hardware.name} is a CPU: name a GPU for the device named cuda")
+        self.meter = FlopMeter(
+            self.hardware,
+            routing="balanced",
+            checks="hold",
+            mask_fraction=wishes.mask_fraction,
+            unknown=None if wishes.strict_values else "stand-in",
+        )
+        self.memory = DeviceMemory(self.hardware, wishes.on_out_of_memory)
+        self.meter.storage_listener = self.memory
+        self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or wishes.gpus)
+        self.named = NamedCuda(self.gpus_per_node)
+        self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
+        self.steps = Steps(self.now, wishes.marker, wishes.steps)
+        self.cuda.nvtx.on_end = self.steps.on_range_end
+        self.notes: dict[str, None] = {}
+        self._replays = 0
+        self._decisions: Counter[str] = Counter()  # lines of control flow that hung on a stand-in
+
+    def now(self) -> int:
+        """The number of ops so far."""
+        return len(self.meter.trace.ops)
+
+    def seconds_between(self, start: int, end: int) -> float:
+        return self.meter.report(ops=range(start, end)).seconds if end > start else 0.0
+
+    def replay(self, ops: range) -> None:
+        """The ops of a CUDA graph run again; they are one region, which the host launches at once."""
+        self._replays += 1
+        trace = self.meter.trace
+        for number in ops:
+            trace.module_calls.append(trace.module_calls[-1])
+            trace.ops.append(trace.ops[number]._replace(region=-self._replays))
+        self.steps.on_replay()
+
+    def note(self, text: str) -> None:
+        """State once, in the report, what was skipped or stood in for."""
+        self.notes[text] = None
+
+    @contextmanager
+    def open(self) -> Iterator[Session]:
+        importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
+
+        with ExitStack() as undo:
+            undo.enter_context(warnings.catch_warnings())
+            for message in _FALSE_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            undo.enter_context(self.named.open())
+            files = WeightFiles(self.named, self.note)
+            undo.enter_context(applied([*self.cuda.patches(), *files.patches(), *data.patches()]))
+            if torch.version.cuda is not None:  # a build that could use a GPU of this machine
+                undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
+            undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node))
+            if self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None:
+                undo.enter_context(world.environment(world.of_torchrun(self.wishes.gpus, self.gpus_per_node)))
+            undo.enter_context(self.meter)
+            undo.enter_context(applied(values.patches(self.named, self._decided)))
+            undo.enter_context(shims.importable(self.note))
+            undo.enter_context(self.steps.watching())
+            yield self
+
+    def report(self, program: str, mode: Mode | None = None) -> RunReport:
+        """Setup, first step and steady step. Raises NothingRanError if no op ran on the device."""
+        if "meta" not in self.meter.trace.devices:
+            raise NothingRanError(NOTHING_RAN)
+        parts = self.steps.parts(self.now())
+        self.meter.trace.switches = switches_now()  # a script sets them when the run is open already
+        ranges = {"setup": parts.setup, "first step": parts.first, "steady step": parts.steady}
+        mode = mode or self.wishes.mode or self._mode()
+        reports = {name: self._part(ops, mode) for name, ops in ranges.items() if ops}
+        step = reports.get("steady step") or reports.get("first step") or reports["setup"]
+        return RunReport(program, step, parts, reports, self._nvtx(parts))
+
+    def _part(self, ops: range, mode: Mode) -> Report:
+        report = self.meter.report(ops=ops, mode=mode)
+        return replace(report, notes=(*report.notes, *self._notes()))
+
+    def _mode(self) -> Mode:
+        """As the program runs it: compiled where it compiles, graphs where it replays graphs."""
+        regions = {op.region for op in self.meter.trace.ops} - {None}
+        if any(region > 0 for region in regions if region is not None):
+            return "compiled"
+        return "eager-cudagraph" if regions else "eager"
+
+    def _notes(self) -> Iterator[str]:
+        yield from self.notes
+        if self.memory.overflow:
+            yield f"does not fit: {self.memory.overflow}"
+        if self.steps.idle_updates:
+            yield f"{self.steps.idle_updates} calls of optimizer.step() ran no op, and do not count as steps"
+        if self._decisions:
+            lines = ", ".join(f"{where} ({count}x)" for where, count in self._decisions.items())
+            yield f"control flow that hangs on a stand-in: {lines}"
+
+    def _nvtx(self, parts: Parts) -> dict[str, tuple[int, float]]:
+        """The nvtx ranges in the step that is reported, by name: calls and predicted seconds."""
+        step = parts.steady or parts.first or parts.setup
+        found: dict[str, tuple[int, float]] = {}
+        for name, ops in self.cuda.nvtx.ranges:
+            if ops and ops.start >= step.start and ops.stop <= step.stop:
+                calls, seconds = found.get(name, (0, 0.0))
+                found[name] = (calls + 1, seconds + self.seconds_between(ops.start, ops.stop))
+        return found
+
+    def _decided(self, where: str) -> None:
+        self._decisions[where] += 1
+
+
+NOTHING_RAN = (
+    "the program ran no op on the device named cuda: move its model and inputs there (model.to('cuda')), or tell it to "
+    "use a GPU, by its own arguments"
+)
+_FALSE_WARNINGS = (
+    r"(?s).*copying from a non-meta parameter in the checkpoint to a meta",  # load_state_dict, which records the copy
+    r"(?s).*Using `torch.compile\(module\)` when there are global hooks",  # those that count the program's calls
+)

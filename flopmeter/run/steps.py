@@ -1,0 +1,176 @@
+"""Where a program's steps begin and end: setup, the first step, the steady step.
+
+A training step ends where an optimizer has stepped; of several optimizers the one that stepped first counts, so that
+a step has one turn of each. Everything from one end to the next belongs to the step: data, forward, backward, and what
+the program does with the loss. Before the first forward pass that remembers gradients all is setup.
+A program without an optimizer goes by the calls of the outermost module that it calls most often, or by the replays of
+its CUDA graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from flopmeter.run.patches import Patch, applied
+
+AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
+NVTX = "nvtx:"
+
+
+class StepsDone(BaseException):
+    """As many steps ran as were asked for. No `except Exception` of the program catches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a run, each as the ops that ran in it. `marked_by` says what ended a step."""
+
+    setup: range
+    first: range | None  # None: no step ended
+    steady: range | None  # None: only one step ended
+    count: int
+    marked_by: str
+
+
+class _OutermostCall(NamedTuple):
+    name: str  # the module's class
+    end: int  # the number of ops before it ended
+    learns: bool  # it remembered gradients
+
+
+class Steps:
+    """Watches a program and notes, as numbers of ops, where its steps end.
+
+    marker: 'optimizer', 'forward' (calls of the outermost module), 'nvtx:NAME' (ends of that range),
+        'module:function' (returns of that function), or 'auto': optimizers, else forward.
+    most: raise StepsDone when so many have ended; None: never. With 'auto' only an optimizer's steps count.
+    """
+
+    def __init__(self, now: Callable[[], int], marker: str = AUTO, most: int | None = None) -> None:
+        self._now, self._marker, self._most = now, marker, most
+        self._ends: list[int] = []  # of marked steps
+        self._calls: list[_OutermostCall] = []
+        self._replays: list[int] = []  # where each replay of a CUDA graph ended
+        self._leading: weakref.ref[Optimizer] | None = None
+        self.idle_updates = 0  # calls of optimizer.step() that ran no op
+        self._updates: list[int] = []  # of optimizers that are stepping: where each began
+        self._depth = 0
+        self._first_forward: int | None = None  # of a training program: where its first step began
+        self._calls_start: int | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Raises ValueError for a marker that names no function."""
+        with ExitStack() as undo:
+            undo.callback(register_module_forward_pre_hook(self._enter_module).remove)
+            undo.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
+            if self._marker in (AUTO, OPTIMIZER):
+                undo.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
+                undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
+            elif ":" in self._marker and not self._marker.startswith(NVTX):
+                undo.enter_context(applied([self._marked_function()]))
+            elif self._marker != FORWARD and not self._marker.startswith(NVTX):
+                raise ValueError(
+                    f"unknown step marker {self._marker!r}: give optimizer, forward, nvtx:NAME or module:function"
+                )
+            yield
+
+    def on_range_end(self, name: str) -> None:
+        """An nvtx range has ended."""
+        if self._marker == NVTX + name:
+            self._end()
+
+    def on_replay(self) -> None:
+        """A CUDA graph was replayed."""
+        self._replays.append(self._now())
+
+    def parts(self, total: int) -> Parts:
+        """What ran so far, of `total` ops."""
+        if self._ends:
+            start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
+            by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
+            return _parts(min(start or 0, self._ends[0]), self._ends, by.get(self._marker, self._marker))
+        if self._replays and self._marker == AUTO:
+            return _parts(self._replays[0], self._replays[1:], "replays of a CUDA graph")
+        if self._calls and self._marker in (AUTO, FORWARD):
+            # Where a program evaluates too, its steps are the calls that remember gradients.
+            calls = [call for call in self._calls if call.learns] or self._calls
+            name, _ = Counter(call.name for call in calls).most_common(1)[0]
+            ends = [call.end for call in calls if call.name == name]
+            return _parts(self._calls_start or 0, ends, f"calls of {name}")
+        return Parts(range(total), None, None, 0, "nothing")
+
+    def _end(self) -> None:
+        self._ends.append(self._now())
+        if self._most is not None and len(self._ends) >= self._most:
+            raise StepsDone
+
+    def _begin_update(self, *_: Any) -> None:
+        self._updates.append(self._now())
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """One that runs no op does not count: a wrapper that only accumulates gradients this time."""
+        if self._updates and self._updates.pop() == self._now():
+            self.idle_updates += 1
+            return
+        leading = self._leading and self._leading()
+        if leading is None:
+            self._leading, leading = weakref.ref(optimizer), optimizer
+        if optimizer is leading:
+            self._end()
+
+    def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        if self._depth == 0:
+            if self._calls_start is None:
+                self._calls_start = self._now()
+            if self._first_forward is None and torch.is_grad_enabled() and _learns(module):
+                self._first_forward = self._now()
+        self._depth += 1
+
+    def _leave_module(self, module: nn.Module, *_: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and any(True for _ in module.parameters()):
+            learns = torch.is_grad_enabled() and _learns(module)
+            self._calls.append(_OutermostCall(type(module).__name__, self._now(), learns))
+            if self._marker == FORWARD:
+                self._end()
+
+    def _marked_function(self) -> Patch:
+        module_name, _, path = self._marker.partition(":")
+        try:
+            owner: Any = importlib.import_module(module_name)
+            *parents, name = path.split(".")
+            for parent in parents:
+                owner = getattr(owner, parent)
+            function = getattr(owner, name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"the step marker {self._marker!r} names no function: {error}") from None
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self._end()
+            return result
+
+        return Patch(owner, name, marked, "its return ends a step")
+
+
+def _learns(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _parts(start: int, ends: list[int], marked_by: str) -> Parts:
+    if not ends:
+        return Parts(range(start), None, None, 0, marked_by)
+    steady = range(ends[-2], ends[-1]) if len(ends) > 1 else None
+    return Parts(range(start), range(start, ends[0]), steady, len(ends), marked_by)

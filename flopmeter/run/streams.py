@@ -1,0 +1,139 @@
+"""Streams, events and CUDA graphs of the device named cuda. Events tell predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from flopmeter.records import DEFAULT_STREAM
+from flopmeter.trace import streams
+
+
+class Moments(Protocol):
+    """The run, as events and graphs see it. A moment is the number of ops that ran before it."""
+
+    def now(self) -> int: ...
+
+    def seconds_between(self, start: int, end: int) -> float:
+        """Predicted wall-clock of the ops from one moment to another."""
+
+    def replay(self, ops: range) -> None:
+        """The device runs these ops again, as one graph."""
+
+
+class CudaStream(streams.MetaStream):
+    """torch.cuda.Stream. It may be entered: then it is the current one."""
+
+    device_type = 1  # CUDA in c10/core/DeviceType.h
+    device = torch.device("cuda", 0)
+
+    def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **kwargs: Any) -> None:
+        super().__init__(number=number)
+        self.priority = priority
+        self._before: list[Any] = []
+
+    def is_capturing(self) -> bool:
+        return CudaGraph.capturing
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle; it only tells streams apart."""
+        return self.number
+
+    def __enter__(self) -> CudaStream:
+        self._before.append(using(self))
+        self._before[-1].__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._before.pop().__exit__(*exception)
+
+    __hash__ = streams.MetaStream.__hash__
+
+
+def current_stream(device: Any = None) -> CudaStream:
+    return CudaStream(number=streams.current())
+
+
+def default_stream(device: Any = None) -> CudaStream:
+    return CudaStream(number=DEFAULT_STREAM)
+
+
+def using(stream: streams.MetaStream | None) -> Any:
+    """torch.cuda.stream: gives the ops inside to the stream."""
+    return streams.stream(stream)
+
+
+set_stream = streams.set_stream
+
+
+class CudaEvent(streams.MetaEvent):
+    """torch.cuda.Event. `elapsed_time` is what the ops between two events are predicted to take."""
+
+    clock: ClassVar[Moments]
+
+    def __init__(self, enable_timing: bool = False, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self._moment: int | None = None
+        self._times = enable_timing
+
+    def record(self, stream: Any = None) -> None:
+        super().record(stream)
+        self._moment = self.clock.now()
+
+    def elapsed_time(self, end_event: CudaEvent) -> float:
+        """Milliseconds from this event to the other one, as predicted. Raises as torch does."""
+        if not self._times or not end_event._times:
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._moment is None or end_event._moment is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return self.clock.seconds_between(self._moment, end_event._moment) * 1e3
+
+
+class CudaGraph:
+    """torch.cuda.CUDAGraph. What runs during the capture is recorded as it is; each replay runs it again."""
+
+    clock: ClassVar[Moments]
+    capturing: ClassVar[bool] = False
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._start: int | None = None
+        self._ops: range | None = None
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        CudaGraph.capturing, self._start = True, self.clock.now()
+
+    def capture_end(self) -> None:
+        if self._start is None:
+            raise RuntimeError("capture_end() without capture_begin()")
+        CudaGraph.capturing, self._ops = False, range(self._start, self.clock.now())
+
+    def replay(self) -> None:
+        if self._ops is None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        self.clock.replay(self._ops)
+
+    def instantiate(self) -> None:
+        """The driver makes the graph ready: the host's work."""
+
+    def reset(self) -> None:
+        self._start = self._ops = None
+
+    def pool(self) -> tuple[int, int]:
+        return (0, id(self))
+
+    def enable_debug_mode(self) -> None:
+        """There is no driver that would keep the graph for printing."""
+
+
+@contextmanager
+def captured(cuda_graph: CudaGraph, pool: Any = None, stream: Any = None, **kwargs: Any) -> Iterator[None]:
+    """torch.cuda.graph: captures what runs inside."""
+    cuda_graph.capture_begin()
+    try:
+        yield
+    finally:
+        cuda_graph.capture_end()

@@ -1,0 +1,92 @@
+"""Numbers that the program reads although nobody knows them: stand-ins, and the decisions that hang on them.
+
+Works around: `.item()` of a tensor without data, which a training script calls to log its loss.
+Until: never; a meter cannot know a loss.
+
+`known_values/stand_ins.py` says which number stands in. Here it gets a type of its own, so that a comparison with it
+is noticed: control flow that hangs on such a number is listed in the report.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from flopmeter.known_values.assumptions import caller
+from flopmeter.known_values.entry_points import open_ones
+from flopmeter.run.device import NamedCuda
+from flopmeter.run.patches import Patch
+
+
+class StandInFloat(float):
+    """A float that stands in for an unknown one; what is computed from it stands in, too."""
+
+    on_decision: ClassVar[Callable[[str], None]] = staticmethod(lambda where: None)
+
+    __hash__ = float.__hash__
+
+
+def _computing(name: str) -> Any:
+    compute = getattr(float, name)
+
+    @functools.wraps(compute)
+    def computing(self: float, *others: Any) -> Any:
+        result = compute(self, *others)
+        return StandInFloat(result) if type(result) is float else result
+
+    return computing
+
+
+def _deciding(name: str) -> Any:
+    decide = getattr(float, name)
+
+    @functools.wraps(decide)
+    def deciding(self: float, *others: Any) -> Any:
+        StandInFloat.on_decision(caller())
+        return decide(self, *others)
+
+    return deciding
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
+    setattr(StandInFloat, f"__{_name}__", _computing(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
+    setattr(StandInFloat, f"__{_name}__", _deciding(f"__{_name}__"))
+
+
+def patches(named: NamedCuda, on_decision: Callable[[str], None]) -> Iterator[Patch]:
+    """`on_decision` is called with the line that decides."""
+    yield Patch(
+        StandInFloat, "on_decision", staticmethod(on_decision), "control flow that hangs on a stand-in is listed"
+    )
+    yield Patch(Tensor, "item", _item(Tensor.item), "gives a stand-in a type of its own")
+    yield Patch(Tensor, "numpy", _numpy(Tensor.numpy, named), "refuses as on a GPU")
+
+
+def _item(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    @functools.wraps(original)
+    def item(tensor: Tensor) -> Any:
+        known = open_ones()[-1] if open_ones() and tensor.is_meta else None
+        is_unknown = known is not None and tensor.is_floating_point() and not known.values.knows(tensor)
+        value = original(tensor)
+        return StandInFloat(value) if is_unknown and isinstance(value, float) else value
+
+    return item
+
+
+def _numpy(original: Callable[..., Any], named: NamedCuda) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
+        if not named.holds(tensor):
+            return original(tensor, force=force)
+        if force:
+            return original(tensor.detach().cpu())
+        raise TypeError(
+            f"can't convert {named.name} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
+
+    return numpy

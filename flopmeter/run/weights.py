@@ -1,0 +1,87 @@
+"""Weights in files: loaded onto the device named cuda they have a shape and no data; what has no data is not saved.
+
+Works around: torch.load and torch.save, and safetensors, which copy data from and to a device.
+Until: torch has a device named cuda without memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from flopmeter.run.device import NamedCuda
+from flopmeter.run.patches import Patch
+
+
+class WeightFiles:
+    """What the program saves is kept by its path, so that it can be loaded again."""
+
+    def __init__(self, named: NamedCuda, note: Callable[[str], None]) -> None:
+        self._named, self._note = named, note
+        self._saved: dict[str | None, Any] = {}
+
+    def patches(self) -> Iterator[Patch]:
+        serialization = torch.serialization
+        save, load = self._save(torch.save), self._load(torch.load)
+        restore = serialization.default_restore_location
+        for owner in (torch, serialization):
+            yield Patch(owner, "save", save, "weights without data are not saved")
+            yield Patch(owner, "load", load, "what was saved in this run is loaded again")
+        yield Patch(serialization, "default_restore_location", self._restore(restore), "loads onto the named device")
+        if importlib.util.find_spec("safetensors") is not None:
+            import safetensors.torch
+
+            yield Patch(safetensors.torch, "save_file", self._save(safetensors.torch.save_file), "weights without data")
+
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save(obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> Any:
+            path = kwargs.pop("filename", f) if f is None else f
+            if not self._named.is_open or not self._has_no_data(obj):
+                return original(obj, path, *args, **kwargs)
+            if (place := _place(path)) is not None:
+                self._saved[place] = obj
+            self._note("weights were not saved: they have no data")
+            return None
+
+        return save
+
+    def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._named.is_open and (place := _place(f)) in self._saved:
+                return self._saved[place]
+            return original(f, *args, **kwargs)
+
+        return load
+
+    def _restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def restore(storage: Any, location: Any) -> Any:
+            if self._named.is_open and str(location).startswith("cuda"):
+                return torch.UntypedStorage(storage.nbytes(), device="meta")
+            return original(storage, location)
+
+        return restore
+
+    def _has_no_data(self, obj: Any) -> bool:
+        """Whether tensors on the named device are in it."""
+        if isinstance(obj, nn.Module):
+            obj = [*obj.parameters(), *obj.buffers()]
+        leaves = tree_leaves(obj)
+        if any(isinstance(leaf, Tensor) and self._named.holds(leaf) for leaf in leaves):
+            return True
+        return any(self._has_no_data(leaf) for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _place(file: Any) -> str | None:
+    """The absolute path of a path or of an open file; None for a buffer in memory."""
+    name = getattr(file, "name", file)
+    return os.path.abspath(name) if isinstance(name, (str, os.PathLike)) else None

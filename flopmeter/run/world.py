@@ -1,0 +1,91 @@
+"""The world of a script that a launcher starts on many GPUs: rank 0 runs here, the others are taken to be like it.
+
+Works around: torch.distributed, which waits for the other ranks, and torch.multiprocessing, which starts them.
+Until: never; one process meters one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed import device_mesh, distributed_c10d
+
+from flopmeter.distributed.meta import runs_on_meta
+from flopmeter.run.patches import Patch, applied
+from flopmeter.torch_names import distributed as private
+
+_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "flopmeter"}
+
+
+@contextmanager
+def opened(world_size: int, gpus_per_node: int) -> Iterator[None]:
+    """torch.distributed opens a world of so many ranks inside, whenever the script asks for one."""
+    with ExitStack() as undo:
+        undo.enter_context(runs_on_meta(gpus_per_node, rank=0))
+        undo.callback(_close)
+        undo.enter_context(applied(_patches(world_size)))
+        yield
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """os.environ has these inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def of_torchrun(world_size: int, gpus_per_node: int) -> dict[str, str]:
+    """The variables that torchrun sets for rank 0."""
+    numbers = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "ROLE_RANK": 0}
+    numbers |= {"WORLD_SIZE": world_size, "ROLE_WORLD_SIZE": world_size}
+    numbers |= {"LOCAL_WORLD_SIZE": gpus_per_node, "GROUP_WORLD_SIZE": world_size // gpus_per_node}
+    return {**_ADDRESS, **{name: str(value) for name, value in numbers.items()}}
+
+
+def _patches(world_size: int) -> Iterator[Patch]:
+    init = _init_process_group(dist.init_process_group, world_size)
+    for owner in (dist, distributed_c10d, device_mesh):
+        yield Patch(owner, "init_process_group", init, "collectives of a rank whose peers do not run")
+    for owner in (dist, distributed_c10d):
+        yield Patch(owner, "is_nccl_available", lambda: True, "CUDA wheels bring NCCL")
+        yield Patch(owner, "is_torchelastic_launched", lambda: "TORCHELASTIC_RUN_ID" in os.environ, "as after torchrun")
+    yield Patch(torch.multiprocessing, "spawn", _spawn, "rank 0 runs in this process, the others do not")
+
+
+def _init_process_group(original: Callable[..., None], default_size: int) -> Callable[..., None]:
+    def init_process_group(
+        backend: Any = None,
+        init_method: Any = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", default_size))
+        original("fake", rank=max(rank, 0), world_size=size, store=private.FakeStore())
+
+    return init_process_group
+
+
+def _spawn(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, **kwargs: Any) -> None:
+    fn(0, *args)
+
+
+def _close() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

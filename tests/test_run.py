@@ -1,0 +1,509 @@
+"""Scripts as they are, on a device named cuda: FLOPs against torch's counter and by hand, steps, memory, values."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import flopmeter
+from flopmeter.run.launchers import launch_of
+from flopmeter.run.script import Script, run
+from flopmeter.run.session import Session, Wishes
+
+PROGRAMS = Path(__file__).parent / "programs"
+A100 = "a100-sxm4-80gb"
+
+
+@pytest.fixture(autouse=True)
+def _own_switches():
+    """Programs set them for the whole process."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    yield
+    matmul.allow_tf32 = before
+
+
+def run_program(name: str, *arguments: str, hardware: str = A100, **wishes):
+    """The report of a program, and what it printed."""
+    session = Session(hardware, Wishes(**{"steps": 3, **wishes}))
+    with session.open(), contextlib.redirect_stdout(io.StringIO()) as out:
+        ending = run(Script(str(PROGRAMS / name), arguments), session)
+        assert ending.error is None, ending
+        return session.report(name), out.getvalue()
+
+
+def counted_on_cpu(name: str, *arguments: str) -> int:
+    """What torch's counter sees of the program on the CPU."""
+    argv = [name, *arguments]
+    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(io.StringIO()):
+        with FlopCounterMode(display=False) as counter:
+            runpy.run_path(str(PROGRAMS / name), run_name="__main__")
+    return counter.get_total_flops()
+
+
+def test_a_step_has_the_flops_that_torch_counts_in_the_same_script_on_the_cpu(tmp_path):
+    size = ("--dtype", "float32", "--out", str(tmp_path), "--accumulate", "2")
+    report, _ = run_program("train_gpt.py", *size)
+    with mock.patch.object(torch.cuda, "synchronize"):
+        two, one = (counted_on_cpu("train_gpt.py", "--device", "cpu", "--steps", steps, *size) for steps in "21")
+    # torch's counter leaves out the CPU's attention: 2 products forward and 5 backward of 2 layers, in 2 micro-batches.
+    batch, length, width = 4, 32, 64
+    attention = 2 * 2 * (2 + 5) * 2 * batch * length**2 * width
+    assert 2 * report.step.macs == two - one + attention
+
+
+def test_precision_compilation_and_dropout_leave_the_products_as_they_are(tmp_path):
+    base = run_program("train_gpt.py", "--dtype", "float32", "--out", str(tmp_path))[0].step.macs
+    for options in (("--dtype", "float16"), ("--compile",), ("--dropout", "0.1")):
+        assert run_program("train_gpt.py", *options, "--out", str(tmp_path))[0].step.macs == base
+
+
+def test_a_script_that_compiles_is_priced_compiled(tmp_path):
+    assert run_program("train_gpt.py", "--compile", "--out", str(tmp_path))[0].step.mode == "compiled"
+
+
+def test_a_script_runs_to_its_third_step_and_saves_no_weights(tmp_path):
+    report, out = run_program("train_gpt.py", "--out", str(tmp_path / "out"))
+    assert "parameters on cuda:0 True" in out
+    assert "step 1: loss 1.0000" in out
+    assert "step 2" not in out
+    assert not any((tmp_path / "out").iterdir())
+    assert report.parts.count == 3
+    assert any("not saved" in note for note in report.step.notes)
+    assert {"forward", "backward", "optimizer"} == {row.name for row in report.step.rows("phase")}
+
+
+def train(device: object, steps: int = 4, width: int = 64, batch: int = 8, before: bool = False) -> nn.Module:
+    model = nn.Linear(width, width, bias=False)
+    if not before:
+        model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = model.to(device)
+    for _ in range(steps):
+        model(torch.randn(batch, width, device=device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_the_products_of_a_linear_layer_are_counted_by_hand():
+    with flopmeter.cuda(A100, steps=3) as device:
+        train(device)
+    assert device.report().step.macs == 2 * 8 * 64 * 64  # forward, and the gradient of the weight
+
+
+def test_an_optimizer_made_before_the_model_moved_updates_the_moved_model():
+    with flopmeter.cuda(A100, steps=3) as device:
+        train(device, before=True)
+    report = device.report()
+    assert report.parts.count == 3
+    assert "optimizer" in {row.name for row in report.step.rows("phase")}
+
+
+def test_tied_weights_stay_one():
+    with flopmeter.cuda(A100):
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+        model[0].weight = model[1].weight
+        model.cuda()
+        assert model[0].weight is model[1].weight
+        assert len(list(model.parameters())) == 1
+
+
+def test_a_context_ends_after_its_steps_and_goes_on_behind():
+    done = []
+    with flopmeter.cuda(A100, steps=2) as device:
+        train(device, steps=100)
+        done.append("never")
+    assert done == []
+    assert device.report().parts.count == 2
+
+
+def test_setup_first_step_and_steady_step_are_told_apart():
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(64, 64).to(device)
+        with torch.no_grad():
+            model(torch.zeros(1, 64, device=device))  # an evaluation before training is setup
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = device.report()
+    assert list(report.by_part) == ["setup", "first step", "steady step"]
+    assert report.by_part["setup"].macs == 64 * 64
+    assert report.by_part["first step"].macs == report.by_part["steady step"].macs == 2 * 8 * 64 * 64
+    assert len(report.by_part["first step"].kernels) > len(report.by_part["steady step"].kernels)  # Adam's state
+
+
+def test_of_two_optimizers_a_step_has_one_turn_of_each():
+    with flopmeter.cuda(A100) as device:
+        nets = [nn.Linear(64, 64, bias=False).to(device) for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        for _ in range(3):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                net(torch.zeros(8, 64, device=device)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert device.report().step.macs == 2 * (2 * 8 * 64 * 64)
+
+
+def test_an_update_that_runs_no_op_is_no_step_and_is_told():
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(8, 8).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.zeros(8, 8, device=device))
+        optimizer.step()  # no gradients
+    report = device.report()
+    assert report.parts.count == 1
+    assert "calls of Linear" in report.headline
+    assert "1 calls of optimizer.step() ran no op, and do not count as steps" in report.step.notes
+
+
+def test_inference_goes_by_the_calls_of_the_outermost_module():
+    with flopmeter.cuda(A100) as device, torch.no_grad():
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU()).to(device)
+        for batch in (8, 16):
+            model(torch.zeros(batch, 64, device=device))
+    report = device.report()
+    assert report.parts.marked_by == "calls of Sequential"
+    assert report.step.macs == 16 * 64 * 64
+
+
+def test_steps_may_be_marked_by_an_nvtx_range_which_is_a_row_too():
+    wishes = Wishes(marker="nvtx:step")
+    with flopmeter.cuda(A100, steps=2, wishes=wishes) as device:
+        for _ in range(5):
+            with torch.cuda.nvtx.range("step"):
+                torch.ones(1000, device=device).exp()
+    report = device.report()
+    assert (report.parts.count, report.parts.marked_by) == (2, "nvtx:step")
+    assert report.ranges["step"][0] == 1
+    assert "nvtx range" in str(report)
+
+
+def test_the_parts_of_a_trace_add_up_to_the_whole():
+    meter = flopmeter.FlopMeter(A100)
+    with meter:
+        train("meta")
+    total, cut = len(meter.trace.ops), len(meter.trace.ops) // 2
+    whole, *halves = (meter.report(ops=ops) for ops in (range(total), range(cut), range(cut, total)))
+    assert whole.flops == meter.report().flops == sum(half.flops for half in halves)
+    assert whole.seconds == meter.report().seconds
+    assert whole.peak_memory_bytes == meter.report().peak_memory_bytes == max(h.peak_memory_bytes for h in halves)
+
+
+def test_the_program_is_told_what_it_is_told_on_the_gpu():
+    with flopmeter.cuda("h100-sxm5-80gb", gpus=2) as device:
+        x = torch.ones(2, 3, device="cuda")
+        assert (str(x.device), x.is_cuda, x.is_meta, x.get_device(), x.type()) == (
+            "cuda:0", True, False, 0, "torch.cuda.FloatTensor",
+        )  # fmt: skip
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == 2
+        assert torch.cuda.get_device_name() == "NVIDIA H100 80GB HBM3"
+        assert torch.cuda.get_device_capability() == (9, 0)
+        properties = torch.cuda.get_device_properties(0)
+        assert (properties.multi_processor_count, properties.total_memory) == (132, 80_000_000_000)
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        assert torch.cuda.is_bf16_supported()
+        with pytest.raises(AttributeError, match="does not tell 'uuid'"):
+            _ = properties.uuid
+        with pytest.raises(NotImplementedError, match=r"torch\.cuda\.utilization is not there"):
+            torch.cuda.utilization()
+        assert str(device) == "cuda:0"
+
+
+WAYS = {
+    "device=": lambda: torch.zeros(2, device="cuda"),
+    "cuda:0": lambda: torch.zeros(2, device="cuda:0"),
+    "an index": lambda: torch.zeros(2).to(0),
+    "torch.device": lambda: torch.tensor([1.0], device=torch.device("cuda")),
+    ".cuda()": lambda: torch.zeros(2).cuda(),
+    ".cuda(0)": lambda: torch.zeros(2).cuda(0, non_blocking=True),
+    ".to(device, dtype)": lambda: torch.zeros(2).to("cuda", torch.bfloat16),
+    ".to(other)": lambda: torch.zeros(2).to(torch.ones(1, device="cuda")),
+    "pinned": lambda: torch.zeros(2).pin_memory().to("cuda", non_blocking=True),
+    "new_": lambda: torch.zeros(2).new_ones(3, device="cuda"),
+    "_like": lambda: torch.zeros_like(torch.zeros(2), device="cuda"),
+    "a legacy type": lambda: torch.cuda.FloatTensor(2, 3),
+    "type()": lambda: torch.zeros(2).type(torch.cuda.HalfTensor),
+    "a module": lambda: nn.Linear(2, 2).cuda().weight,
+    "a module's device": lambda: nn.Linear(2, 2, device="cuda").bias,
+    "as_tensor": lambda: torch.as_tensor([1, 2], device="cuda"),
+    "a generator": lambda: torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(1)),
+    "sparse": lambda: torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,), device="cuda", check_invariants=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_name_the_device_leads_there(way):
+    with flopmeter.cuda(A100):
+        made = WAYS[way]()
+        assert made.device == torch.device("cuda", 0)
+        assert made.is_cuda
+
+
+def test_default_devices_are_taken():
+    with flopmeter.cuda(A100):
+        with torch.device("cuda"):
+            assert torch.zeros(2).is_cuda
+            assert torch.tensor([1.0]).is_cuda
+            assert not torch.zeros(2, device="cpu").is_cuda
+        torch.set_default_device("cuda")
+        try:
+            assert torch.arange(3).is_cuda
+            assert torch.get_default_device().type == "cuda"
+        finally:
+            torch.set_default_device(None)
+
+
+def test_the_device_meta_keeps_its_name():
+    with flopmeter.cuda(A100):
+        with torch.device("meta"):
+            model = nn.Linear(2, 2)
+        assert model.weight.device == torch.device("meta")
+        assert torch.zeros(2, device="meta").is_meta
+        with pytest.raises(NotImplementedError, match="to_empty"):
+            model.to("cuda")
+        assert model.to_empty(device="cuda").weight.is_cuda
+
+
+def test_another_gpu_than_the_metered_one_is_refused_by_name():
+    with flopmeter.cuda(A100):
+        with pytest.raises(RuntimeError, match=r"no cuda:1 among 1; give flopmeter run --gpus 2"):
+            torch.zeros(1, device="cuda:1")
+    with flopmeter.cuda(A100, gpus=2):
+        with pytest.raises(RuntimeError, match="one GPU of a process"):
+            torch.zeros(1, device="cuda:1")
+
+
+def state() -> dict[tuple[str, str], object]:
+    owners = (torch, torch.Tensor, torch.cuda, torch.cuda.memory, torch.cuda.nvtx, torch.accelerator, nn.Module)
+    owners += (torch.serialization, torch.backends.cudnn, torch.utils.data._utils.worker, torch.distributed)
+    return {(owner.__name__, name): value for owner in owners for name, value in list(vars(owner).items())}
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_nothing_is_left_behind(error):
+    with flopmeter.cuda(A100):  # what torch imports late is there from now on
+        train("cuda")
+    before = state()
+    with contextlib.suppress(ValueError), flopmeter.cuda(A100, gpus=2):
+        train("cuda")
+        if error:
+            raise error
+    after = state()
+    changed = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
+    # FlopMeter takes item's and new's places by itself, and gives the inherited ones back as own.
+    assert [key for key in changed if key[1] not in ("new", "numpy", "new_tensor")] == []
+    assert not torch.cuda.is_available()
+
+
+def test_names_that_were_imported_inside_do_nothing_behind():
+    with flopmeter.cuda(A100):
+        zeros = torch.zeros
+    assert zeros(2, device="meta").device == torch.device("meta")
+    with pytest.raises((AssertionError, RuntimeError)):
+        zeros(2, device="cuda")
+
+
+def test_memory_is_that_of_the_allocator_in_blocks_of_512_bytes():
+    with flopmeter.cuda(A100):
+        x = torch.empty(1000, device="cuda")  # 4,000 B in a block of 4,096
+        assert torch.cuda.memory_allocated() == 4096
+        y = torch.empty(2**20, device="cuda")
+        del x
+        assert torch.cuda.memory_allocated() == 4 * 2**20
+        assert torch.cuda.max_memory_allocated() == 4 * 2**20 + 4096
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == 4 * 2**20
+        assert torch.cuda.memory_reserved() == 2 * 2**20 + 20 * 2**20  # a small and a large segment
+        free, total = torch.cuda.mem_get_info()
+        assert total == 80_000_000_000
+        assert free == total - 600_000_000 - torch.cuda.memory_reserved()
+        assert y.is_cuda
+
+
+def test_what_does_not_fit_raises_as_the_device_does_or_goes_on_and_is_told():
+    with flopmeter.cuda(A100):
+        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 74\.51 GiB"):
+            torch.empty(80_000_000_000, dtype=torch.uint8, device="cuda")
+        assert torch.ones(1, device="cuda").is_cuda  # as after torch.cuda.OutOfMemoryError
+    with flopmeter.cuda(A100, wishes=Wishes(on_out_of_memory="report")) as device:
+        torch.ones(80_000_000_000, dtype=torch.uint8, device="cuda")
+    assert any(note.startswith("does not fit: CUDA out of memory") for note in device.report().step.notes)
+
+
+def test_values_that_the_program_reads_stand_in_and_are_listed_once_a_line():
+    with flopmeter.cuda(A100) as device:
+        x = torch.randn(4, device="cuda")
+        read = [x.sum().item() for _ in range(3)]
+        loss = x.mean()
+        assert read == [1.0] * 3
+        assert float(loss) == 1.0
+        assert f"{loss:.2f}" == "1.00"
+        assert loss.cpu().numpy() == 1.0
+        assert x.tolist() == [1.0] * 4
+        assert int(x.argmax()) == 0
+        assert not torch.isnan(loss)
+        assert torch.isfinite(loss)
+        assert repr(loss) == "tensor(1., device='cuda:0')"
+        assert torch.tensor([3, 4], device="cuda").sum().item() == 7  # what is known stays known
+    assumed = device.report().step.assumptions
+    assert sum("test_run.py" in use and "(3x)" in use and "stand-in 1.0" in use for use in assumed) == 1
+
+
+def test_control_flow_that_hangs_on_a_stand_in_is_listed():
+    with flopmeter.cuda(A100) as device:
+        loss = torch.randn(4, device="cuda").mean().item()
+        assert 2 * loss / 4 < 10
+    (note,) = (note for note in device.report().step.notes if "control flow" in note)
+    assert "test_run.py" in note
+    assert "(1x)" in note
+
+
+def test_strict_values_are_an_error():
+    with flopmeter.cuda(A100, wishes=Wishes(strict_values=True)):
+        with pytest.raises(flopmeter.DataDependentError, match=r"test_run\.py"):
+            torch.randn(4, device="cuda").sum().item()
+
+
+def test_numpy_of_a_gpu_tensor_is_refused_as_on_a_gpu():
+    with flopmeter.cuda(A100), pytest.raises(TypeError, match=r"can't convert cuda:0 device type tensor to numpy"):
+        torch.zeros(2, device="cuda").numpy()
+
+
+def test_weights_are_loaded_onto_the_device_and_saved_ones_come_back(tmp_path):
+    file, real = tmp_path / "real.pt", nn.Linear(4, 4)
+    torch.save({"model": real.state_dict(), "step": 7}, file)
+    with flopmeter.cuda(A100):
+        for where in ("cuda", torch.device("cuda:0"), {"cpu": "cuda:0"}, lambda storage, _: storage.cuda()):
+            if callable(where):
+                continue
+            loaded = torch.load(file, map_location=where)
+            assert loaded["step"] == 7
+            assert loaded["model"]["weight"].is_cuda
+            assert loaded["model"]["weight"].shape == (4, 4)
+        model = nn.Linear(4, 4).cuda()
+        model.load_state_dict(loaded["model"])
+        torch.save(model.state_dict(), tmp_path / "new.pt")
+        assert not (tmp_path / "new.pt").exists()
+        assert torch.load(tmp_path / "new.pt")["bias"].is_cuda
+
+
+def test_events_tell_predicted_time():
+    with flopmeter.cuda(A100) as device:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        x = torch.randn(4096, 4096, device="cuda")
+        start.record()
+        x @ x
+        end.record()
+        torch.cuda.synchronize()
+        milliseconds = start.elapsed_time(end)
+        with pytest.raises(ValueError, match="enable_timing"):
+            torch.cuda.Event().elapsed_time(end)
+    assert 2 * 4096**3 / 19.5e12 < milliseconds / 1e3 < 2 * (2 * 4096**3 / 19.5e12)  # at most the peak of fp32
+    assert device.report().step.seconds > milliseconds / 1e3
+
+
+def test_a_replay_of_a_graph_runs_it_again_for_one_launch():
+    with flopmeter.cuda(A100) as device:
+        x, weight = torch.zeros(8, 64, device="cuda"), torch.zeros(64, 64, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                x = x @ weight
+        captured = device.report("eager").step
+        for _ in range(3):
+            graph.replay()
+    report = device.report()
+    assert report.parts.marked_by == "replays of a CUDA graph"
+    assert report.step.macs == captured.macs == 20 * 8 * 64 * 64
+    assert report.step.mode == "eager-cudagraph"
+    assert report.step.launch_seconds < captured.launch_seconds / 5
+
+
+def test_data_parallel_on_one_gpu_is_the_model_itself():
+    with flopmeter.cuda(A100) as device:
+        model = nn.DataParallel(nn.Linear(4, 4)).cuda()
+        assert model(torch.zeros(2, 4)).shape == (2, 4)
+    assert device.report().step.macs == 2 * 4 * 4
+
+
+def test_attention_and_autocast_are_those_of_the_device():
+    with flopmeter.cuda("h100-sxm5-80gb") as device, torch.autocast("cuda", dtype=torch.bfloat16):
+        q = torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.bfloat16)
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert (torch.zeros(4, 4, device="cuda") @ torch.zeros(4, 4, device="cuda")).dtype is torch.bfloat16
+    names = {row.name for row in device.report().step.rows("op")}
+    assert "_scaled_dot_product_cudnn_attention" in str(names)
+
+
+def test_ddp_averages_all_gradients_over_the_world():
+    report, out = run_program("ddp_train.py", gpus=8)
+    assert "8 256" in out  # world, samples of a rank
+    parameters = 2 * 256 * 1024 + 1024 + 256
+    collectives = [kernel.cost.collective for kernel in report.step.kernels if kernel.cost.collective]
+    assert sum(each.nbytes for each in collectives) == 4 * (parameters + 1)  # gradients in fp32, and the logged loss
+    assert {len(each.ranks) for each in collectives} == {8}
+
+
+def test_fsdp_holds_an_eighth_of_the_state():
+    one, eight = (run_program("fsdp_train.py", gpus=gpus, gpus_per_node=gpus)[0].step.memory for gpus in (1, 8))
+    assert eight.at_peak["optimizer state"] < one.at_peak["optimizer state"] / 7
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "world"),
+    [
+        ("train.py --a 1", "train.py", None),
+        ("python -u train.py", "train.py", None),
+        ("-m pkg.train x", "pkg.train", None),
+        ("torchrun --nproc-per-node 8 train.py --b", "train.py", 8),
+        ("torchrun --standalone --nproc_per_node=gpu train.py", "train.py", 4),
+        ("torchrun --nnodes 2 --nproc-per-node 8 -m pkg.train", "pkg.train", 16),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py", "train.py", 2),
+    ],
+)
+def test_launchers_are_understood(words, script, world):
+    launch = launch_of(words.split(), gpus=4)
+    assert (launch.script.target, launch.world_size) == (script, world)
+
+
+@pytest.mark.parametrize(
+    "program", ["accelerate", "lightning", "fabric", "timm", "geometric", "peft", "diffusers", "hf"]
+)
+def test_programs_of_frameworks_run_to_a_steady_step(program, tmp_path, monkeypatch):
+    needs = {"geometric": "torch_geometric", "fabric": "lightning", "hf": "accelerate"}
+    files = {"peft": "peft_lora.py", "hf": "hf_trainer.py"}
+    pytest.importorskip(needs.get(program, program))
+    monkeypatch.chdir(tmp_path)
+    report, _ = run_program(files.get(program, f"{program}_train.py"))
+    assert report.parts.count == 3
+    assert {"forward", "backward", "optimizer"} <= {row.name for row in report.step.rows("phase")}
+
+
+def test_flash_attn_stands_in_by_the_same_kernel_and_is_told():
+    with flopmeter.cuda(A100) as device:
+        from flash_attn import flash_attn_func
+
+        q = torch.randn(2, 256, 8, 64, device="cuda", dtype=torch.bfloat16)
+        assert flash_attn_func(q, q, q, causal=True).shape == q.shape
+        with pytest.raises(NotImplementedError, match="window_size"):
+            flash_attn_func(q, q, q, window_size=(16, 0))
+        with pytest.raises(ImportError, match="no 'bert_padding'"):
+            from flash_attn import bert_padding  # noqa: F401
+    step = device.report().step
+    assert step.macs == 2 * 2 * 8 * 256 * 256 * 64  # the whole square, as torch's counter has it
+    assert any("flash_attn_func is flopmeter's shim" in note for note in step.notes)
+    assert "flash_attn" not in sys.modules

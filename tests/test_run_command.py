@@ -1,0 +1,125 @@
+"""`flopmeter run`: the script's own output and exit code, the report beside it, and one line for what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flopmeter.cli import main
+
+PROGRAMS = Path(__file__).parent / "programs"
+TRAINS = """
+import sys, torch
+print("arguments", sys.argv[1:], __name__)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    model(torch.zeros(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    print("step", step)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "train.py") -> str:
+        (tmp_path / name).write_text(text)
+        return name
+
+    return write
+
+
+def test_the_output_is_the_scripts_own_and_the_report_goes_to_stderr(script, capsys, tmp_path):
+    assert main(["run", script(TRAINS), "--batch_size", "64", "-o", "mine"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "arguments ['--batch_size', '64', '-o', 'mine'] __main__\nstep 0\nstep 1\n"
+    assert err.startswith("train.py: one steady step, the last of 3 (marked by optimizer.step())")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_the_report_may_go_to_a_file_in_any_format(script, capsys, tmp_path):
+    assert main(["run", "--format", "json", "-o", "report.json", "--steps", "2", script(TRAINS)]) == 0
+    assert capsys.readouterr().err == ""
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["run"]["steps"] == 2
+    assert report["totals"]["macs"] == 2 * 8 * 64 * 64
+    assert set(report["run"]["parts"]) == {"setup", "first step", "steady step"}
+
+
+def test_a_module_runs_with_m(script, capsys, tmp_path, monkeypatch):
+    script(TRAINS, "trains_as_module.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["run", "-m", "trains_as_module", "--x"]) == 0
+    assert "arguments ['--x'] __main__" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nosuch.py"], "no such script: nosuch.py"),
+        ([], "name a script: flopmeter run train.py"),
+        (["-m", "no.such.module"], "no module named no.such.module: install it here"),
+        (["--hardware", "h100", __file__], "h100-sxm5-80gb"),
+        (["--", "deepspeed", "train.py"], "run the script with torchrun"),
+        (["--steps", "0", "x.py"], "--steps"),
+    ],
+)
+def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
+    assert main(["run", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "told"),
+    [
+        ("print('on the CPU only')", 2, "ran no op on the device named cuda: move its model"),
+        ("import no_such_package", 1, "pip install no_such_package"),
+        ("import flash_attn_3_nowhere", 1, "pip install"),
+        ("import apex", 1, "apex is compiled for CUDA"),
+        ("open('data/train.bin')", 1, "data/train.bin is not here; the script needs its data"),
+        ("import torch; torch.empty(1 << 40, device='cuda')", 1, "--oom=report goes on"),
+        ("import torch; x = torch.randn(4, device='cuda'); x[x > 0]", 1, "--mask-fraction 0.5"),
+        ("raise SystemExit(7)", 7, "left with exit code 7"),
+        ("raise ValueError('mine')", 1, "ended with ValueError"),
+    ],
+)
+def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys, text, code, told):
+    assert main(["run", script(text)]) == code
+    err = capsys.readouterr().err
+    assert told in err.splitlines()[-1]
+    if "Traceback" in err:
+        assert "runpy" not in err
+        assert err.split("\n")[1].endswith('train.py", line 1, in <module>')
+
+
+def test_a_marker_that_names_no_function_is_told(script, capsys):
+    assert main(["run", "--step-marker", "os.path:nothing", script(TRAINS)]) == 2
+    assert "the step marker 'os.path:nothing' names no function" in capsys.readouterr().err
+
+
+def test_interrupted_it_reports_what_ran(script):
+    script(TRAINS.replace("range(10)", "range(1000000)"))
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAMS.parents[1]), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "flopmeter", "run", "--steps", "100000000", "train.py"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "step 3" not in process.stdout.readline():
+        time.sleep(0)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "was interrupted" in err
+    assert "one steady step" in err
