@@ -5,7 +5,7 @@ the device draws its idle power all the time (device/power.py has the law). A ke
 limit at the boost clock runs at the clock at which it draws the limit: arithmetic stretches, memory traffic does not.
 Its neighbours, which draw less, do not make up for it. Where a step mixes both, that is what published runs say, under
 four limits: prefill on an A100 at 275 W and training on A100s at 400 W, H100s at 700 and at 500 W take 4 to 7 % longer
-than if the average of the run met the limit, and 0 to 10 % of the measured time is left, not 4 to 17. A controller that
+than if the average of the run met the limit, and 0 to 11 % of the measured time is left, not 4 to 17. A controller that
 lowers the clock at once and raises it slowly does so. After a pause it lets about 20 ms pass (a burst).
 """
 
