@@ -4,8 +4,8 @@
 
 For each model, degree of tensor parallelism and device, the measured products of its projections and the measured
 attention of its heads are summed, and beside them what flopmeter predicts for the same kernels. The files have half of
-the shapes, drawn by chance, so that no step is there as a whole: a line sums whatever a model's kernels have of decoding
-(at most 64 tokens a product), of prefill (at least 1,024) and of what lies between.
+the shapes, drawn by chance, so that no step is there as a whole: a line sums whatever a model's kernels have of
+decoding (at most 64 tokens a product), of prefill (at least 1,024) and of what lies between.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def main() -> None:
     for (name, phase, gpu), pairs in sorted(sums.items()):
         measured, predicted = (sum(column) for column in zip(*pairs, strict=True))
         if len(pairs) >= LEAST_KERNELS:
-            shown.append((name, phase, gpu, len(pairs), 1e3 * measured, 1e3 * predicted, 100 * (predicted / measured - 1)))
+            shown.append(
+                (name, phase, gpu, len(pairs), 1e3 * measured, 1e3 * predicted, 100 * (predicted / measured - 1))
+            )
     headers = ("model", "phase", "device", "kernels", "measured ms", "predicted ms", "error %")
     print(tabulate(shown, headers, floatfmt=("", "", "", "", ".2f", ".2f", "+.1f")))
 
