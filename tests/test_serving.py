@@ -1,4 +1,4 @@
-"""Serving: steps against closed forms in their limits, the queue against hand arithmetic, what must rise or fall."""
+"""Serving: steps against closed forms in their limits, the queue by hand, and what must rise and fall."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ KV_OF_TOKEN = LAYERS * 2 * KV_HEADS * HEAD * 2  # bytes
 
 
 def config(**changes):
-    sizes = dict(
-        hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, vocab_size=VOCABULARY, max_position_embeddings=2**20,
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "vocab_size": VOCABULARY, "max_position_embeddings": 2**20,
+    }  # fmt: skip
     return transformers.LlamaConfig(**sizes | changes)
 
 
@@ -170,7 +170,14 @@ def test_latent_attention_keeps_its_latent():
 
 
 def work(**changes):
-    facts = dict(output=100, decode=lambda batch: 0.01, tokens_per_step=1.0, prefill=0.2, chunks=0, alone=0.01)
+    facts = {
+        "output": 100,
+        "decode": lambda batch: 0.01,
+        "tokens_per_step": 1.0,
+        "prefill": 0.2,
+        "chunks": 0,
+        "alone": 0.01,
+    }
     return Work(**facts | changes)
 
 
@@ -203,6 +210,17 @@ def test_expected_tokens_of_a_draft():
 
 def test_more_chunks_than_steps_are_no_load():
     assert load(work(chunks=8, output=4), 4) is None
+
+
+def test_short_prompts_share_a_chunk():
+    crowded = {at_once: load(work(chunks=1, output=4, prefill=0.01, at_once=at_once), 16) for at_once in (1, 8)}
+    assert crowded[1] is None
+    assert crowded[8].requests_per_s == pytest.approx(16 / (4 * 0.01))
+
+
+def test_a_model_whose_config_does_not_split_is_refused():
+    with pytest.raises(ServingError, match="cannot be split over 2 GPUs by its config"):
+        decoder(transformers.GPT2Config(n_layer=2), ranks=2)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -299,17 +317,17 @@ def test_the_picture_has_a_curve_for_each_device(result):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(prompt=0), "prompt must be a positive whole number"),
-        (dict(slo="latency=3s"), "unknown latency 'latency'; known: ttft, tpot"),
-        (dict(slo="ttft=fast"), "a latency is a time such as 500ms"),
-        (dict(weights="int3"), "unknown weights 'int3'; known: bf16"),
-        (dict(kv="int4"), "unknown kv 'int4'"),
-        (dict(mode="fast"), "unknown mode 'fast'"),
-        (dict(prefix=2.0), "prefix is a share from 0 to 1"),
-        (dict(chunk=0), "chunk must be a positive number"),
-        (dict(cache="disk"), "unknown cache 'disk'"),
-        (dict(gpus=5), "cannot be split over 5 GPUs"),
-        (dict(hardware=[]), "at least one device"),
+        ({"prompt": 0}, "prompt must be a positive whole number"),
+        ({"slo": "latency=3s"}, "unknown latency 'latency'; known: ttft, tpot"),
+        ({"slo": "ttft=fast"}, "a latency is a time such as 500ms"),
+        ({"weights": "int3"}, "unknown weights 'int3'; known: bf16"),
+        ({"kv": "int4"}, "unknown kv 'int4'"),
+        ({"mode": "fast"}, "unknown mode 'fast'"),
+        ({"prefix": 2.0}, "prefix is a share from 0 to 1"),
+        ({"chunk": 0}, "chunk must be a positive number"),
+        ({"cache": "disk"}, "unknown cache 'disk'"),
+        ({"gpus": 5}, "cannot be split over 5 GPUs"),
+        ({"hardware": []}, "at least one device"),
     ],
 )
 def test_options_that_make_no_sense_are_one_clear_error(options, message):

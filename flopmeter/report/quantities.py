@@ -19,7 +19,7 @@ def with_prefix(value: float, unit: str) -> str:
 def duration(seconds: float) -> str:
     """Three digits in s, ms or µs, no zeros at the end: `1.2 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
+        if seconds >= 0.9995 * scale:  # what would round to a thousand of the next unit
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 

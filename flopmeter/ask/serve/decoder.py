@@ -69,8 +69,7 @@ class Decoder:
 
     def step(self, batch: int, new: int, cached: int, logits: int = 1, kernel: str = "flash") -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
-        cache. The vocabulary is scored for the last `logits` tokens; `kernel` of the paged cache: a key of
-        `PAGED_KERNELS`.
+        cache. The vocabulary is scored for the last `logits` tokens; `kernel`: of `PAGED_KERNELS`, for a paged cache.
         """
         ids = torch.empty(batch, new, dtype=torch.long, device="meta")
         caches = import_module("transformers.cache_utils")
@@ -105,7 +104,16 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
         config.architectures = [_causal_class(config)]
     share = _split(config, ranks)
     _register_paged_attention()
-    return Decoder(model_of(share), share.get_text_config(), cache, ranks)
+    own = Decoder(model_of(share), share.get_text_config(), cache, ranks)
+    if ranks > 1:
+        whole = _split(config, 1)
+        if _in_layers(own.model, own.config) * ranks > MOST_COPIED * _in_layers(
+            model_of(whole), whole.get_text_config()
+        ):
+            raise ServingError(
+                f"{own.title} cannot be split over {ranks} GPUs by its config: a rank keeps too much of it"
+            )
+    return own
 
 
 def _config_of(target: Any) -> Any:
@@ -129,6 +137,7 @@ def _causal_class(config: Any) -> str:
     return str(names[config.model_type])
 
 
+MOST_COPIED = 1.5  # times the whole model that all ranks may hold together: norms, and heads that several have
 _SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 """What tensor parallelism splits: heads, the width of MLPs and of each expert, the vocabulary."""
 
@@ -177,6 +186,11 @@ def window_of(config: Any, layer: int) -> int | None:
 
 def _distinct(model: Any) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in model.parameters()}.values())
+
+
+def _in_layers(model: Any, config: Any) -> int:
+    """Parameters beside those of the vocabulary."""
+    return sum(tensor.numel() for tensor in _distinct(model) if config.vocab_size not in tensor.shape)
 
 
 def _paged_layer(caches: Any) -> Any:
@@ -239,7 +253,7 @@ def kernel_for(device: Hardware) -> str:
 def cudnn_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """FlashAttention-3, priced as cuDNN's kernel, which alone in torch reaches as much (scripts/validate_attention.py).
+    """FlashAttention-3, priced as cuDNN's kernel, the one of torch that reaches as much: scripts/validate_attention.py.
     cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls."""
     new, cached = query.shape[2], key.shape[2] - query.shape[2]
     if options.get("sliding_window"):

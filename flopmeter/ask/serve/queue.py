@@ -15,7 +15,9 @@ p seconds that run in the same steps as decoding, it reads the weights with it, 
 sequence alone: x = n (p - d), and T = n (p + (D - d) (b - 1) / b). In front of it stand half a step of decoding and
 the prefills of others: of random arrivals (M/D/1), but no more than all others at once.
 
-    time to first token          TTFT = T + D / 2 * (b - 1) / b + min(rho T / 2 (1 - rho), (b - 1) T),  rho = r T
+    time to first token          TTFT = T + D / 2 * (b - 1) / b + min(rho T / 2 (1 - rho), (b - 1) T),  rho = r T / c
+
+where c is how many prompts go into one chunk.
 
 With pools of their own for prefill and for decoding, decoding is never stopped (x = 0), prefill GPUs are so many that
 rho is `PREFILL_LOAD`, and the cache of a prompt goes over a link.
@@ -40,6 +42,7 @@ class Work(NamedTuple):
     chunks: int  # 0: prefill stops decoding
     alone: float  # d above
     is_apart: bool = False  # GPUs of their own for prefill
+    at_once: int = 1  # prompts that go into one chunk: c above
     transfer: float = 0.0  # of the prompt's cache, to the GPUs that decode
 
 
@@ -70,7 +73,7 @@ def load(work: Work, batch: int) -> Load | None:
     own = work.prefill + work.chunks * max(0.0, step - work.alone) * others
     tpot = step / work.tokens_per_step + extra * batch / work.output
     rate = batch / (work.output * tpot)
-    rho = PREFILL_LOAD if work.is_apart else rate * own
+    rho = PREFILL_LOAD if work.is_apart else rate * own / work.at_once
     if rho >= 1 and work.chunks:
         return None  # more chunks than steps: prefill is what the server does, and its queue only grows
     waits = rho * own / (2 * (1 - rho)) if rho < 1 else math.inf

@@ -330,6 +330,7 @@ class _Server:
             chunks=math.ceil(self._chunks) if is_cut else 0,
             alone=self._alone.seconds,
             is_apart=plan.is_disaggregated,
+            at_once=max(1, plan.chunk // self._chunk) if is_cut and plan.chunk else 1,
             transfer=transfer,
         )
 
