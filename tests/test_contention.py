@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flopmeter import FlopMeter
 from flopmeter.distributed import world
-from flopmeter.timing.concurrency import HangError, Work, run_concurrently
+from flopmeter.timing.concurrency import Activity, HangError, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,15 +20,15 @@ def transfer(ports: tuple[tuple[str, str], ...] = BOTH, latency: float = 0.0, sm
     return Transfer(latency, ports, sms, memory)
 
 
-def kernel(seconds: float, demand: Demand = COMPUTE, **more: object) -> Work:
-    return Work(0.0, seconds, False, 0, demand=demand, **more)
+def kernel(seconds: float, demand: Demand = COMPUTE, **more: object) -> Activity:
+    return Activity(0.0, seconds, False, 0, demand=demand, **more)
 
 
-def on_link(seconds: float, stream: int, demand: Transfer, **more: object) -> Work:
-    return Work(0.0, seconds, False, stream, demand=demand, **more)
+def on_link(seconds: float, stream: int, demand: Transfer, **more: object) -> Activity:
+    return Activity(0.0, seconds, False, stream, demand=demand, **more)
 
 
-def ends(*works: Work) -> list[float]:
+def ends(*works: Activity) -> list[float]:
     return [span.end_seconds for span in run_concurrently({0: works})[0]]
 
 
@@ -112,7 +112,7 @@ def test_sides_that_never_meet_are_named():
 
 
 def test_the_host_waits_where_it_is_told_to():
-    works = [Work(1.0, 5.0, True, 0), Work(1.0, 1.0, False, 0), Work(1.0, 1.0, False, 1)]
+    works = [Activity(1.0, 5.0, True, 0), Activity(1.0, 1.0, False, 0), Activity(1.0, 1.0, False, 1)]
     assert [span.sent_seconds for span in run_concurrently({0: works})[0]] == [1, 7, 8]
     assert ends(*works) == [6, 8, 9]
 

@@ -2,8 +2,8 @@
 
 A cluster is a YAML file, like a device; `hardware/clusters/` has the ones that ship. Rates are those of one GPU in one
 direction; `achieved` is the measured share of the rate that large collectives reach. Prices are those of a collective
-alone; what shares its port is the timeline's (timing/contention.py). Ranks are taken to be numbered node by node; the
-slowest link of a ring or tree sets its speed, since NCCL pipelines; NCCL's choices and latencies stand for those of
+alone; what shares its port is the timeline's (timing/contention.py). Approximations: ranks are numbered node by node;
+the slowest link of a ring or tree sets its speed, since NCCL pipelines; NCCL's choices and latencies stand for those of
 every vendor's library.
 """
 

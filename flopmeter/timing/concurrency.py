@@ -1,9 +1,9 @@
 """What runs at the same time: the streams of a device, and the ranks that send each other messages.
 
-A stream runs its work in order. Work starts once the host has sent it, its stream is free, and what it waits for has
-ended. A message starts when both sides are there, as NCCL's do, and ends on both at once; the messages of a batch are
-one kernel, which starts and ends as a whole on its rank. All ranks share one clock, which begins with the step.
-Kernels and transfers that run at the same time slow each other down (contention.py).
+A stream runs what it is given in order. A kernel starts once the host has sent it, its stream is free, and what it
+waits for has ended. A message starts when both sides are there, as NCCL's do, and ends on both at once; the messages of
+a batch are one kernel, which starts and ends as a whole on its rank. All ranks share one clock, which begins with the
+step. Kernels and transfers that run at the same time slow each other down (contention.py).
 
 Approximation: a small message, too, waits for its receiver. (NCCL's send returns once its few MB of buffers hold it.)
 """
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from flopmeter.timing.contention import Demand, Transfer, kernel_rate, transfer_rate
 
-Route = tuple[tuple[int, ...], int, int]  # the ranks of the group, sender, receiver
+MessageRoute = tuple[tuple[int, ...], int, int]  # the ranks of the group, sender, receiver
 
 
 class HangError(RuntimeError):
     """Ranks that wait for each other for ever."""
 
 
-class Work(NamedTuple):
+class Activity(NamedTuple):
     """A kernel in time."""
 
     host_seconds: float  # of the host, before it sends it
@@ -33,11 +33,11 @@ class Work(NamedTuple):
     stream: int
     after: tuple[int, ...] = ()  # numbers of works of this rank that have to end before
     batch: int | None = None  # neighbours with the same number are one kernel
-    route: Route | None = None  # of a message
+    route: MessageRoute | None = None  # of a message
     demand: Demand | Transfer = Demand(0.0, 0.0)
 
 
-class Span(NamedTuple):
+class Stretch(NamedTuple):
     """When the work ran."""
 
     sent_seconds: float  # by the host
@@ -46,7 +46,7 @@ class Span(NamedTuple):
     end_seconds: float
 
 
-class _Entry:
+class _Queued:
     """What a stream runs as one: a kernel, or a batch of messages."""
 
     __slots__ = ("free", "is_first", "left", "missing", "rank", "ready", "stream", "works")
@@ -66,7 +66,7 @@ class _Task:
     __slots__ = ("is_moving", "left", "moves", "rate", "sides", "since", "version")
 
     def __init__(self) -> None:
-        self.sides: list[tuple[_Entry, int]] = []
+        self.sides: list[tuple[_Queued, int]] = []
         self.left = 0.0  # seconds, were it alone
         self.rate = 1.0
         self.since = 0.0  # when `left` was so much
@@ -82,7 +82,7 @@ class _Task:
 class _Rank:
     """The program of one rank, and how far it has come."""
 
-    def __init__(self, number: int, works: Sequence[Work]):
+    def __init__(self, number: int, works: Sequence[Activity]):
         self.number, self.works = number, works
         self.messages: dict[int, _Task] = {}  # by the number of this side's work
         self.kernels: set[_Task] = set()  # that run now
@@ -90,16 +90,16 @@ class _Rank:
         self.sent = [0.0] * len(works)
         self.starts: list[float | None] = [None] * len(works)
         self.ends = [0.0] * len(works)
-        self.entries: list[_Entry] = []  # of each work
-        self.queues: defaultdict[int, deque[_Entry]] = defaultdict(deque)
-        self.waiting: defaultdict[int, list[_Entry]] = defaultdict(list)  # for the end of a work
+        self.entries: list[_Queued] = []  # of each work
+        self.queues: defaultdict[int, deque[_Queued]] = defaultdict(deque)
+        self.waiting: defaultdict[int, list[_Queued]] = defaultdict(list)  # for the end of a work
         self.next = 0  # that the host sends
         self.host = 0.0  # how far the host is
-        entry: _Entry | None = None
+        entry: _Queued | None = None
         for number, work in enumerate(works):
             joins = entry is not None and work.batch is not None and work.batch == works[number - 1].batch
             if entry is None or not joins:
-                entry = _Entry(self, work.stream, [])
+                entry = _Queued(self, work.stream, [])
                 self.queues[work.stream].append(entry)
             entry.works.append(number)
             self.entries.append(entry)
@@ -111,29 +111,29 @@ class _Rank:
             entry.left = len(entry.works)
 
 
-class _Clock:
+class _Simulation:
     """Goes from event to event: work that could start, and work that ends."""
 
-    def __init__(self, ranks: Mapping[int, Sequence[Work]]):
+    def __init__(self, ranks: Mapping[int, Sequence[Activity]]):
         self._ranks = {number: _Rank(number, works) for number, works in ranks.items()}
         # When, in which order, what, of which version: an entry may start; a task ends, or its bytes begin to move.
-        self._events: list[tuple[float, int, _Entry | _Task, int]] = []
+        self._events: list[tuple[float, int, _Queued | _Task, int]] = []
         self._count = 0
         self._pair()
 
     def _pair(self) -> None:
         """The n-th send of a route meets its n-th receive. Of messages with a rank that does not run here there is
         one side only, for which the other one is always ready."""
-        messages: dict[tuple[Route, int], _Task] = {}
+        messages: dict[tuple[MessageRoute, int], _Task] = {}
         for rank in self._ranks.values():
-            places: Counter[Route] = Counter()
+            places: Counter[MessageRoute] = Counter()
             for index, work in enumerate(rank.works):
                 if work.route is not None and self._ranks.keys() >= {*work.route[1:]}:
                     place = (work.route, places[work.route])
                     places[work.route] += 1
                     rank.messages[index] = messages.setdefault(place, _Task())
 
-    def run(self) -> dict[int, list[Span]]:
+    def run(self) -> dict[int, list[Stretch]]:
         for rank in self._ranks.values():
             for queue in rank.queues.values():
                 queue[0].is_first = True
@@ -141,14 +141,14 @@ class _Clock:
         events = self._events
         while events:
             now, _, subject, version = heapq.heappop(events)
-            if isinstance(subject, _Entry):
+            if isinstance(subject, _Queued):
                 self._start(subject, now)
             elif version == subject.version:
                 self._advance(subject, now)
         self._check()
         return {number: self._spans(rank) for number, rank in self._ranks.items()}
 
-    def _push(self, when: float, subject: _Entry | _Task, version: int = 0) -> None:
+    def _push(self, when: float, subject: _Queued | _Task, version: int = 0) -> None:
         self._count += 1
         heapq.heappush(self._events, (when, self._count, subject, version))
 
@@ -166,14 +166,14 @@ class _Clock:
                 break
         rank.next = number
 
-    def _met(self, entry: _Entry, now: float) -> None:
+    def _met(self, entry: _Queued, now: float) -> None:
         """One of the things that it waits for has happened."""
         entry.missing -= 1
         entry.ready = max(entry.ready, now)
         if not entry.missing and entry.is_first:
             self._push(max(entry.ready, entry.free), entry)
 
-    def _start(self, entry: _Entry, now: float) -> None:
+    def _start(self, entry: _Queued, now: float) -> None:
         for number in entry.works:
             message = entry.rank.messages.get(number)
             task = _Task() if message is None else message
@@ -203,10 +203,12 @@ class _Clock:
     def _advance(self, task: _Task, now: float) -> None:
         """The task ends; or the latency of a transfer does, and its bytes begin to move."""
         if task.moves and not task.is_moving:
+            entry, number = task.sides[0]
+            alone = task.since + entry.rank.works[number].seconds  # without the rounding of two steps
             task.is_moving, task.left, task.since = True, task.moves, now
             task.rate = self._rate(task)
             task.version += 1
-            self._push(now + task.left / task.rate, task, task.version)
+            self._push(alone if task.rate == 1.0 else now + task.left / task.rate, task, task.version)
             self._share(task, now)
             return
         for entry, _ in task.sides:
@@ -238,7 +240,7 @@ class _Clock:
         """The slowest of its sides."""
         return min(_rate_on(rank, demand) for rank, demand in task.demands())
 
-    def _end(self, entry: _Entry, number: int, now: float) -> None:
+    def _end(self, entry: _Queued, number: int, now: float) -> None:
         rank = entry.rank
         rank.ends[number] = now
         for other in rank.waiting.pop(number, ()):
@@ -255,12 +257,12 @@ class _Clock:
             rank.host = now
             self._send(rank)
 
-    def _spans(self, rank: _Rank) -> list[Span]:
+    def _spans(self, rank: _Rank) -> list[Stretch]:
         found = []
         for number, entry in enumerate(rank.entries):
             start = rank.starts[number]
             assert start is not None
-            found.append(Span(rank.sent[number], entry.free, start, rank.ends[number]))
+            found.append(Stretch(rank.sent[number], entry.free, start, rank.ends[number]))
         return found
 
     def _check(self) -> None:
@@ -293,10 +295,10 @@ def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
     return transfer_rate(max((users[port] for port in demand.ports), default=1), kernels, memory)
 
 
-def run_concurrently(ranks: Mapping[int, Sequence[Work]]) -> dict[int, list[Span]]:
+def run_concurrently(ranks: Mapping[int, Sequence[Activity]]) -> dict[int, list[Stretch]]:
     """When the works of each rank run, by global rank.
 
     Messages to and from a rank that is not among them start when this side is ready.
     Raises HangError where ranks wait for each other for ever.
     """
-    return _Clock(ranks).run()
+    return _Simulation(ranks).run()

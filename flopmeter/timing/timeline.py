@@ -16,7 +16,7 @@ from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Collective, Cost, L
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
-from flopmeter.timing.concurrency import Span, Work, run_concurrently
+from flopmeter.timing.concurrency import Activity, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 from flopmeter.timing.kernels import Price
 
@@ -74,7 +74,7 @@ def time_ranks(ranks: Mapping[int, Launched]) -> dict[int, list[Timing]]:
     return {number: _timings(launched, spans[number]) for number, launched in ranks.items()}
 
 
-def _works(launched: Launched) -> list[Work]:
+def _works(launched: Launched) -> list[Activity]:
     launches, prices = launched.launches, launched.prices
     works = []
     placements = launches.placements or [Placement(DEFAULT_STREAM, ())] * len(launches.kernels)
@@ -84,11 +84,11 @@ def _works(launched: Launched) -> list[Work]:
         route = (group_of(kernel.op.call).ranks, *message_ends(kernel)) if is_message(kernel.cost) else None
         blocks = kernel.cost.blocks_host or prices.is_cpu
         seconds = priced.work_seconds + priced.floor_seconds
-        works.append(Work(host_step, seconds, blocks, *placement, route, priced.demand))
+        works.append(Activity(host_step, seconds, blocks, *placement, route, priced.demand))
     return works
 
 
-def _timings(launched: Launched, spans: list[Span]) -> list[Timing]:
+def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:
     placements = launched.launches.placements
     timings = []
     for number, (enqueued, free, start, end) in enumerate(spans):
