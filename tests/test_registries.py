@@ -37,6 +37,7 @@ VIEW_SAMPLES = {
     "notebook": ("_repr_html_", "A notebook shows a report"),
     "timeline": ("save_trace", "`report.save_trace("),
     "speed-up": ("speed_up", "`report.speed_up()`"),
+    "compilation": ("explain_compile", "`report.explain_compile()`"),
 }
 PICTURE_AXES = {"roofline": 2, "classes": 1, "modules": 1, "ops": 1, "memory": 1}
 # What a column has for ROW, an op of 1e9 FLOP/s and 5e9 bytes/s.
