@@ -39,6 +39,7 @@ VIEW_SAMPLES = {
     "speed-up": ("speed_up", "`report.speed_up()`"),
     "advice": ("advice", "`report.advice`"),
     "spots": ("hot_spots", "`report.hot_spots`"),
+    "compilation": ("explain_compile", "`report.explain_compile()`"),
 }
 PICTURE_AXES = {"roofline": 2, "classes": 1, "modules": 1, "ops": 1, "memory": 1}
 # What a column has for ROW, an op of 1e9 FLOP/s and 5e9 bytes/s.
