@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from flopmeter.costs import RULES, costs_of, normalization
+from flopmeter.costs import RULES, costs_of
+from flopmeter.costs.arithmetic import normalization
 from flopmeter.costs.traffic import is_view
 from flopmeter.known_values import DataDependentError
 from flopmeter.records import (
