@@ -98,38 +98,44 @@ def test_a_step_takes_the_longest_path_through_torchs_own_table_of_actions(sched
 
 
 def longest_path(schedule: type, ranks: int, microbatches: int, chunks: int) -> float:
-    """By brute force: an action runs after the one before on its rank, and after what it needs of its neighbours."""
-    tables: dict[int, list[object]] = {}
+    """By brute force: an action runs after the one before on its rank, and after what it needs of its neighbours. Of
+    the actions that DualPipe pairs, both results are sent when both have run."""
+    tables: dict[int, list[list[object]]] = {}
 
     def table(rank: int) -> None:
         with world(ranks, {"pp": ranks}, rank) as mesh:
             step = scheduled(schedule, mesh, chunks=chunks, microbatches=microbatches)
             made = next(cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, schedule))
             order = made._get_pipeline_order() if chunks == 1 else made.pipeline_order
-            tables[rank] = [action for action in order[rank] if action is not None]
+            pairs = [list(action.sub_actions or (action,)) for action in order[rank] if action is not None]
+            tables[rank] = [pair for pair in pairs if pair[0].computation_type.value in "FIBW"]
 
     run_ranks(range(ranks), table)
     last = ranks * chunks - 1
     done: dict[tuple[str, int, int], float] = {}
     clock = dict.fromkeys(tables, 0.0)
-    parts = {rank: [part for action in tables[rank] for part in (action.sub_actions or (action,))] for rank in tables}
-    left = {rank: [part for part in parts[rank] if part.computation_type.value in "FIBW"] for rank in tables}
-    while any(left.values()):
+    while any(tables.values()):
         before = len(done)
-        for rank, actions in left.items():
-            while actions:
-                stage, batch = actions[0].stage_index, actions[0].microbatch_index
-                kind = actions[0].computation_type.value
-                needs = []
-                if kind == "F" and stage > 0:
-                    needs = [("F", stage - 1, batch)]
-                elif kind in ("B", "I"):
-                    needs = [("F", stage, batch), *([("I", stage + 1, batch)] if stage < last else [])]
-                if any(need not in done for need in needs):
+        for rank, pairs in tables.items():
+            while pairs:
+                needs, units = [], 0
+                for action in pairs[0]:
+                    kind, stage, batch = action.computation_type.value, action.stage_index, action.microbatch_index
+                    units += 2 if kind == "B" else 1
+                    if kind == "F" and stage > 0:
+                        needs.append((units - 1, ("F", stage - 1, batch)))
+                    elif kind in "BI":
+                        ahead = units - 2 if kind == "B" else units - 1  # of the pair runs before it needs this
+                        needs += [
+                            (ahead, ("F", stage, batch)),
+                            *([(ahead, ("I", stage + 1, batch))] if stage < last else []),
+                        ]
+                if any(need not in done for _, need in needs):
                     break
-                clock[rank] = max([clock[rank], *(done[need] for need in needs)]) + (2 if kind == "B" else 1)
-                done["I" if kind == "B" else kind, stage, batch] = clock[rank]
-                actions.pop(0)
+                clock[rank] = max([clock[rank], *(done[need] - ahead for ahead, need in needs)]) + units
+                for action in pairs.pop(0):
+                    kind = "I" if action.computation_type.value == "B" else action.computation_type.value
+                    done[kind, action.stage_index, action.microbatch_index] = clock[rank]
         assert len(done) > before
     return max(clock.values())
 
@@ -175,7 +181,7 @@ def test_warm_up_steady_state_and_cool_down_of_1f1b():
         assert row.computing_seconds + row.bubble_seconds == pytest.approx(found.seconds, rel=0.01)
 
 
-def test_slower_links_make_the_step_longer_and_no_kernel():
+def test_slower_links_make_the_step_longer_and_its_kernels_hardly():
     def on(bandwidth: float) -> Pipeline:
         link = Link(name="slow", transport="nvlink", bandwidth_gb_per_s=bandwidth, achieved=1.0, source="none")
         cluster = Cluster(name="slow", title="slow", gpus_per_node=64, start_us=0.0, intra=link)
@@ -184,7 +190,7 @@ def test_slower_links_make_the_step_longer_and_no_kernel():
 
     slow, fast = on(20.0), on(200.0)
     assert slow.seconds > fast.seconds
-    assert slow.rows[0].computing_seconds == pytest.approx(fast.rows[0].computing_seconds)
+    assert slow.rows[0].computing_seconds == pytest.approx(fast.rows[0].computing_seconds, rel=0.01)  # it lends SMs
 
 
 def test_both_sides_of_a_message_run_at_the_same_time_and_a_batch_ends_as_a_whole():

@@ -70,7 +70,7 @@ def test_parameters_that_an_earlier_step_gathered_count_from_when_they_are_gathe
 
 def test_no_more_communication_is_exposed_than_there_is():
     for row in rows([{"dp": 8}, {"tp": 8}, {"dp": 64, "tp": 8}]):
-        assert 0 <= row.exposed_seconds <= row.communication_seconds
+        assert 0 <= row.exposed_seconds <= row.communication_seconds * (1 + 1e-12)  # sums are rounded
         assert row.communication_seconds > 0
         assert row.exposed_seconds < row.seconds
 
