@@ -494,7 +494,7 @@ def test_programs_of_frameworks_run_to_a_steady_step(program, tmp_path, monkeypa
 
 
 def test_flash_attn_stands_in_by_the_same_kernel_and_is_told():
-    with flopmeter.cuda(A100) as device:
+    with flopmeter.cuda(A100, wishes=Wishes(shims=("flash_attn",))) as device:
         from flash_attn import flash_attn_func
 
         q = torch.randn(2, 256, 8, 64, device="cuda", dtype=torch.bfloat16)

@@ -14,6 +14,7 @@ from flopmeter.run.launchers import CommandLine, launch_of
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run, what_to_do
 from flopmeter.run.session import Session, Wishes
+from flopmeter.run.shims import SHIMS
 from flopmeter.run.world import environment
 
 DEFAULT_STEPS = 3
@@ -40,6 +41,7 @@ def _run(options: argparse.Namespace) -> int:
         strict_values=options.strict_values,
         mask_fraction=options.mask_fraction,
         mode=options.mode,
+        shims=tuple(options.shim),
     )
     session = Session(options.hardware, wishes)
     with session.open(), environment(launch.environment):
@@ -96,6 +98,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mask-fraction", type=float, metavar="SHARE", help="of an unknown mask that selects elements, this is true"
+    )
+    parser.add_argument(
+        "--shim", choices=tuple(SHIMS), action="append", default=[], help="stand in for a package of CUDA kernels"
     )
     parser.add_argument("--format", choices=tuple(FORMATS), default="text", help="default: %(default)s")
     parser.add_argument("--output", "-o", metavar="FILE", help="write the report to a file instead of stderr")

@@ -113,7 +113,7 @@ def what_to_do(script: Script, ending: Ending) -> str:
     if isinstance(error, ModuleNotFoundError):
         name = (error.name or "").partition(".")[0]
         if name in CUDA_EXTENSIONS:
-            return f"{head}: {name} is compiled for CUDA, and flopmeter has no shim for it: {CUDA_EXTENSIONS[name]}"
+            return f"{head}: {name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
         return f"{head}: install it in the environment that runs flopmeter (pip install {name})"
     if isinstance(error, torch.OutOfMemoryError):
         return f"{head}: by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
@@ -130,7 +130,7 @@ CUDA_EXTENSIONS = {
     "apex": "use torch.optim and torch.nn.LayerNorm, which it replaced",
     "bitsandbytes": "load the model unquantised",
     "mamba_ssm": "use the model's own slow path",
-    "flash_attn": "use scaled_dot_product_attention (attn_implementation='sdpa')",
+    "flash_attn": "use scaled_dot_product_attention, or let flopmeter stand in with --shim flash_attn",
     "triton": "use the operators that the kernels replace",
     "xformers": "use scaled_dot_product_attention",
 }

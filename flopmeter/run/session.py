@@ -37,6 +37,7 @@ class Wishes:
     on_out_of_memory: 'raise' as the device would, or 'report' and go on.
     strict_values: an unknown value that the program reads is an error, not a stand-in.
     mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.
+    shims: packages of CUDA kernels that flopmeter stands in for (see shims).
     """
 
     gpus: int = 1
@@ -47,6 +48,7 @@ class Wishes:
     strict_values: bool = False
     mask_fraction: float | None = None
     mode: Mode | None = None
+    shims: tuple[str, ...] = ()
 
 
 class Session:
@@ -112,7 +114,7 @@ class Session:
                 undo.enter_context(world.environment(world.of_torchrun(self.wishes.gpus, self.gpus_per_node)))
             undo.enter_context(self.meter)
             undo.enter_context(applied(values.patches(self.named, self._decided)))
-            undo.enter_context(shims.importable(self.note))
+            undo.enter_context(shims.importable(self.wishes.shims, self.note))
             undo.enter_context(self.steps.watching())
             yield self
 

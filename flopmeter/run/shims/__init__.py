@@ -4,7 +4,8 @@ Works around: packages such as flash-attn, which do not install without a CUDA c
 Until: never; their kernels run on a GPU alone.
 
 A shim has the package's public functions and no kernels: each calls the operator of torch that does the same work.
-It is used only where the package is not installed, and the report says so.
+It is used where the user asks for it and the package is not installed, and the report says so. (Not without being
+asked: libraries look whether a package is there, and then want its internals.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from flopmeter.run.shims import flash_attn
@@ -23,10 +24,11 @@ SHIMS: Mapping[str, Mapping[str, Mapping[str, object]]] = {"flash_attn": flash_a
 
 
 @contextmanager
-def importable(note: Callable[[str], None]) -> Iterator[None]:
-    """Programs may import the shims inside, in place of packages that are not installed."""
+def importable(packages: Iterable[str], note: Callable[[str], None]) -> Iterator[None]:
+    """Programs may import the shims of these packages inside, where the packages are not installed."""
     added = []
-    for package, modules in SHIMS.items():
+    for package in packages:
+        modules = SHIMS[package]
         if importlib.util.find_spec(package) is None:
             for name, contents in modules.items():
                 sys.modules[name] = _module(name, contents, note)
