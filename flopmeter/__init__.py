@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flopmeter.ask.compare import Comparison, compare
-from flopmeter.ask.counting import Count, count
+from flopmeter.ask.counting import FlopCount, count
 from flopmeter.ask.generation import Generation, time_generation
 from flopmeter.ask.largest_batch import largest_batch
 from flopmeter.ask.sweep import Sweep, sweep
@@ -30,10 +30,10 @@ __all__ = [
     "Assumption",
     "Check",
     "Comparison",
-    "Count",
     "CudaRun",
     "DataDependentError",
     "EmptyProgramError",
+    "FlopCount",
     "FlopMeter",
     "Generation",
     "Hardware",

@@ -93,6 +93,7 @@ def calls_by_op() -> dict[str, tuple[Call, ...]]:
 
 MANY_DEVICES = (*DEVICES, "t4", "l40s", "rtx-5090", "b200-sxm-180gb", "mi300x", "h200-sxm-141gb")
 IN_THE_ORDER_OF_A_SET = ("meshgrid.variadic_tensors", "meshgrid.list_of_tensors")  # are their samples
+WITHOUT_OPS = ("broadcast_shapes",)  # of op_db: nothing to report
 SAMPLED = (torch.float32, torch.complex64, torch.int64)
 
 
@@ -232,7 +233,7 @@ def _of_torchs_tests() -> Iterator[tuple[str, Run]]:
     for database in (name for name in dir(databases) if name.endswith("op_db")):
         for entry in getattr(databases, database):
             name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
-            if entry.dtypes & set(SAMPLED) and name not in IN_THE_ORDER_OF_A_SET:
+            if entry.dtypes & set(SAMPLED) and name not in (*IN_THE_ORDER_OF_A_SET, *WITHOUT_OPS):
                 yield f"op_db {name}", functools.partial(samples_of, entry)
     for info in module_db:
         for training in (True, False):

@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 import torch
 
+import flopmeter
 from flopmeter import FlopMeter
 from flopmeter.cli import main
 from flopmeter.meter import Mode
@@ -317,7 +318,6 @@ def test_explain_names_near_ops(run):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "COMMAND"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["table"], "TARGET"),
         (["table", "bert-base", "--batch", "0"], "positive whole number"),
@@ -327,7 +327,7 @@ def test_explain_names_near_ops(run):
         (["table", "bert-base", "--hardware", "h100"], H100),
         (["table", "bert-bass"], "bert-base"),
         (["table", "resnet-50", "--seq", "128"], "takes no seq; it takes batch, image_size, dtype"),
-        (["compare", "bert-base", "--hardware", ","], "at least one device"),
+        (["compare", "bert-base", "--hardware", ","], "has an empty name"),
         (["table", "hf:llama"], "transformers is not installed: pip install transformers"),
         (["diff", "a.json", "b.json", "--fail-above", "5"], "a percentage such as 5%"),
     ],
@@ -377,3 +377,23 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.startswith("name")
     assert done.stderr == ""
+
+
+def test_the_bare_command_says_what_one_can_do(run):
+    assert all(name in ok(run()) for name in ("table", "compare", "serve", "models"))
+
+
+def test_models_lists_what_is_built_in(run):
+    assert all(name in ok(run("models")) for name in BUILTINS)
+
+
+def test_a_report_says_how_it_was_asked_for_in_every_format(run):
+    for format in ("text", "markdown", "csv", "json", "html"):
+        shown = ok(run("table", *LAYER, "--hardware", H100, "--format", format))
+        assert all(part in shown for part in ("--batch 2", "float16 [2, 128, 1024]", "2026-11-22 12:00 UTC")), format
+
+
+def test_count_is_one_line():
+    counted = flopmeter.count(torch.nn.Linear(8, 8), torch.empty(2, 8))
+    assert (counted.flops, counted.macs, counted.parameters) == (2 * 2 * 8 * 8 + 16, 128, 72)
+    assert str(counted).startswith("272 FLOP, 128 MAC, ")

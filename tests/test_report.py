@@ -190,7 +190,7 @@ def test_text_prints_the_table_and_the_lines_under_it(report):
     place = next(number for number, line in enumerate(lines) if line.startswith("predicted "))
     assert lines[place + 1].startswith("where to win (wall-clock;")
     assert "ridge point 10 FLOP/B (19.5 TFLOP/s fp32 vector, 2039 GB/s)" in text
-    assert "-bound for" in text
+    assert "-bound · of the wall-clock: " in text
     assert "multiply-add = 2 FLOP" in text
     assert str(report) == text
 

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from flopmeter import ServingError, load_hardware, serving  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.ask.serve.formats import WEIGHTS  # noqa: E402
-from flopmeter.ask.serve.queue import Work, expected_tokens, load  # noqa: E402
+from flopmeter.ask.serve.queue import RequestWork, expected_tokens, load  # noqa: E402
 from flopmeter.ask.serve.serving import read_slo  # noqa: E402
 from flopmeter.ask.serve.steps import Steps  # noqa: E402
 
@@ -178,7 +178,7 @@ def work(**changes):
         "chunks": 0,
         "alone": 0.01,
     }
-    return Work(**facts | changes)
+    return RequestWork(**facts | changes)
 
 
 def test_one_request_alone_waits_for_nobody():

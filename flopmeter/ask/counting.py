@@ -13,7 +13,7 @@ from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter
 from flopmeter.report.quantities import with_prefix
 
 
-class Count(NamedTuple):
+class FlopCount(NamedTuple):
     """What one forward pass does."""
 
     flops: int  # a multiply-add is 2
@@ -28,7 +28,7 @@ class Count(NamedTuple):
         )
 
 
-def count(model: Callable[..., Any], *inputs: Any, **options: Any) -> Count:
+def count(model: Callable[..., Any], *inputs: Any, **options: Any) -> FlopCount:
     """FLOPs, multiply-adds, bytes and parameters of one forward pass.
 
     model: a module, or any function of tensors. It and its inputs may be on any device: a copy on meta runs.
@@ -41,4 +41,4 @@ def count(model: Callable[..., Any], *inputs: Any, **options: Any) -> Count:
         twin(*inputs, **options)
     report = meter.report()
     parameters = {id(each): each.numel() for each in model.parameters()} if isinstance(model, nn.Module) else {}
-    return Count(report.flops, report.macs, report.bytes_read + report.bytes_written, sum(parameters.values()))
+    return FlopCount(report.flops, report.macs, report.bytes_read + report.bytes_written, sum(parameters.values()))

@@ -74,6 +74,11 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
         for what in ("hardware", "mode", "conventions")
         if before[what] != after[what]
     ]
+    notes += [
+        f"{what}: {was} before, {now} after"
+        for what in ("program", "inputs", "versions", "date")
+        if (was := before.get("ran", {}).get(what)) != (now := after.get("ran", {}).get(what))
+    ]
     title = after["title"] if before["title"] == after["title"] else f"{before['title']}  →  {after['title']}"
     return Difference(title, totals, classes, tuple(notes))
 

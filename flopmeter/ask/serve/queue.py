@@ -10,6 +10,8 @@ In the time in which it makes one token, each request lets b / output others beg
     time per output token        TPOT = D / E + x * b / output
     requests a second            r = b / (output * TPOT)
 
+TPOT is no less than the time in which the power limit gives the energy of what is done in it.
+
 Prefill as one step of P seconds stops decoding: x = P, and the request's own prefill takes T = P. Cut into n chunks of
 p seconds that run in the same steps as decoding, it reads the weights with it, which is d of each, the step of one
 sequence alone: x = n (p - d), and T = n (p + (D - d) (b - 1) / b). In front of it stand half a step of decoding and
@@ -32,7 +34,7 @@ from typing import NamedTuple
 PREFILL_LOAD = 0.7  # of the time: how busy GPUs of prefill alone are kept
 
 
-class Work(NamedTuple):
+class RequestWork(NamedTuple):
     """One request, in seconds of a server's steps."""
 
     output: int  # tokens
@@ -42,6 +44,7 @@ class Work(NamedTuple):
     chunks: int  # 0: prefill stops decoding
     alone: float  # d above
     is_apart: bool = False  # GPUs of their own for prefill
+    by_power: Callable[[int], float] = lambda _: 0.0  # least seconds a token under the power limit, by the batch
     at_once: int = 1  # prompts that go into one chunk: c above
     transfer: float = 0.0  # of the prompt's cache, to the GPUs that decode
 
@@ -63,7 +66,7 @@ def expected_tokens(draft_tokens: int, acceptance: float) -> float:
     return float((1 - acceptance ** (draft_tokens + 1)) / (1 - acceptance))
 
 
-def load(work: Work, batch: int) -> Load | None:
+def load(work: RequestWork, batch: int) -> Load | None:
     """None where prefill alone asks for more than there is."""
     step = work.decode(batch)
     extra = max(0.0, work.prefill - work.chunks * work.alone)
@@ -72,6 +75,7 @@ def load(work: Work, batch: int) -> Load | None:
     others = (batch - 1) / batch
     own = work.prefill + work.chunks * max(0.0, step - work.alone) * others
     tpot = step / work.tokens_per_step + extra * batch / work.output
+    tpot = max(tpot, work.by_power(batch))
     rate = batch / (work.output * tpot)
     rho = PREFILL_LOAD if work.is_apart else rate * own / work.at_once
     if rho >= 1 and work.chunks:

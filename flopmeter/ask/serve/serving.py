@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_prices
 from flopmeter.ask.serve.decoder import CacheKind, Decoder, ServingError, decoder
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS, has_product
-from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, Work, expected_tokens, load
+from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
 from flopmeter.ask.serve.steps import StepCost, Steps
 from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
@@ -314,7 +314,7 @@ class _Server:
         return StepCost(plan.draft_tokens * draft.seconds + verify.seconds, joules, verify.working_bytes)
 
     @property
-    def _work(self) -> Work:
+    def _work(self) -> RequestWork:
         plan = self._plan
         transfer = 0.0
         if plan.is_disaggregated:
@@ -322,7 +322,7 @@ class _Server:
             links = cluster_of(self._device)
             transfer = nbytes / ((links.inter or links.intra).bandwidth_gb_per_s * 1e9)
         is_cut = plan.chunk is not None and not plan.is_disaggregated
-        return Work(
+        return RequestWork(
             output=plan.output,
             decode=lambda batch: self._decode(batch)[0],
             tokens_per_step=self._tokens,
@@ -330,9 +330,16 @@ class _Server:
             chunks=math.ceil(self._chunks) if is_cut else 0,
             alone=self._alone.seconds,
             is_apart=plan.is_disaggregated,
+            by_power=self._seconds_by_power,
             at_once=max(1, plan.chunk // self._chunk) if is_cut and plan.chunk else 1,
             transfer=transfer,
         )
+
+    def _seconds_by_power(self, batch: int) -> float:
+        joules, watts = self._joules(batch), self._device.limit_watts
+        if joules is None or watts is None or self._plan.is_disaggregated:
+            return 0.0
+        return joules * batch / (self._plan.output * self._plan.gpus * watts)
 
     @property
     def _alone(self) -> StepCost:

@@ -215,10 +215,10 @@ def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase
     return trace.ops[attention.values if like is None else like]._replace(call=call, storages=numbers)
 
 
-Qkv = tuple[TensorSpec, TensorSpec, TensorSpec]
+Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
 
 
-def _backend(qkv: Qkv, is_causal: bool, device: Hardware) -> str:
+def _backend(qkv: Operands, is_causal: bool, device: Hardware) -> str:
     """The kernel that CUDA would choose, by the rules of the running torch."""
     capability = device.compute_capability
     target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
@@ -228,12 +228,12 @@ def _backend(qkv: Qkv, is_causal: bool, device: Hardware) -> str:
     return _BACKENDS.get(choose(call, rules_for(running_version())), "efficient")
 
 
-def _forward_call(qkv: Qkv, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
+def _forward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
     func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention").default
     return Call(func, qkv, {"dropout_p": 0.0, "is_causal": is_causal}, qkv, (out, sums))
 
 
-def _backward_call(qkv: Qkv, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
+def _backward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
     """Its results are as large as q, k and v; they are written where these lie, which is the same to the price."""
     specs = (out, *qkv, out, sums)
     func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention_backward").default
