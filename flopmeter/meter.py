@@ -65,7 +65,7 @@ class StreamError(ValueError):
 @dataclass(frozen=True)
 class _Run:
     """What was metered, on one device. A report keeps it to make reports of other modes, so it must not keep the
-    meter."""
+    meter, nor what cannot be pickled."""
 
     trace: Trace
     kernels: list[Kernel]  # of the eager run
@@ -110,7 +110,7 @@ class _Run:
         if mode.fuses and region is whole_program and trace.templates:
             trace = with_templates(trace)
             kernels = self.kernels_of(trace)
-        return launches(kernels, trace, mode, region), trace
+        return launches(kernels, trace, mode, region, is_one_graph=is_one_graph), trace
 
     def report(self, run: Launches, trace: Trace, timed: TimedRun, in_mode: Callable[..., Report] | None) -> Report:
         """`in_mode` makes the report of another mode."""
@@ -304,20 +304,15 @@ class FlopMeter:
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
         if not self.trace.ops and self._depth == 0:
-            raise EmptyProgramError(
-                "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
-            )
+            nothing = "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
+            raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
         self._check_stream(device)
         trace = self.trace if ops is None else part_of(self.trace, ops)
         run = self._run(trace, device, self._cluster if cluster is None else load_cluster(cluster))
         return run.in_mode(mode or mode_of(trace))
 
     def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None) -> _Run:
-        strict = self._strict  # a report must not keep the meter
-
-        def on_device(trace: Trace) -> list[Kernel]:
-            return grouped.on_device(kernels_of(trace, strict=strict), device)
-
+        on_device = functools.partial(_kernels_on, device, strict=self._strict)
         kernels = on_device(trace)
         if not any(kernel.cost.collective for kernel in kernels):
             cluster = None
@@ -334,14 +329,16 @@ class FlopMeter:
             notes += [*self._emulation.notes, *target_of(device).notes, *unfused_notes(self._emulation)]
         if self._session:
             notes += self._session.notes
+        notes += [*self._not_metered(), *lost(PROPAGATION, BUFFERS, DOUBLE_BACKWARD)]
+        return tuple(dict.fromkeys(notes))
+
+    def _not_metered(self) -> Iterator[str]:
         modules = self._recorder.modules.missed if self._recorder else 0
         if self._other_threads.ops or modules:
-            notes.append(
+            yield (
                 f"not metered: {self._other_threads.ops:,} ops on meta tensors and {modules:,} module calls in other "
                 "threads; a meter sees the ops of the thread that entered it"
             )
-        notes += lost(PROPAGATION, BUFFERS, DOUBLE_BACKWARD)
-        return tuple(dict.fromkeys(notes))
 
     def _check_stream(self, device: Hardware) -> None:
         difference = self._emulation.difference(target_of(device)) if self._emulation else None
@@ -377,6 +374,10 @@ def target_of(hardware: Hardware) -> CudaTarget:
     if hardware.compute_capability is None:
         return CudaTarget.stand_in(hardware.title)
     return CudaTarget(hardware.compute_capability)
+
+
+def _kernels_on(device: Hardware, trace: Trace, *, strict: bool) -> list[Kernel]:
+    return grouped.on_device(kernels_of(trace, strict=strict), device)
 
 
 def _check(call: Call) -> None:

@@ -93,7 +93,7 @@ def calls_by_op() -> dict[str, tuple[Call, ...]]:
 
 MANY_DEVICES = (*DEVICES, "t4", "l40s", "rtx-5090", "b200-sxm-180gb", "mi300x", "h200-sxm-141gb")
 IN_THE_ORDER_OF_A_SET = ("meshgrid.variadic_tensors", "meshgrid.list_of_tensors")  # are their samples
-WITHOUT_OPS = ("broadcast_shapes",)  # of op_db: nothing to report
+WITHOUT_OPS = ("op_db broadcast_shapes", "Muon, plain")  # nothing to report; Muon refuses the vectors
 SAMPLED = (torch.float32, torch.complex64, torch.int64)
 
 
@@ -222,7 +222,7 @@ def programs() -> dict[str, tuple[str, Run]]:
     for name in distributed_programs.PROGRAMS:
         found[f"{name} on 4"] = "h100-sxm5-80gb", functools.partial(on_ranks, name, 4)
     devices = itertools.cycle(MANY_DEVICES)
-    return found | {name: (next(devices), run) for name, run in _of_torchs_tests()}
+    return found | {name: (next(devices), run) for name, run in _of_torchs_tests() if name not in WITHOUT_OPS}
 
 
 def _of_torchs_tests() -> Iterator[tuple[str, Run]]:
@@ -233,7 +233,7 @@ def _of_torchs_tests() -> Iterator[tuple[str, Run]]:
     for database in (name for name in dir(databases) if name.endswith("op_db")):
         for entry in getattr(databases, database):
             name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
-            if entry.dtypes & set(SAMPLED) and name not in (*IN_THE_ORDER_OF_A_SET, *WITHOUT_OPS):
+            if entry.dtypes & set(SAMPLED) and name not in IN_THE_ORDER_OF_A_SET:
                 yield f"op_db {name}", functools.partial(samples_of, entry)
     for info in module_db:
         for training in (True, False):

@@ -100,7 +100,7 @@ def test_a_hugging_face_llama_reads_and_generates(run):
     assert rate == pytest.approx(4 / each * 1e3, rel=0.01)
     assert "assumed: generation: no sequence ends before max_new_tokens" in out
     assert "does NOT fit" not in out  # 8 billion parameters in bf16: 16 of 80 GB
-    assert "parameters 16.06" in out
+    assert "parameters 16.1 GB" in out
 
 
 def test_a_timm_transformer_is_swept_over_the_batch(run):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from flopmeter import FlopMeter
+from flopmeter import EmptyProgramError, FlopMeter
 
 
 def meta(*shape: int) -> torch.Tensor:
@@ -59,8 +59,16 @@ def test_ops_of_a_thread_are_counted_as_not_metered() -> None:
 
 def test_threads_that_run_nothing_on_meta_are_not_mentioned() -> None:
     with FlopMeter() as meter:
+        X.sin()
         run_in(threading.Thread(target=lambda: torch.ones(3) + 1))
     assert notes(meter) == []
+
+
+def test_a_program_that_runs_all_in_other_threads_is_an_error_that_says_so() -> None:
+    with FlopMeter() as meter:
+        run_in(threading.Thread(target=two_ops))
+    with pytest.raises(EmptyProgramError, match="ran no op.*; " + lost(2)[0]):
+        meter.report()
 
 
 def test_ops_of_thread_pools_are_counted_whenever_the_pool_was_made() -> None:
@@ -70,6 +78,7 @@ def test_ops_of_thread_pools_are_counted_whenever_the_pool_was_made() -> None:
     with ThreadPoolExecutor(1) as older:
         older.submit(two_ops).result()
         with FlopMeter() as meter, ThreadPoolExecutor(1) as newer:
+            X.sin()
             older.submit(two_ops).result()
             list(newer.map(lambda _: two_ops(), range(3)))
             asyncio.run(program())
@@ -104,6 +113,7 @@ def test_nothing_stays_on_threads_and_pools_after_the_meter() -> None:
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
     with ThreadPoolExecutor(1) as pool:
         with FlopMeter() as meter:
+            X.sin()
             pool.submit(two_ops).result()
         assert pool.submit(_get_current_dispatch_mode_stack).result() == []
         pool.submit(two_ops).result()

@@ -294,7 +294,7 @@ import torch
 with torch.autocast("cuda", dtype=torch.bfloat16):
     from flopmeter import FlopMeter
     with FlopMeter() as meter:
-        pass
+        torch.empty(4, device="meta").sin()
 print(meter.report().notes)
 """)
     assert "import flopmeter first" in said

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flopmeter
 from flopmeter.run.launchers import launch_of
 from flopmeter.run.script import Script, run
-from flopmeter.run.session import Session, Wishes
+from flopmeter.run.session import ScriptSession, Wishes
 
 PROGRAMS = Path(__file__).parent / "programs"
 A100 = "a100-sxm4-80gb"
@@ -35,7 +35,7 @@ def _own_switches():
 
 def run_program(name: str, *arguments: str, hardware: str = A100, **wishes):
     """The report of a program, and what it printed."""
-    session = Session(hardware, Wishes(**{"steps": 3, **wishes}))
+    session = ScriptSession(hardware, Wishes(**{"steps": 3, **wishes}))
     with session.open(), contextlib.redirect_stdout(io.StringIO()) as out:
         ending = run(Script(str(PROGRAMS / name), arguments), session)
         assert ending.error is None, ending

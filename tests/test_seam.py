@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from costs_support import meta
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
@@ -88,6 +89,10 @@ def odds_and_ends() -> None:
 def attend_in_a_window() -> None:
     q = meta(2, 128, 4, 64, dtype=F16)
     torch.ops.aten._flash_attention_forward(q, q, q, None, None, 128, 128, 0.0, False, False, window_size_left=16)
+
+
+def attend_with_scores_changed() -> None:
+    flex_attention(*(meta(1, 2, 128, 64) for _ in range(3)), score_mod=lambda score, b, h, q, k: score * 2)
 
 
 def counted_by_formulas() -> Report:
@@ -175,6 +180,8 @@ def catalogue() -> tuple[Report, ...]:
         metered(odds_and_ends, "h100-sxm5-80gb"),
         metered(recur),
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp())),
+        metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp()), compile="rules"),
+        metered(torch.compile(attend_with_scores_changed), compile="rules"),
     ]
     with world(4, rank=1):
         meters.append(metered(communicate))

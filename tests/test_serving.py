@@ -15,7 +15,7 @@ from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.ask.serve.formats import WEIGHTS  # noqa: E402
 from flopmeter.ask.serve.queue import RequestWork, expected_tokens, load  # noqa: E402
 from flopmeter.ask.serve.serving import read_slo  # noqa: E402
-from flopmeter.ask.serve.steps import Steps  # noqa: E402
+from flopmeter.ask.serve.steps import StepModel  # noqa: E402
 
 H100, L40S, A100 = "h100-sxm5-80gb", "l40s", "a100-sxm4-80gb"
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 2, 4096, 14336, 32, 8, 32000
@@ -34,7 +34,7 @@ def config(**changes):
 
 
 def steps(mode="cudagraph", weights="bf16", kv="bf16", ranks=1, cache="paged", **changes):
-    return Steps(decoder(config(**changes), ranks, cache), mode, weights, kv, {"clocks": "burst"})
+    return StepModel(decoder(config(**changes), ranks, cache), mode, weights, kv, {"clocks": "burst"})
 
 
 def served(hardware=(H100,), **options):
@@ -156,7 +156,7 @@ def test_a_window_limits_the_cache_and_what_is_read_of_it():
     assert own.kv_bytes(4096, 2) == 1024 * KV_OF_TOKEN
     wide = decoder(config())
     device = load_hardware(H100)
-    read = [Steps(each, "eager", "bf16", "bf16", {}).report(device, 8, 1, 16384).bytes_read for each in (own, wide)]
+    read = [StepModel(each, "eager", "bf16", "bf16", {}).report(device, 8, 1, 16384).bytes_read for each in (own, wide)]
     assert read[1] - read[0] == pytest.approx(8 * (16384 - 1024) * KV_OF_TOKEN, rel=0.02)
 
 

@@ -13,7 +13,7 @@ from flopmeter.report.drawers import FORMATS
 from flopmeter.run.launchers import CommandLine, launch_of
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run, what_to_do
-from flopmeter.run.session import Session, Wishes
+from flopmeter.run.session import ScriptSession, Wishes
 from flopmeter.run.shims import SHIMS
 from flopmeter.run.world import environment
 
@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> int:
         mode=options.mode,
         shims=tuple(options.shim),
     )
-    session = Session(options.hardware, wishes)
+    session = ScriptSession(options.hardware, wishes)
     with session.open(), environment(launch.environment):
         ending = run(script, session)
         report = _report(session, script, ending)
@@ -60,7 +60,7 @@ def _launch(options: argparse.Namespace) -> CommandLine:
     return launch_of(["-m", *words] if options.module else words, options.gpus)
 
 
-def _report(session: Session, script: Script, ending: Ending) -> RunReport | None:
+def _report(session: ScriptSession, script: Script, ending: Ending) -> RunReport | None:
     """Of what ran until the last step, the end or Ctrl-C; None for a script that failed."""
     if ending.error is not None and not isinstance(ending.error, KeyboardInterrupt):
         return None

@@ -15,11 +15,11 @@ from flopmeter.compiler.regions import Regions, Sizes
 from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.operators import Overloads
+from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import no_dispatch_modes
 
-KERNEL = torch.library.Library("flopmeter", "DEF")
-KERNEL.define("compiled_kernel(Tensor[] reads, Tensor(a!)[] writes, *, str kernel) -> ()")
-compiled_kernel = torch.ops.flopmeter.compiled_kernel.default
+compiled_kernel = Overloads(own).compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
 
 

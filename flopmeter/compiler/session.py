@@ -62,9 +62,10 @@ class Session:
         self._is_installed = False
 
     def __enter__(self) -> Session:
+        """Nothing of inductor is imported, which takes a second, until the program needs it."""
         if names.AROUND_CALL.loaded:
-            self._install()
-        else:  # torch is imported without its compiler: wait until the program asks for it
+            self._patch_name(names.AROUND_CALL, self._when_first_called)
+        else:  # torch is imported without its compiler
             self._patch(torch, "compile", self._when_first_compiling(torch.compile))
         return self
 
@@ -86,6 +87,16 @@ class Session:
             return compile_(*args, **kwargs)
 
         return install_and_compile
+
+    def _when_first_called(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def install_and_call(*args: Any) -> Any:
+            if self._is_installed:
+                return plain(*args)
+            self._install()
+            return names.AROUND_CALL.value(*args)  # by now another one
+
+        return install_and_call
 
     def _patch(self, owner: Any, attribute: str, value: Any) -> None:
         self._undo.callback(setattr, owner, attribute, getattr(owner, attribute))

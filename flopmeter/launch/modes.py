@@ -70,21 +70,28 @@ def mode_of(trace: Trace) -> Mode:
     return "cudagraph" if all(graph.replays for graph in graphs) else "compiled"
 
 
-def launches(kernels: list[Kernel], trace: Trace, mode: LaunchMode, region: CompiledRegion = whole_program) -> Launches:
+def launches(
+    kernels: list[Kernel],
+    trace: Trace,
+    mode: LaunchMode,
+    region: CompiledRegion = whole_program,
+    *,
+    is_one_graph: bool = False,
+) -> Launches:
     """The kernels of a trace as the mode launches them. `region` marks what is compiled or captured by the rules; what
-    the compiler compiled stays as it is.
+    the compiler compiled keeps its kernels. `is_one_graph`: calls of its graphs that follow each other are one call.
 
     Raises ValueError where the mode is an eager one and the program ran compiled.
     """
     if trace.compilation.graphs:
-        return _as_compiled(kernels, trace, mode)
+        return _as_compiled(kernels, trace, mode, is_one_graph=is_one_graph)
     if not mode.has_graphs:
         return Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
     made = fuse(kernels, trace, region=region) if mode.fuses else kernels
     return Launches(made, graphs_of(made, region), mode, assign_streams(made, trace))
 
 
-def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode) -> Launches:
+def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_one_graph: bool) -> Launches:
     """Inductor's kernels are its own; functions that it could not compile are fused by the rules."""
     if not mode.fuses:
         raise ValueError(
@@ -99,8 +106,22 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode) -> Launc
     made = [kernel if kernel.op.graph is None else kernel._replace(cost=padded(kernel, known)) for kernel in made]
     numbers = graphs_of(made, by_rules)
     first = 1 + max((number for number in numbers if number is not None), default=-1)
+    call_of = _calls_joined(made) if is_one_graph else {}
     graphs = [
-        number if kernel.op.graph is None else first + kernel.op.graph
+        number if kernel.op.graph is None else first + call_of.get(kernel.op.graph, kernel.op.graph)
         for kernel, number in zip(made, numbers, strict=True)
     ]
     return Launches(made, graphs, mode, assign_streams(made, trace))
+
+
+def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:
+    """Of each call of a compiled graph: the first of those of its phase with no eager kernel between them."""
+    joined: dict[int, int] = {}
+    previous: Op | None = None
+    for kernel in kernels:
+        op = kernel.op
+        if op.graph is not None and op.graph not in joined:
+            before = previous.graph if previous is not None and previous.phase == op.phase else None
+            joined[op.graph] = op.graph if before is None else joined[before]
+        previous = op
+    return joined

@@ -13,14 +13,14 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.run.device import CudaDevice
 from flopmeter.run.report import RunReport
-from flopmeter.run.session import Session, Wishes
+from flopmeter.run.session import ScriptSession, Wishes
 from flopmeter.run.steps import StepsDone
 
 
 class CudaRun(CudaDevice):
     """What `flopmeter.cuda` gives: it stands where a device is asked for, and has the report."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ScriptSession) -> None:
         super().__init__(torch.device("cuda", session.named.index))
         self._session = session
 
@@ -49,7 +49,7 @@ def cuda(
 
     Raises HardwareError for an unknown device, and ValueError for one that is a CPU.
     """
-    session = Session(hardware, replace(wishes or Wishes(), gpus=gpus, steps=steps))
+    session = ScriptSession(hardware, replace(wishes or Wishes(), gpus=gpus, steps=steps))
     with session.open():
         try:
             yield CudaRun(session)

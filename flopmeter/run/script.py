@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from flopmeter.known_values import DataDependentError
-from flopmeter.run.session import Session
+from flopmeter.run.session import ScriptSession
 from flopmeter.run.steps import StepsDone
 
 
@@ -53,7 +53,7 @@ class Ending:
     error: BaseException | None = None
 
 
-def run(script: Script, session: Session) -> Ending:
+def run(script: Script, session: ScriptSession) -> Ending:
     """Run the script in the open session. Its traceback is printed as Python would print it."""
     with _as_program(script):
         try:

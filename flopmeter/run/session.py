@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,7 @@ from flopmeter.run.patches import applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
 from flopmeter.run.weights import WeightFiles
-from flopmeter.torch_names.private import DYNAMO
+from flopmeter.torch_names.private import DYNAMO, DYNAMO_HANDLERS
 from flopmeter.trace.recorder import switches_now
 
 
@@ -51,7 +51,7 @@ class Wishes:
     shims: tuple[str, ...] = ()
 
 
-class Session:
+class ScriptSession:
     """An open run. `report()` prices what ran so far."""
 
     def __init__(self, hardware: str | os.PathLike[str] | Hardware, wishes: Wishes) -> None:
@@ -97,8 +97,10 @@ class Session:
         self.notes[text] = None
 
     @contextmanager
-    def open(self) -> Iterator[Session]:
+    def open(self) -> Iterator[ScriptSession]:
         importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
+        with suppress(AttributeError, ImportError):  # a torch without it makes no such table
+            DYNAMO_HANDLERS.value()
 
         with ExitStack() as undo:
             undo.enter_context(warnings.catch_warnings())

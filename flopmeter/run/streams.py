@@ -33,7 +33,7 @@ class CudaStream(streams.MetaStream):
     def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **kwargs: Any) -> None:
         super().__init__(number=number)
         self.priority = priority
-        self._before: list[Any] = []
+        self._before: list[StreamContext] = []
 
     def is_capturing(self) -> bool:
         return CudaGraph.capturing
@@ -44,7 +44,7 @@ class CudaStream(streams.MetaStream):
         return self.number
 
     def __enter__(self) -> CudaStream:
-        self._before.append(using(self))
+        self._before.append(StreamContext(self))
         self._before[-1].__enter__()
         return self
 
@@ -62,9 +62,19 @@ def default_stream(device: Any = None) -> CudaStream:
     return CudaStream(number=DEFAULT_STREAM)
 
 
-def using(stream: streams.MetaStream | None) -> Any:
-    """torch.cuda.stream: gives the ops inside to the stream."""
-    return streams.stream(stream)
+class StreamContext:
+    """torch.cuda.StreamContext, and torch.cuda.stream: gives the ops inside to the stream. A class, as Dynamo asks of
+    it."""
+
+    def __init__(self, stream: streams.MetaStream | None) -> None:
+        self.stream = stream
+        self._inside = streams.stream(stream)
+
+    def __enter__(self) -> None:
+        self._inside.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._inside.__exit__(*exception)
 
 
 set_stream = streams.set_stream

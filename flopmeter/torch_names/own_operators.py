@@ -21,6 +21,7 @@ _SCHEMAS = (
     "Tensor? grad_logsumexp, Tensor[] blocks, Tensor[] captured, Tensor[] learned) -> "
     "(Tensor, Tensor, Tensor, Tensor[])",
     "triton_kernel(Tensor[] read, Tensor(a!)[] written, Tensor(b!)[] updated) -> ()",
+    "compiled_kernel(Tensor[] read, Tensor(a!)[] written, *, str kernel) -> ()",
 )
 
 
@@ -46,6 +47,10 @@ def _triton_kernel(read: Sequence[Tensor], written: Sequence[Tensor], updated: S
     """It only writes into its arguments."""
 
 
+def _compiled_kernel(read: Sequence[Tensor], written: Sequence[Tensor], *, kernel: str) -> None:
+    """It only writes into its arguments."""
+
+
 def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
     """A dense tensor whose dimensions lie in memory in the order of another's, the last one contiguous."""
     last, steps = len(shape) - 1, like.stride()
@@ -60,5 +65,6 @@ def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
 if not hasattr(torch.ops.flopmeter, "library"):  # a process may import this file afresh, and define operators once
     _library = torch.library.Library("flopmeter", "FRAGMENT")
     setattr(torch.ops.flopmeter, "library", _library)  # noqa: B010  (or they would go with this file)
-    for _schema, _kernel in zip(_SCHEMAS, (_flex_attention, _flex_attention_backward, _triton_kernel), strict=True):
+    _kernels = (_flex_attention, _flex_attention_backward, _triton_kernel, _compiled_kernel)
+    for _schema, _kernel in zip(_SCHEMAS, _kernels, strict=True):
         _library.impl(_library.define(_schema), _kernel, "CompositeExplicitAutograd")

@@ -124,6 +124,11 @@ AROUND_COMPILED_CALL = PrivateName(
 )
 COMPILED_MODULE = "_orig_mod"
 DYNAMO = PrivateName("torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
+DYNAMO_HANDLERS = PrivateName(
+    "torch._dynamo.variables.torch",
+    "TorchInGraphFunctionVariable._get_handlers",
+    "its other table of torch's functions, which is made once, where it first compiles",
+)
 
 PROPAGATE = PrivateName(
     "torch.distributed.tensor._sharding_prop",
@@ -179,6 +184,7 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     COMPILE: (
         AROUND_COMPILED_CALL,
         DYNAMO,
+        DYNAMO_HANDLERS,
         PrivateName(
             "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True
         ),

@@ -11,7 +11,7 @@ from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_prices
 from flopmeter.ask.serve.decoder import CacheKind, Decoder, ServingError, decoder
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS, has_product
 from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
-from flopmeter.ask.serve.steps import StepCost, Steps
+from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.launch.modes import MODES
@@ -205,8 +205,8 @@ def serving(
     if not devices:
         raise ServingError("serving needs at least one device: see available_hardware()")
     dollars = checked_prices(prices or {}, devices)
-    own = Steps(decoder(target, gpus, cache), mode, weights, kv, dict(meter_options))
-    other = None if draft is None else Steps(decoder(draft, gpus, cache), mode, weights, kv, dict(meter_options))
+    own = StepModel(decoder(target, gpus, cache), mode, weights, kv, dict(meter_options))
+    other = None if draft is None else StepModel(decoder(draft, gpus, cache), mode, weights, kv, dict(meter_options))
     rows, unable = [], {}
     for device in progress(devices):
         try:
@@ -221,7 +221,9 @@ def serving(
 class _Server:
     """One device at work."""
 
-    def __init__(self, plan: ServingPlan, steps: Steps, draft: Steps | None, device: Hardware, price: float | None):
+    def __init__(
+        self, plan: ServingPlan, steps: StepModel, draft: StepModel | None, device: Hardware, price: float | None
+    ):
         self._plan, self._steps, self._draft, self._device, self._price = plan, steps, draft, device, price
         self._tokens = expected_tokens(plan.draft_tokens, plan.acceptance) if draft else 1.0
 
@@ -449,7 +451,7 @@ def _title(plan: ServingPlan, model: Decoder) -> str:
     )
 
 
-def _notes(plan: ServingPlan, own: Steps, draft: Steps | None, devices: Sequence[Hardware]) -> tuple[str, ...]:
+def _notes(plan: ServingPlan, own: StepModel, draft: StepModel | None, devices: Sequence[Hardware]) -> tuple[str, ...]:
     notes = [
         "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, sampling, network"
     ]

@@ -25,7 +25,7 @@ class StepCost(NamedTuple):
     working_bytes: int  # held beside weights and cache
 
 
-class Steps:
+class StepModel:
     """The steps of one decoder; what was metered once is priced for every device that runs the same ops."""
 
     def __init__(self, decoder: Decoder, mode: Mode, weights: str, kv: str, meter_options: dict[str, Any]):

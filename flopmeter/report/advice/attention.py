@@ -18,7 +18,7 @@ from flopmeter.as_cuda import CudaTarget
 from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choose, rules_for
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Call, Op, Phase, TensorSpec, Trace
-from flopmeter.report.advice.remedies import Proposal, may_drop_ops, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, may_drop_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import is_dense, with_ops
 from flopmeter.report.report import Report
 from flopmeter.torch_names.dispatcher import running_version
@@ -49,7 +49,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
         found.append(op)
         dropped |= attention.ops
         put_in |= _fused(trace, attention, report.hardware)
-    if not found:
+    if not found or not are_in_torch(put_in.values()):
         return
     *_, queries, keys = found[0].inputs[0].shape
     about = {id(trace.ops[index]) for index in dropped}

@@ -38,8 +38,10 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
     growing = report.memory.peak_bytes - sum(size for name, size in held.items() if name in _OF_WEIGHTS)
     best, times, then = report.seconds, 1, report
     while times < MOST_TIMES and fixed + 2 * times * growing <= usable:
-        run = priced(report, scaled(trace, grows, 2 * times))
-        if not _is_proportional(report, run, 2 * times) or run.seconds / (2 * times) * PER_DOUBLING > best:
+        run = _if_priced(report, scaled(trace, grows, 2 * times))
+        if run is None or not _is_proportional(report, run, 2 * times):
+            break
+        if run.seconds / (2 * times) * PER_DOUBLING > best:
             break
         times *= 2
         best, then = run.seconds / times, run
@@ -49,6 +51,15 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
     remedy = f"{times} times the batch (priced for the work of one of today's)"
     is_fault = report.kernel_seconds > FAULT * then.kernel_seconds / times
     yield Proposal(f"all {len(report.kernels)} kernels", everything, why, remedy, then, times, is_fault)
+
+
+def _if_priced(report: Report, larger: Trace) -> Report | None:
+    """None where a rule refuses shapes of the larger batch, which are a guess: a user's rule or torch's formula may
+    raise anything."""
+    try:
+        return priced(report, larger)
+    except Exception:
+        return None
 
 
 def _is_proportional(before: Report, after: Report, times: int) -> bool:

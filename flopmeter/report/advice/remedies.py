@@ -7,7 +7,7 @@ worth telling is decided in `flopmeter.report.advice`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
 from flopmeter.timing import constants
 from flopmeter.timing.peak_memory import usable_bytes_if_known
-from flopmeter.torch_names.operators import aten
+from flopmeter.torch_names.operators import Absent, aten
 
 
 class Proposal(NamedTuple):
@@ -65,6 +65,11 @@ def trace_of(report: Report) -> Trace:
 def may_drop_ops(trace: Trace) -> bool:
     """What streams wait for is told by the places of ops, so these stay where they are in a program of several."""
     return not trace.stream_use.streams and not trace.stream_use.syncs
+
+
+def are_in_torch(ops: Iterable[Op]) -> bool:
+    """Whether this torch has the operators that a remedy puts in."""
+    return not any(isinstance(op.call.func, Absent) for op in ops)
 
 
 def everything(_: Kernel) -> bool:
@@ -114,12 +119,13 @@ def one_graph(report: Report) -> Iterator[Proposal]:
     """The program marks several regions with torch.compile, or breaks its graph between them."""
     regions = {kernel.op.region for kernel in report.kernels}
     graphs = {graph for graph in report.launches.graphs if graph is not None}
-    if not report.launches.mode.fuses or regions == {None} or report.cluster is not None:
+    is_marked = bool(report.graphs) or regions != {None}
+    if not report.launches.mode.fuses or not is_marked or report.cluster is not None:
         return
     then = priced(report, is_one_graph=True)
     if len({graph for graph in then.launches.graphs if graph is not None}) >= len(graphs):
         return
-    why = f"{len(graphs)} compiled graphs: each is called, and nothing fuses across their ends"
+    why = f"{len(graphs)} calls of compiled graphs, each with its checks, and nothing fuses across their ends"
     remedy = "compile it as one: torch.compile(model, fullgraph=True) names what breaks it"
     yield Proposal(f"all {len(report.kernels)} kernels", everything, why, remedy, then)
 
