@@ -135,12 +135,14 @@ class OutermostCalls:
 
 def _cell_of_step(kind: type[Optimizer]) -> CellType | None:
     """Where the wrapper that `Optimizer.profile_hook_step` made for this class looks its function up."""
-    function, wrapper = kind.step, Optimizer.profile_hook_step(_nothing)
-    while function is not None:
-        if function.__code__ is wrapper.__code__:
-            return function.__closure__[function.__code__.co_freevars.index("func")]
+    wrapper = Optimizer.profile_hook_step(_nothing).__code__
+    function: Any = kind.step
+    while function is not None and function.__code__ is not wrapper:
         function = getattr(function, "__wrapped__", None)
-    return None
+    if function is None:
+        return None
+    cell: CellType = function.__closure__[wrapper.co_freevars.index("func")]
+    return cell
 
 
 def _set_call(call: Any) -> None:
