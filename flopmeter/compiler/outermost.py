@@ -103,7 +103,7 @@ class OutermostCalls:
         name = f"{type(optimizer).__name__}.step"
         cell = _cell_of_step(type(optimizer))
         if cell is None:
-            self.note_eager(f"{name}: torch has not wrapped it")
+            self.note_eager(f"{name}: torch did not wrap it as flopmeter knows")
             return
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
             self.note_eager(f"{name}: it is given a closure, whose modules are compiled")
@@ -139,7 +139,7 @@ def _cell_of_step(kind: type[Optimizer]) -> CellType | None:
     function: Any = kind.step
     while function is not None and function.__code__ is not wrapper:
         function = getattr(function, "__wrapped__", None)
-    if function is None:
+    if function is None or "func" not in wrapper.co_freevars:
         return None
     cell: CellType = function.__closure__[wrapper.co_freevars.index("func")]
     return cell
