@@ -58,7 +58,10 @@ def test_kernels_are_those_of_the_program_that_compiles_itself() -> None:
             train(compiled, step)
 
         ops, report = metered(program, compile=compile_)
-        graphs = [(graph.part, graph.calls, graph.kernels) for graph in report.graphs]
+        graphs = [
+            (graph.part, graph.calls, [(k.name, k.kind, k.reads, k.writes, k.origins) for k in graph.kernels])
+            for graph in report.graphs
+        ]
         rows = [
             (op.module, op.phase, op.graph, kernel.cost.name, kernel.cost.bytes_read, kernel.cost.bytes_written)
             for op, kernel in zip(ops, report.kernels, strict=False)
