@@ -193,7 +193,7 @@ class FlopMeter:
     ):
         if compile not in get_args(Compile):
             raise ValueError(f"compile={compile!r}: one of {', '.join(map(repr, get_args(Compile)))}")
-        if compile is True and not as_cuda:
+        if compile not in (False, "rules") and not as_cuda:
             raise ValueError("compile=True compiles for the CUDA device: leave as_cuda at True")
         if clocks not in get_args(Clocks):
             raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
@@ -278,7 +278,7 @@ class FlopMeter:
             recorder.watch_regions(emulation.compiled_region)
 
         device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
-        compiles_all = self._compile is True
+        compiles_all = self._compile not in (False, "rules")
         return Session(recorder, device, values.values.forget, run_eagerly, compiles_all=compiles_all)
 
     @property
