@@ -40,7 +40,7 @@ from flopmeter.trace.storages import StorageListener
 __all__ = ["DEFAULT_HARDWARE", "Causal", "FlopMeter", "Mode", "StreamError"]
 
 Causal = Literal["full", "exact"]
-Compile = Literal[False, "rules"]
+Compile = Literal[False, True, "rules"]
 WORKAROUNDS: tuple[Callable[[KnownValues], AbstractContextManager[None]], ...] = (sequences_go_on, unseen_propagation)
 """Patches of other libraries, where a program has imported these. The file of each says what it works around and until
 when."""
@@ -165,8 +165,9 @@ class FlopMeter:
         one that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
-    compile: 'rules' runs torch.compile'd functions eagerly, fused by rules, so that every mode can be asked for;
-        False asks torch's compiler for what it would launch.
+    compile: True compiles, by torch's compiler, each module that the program calls and each optimizer's step, as if
+        the program did; False what the program compiles itself; 'rules' runs that eagerly, fused by rules, so that
+        every mode can be asked for.
     clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
         the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
 
@@ -190,10 +191,10 @@ class FlopMeter:
         clocks: Clocks = "sustained",
         compile: Compile = False,
     ):
-        if compile not in (False, "rules"):
-            raise ValueError(
-                f"compile={compile!r}: 'rules' or False; compile the model itself, as in model = torch.compile(model)"
-            )
+        if compile not in get_args(Compile):
+            raise ValueError(f"compile={compile!r}: one of {', '.join(map(repr, get_args(Compile)))}")
+        if compile not in (False, "rules") and not as_cuda:
+            raise ValueError("compile=True compiles for the CUDA device: leave as_cuda at True")
         if clocks not in get_args(Clocks):
             raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
         if causal not in get_args(Causal):
@@ -277,7 +278,8 @@ class FlopMeter:
             recorder.watch_regions(emulation.compiled_region)
 
         device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
-        return Session(recorder, device, values.values.forget, run_eagerly)
+        compiles_all = self._compile not in (False, "rules")
+        return Session(recorder, device, values.values.forget, run_eagerly, compiles_all=compiles_all)
 
     @property
     def trace(self) -> Trace:

@@ -312,6 +312,15 @@ def test_explain_names_near_ops(run):
     assert "it has: default, " in refusal(run("explain", "addmm.nope"))
 
 
+def test_compiled_kernels_are_of_the_compiler_if_asked_and_of_the_rules_if_not_and_the_report_says_which(run):
+    by_compiler = ok(run("table", "encoder-layer", "--seq", 64, "--compiler", "--mode", "compiled"))
+    by_rules = ok(run("table", "encoder-layer", "--seq", 64, "--mode", "compiled"))
+    assert "those of torch's own compiler" in by_compiler
+    assert "compiled graphs: 1 in 1 calls" in by_compiler
+    assert "fusion by inductor's default rules" in by_rules
+    assert "no eager run" in refusal(run("table", "encoder-layer", "--compiler", "--mode", "eager"))
+
+
 # --- errors ------------------------------------------------------------------------------------------------------
 
 

@@ -211,8 +211,6 @@ def test_the_eager_run_of_a_compiled_program_has_to_be_asked_for_beforehand() ->
     assert report.mode == "compiled"
     with pytest.raises(ValueError, match="compile='rules'"):
         meter.report(mode="eager")
-    with pytest.raises(ValueError, match="compile the model itself"):
-        FlopMeter(compile=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"torch\.compile\(model\)"):
         metered(lambda: meta(8).sin())[1].explain_compile()
 

@@ -55,9 +55,13 @@ A TARGET is one of
 
 
 def _table(options: argparse.Namespace) -> int:
-    if options.explain_compile and options.mode is not None:
-        raise ValueError("--explain-compile compiles the model by torch's compiler, --mode by rules: give one of them")
-    program = _program(options, compiled=options.explain_compile)
+    compiled = options.compiler or options.explain_compile
+    if compiled and (options.mode in ("eager", "eager-cudagraph") or options.speed_up):
+        raise ValueError(
+            "--compiler and --explain-compile run the model compiled, so there is no eager run to show: give them "
+            "alone, or with --mode compiled or cudagraph"
+        )
+    program = _program(options, compiled=compiled)
     with FlopMeter(options.hardware, clocks=options.clocks) as meter:
         program.run()
     report = meter.report(mode=options.mode)
@@ -102,9 +106,12 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--by", choices=GROUPINGS, default="class", help="rows of the table (default: %(default)s)")
     parser.add_argument(
-        "--explain-compile", action="store_true",
-        help="compile the model and its optimizer by torch's own compiler, and add graphs, breaks and kernels",
+        "--compiler", action="store_true",
+        help="compile the model and its optimizer by torch's own compiler (slow; --mode alone goes by rules)",
     )  # fmt: skip
+    parser.add_argument(
+        "--explain-compile", action="store_true", help="as --compiler, and add graphs, breaks and kernels"
+    )
     parser.add_argument(
         "--speed-up", action="store_true", help="instead: eager and compiled side by side, what fusion saves by region"
     )

@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from flopmeter.compiler.lowering import lower
+from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, unpose
 from flopmeter.compiler.replay import Replay, name_of
 from flopmeter.known_values import entry_points
@@ -40,7 +41,8 @@ class Session:
     """A context: functions that the program compiles in this thread are compiled by inductor for `device`.
 
     `recorder` gets the kernels; `forget` is told of each tensor that one writes to; `run_eagerly` makes compiled
-    functions run eagerly, where this torch lacks a name.
+    functions run eagerly, where this torch lacks a name. `compiles_all`: modules and optimizer steps that the program
+    does not compile are, too (outermost.py).
     """
 
     def __init__(
@@ -49,9 +51,12 @@ class Session:
         device: PosedDevice,
         forget: Callable[[torch.Tensor], None],
         run_eagerly: Callable[[], None],
+        *,
+        compiles_all: bool = False,
     ) -> None:
         self._recorder, self._device, self._forget, self._run_eagerly = recorder, device, forget, run_eagerly
         self._compilation = recorder.trace.compilation
+        self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
         self._thread = threading.get_ident()
         self._reason: str | None = None  # of the compilation that runs
         self._regions = 0
@@ -63,10 +68,14 @@ class Session:
 
     def __enter__(self) -> Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
-        if names.AROUND_CALL.loaded:
+        if self._outermost:
+            self._install()
+        elif names.AROUND_CALL.loaded:
             self._patch_name(names.AROUND_CALL, self._when_first_called)
         else:  # torch is imported without its compiler
             self._patch(torch, "compile", self._when_first_compiling(torch.compile))
+        if self._outermost:
+            self._undo.enter_context(self._outermost)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -74,6 +83,8 @@ class Session:
 
     @property
     def notes(self) -> Iterator[str]:
+        if self._outermost:
+            yield from self._outermost.notes
         for failure in self._compilation.failures:
             yield f"not compiled, so fused by the rules: {failure}"
         uncounted = {name for graph in self._compilation.graphs for name in graph.uncounted}
@@ -267,7 +278,13 @@ class Session:
             if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
                 return skip
             with entry_points.as_torch_has_them() if self._is_here else contextlib.nullcontext():
-                return plain(callback, frame, *args)
+                try:
+                    return plain(callback, frame, *args)
+                except Exception as error:
+                    if not (self._is_here and self._outermost and self._outermost.is_inside):
+                        raise
+                    self._outermost.note_eager(f"{name_of(frame.f_code)}: {_text(error)}")
+                    return names.CONVERT_FRAME.owner.ConvertFrameReturn()
 
         return convert
 
@@ -299,6 +316,8 @@ class Session:
             if self._depth == 0:
                 self._reason = None
                 self._hidden.enter_context(_hooks_hidden())
+                if self._outermost:
+                    self._hidden.enter_context(self._outermost.hidden())
             self._depth += 1
             return _Entered(plain(setting))
 
@@ -321,8 +340,11 @@ class Session:
         return run
 
     def _note_failure(self, function: str, error: Exception) -> None:
-        text = " ".join(str(error).split()) or type(error).__name__
-        self._compilation.failures[f"{function}: {text[:200]}"] = None
+        self._compilation.failures[f"{function}: {_text(error)}"] = None
+
+
+def _text(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 _HOOKS_FIRE_TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"  # ours do not: they are hidden
