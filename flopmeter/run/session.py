@@ -23,7 +23,7 @@ from flopmeter.run.patches import applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
 from flopmeter.run.weights import WeightFiles
-from flopmeter.torch_names.private import DYNAMO, DYNAMO_HANDLERS
+from flopmeter.torch_names.private import DYNAMO, DYNAMO_HANDLERS, DYNAMO_RULES
 from flopmeter.trace.recorder import switches_now
 
 
@@ -101,6 +101,7 @@ class ScriptSession:
         importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
         with suppress(AttributeError, ImportError):  # a torch without it makes no such table
             DYNAMO_HANDLERS.value()
+            DYNAMO_RULES.value()
 
         with ExitStack() as undo:
             undo.enter_context(warnings.catch_warnings())

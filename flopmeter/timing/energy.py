@@ -20,7 +20,7 @@ from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import Clocks, ConvolutionWork, Cost, Launches, RunClock, Switches, Timing
 from flopmeter.timing import constants
 from flopmeter.timing.convolution import suits_winograd
-from flopmeter.timing.kernels import price
+from flopmeter.timing.kernels import Price, price
 from flopmeter.timing.timeline import ClockOf, Launched, LaunchPrices, time_kernels, time_ranks
 
 CLOCK_STEPS = 1024  # of the boost clock: so finely a clock is found
@@ -71,7 +71,9 @@ def time_run(
     law = _law(run, clocks)
     if law is None:
         return _timed(run, time_kernels(launches, hardware, switches, run.host, cluster), law, clocks)
-    timings = time_kernels(launches, hardware.at_boost(), switches, run.host, cluster, law.of_kernels(launches))
+    timings = time_kernels(
+        launches, hardware.at_boost(), switches, run.host, cluster, law.of_kernels(launches), law.price
+    )
     return _timed(run, timings, law, clocks)
 
 
@@ -93,8 +95,9 @@ def _law(run: RankRun, clocks: Clocks) -> KernelClocks | None:
 
 def _launched(run: RankRun, law: KernelClocks | None) -> Launched:
     device = run.hardware if law is None else run.hardware.at_boost()
-    clock_of = None if law is None else law.of_kernels(run.launches)
-    return Launched(run.launches, LaunchPrices(run.launches, device, run.switches, run.cluster, clock_of), run.host)
+    clock_of, price_at = (None, None) if law is None else (law.of_kernels(run.launches), law.price)
+    prices = LaunchPrices(run.launches, device, run.switches, run.cluster, clock_of, price_at)
+    return Launched(run.launches, prices, run.host)
 
 
 def _timed(run: RankRun, timings: list[Timing], law: KernelClocks | None, clocks: Clocks) -> TimedRun:
@@ -120,6 +123,7 @@ class KernelClocks:
         self._devices: dict[int, Hardware] = {}  # by steps of the clock
         self._energies: dict[Cost, Energy] = {}
         self._known: dict[tuple[Cost, float], float] = {}
+        self._prices: dict[tuple[Cost, float, int], Price] = {}  # by steps of the clock
 
     def __call__(self, cost: Cost, cached_bytes: float) -> float:
         """The clock at which the kernel draws no more than the limit. `cached_bytes` as in `kernels.price`."""
@@ -139,12 +143,15 @@ class KernelClocks:
             self._energies[cost] = energy(cost, self._hardware, self._switches)
         return self._energies[cost]
 
-    def device_at(self, clock: float) -> Hardware:
-        """The device at a clock that this law gave."""
+    def price(self, cost: Cost, cached_bytes: float, clock: float) -> Price:
+        """Of a kernel at a clock that this law gave."""
         step = round(clock * CLOCK_STEPS)
         if step not in self._devices:
             self._devices[step] = self._at_boost.at_clock(step / CLOCK_STEPS)
-        return self._devices[step]
+        key = cost, cached_bytes, step
+        if key not in self._prices:
+            self._prices[key] = price(cost, self._devices[step], self._switches, cached_bytes)
+        return self._prices[key]
 
     def _within_limit(self, cost: Cost, cached_bytes: float) -> float:
         low, high = round(power.LEAST_CLOCK * CLOCK_STEPS), CLOCK_STEPS
@@ -157,7 +164,7 @@ class KernelClocks:
 
     def _fits(self, cost: Cost, cached_bytes: float, step: int) -> bool:
         clock = step / CLOCK_STEPS
-        busy = price(cost, self.device_at(clock), self._switches, cached_bytes).busy
+        busy = self.price(cost, cached_bytes, clock).busy
         seconds = busy.seconds + self._hardware.kernel_floor_seconds
         limit = self._hardware.limit_watts or float("inf")
         return self.energy(cost).at(clock) <= (limit - self._hardware.idle_watts) * seconds

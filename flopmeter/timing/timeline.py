@@ -28,15 +28,16 @@ def time_kernels(
     host: Host | None = None,
     cluster: Cluster | None = None,
     clock_of: ClockOf | None = None,
+    price_at: PriceAt | None = None,
 ) -> list[Timing]:
     """The timing of each kernel, in order. Without `host` the profile's host launches them; without `cluster`
     collectives go over the links of the device's default cluster. `clock_of` gives the clock of each kernel, as a share
-    of that of `hardware`; without it all have this clock.
+    of that of `hardware`; without it all have this clock. `price_at` knows the prices at these clocks already.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     host = host or hardware.host
-    prices = LaunchPrices(launches, hardware, switches, cluster, clock_of)
+    prices = LaunchPrices(launches, hardware, switches, cluster, clock_of, price_at)
     if launches.placements is not None:
         return time_ranks({0: Launched(launches, prices, host)})[0]
     timings: list[Timing] = []
@@ -54,6 +55,7 @@ def time_kernels(
 
 
 ClockOf = Callable[[int, float], float]  # of a kernel's number, and how many of its bytes the cache holds
+PriceAt = Callable[[Cost, float, float], Price]  # of a cost, how many of its bytes the cache holds, and a clock
 ROUNDING = 1e-9  # of a sum of many times
 
 
@@ -123,9 +125,10 @@ class LaunchPrices:
         switches: Switches,
         cluster: Cluster | None,
         clock_of: ClockOf | None,
+        price_at: PriceAt | None = None,
     ):
         self.is_cpu = hardware.is_cpu
-        self._clock_of, self._devices = clock_of, {1.0: hardware}
+        self._clock_of, self._price_at, self._devices = clock_of, price_at, {1.0: hardware}
         self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
         self._cached = [] if hardware.is_cpu else cached_bytes(launches.kernels, hardware.l2_cache_bytes)
         self._known: dict[tuple[Cost, float, float], Price] = {}
@@ -164,6 +167,8 @@ class LaunchPrices:
     def _priced(self, cost: Cost, cached: float, clock: float) -> Price:
         if self._hardware.is_cpu:
             return cpu.price(cost, self._hardware, self._switches)
+        if self._price_at is not None:
+            return self._price_at(cost, cached, clock)
         if clock not in self._devices:
             self._devices[clock] = self._hardware.at_clock(clock)
         return kernels.price(cost, self._devices[clock], self._switches, cached)
