@@ -120,7 +120,7 @@ def _called_faster(launches: Launches, times: float) -> Launches:
 def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) -> Report:
     """With each kernel at the clock that it has."""
 
-    def clock_of(number: int, _: float) -> float:
+    def clock_of(number: int, *_: object) -> float:
         return report.timings[number].clock
 
     return dataclasses.replace(

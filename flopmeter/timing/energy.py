@@ -20,8 +20,7 @@ from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import Clocks, ConvolutionWork, Cost, Launches, RunClock, Switches, Timing
 from flopmeter.timing import constants
 from flopmeter.timing.convolution import suits_winograd
-from flopmeter.timing.kernels import Price, price
-from flopmeter.timing.timeline import ClockOf, Launched, LaunchPrices, time_kernels, time_ranks
+from flopmeter.timing.timeline import ClockOf, Launched, LaunchPrices, PriceAt, time_kernels, time_ranks
 
 CLOCK_STEPS = 1024  # of the boost clock: so finely a clock is found
 PICO = 1e-12
@@ -71,9 +70,7 @@ def time_run(
     law = _law(run, clocks)
     if law is None:
         return _timed(run, time_kernels(launches, hardware, switches, run.host, cluster), law, clocks)
-    timings = time_kernels(
-        launches, hardware.at_boost(), switches, run.host, cluster, law.of_kernels(launches), law.price
-    )
+    timings = time_kernels(launches, hardware.at_boost(), switches, run.host, cluster, law.of_kernels(launches))
     return _timed(run, timings, law, clocks)
 
 
@@ -95,9 +92,8 @@ def _law(run: RankRun, clocks: Clocks) -> KernelClocks | None:
 
 def _launched(run: RankRun, law: KernelClocks | None) -> Launched:
     device = run.hardware if law is None else run.hardware.at_boost()
-    clock_of, price_at = (None, None) if law is None else (law.of_kernels(run.launches), law.price)
-    prices = LaunchPrices(run.launches, device, run.switches, run.cluster, clock_of, price_at)
-    return Launched(run.launches, prices, run.host)
+    clock_of = None if law is None else law.of_kernels(run.launches)
+    return Launched(run.launches, LaunchPrices(run.launches, device, run.switches, run.cluster, clock_of), run.host)
 
 
 def _timed(run: RankRun, timings: list[Timing], law: KernelClocks | None, clocks: Clocks) -> TimedRun:
@@ -119,55 +115,42 @@ class KernelClocks:
 
     def __init__(self, hardware: Hardware, switches: Switches, clocks: Clocks):
         self._hardware, self._switches, self._is_sustained = hardware, switches, clocks == "sustained"
-        self._at_boost = hardware.at_boost()
-        self._devices: dict[int, Hardware] = {}  # by steps of the clock
         self._energies: dict[Cost, Energy] = {}
         self._known: dict[tuple[Cost, float], float] = {}
-        self._prices: dict[tuple[Cost, float, int], Price] = {}  # by steps of the clock
 
-    def __call__(self, cost: Cost, cached_bytes: float) -> float:
-        """The clock at which the kernel draws no more than the limit. `cached_bytes` as in `kernels.price`."""
+    def __call__(self, cost: Cost, cached_bytes: float, price_at: PriceAt) -> float:
+        """The clock at which the kernel draws no more than the limit. `cached_bytes` as in `kernels.price`; `price_at`
+        gives its price at a clock."""
         if not self._is_sustained or cost.collective is not None:
             return 1.0
         key = cost, cached_bytes
         if key not in self._known:
-            self._known[key] = self._within_limit(cost, cached_bytes)
+            self._known[key] = self._within_limit(cost, cached_bytes, price_at)
         return self._known[key]
 
     def of_kernels(self, launches: Launches) -> ClockOf:
         """By the number of a kernel."""
-        return lambda number, cached_bytes: self(launches.kernels[number].cost, cached_bytes)
+        return lambda number, *given: self(launches.kernels[number].cost, *given)
 
     def energy(self, cost: Cost) -> Energy:
         if cost not in self._energies:
             self._energies[cost] = energy(cost, self._hardware, self._switches)
         return self._energies[cost]
 
-    def price(self, cost: Cost, cached_bytes: float, clock: float) -> Price:
-        """Of a kernel at a clock that this law gave."""
-        step = round(clock * CLOCK_STEPS)
-        if step not in self._devices:
-            self._devices[step] = self._at_boost.at_clock(step / CLOCK_STEPS)
-        key = cost, cached_bytes, step
-        if key not in self._prices:
-            self._prices[key] = price(cost, self._devices[step], self._switches, cached_bytes)
-        return self._prices[key]
+    def _within_limit(self, cost: Cost, cached_bytes: float, price_at: PriceAt) -> float:
+        def fits(step: int) -> bool:
+            clock = step / CLOCK_STEPS
+            seconds = price_at(cost, cached_bytes, clock).busy.seconds + self._hardware.kernel_floor_seconds
+            limit = self._hardware.limit_watts or float("inf")
+            return self.energy(cost).at(clock) <= (limit - self._hardware.idle_watts) * seconds
 
-    def _within_limit(self, cost: Cost, cached_bytes: float) -> float:
         low, high = round(power.LEAST_CLOCK * CLOCK_STEPS), CLOCK_STEPS
-        if self._fits(cost, cached_bytes, high):
+        if fits(high):
             return 1.0
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(cost, cached_bytes, middle) else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low / CLOCK_STEPS
-
-    def _fits(self, cost: Cost, cached_bytes: float, step: int) -> bool:
-        clock = step / CLOCK_STEPS
-        busy = self.price(cost, cached_bytes, clock).busy
-        seconds = busy.seconds + self._hardware.kernel_floor_seconds
-        limit = self._hardware.limit_watts or float("inf")
-        return self.energy(cost).at(clock) <= (limit - self._hardware.idle_watts) * seconds
 
 
 def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:

@@ -28,16 +28,15 @@ def time_kernels(
     host: Host | None = None,
     cluster: Cluster | None = None,
     clock_of: ClockOf | None = None,
-    price_at: PriceAt | None = None,
 ) -> list[Timing]:
     """The timing of each kernel, in order. Without `host` the profile's host launches them; without `cluster`
     collectives go over the links of the device's default cluster. `clock_of` gives the clock of each kernel, as a share
-    of that of `hardware`; without it all have this clock. `price_at` knows the prices at these clocks already.
+    of that of `hardware`; without it all have this clock.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     host = host or hardware.host
-    prices = LaunchPrices(launches, hardware, switches, cluster, clock_of, price_at)
+    prices = LaunchPrices(launches, hardware, switches, cluster, clock_of)
     if launches.placements is not None:
         return time_ranks({0: Launched(launches, prices, host)})[0]
     timings: list[Timing] = []
@@ -54,8 +53,8 @@ def time_kernels(
     return timings
 
 
-ClockOf = Callable[[int, float], float]  # of a kernel's number, and how many of its bytes the cache holds
 PriceAt = Callable[[Cost, float, float], Price]  # of a cost, how many of its bytes the cache holds, and a clock
+ClockOf = Callable[[int, float, PriceAt], float]  # of a kernel's number and the same bytes; it may ask for prices
 ROUNDING = 1e-9  # of a sum of many times
 
 
@@ -125,10 +124,9 @@ class LaunchPrices:
         switches: Switches,
         cluster: Cluster | None,
         clock_of: ClockOf | None,
-        price_at: PriceAt | None = None,
     ):
         self.is_cpu = hardware.is_cpu
-        self._clock_of, self._price_at, self._devices = clock_of, price_at, {1.0: hardware}
+        self._clock_of, self._devices = clock_of, {1.0: hardware}
         self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
         self._cached = [] if hardware.is_cpu else cached_bytes(launches.kernels, hardware.l2_cache_bytes)
         self._known: dict[tuple[Cost, float, float], Price] = {}
@@ -142,11 +140,8 @@ class LaunchPrices:
             # Latency is part of the price.
             return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0), 1.0, self._transfer(cost.collective, price))
         cached = self._cached[number] if self._cached else 0.0
-        clock = self._clock_of(number, cached) if self._clock_of else 1.0
-        known = self._known.get((cost, cached, clock))
-        if known is None:
-            known = self._known[cost, cached, clock] = self._priced(cost, cached, clock)
-        (compute, memory, work, latency), kernel_class = known
+        clock = self._clock_of(number, cached, self._price_at) if self._clock_of else 1.0
+        (compute, memory, work, latency), kernel_class = self._price_at(cost, cached, clock)
         ramp = self._hardware.kernel_floor_seconds + latency
         if self._launches.graphs[number] is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
@@ -164,11 +159,16 @@ class LaunchPrices:
             self._collectives[collective] = price
         return price
 
+    def _price_at(self, cost: Cost, cached: float, clock: float) -> Price:
+        key = cost, cached, clock
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._priced(*key)
+        return known
+
     def _priced(self, cost: Cost, cached: float, clock: float) -> Price:
         if self._hardware.is_cpu:
             return cpu.price(cost, self._hardware, self._switches)
-        if self._price_at is not None:
-            return self._price_at(cost, cached, clock)
         if clock not in self._devices:
             self._devices[clock] = self._hardware.at_clock(clock)
         return kernels.price(cost, self._devices[clock], self._switches, cached)
