@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from distributed_programs import BATCH, CLASSES, HIDDEN, LAYERS, LENGTH, MESHES, PROGRAMS, WIDTH, mesh_shape, run
+from gloo import printed_by_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -102,20 +100,7 @@ def test_two_dimensions_do_both_each_among_its_own_ranks():
 
 def over_gloo(size: int, programs: list[str], folder: Path) -> dict[str, list[tuple[str, int]]]:
     """What processes of their own exchange: every rank the same."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(size), str(folder / "store"), *programs],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), outputs[0][1][-2000:]
-    first, *others = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    first, *others = printed_by_ranks(SCRIPT, size, folder, *programs)
     assert all(other == first for other in others)
     return {name: [tuple(each) for each in found] for name, found in first.items()}
 

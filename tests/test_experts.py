@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from expert_programs import CHOSEN, EXPERTS, TOKENS, WIDTH, Experts
+from gloo import printed_by_ranks
 
 from flopmeter import FlopMeter
 from flopmeter.costs import kernels_of
@@ -29,20 +27,7 @@ def metered(rank: int, imbalance: float, size: int = 8) -> tuple[Experts, FlopMe
 
 
 def over_gloo(size: int, imbalance: float, folder: Path) -> list[dict[str, object]]:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(size), str(folder / "store"), str(imbalance)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), outputs[0][1][-2000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return printed_by_ranks(SCRIPT, size, folder, str(imbalance))
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.slow)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import printed_by_ranks
 from pipeline_programs import PROGRAMS, Step, around_a_ring, coalesced, scheduled
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
@@ -227,20 +227,7 @@ def test_the_messages_of_a_batch_are_one_kernel_on_the_stream_of_the_group():
 
 def over_gloo(size: int, programs: list[str], folder: Path) -> list[dict[str, list[list[object]]]]:
     """The messages of each process, by program."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(size), str(folder / "store"), *programs],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), outputs[0][1][-2000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return printed_by_ranks(SCRIPT, size, folder, *programs)
 
 
 def metered(program: str, size: int) -> list[list[list[object]]]:
