@@ -75,7 +75,7 @@ class Decoder:
         caches = import_module("transformers.cache_utils")
 
         def run() -> None:
-            layer = _paged_layer(caches) if self.cache == "paged" else _copied_layer(caches)
+            layer = _held_layer(caches, _paged if self.cache == "paged" else _copied)
             self.model.config._attn_implementation = self.config._attn_implementation = (
                 f"{PAGED}_{kernel}" if self.cache == "paged" else "sdpa"
             )
@@ -193,48 +193,35 @@ def _in_layers(model: Any, config: Any) -> int:
     return sum(tensor.numel() for tensor in _distinct(model) if config.vocab_size not in tensor.shape)
 
 
-def _paged_layer(caches: Any) -> Any:
-    class PagedLayer(caches.DynamicLayer):  # type: ignore[misc]
-        """Memory for all tokens, laid out as flash kernels read it; a step writes its own."""
+def _held_layer(caches: Any, held_with: Callable[[int, Tensor], Tensor]) -> Any:
+    class HeldLayer(caches.DynamicLayer):  # type: ignore[misc]
+        """A cache of so many tokens; `held_with` puts those of a step beside them."""
 
         def __init__(self, cached: int) -> None:
             super().__init__()
             self.cached = cached
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            return self._with(key_states), self._with(value_states)
-
-        def _with(self, new: Tensor) -> Tensor:
-            batch, heads, tokens, width = new.shape
-            held = new.new_empty(batch, self.cached + tokens, heads, width).transpose(1, 2)
-            held[:, :, self.cached :].copy_(new)
-            return held
+            return held_with(self.cached, key_states), held_with(self.cached, value_states)
 
         def get_seq_length(self) -> int:
             return self.cached
 
-    return PagedLayer
+    return HeldLayer
 
 
-def _copied_layer(caches: Any) -> Any:
-    class CopiedLayer(caches.DynamicLayer):  # type: ignore[misc]
-        """transformers' own: old and new tokens are put together at each step."""
+def _paged(cached: int, new: Tensor) -> Tensor:
+    """Memory for all tokens, laid out as flash kernels read it; a step writes its own."""
+    batch, heads, tokens, width = new.shape
+    held = new.new_empty(batch, cached + tokens, heads, width).transpose(1, 2)
+    held[:, :, cached:].copy_(new)
+    return held
 
-        def __init__(self, cached: int) -> None:
-            super().__init__()
-            self.cached = cached
 
-        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            return self._with(key_states), self._with(value_states)
-
-        def _with(self, new: Tensor) -> Tensor:
-            batch, heads, _, width = new.shape
-            return torch.cat((new.new_empty(batch, heads, self.cached, width), new), dim=-2) if self.cached else new
-
-        def get_seq_length(self) -> int:
-            return self.cached
-
-    return CopiedLayer
+def _copied(cached: int, new: Tensor) -> Tensor:
+    """transformers' own: old and new tokens are put together at each step."""
+    batch, heads, _, width = new.shape
+    return torch.cat((new.new_empty(batch, heads, cached, width), new), dim=-2) if cached else new
 
 
 def _register_paged_attention() -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flopmeter.compiler.pricing import HELD_ROW_ELEMENTS
 from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.dequantize import casts_inside, with_cast
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, modules_compiled, whole_program
@@ -52,10 +53,6 @@ NOTE = (
 )
 
 MOST_NAMES = 6  # of ops in the name of a fused kernel
-
-# Inductor's persistent reductions hold rows of up to so many elements in registers, several of them to a block, and
-# neither read nor wait twice (should_use_persistent_reduction in torch/_inductor/choices.py).
-HELD_ROW_ELEMENTS = 1024
 
 
 def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_program) -> list[Kernel]:
