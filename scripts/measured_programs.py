@@ -1,8 +1,8 @@
 """Programs as they were when they were measured, where today's libraries launch other kernels.
 
 The GPT-2 of build-nanogpt (Andrej Karpathy, github.com/karpathy/build-nanogpt, MIT), with attention written out as it
-was before its commit 7ee630c and fused as it was after. The linear layers of gpt-fast, with weights of 8 and 4 bits
-(github.com/pytorch-labs/gpt-fast). Attention as transformers 4.3x (2023) wrote it out in BERT, GPT-2 and OPT.
+was before its commit 7ee630c and fused as it was after. The decoder of gpt-fast, and its linear layers with weights of 8
+and 4 bits (github.com/pytorch-labs/gpt-fast). Attention as transformers 4.3x (2023) wrote it out in BERT, GPT-2 and OPT.
 """
 
 from __future__ import annotations
@@ -74,6 +74,86 @@ class NanoGPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed: Tensor = (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+        return normed
+
+
+class CachedAttention(nn.Module):
+    """One matmul for queries, keys and values; a cache of fixed length, all of which each query is compared with."""
+
+    def __init__(self, width: int, heads: int, positions: int) -> None:
+        super().__init__()
+        self.wqkv, self.wo = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.heads = heads
+        self.keys: Tensor
+        self.values: Tensor
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.empty(1, heads, positions, width // heads, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, turns: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (part.view(batch, length, self.heads, -1) for part in self.wqkv(x).chunk(3, dim=-1))
+        q, k, v = (part.transpose(1, 2) for part in (_turned(q, turns), _turned(k, turns), v))
+        self.keys[:, :, positions] = k
+        self.values[:, :, positions] = v
+        y = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=visible)
+        projected: Tensor = self.wo(y.transpose(1, 2).reshape(batch, length, width))
+        return projected
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary embedding of neighbouring pairs, in fp32; turns [length, head / 2, 2] holds cosines and sines."""
+    pairs = x.float().unflatten(-1, (-1, 2))
+    cosine, sine = turns[None, :, None].unbind(-1)
+    first, second = pairs.unbind(-1)
+    turned = torch.stack([first * cosine - second * sine, second * cosine + first * sine], -1)
+    return turned.flatten(3).type_as(x)
+
+
+class GptFastBlock(nn.Module):
+    def __init__(self, width: int, heads: int, inner: int, positions: int) -> None:
+        super().__init__()
+        self.attention = CachedAttention(width, heads, positions)
+        self.w1, self.w3 = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.w2 = nn.Linear(inner, width, bias=False)
+        self.attention_norm, self.ffn_norm = RMSNorm(width), RMSNorm(width)
+
+    def forward(self, x: Tensor, turns: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turns, visible, positions)
+        y = self.ffn_norm(x)
+        z: Tensor = x + self.w2(F.silu(self.w1(y)) * self.w3(y))
+        return z
+
+
+class GptFastLlama(nn.Module):
+    """Llama-2-7B in bf16, on meta: tokens [1, length] at positions [length] -> logits of the last."""
+
+    def __init__(self, cached: int) -> None:
+        super().__init__()
+        width, heads, inner, layers, vocabulary = 4096, 32, 11008, 32, 32000
+        self.embeddings, self.norm = nn.Embedding(vocabulary, width), RMSNorm(width)
+        self.layers = nn.ModuleList(GptFastBlock(width, heads, inner, cached) for _ in range(layers))
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.turns: Tensor
+        self.mask: Tensor
+        self.register_buffer("turns", torch.empty(2048, width // heads // 2, 2))
+        self.register_buffer("mask", torch.ones(cached, cached, dtype=torch.bool).tril())
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x, turns, visible = self.embeddings(tokens), self.turns[positions], self.mask[None, None, positions]
+        for layer in self.layers:
+            x = layer(x, turns, visible, positions)
+        logits: Tensor = self.output(self.norm(x))[:, -1]
+        return logits
 
 
 class Int8Linear(nn.Module):

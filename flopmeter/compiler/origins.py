@@ -40,6 +40,17 @@ def own_node(operation: Any) -> Any:
     return found[0] if len(found) == 1 and isinstance(found[0].target, OpOverload) else None
 
 
+def op_without_node(operation: Any) -> OpOverload | None:
+    """The op of a library call that a pattern of inductor's put in the place of the program's ops, such as the matmul
+    with int8 weights; None where the call has no op of aten's."""
+    overload = getattr(operation, "op_overload", None)
+    if isinstance(overload, OpOverload):
+        return overload
+    name = (getattr(operation, "python_kernel_name", None) or "").rpartition(".")[2]
+    found = getattr(getattr(torch.ops.aten, name, None), "default", None) if name else None
+    return found if isinstance(found, OpOverload) else None
+
+
 def is_work(node: Any) -> bool:
     """Whether the node is an op that is no view."""
     return isinstance(node.target, OpOverload) and not is_view(node.target)
@@ -55,6 +66,19 @@ def least_steps(node: Any, origin: Origin, sizes: Callable[[Any], int]) -> int:
     picks = origin.op_class in (INDEXING, MOVEMENT)
     held = [node.meta.get("val"), *(() if picks else (each.meta.get("val") for each in node.all_input_nodes))]
     return max((prod(map(sizes, value.shape)) for value in held if isinstance(value, torch.Tensor)), default=0)
+
+
+def origin_without_node(call: Call) -> Origin:
+    """Of a library call that no node of the graph tells of: its module and source line are not known."""
+    op_class, flops, transcendentals = _by_rule(call)
+    nbytes = sum(spec.nbytes for spec in call.outputs)
+    return Origin(call.name, op_class, flops, transcendentals, "", None, nbytes, is_recomputed=False)
+
+
+def uncounted_origin(operation: Any) -> Origin:
+    """Of a library call that has no op: a row of the report, since nobody knows its FLOPs."""
+    name = getattr(operation, "python_kernel_name", None) or type(operation).__name__
+    return Origin(name, UNCOUNTED, (), 0, "", None, 0, is_recomputed=False)
 
 
 def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
@@ -112,11 +136,15 @@ def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...
     if own is not None:
         return own
     try:
-        costs = costs_of(call or _call(node))
+        return _by_rule(call or _call(node))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, DataDependentError):
         if reads_nothing(node):
             return MOVEMENT, (), 0
         return UNCOUNTED, (), 0  # an op of the compiler's own, in a form that no rule knows
+
+
+def _by_rule(call: Call) -> tuple[str, tuple[tuple[str, int], ...], int]:
+    costs = costs_of(call)
     if not costs:
         return ELEMENTWISE, (), 0
     main = max(costs, key=lambda cost: cost.flops)

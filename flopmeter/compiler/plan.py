@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.compiler.lowering import Lowered
-from flopmeter.compiler.origins import is_work, least_steps, op_name, origin_of, own_node, reads_nothing
+from flopmeter.compiler.origins import (
+    is_work,
+    least_steps,
+    op_name,
+    op_without_node,
+    origin_of,
+    origin_without_node,
+    own_node,
+    reads_nothing,
+    uncounted_origin,
+)
 from flopmeter.compiler.regions import Regions, Sizes
 from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
@@ -61,6 +71,12 @@ class Plan(NamedTuple):
     @property
     def kernels(self) -> tuple[CompiledKernel, ...]:
         return tuple(step.kernel for step in self.steps if step.kernel is not None)
+
+    @property
+    def written(self) -> tuple[CompiledKernel, ...]:
+        """Without those that run an op by itself, which has a row of its own in a report."""
+        calls = ((step.call, step.kernel) for step in self.steps)
+        return tuple(kernel for call, kernel in calls if kernel and call and call.func is compiled_kernel)
 
 
 def plan_of(lowered: Lowered, sizes: Sizes, *, is_backward: bool) -> Plan:
@@ -119,10 +135,16 @@ class _Planner:
 
     def _library(self, node: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
         fx = own_node(node.node)
-        if fx is None or fx.target.namespace == "prims":  # an op of inductor's own
-            return self._written(node, "library", _origins(node, self._sizes, self._is_backward), scheduler_bytes)
-        call, buffers = self._call(node.node, fx)
-        origin = origin_of(fx, call, is_backward=self._is_backward)
+        op = op_without_node(node.node) if fx is None else None
+        if op is not None:
+            call, buffers = self._call_without_node(node.node, op)
+            origin = origin_without_node(call)
+        elif fx is None or fx.target.namespace == "prims":  # an op of inductor's own
+            origins = _origins(node, self._sizes, self._is_backward) or (uncounted_origin(node.node),)
+            return self._written(node, "library", origins, scheduler_bytes)
+        else:
+            call, buffers = self._call(node.node, fx)
+            origin = origin_of(fx, call, is_backward=self._is_backward)
         reads = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.inputs))
         writes = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.outputs))
         return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), scheduler_bytes)
@@ -155,6 +177,26 @@ class _Planner:
         kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
         outputs = tuple(spec(placed) for placed in self._results(kernel, fx))
         return Call(fx.target, args, kwargs, tuple(inputs), outputs), tuple(numbers)
+
+    def _call_without_node(self, kernel: Any, op: Any) -> tuple[Call, tuple[str, ...]]:
+        """The call of a library's op by what inductor passes it: tensors and constants, each in the op's order."""
+        numbers: dict[str, int] = {}
+        tensors = iter([each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)])
+        constants = iter(kernel.constant_args)
+        inputs: list[TensorSpec] = []
+
+        def argument(parameter: Any) -> Any:
+            if not isinstance(parameter.type, torch.TensorType):
+                return kernel.kwargs.get(parameter.name, next(constants, parameter.default_value))
+            ir = next(tensors)
+            laid = self._laid(ir) or self._placed(self.base(ir.get_name()))
+            inputs.append(laid.spec(numbers.setdefault(laid.buffer, len(numbers))))
+            return inputs[-1]
+
+        args = tuple(map(argument, op._schema.arguments))
+        placed = self._placed(self.base(kernel.get_name()))
+        output = placed.spec(numbers.setdefault(placed.buffer, len(numbers)))
+        return Call(op, args, {}, tuple(inputs), (output,)), tuple(numbers)
 
     def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
         """What the op returns, unread results included."""

@@ -70,12 +70,6 @@ _BLOCK_THREADS = 256  # of a block that reduces a row: 8 warps (triton_config_re
 
 
 def uncounted_in(kernels: Iterable[CompiledKernel]) -> tuple[str, ...]:
-    """Ops in kernels of inductor's that no rule covers; those of libraries are rows of the report."""
-    names = (
-        origin.op
-        for kernel in kernels
-        if kernel.kind != "library"
-        for origin in kernel.origins
-        if origin.op_class == UNCOUNTED
-    )
+    """Ops in them that no rule covers."""
+    names = (origin.op for kernel in kernels for origin in kernel.origins if origin.op_class == UNCOUNTED)
     return tuple(dict.fromkeys(names))

@@ -77,7 +77,7 @@ class Replay:
             is_backward = self._graph.part == "backward"
             plan = self._plans[symbols] = plan_of(self._lowered, Sizes(dict(symbols)), is_backward=is_backward)
             if not self._graph.kernels:
-                self._graph.kernels, self._graph.uncounted = plan.kernels, uncounted_in(plan.kernels)
+                self._graph.kernels, self._graph.uncounted = plan.kernels, uncounted_in(plan.written)
         return plan
 
     def _symbols(self, args: list[Any]) -> Iterator[tuple[Any, int]]:

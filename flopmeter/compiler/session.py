@@ -34,7 +34,7 @@ from flopmeter.trace.recorder import Recorder
 # Needs a device to measure on, or is kept on disk for programs that run.
 WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
 AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
-MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
 
 class Session:

@@ -42,6 +42,7 @@ from flopmeter.records import (
     Reread,
     TensorSpec,
     Tf32Switch,
+    UnpackingMatmulWork,
     VectorWork,
 )
 from flopmeter.records.dtypes import name_of
@@ -173,6 +174,11 @@ def make_grouped_contraction(
     """The matmuls of groups in one call."""
     work = GroupedMatmulWork(tuple(matmuls), _macs(call, matmuls))
     return _multiplying(call, work, extra=extra, read=read, written=written)
+
+
+def make_unpacking_contraction(call: Call, matmul: Matmul, *, extra: tuple[tuple[str, int], ...]) -> Cost:
+    """A matmul of weights of 4 bits that its kernel unpacks."""
+    return _multiplying(call, UnpackingMatmulWork(matmul, _macs(call, [matmul])), extra=extra, read=None)
 
 
 def make_convolution(

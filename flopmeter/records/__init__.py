@@ -79,6 +79,7 @@ from flopmeter.records.work import (
     RecurrentWork,
     Reread,
     Tf32Switch,
+    UnpackingMatmulWork,
     VectorWork,
 )
 
@@ -126,6 +127,7 @@ __all__ = [
     "MatmulWork",
     "MatrixWork",
     "RecurrentWork",
+    "UnpackingMatmulWork",
     "VectorWork",
     "KernelWork",
     "Compilation",

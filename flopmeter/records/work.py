@@ -100,6 +100,13 @@ class GroupedMatmulWork(NamedTuple):
     macs: int
 
 
+class UnpackingMatmulWork(NamedTuple):
+    """A matmul whose kernel unpacks weights of 4 bits between its loads and its multiply-adds."""
+
+    matmul: Matmul
+    macs: int
+
+
 class RecurrentWork(NamedTuple):
     """All layers and steps of a recurrent network in one call of a library."""
 
@@ -133,7 +140,15 @@ class FormulaWork(NamedTuple):
     macs: int
 
 
-MatrixWork = MatmulWork | GroupedMatmulWork | RecurrentWork | ConvolutionWork | AttentionWork | FormulaWork
+MatrixWork = (
+    MatmulWork
+    | GroupedMatmulWork
+    | UnpackingMatmulWork
+    | RecurrentWork
+    | ConvolutionWork
+    | AttentionWork
+    | FormulaWork
+)
 
 
 # --- all other kernels ----------------------------------------------------------------------------------------------

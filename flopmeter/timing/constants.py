@@ -76,6 +76,13 @@ SPLIT_K_CYCLES = 4500
 # rows an expert [aiconfigurator]; CUTLASS's kernels reach .85 to .95, Triton's .65 to .8.
 GROUPED_RATE_SHARE = 0.8
 
+# torch's kernel for weights of 4 bits (aten/src/ATen/native/cuda/int4mm.cu): outputs of a thread block, depth that a warp
+# unpacks at a time, and cycles of an SM for that: the source has 32 instructions of a warp (8 loads of activations, 3
+# of weights and scales, 11 to unpack, 2 matrix instructions, 8 additions; the scaling counts as FLOPs), 4 issue a cycle.
+UNPACKING_TILE = (16, 8)
+UNPACKING_DEPTH = 32
+UNPACKING_CYCLES = 32 / 4
+
 # A matrix unit loads rows 16 bytes at a time. A matmul whose rows are an odd number of 2-byte elements long runs at .31
 # of the rate; alignments between follow a power law. Source: padding GPT-2's vocabulary from 50257 to 50304 made
 # nanoGPT's training 25 % faster (A. Karpathy, February 2023). Its compiled step of 12 x 1024 tokens took 135 ms on an
@@ -168,9 +175,10 @@ FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_
 
 # CUTLASS's memory-efficient kernels, at .73 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
 # they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls (there is
-# no `cp.async`), and pass the scores through shared memory: a third of that, as is reported of V100 and T4.
+# no `cp.async`), and pass the scores through shared memory: about half of that. From Stable Diffusion 1.5 on a V100
+# (diffusers' docs at 2c529b75, torch 2.0, 23 runs of 1 to 16 images), whose largest attention has heads of 40 in tiles of 64.
 EFFICIENT = FLASH_2._replace(tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), small_tiles=None, speed=0.73)
-EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.24)
+EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
 
 # AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
 # causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.

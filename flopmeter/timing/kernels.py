@@ -18,6 +18,7 @@ from flopmeter.records import (
     Recurrence,
     RecurrentWork,
     Switches,
+    UnpackingMatmulWork,
     VectorWork,
 )
 from flopmeter.records.dtypes import item_bytes_of
@@ -43,6 +44,7 @@ from flopmeter.timing.matmul import (
     price_matmul,
     side_by_side,
     tile_count,
+    unpacking,
 )
 
 _Products = MatmulWork | RecurrentWork
@@ -101,6 +103,8 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
     moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))
     if isinstance(work, ConvolutionWork):
         return _convolution(work, moved, rates, hardware, peak)
+    if isinstance(work, UnpackingMatmulWork):
+        return unpacking(work.matmul, moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
     return _aligned(cost, work, moved, rates) if peak.unit == "matrix" else _sum_of_matmuls(work, moved, rates)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flopmeter.records import Matmul
 from flopmeter.timing import constants
-from flopmeter.timing.gemm_kernels import GemmKernels
+from flopmeter.timing.gemm_kernels import SYNCHRONOUS_MMA, GemmKernels
 
 
 class Rates(NamedTuple):
@@ -118,6 +118,19 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
         tile = _Tile(rows * columns, share, moved.written_bytes / max(sum(counts), 1))
         ways.append(_in_waves(sum(counts), tile, depth, moved, rates))
     return fastest(ways)
+
+
+def unpacking(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
+    """With weights of 4 bits, by the kernel that torch has for them (aten/src/ATen/native/cuda/int4mm.cu): a thread
+    block makes 16 x 8 outputs. Its warps load weights to registers, unpack and multiply in turns, as kernels before
+    `cp.async` do, and what they issue takes longer than the matrix unit. Each 16 rows unpack all weights again."""
+    tiles = ceil(shape.m / constants.UNPACKING_TILE[0]) * ceil(shape.n / constants.UNPACKING_TILE[1])
+    waves = shape.batch * ceil(tiles / rates.sm_count)
+    cycles = waves * ceil(shape.k / constants.UNPACKING_DEPTH) * constants.UNPACKING_CYCLES
+    compute = cycles / rates.clock_hz
+    memory = moved.memory_bytes / rates.bytes_per_s
+    work = overlap(compute, memory, SYNCHRONOUS_MMA.overlap_exponent)
+    return Busy(compute, memory, work, rates.kernels.latency_cycles / rates.clock_hz)
 
 
 class _Tile(NamedTuple):

@@ -12,7 +12,13 @@ from math import prod
 
 import torch
 
-from flopmeter.costs.rules import make_contraction, make_cost, make_grouped_contraction, rule
+from flopmeter.costs.rules import (
+    make_contraction,
+    make_cost,
+    make_grouped_contraction,
+    make_unpacking_contraction,
+    rule,
+)
 from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Region, TensorSpec
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
@@ -110,7 +116,9 @@ def int4_weight_mm(call: Call) -> Cost:
     """x @ w^T with w unpacked on the way: a scale and a zero point for each weight."""
     x, out = call.inputs[0], call.outputs[0]
     rows, depth, columns = prod(x.shape[:-1]), x.shape[-1], out.shape[-1]
-    return make_contraction(call, [Matmul(1, rows, columns, depth)], extra=((ELEMENTWISE, 2 * columns * depth),))
+    return make_unpacking_contraction(
+        call, Matmul(1, rows, columns, depth), extra=((ELEMENTWISE, 2 * columns * depth),)
+    )
 
 
 @rule(aten._sparse_semi_structured_mm, aten._sparse_semi_structured_linear, aten._cslt_sparse_mm)
