@@ -1,8 +1,9 @@
 """Programs as they were when they were measured, where today's libraries launch other kernels.
 
 The GPT-2 of build-nanogpt (Andrej Karpathy, github.com/karpathy/build-nanogpt, MIT), with attention written out as it
-was before its commit 7ee630c and fused as it was after. The decoder of gpt-fast, and its linear layers with weights of 8
-and 4 bits (github.com/pytorch-labs/gpt-fast). Attention as transformers 4.3x (2023) wrote it out in BERT, GPT-2 and OPT.
+was before its commit 7ee630c and fused as it was after. The decoder of gpt-fast, and its linear layers with weights of
+8 and 4 bits (github.com/pytorch-labs/gpt-fast). Attention as transformers 4.3x (2023) wrote it out in
+BERT, GPT-2 and OPT.
 """
 
 from __future__ import annotations

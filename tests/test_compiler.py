@@ -288,3 +288,39 @@ def test_what_a_meter_compiled_is_forgotten_with_it() -> None:
 def test_importing_flopmeter_does_not_import_the_compiler() -> None:
     code = "import sys, flopmeter; print({'torch._dynamo', 'torch._inductor.ir'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def _decode(weight_type: torch.dtype) -> tuple[FlopMeter, Report]:
+    with torch.device("meta"):
+        weight, scales = torch.empty(256, 128, dtype=weight_type), torch.empty(256, dtype=torch.bfloat16)
+        x = torch.empty(1, 1, 128, dtype=torch.bfloat16)
+    compiled = torch.compile(lambda x: F.linear(x, weight.to(x.dtype)) * scales)
+    with torch.inference_mode():
+        return metered(lambda: compiled(x))
+
+
+def test_a_library_kernel_that_a_pattern_put_in_is_counted_as_its_op() -> None:
+    """inductor takes one matmul with int8 weights for cast, matmul and scaling; their nodes are gone from the graph."""
+    _, report = _decode(torch.int8)
+    (kernel,) = report.graphs[0].kernels
+    assert (kernel.kind, kernel.name) == ("library", "_weight_int8pack_mm")
+    assert report.flops == 2 * 128 * 256 + 256
+    assert report.bytes_read == 256 * 128 + 2 * 128 + 2 * 256  # weights, activations, scales
+
+
+def test_a_library_kernel_of_no_op_is_uncounted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flopmeter.compiler.plan.op_without_node", lambda operation: None)
+    _, report = _decode(torch.int8)
+    assert report.graphs[0].uncounted == ("extern_kernels._weight_int8pack_mm",)
+    assert "extern_kernels._weight_int8pack_mm" in str(report)
+
+
+def test_coordinate_descent_makes_a_reduction_of_a_matrix_times_a_vector() -> None:
+    """As torch decomposes it then (torch/_inductor/decomposition.py); gpt-fast asks for that."""
+    with torch.device("meta"):
+        layer, x = nn.Linear(256, 512, bias=False), torch.empty(1, 256)
+    with torch.inference_mode(), config.patch(coordinate_descent_tuning=True):
+        _, report = metered(lambda: torch.compile(lambda x: F.relu(layer(x)))(x))
+    (kernel,) = report.graphs[0].kernels
+    assert kernel.kind == "triton"
+    assert 2 * 256 * 512 <= report.flops <= 2 * 256 * 512 + 512

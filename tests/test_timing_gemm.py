@@ -110,3 +110,30 @@ def test_a_matrix_times_a_vector_has_tiles_on_matrix_units_only():
         peak = meter.hardware.contraction_peak({torch.float32: "fp32", torch.float16: "fp16"}[dtype])
         least = 2 * rows * 4096**2 / peak.flop_per_s
         assert least < timing.compute_seconds < 5 * least
+
+
+# Weights of 4 bits in gpt-fast's decoder of Llama-2-7B on an A100: 196.8 tokens/s, 862.69 GB/s of weights, with
+# everything else of a step (pytorch-labs/gpt-fast, README). In: inputs, outputs and how many a token needs.
+LLAMA_2_7B = {(4096, 12288): 32, (4096, 4096): 32, (4096, 11008): 64, (11008, 4096): 32, (4096, 32000): 1}
+
+
+def four_bits(rows: int, inputs: int, outputs: int, gpu: str = "a100-sxm4-80gb") -> float:
+    """Seconds of one call."""
+    with torch.device("meta"):
+        x = torch.empty(rows, inputs, dtype=torch.bfloat16)
+        weight = torch.empty(outputs // 8, inputs // 128, 32, 4, dtype=torch.int32)
+        scales = torch.empty(inputs // 32, outputs, 2, dtype=torch.bfloat16)
+    with torch.inference_mode(), FlopMeter(gpu) as meter:
+        torch.ops.aten._weight_int4pack_mm(x, weight, 32, scales)
+    return meter.report().timings[0].seconds
+
+
+def test_weights_of_four_bits_leave_a_fifth_of_the_token_to_the_rest_of_the_step():
+    seconds = sum(count * four_bits(1, *shape) for shape, count in LLAMA_2_7B.items())
+    assert 0.7 < seconds * 196.8 < 0.95
+
+
+@pytest.mark.parametrize("gpu", ["a100-sxm4-80gb", "l40s", "h100-sxm5-80gb"])
+def test_each_sixteen_rows_unpack_the_weights_of_four_bits_again(gpu):
+    assert four_bits(16, 4096, 11008, gpu) == pytest.approx(four_bits(1, 4096, 11008, gpu), rel=0.02)
+    assert four_bits(2048, 4096, 11008, gpu) == pytest.approx(2 * four_bits(1024, 4096, 11008, gpu), rel=0.05)

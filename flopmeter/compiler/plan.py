@@ -181,7 +181,9 @@ class _Planner:
     def _call_without_node(self, kernel: Any, op: Any) -> tuple[Call, tuple[str, ...]]:
         """The call of a library's op by what inductor passes it: tensors and constants, each in the op's order."""
         numbers: dict[str, int] = {}
-        tensors = iter([each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)])
+        tensors = iter(
+            [each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)]
+        )
         constants = iter(kernel.constant_args)
         inputs: list[TensorSpec] = []
 

@@ -141,13 +141,7 @@ class FormulaWork(NamedTuple):
 
 
 MatrixWork = (
-    MatmulWork
-    | GroupedMatmulWork
-    | UnpackingMatmulWork
-    | RecurrentWork
-    | ConvolutionWork
-    | AttentionWork
-    | FormulaWork
+    MatmulWork | GroupedMatmulWork | UnpackingMatmulWork | RecurrentWork | ConvolutionWork | AttentionWork | FormulaWork
 )
 
 

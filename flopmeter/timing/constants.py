@@ -76,9 +76,10 @@ SPLIT_K_CYCLES = 4500
 # rows an expert [aiconfigurator]; CUTLASS's kernels reach .85 to .95, Triton's .65 to .8.
 GROUPED_RATE_SHARE = 0.8
 
-# torch's kernel for weights of 4 bits (aten/src/ATen/native/cuda/int4mm.cu): outputs of a thread block, depth that a warp
-# unpacks at a time, and cycles of an SM for that: the source has 32 instructions of a warp (8 loads of activations, 3
-# of weights and scales, 11 to unpack, 2 matrix instructions, 8 additions; the scaling counts as FLOPs), 4 issue a cycle.
+# torch's kernel for weights of 4 bits (aten/src/ATen/native/cuda/int4mm.cu): outputs of a thread block, depth that a
+# warp unpacks at a time, and cycles of an SM for that. The source has 32 instructions of a warp: 8 loads of
+# activations, 3 of weights and scales, 11 to unpack, 2 of the matrix unit, 8 additions (the scaling counts as FLOPs).
+# Four of them issue in a cycle.
 UNPACKING_TILE = (16, 8)
 UNPACKING_DEPTH = 32
 UNPACKING_CYCLES = 32 / 4
@@ -176,7 +177,7 @@ FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_
 # CUTLASS's memory-efficient kernels, at .73 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
 # they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls (there is
 # no `cp.async`), and pass the scores through shared memory: about half of that. From Stable Diffusion 1.5 on a V100
-# (diffusers' docs at 2c529b75, torch 2.0, 23 runs of 1 to 16 images), whose largest attention has heads of 40 in tiles of 64.
+# (diffusers' docs at 2c529b75, torch 2.0, 23 runs of 1 to 16 images), whose largest attention has heads of 40.
 EFFICIENT = FLASH_2._replace(tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), small_tiles=None, speed=0.73)
 EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
 
