@@ -104,7 +104,8 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
     if isinstance(work, ConvolutionWork):
         return _convolution(work, moved, rates, hardware, peak)
     if isinstance(work, UnpackingMatmulWork):
-        return unpacking(work.matmul, moved, rates), "small product"
+        way = unpacking if peak.unit == "matrix" else price_matmul
+        return way(work.matmul, moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
     return _aligned(cost, work, moved, rates) if peak.unit == "matrix" else _sum_of_matmuls(work, moved, rates)

@@ -106,19 +106,28 @@ def int8_weight_mm(call: Call) -> Cost:
     return make_contraction(call, [product], extra=((ELEMENTWISE, out.numel),))
 
 
+@rule(aten._weight_int4pack_mm)
+def int4_weight_mm(call: Call) -> Cost:
+    """x @ w^T with w unpacked on the way: a scale and a zero point for each weight."""
+    matmul = _of_rows(call)
+    return make_unpacking_contraction(call, matmul, extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
+
+
 @rule(
-    aten._weight_int4pack_mm,
     aten._weight_int4pack_mm_for_cpu,
     aten._weight_int4pack_mm_with_scales_and_zeros,
     aten._dyn_quant_matmul_4bit,
 )
-def int4_weight_mm(call: Call) -> Cost:
-    """x @ w^T with w unpacked on the way: a scale and a zero point for each weight."""
+def int4_weight_mm_elsewhere(call: Call) -> Cost:
+    """The same on CPUs and on Intel's GPUs."""
+    matmul = _of_rows(call)
+    return make_contraction(call, [matmul], extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
+
+
+def _of_rows(call: Call) -> Matmul:
+    """Each row of the first input, of whatever rank, times a matrix."""
     x, out = call.inputs[0], call.outputs[0]
-    rows, depth, columns = prod(x.shape[:-1]), x.shape[-1], out.shape[-1]
-    return make_unpacking_contraction(
-        call, Matmul(1, rows, columns, depth), extra=((ELEMENTWISE, 2 * columns * depth),)
-    )
+    return Matmul(1, prod(x.shape[:-1]), out.shape[-1], x.shape[-1])
 
 
 @rule(aten._sparse_semi_structured_mm, aten._sparse_semi_structured_linear, aten._cslt_sparse_mm)
