@@ -74,6 +74,8 @@ def program_of(line: Line) -> Program:
     """One call of the kernel: `isl` new tokens, or one over `step` cached ones."""
     batch, new, cached, heads, key_heads, head_dim, window = _shape_of(line)
     keys = cached + 1 if line["phase"] == "generation" else new
+    if line["phase"] == "generation" and line["kernel_source"] == "flash_attention" and window:
+        keys, window = min(keys, window), 0  # this library lets heads share blocks under a window too; torch does not
     is_causal = line["phase"] == "context"
     heads_first = FAMILY[line["gpu"]] is FLASH_3
 

@@ -195,6 +195,21 @@ def test_a_window_bounds_the_time_of_decoding():
     assert long < flash(L40S, 64, 1, 8, 128, keys=32768) / 10
 
 
+# Decoding under a window of 128 on an L40S, whose keys are all visible: (sequences, heads, heads of keys, keys): µs
+# (vLLM's FlashAttention-2 in aiconfigurator's database@095f58a). Without a window, 4 keys of 8 or 4 heads take a tenth.
+WINDOWED = {(512, 48, 4, 8): 645.0, (1024, 12, 2, 4): 332.0, (512, 48, 1, 32): 654.0}
+
+
+@pytest.mark.parametrize(("shape", "microseconds"), WINDOWED.items())
+def test_heads_do_not_share_blocks_under_a_window(shape, microseconds):
+    sequences, heads, key_heads, keys = shape
+    windowed, plain = (
+        flash(L40S, sequences, 1, heads, 128, key_heads=key_heads, keys=keys, left=left) for left in (127, -1)
+    )
+    assert windowed == pytest.approx(microseconds * 1e-6, rel=0.5)
+    assert plain < windowed / 3
+
+
 @pytest.mark.parametrize("head_dim", [40, 48, 56])
 def test_a_head_dimension_between_two_multiples_of_32_takes_as_long_as_the_larger(head_dim):
     odd, padded = (flash(A100, 2, 4096, 8, size) for size in (head_dim, 64))

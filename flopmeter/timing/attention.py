@@ -104,13 +104,15 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
 
 
 def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
-    """Where the kernel can, and the queries of one head would not fill a block, heads that share keys share a block."""
+    """Where the kernel can, and the queries of one head would not fill a block, heads that share keys share a block;
+    not under a window (`seqlenq_ngroups_swapped` of torch's flash_api.cpp)."""
     rows, columns = tile_of(kernel, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries
         grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
         grid = grid._replace(blocks=ceil(shape.keys / rows), longest=ceil(shape.queries / columns))
         return _Launch(kernel, shape.sequences * shape.heads, grid, 1, rows * columns)
-    group = ceil(shape.heads / max(shape.key_heads, 1)) if shape.queries <= kernel.shared_queries else 1
+    shares = shape.queries <= kernel.shared_queries and shape.mask.left is None
+    group = ceil(shape.heads / max(shape.key_heads, 1)) if shares else 1
     grid = tile_grid(shape.queries, shape.keys, max(rows // group, 1), columns, shape.mask)
     squares = shape.sequences * ceil(shape.heads / group) * ceil(group / rows)
     return _Launch(kernel, squares, grid, 1, rows * columns)

@@ -158,8 +158,7 @@ MASKED_SCORE_CYCLES = 4 / 64
 # time. When decoding, a block of FlashAttention-2 loads a tile of keys and computes on it almost in turns: 1.2; in
 # FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 to 6,000 are alike
 # for prefill; a block that splits keys or reads one query takes longer, 8,000 (decoding on A100, L40S, same database).
-# FlashAttention-2 shares blocks among heads for one query (torch's not under a window), -3 for as many queries as do
-# not fill a block.
+# FlashAttention-2 shares blocks among heads for one query, -3 for as many queries as do not fill a block.
 FLASH_2 = AttentionKernel(
     tiles=((64, 128, 128), (512, 128, 64)), small_tiles=((64, 128, 128), (96, 128, 64), (512, 64, 64)),
     blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=5000,
