@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -59,7 +59,16 @@ def posing(device: PosedDevice) -> Iterator[None]:
             setattr(owner, attribute, stand_in)
         undo.callback(setattr, _posing, "device", None)
         _posing.device = device
+        _forget_devices()
+        undo.callback(_forget_devices)
         yield
+
+
+def _forget_devices() -> None:
+    """Inductor remembers what a device answered, but not which one it was."""
+    for function in vars(names.DEVICE_CACHES.value).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 _ABSENT = object()
@@ -109,7 +118,10 @@ def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
     )
     yield properties, "create", staticmethod(_here(lambda _: hints, create.value))
     cuda = torch.cuda
+    yield cuda, "is_available", _here(lambda: True, cuda.is_available)
     yield cuda, "current_device", _here(lambda: 0, cuda.current_device)
+    for name in names.EXCHANGE_DEVICE:
+        yield cuda, name.attribute, _here(lambda _: 0, name.value)
     yield cuda, "get_device_properties", _here(lambda _=None: facts, cuda.get_device_properties)
     yield cuda, "get_device_capability", _here(lambda _=None: (major, minor), cuda.get_device_capability)
     yield (
@@ -124,6 +136,8 @@ def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
     folder = names.DEDUCE_VALUE
     yield folder.owner.UniformValueConstantFolder, "_deduce_value", _here(_on_cpu(folder.value), folder.value)
     yield torch.Tensor, "_make_subclass", staticmethod(_here(_make_posing, torch.Tensor._make_subclass))
+    avoids = names.AVOID_DEVICE_INIT.value.fget
+    yield FakeTensorMode, "avoid_device_init", property(_here(lambda _: True, avoids))
     yield FakeTensor, "is_meta", property(lambda tensor: tensor.device.type == "meta")
     yield FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda")
 

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import CodeType
 from typing import Any
 
@@ -37,12 +37,20 @@ AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
 
 
+AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
+"""A context in which torch is as it is without stand-ins; gives what these stand in for outside of it."""
+
+
+def nothing_around() -> AbstractContextManager[tuple[Any, ...]]:
+    return contextlib.nullcontext(())
+
+
 class Session:
     """A context: functions that the program compiles in this thread are compiled by inductor for `device`.
 
     `recorder` gets the kernels; `forget` is told of each tensor that one writes to; `run_eagerly` makes compiled
     functions run eagerly, where this torch lacks a name. `compiles_all`: modules and optimizer steps that the program
-    does not compile are, too (outermost.py).
+    does not compile are, too (outermost.py). The compiler runs inside of `around_tracing`.
     """
 
     def __init__(
@@ -53,12 +61,15 @@ class Session:
         run_eagerly: Callable[[], None],
         *,
         compiles_all: bool = False,
+        around_tracing: AroundTracing = nothing_around,
     ) -> None:
         self._recorder, self._device, self._forget, self._run_eagerly = recorder, device, forget, run_eagerly
+        self._around_tracing = around_tracing
         self._compilation = recorder.trace.compilation
         self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
         self._thread = threading.get_ident()
         self._reason: str | None = None  # of the compilation that runs
+        self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
         self._depth = 0  # compiled calls inside compiled calls
@@ -114,8 +125,7 @@ class Session:
         setattr(owner, attribute, value)
 
     def _patch_name(self, name: Any, wrapper: Callable[[Any], Any]) -> None:
-        owner, _, attribute = name.attribute.rpartition(".")
-        self._patch(getattr(name.owner, owner) if owner else name.owner, attribute, wrapper(name.value))
+        self._patch(name.parent, name.attribute.rpartition(".")[2], wrapper(name.value))
 
     def _install(self) -> None:
         if self._is_installed:
@@ -135,12 +145,14 @@ class Session:
             (names.AROUND_CALL, self._around_call),
             (names.CONVERT_FRAME, self._around_frame),
             (names.CONVERT_NON_FAKE, self._around_conversion),
+            (names.GUARD_IDENTITY, self._around_identity_guard),
         ):
             self._patch_name(name, wrapper)
         self._keep_compiler_state()
         self._undo.callback(self._hidden.close)
-        warnings.filterwarnings("ignore", message=_HOOKS_FIRE_TWICE)
-        self._undo.callback(_remove, warnings.filters, warnings.filters[0])
+        for message in _NEEDLESS_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+            self._undo.callback(_remove, warnings.filters, warnings.filters[0])
 
     def _keep_compiler_state(self) -> None:
         """Functions compiled from now on are forgotten in the end; what the compiler counts is as before."""
@@ -208,7 +220,7 @@ class Session:
         part: GraphPass = "backward" if is_backward else "inference" if options.get("is_inference") else "forward"
         graphs, cudagraphs = self._compilation.graphs, options.get("cudagraphs")
         try:
-            with posing(self._device):
+            with self._around_tracing(), posing(self._device):
                 lowered = lower(module, options)
         except Exception as error:
             if as_it_was is None:  # the whole function runs eagerly
@@ -277,7 +289,7 @@ class Session:
         def convert(callback: Any, frame: Any, *args: Any) -> Any:
             if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
                 return skip
-            with entry_points.as_torch_has_them() if self._is_here else contextlib.nullcontext():
+            with self._as_torch_is():
                 try:
                     return plain(callback, frame, *args)
                 except Exception as error:
@@ -287,6 +299,28 @@ class Session:
                     return names.CONVERT_FRAME.owner.ConvertFrameReturn()
 
         return convert
+
+    @contextlib.contextmanager
+    def _as_torch_is(self) -> Iterator[None]:
+        """In this thread without what stands in for functions of torch."""
+        if not self._is_here:
+            yield
+            return
+        with entry_points.as_torch_has_them() as theirs, self._around_tracing() as ours:
+            functions = (*theirs, *ours)
+            codes = (function.__code__ for function in functions if hasattr(function, "__code__"))
+            self._stood_in_for = frozenset(map(id, (*functions, *codes)))
+            yield
+
+    def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """When the program runs, it finds a stand-in where Dynamo found torch's function: that does not compile anew."""
+
+        @functools.wraps(plain)
+        def guard_identity(builder: Any, guard: Any, *args: Any) -> None:
+            if not self._is_here or id(builder.get(guard)) not in self._stood_in_for:
+                plain(builder, guard, *args)
+
+        return guard_identity
 
     def _around_conversion(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """torch.tensor(..., device="meta") makes a real meta tensor also where a compiler traces; here a fake one."""
@@ -347,7 +381,10 @@ def _text(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-_HOOKS_FIRE_TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"  # ours do not: they are hidden
+_NEEDLESS_WARNINGS = (
+    r"Using `torch\.compile\(module\)` when there are global hooks",  # ours do not fire twice: they are hidden
+    r"TensorFloat32 tensor cores .* available but not enabled",  # the report says so
+)
 
 
 def _remove(filters: Any, ours: Any) -> None:

@@ -65,6 +65,12 @@ class PrivateName:
         return importlib.import_module(self.module)
 
     @property
+    def parent(self) -> Any:
+        """What has the attribute: the module, or a class in it."""
+        path, _, _ = self.attribute.rpartition(".")
+        return operator.attrgetter(path)(self.owner) if path else self.owner
+
+    @property
     def value(self) -> Any:
         return operator.attrgetter(self.attribute)(self.owner)
 
