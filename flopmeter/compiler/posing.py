@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from flopmeter.torch_names import compiler as names
 
@@ -55,8 +55,7 @@ def posing(device: PosedDevice) -> Iterator[None]:
         return
     with ExitStack() as undo:
         for owner, attribute, stand_in in _stand_ins(device):
-            undo.callback(_restore, owner, attribute, vars(owner).get(attribute, _ABSENT))
-            setattr(owner, attribute, stand_in)
+            replace(undo, owner, attribute, stand_in)
         undo.callback(setattr, _posing, "device", None)
         _posing.device = device
         _forget_devices()
@@ -72,6 +71,12 @@ def _forget_devices() -> None:
 
 
 _ABSENT = object()
+
+
+def replace(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
+    """Until `undo` is closed."""
+    undo.callback(_restore, owner, attribute, vars(owner).get(attribute, _ABSENT))
+    setattr(owner, attribute, value)
 
 
 def _restore(owner: Any, attribute: str, before: Any) -> None:
@@ -146,10 +151,12 @@ class _MadeOnCpu(TorchDispatchMode):
     """Constants are made, and folded, on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("device") == CUDA:
-            kwargs = {**kwargs, "device": "cpu"}
+        args, kwargs = tree_map_only(torch.device, _cpu_for_cuda, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _cpu_for_cuda(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device == CUDA else device
 
 
 def _on_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -20,15 +21,17 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from flopmeter.compiler import constants
 from flopmeter.compiler.lowering import lower
 from flopmeter.compiler.outermost import OutermostCalls
-from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, unpose
-from flopmeter.compiler.replay import Replay, name_of
+from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose
+from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
+from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
 # Needs a device to measure on, or is kept on disk for programs that run.
@@ -39,6 +42,11 @@ MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coor
 
 AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
 """A context in which torch is as it is without stand-ins; gives what these stand in for outside of it."""
+
+
+OnCompiledCall = Callable[[Owner], Callable[[], None]]
+"""Told of a module or an optimizer when the first of its compiled kernels runs; what it returns is called when the
+compiled call has ended. Dynamo hides the hooks that would tell."""
 
 
 def nothing_around() -> AbstractContextManager[tuple[Any, ...]]:
@@ -62,9 +70,11 @@ class Session:
         *,
         compiles_all: bool = False,
         around_tracing: AroundTracing = nothing_around,
+        on_compiled_call: OnCompiledCall | None = None,
     ) -> None:
         self._recorder, self._device, self._forget, self._run_eagerly = recorder, device, forget, run_eagerly
-        self._around_tracing = around_tracing
+        self._around_tracing, self._on_compiled_call = around_tracing, on_compiled_call
+        self._met: dict[Owner, Callable[[], None]] = {}  # in the compiled call that runs
         self._compilation = recorder.trace.compilation
         self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
         self._thread = threading.get_ident()
@@ -81,10 +91,10 @@ class Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
         if self._outermost:
             self._install()
-        elif names.AROUND_CALL.loaded:
-            self._patch_name(names.AROUND_CALL, self._when_first_called)
-        else:  # torch is imported without its compiler
+        else:
             self._patch(torch, "compile", self._when_first_compiling(torch.compile))
+            if names.AROUND_CALL.loaded:  # functions may be compiled already
+                self._patch_name(names.AROUND_CALL, self._when_first_called)
         if self._outermost:
             self._undo.enter_context(self._outermost)
         return self
@@ -121,8 +131,7 @@ class Session:
         return install_and_call
 
     def _patch(self, owner: Any, attribute: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, attribute, getattr(owner, attribute))
-        setattr(owner, attribute, value)
+        replace(self._undo, owner, attribute, value)
 
     def _patch_name(self, name: Any, wrapper: Callable[[Any], Any]) -> None:
         self._patch(name.parent, name.attribute.rpartition(".")[2], wrapper(name.value))
@@ -131,12 +140,13 @@ class Session:
         if self._is_installed:
             return
         self._is_installed = True
-        missing = names.missing()
+        with self._as_torch_is():  # modules of the compiler make tables of torch's functions when they are imported
+            missing = names.missing()
         if missing:
             self._compilation.failures[f"this torch has no {', no '.join(missing)}"] = None
             self._run_eagerly()
             return
-        for name, wrapper in (
+        wrappers: tuple[tuple[PrivateName, Callable[[Any], Any]], ...] = (
             (names.COMPILE_FX, self._in_place_of_compile_fx),
             (names.JOINT_PASSES, self._in_place_of_joint_passes),
             (names.PARTITION, self._around_partition),
@@ -144,9 +154,12 @@ class Session:
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
             (names.CONVERT_FRAME, self._around_frame),
-            (names.CONVERT_NON_FAKE, self._around_conversion),
             (names.GUARD_IDENTITY, self._around_identity_guard),
-        ):
+            (names.CREATE_PROXY, constants.around_create_proxy),
+            (names.RULES, functools.partial(made_inside, self._as_torch_is)),
+            (names.HANDLERS, functools.partial(made_inside, self._as_torch_is)),
+        )
+        for name, wrapper in wrappers:
             self._patch_name(name, wrapper)
         self._keep_compiler_state()
         self._undo.callback(self._hidden.close)
@@ -194,7 +207,8 @@ class Session:
             inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
             graphs = len(self._compilation.graphs)
             try:
-                with names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
+                # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
+                with self._as_torch_is(), no_dispatch_modes(), names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
                     return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
             except Exception as error:
                 if as_it_was is None:
@@ -235,7 +249,7 @@ class Session:
             replays=bool(getattr(cudagraphs, "value", cudagraphs)),
         )
         graphs.append(graph)
-        replay = Replay(lowered, graph, self._recorder, self._forget)
+        replay = Replay(lowered, graph, self._recorder, self._forget, self._meet)
         setattr(replay, names.BOXED, True)
         return replay
 
@@ -313,7 +327,7 @@ class Session:
             yield
 
     def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
-        """When the program runs, it finds a stand-in where Dynamo found torch's function: that does not compile anew."""
+        """A program that runs finds a stand-in where Dynamo found torch's function: no reason to compile anew."""
 
         @functools.wraps(plain)
         def guard_identity(builder: Any, guard: Any, *args: Any) -> None:
@@ -322,29 +336,17 @@ class Session:
 
         return guard_identity
 
-    def _around_conversion(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.tensor(..., device="meta") makes a real meta tensor also where a compiler traces; here a fake one."""
-
-        @functools.wraps(plain)
-        def convert(mode: Any, func: Any, converter: Any, flat_args: Any, spec: Any) -> Any:
-            if self._is_here:
-                flat_args = [
-                    converter.from_real_tensor(mode, arg) if type(arg) is torch.Tensor and arg.is_meta else arg
-                    for arg in flat_args
-                ]
-            return plain(mode, func, converter, flat_args, spec)
-
-        return convert
-
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Called with a setting before each compiled call, and after it with what it then returned."""
 
         def around(setting: Any) -> Any:
             if isinstance(setting, _Entered):
                 self._depth -= 1
+                before = plain(setting.setting)
                 if self._depth == 0:
                     self._hidden.close()
-                return plain(setting.setting)
+                    self._end_call()
+                return before
             if not self._is_here:
                 return plain(setting)
             if self._depth == 0:
@@ -356,6 +358,16 @@ class Session:
             return _Entered(plain(setting))
 
         return around
+
+    def _meet(self, owner: Owner) -> None:
+        if self._on_compiled_call is not None and owner not in self._met:
+            self._met[owner] = self._on_compiled_call(owner)
+
+    def _end_call(self) -> None:
+        ends, self._met = list(self._met.values()), {}
+        if sys.exc_info()[0] is None:
+            for end in ends:
+                end()
 
     def _eagerly(self, graph: GraphModule) -> Callable[..., Any]:
         """Runs a graph that did not compile, op by op, as a region that the rules fuse."""
@@ -377,6 +389,17 @@ class Session:
         self._compilation.failures[f"{function}: {_text(error)}"] = None
 
 
+def made_inside(around: Callable[[], AbstractContextManager[Any]], plain: Any) -> Callable[[], Any]:
+    """For a table of torch's functions that Dynamo makes when it first needs it: makes it inside of `around`."""
+
+    def table(*_: Any) -> Any:
+        with contextlib.nullcontext() if plain.cache_info().currsize else around():
+            return plain()
+
+    table.cache_clear, table.cache_info = plain.cache_clear, plain.cache_info  # type: ignore[attr-defined]
+    return table
+
+
 def _text(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
@@ -384,6 +407,7 @@ def _text(error: Exception) -> str:
 _NEEDLESS_WARNINGS = (
     r"Using `torch\.compile\(module\)` when there are global hooks",  # ours do not fire twice: they are hidden
     r"TensorFloat32 tensor cores .* available but not enabled",  # the report says so
+    r"aten::nll_loss: an autograd kernel was not registered",  # on meta, where torch's Python kernel comes first
 )
 
 

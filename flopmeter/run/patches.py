@@ -20,7 +20,7 @@ class Patch:
 
 @contextmanager
 def applied(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
-    """Apply them in order, and undo them in reverse order, also after an error. Gives what undoes them, for `hidden`."""
+    """Apply them in order, and undo them in reverse order, also after an error. Gives what `hidden` takes."""
     undoing: list[Patch] = []
     with ExitStack() as undo:
         for patch in patches:

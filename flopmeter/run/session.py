@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ from flopmeter.run.patches import applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
 from flopmeter.run.weights import WeightFiles
-from flopmeter.torch_names.private import DYNAMO, DYNAMO_HANDLERS, DYNAMO_RULES
+from flopmeter.torch_names.private import DYNAMO
 from flopmeter.trace.recorder import switches_now
 
 
@@ -100,23 +100,22 @@ class ScriptSession:
     @contextmanager
     def open(self) -> Iterator[ScriptSession]:
         importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
-        with suppress(AttributeError, ImportError):  # a torch without it makes no such table
-            DYNAMO_HANDLERS.value()
-            DYNAMO_RULES.value()
-
         with ExitStack() as undo:
             undo.enter_context(warnings.catch_warnings())
             for message in _FALSE_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             undoing = undo.enter_context(self.named.open())
             files = WeightFiles(self.named, self.note)
-            undo.enter_context(applied([*self.cuda.patches(), *files.patches(), *data.patches()]))
+            answers = undo.enter_context(applied(list(self.cuda.patches())))
+            undo.enter_context(applied([*files.patches(), *data.patches()]))
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
             undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node))
             if self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None:
                 undo.enter_context(world.environment(world.of_torchrun(self.wishes.gpus, self.gpus_per_node)))
-            self.meter.around_tracing = Tracing(self.named, undoing)
+            self.meter.around_tracing = tracing = Tracing(self.named, undoing)
+            undo.enter_context(applied(tracing.tables(answers)))
+            self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
             undoing += undo.enter_context(applied(values.patches(self.named, self._decided)))
             undo.enter_context(shims.importable(self.wishes.shims, self.note))

@@ -64,11 +64,6 @@ AVOID_DEVICE_INIT = _name(
 )
 DEVICE_CACHES = _name("torch._inductor", "utils", "what it remembers of a device")
 FAKE_MODE = _name("torch._subclasses.fake_tensor", "FakeTensor", "tensors that pose as those of the device")
-CONVERT_NON_FAKE = _name(
-    "torch._subclasses.fake_tensor",
-    "FakeTensorMode.validate_and_convert_non_fake_tensors",
-    "lets programs make constants on meta while they are traced",
-)
 MAKE_SUBCLASS = _name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")
 BOXED = "_boxed_call"  # on a compiled graph: it takes a list of arguments, which it may empty
 NAMES[INDUCTOR] += (
@@ -95,9 +90,18 @@ GUARD_IDENTITY = _name(
     "torch._dynamo.guards", "GuardBuilder.id_match_unchecked", "functions of torch may be replaced by ours"
 )
 TRACING_CONTEXT = _name("torch._guards", "TracingContext.try_get", "which function a graph is of")
+RULES = _name(
+    "torch._dynamo.trace_rules", "get_torch_obj_rule_map", "its rules by function, made when they are first asked for"
+)
+HANDLERS = _name(
+    "torch._dynamo.variables.torch",
+    "TorchInGraphFunctionVariable._get_handlers",
+    "its other table of torch's functions, made where it first compiles",
+)
 TENSOR_FACTS = _name(
     "torch._dynamo.variables.tensor", "TensorVariable.specialize", "what a traced tensor tells a program"
 )
+TRACED_CONSTANT = _name("torch._dynamo.variables", "ConstantVariable.create", "what a traced tensor tells a program")
 CREATE_PROXY = _name("torch._dynamo.output_graph", "SubgraphTracer.create_proxy", "what enters a graph that is traced")
 AROUND_CALL = _name("torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after compiled calls")
 
