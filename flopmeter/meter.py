@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
-from flopmeter.compiler import PosedDevice, Session
+from flopmeter.compiler import AroundTracing, OnCompiledCall, PosedDevice, Session, nothing_around
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.costs.contractions.varlen import packed_notes
 from flopmeter.costs.triton_kernels import uncounted_notes
@@ -216,6 +216,8 @@ class FlopMeter:
         )
         self._new_values()  # raises an error for unknown options now, not on entry
         self.storage_listener: StorageListener | None = None  # hears of storages while the meter is open
+        self.around_tracing: AroundTracing = nothing_around  # where the compiler traces the program
+        self.on_compiled_call: OnCompiledCall | None = None
         self._recorder: Recorder | None = None
         self._values: KnownValues | None = None
         self._emulation: Emulation | None = None
@@ -279,7 +281,15 @@ class FlopMeter:
 
         device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
         compiles_all = self._compile not in (False, "rules")
-        return Session(recorder, device, values.values.forget, run_eagerly, compiles_all=compiles_all)
+        return Session(
+            recorder,
+            device,
+            values.values.forget,
+            run_eagerly,
+            compiles_all=compiles_all,
+            around_tracing=self.around_tracing,
+            on_compiled_call=self.on_compiled_call,
+        )
 
     @property
     def trace(self) -> Trace:

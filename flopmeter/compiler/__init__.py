@@ -7,6 +7,6 @@ run, on what, and which ops of the program they are; replay.py records them at e
 """
 
 from flopmeter.compiler.posing import PosedDevice
-from flopmeter.compiler.session import Session
+from flopmeter.compiler.session import AroundTracing, OnCompiledCall, Session, nothing_around
 
-__all__ = ["PosedDevice", "Session"]
+__all__ = ["AroundTracing", "OnCompiledCall", "PosedDevice", "Session", "nothing_around"]

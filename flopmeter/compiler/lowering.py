@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flopmeter.compiler.constants import put_on_device
 from flopmeter.compiler.posing import pose
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.private import no_dispatch_modes
@@ -34,6 +35,7 @@ def lower(module: Any, options: dict[str, Any]) -> Lowered:
     virtualized = names.VIRTUALIZED.value
     with no_dispatch_modes(), virtualized.set_debug_handler(names.DEBUG_CONTEXT.value()), torch.no_grad():
         pose(module)
+        put_on_device(module)
         inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
         shapes = module.shape_env or names.SHAPE_ENV_OF.value(inputs)
         names.VIEW_TO_RESHAPE.value(module)

@@ -29,6 +29,8 @@ from flopmeter.records import (
 from flopmeter.trace.tensor_specs import build_call
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
+_NAME = re.compile(r"\w+")
+_WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")  # between a module and those in it
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -199,7 +201,8 @@ def _module(node: Any) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    return _ROOT.sub("", path).replace("_modules['", "").replace("']", "")
+    names = _NAME.findall(_ROOT.sub("", path))
+    return ".".join(name for name in names if name not in _WRAPPERS)
 
 
 def _source(node: Any) -> str | None:

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from flopmeter.torch_names import compiler as names
 
@@ -55,14 +55,28 @@ def posing(device: PosedDevice) -> Iterator[None]:
         return
     with ExitStack() as undo:
         for owner, attribute, stand_in in _stand_ins(device):
-            undo.callback(_restore, owner, attribute, vars(owner).get(attribute, _ABSENT))
-            setattr(owner, attribute, stand_in)
+            replace(undo, owner, attribute, stand_in)
         undo.callback(setattr, _posing, "device", None)
         _posing.device = device
+        _forget_devices()
+        undo.callback(_forget_devices)
         yield
 
 
+def _forget_devices() -> None:
+    """Inductor remembers what a device answered, but not which one it was."""
+    for function in vars(names.DEVICE_CACHES.value).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
 _ABSENT = object()
+
+
+def replace(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
+    """Until `undo` is closed."""
+    undo.callback(_restore, owner, attribute, vars(owner).get(attribute, _ABSENT))
+    setattr(owner, attribute, value)
 
 
 def _restore(owner: Any, attribute: str, before: Any) -> None:
@@ -109,7 +123,10 @@ def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
     )
     yield properties, "create", staticmethod(_here(lambda _: hints, create.value))
     cuda = torch.cuda
+    yield cuda, "is_available", _here(lambda: True, cuda.is_available)
     yield cuda, "current_device", _here(lambda: 0, cuda.current_device)
+    for name in names.EXCHANGE_DEVICE:
+        yield cuda, name.attribute, _here(lambda _: 0, name.value)
     yield cuda, "get_device_properties", _here(lambda _=None: facts, cuda.get_device_properties)
     yield cuda, "get_device_capability", _here(lambda _=None: (major, minor), cuda.get_device_capability)
     yield (
@@ -124,6 +141,8 @@ def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
     folder = names.DEDUCE_VALUE
     yield folder.owner.UniformValueConstantFolder, "_deduce_value", _here(_on_cpu(folder.value), folder.value)
     yield torch.Tensor, "_make_subclass", staticmethod(_here(_make_posing, torch.Tensor._make_subclass))
+    avoids = names.AVOID_DEVICE_INIT.value.fget
+    yield FakeTensorMode, "avoid_device_init", property(_here(lambda _: True, avoids))
     yield FakeTensor, "is_meta", property(lambda tensor: tensor.device.type == "meta")
     yield FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda")
 
@@ -132,10 +151,12 @@ class _MadeOnCpu(TorchDispatchMode):
     """Constants are made, and folded, on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("device") == CUDA:
-            kwargs = {**kwargs, "device": "cpu"}
+        args, kwargs = tree_map_only(torch.device, _cpu_for_cuda, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _cpu_for_cuda(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device == CUDA else device
 
 
 def _on_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,16 +23,25 @@ from flopmeter.trace.recorder import Recorder
 _OPTIMIZERS = f"torch{os.sep}optim{os.sep}"
 
 
+Owner = nn.Module | Optimizer
+"""Whose method a compiled function is, or calls."""
+
+
 class Replay:
     """What AOTAutograd calls in place of inductor's code, with a list of arguments that it may empty."""
 
     def __init__(
-        self, lowered: Lowered, graph: CompiledGraph, recorder: Recorder, forget: Callable[[Tensor], None]
+        self,
+        lowered: Lowered,
+        graph: CompiledGraph,
+        recorder: Recorder,
+        forget: Callable[[Tensor], None],
+        meet: Callable[[Owner], None],
     ) -> None:
         self._lowered, self._graph, self._recorder, self._forget = lowered, graph, recorder, forget
         self._inputs = [(name, lowered.graph.graph_inputs[name]) for name in lowered.graph.graph_input_names]
         self._plans: dict[tuple[tuple[Any, int], ...], Plan] = {}
-        self._paths = _Paths(recorder)
+        self._paths = _Paths(recorder, meet)
         if not any(getattr(size, "free_symbols", None) for _, held in self._inputs for size in _sizes_of(held)):
             self._plan(())
 
@@ -151,8 +160,8 @@ class _Paths:
     """The path of the module that a call of a graph belongs to. A backward graph belongs where the forward graph ran
     that kept its arguments."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, meet: Callable[[Owner], None]) -> None:
+        self._recorder, self._meet = recorder, meet
 
     def root(self, graph: CompiledGraph, args: list[Any]) -> str:
         if graph.part == "backward":
@@ -176,7 +185,9 @@ class _Paths:
         for value in held:
             if isinstance(value, Optimizer):
                 self._recorder.note_optimizer(value)
+                self._meet(value)
         if held and isinstance(held[0], nn.Module):
+            self._meet(held[0])
             return self._recorder.enter_compiled(held[0])
         return self._recorder.modules.path
 

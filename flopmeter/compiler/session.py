@@ -9,26 +9,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import CodeType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from flopmeter.compiler import constants
 from flopmeter.compiler.lowering import lower
 from flopmeter.compiler.outermost import OutermostCalls
-from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, unpose
-from flopmeter.compiler.replay import Replay, name_of
+from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose
+from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
+from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
 # Needs a device to measure on, or is kept on disk for programs that run.
@@ -37,12 +40,25 @@ AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
 
+AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
+"""A context in which torch is as it is without stand-ins; gives what these stand in for outside of it."""
+
+
+OnCompiledCall = Callable[[Owner], Callable[[], None]]
+"""Told of a module or an optimizer when the first of its compiled kernels runs; what it returns is called when the
+compiled call has ended. Dynamo hides the hooks that would tell."""
+
+
+def nothing_around() -> AbstractContextManager[tuple[Any, ...]]:
+    return contextlib.nullcontext(())
+
+
 class Session:
     """A context: functions that the program compiles in this thread are compiled by inductor for `device`.
 
     `recorder` gets the kernels; `forget` is told of each tensor that one writes to; `run_eagerly` makes compiled
     functions run eagerly, where this torch lacks a name. `compiles_all`: modules and optimizer steps that the program
-    does not compile are, too (outermost.py).
+    does not compile are, too (outermost.py). The compiler runs inside of `around_tracing`.
     """
 
     def __init__(
@@ -53,12 +69,17 @@ class Session:
         run_eagerly: Callable[[], None],
         *,
         compiles_all: bool = False,
+        around_tracing: AroundTracing = nothing_around,
+        on_compiled_call: OnCompiledCall | None = None,
     ) -> None:
         self._recorder, self._device, self._forget, self._run_eagerly = recorder, device, forget, run_eagerly
+        self._around_tracing, self._on_compiled_call = around_tracing, on_compiled_call
+        self._met: dict[Owner, Callable[[], None]] = {}  # in the compiled call that runs
         self._compilation = recorder.trace.compilation
         self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
         self._thread = threading.get_ident()
         self._reason: str | None = None  # of the compilation that runs
+        self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
         self._depth = 0  # compiled calls inside compiled calls
@@ -70,10 +91,10 @@ class Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
         if self._outermost:
             self._install()
-        elif names.AROUND_CALL.loaded:
-            self._patch_name(names.AROUND_CALL, self._when_first_called)
-        else:  # torch is imported without its compiler
+        else:
             self._patch(torch, "compile", self._when_first_compiling(torch.compile))
+            if names.AROUND_CALL.loaded:  # functions may be compiled already
+                self._patch_name(names.AROUND_CALL, self._when_first_called)
         if self._outermost:
             self._undo.enter_context(self._outermost)
         return self
@@ -110,23 +131,22 @@ class Session:
         return install_and_call
 
     def _patch(self, owner: Any, attribute: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, attribute, getattr(owner, attribute))
-        setattr(owner, attribute, value)
+        replace(self._undo, owner, attribute, value)
 
     def _patch_name(self, name: Any, wrapper: Callable[[Any], Any]) -> None:
-        owner, _, attribute = name.attribute.rpartition(".")
-        self._patch(getattr(name.owner, owner) if owner else name.owner, attribute, wrapper(name.value))
+        self._patch(name.parent, name.attribute.rpartition(".")[2], wrapper(name.value))
 
     def _install(self) -> None:
         if self._is_installed:
             return
         self._is_installed = True
-        missing = names.missing()
+        with self._as_torch_is():  # modules of the compiler make tables of torch's functions when they are imported
+            missing = names.missing()
         if missing:
             self._compilation.failures[f"this torch has no {', no '.join(missing)}"] = None
             self._run_eagerly()
             return
-        for name, wrapper in (
+        wrappers: tuple[tuple[PrivateName, Callable[[Any], Any]], ...] = (
             (names.COMPILE_FX, self._in_place_of_compile_fx),
             (names.JOINT_PASSES, self._in_place_of_joint_passes),
             (names.PARTITION, self._around_partition),
@@ -134,13 +154,18 @@ class Session:
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
             (names.CONVERT_FRAME, self._around_frame),
-            (names.CONVERT_NON_FAKE, self._around_conversion),
-        ):
+            (names.GUARD_IDENTITY, self._around_identity_guard),
+            (names.CREATE_PROXY, constants.around_create_proxy),
+            (names.RULES, functools.partial(made_inside, self._as_torch_is)),
+            (names.HANDLERS, functools.partial(made_inside, self._as_torch_is)),
+        )
+        for name, wrapper in wrappers:
             self._patch_name(name, wrapper)
         self._keep_compiler_state()
         self._undo.callback(self._hidden.close)
-        warnings.filterwarnings("ignore", message=_HOOKS_FIRE_TWICE)
-        self._undo.callback(_remove, warnings.filters, warnings.filters[0])
+        for message in _NEEDLESS_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+            self._undo.callback(_remove, warnings.filters, warnings.filters[0])
 
     def _keep_compiler_state(self) -> None:
         """Functions compiled from now on are forgotten in the end; what the compiler counts is as before."""
@@ -182,7 +207,8 @@ class Session:
             inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
             graphs = len(self._compilation.graphs)
             try:
-                with names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
+                # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
+                with self._as_torch_is(), no_dispatch_modes(), names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
                     return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
             except Exception as error:
                 if as_it_was is None:
@@ -208,7 +234,7 @@ class Session:
         part: GraphPass = "backward" if is_backward else "inference" if options.get("is_inference") else "forward"
         graphs, cudagraphs = self._compilation.graphs, options.get("cudagraphs")
         try:
-            with posing(self._device):
+            with self._around_tracing(), posing(self._device):
                 lowered = lower(module, options)
         except Exception as error:
             if as_it_was is None:  # the whole function runs eagerly
@@ -223,7 +249,7 @@ class Session:
             replays=bool(getattr(cudagraphs, "value", cudagraphs)),
         )
         graphs.append(graph)
-        replay = Replay(lowered, graph, self._recorder, self._forget)
+        replay = Replay(lowered, graph, self._recorder, self._forget, self._meet)
         setattr(replay, names.BOXED, True)
         return replay
 
@@ -277,7 +303,7 @@ class Session:
         def convert(callback: Any, frame: Any, *args: Any) -> Any:
             if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
                 return skip
-            with entry_points.as_torch_has_them() if self._is_here else contextlib.nullcontext():
+            with self._as_torch_is():
                 try:
                     return plain(callback, frame, *args)
                 except Exception as error:
@@ -288,19 +314,27 @@ class Session:
 
         return convert
 
-    def _around_conversion(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.tensor(..., device="meta") makes a real meta tensor also where a compiler traces; here a fake one."""
+    @contextlib.contextmanager
+    def _as_torch_is(self) -> Iterator[None]:
+        """In this thread without what stands in for functions of torch."""
+        if not self._is_here:
+            yield
+            return
+        with entry_points.as_torch_has_them() as theirs, self._around_tracing() as ours:
+            functions = (*theirs, *ours)
+            codes = (function.__code__ for function in functions if hasattr(function, "__code__"))
+            self._stood_in_for = frozenset(map(id, (*functions, *codes)))
+            yield
+
+    def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """A program that runs finds a stand-in where Dynamo found torch's function: no reason to compile anew."""
 
         @functools.wraps(plain)
-        def convert(mode: Any, func: Any, converter: Any, flat_args: Any, spec: Any) -> Any:
-            if self._is_here:
-                flat_args = [
-                    converter.from_real_tensor(mode, arg) if type(arg) is torch.Tensor and arg.is_meta else arg
-                    for arg in flat_args
-                ]
-            return plain(mode, func, converter, flat_args, spec)
+        def guard_identity(builder: Any, guard: Any, *args: Any) -> None:
+            if not self._is_here or id(builder.get(guard)) not in self._stood_in_for:
+                plain(builder, guard, *args)
 
-        return convert
+        return guard_identity
 
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Called with a setting before each compiled call, and after it with what it then returned."""
@@ -308,9 +342,11 @@ class Session:
         def around(setting: Any) -> Any:
             if isinstance(setting, _Entered):
                 self._depth -= 1
+                before = plain(setting.setting)
                 if self._depth == 0:
                     self._hidden.close()
-                return plain(setting.setting)
+                    self._end_call()
+                return before
             if not self._is_here:
                 return plain(setting)
             if self._depth == 0:
@@ -322,6 +358,16 @@ class Session:
             return _Entered(plain(setting))
 
         return around
+
+    def _meet(self, owner: Owner) -> None:
+        if self._on_compiled_call is not None and owner not in self._met:
+            self._met[owner] = self._on_compiled_call(owner)
+
+    def _end_call(self) -> None:
+        ends, self._met = list(self._met.values()), {}
+        if sys.exc_info()[0] is None:
+            for end in ends:
+                end()
 
     def _eagerly(self, graph: GraphModule) -> Callable[..., Any]:
         """Runs a graph that did not compile, op by op, as a region that the rules fuse."""
@@ -343,11 +389,26 @@ class Session:
         self._compilation.failures[f"{function}: {_text(error)}"] = None
 
 
+def made_inside(around: Callable[[], AbstractContextManager[Any]], plain: Any) -> Callable[[], Any]:
+    """For a table of torch's functions that Dynamo makes when it first needs it: makes it inside of `around`."""
+
+    def table(*_: Any) -> Any:
+        with contextlib.nullcontext() if plain.cache_info().currsize else around():
+            return plain()
+
+    table.cache_clear, table.cache_info = plain.cache_clear, plain.cache_info  # type: ignore[attr-defined]
+    return table
+
+
 def _text(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-_HOOKS_FIRE_TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"  # ours do not: they are hidden
+_NEEDLESS_WARNINGS = (
+    r"Using `torch\.compile\(module\)` when there are global hooks",  # ours do not fire twice: they are hidden
+    r"TensorFloat32 tensor cores .* available but not enabled",  # the report says so
+    r"aten::nll_loss: an autograd kernel was not registered",  # on meta, where torch's Python kernel comes first
+)
 
 
 def _remove(filters: Any, ours: Any) -> None:

@@ -64,13 +64,13 @@ def close_for(known: Knowledge) -> None:
 
 
 @contextmanager
-def as_torch_has_them() -> Iterator[None]:
-    """The functions that are patched here are torch's own again, for Dynamo to look at."""
+def as_torch_has_them() -> Iterator[tuple[Any, ...]]:
+    """The functions that are patched here are torch's own again, for Dynamo to look at. Gives these."""
     patched = [(owner, name, getattr(owner, name)) for owner, name, _ in _originals]
     try:
         for owner, name, original in _originals:
             setattr(owner, name, original)
-        yield
+        yield tuple(original for _, _, original in _originals)
     finally:
         for owner, name, wrapper in patched:
             setattr(owner, name, wrapper)

@@ -65,9 +65,12 @@ def compiled_region(ops: Iterable[Op]) -> CompiledRegion:
 def mode_of(trace: Trace) -> Mode:
     """How the program itself ran: compiled if it called torch.compile, as CUDA graphs if it asked for these."""
     graphs = trace.compilation.graphs
-    if not graphs:
-        return "compiled" if trace.compilation.failures else "eager"
-    return "cudagraph" if all(graph.replays for graph in graphs) else "compiled"
+    if graphs:
+        return "cudagraph" if all(graph.replays for graph in graphs) else "compiled"
+    regions = {op.region for op in trace.ops if op.region is not None}
+    if any(region < 0 for region in regions):
+        return "eager-cudagraph"
+    return "compiled" if regions and trace.compilation.failures else "eager"
 
 
 def launches(

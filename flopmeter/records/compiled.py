@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from flopmeter.records.costs import Region
@@ -87,3 +89,9 @@ class Compilation:
     graphs: list[CompiledGraph] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)  # the graph of each call, by the call's number (`Op.graph`)
     failures: dict[str, None] = field(default_factory=dict)  # errors for which functions ran by the rules instead
+
+    def of(self, calls: Iterable[int | None]) -> Compilation:
+        """The graphs of these calls alone, each with the number of its calls among them."""
+        counts = Counter(self.calls[call] for call in set(calls) if call is not None)
+        graphs = [replace(graph, calls=counts[graph.number]) for graph in self.graphs if graph.number in counts]
+        return Compilation(graphs, self.calls, self.failures)

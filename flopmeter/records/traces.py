@@ -116,6 +116,13 @@ def part_of(trace: Trace, ops: range) -> Trace:
             {op - start: stream for op, stream in stream_use.streams.items() if op in ops},
             [each for sync in stream_use.syncs for each in _shifted(sync, start) if sync.op in ops],
         ),
+        templates=[
+            TemplateRun(run.start - start, run.stop - start, run.op)
+            for run in trace.templates
+            if start <= run.start and run.stop <= stop
+        ],
+        compilation=trace.compilation.of(op.graph for op in trace.ops[start:stop]),
+        forward_ends=[end - start for end in trace.forward_ends if start < end <= stop],
         devices=trace.devices,
     )
 

@@ -77,12 +77,12 @@ class NamedCuda:
         self._pinned: dict[int, weakref.ref[Any]] = {}
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """torch tells and takes the name inside."""
-        with applied(list(self.patches())):
+    def open(self) -> Iterator[list[Patch]]:
+        """torch tells and takes the name inside. Gives what `hidden` takes."""
+        with applied(list(self.patches())) as undoing:
             self.is_open = True
             try:
-                yield
+                yield undoing
             finally:
                 self.is_open = False
 

@@ -19,14 +19,32 @@ class Patch:
 
 
 @contextmanager
-def applied(patches: Iterable[Patch]) -> Iterator[None]:
-    """Apply them in order, and undo them in reverse order, also after an error."""
+def applied(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
+    """Apply them in order, and undo them in reverse order, also after an error. Gives what `hidden` takes."""
+    undoing: list[Patch] = []
     with ExitStack() as undo:
         for patch in patches:
-            own = vars(patch.owner)
-            if patch.name in own:
-                undo.callback(setattr, patch.owner, patch.name, own[patch.name])
-            else:  # inherited, or not there at all
-                undo.callback(delattr, patch.owner, patch.name)
-            setattr(patch.owner, patch.name, patch.value)
+            undoing.append(Patch(patch.owner, patch.name, vars(patch.owner).get(patch.name, _ABSENT), patch.reason))
+            undo.callback(_put, undoing[-1])
+            _put(patch)
+        yield undoing
+
+
+@contextmanager
+def hidden(undoing: list[Patch]) -> Iterator[None]:
+    """What `applied` has replaced is as it was."""
+    with ExitStack() as redo:
+        for patch in reversed(undoing):
+            redo.callback(_put, Patch(patch.owner, patch.name, vars(patch.owner)[patch.name], patch.reason))
+            _put(patch)
         yield
+
+
+_ABSENT = object()  # inherited, or not there at all
+
+
+def _put(patch: Patch) -> None:
+    if patch.value is _ABSENT:
+        delattr(patch.owner, patch.name)
+    else:
+        setattr(patch.owner, patch.name, patch.value)

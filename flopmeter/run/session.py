@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.report.report import Report
 from flopmeter.run import data, shims, values, world
+from flopmeter.run.compiled import Tracing
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
@@ -23,7 +24,7 @@ from flopmeter.run.patches import applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
 from flopmeter.run.weights import WeightFiles
-from flopmeter.torch_names.private import DYNAMO, DYNAMO_HANDLERS, DYNAMO_RULES
+from flopmeter.torch_names.private import DYNAMO
 from flopmeter.trace.recorder import switches_now
 
 
@@ -99,24 +100,24 @@ class ScriptSession:
     @contextmanager
     def open(self) -> Iterator[ScriptSession]:
         importlib.import_module(DYNAMO.module)  # optimizers import it; it has to see torch's own functions
-        with suppress(AttributeError, ImportError):  # a torch without it makes no such table
-            DYNAMO_HANDLERS.value()
-            DYNAMO_RULES.value()
-
         with ExitStack() as undo:
             undo.enter_context(warnings.catch_warnings())
             for message in _FALSE_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
-            undo.enter_context(self.named.open())
+            undoing = undo.enter_context(self.named.open())
             files = WeightFiles(self.named, self.note)
-            undo.enter_context(applied([*self.cuda.patches(), *files.patches(), *data.patches()]))
+            answers = undo.enter_context(applied(list(self.cuda.patches())))
+            undo.enter_context(applied([*files.patches(), *data.patches()]))
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
             undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node))
             if self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None:
                 undo.enter_context(world.environment(world.of_torchrun(self.wishes.gpus, self.gpus_per_node)))
+            self.meter.around_tracing = tracing = Tracing(self.named, undoing)
+            undo.enter_context(applied(tracing.tables(answers)))
+            self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
-            undo.enter_context(applied(values.patches(self.named, self._decided)))
+            undoing += undo.enter_context(applied(values.patches(self.named, self._decided)))
             undo.enter_context(shims.importable(self.wishes.shims, self.note))
             undo.enter_context(self.steps.watching())
             yield self
@@ -128,21 +129,14 @@ class ScriptSession:
         parts = self.steps.parts(self.now())
         self.meter.trace.switches = switches_now()  # a script sets them when the run is open already
         ranges = {"setup": parts.setup, "first step": parts.first, "steady step": parts.steady}
-        mode = mode or self.wishes.mode or self._mode()
+        mode = mode or self.wishes.mode
         reports = {name: self._part(ops, mode) for name, ops in ranges.items() if ops}
         step = reports.get("steady step") or reports.get("first step") or reports["setup"]
         return RunReport(program, step, parts, reports, self._nvtx(parts))
 
-    def _part(self, ops: range, mode: Mode) -> Report:
+    def _part(self, ops: range, mode: Mode | None) -> Report:
         report = self.meter.report(ops=ops, mode=mode)
         return replace(report, notes=(*report.notes, *self._notes()))
-
-    def _mode(self) -> Mode:
-        """As the program runs it: compiled where it compiles, graphs where it replays graphs."""
-        regions = {op.region for op in self.meter.trace.ops} - {None}
-        if any(region > 0 for region in regions if region is not None):
-            return "compiled"
-        return "eager-cudagraph" if regions else "eager"
 
     def _notes(self) -> Iterator[str]:
         yield from self.notes

@@ -9,6 +9,7 @@ its CUDA graph.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import weakref
 from collections import Counter
@@ -90,6 +91,16 @@ class Steps:
         """An nvtx range has ended."""
         if self._marker == NVTX + name:
             self._end()
+
+    def on_compiled_call(self, owner: nn.Module | Optimizer) -> Callable[[], None]:
+        """A module or an optimizer begins to run compiled, without its hooks; to be called when that ends."""
+        if isinstance(owner, nn.Module):
+            self._enter_module(owner, ())
+            return functools.partial(self._leave_module, owner)
+        if self._marker not in (AUTO, OPTIMIZER):
+            return lambda: None
+        self._begin_update()
+        return functools.partial(self._stepped, owner)
 
     def on_replay(self) -> None:
         """A CUDA graph was replayed."""

@@ -55,12 +55,15 @@ INDUCTOR_CONFIG = _name("torch._inductor.config", "patch", "switches off what ne
 FUNCTORCH_CONFIG = _name("torch._functorch.config", "patch", "switches off caches on disk")
 DEVICE_PROPERTIES = _name("torch._inductor.runtime.hints", "DeviceProperties.create", "the device's SMs")
 CUDA_WORKER = _name("torch._dynamo.device_interface", "CudaInterface.Worker.current_device", "the device's index")
-FAKE_MODE = _name("torch._subclasses.fake_tensor", "FakeTensor", "tensors that pose as those of the device")
-CONVERT_NON_FAKE = _name(
-    "torch._subclasses.fake_tensor",
-    "FakeTensorMode.validate_and_convert_non_fake_tensors",
-    "lets programs make constants on meta while they are traced",
+EXCHANGE_DEVICE = tuple(
+    _name("torch.cuda", attribute, "makes a device the current one")
+    for attribute in ("_exchange_device", "_maybe_exchange_device")
 )
+AVOID_DEVICE_INIT = _name(
+    "torch._subclasses.fake_tensor", "FakeTensorMode.avoid_device_init", "constants are not made on the missing device"
+)
+DEVICE_CACHES = _name("torch._inductor", "utils", "what it remembers of a device")
+FAKE_MODE = _name("torch._subclasses.fake_tensor", "FakeTensor", "tensors that pose as those of the device")
 MAKE_SUBCLASS = _name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")
 BOXED = "_boxed_call"  # on a compiled graph: it takes a list of arguments, which it may empty
 NAMES[INDUCTOR] += (
@@ -83,7 +86,23 @@ DYNAMIC_STATE = _name("torch._dynamo.pgo", "_CODE_STATE", "which sizes changed, 
 RECOMPILE_REASONS = _name(
     "torch._dynamo.convert_frame", "get_and_maybe_log_recompilation_reasons", "which guard made it compile again"
 )
+GUARD_IDENTITY = _name(
+    "torch._dynamo.guards", "GuardBuilder.id_match_unchecked", "functions of torch may be replaced by ours"
+)
 TRACING_CONTEXT = _name("torch._guards", "TracingContext.try_get", "which function a graph is of")
+RULES = _name(
+    "torch._dynamo.trace_rules", "get_torch_obj_rule_map", "its rules by function, made when they are first asked for"
+)
+HANDLERS = _name(
+    "torch._dynamo.variables.torch",
+    "TorchInGraphFunctionVariable._get_handlers",
+    "its other table of torch's functions, made where it first compiles",
+)
+TENSOR_FACTS = _name(
+    "torch._dynamo.variables.tensor", "TensorVariable.specialize", "what a traced tensor tells a program"
+)
+TRACED_CONSTANT = _name("torch._dynamo.variables", "ConstantVariable.create", "what a traced tensor tells a program")
+CREATE_PROXY = _name("torch._dynamo.output_graph", "SubgraphTracer.create_proxy", "what enters a graph that is traced")
 AROUND_CALL = _name("torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after compiled calls")
 
 

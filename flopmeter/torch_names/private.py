@@ -65,6 +65,12 @@ class PrivateName:
         return importlib.import_module(self.module)
 
     @property
+    def parent(self) -> Any:
+        """What has the attribute: the module, or a class in it."""
+        path, _, _ = self.attribute.rpartition(".")
+        return operator.attrgetter(path)(self.owner) if path else self.owner
+
+    @property
     def value(self) -> Any:
         return operator.attrgetter(self.attribute)(self.owner)
 
@@ -124,14 +130,6 @@ AROUND_COMPILED_CALL = PrivateName(
 )
 COMPILED_MODULE = "_orig_mod"
 DYNAMO = PrivateName("torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
-DYNAMO_RULES = PrivateName(
-    "torch._dynamo", "trace_rules.get_torch_obj_rule_map", "its rules by function, made when they are first asked for"
-)
-DYNAMO_HANDLERS = PrivateName(
-    "torch._dynamo.variables.torch",
-    "TorchInGraphFunctionVariable._get_handlers",
-    "its other table of torch's functions, which is made once, where it first compiles",
-)
 
 PROPAGATE = PrivateName(
     "torch.distributed.tensor._sharding_prop",
@@ -187,8 +185,6 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     COMPILE: (
         AROUND_COMPILED_CALL,
         DYNAMO,
-        DYNAMO_RULES,
-        DYNAMO_HANDLERS,
         PrivateName(
             "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True
         ),

@@ -1,0 +1,69 @@
+"""Tensors that a traced program makes of numbers, `torch.tensor([1, 2], device=...)`: constants of its graph.
+
+Inductor writes small constants into its kernels, so their numbers matter; on meta they would be lost. They are made on
+the CPU and moved; where the graph is lowered the move goes, and the constant poses as one of the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flopmeter.compiler.posing import CUDA, META
+from flopmeter.torch_names.operators import Overloads, Packets
+from flopmeter.torch_names.operators import aten_overloads as aten
+
+_LIFTS = (aten.lift_fresh_copy.default, aten.clone.default)  # between a constant and what uses it
+_MOVE = Overloads(Packets("prims")).device_put.default
+
+
+def around_create_proxy(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Around what puts a call into Dynamo's graph."""
+
+    @functools.wraps(plain)
+    def create_proxy(tracer: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
+        moved = _MOVED.get(target) if kind == "call_function" and kwargs.get("device") == META else None
+        return plain(tracer, kind, moved or target, args, kwargs, *rest, **more)
+
+    return create_proxy
+
+
+def _moved(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make_and_move(*args: Any, device: torch.device, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs).to(device)
+
+    return make_and_move
+
+
+_MOVED: dict[Any, Callable[..., torch.Tensor]] = {make: _moved(make) for make in (torch.tensor, torch.as_tensor)}
+
+
+def put_on_device(module: Any) -> None:
+    """Constants of a posing graph that are moved to the device are there from the start."""
+    graph = module.graph
+    for move in graph.find_nodes(op="call_function", target=_MOVE):
+        lift = move.args[0]
+        held = lift.args[0] if lift.target in _LIFTS else lift
+        if held.op != "get_attr" or move.meta["val"].device != CUDA:
+            continue
+        name = f"{held.target}_there"
+        setattr(module, name, _there(getattr(module, held.target), move.meta["val"].fake_mode))
+        with graph.inserting_before(move):
+            there = graph.create_node("get_attr", name)
+        there.meta = {**move.meta, "val": getattr(module, name)}
+        move.replace_all_uses_with(there)
+        for node in (move, lift, held):
+            if not node.users:
+                graph.erase_node(node)
+    module.recompile()
+
+
+def _there(constant: torch.Tensor, mode: Any) -> Any:
+    """Its twin on the device, which tells inductor its numbers."""
+    with mode:
+        twin: Any = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype, device=CUDA)
+    twin.item, twin.tolist = constant.item, constant.tolist
+    return twin
