@@ -60,7 +60,7 @@ def world(
 def _close() -> None:
     if dist.is_initialized():  # the program may have ended it
         dist.destroy_process_group()
-    # DTensor remembers what an op does with the mesh. One of the next world may be equal, but its groups have new names.
+    # DTensor remembers what an op does on a mesh. The next world may have an equal one with groups of other names.
     private.forget_shardings()
 
 

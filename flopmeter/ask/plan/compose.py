@@ -149,6 +149,7 @@ class _Rank:
         self._streams: dict[MessageRoute, int] = {}
         self._scatters: list[int] = []
         self._last_scatter: tuple[int, ...] = ()
+        self._done: tuple[int, ...] = ()  # the last activity of the pass that the program is at
         self._schedule()
 
     # --- the program ---
@@ -168,11 +169,23 @@ class _Rank:
                 self._layer_by_layer(parts if is_forward else parts[::-1], is_forward, gathers, scatters, arrived)
             else:
                 total = sum((_way(part, is_forward) for part in parts), PassCost())
-                self._compute(total, arrived)
+                self._done = self._compute(total, arrived)
+            if not is_forward and keeps_whole:
+                self._accumulate(sum(part.parameters for part in parts), first)
             self._send(each)
         numel = sum(part.parameters for parts in self._chunks for part in parts)
         seconds = self._work.costs.optimizer_seconds_per_parameter * numel / split.shards
         self._compute(PassCost(memory_seconds=seconds), tuple(self._scatters))
+
+    def _accumulate(self, numel: int, first: bool) -> None:
+        """Gradients of a microbatch are added to those before: by FSDP2 in fp32, else in their own type."""
+        if self._microbatches == 1:
+            return
+        if self._split.shards > 1:
+            nbytes = GATHERED_BYTES + (REDUCED_BYTES if first else 2 * REDUCED_BYTES)
+        else:
+            nbytes = 0 if first else 3 * GATHERED_BYTES
+        self._compute(PassCost(memory_seconds=self._moved(nbytes * numel)), ())
 
     def _layer_by_layer(
         self, parts: list[PartCost], is_forward: bool, gathers: bool, scatters: bool, arrived: tuple[int, ...]
@@ -189,24 +202,24 @@ class _Rank:
             is_layer = part not in outside
             if gathers and is_layer:
                 copied = self._gather(part.parameters, copied)
-            done = self._compute(_way(part, is_forward), (*arrived, *copied))
+            self._done = self._compute(_way(part, is_forward), (*arrived, *copied))
             if scatters and is_layer:
-                self._scatter(part.parameters, done)
+                self._scatter(part.parameters)
         if scatters and outside:
-            self._scatter(sum(part.parameters for part in outside), done)
+            self._scatter(sum(part.parameters for part in outside))
 
     def _gather(self, numel: int, after: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters are gathered, and copied out of the buffer."""
         gathered = self._collective("all_gather", GATHERED_BYTES * numel, ("fsdp", "cp"), GATHER, after)
         return self._compute(PassCost(memory_seconds=self._moved(2 * GATHERED_BYTES * numel)), gathered)
 
-    def _scatter(self, numel: int, done: tuple[int, ...]) -> None:
+    def _scatter(self, numel: int) -> None:
         """Gradients are copied into the buffer in fp32, once the scatter before is done; scattered; and summed up over
         replicas."""
-        split, after = self._split, done
+        split, after = self._split, self._done
         if split.shards > 1:
             copy = PassCost(memory_seconds=self._moved((GATHERED_BYTES + REDUCED_BYTES) * numel))
-            after = self._compute(copy, (*done, *self._last_scatter))
+            after = self._compute(copy, (*after, *self._last_scatter))
             after = self._collective("reduce_scatter", REDUCED_BYTES * numel, ("fsdp", "cp"), SCATTER, after)
             self._last_scatter = after
         if split.dp > 1:
@@ -225,7 +238,7 @@ class _Rank:
         stage = each.chunk * self._split.pp + self._rank
         to = stage + 1 if each.kind == "forward" else stage - 1
         if 0 <= to < self._split.stages and self._split.pp > 1:
-            self._message("send", self._rank, to % self._split.pp, (len(self.activities) - 1,))
+            self._message("send", self._rank, to % self._split.pp, self._done)
 
     # --- activities ---
 

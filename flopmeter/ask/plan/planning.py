@@ -230,9 +230,14 @@ def plan(
         f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {world:,} × {device.title} · "
         f"{sequences:,} sequences of {tokens:,} tokens a step"
     )
-    notes = [*_notes(subject, links, batch, length, bounds), *search.notes()]
+    notes = [*_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes()]
     return ParallelPlan(
-        title, tuple(shown), search.considered, search.fitting, len(search.costs), tuple(dict.fromkeys(notes))
+        title,
+        tuple(shown),
+        search.considered,
+        search.fitting,
+        len(search.costs),
+        tuple(dict.fromkeys(filter(None, notes))),
     )
 
 
@@ -358,6 +363,14 @@ def _as_whole(row: SplitRow, found: Whole) -> SplitRow:
         mfu=row.mfu * row.seconds / found.seconds,
         peak_memory_bytes=found.peak_memory_bytes,
     )
+
+
+def _compared(row: SplitRow) -> str:
+    """The two figures of a split that was metered whole."""
+    if row.how == "composed":
+        return ""
+    off = percent(row.composed_seconds / row.seconds - 1, 1)
+    return f"{row.split.name}, {_passes(row)}: {figure(row.seconds)} s whole; composed it was {off} % off"
 
 
 def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds) -> list[str]:

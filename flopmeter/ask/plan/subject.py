@@ -19,6 +19,7 @@ from flopmeter.models.llama import Llama, LlamaConfig
 
 Loss = Callable[[nn.Module, Tensor], Tensor]  # of a model and token ids [batch, length]: the scalar that is trained
 Styles = Mapping[str, Any]  # torch's parallel styles by the names of modules, in which * stands for any part
+ANY_HEADS = 1024  # of a model that nobody knows the heads of: they bound nothing
 _BY_CONFIG: dict[type, Callable[[Any], nn.Module]] = {LlamaConfig: Llama, GPT2Config: GPT2}
 
 
@@ -82,7 +83,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         longest=_first_number(config, ("max_position_embeddings", "positions")),
         has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
     )
-    return subject._replace(heads=_heads(config) if subject.tensor_parallel(model) else None)
+    return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)
 
 
 def _maker(build: Any) -> Callable[[], nn.Module]:
@@ -107,7 +108,8 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
 
 
 def _builtin(name: str) -> nn.Module:
-    return BUILTINS[name](dtype=torch.float32)[0]
+    model, _ = BUILTINS[name](dtype=torch.float32)
+    return model
 
 
 def _causal(config: Any) -> Any:
@@ -131,8 +133,8 @@ def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _named(build: Any, model: nn.Module) -> str:
-    name: str = build.removeprefix("hf:") if isinstance(build, str) else type(model).__name__
-    return name
+    name: str = build if isinstance(build, str) else type(model).__name__
+    return name.removeprefix("hf:")
 
 
 def _find_layers(model: nn.Module) -> str:
@@ -140,7 +142,9 @@ def _find_layers(model: nn.Module) -> str:
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)}
     if not lists:
         raise PlanError(f"{type(model).__name__} has no ModuleList of layers, which plan could split")
-    return max(lists, key=lambda name: (sum(each.numel() for each in lists[name].parameters()), -len(name)))
+    sizes = {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in lists.items()}
+    name: str = max(sizes, key=lambda name: (sizes[name], -len(name)))
+    return name
 
 
 def _layer(whole: nn.Module, index: int) -> nn.Module:
