@@ -20,6 +20,7 @@ from flopmeter.timing.peak_memory import Memory
 
 if TYPE_CHECKING:
     from flopmeter.ask.pipeline import Pipeline, time_pipeline
+    from flopmeter.ask.plan import ParallelPlan, PlanError, Split, SplitRow, plan
     from flopmeter.ask.serve import Serving, ServingError, serving
     from flopmeter.measured import Check, ProfileError, check
     from flopmeter.run import CudaRun, RunReport, cuda
@@ -40,13 +41,17 @@ __all__ = [
     "HardwareError",
     "HotSpot",
     "Memory",
+    "ParallelPlan",
     "Pipeline",
+    "PlanError",
     "ProfileError",
     "Report",
     "Row",
     "Serving",
     "ServingError",
     "RunReport",
+    "Split",
+    "SplitRow",
     "Sweep",
     "StreamError",
     "UncountedError",
@@ -58,6 +63,7 @@ __all__ = [
     "largest_batch",
     "load_hardware",
     "on_meta",
+    "plan",
     "serving",
     "sweep",
     "time_generation",
@@ -70,6 +76,7 @@ _LATE = {
     **dict.fromkeys(("Check", "ProfileError", "check"), "flopmeter.measured"),
     **dict.fromkeys(("CudaRun", "RunReport", "cuda"), "flopmeter.run"),
     **dict.fromkeys(("Serving", "ServingError", "serving"), "flopmeter.ask.serve"),
+    **dict.fromkeys(("ParallelPlan", "PlanError", "Split", "SplitRow", "plan"), "flopmeter.ask.plan"),
     **dict.fromkeys(("Pipeline", "time_pipeline"), "flopmeter.ask.pipeline"),  # it imports torch.distributed
 }
 

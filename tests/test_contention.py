@@ -70,6 +70,13 @@ def test_a_kernel_that_starts_beside_a_transfer_is_slowed_until_that_ends():
     assert ends(*works) == pytest.approx([4, 2, 2 + 2 + 9])
 
 
+def test_a_transfer_without_bytes_takes_sms_for_its_latency_alone():
+    """2 s at half the SMs, then 9 s of work are left; another one that waits on its port is not hindered."""
+    empty = transfer(latency=2.0, sms=0.5)
+    assert ends(kernel(10.0), on_link(2.0, STREAM_2, empty)) == pytest.approx([11, 2])
+    assert ends(on_link(2.0, STREAM_2, empty), on_link(0.0, STREAM_3, transfer())) == pytest.approx([2, 0])
+
+
 def test_a_message_is_as_slow_as_the_fuller_of_its_two_ports():
     """Rank 0 sends to 1 and to 2 through one port; 2 also receives from 1. Of two that share a port each has half."""
     out, back = transfer((("nic", "out"),)), transfer((("nic", "in"),))

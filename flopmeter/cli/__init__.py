@@ -14,6 +14,7 @@ from flopmeter.cli import (
     hardware_table,
     model_commands,
     model_list,
+    plan_command,
     run_command,
     serve_command,
 )
@@ -25,6 +26,7 @@ COMMANDS = {
     "run": run_command.COMMAND,
     **model_commands.COMMANDS,
     "serve": serve_command.COMMAND,
+    "plan": plan_command.COMMAND,
     **file_commands.COMMANDS,
     "hardware": hardware_table.COMMAND,
     "models": model_list.COMMAND,

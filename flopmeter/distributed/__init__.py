@@ -60,6 +60,8 @@ def world(
 def _close() -> None:
     if dist.is_initialized():  # the program may have ended it
         dist.destroy_process_group()
+    # DTensor remembers what an op does on a mesh. The next world may have an equal one with groups of other names.
+    private.forget_shardings()
 
 
 def _check(size: int, shape: Mapping[str, int], rank: int, gpus_per_node: int | None) -> None:

@@ -9,6 +9,7 @@ Llama 3.1's rescaling of the rotary frequencies changes values, not work, and is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,20 +54,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention in which `heads / kv_heads` query heads share a key and a value head."""
+    """Causal attention in which `heads / kv_heads` query heads share a key and a value head. The products say how many
+    heads there are, so that a rank of tensor parallelism has its part of them."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.heads, self.kv_heads, self.head_width = config.heads, config.kv_heads, config.head_width
         self.query = nn.Linear(config.width, config.heads * config.head_width, bias=False)
         self.key = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
         self.value = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
         self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k = self.key(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
-        v = self.value(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        q = self.query(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        k = self.key(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        v = self.value(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.heads != self.kv_heads
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -121,3 +123,28 @@ class Llama(nn.Module):
 
     def loss(self, tokens: Tensor) -> Tensor:
         return next_token_loss(self(tokens), tokens)
+
+    def tensor_parallel(self) -> dict[str, Any]:
+        """For torch's `parallelize_module`: products by columns, then by rows; between them the sequence is split, as
+        in torchtitan and Megatron-LM (arXiv 2205.05198). The loss runs in `loss_parallel()`."""
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import parallel as tp
+
+        whole, split = Replicate(), Shard(1)
+        products: dict[str, Any] = {f"attention.{name}": tp.ColwiseParallel() for name in ("query", "key", "value")}
+        products |= {f"mlp.{name}": tp.ColwiseParallel() for name in ("gate", "up")}
+        products |= {name: tp.RowwiseParallel(output_layouts=split) for name in ("attention.out", "mlp.down")}
+        inputs = tp.PrepareModuleInput(input_layouts=(split, None, None), desired_input_layouts=(whole, None, None))
+        block = {
+            "norm1": tp.SequenceParallel(),
+            "attention": inputs,
+            "norm2": tp.SequenceParallel(),
+            "mlp": tp.PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
+            **products,
+        }
+        return {
+            "token": tp.RowwiseParallel(input_layouts=whole, output_layouts=split),
+            **{f"blocks.*.{name}": style for name, style in block.items()},
+            "norm": tp.SequenceParallel(),
+            "head": tp.ColwiseParallel(input_layouts=split, use_local_output=False),
+        }

@@ -63,7 +63,7 @@ class _Queued:
 class _Task:
     """What runs: a kernel, a collective, or a message with both of its sides."""
 
-    __slots__ = ("is_moving", "left", "moves", "rate", "sides", "since", "version")
+    __slots__ = ("is_moving", "is_transfer", "left", "moves", "rate", "sides", "since", "version")
 
     def __init__(self) -> None:
         self.sides: list[tuple[_Queued, int]] = []
@@ -72,7 +72,7 @@ class _Task:
         self.since = 0.0  # when `left` was so much
         self.version = 0  # of its end among the events, which moves with the rate
         self.moves = 0.0  # of a transfer: how long its bytes move, after its latency, were it alone
-        self.is_moving = False
+        self.is_moving = self.is_transfer = False
 
     def demands(self) -> Iterator[tuple[_Rank, Demand | Transfer]]:
         for entry, number in self.sides:
@@ -185,14 +185,14 @@ class _Simulation:
         entry, number = task.sides[0]
         work = entry.rank.works[number]
         task.left, task.since = work.seconds, now
-        is_transfer = isinstance(work.demand, Transfer)
+        task.is_transfer = isinstance(work.demand, Transfer)
         if isinstance(work.demand, Transfer):
             latency = min(work.demand.latency_seconds, work.seconds)
             task.left, task.moves = latency, work.seconds - latency
         for entry, number in task.sides:
             entry.rank.starts[number] = now
-            (entry.rank.transfers if is_transfer else entry.rank.kernels).add(task)
-        if is_transfer:
+            (entry.rank.transfers if task.is_transfer else entry.rank.kernels).add(task)
+        if task.is_transfer:
             self._push(now + task.left, task)
             self._share(task, now)
         else:
@@ -224,11 +224,11 @@ class _Simulation:
         for entry, _ in changed.sides:
             if entry.rank.transfers:
                 beside.update(dict.fromkeys((*entry.rank.kernels, *entry.rank.transfers)))
-            elif changed.moves:
+            elif changed.is_transfer:
                 beside.update(dict.fromkeys(entry.rank.kernels))
         beside.pop(changed, None)
         for task in beside:
-            if task.moves and not task.is_moving:
+            if task.is_transfer and not task.is_moving:
                 continue  # a latency does not stretch
             rate = self._rate(task)
             if rate != task.rate:

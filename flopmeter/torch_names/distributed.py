@@ -38,6 +38,9 @@ _needed(
     "FSDPParamGroup._validate_no_meta_params",
     "where FSDP2 refuses meta",
 )
+forget_shardings = _needed(
+    "torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "how worlds in a row use DTensor"
+)
 
 
 def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> list[Library]:

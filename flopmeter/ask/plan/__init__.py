@@ -1,0 +1,6 @@
+"""How to split a model over many GPUs: `plan`."""
+
+from flopmeter.ask.plan.planning import ParallelPlan, SplitRow, plan
+from flopmeter.ask.plan.splits import PlanError, Split
+
+__all__ = ["ParallelPlan", "PlanError", "Split", "SplitRow", "plan"]

@@ -1,0 +1,353 @@
+"""A step of the whole world, put together from the costs of its layers.
+
+Each rank of the pipeline is a list of activities for the timeline's simulation (timing/concurrency.py): passes of
+layers, FSDP's gathers and scatters beside them, sums over replicas, and messages between stages. Approximations beside
+those of the timeline: a layer is one activity, whose demands are those of its kernels added up; the host is that of the
+layers; ranks of one stage are alike; Adam's time is in proportion to the shard.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost
+from flopmeter.ask.plan.schedules import Pass, most_in_flight, order_of
+from flopmeter.ask.plan.splits import Split
+from flopmeter.device.cluster import Cluster, price_collective
+from flopmeter.device.hardware import Hardware
+from flopmeter.records import DEFAULT_STREAM, Collective, CollectiveKind
+from flopmeter.timing.concurrency import Activity, MessageRoute, Stretch, run_concurrently
+from flopmeter.timing.contention import Demand, Transfer, transfer_of
+
+Bound = Literal["compute", "memory", "communication", "overhead", "bubble"]
+GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in fp32
+STATE_BYTES = 16  # of a parameter of the shard: it, its gradient, and Adam's two averages, all in fp32
+# Streams of FSDP2, beside the one that computes.
+GATHER, SCATTER, SUM = 1, 2, 3
+FIRST_MESSAGE = 4
+ROUNDS = 3  # of the pipeline's length: from so many microbatches on a step grows by the same time for each
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A step of one split. Of the rank of the pipeline that has the most to do, but for memory."""
+
+    seconds: float
+    seconds_by_bound: Mapping[Bound, float]
+    model_flops: float  # of each rank, on average
+    memory_bytes: int  # of the fullest rank
+    microbatches: int
+
+
+class Work(NamedTuple):
+    """What is composed, and on what."""
+
+    split: Split
+    kinds: Sequence[int]  # of each layer
+    costs: LayerCosts
+    batch: int  # sequences of a step, of all ranks
+    hardware: Hardware
+    cluster: Cluster
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // self.split.replicas // self.split.microbatch
+
+    def parts(self, stage: int) -> list[PartCost]:
+        """Of that stage of the pipeline, in order."""
+        counts = layers_by_stage(len(self.kinds), self.split.stages)
+        start = sum(counts[:stage])
+        parts = [self.costs.layers[kind] for kind in self.kinds[start : start + counts[stage]]]
+        if stage == 0:
+            parts = [self.costs.before, *parts]
+        return [*parts, self.costs.after] if stage == self.split.stages - 1 else parts
+
+    def chunks(self, rank: int) -> list[list[PartCost]]:
+        """The parts of each of the rank's stages."""
+        return [self.parts(chunk * self.split.pp + rank) for chunk in range(self.split.chunks)]
+
+
+def layers_by_stage(layers: int, stages: int) -> list[int]:
+    """As even as can be; of the stages, the last and the first, which have other work too, get the fewer."""
+    least, more = divmod(layers, stages)
+    if not least and layers < stages:
+        raise ValueError(f"{layers} layers are too few for {stages} stages")
+    order = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+    counts = [least] * stages
+    for stage in order[:more]:
+        counts[stage] += 1
+    return counts
+
+
+def compose(work: Work) -> Composed:
+    """The step of that split."""
+    pp, microbatches = work.split.pp, work.microbatches
+    fewer, more = (ROUNDS * pp, (ROUNDS + 1) * pp) if pp > 1 else (1, 2)
+    if microbatches <= more:
+        step = _simulated(work, microbatches)
+    else:
+        step = _longer(_simulated(work, fewer), _simulated(work, more), (microbatches - fewer) / (more - fewer))
+    flops = sum(
+        part.forward.model_flops + part.backward.model_flops
+        for rank in range(pp)
+        for parts in work.chunks(rank)
+        for part in parts
+    )
+    return Composed(
+        seconds=sum(step.values()),
+        seconds_by_bound=step,
+        model_flops=flops * microbatches / pp,
+        memory_bytes=most_memory_bytes(work),
+        microbatches=microbatches,
+    )
+
+
+def least_seconds(work: Work) -> float:
+    """No step of that split takes less: what the busiest rank computes, while the first and the last microbatch are
+    on the other ranks."""
+    split = work.split
+    own = [
+        sum(part.forward.seconds + part.backward.seconds for part in itertools.chain(*work.chunks(rank)))
+        for rank in range(split.pp)
+    ]
+    others = (sum(own) - max(own)) / split.chunks
+    return max(own) * work.microbatches + others
+
+
+Shares = dict[Bound, float]
+
+
+def _longer(fewer: Shares, more: Shares, times: float) -> Shares:
+    return {bound: max(0.0, fewer[bound] + times * (more[bound] - fewer[bound])) for bound in fewer}
+
+
+def _simulated(work: Work, microbatches: int) -> Shares:
+    """The wall-clock of the rank that has the most to do, by what it goes to."""
+    ranks = {number: _Rank(work, number, microbatches) for number in range(work.split.pp)}
+    stretches = run_concurrently({rank.world_rank: rank.activities for rank in ranks.values()})
+    shares = [rank.shares(stretches[rank.world_rank]) for rank in ranks.values()]
+    end = max(sum(each.values()) for each in shares)
+    slowest = max(shares, key=lambda each: sum(each.values()) - each["bubble"])
+    slowest["bubble"] += end - sum(slowest.values())
+    return slowest
+
+
+class _Rank:
+    """What one rank of the pipeline is given to do."""
+
+    def __init__(self, work: Work, rank: int, microbatches: int) -> None:
+        self._work, self._rank, self._split = work, rank, work.split
+        self._stride = work.split.group("pp")[1] if work.split.pp > 1 else 1
+        self._chunks = work.chunks(rank)
+        self._microbatches = microbatches
+        self.world_rank = rank * self._stride
+        self.activities: list[Activity] = []
+        self._costs: list[PassCost | None] = []  # of each activity that computes
+        self._streams: dict[MessageRoute, int] = {}
+        self._scatters: list[int] = []
+        self._last_scatter: tuple[int, ...] = ()
+        self._done: tuple[int, ...] = ()  # the last activity of the pass that the program is at
+        self._schedule()
+
+    # --- the program ---
+
+    def _schedule(self) -> None:
+        split = self._split
+        is_sharded = split.shards > 1
+        keeps_whole = split.pp > 1  # torchtitan: parameters stay gathered for all microbatches of a pipeline
+        for each in order_of(self._rank, split.pp, self._microbatches, split.chunks):
+            parts, first = self._chunks[each.chunk], each.microbatch == 0
+            last = each.microbatch == self._microbatches - 1
+            is_forward = each.kind == "forward"
+            arrived = self._receive(each)
+            gathers = is_sharded and (first and is_forward if keeps_whole else True)
+            scatters = not is_forward and (last if keeps_whole else True)
+            if gathers or scatters:
+                self._layer_by_layer(parts if is_forward else parts[::-1], is_forward, gathers, scatters, arrived)
+            else:
+                total = sum((_way(part, is_forward) for part in parts), PassCost())
+                self._done = self._compute(total, arrived)
+            if not is_forward and keeps_whole:
+                self._accumulate(sum(part.parameters for part in parts), first)
+            self._send(each)
+        numel = sum(part.parameters for parts in self._chunks for part in parts)
+        seconds = self._work.costs.optimizer_seconds_per_parameter * numel / split.shards
+        self._compute(PassCost(memory_seconds=seconds), tuple(self._scatters))
+
+    def _accumulate(self, numel: int, first: bool) -> None:
+        """Gradients of a microbatch are added to those before: by FSDP2 in fp32, else in their own type."""
+        if self._microbatches == 1:
+            return
+        if self._split.shards > 1:
+            nbytes = GATHERED_BYTES + (REDUCED_BYTES if first else 2 * REDUCED_BYTES)
+        else:
+            nbytes = 0 if first else 3 * GATHERED_BYTES
+        self._compute(PassCost(memory_seconds=self._moved(nbytes * numel)), ())
+
+    def _layer_by_layer(
+        self, parts: list[PartCost], is_forward: bool, gathers: bool, scatters: bool, arrived: tuple[int, ...]
+    ) -> None:
+        """As FSDP2 does it. While a layer runs, the next one's parameters are gathered. Its gradients are scattered
+        while the next one runs, whose end waits for that. What is outside of layers is one group: gathered before all
+        and kept, scattered after all."""
+        costs = self._work.costs
+        copied: tuple[int, ...] = ()
+        outside = [part for part in parts if part is costs.before or part is costs.after]
+        if gathers and is_forward and outside:
+            copied = self._gather(sum(part.parameters for part in outside), ())
+        for part in parts:
+            is_layer = part not in outside
+            if gathers and is_layer:
+                copied = self._gather(part.parameters, copied)
+            self._done = self._compute(_way(part, is_forward), (*arrived, *copied))
+            if scatters and is_layer:
+                self._scatter(part.parameters)
+        if scatters and outside:
+            self._scatter(sum(part.parameters for part in outside))
+
+    def _gather(self, numel: int, after: tuple[int, ...]) -> tuple[int, ...]:
+        """Parameters are gathered, and copied out of the buffer."""
+        gathered = self._collective("all_gather", GATHERED_BYTES * numel, ("fsdp", "cp"), GATHER, after)
+        return self._compute(PassCost(memory_seconds=self._moved(2 * GATHERED_BYTES * numel)), gathered)
+
+    def _scatter(self, numel: int) -> None:
+        """Gradients are copied into the buffer in fp32, once the scatter before is done; scattered; and summed up over
+        replicas."""
+        split, after = self._split, self._done
+        if split.shards > 1:
+            copy = PassCost(memory_seconds=self._moved((GATHERED_BYTES + REDUCED_BYTES) * numel))
+            after = self._compute(copy, (*after, *self._last_scatter))
+            after = self._collective("reduce_scatter", REDUCED_BYTES * numel, ("fsdp", "cp"), SCATTER, after)
+            self._last_scatter = after
+        if split.dp > 1:
+            after = self._collective("all_reduce", REDUCED_BYTES * numel // split.shards, ("dp",), SUM, after)
+        self._scatters = [*self._last_scatter, *after]
+
+    def _receive(self, each: Pass) -> tuple[int, ...]:
+        """What the pass needs of a neighbour."""
+        stage = each.chunk * self._split.pp + self._rank
+        source = stage - 1 if each.kind == "forward" else stage + 1
+        if not 0 <= source < self._split.stages or self._split.pp == 1:
+            return ()
+        return self._message("recv", source % self._split.pp, self._rank, ())
+
+    def _send(self, each: Pass) -> None:
+        stage = each.chunk * self._split.pp + self._rank
+        to = stage + 1 if each.kind == "forward" else stage - 1
+        if 0 <= to < self._split.stages and self._split.pp > 1:
+            self._message("send", self._rank, to % self._split.pp, self._done)
+
+    # --- activities ---
+
+    def _add(
+        self, seconds: float, demand: Demand | Transfer, stream: int, after: tuple[int, ...], **route: MessageRoute
+    ) -> tuple[int, ...]:
+        self.activities.append(
+            Activity(0.0, seconds, False, stream, tuple(sorted(set(after))), None, **route, demand=demand)
+        )
+        self._costs.append(None)
+        return (len(self.activities) - 1,)
+
+    def _compute(self, cost: PassCost, after: tuple[int, ...]) -> tuple[int, ...]:
+        number = self._add(cost.seconds, Demand(cost.compute_seconds, cost.memory_seconds), DEFAULT_STREAM, after)
+        self._costs[-1] = cost
+        return number
+
+    def _moved(self, nbytes: int) -> float:
+        return nbytes / self._work.hardware.sustained_bandwidth_bytes_per_s
+
+    def _collective(
+        self, kind: CollectiveKind, nbytes: int, dims: tuple[str, ...], stream: int, after: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        return self._transfer(Collective(kind, nbytes, self._split.group(*dims)), stream, after)
+
+    def _message(
+        self, kind: Literal["send", "recv"], sender: int, receiver: int, after: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        ends = sender * self._stride, receiver * self._stride
+        pair = tuple(sorted(ends))
+        # Forward and backward messages between two ranks go in other directions, or (with two ranks and more chunks)
+        # share one in the order of the schedule.
+        route: MessageRoute = (pair, *ends)
+        stream = self._streams.setdefault(route, FIRST_MESSAGE + len(self._streams))
+        collective = Collective(kind, self._work.costs.boundary_bytes, pair)
+        return self._transfer(collective, stream, after, route=route)
+
+    def _transfer(
+        self, collective: Collective, stream: int, after: tuple[int, ...], **route: MessageRoute
+    ) -> tuple[int, ...]:
+        device, cluster = self._work.hardware, self._work.cluster
+        price = price_collective(collective, cluster)
+        demand = transfer_of(
+            collective, price, cluster.intra.transport, device.sm_count, device.sustained_bandwidth_bytes_per_s
+        )
+        return self._add(price.seconds, demand, stream, after, **route)
+
+    # --- what came of it ---
+
+    def shares(self, stretches: list[Stretch]) -> Shares:
+        """Until this rank has ended, by what the computing stream does or waits for."""
+        shares: Shares = dict.fromkeys(("compute", "memory", "communication", "overhead", "bubble"), 0.0)
+        end = 0.0
+        for number, (activity, cost, stretch) in enumerate(zip(self.activities, self._costs, stretches, strict=True)):
+            if cost is None:
+                continue
+            latest = max(activity.after, key=lambda other: stretches[other].end_seconds, default=number)
+            is_message = self.activities[latest].route is not None
+            shares["bubble" if is_message else "communication"] += stretch.start_seconds - end
+            slowed = (stretch.end_seconds - stretch.start_seconds) / cost.seconds if cost.seconds else 1.0
+            shares["compute"] += cost.compute_seconds * slowed
+            shares["memory"] += cost.memory_seconds * slowed
+            shares["communication"] += cost.communication_seconds * slowed
+            shares["overhead"] += cost.overhead_seconds * slowed
+            end = stretch.end_seconds
+        return shares
+
+
+def _way(part: PartCost, is_forward: bool) -> PassCost:
+    return part.forward if is_forward else part.backward
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def most_memory_bytes(work: Work) -> int:
+    """Of the fullest rank."""
+    return max(memory_bytes(work, rank) for rank in range(work.split.pp))
+
+
+def memory_bytes(work: Work, rank: int) -> int:
+    """At the fullest moment of a step: state, parameters and gradients that are whole, activations, temporaries."""
+    split, chunks, costs = work.split, work.chunks(rank), work.costs
+    parts = [part for chunk in chunks for part in chunk]
+    numel = sum(part.parameters for part in parts)
+    microbatches = min(work.microbatches, ROUNDS * split.pp)  # more do not fill it further
+    order = order_of(rank, split.pp, microbatches, split.chunks)
+    activations = most_in_flight(order, [sum(part.activation_bytes for part in chunk) for chunk in chunks])
+    state = STATE_BYTES * numel / split.shards
+    after = sum(part.activation_bytes for part in parts if part is costs.after)
+    # While the last part runs backward all activations are there; while a layer does, those of the loss are gone.
+    moments = (
+        part.transient_bytes + _whole_bytes(work, parts, part) - (0 if part is costs.after else after) for part in parts
+    )
+    return round(state + activations + max(moments))
+
+
+def _whole_bytes(work: Work, parts: list[PartCost], running: PartCost) -> float:
+    """Parameters and gradients that are whole while this part runs backward."""
+    split, costs = work.split, work.costs
+    layer = max(part.parameters for part in costs.layers.values())
+    if split.shards == 1:
+        return (GATHERED_BYTES + GATHERED_BYTES) * sum(part.parameters for part in parts)
+    buffers = (GATHERED_BYTES + REDUCED_BYTES) * layer  # the layer's own gradients, and the scatter of those before
+    if split.pp > 1:  # parameters stay gathered, and gradients are added up in fp32
+        gradients = REDUCED_BYTES if work.microbatches > 1 else 0
+        return (GATHERED_BYTES + gradients) * sum(part.parameters for part in parts) + buffers
+    outside = GATHERED_BYTES * (costs.before.parameters + costs.after.parameters)
+    gathered = 2 * GATHERED_BYTES * layer  # this layer, and the buffer of the next one
+    if running is costs.after:
+        return outside + gathered
+    return outside + GATHERED_BYTES * costs.after.parameters + gathered + buffers

@@ -1,0 +1,224 @@
+"""What one layer of each kind costs a rank, and what is outside of the layers, metered once for each shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flopmeter.ask.plan.program import PARAMETERS, backward, optimizer_step, split_layers
+from flopmeter.ask.plan.splits import Shape
+from flopmeter.ask.plan.subject import Subject
+from flopmeter.device.cluster import Cluster
+from flopmeter.device.hardware import Hardware
+from flopmeter.distributed import world
+from flopmeter.meter import FlopMeter, Mode
+from flopmeter.records import DEFAULT_STREAM
+from flopmeter.report.report import Report
+
+BEFORE, AFTER = -1, -2  # in the place of a layer's number: the embedding; the norm, the head and the loss
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """A forward or a backward pass of one microbatch. The first four are shares of `seconds`."""
+
+    compute_seconds: float = 0.0
+    memory_seconds: float = 0.0
+    communication_seconds: float = 0.0  # of collectives that the pass waits for
+    overhead_seconds: float = 0.0  # the device waits for the host, kernels too small to outlast their launch
+    model_flops: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.memory_seconds + self.communication_seconds + self.overhead_seconds
+
+    def __add__(self, other: PassCost) -> PassCost:
+        return PassCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+class PartCost(NamedTuple):
+    """A layer, or what is before or after the layers, on one rank."""
+
+    forward: PassCost
+    backward: PassCost  # recomputation included
+    parameters: int  # of this rank, before FSDP shards them
+    activation_bytes: int  # that a microbatch leaves until its backward pass
+    transient_bytes: int  # the most beside those while it runs: temporaries, and what recomputation makes again
+
+
+class LayerCosts(NamedTuple):
+    """All that splits of one shape need to know."""
+
+    layers: Mapping[int, PartCost]  # by kind
+    before: PartCost
+    after: PartCost
+    boundary_bytes: int  # of what one layer hands to the next: a message between stages
+    optimizer_seconds_per_parameter: float  # of a shard
+    notes: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+
+class LayersJob(NamedTuple):
+    """What a worker needs to meter a shape."""
+
+    subject: Subject
+    shape: Shape
+    length: int
+    hardware: Hardware
+    cluster: Cluster
+    mode: Mode
+    meter_options: Mapping[str, Any]
+
+
+def meter_layers(job: LayersJob) -> LayerCosts:
+    """Two layers of the most frequent kind and one of each other kind run forward and backward. The second one of the
+    first kind is taken: it is neither the first to run nor the last."""
+    subject, shape = job.subject, job.shape
+    kinds = sorted(set(subject.kinds), key=lambda kind: -subject.kinds.count(kind))
+    chosen = [kinds[0], *kinds]
+    size = shape.tp * shape.cp
+    with world(size, {"cp": shape.cp, "tp": shape.tp}, gpus_per_node=job.cluster.gpus_per_node) as mesh:
+        model = subject.model(chosen)
+        _cast(model)
+        split_layers(subject, model, mesh, shape.recompute)
+        blocks = subject.layers_of(model)
+        boundary = _watch_boundary(blocks[-1])
+        tokens = torch.empty(shape.microbatch, job.length, dtype=torch.long, device="meta")
+        with FlopMeter(job.hardware, cluster=job.cluster, **job.meter_options) as meter:
+            backward(subject, model, mesh, tokens)
+        report = meter.report(mode=job.mode)
+    parts = _Parts(report, f"{type(model).__name__}.{subject.layers}.")
+    inside = [sum(map(_local_numel, block.parameters())) for block in blocks]
+    outside = sum(map(_local_numel, model.parameters())) - sum(inside)
+    first = _local_numel(next(model.parameters()))
+    return LayerCosts(
+        layers={kind: parts.cost(place, inside[place]) for place, kind in enumerate(chosen) if place},
+        before=parts.cost(BEFORE, min(first, outside)),
+        after=parts.cost(AFTER, max(0, outside - first)),
+        boundary_bytes=boundary[0],
+        optimizer_seconds_per_parameter=_optimizer(blocks[1], job),
+        notes=report.notes,
+        assumptions=report.assumptions,
+    )
+
+
+def _cast(model: nn.Module) -> None:
+    """FSDP2's mixed precision casts parameters, not buffers."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(PARAMETERS)
+
+
+def _local(tensor: Any) -> Tensor:
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _local_numel(tensor: Tensor) -> int:
+    return _local(tensor).numel()
+
+
+def _watch_boundary(block: nn.Module) -> list[int]:
+    found: list[int] = []
+
+    def note(_: nn.Module, __: Any, output: Any) -> None:
+        hidden = _local(output[0] if isinstance(output, tuple) else output)
+        found.append(hidden.nbytes)
+
+    block.register_forward_hook(note)
+    return found
+
+
+def _optimizer(block: nn.Module, job: LayersJob) -> float:
+    """Of one layer's parameters in fp32, whole; that of a shard is taken to be its share."""
+    shards = [torch.empty(_local(each).shape, device="meta", requires_grad=True) for each in block.parameters()]
+    step = optimizer_step(shards)
+    for _ in range(2):  # the first one makes the state
+        for each in shards:
+            each.grad = torch.empty_like(each)
+        with FlopMeter(job.hardware, **job.meter_options) as meter:
+            step()
+    report = meter.report(mode=job.mode)
+    return (report.seconds - report.idle_seconds) / sum(each.numel() for each in shards)
+
+
+class _Parts:
+    """Which time and memory of a report belongs to which layer."""
+
+    def __init__(self, report: Report, prefix: str) -> None:
+        self._report, self._prefix = report, prefix
+        self._passes: dict[tuple[int, bool], PassCost] = {}
+        for part, is_backward, cost in self._spans():
+            key = part, is_backward
+            self._passes[key] = self._passes.get(key, PassCost()) + cost
+        self._activations, self._transients = self._memory()
+
+    def cost(self, part: int, parameters: int) -> PartCost:
+        forward, backward = (self._passes.get((part, way), PassCost()) for way in (False, True))
+        return PartCost(forward, backward, parameters, self._activations.get(part, 0), self._transients.get(part, 0))
+
+    def _spans(self) -> Iterator[tuple[int, bool, PassCost]]:
+        """The computing stream, cut where a kernel ends: what goes before a kernel is that kernel's."""
+        report, place = self._report, _Place(self._prefix)
+        end = 0.0
+        for kernel, timing in zip(report.kernels, report.timings, strict=True):
+            part, is_backward = place(kernel.op.module, kernel.op.phase)
+            if timing.stream != DEFAULT_STREAM:
+                continue
+            flops = kernel.cost.flops - kernel.cost.recomputed_flops if kernel.op.phase != "recompute" else 0
+            waited = timing.start_seconds - end
+            communication = min(waited, timing.link_wait_seconds) + timing.seconds * timing.is_collective
+            overhead = waited - min(waited, timing.link_wait_seconds)
+            work = 0.0 if timing.is_collective else timing.work_seconds
+            overhead += 0.0 if timing.is_collective else timing.floor_seconds
+            is_compute = timing.compute_seconds >= timing.memory_seconds
+            yield (
+                part,
+                is_backward,
+                PassCost(
+                    compute_seconds=work if is_compute else 0.0,
+                    memory_seconds=0.0 if is_compute else work,
+                    communication_seconds=communication,
+                    overhead_seconds=overhead,
+                    model_flops=flops,
+                ),
+            )
+            end = timing.end_seconds
+
+    def _memory(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Of each part, what it made in its forward pass that is alive when the loss has been computed; and the most
+        that is alive beside activations while it runs."""
+        memory, place = self._report.memory, _Place(self._prefix)
+        ops = memory.trace.ops
+        parts = [place(op.module, op.phase)[0] for op in ops]
+        end = next((number for number, op in enumerate(ops) if op.phase in ("backward", "recompute")), len(ops))
+        kept: dict[int, int] = {}
+        for block in memory.blocks:
+            if block.category == "activations" and 0 <= block.born < end and (block.died is None or block.died > end):
+                kept[parts[block.born]] = kept.get(parts[block.born], 0) + block.nbytes
+        most: dict[int, int] = {}
+        held = memory.timeline["activations"][end]
+        for part, alive, again in zip(
+            parts, memory.timeline["temporaries"], memory.timeline["activations"], strict=False
+        ):
+            most[part] = max(most.get(part, 0), alive + max(0, again - held))
+        return kept, most
+
+
+class _Place:
+    """The part of a kernel, in the order of the program: its layer; outside of layers, before or after the first."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._last, self._is_backward = prefix, BEFORE, False
+
+    def __call__(self, module: str, phase: str) -> tuple[int, bool]:
+        if not self._is_backward and phase != "forward":
+            self._is_backward, self._last = True, AFTER
+        if module.startswith(self._prefix):
+            self._last = int(module.removeprefix(self._prefix).partition(".")[0])
+        elif self._last >= 0 and module.count("."):
+            self._last = BEFORE if self._is_backward else AFTER
+        return self._last, self._is_backward

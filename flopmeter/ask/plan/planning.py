@@ -1,0 +1,412 @@
+"""Which way to split a training step over the GPUs of a cluster fits and is fastest."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware
+from flopmeter.ask.plan.compose import STATE_BYTES, Bound, Composed, Work, compose, least_seconds, most_memory_bytes
+from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
+from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, checked_wishes, splits
+from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
+from flopmeter.ask.plan.whole import Whole, WholeJob, meter_whole
+from flopmeter.ask.steps import is_positive
+from flopmeter.ask.workers import results_of
+from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
+from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.meter import DEFAULT_HARDWARE, Mode
+from flopmeter.report.quantities import UNKNOWN, figure, in_gb, percent
+from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
+from flopmeter.timing.peak_memory import usable_bytes_if_known
+
+How = Literal["composed", "whole"]
+USUAL_LENGTH = 8192  # tokens of a sequence, where nobody says it and the model takes as many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRow:
+    """A training step in one split. Memory and watts are of one GPU, the rest of all."""
+
+    KEYS = (
+        "name", "dp", "fsdp", "tp", "cp", "pp", "ep", "microbatch", "microbatches", "recompute", "schedule", "chunks",
+        "how", "seconds", "composed_seconds", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "bound_by",
+        "peak_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_step", "dollars_per_million_tokens",
+    )  # fmt: skip
+
+    split: Split
+    how: How  # 'composed' of layers, or metered whole
+    microbatches: int  # of a rank in a step
+    tokens: int  # of a step
+    seconds: float
+    composed_seconds: float
+    seconds_by_bound: Mapping[Bound, float]  # of the rank that has the most to do
+    mfu: float
+    peak_memory_bytes: int  # of the fullest rank
+    usable_memory_bytes: int | None
+    dollars_per_gpu_hour: float | None
+
+    @property
+    def gpus(self) -> int:
+        return self.split.replicas * self.split.tp * self.split.cp * self.split.pp
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens_per_s / self.gpus
+
+    @property
+    def bound_by(self) -> Bound:
+        """The largest share of the step."""
+        return max(self.seconds_by_bound, key=self.seconds_by_bound.__getitem__)
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.usable_memory_bytes is None else self.peak_memory_bytes <= self.usable_memory_bytes
+
+    @property
+    def dollars_per_step(self) -> float | None:
+        if self.dollars_per_gpu_hour is None:
+            return None
+        return self.dollars_per_gpu_hour * self.gpus * self.seconds / SECONDS_PER_HOUR
+
+    @property
+    def dollars_per_million_tokens(self) -> float | None:
+        return None if self.dollars_per_step is None else 1e6 * self.dollars_per_step / self.tokens
+
+    def share(self, bound: Bound) -> float:
+        """Of the step."""
+        return self.seconds_by_bound[bound] / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat, in plain types and SI units."""
+        flat = {name: getattr(self if hasattr(self, name) else self.split, name) for name in self.KEYS}
+        return {**flat, **{f"{bound}_seconds": seconds for bound, seconds in self.seconds_by_bound.items()}}
+
+
+@dataclass(frozen=True, repr=False)
+class ParallelPlan(Shown):
+    """The fastest splits of those that fit, by rising time; where none fits, those that need the least memory."""
+
+    title: str
+    rows: tuple[SplitRow, ...]
+    considered: int  # splits that divide the work evenly
+    fitting: int
+    metered: int  # shapes of layers
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> SplitRow | None:
+        """The fastest that fits; None where nothing does."""
+        return next((row for row in self.rows if row.fits is not False), None)
+
+    def with_note(self, note: str) -> ParallelPlan:
+        """The same with a line more under the table; an empty one adds none."""
+        return replace(self, notes=(*self.notes, note)) if note else self
+
+    def _document(self) -> Document:
+        records = [row.as_dict() for row in self.rows]
+        found = (
+            f"{self.considered:,} splits divide the work evenly, {self.fitting:,} of them fit; "
+            f"put together from layers of {self.metered:,} shapes"
+        )
+        best = "none of the splits fits in memory; these need the least"
+        if self.best is not None:
+            best = f"fastest of what fits: {self.best.split.name}, {_passes(self.best)}"
+        return Document(
+            kind="plan",
+            title=self.title,
+            tables=[table_of(_COLUMNS, self.rows, hides_unknown=True)],
+            notes=[best, found, *self.notes],
+            data={"considered": self.considered, "fitting": self.fitting, "rows": records},
+            records=records,
+        )
+
+
+def _passes(row: SplitRow) -> str:
+    """What the mesh does not say."""
+    split = row.split
+    kept = {"none": "nothing recomputed", "selective": "selective recomputation", "full": "full recomputation"}
+    schedule = {"none": "", "1f1b": ", 1F1B", "interleaved": f", interleaved 1F1B of {split.chunks} stages a rank"}
+    return (
+        f"{row.microbatches} x {split.microbatch} sequences a rank, {kept[split.recompute]}{schedule[split.schedule]}"
+    )
+
+
+def _schedule(row: SplitRow) -> str:
+    split = row.split
+    return {"none": UNKNOWN, "1f1b": "1F1B", "interleaved": f"1F1B ×{split.chunks}"}[split.schedule]
+
+
+_COLUMNS: list[ColumnOf[SplitRow]] = [
+    ColumnOf("split", lambda row: row.split.name, str, "<"),
+    ColumnOf("batches", lambda row: f"{row.microbatches} x {row.split.microbatch}", str),
+    ColumnOf("recompute", lambda row: row.split.recompute, str, "<"),
+    ColumnOf("schedule", _schedule, str, "<"),
+    ColumnOf("s", lambda row: row.seconds),
+    ColumnOf("tokens/s/GPU", lambda row: row.tokens_per_s_per_gpu),
+    ColumnOf("MFU %", lambda row: percent(row.mfu, 1), str),
+    ColumnOf("bound by", lambda row: row.bound_by, str, "<"),
+    ColumnOf("comm. %", lambda row: percent(row.share("communication")), str),
+    ColumnOf("bubble %", lambda row: percent(row.share("bubble")), str),
+    ColumnOf("peak GB", lambda row: row.peak_memory_bytes, in_gb),
+    ColumnOf("of GB", lambda row: row.usable_memory_bytes, in_gb),
+    ColumnOf("$/step", lambda row: row.dollars_per_step),
+    ColumnOf("$/M tokens", lambda row: row.dollars_per_million_tokens),
+    ColumnOf("figures", lambda row: row.how, str, "<"),
+]
+
+
+def plan(
+    build: Any,
+    world: int,
+    hardware: AnyHardware = DEFAULT_HARDWARE,
+    memory: float | None = None,
+    *,
+    batch: int | None = None,
+    length: int | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    mode: Mode = "eager",
+    only: Mapping[str, object] | None = None,
+    tensor_parallel: Styles | None = None,
+    loss: Loss | None = None,
+    rows: int = 10,
+    whole: int = 0,
+    dollars_per_gpu_hour: float | None = None,
+    workers: int = 1,
+    executor: Executor | None = None,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    **meter_options: Any,
+) -> ParallelPlan:
+    """The fastest ways to split a training step of a language model over `world` GPUs.
+
+    One layer of each kind is metered for each shape that a split gives it, with torch's own tensor and context
+    parallelism and recomputation; steps are put together from these, with FSDP2's collectives, messages between stages
+    and the bubble of the schedule, on the links of the cluster.
+
+    build: a built-in model ('llama-3-70b'), 'hf:TYPE' or 'hf:CONFIG.json', a config of transformers or of
+        flopmeter.models, or a function without arguments (or a module on meta) that makes the model: its layers are the
+        ModuleList with the most parameters, its inputs token ids.
+    world: GPUs.
+    memory: bytes of each that tensors may take; by default what the device has, less the context of the process.
+    batch: sequences of a step, of all GPUs; by default one for each GPU.
+    length: tokens of a sequence; by default what the model's config allows, up to 8,192.
+    cluster: a name, the path of a YAML file or a Cluster; by default the one that the device comes in.
+    only: limits what is tried, such as {"tp": 8, "pp": [1, 2], "recompute": "full"}; names are those of `Split`.
+    tensor_parallel: torch's styles by module names, as `parallelize_module` takes them; by default the model's own
+        (`tensor_parallel()` or transformers' plan). A model without any is not split so.
+    loss: the scalar that is trained, of the model and token ids; by default the model's own, else that of the next
+        token.
+    rows: how many splits the answer has. whole: how many of them are then metered with all of their layers.
+    workers, executor: processes that meter side by side, or any concurrent.futures.Executor. What they are given is
+        pickled, so that a function has to be one of a module, and the main module guarded by `__name__`.
+    meter_options: of FlopMeter.
+
+    Raises PlanError for options that make no sense and where no split divides the work, HardwareError for an unknown
+    device or a cluster that is too small, and TargetError for a model that cannot be built.
+    """
+    device = load_hardware(hardware)
+    links = cluster_of(device) if cluster is None else load_cluster(cluster)
+    _check(world=world, rows=rows, batch=batch, length=length)
+    _check_positive(memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
+    links.check_size(world)
+    subject = subject_of(build, tensor_parallel, loss)
+    sequences, tokens = batch or world, length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
+    usable = usable_bytes_if_known(device) if memory is None else round(memory)
+    bounds = Bounds(world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node)
+    search = _Search(subject, bounds, device, links, mode, usable, meter_options)
+    run = _Runner(workers, executor, progress)
+    found = search.best(checked_wishes(only or {}), rows, run)
+    shown = [search.row(each, dollars_per_gpu_hour) for each in found]
+    shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
+    title = (
+        f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {world:,} × {device.title} · "
+        f"{sequences:,} sequences of {tokens:,} tokens a step"
+    )
+    notes = [*_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes()]
+    return ParallelPlan(
+        title,
+        tuple(shown),
+        search.considered,
+        search.fitting,
+        len(search.costs),
+        tuple(dict.fromkeys(filter(None, notes))),
+    )
+
+
+class _Runner(NamedTuple):
+    """How jobs are run."""
+
+    workers: int
+    executor: Executor | None
+    progress: Callable[[Sequence[Any]], Iterable[Any]]
+
+    def __call__(self, run: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
+        results = results_of(run, jobs, self.workers, self.executor)
+        return [next(results) for _ in self.progress(jobs)]
+
+
+class _Found(NamedTuple):
+    split: Split
+    step: Composed
+
+
+class _Search:
+    """The splits of one model on one cluster."""
+
+    def __init__(
+        self, subject: Subject, bounds: Bounds, device: Hardware, cluster: Cluster, mode: Mode, usable: int | None,
+        meter_options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._subject, self._bounds, self._device, self._cluster = subject, bounds, device, cluster
+        self._mode: Mode = mode
+        self._usable, self._meter_options = usable, meter_options
+        self.costs: dict[Shape, LayerCosts] = {}
+        self.considered = self.fitting = 0
+
+    def best(self, wishes: Mapping[str, tuple[object, ...]], rows: int, run: _Runner) -> list[_Found]:
+        """The fastest that fit, else those that need the least memory."""
+        candidates = list(splits(self._bounds, wishes))
+        self.considered = len(candidates)
+        if not candidates:
+            raise PlanError(_nothing(self._bounds, wishes))
+        worth = [each for each in candidates if self._may_fit(each)] or candidates
+        shapes = list(dict.fromkeys(each.shape for each in worth))
+        jobs = [LayersJob(self._subject, shape, *self._where) for shape in shapes]
+        self.costs = dict(zip(shapes, run(meter_layers, jobs), strict=True))
+        works = [self._work(each) for each in worth]
+        sizes = [most_memory_bytes(work) for work in works]
+        fitting = [
+            work for work, size in zip(works, sizes, strict=True) if self._usable is None or size <= self._usable
+        ]
+        self.fitting = len(fitting)
+        if not fitting:
+            smallest = heapq.nsmallest(rows, range(len(works)), key=sizes.__getitem__)
+            return [_Found(works[number].split, compose(works[number])) for number in smallest]
+        return _fastest(fitting, rows)
+
+    @property
+    def _where(self) -> tuple[int, Hardware, Cluster, Mode, Mapping[str, Any]]:
+        return self._bounds.length, self._device, self._cluster, self._mode, self._meter_options
+
+    def _may_fit(self, split: Split) -> bool:
+        """Whether the state alone does."""
+        share = split.tp * split.pp * split.shards
+        return self._usable is None or STATE_BYTES * self._subject.parameters / share <= self._usable
+
+    def _work(self, split: Split) -> Work:
+        return Work(
+            split, self._subject.kinds, self.costs[split.shape], self._bounds.batch, self._device, self._cluster
+        )
+
+    def row(self, found: _Found, dollars: float | None) -> SplitRow:
+        split, step = found
+        peak = self._device.contraction_peak("bf16").flop_per_s
+        return SplitRow(
+            split=split,
+            how="composed",
+            microbatches=step.microbatches,
+            tokens=self._bounds.batch * self._bounds.length,
+            seconds=step.seconds,
+            composed_seconds=step.seconds,
+            seconds_by_bound=step.seconds_by_bound,
+            mfu=step.model_flops / step.seconds / peak,
+            peak_memory_bytes=step.memory_bytes,
+            usable_memory_bytes=self._usable,
+            dollars_per_gpu_hour=dollars,
+        )
+
+    def whole_job(self, row: SplitRow) -> WholeJob:
+        return WholeJob(self._subject, row.split, row.microbatches, *self._where)
+
+    def notes(self) -> list[str]:
+        found = [note for costs in self.costs.values() for note in costs.notes]
+        return found + [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
+
+
+def _fastest(works: list[Work], rows: int) -> list[_Found]:
+    """Put together in the order of what they take at least, until no other one can be among the fastest. Of splits
+    that only share replicas otherwise between dp and fsdp there is the fastest."""
+    best: dict[object, _Found] = {}
+    for least, work in sorted(((least_seconds(work), work) for work in works), key=lambda pair: pair[0]):
+        found = sorted(best.values(), key=lambda each: each.step.seconds)[:rows]
+        if len(found) == rows and least >= found[-1].step.seconds:
+            break
+        this, alike = _Found(work.split, compose(work)), replace(work.split, dp=1, fsdp=work.split.replicas)
+        if alike not in best or this.step.seconds < best[alike].step.seconds:
+            best[alike] = this
+    return sorted(best.values(), key=lambda each: each.step.seconds)[:rows]
+
+
+def _metered(search: _Search, rows: list[SplitRow], whole: int, run: _Runner) -> list[SplitRow]:
+    """With the first of those without a pipeline metered whole."""
+    chosen = [row for row in rows if row.split.pp == 1][:whole]
+    results = dict(
+        zip((row.split for row in chosen), run(meter_whole, [search.whole_job(row) for row in chosen]), strict=True)
+    )
+    return [_as_whole(row, results[row.split]) if row.split in results else row for row in rows]
+
+
+def _as_whole(row: SplitRow, found: Whole) -> SplitRow:
+    return replace(
+        row,
+        how="whole",
+        seconds=found.seconds,
+        seconds_by_bound=found.seconds_by_bound,
+        mfu=row.mfu * row.seconds / found.seconds,
+        peak_memory_bytes=found.peak_memory_bytes,
+    )
+
+
+def _compared(row: SplitRow) -> str:
+    """The two figures of a split that was metered whole."""
+    if row.how == "composed":
+        return ""
+    off = percent(row.composed_seconds / row.seconds - 1, 1)
+    return f"{row.split.name}, {_passes(row)}: {figure(row.seconds)} s whole; composed it was {off} % off"
+
+
+def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds) -> list[str]:
+    notes = [
+        f"cluster: {cluster.title}",
+        "products run in bf16, gradients are summed in fp32; parameters, gradients and AdamW's state in fp32, sharded "
+        "over fsdp x cp; with a pipeline parameters stay gathered over its microbatches (torchtitan's ways)",
+        "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
+        "microbatches alike",
+    ]
+    if batch is None:
+        notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=)")
+    if length is None:
+        notes.append(f"assumed: {bounds.length:,} tokens a sequence (length=)")
+    if subject.heads is None:
+        notes.append("no tensor parallelism: the model has no plan for it (tensor_parallel=)")
+    if subject.has_experts:
+        notes.append("experts are not split over ranks (ep 1): plan does not know that yet")
+    return notes
+
+
+def _nothing(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:
+    asked = f" with only={dict(wishes)}" if wishes else ""
+    return (
+        f"no split of {bounds.world:,} GPUs divides {bounds.batch:,} sequences, {bounds.layers} layers and "
+        f"{bounds.heads or 'no'} heads evenly{asked}: another batch= or world= may"
+    )
+
+
+def _check(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise PlanError(f"{name} has to be a whole number from 1 on, not {number!r}")
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not is_positive(value):
+            raise PlanError(f"{name} must be a positive number, not {value!r}")

@@ -1,0 +1,97 @@
+"""The training program that is metered: torch's own parallel code around the model, as torchtitan applies it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from flopmeter.ask.plan.splits import Recompute, Split
+from flopmeter.ask.plan.subject import Subject
+
+PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # what products run in, and gradients are summed in
+
+
+def split_layers(subject: Subject, model: nn.Module, mesh: DeviceMesh, recompute: Recompute) -> None:
+    """Tensor parallelism over mesh['tp'] and recomputation of layers, in place."""
+    if mesh["tp"].size() > 1:
+        parallelize_module(model, mesh["tp"], dict(subject.tensor_parallel(model)))
+    for block in subject.layers_of(model):
+        if recompute != "none":
+            options: dict[str, Any] = {"context_fn": _selective} if recompute == "selective" else {}
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def shard(subject: Subject, model: nn.Module, mesh: DeviceMesh, split: Split) -> None:
+    """FSDP2 around each layer, then around what is left: over fsdp x cp ranks, and copies over dp."""
+    dims = [name for name in ("fsdp", "cp") if getattr(split, name) > 1] or ["fsdp"]
+    shards = mesh[tuple(dims)]._flatten("shards") if len(dims) > 1 else mesh[dims[0]]
+    of_fsdp = shards if split.dp == 1 else DeviceMesh._concatenate([mesh["dp"], shards])
+    policy = MixedPrecisionPolicy(param_dtype=PARAMETERS, reduce_dtype=REDUCED)
+    for block in subject.layers_of(model):
+        fully_shard(block, mesh=of_fsdp, mp_policy=policy)
+    fully_shard(model, mesh=of_fsdp, mp_policy=policy)
+
+
+def backward(subject: Subject, model: nn.Module, mesh: DeviceMesh, tokens: Tensor) -> None:
+    """Forward and backward pass of a microbatch, tokens [batch, length] of which this rank has its part."""
+    with _parted(mesh, tokens), loss_parallel() if mesh["tp"].size() > 1 else nullcontext():
+        subject.loss(model, tokens).backward()
+
+
+@contextmanager
+def _parted(mesh: DeviceMesh, tokens: Tensor) -> Iterator[None]:
+    if mesh["cp"].size() == 1:
+        yield
+        return
+    from torch.distributed.tensor.experimental import context_parallel
+
+    with context_parallel(mesh["cp"], buffers=[tokens], buffer_seq_dims=[1]):
+        yield
+
+
+def optimizer_step(parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """Gradients clipped to a norm, then AdamW. Parameters of each mesh are a group: torch's lists take one mesh."""
+    groups: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()])
+
+    def step() -> None:
+        for group in groups.values():
+            nn.utils.clip_grad_norm_(group, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _selective() -> Any:
+    """torchtitan's selective recomputation: attention, sums over ranks and every second product are kept."""
+    products: Counter[bool] = Counter()
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = func is torch.ops.aten.mm.default
+        products[context.is_recompute] += is_product
+        is_kept = func in _KEPT and not (is_product and products[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+_KEPT = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)

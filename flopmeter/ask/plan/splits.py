@@ -1,0 +1,171 @@
+"""Splits: the ways in which the ranks of a world can share a training step, and which of them make sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, NamedTuple, get_args
+
+Recompute = Literal["none", "selective", "full"]
+ScheduleName = Literal["none", "1f1b", "interleaved"]
+MOST_MICROBATCH = 8  # sequences that a rank works on at a time
+LEAST_LENGTH = 2048  # tokens of a sequence that a rank of context parallelism keeps
+MOST_CHUNKS = 8  # stages of a rank in an interleaved schedule
+
+
+class PlanError(ValueError):
+    """Nothing can be planned; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One way. The mesh is [pp, dp, fsdp, cp, tp], so that tensor parallel ranks are neighbours; parameters are sharded
+    over fsdp x cp ranks, as in torchtitan, and whole copies of them are kept by dp x pp x tp."""
+
+    dp: int  # replicas, whose gradients are summed up (DDP, or the outer dimension of HSDP)
+    fsdp: int
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    microbatch: int  # sequences
+    recompute: Recompute
+    schedule: ScheduleName
+    chunks: int = 1  # stages of each rank of the pipeline
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in MESH}
+
+    @property
+    def shards(self) -> int:
+        """Ranks that parameters are sharded over."""
+        return self.fsdp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that work on other sequences."""
+        return self.dp * self.fsdp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    @property
+    def shape(self) -> Shape:
+        """What decides the shapes of a layer's tensors."""
+        return Shape(self.tp, self.cp, self.microbatch, self.recompute)
+
+    @property
+    def name(self) -> str:
+        """Without dimensions of one rank: 'fsdp 128 x tp 8'."""
+        return " x ".join(f"{name} {ranks}" for name, ranks in self.mesh.items() if ranks > 1) or "one GPU"
+
+    def group(self, *names: str) -> tuple[int, ...]:
+        """The ranks of these neighbouring dimensions of the mesh, rank 0 among them."""
+        inner, size = 1, 1
+        for name in reversed(MESH):
+            if name in names:
+                size *= getattr(self, name)
+            elif size == 1:
+                inner *= getattr(self, name)
+        return tuple(range(0, inner * size, inner))
+
+
+MESH = ("pp", "dp", "fsdp", "cp", "tp")  # from the outermost
+
+
+class Shape(NamedTuple):
+    """Splits of one shape run the same kernels in each layer."""
+
+    tp: int
+    cp: int
+    microbatch: int
+    recompute: Recompute
+
+
+class Bounds(NamedTuple):
+    """What limits the splits."""
+
+    world: int
+    batch: int  # sequences of a step, of all ranks
+    length: int  # tokens of a sequence
+    layers: int
+    heads: int | None  # of keys and values, which tensor parallelism divides; None: the model has no plan for it
+    gpus_per_node: int
+
+
+WISHES = (*MESH, "ep", "microbatch", "recompute", "schedule", "chunks")
+
+
+def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
+    """Values that each name may have. Raises PlanError for a name or a value that is none."""
+    wishes = {}
+    for name, wanted in only.items():
+        if name not in WISHES:
+            raise PlanError(f"only[{name!r}]: known are {', '.join(WISHES)}")
+        values = (wanted,) if isinstance(wanted, str) or not isinstance(wanted, Iterable) else tuple(wanted)
+        known = {"recompute": get_args(Recompute), "schedule": get_args(ScheduleName)}.get(name)
+        for value in values:
+            if known and value not in known:
+                raise PlanError(f"only[{name!r}]: {value!r} is none of {', '.join(known)}")
+            if not known and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise PlanError(f"only[{name!r}]: {value!r} is no whole number from 1 on")
+        if name == "ep" and set(values) != {1}:
+            raise PlanError("only['ep']: plan does not split experts yet; FlopMeter meters a program that does")
+        wishes[name] = values
+    return wishes
+
+
+def splits(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[Split]:
+    """All that divide the work evenly and are known to make sense, of those that `wishes` allows."""
+    for split in _all(bounds, wishes):
+        if all(getattr(split, name) in values for name, values in wishes.items()):
+            yield split
+
+
+def _all(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[Split]:
+    for tp, cp, pp in product(_tensor(bounds, wishes), _context(bounds, wishes), _stages(bounds)):
+        data, rest = divmod(bounds.world, tp * cp * pp)
+        if rest or bounds.batch % data:
+            continue
+        for fsdp, microbatch, recompute in product(divisors(data), divisors(bounds.batch // data), get_args(Recompute)):
+            if microbatch > MOST_MICROBATCH and "microbatch" not in wishes:
+                continue
+            for schedule, chunks in _schedules(bounds, pp, bounds.batch // data // microbatch):
+                yield Split(data // fsdp, fsdp, tp, cp, pp, 1, microbatch, recompute, schedule, chunks)
+
+
+def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
+    """Within a node, unless somebody wishes for more."""
+    if bounds.heads is None:
+        return [1]
+    most = bounds.world if "tp" in wishes else bounds.gpus_per_node
+    return [tp for tp in divisors(bounds.heads) if tp <= most]
+
+
+def _context(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
+    """Each rank has two parts of the sequence, an early and a late one, so that masks leave all the same work."""
+    least = 2 if "cp" in wishes else LEAST_LENGTH
+    return [cp for cp in divisors(bounds.length // 2) if cp == 1 or bounds.length // cp >= least]
+
+
+def _stages(bounds: Bounds) -> list[int]:
+    return [pp for pp in divisors(bounds.world) if pp <= bounds.layers]
+
+
+def _schedules(bounds: Bounds, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
+    """Fewer microbatches than stages leave most of a pipeline empty."""
+    if pp == 1:
+        yield "none", 1
+        return
+    yield "1f1b", 1
+    if microbatches % pp == 0:
+        for chunks in range(2, min(MOST_CHUNKS, bounds.layers // pp) + 1):
+            if bounds.layers % (pp * chunks) == 0 or (bounds.layers + 2) % (pp * chunks) == 0:
+                yield "interleaved", chunks
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,224 @@
+"""The model that is planned: how it is made, which of its modules are its layers, and how each can be split."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flopmeter.ask.plan.splits import PlanError
+from flopmeter.models import BUILTINS, Trainable
+from flopmeter.models.gpt2 import GPT2, GPT2Config
+from flopmeter.models.hubs import TargetError, hub_config, model_of
+from flopmeter.models.layers import next_token_loss
+from flopmeter.models.llama import Llama, LlamaConfig
+
+Loss = Callable[[nn.Module, Tensor], Tensor]  # of a model and token ids [batch, length]: the scalar that is trained
+Styles = Mapping[str, Any]  # torch's parallel styles by the names of modules, in which * stands for any part
+ANY_HEADS = 1024  # of a model that nobody knows the heads of: they bound nothing
+_BY_CONFIG: dict[type, Callable[[Any], nn.Module]] = {LlamaConfig: Llama, GPT2Config: GPT2}
+
+
+class Subject(NamedTuple):
+    """A language model to split."""
+
+    make: Callable[[], nn.Module]  # the whole model
+    name: str
+    layers: str  # the list that they are in, by its name in the model, such as 'model.layers'
+    kinds: tuple[int, ...]  # of each layer: the first layer that is like it
+    heads: int | None  # that tensor parallelism may divide; None: the model has no plan for it
+    styles: Styles | None
+    loss: Loss
+    parameters: int
+    longest: int | None  # tokens of a sequence that its config allows; None: it does not say
+    has_experts: bool
+
+    def model(self, layers: list[int] | None = None) -> nn.Module:
+        """On meta, with these layers only; None: with all."""
+        model = _on_meta(self.make)
+        if layers is not None:
+            holder, _, name = self.layers.rpartition(".")
+            whole = model.get_submodule(self.layers)
+            kept = [copy.deepcopy(_layer(whole, index)) for index in layers]
+            setattr(model.get_submodule(holder), name, _like(whole, kept))
+            _tell_config(model, layers)
+        return model
+
+    def layers_of(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.get_submodule(self.layers).children())
+
+    def tensor_parallel(self, model: nn.Module) -> Styles:
+        """torch's styles for `parallelize_module`."""
+        if self.styles is not None:
+            return self.styles
+        own = getattr(model, "tensor_parallel", None)
+        return own() if callable(own) else _of_transformers(model)
+
+
+def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = None) -> Subject:
+    """What `build` stands for. Raises PlanError, or TargetError where transformers is missing or knows no such type.
+
+    build: the name of a built-in model, 'hf:TYPE', 'hf:CONFIG.json', a config of transformers or of flopmeter.models, a
+        module on meta, or a function without arguments that makes the model.
+    """
+    make = _maker(build)
+    model = _on_meta(make)
+    layers = _find_layers(model)
+    blocks = list(model.get_submodule(layers).children())
+    config = getattr(model, "config", None)
+    kinds = [_kind(block, config, index) for index, block in enumerate(blocks)]
+    subject = Subject(
+        make=make,
+        name=_named(build, model),
+        layers=layers,
+        kinds=tuple(kinds.index(kind) for kind in kinds),
+        heads=None,
+        styles=styles,
+        loss=loss or _loss_of(model),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        longest=_first_number(config, ("max_position_embeddings", "positions")),
+        has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
+    )
+    return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)
+
+
+def _maker(build: Any) -> Callable[[], nn.Module]:
+    if isinstance(build, str):
+        if build.startswith("hf:"):
+            return partial(model_of, _causal(hub_config(build.removeprefix("hf:"))), torch.float32)
+        if build in BUILTINS:
+            return partial(_builtin, build)
+        raise PlanError(f"{build!r} is no model: give {', '.join(BUILTINS)}, hf:TYPE or hf:CONFIG.json")
+    for config, make in _BY_CONFIG.items():
+        if isinstance(build, config):
+            return partial(make, build)
+    if hasattr(build, "get_text_config"):
+        return partial(model_of, _causal(copy.deepcopy(build)), torch.float32)
+    if isinstance(build, nn.Module):
+        return partial(copy.deepcopy, build)
+    if callable(build):
+        return build  # type: ignore[no-any-return]
+    raise PlanError(
+        f"plan takes a model's name, a config, a module or a function that makes the model, not {type(build).__name__}"
+    )
+
+
+def _builtin(name: str) -> nn.Module:
+    model, _ = BUILTINS[name](dtype=torch.float32)
+    return model
+
+
+def _causal(config: Any) -> Any:
+    """The language model of the config's type, where the config names no class."""
+    if not getattr(config, "architectures", None):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if name is None:
+            raise TargetError(f"transformers has no causal language model of type {config.model_type}")
+        config.architectures = [name]
+    return config
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the function has to make a torch module; it made a {type(model).__name__}")
+    return model
+
+
+def _named(build: Any, model: nn.Module) -> str:
+    name: str = build if isinstance(build, str) else type(model).__name__
+    return name.removeprefix("hf:")
+
+
+def _find_layers(model: nn.Module) -> str:
+    """The list, or dictionary, of modules with the most parameters."""
+    lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)}
+    if not lists:
+        raise PlanError(f"{type(model).__name__} has no ModuleList of layers, which plan could split")
+    sizes = {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in lists.items()}
+    name: str = max(sizes, key=lambda name: (sizes[name], -len(name)))
+    return name
+
+
+def _layer(whole: nn.Module, index: int) -> nn.Module:
+    return list(whole.children())[index]
+
+
+def _like(whole: nn.Module, kept: list[nn.Module]) -> nn.Module:
+    if isinstance(whole, nn.ModuleDict):
+        return nn.ModuleDict({str(place): layer for place, layer in enumerate(kept)})
+    return nn.ModuleList(kept)
+
+
+def _tell_config(model: nn.Module, layers: list[int]) -> None:
+    """Models of transformers go by their config's numbers and kinds of layers."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        text = config.get_text_config()
+        if getattr(text, "layer_types", None):
+            text.layer_types = [text.layer_types[index] for index in layers]
+        text.num_hidden_layers = len(layers)
+
+
+def _kind(block: nn.Module, config: Any, index: int) -> tuple[Any, ...]:
+    types = getattr(config.get_text_config(), "layer_types", None) if hasattr(config, "get_text_config") else None
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    return type(block), shapes, types[index] if types else None
+
+
+def _heads(config: Any) -> int | None:
+    """Of keys and values: the fewer of both."""
+    return _first_number(config, ("num_key_value_heads", "num_attention_heads", "kv_heads", "heads"))
+
+
+def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
+    """The first of these fields that the config has."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return next((number for name in names if isinstance(number := getattr(text, name, None), int)), None)
+
+
+_STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
+
+
+def _of_transformers(model: nn.Module) -> dict[str, Any]:
+    """The plan that transformers itself would load the model with; none where it has a style that torch lacks."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import parallel as tp
+
+    plan = getattr(model, "_tp_plan", None) or {}
+    if not plan.keys() or not set(plan.values()) <= set(_STYLES):
+        return {}
+    styles = {
+        "colwise": tp.ColwiseParallel(),
+        "rowwise": tp.RowwiseParallel(),
+        "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate()),
+        "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
+    }
+    return {name: styles[style] for name, style in plan.items() if style in styles}
+
+
+def _loss_of(model: nn.Module) -> Loss:
+    if hasattr(model, "prepare_inputs_for_generation"):
+        return _transformers_loss
+    return _own_loss if isinstance(model, Trainable) else _logits_loss
+
+
+def _transformers_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def _own_loss(model: Any, tokens: Tensor) -> Tensor:
+    loss: Tensor = model.loss(tokens)
+    return loss
+
+
+def _logits_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return next_token_loss(model(tokens), tokens)

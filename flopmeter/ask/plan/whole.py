@@ -1,0 +1,61 @@
+"""A split metered whole: all layers of the real program, with torch's FSDP2, DTensor and optimizer around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from flopmeter.ask.plan.compose import Bound
+from flopmeter.ask.plan.program import backward, optimizer_step, shard, split_layers
+from flopmeter.ask.plan.splits import Split
+from flopmeter.ask.plan.subject import Subject
+from flopmeter.device.cluster import Cluster
+from flopmeter.device.hardware import Hardware
+from flopmeter.distributed import world
+from flopmeter.meter import FlopMeter, Mode
+
+
+class WholeJob(NamedTuple):
+    """What a worker needs to meter a split."""
+
+    subject: Subject
+    split: Split
+    microbatches: int
+    length: int
+    hardware: Hardware
+    cluster: Cluster
+    mode: Mode
+    meter_options: Mapping[str, Any]
+
+
+class Whole(NamedTuple):
+    """A step of one split, of which all layers ran."""
+
+    seconds: float
+    seconds_by_bound: Mapping[Bound, float]
+    peak_memory_bytes: int
+
+
+def meter_whole(job: WholeJob) -> Whole:
+    """A split without a pipeline: one microbatch and the optimizer's step, and that microbatch so often again."""
+    subject, split = job.subject, job.split
+    with world(math.prod(split.mesh.values()), split.mesh, gpus_per_node=job.cluster.gpus_per_node) as mesh:
+        model = subject.model()
+        split_layers(subject, model, mesh, split.recompute)
+        shard(subject, model, mesh, split)
+        step = optimizer_step(model.parameters())
+        tokens = torch.empty(split.microbatch, job.length, dtype=torch.long, device="meta")
+        with FlopMeter(job.hardware, cluster=job.cluster, **job.meter_options) as meter:
+            backward(subject, model, mesh, tokens)
+            passes = range(len(meter.trace.ops))
+            step()
+        report = meter.report(mode=job.mode)
+        again = job.microbatches - 1
+        more = meter.report(mode=job.mode, ops=passes).seconds_by_regime if again else {}
+    by_bound: dict[Bound, float] = {
+        bound: seconds + again * more.get(bound, 0.0) for bound, seconds in report.seconds_by_regime.items()
+    }
+    return Whole(sum(by_bound.values()), by_bound | {"bubble": 0.0}, report.memory.steady_peak_bytes)

@@ -1,0 +1,100 @@
+"""The subcommand plan: how to split a training step over many GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any, get_args
+
+from flopmeter.ask.plan import PlanError, plan
+from flopmeter.ask.plan.splits import WISHES
+from flopmeter.cli.command import Command, add_device, add_format, number, show
+from flopmeter.cli.prices import load_prices
+from flopmeter.cli.progress import on_terminal
+from flopmeter.cli.targets import Target, load_target
+from flopmeter.device.hardware import load_hardware
+from flopmeter.meter import Mode
+from flopmeter.models import BUILTINS
+from flopmeter.report.tables import FORMATS
+
+
+def _plan(options: argparse.Namespace) -> int:
+    device = load_hardware(options.hardware)
+    prices = load_prices(options.price)
+    result = plan(
+        _subject(options.target),
+        options.gpus,
+        device,
+        None if options.memory is None else options.memory * 1e9,
+        batch=options.batch,
+        length=options.seq,
+        cluster=options.cluster,
+        mode=options.mode,
+        only=dict(map(_wish, options.only)),
+        rows=options.rows,
+        whole=options.whole,
+        dollars_per_gpu_hour=prices.dollars_per_hour.get(device.name),
+        workers=options.workers,
+        progress=on_terminal("metering"),
+    )
+    show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
+    return 0 if result.best else 1
+
+
+def _subject(name: str) -> Any:
+    """What `plan` takes; of a file or a module the function that makes the model."""
+    if name in BUILTINS or name.startswith("hf:"):
+        return name
+    return _MadeBy(load_target(name))
+
+
+class _MadeBy:
+    """A target's model: a function that processes can be sent."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def __call__(self) -> Any:
+        made = self._target.builder()
+        return made[0] if isinstance(made, tuple) else made
+
+
+def _wish(text: str) -> tuple[str, list[Any]]:
+    """'tp=4,8' or 'recompute=full'."""
+    name, _, values = text.partition("=")
+    if name not in WISHES or not values:
+        raise PlanError(f"--only {text!r}: write NAME=VALUE,... with a name of {', '.join(WISHES)}")
+    return name, [int(value) if value.isdigit() else value for value in values.split(",")]
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "target", metavar="TARGET",
+        help="a built-in model, hf:CONFIG.json, hf:TYPE, or module:function or file.py:function that makes the model",
+    )  # fmt: skip
+    add("--gpus", metavar="N", type=number, required=True, help="how many GPUs train the model")
+    add_device(parser, mode=False)
+    add("--memory", metavar="GB", type=float, help="of each GPU for tensors (default: what the device has)")
+    add("--batch", metavar="N", type=number, help="sequences of a step, of all GPUs (default: one for each)")
+    add("--seq", metavar="N", type=number, help="tokens of a sequence (default: the config's, up to 8,192)")
+    add("--cluster", metavar="NAME", help="links between GPUs (default: those that the device comes in)")
+    add("--mode", choices=get_args(Mode), default="eager", help="how layers are launched (default: %(default)s)")
+    add(
+        "--only", metavar="NAME=VALUES", nargs="+", action="extend", default=[],
+        help=f"limit what is tried, such as tp=4,8 pp=1 recompute=full; names: {', '.join(WISHES)}",
+    )  # fmt: skip
+    add("--rows", metavar="N", type=number, default=10, help="how many splits to show (default: %(default)s)")
+    add("--whole", metavar="N", type=int, default=0, help="meter so many of them whole (default: %(default)s)")
+    add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
+    add("--workers", metavar="N", type=number, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    add_format(parser, FORMATS)
+
+
+COMMAND = Command(
+    _plan,
+    "Which way to split a training step over many GPUs fits and is fastest",
+    "Example: flopmeter plan llama-3-70b --gpus 1024 --hardware h100-sxm5-80gb --price h100-sxm5-80gb=2.5\n"
+    "Exit code 1 where no split fits in memory.\n",
+    _arguments,
+)

@@ -1,0 +1,336 @@
+"""Plans: against closed forms, torch's own meshes and schedules, and programs that are metered whole."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pipeline_programs import scheduled
+from torch import nn
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from flopmeter import PlanError, Split, plan
+from flopmeter.ask.plan.compose import Work, compose, layers_by_stage, memory_bytes
+from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost, meter_layers
+from flopmeter.ask.plan.schedules import most_in_flight, order_of
+from flopmeter.ask.plan.subject import subject_of
+from flopmeter.ask.plan.whole import WholeJob, meter_whole
+from flopmeter.cli import main
+from flopmeter.device.cluster import Cluster, Link, load_cluster
+from flopmeter.device.hardware import load_hardware
+from flopmeter.distributed import world
+from flopmeter.distributed.ranks import run_ranks
+from flopmeter.models.llama import LlamaConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+H100 = load_hardware("h100-sxm5-80gb")
+DGX = load_cluster("dgx-h100")
+FREE_LINK = Link(name="free", transport="nvlink", bandwidth_gb_per_s=1e5, achieved=1.0, source="none")
+FREE = Cluster(name="free", title="free links", gpus_per_node=64, start_us=0.0, intra=FREE_LINK)
+SMALL = LlamaConfig(layers=3, width=2048, heads=16, kv_heads=8, hidden=5632, vocabulary=32000)
+PLAIN = Split(dp=1, fsdp=1, tp=1, cp=1, pp=1, ep=1, microbatch=1, recompute="none", schedule="none")
+ONE_GPU = {"tp": 1, "cp": 1, "pp": 1}
+
+
+def pass_of(seconds: float) -> PassCost:
+    return PassCost(compute_seconds=seconds, model_flops=1)
+
+
+def costs_by_hand(forward: float, backward: float, parameters: int = 0, activations: int = 0) -> LayerCosts:
+    """Layers alike, and nothing outside of them."""
+    nothing = PartCost(PassCost(), PassCost(), 0, 0, 0)
+    layer = PartCost(pass_of(forward), pass_of(backward), parameters, activations, 0)
+    return LayerCosts({0: layer}, nothing, nothing, 0, 0.0, (), ())
+
+
+def work(split: Split, costs: LayerCosts, layers: int, microbatches: int, cluster: Cluster = FREE) -> Work:
+    return Work(split, [0] * layers, costs, microbatches * split.replicas * split.microbatch, H100, cluster)
+
+
+# --- closed forms ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 8), (4, 40), (8, 16)])
+def test_a_pipeline_takes_as_long_as_its_microbatches_and_the_stages_before(ranks: int, microbatches: int):
+    """(m + p - 1) passes of a stage: GPipe and Megatron-LM (arXiv 1811.06965, 2104.04473). Forty are extrapolated."""
+    step = compose(work(replace(PLAIN, pp=ranks, schedule="1f1b"), costs_by_hand(1.0, 2.0), ranks, microbatches))
+    assert step.seconds == pytest.approx(3.0 * (microbatches + ranks - 1), rel=1e-3)
+    assert step.seconds_by_bound["bubble"] == pytest.approx(3.0 * (ranks - 1), rel=1e-2)
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_stages_of_several_chunks_make_the_bubble_so_much_smaller(chunks: int):
+    """Megatron-LM, arXiv 2104.04473, section 2.2: (p - 1) / v passes of a whole rank."""
+    split = replace(PLAIN, pp=4, schedule="interleaved", chunks=chunks)
+    step = compose(work(split, costs_by_hand(1.0, 2.0), 4 * chunks, 8))
+    assert step.seconds == pytest.approx(3.0 * chunks * (8 + 3 / chunks), rel=1e-3)
+
+
+def test_gathers_and_scatters_behind_long_layers_cost_the_first_and_the_last_of_them():
+    layers, numel = 8, 100_000_000
+    sharded = work(replace(PLAIN, fsdp=8, tp=8), costs_by_hand(1.0, 2.0, numel), layers, 1, DGX)  # a rank of each node
+    alone = compose(work(PLAIN, costs_by_hand(1.0, 2.0), layers, 1)).seconds
+    step = compose(sharded)
+    port = 0.94 * 50e9
+    first, last = (nbytes * numel * 7 / 8 / port for nbytes in (2, 4))  # in bf16 and in fp32
+    exposed = step.seconds_by_bound["communication"]
+    assert exposed == pytest.approx(first + last, rel=0.05)
+    assert step.seconds > alone + exposed  # copies into and out of buffers, and what collectives take from layers
+
+
+def test_replicas_that_sum_gradients_over_a_port_take_two_more_passes_of_a_shard():
+    numel = 1_000_000_000
+    split = replace(PLAIN, fsdp=8, dp=8)
+    step = compose(work(split, costs_by_hand(1.0, 2.0, numel), 1, 1, DGX))
+    shard_sum = 2 * 7 / 8 * 4 * numel / 8 / (0.94 * 50e9)  # a ring over eight nodes
+    assert step.seconds_by_bound["communication"] > shard_sum
+
+
+def test_more_microbatches_take_equally_long_each():
+    seconds = [
+        compose(work(replace(PLAIN, fsdp=16), costs_by_hand(0.01, 0.02, 10_000_000), 4, microbatches, DGX)).seconds
+        for microbatches in (1, 2, 3, 5)
+    ]
+    assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
+    assert seconds[3] - seconds[2] == pytest.approx(2 * (seconds[2] - seconds[1]))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_1f1b_holds_activations_of_as_many_microbatches_as_there_are_stages_from_here(rank: int):
+    split = replace(PLAIN, pp=4, schedule="1f1b")
+    with_activations = work(split, costs_by_hand(1.0, 2.0, activations=1000), 4, 8)
+    assert memory_bytes(with_activations, rank) == 1000 * (4 - rank)
+
+
+def test_layers_are_spread_evenly_and_ends_have_the_fewer():
+    assert layers_by_stage(126, 16) == [7, *[8] * 14, 7]
+    assert layers_by_stage(80, 8) == [10] * 8
+    assert layers_by_stage(6, 4) == [1, 2, 2, 1]
+
+
+# --- torch's own ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 3)])
+def test_interleaved_passes_are_in_the_order_of_torchs_table(ranks: int, microbatches: int, chunks: int):
+    tables: dict[int, list[Any]] = {}
+
+    def table(rank: int) -> None:
+        with world(ranks, {"pp": ranks}, rank) as mesh:
+            step = scheduled(ScheduleInterleaved1F1B, mesh, chunks=chunks, microbatches=microbatches)
+            cells = [cell.cell_contents for cell in step.__closure__ or ()]
+            (made,) = (each for each in cells if isinstance(each, ScheduleInterleaved1F1B))
+            tables[rank] = [action for action in made.pipeline_order[rank] if action is not None]
+
+    run_ranks(range(ranks), table)
+    for rank, actions in tables.items():
+        theirs = [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions]
+        ours = order_of(rank, ranks, microbatches, chunks)
+        assert [
+            ("F" if each.kind == "forward" else "B", each.chunk * ranks + rank, each.microbatch) for each in ours
+        ] == theirs
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_1f1b_runs_each_pass_once_and_warms_up_by_the_stages_behind(rank: int):
+    order = order_of(rank, 4, 8, 1)
+    assert sorted(each.microbatch for each in order if each.kind == "forward") == list(range(8))
+    assert sorted(each.microbatch for each in order if each.kind == "backward") == list(range(8))
+    assert [each.kind for each in order].index("backward") == 4 - rank
+    assert most_in_flight(order, [1.0]) == 4 - rank
+
+
+def test_groups_of_a_split_are_those_of_torchs_mesh():
+    split = replace(PLAIN, pp=2, dp=2, fsdp=4, cp=2, tp=4)
+    with world(128, split.mesh) as mesh:
+        for name in split.mesh:
+            assert split.group(name) == tuple(mesh[name].mesh.tolist())
+        assert split.group("fsdp", "cp") == tuple(mesh["fsdp", "cp"].mesh.flatten().tolist())
+
+
+@cache
+def layers_of(split: Split) -> LayerCosts:
+    return meter_layers(LayersJob(subject_of(SMALL), split.shape, 8192, H100, DGX, "eager", {}))
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        replace(PLAIN, fsdp=16),
+        replace(PLAIN, fsdp=4, tp=2, recompute="selective"),
+        replace(PLAIN, fsdp=4, cp=2, recompute="full"),
+    ],
+    ids=lambda split: split.name,
+)
+def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split):
+    subject = subject_of(SMALL)
+    whole = meter_whole(WholeJob(subject, split, 1, 8192, H100, DGX, "eager", {}))
+    composed = compose(Work(split, subject.kinds, layers_of(split), split.replicas * split.microbatch, H100, DGX))
+    assert composed.seconds == pytest.approx(whole.seconds, rel=0.08)
+    assert 0.95 < composed.memory_bytes / whole.peak_memory_bytes < 1.3
+
+
+# --- the answer -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def small_plan(**options: Any) -> Any:
+    return plan(SMALL, 8, H100, length=1024, only=ONE_GPU | {"microbatch": 1}, dollars_per_gpu_hour=3.6, **options)
+
+
+def test_the_answer_is_the_fastest_that_fits():
+    found = small_plan()
+    assert found.best is found.rows[0]
+    assert [row.seconds for row in found.rows] == sorted(row.seconds for row in found.rows)
+    assert all(row.peak_memory_bytes <= row.usable_memory_bytes for row in found.rows)
+    assert found.best.split.recompute == "none"  # there is room for all activations
+    assert found.best.tokens_per_s == pytest.approx(8 * 1024 / found.best.seconds)
+    assert found.best.dollars_per_step == pytest.approx(8 * found.best.seconds * 3.6 / 3600)
+    assert sum(found.best.seconds_by_bound.values()) == pytest.approx(found.best.seconds)
+
+
+def test_less_memory_never_makes_a_faster_plan():
+    room = small_plan()
+    tight = small_plan(memory=0.9 * room.best.peak_memory_bytes)
+    assert tight.best.seconds >= room.best.seconds
+    assert tight.fitting < room.fitting
+
+
+def test_where_nothing_fits_the_least_hungry_splits_say_so():
+    none = small_plan(memory=1e9)
+    assert none.best is None
+    assert none.fitting == 0
+    assert "none of the splits fits in memory" in str(none)
+
+
+def test_wishes_are_kept_and_never_make_it_faster():
+    free, kept = small_plan(), plan(SMALL, 8, H100, length=1024, only=ONE_GPU | {"microbatch": 1, "recompute": "full"})
+    assert {row.split.recompute for row in kept.rows} == {"full"}
+    assert kept.best.seconds > free.best.seconds
+
+
+def test_a_plan_is_shown_in_each_format():
+    found = small_plan()
+    assert "| split" in found.render("markdown")
+    (row, *_) = csv.DictReader(io.StringIO(found.render("csv")))
+    assert float(row["seconds"]) == found.best.seconds
+    assert json.loads(found.render("json"))["rows"][0]["fsdp"] == found.best.split.fsdp
+    assert "fastest of what fits: fsdp 8" in str(found)
+    assert "assumed: 8 sequences a step" in str(found)
+
+
+def test_rows_can_be_metered_whole():
+    found = plan(SMALL, 8, H100, length=1024, only=ONE_GPU | {"recompute": "none"}, rows=2, whole=1)
+    whole = [row for row in found.rows if row.how == "whole"]
+    assert len(whole) == 1
+    assert whole[0].seconds != whole[0].composed_seconds
+    assert "s whole; composed it was" in str(found)
+
+
+class Serial(Executor):
+    """Runs what it is given at once, and counts."""
+
+    def __init__(self) -> None:
+        self.jobs = 0
+
+    def submit(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.jobs += 1
+        future: Future[Any] = Future()
+        future.set_result(run(*args, **kwargs))
+        return future
+
+
+def test_any_executor_runs_the_jobs():
+    executor = Serial()
+    assert small_plan(executor=executor).rows == small_plan().rows
+    assert executor.jobs == 3  # a shape for each way to recompute
+
+
+class Mixer(nn.Module):
+    """Layers of two kinds, which no config describes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x))
+
+
+class Mixers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(1000, 512)
+        self.layers = nn.ModuleList(Mixer(512) if i % 2 else nn.Linear(512, 512) for i in range(6))
+        self.head = nn.Linear(512, 1000)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_function_that_makes_a_model_is_planned_with_a_layer_of_each_kind():
+    assert subject_of(Mixers).kinds == (0, 1, 0, 1, 0, 1)
+    found = plan(Mixers, 4, H100, length=256, only={"microbatch": 1, "recompute": "none"})
+    assert {row.split.tp for row in found.rows} == {1}
+    assert "no tensor parallelism: the model has no plan for it" in str(found)
+
+
+def test_styles_of_the_callers_own_split_a_model():
+    styles = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    only = {"microbatch": 1, "recompute": "none", "fsdp": 1, "pp": 1}
+    found = plan(Mixers, 4, H100, length=256, only=only, tensor_parallel=styles)
+    assert {row.split.tp for row in found.rows} == {1, 2, 4}
+
+
+def test_a_config_of_transformers_brings_its_own_plan():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=1000, max_position_embeddings=128,
+    )  # fmt: skip
+    found = plan(config, 4, H100, only={"microbatch": 1, "recompute": "none", "cp": 1, "tp": [1, 2]}, rows=20)
+    assert {row.split.tp for row in found.rows} == {1, 2}
+    assert "4 sequences of 128 tokens" in found.title
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"build": "llama-4"}, "is no model: give .*llama-3-70b"),
+        ({"build": 3}, "a model's name, a config, a module or a function"),
+        ({"build": lambda: nn.Linear(2, 2)}, "Linear has no ModuleList"),
+        ({"world": 0}, "world has to be a whole number"),
+        ({"batch": 7}, "no split of 8 GPUs divides 7 sequences"),
+        ({"memory": -1.0}, "memory must be a positive number"),
+        ({"only": {"gpus": 3}}, "known are pp, dp, fsdp"),
+        ({"only": {"tp": "two"}}, "'two' is no whole number"),
+        ({"only": {"recompute": "half"}}, "'half' is none of none, selective, full"),
+        ({"only": {"ep": 8}}, "does not split experts yet"),
+    ],
+)
+def test_wrong_options_are_one_clear_error(options: dict[str, Any], message: str):
+    given = {"build": SMALL, "world": 8, "only": ONE_GPU, **options}
+    with pytest.raises(PlanError, match=message):
+        plan(given.pop("build"), given.pop("world"), H100, **given)
+
+
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]):
+    arguments = "plan gpt2-124m --gpus 4 --hardware h100-sxm5-80gb --seq 256 --workers 1 --only tp=1 cp=1 pp=1"
+    assert main([*arguments.split(), "microbatch=1", "recompute=none"]) == 0
+    assert "fastest of what fits: " in capsys.readouterr().out
+    assert main([*arguments.split(), "microbatch=1", "recompute=none", "--memory", "0.001"]) == 1
+    assert main(["plan", "gpt2-124m", "--gpus", "4", "--only", "size=3"]) == 2
+    assert "write NAME=VALUE" in capsys.readouterr().err
