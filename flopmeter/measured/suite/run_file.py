@@ -40,6 +40,7 @@ class CaseResult(NamedTuple):
     weight_bytes: int = 0  # of one copy
     profiled_seconds: float | None = None  # of the kernels of one call, by torch.profiler (a CPU: of its ops)
     kernels: tuple[ProfiledKernel, ...] = ()  # the longest of them
+    not_profiled: str = ""  # why these two are missing
     peak_memory_bytes: int | None = None  # of a program, in torch's allocator
 
 
@@ -117,10 +118,10 @@ def _from_dict(entry: Mapping[str, Any]) -> CaseResult:
     case = Case(*(entry[name] for name in Case._fields))
     if "failed" in entry:
         return CaseResult(case, failed=entry["failed"])
-    rest = ("copies", "weight_bytes", "profiled_seconds", "peak_memory_bytes")
+    rest = ("copies", "weight_bytes", "profiled_seconds", "not_profiled", "peak_memory_bytes")
     return CaseResult(
         case,
         reading=Reading(*(entry[name] for name in Reading._fields)),
         kernels=tuple(ProfiledKernel(*kernel) for kernel in entry["kernels"]),
-        **{name: entry[name] for name in rest},
+        **{name: entry[name] for name in rest if name in entry},
     )

@@ -182,7 +182,7 @@ def _calibrated(device: DeviceType, clock: Clock, quick: bool) -> dict[str, Any]
         seconds = CALIBRATION_SECONDS / (QUICK_STRIDE if quick else 1)
         profile: Hardware = calibrate(device, budget_seconds=seconds, clock=clock)
     except (RuntimeError, ValueError) as error:
-        return f"failed: {' '.join(str(error).split())[:200]}"
+        return f"failed: {_in_one_line(error)}"
     values: dict[str, Any] = plain(profile)
     return values
 
@@ -194,23 +194,24 @@ def _watch(device: DeviceType, clock: Clock, effort: Effort) -> CpuWatch | CudaW
 def _result(case: Case, device: DeviceType, watch: CpuWatch | CudaWatch) -> CaseResult:
     """A case that this device or this torch cannot run is a result too: it says why."""
     try:
-        with switches_of(case), _own_memory(device):
+        with switches_of(case), _own_memory(case, device):
             return _measured(case, device, watch)
     except Exception as error:  # whatever an op, a compiler or a driver may raise
-        return CaseResult(case, failed=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return CaseResult(case, failed=_in_one_line(error))
 
 
 def _measured(case: Case, device: DeviceType, watch: CpuWatch | CudaWatch) -> CaseResult:
     runs, copies, weight_bytes = copies_of(case, device, lambda nbytes: _copies(nbytes, last_cache_bytes(device)))
-    if case.kind in PROGRAMS:
-        reading = watch.program(runs[0])
-        peak = _peak_memory(runs[0]) if device == "cuda" else None
-        seconds, kernels = profiled(runs[0], device)
-    else:
-        with torch.no_grad():
-            reading, peak = watch.kernel(runs, case.clocks), None
+    is_program = case.kind in PROGRAMS
+    with torch.set_grad_enabled(is_program):
+        reading = watch.program(runs[0]) if is_program else watch.kernel(runs, case.clocks)
+        peak = _peak_memory(runs[0]) if is_program and device == "cuda" else None
+        result = CaseResult(case, "", reading, copies, weight_bytes, peak_memory_bytes=peak)
+        try:
             seconds, kernels = profiled(runs[0], device)
-    return CaseResult(case, "", reading, copies, weight_bytes, seconds, tuple(kernels), peak)
+        except Exception as error:  # where the driver lets nobody profile; what was measured stays
+            return result._replace(not_profiled=_in_one_line(error))
+    return result._replace(profiled_seconds=seconds, kernels=tuple(kernels))
 
 
 def _copies(weight_bytes: int, cache_bytes: int) -> int:
@@ -226,15 +227,20 @@ def _peak_memory(run: Callable[[], object]) -> int:
 
 
 @contextlib.contextmanager
-def _own_memory(device: DeviceType) -> Iterator[None]:
+def _own_memory(case: Case, device: DeviceType) -> Iterator[None]:
     """What a case leaves behind is freed before the next one."""
     try:
         yield
     finally:
-        torch.compiler.reset()
+        if case.inputs.get("mode") == "compiled":
+            torch.compiler.reset()
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _now() -> str:
