@@ -6,6 +6,7 @@
     python scripts/validate.py --parallel FILE     published training runs on eight GPUs and more
     python scripts/validate.py --kernels DIR       kernels of language models, one by one (aiconfigurator, vidur)
     python scripts/validate.py --traces DIR        traces of torch.profiler, op by op
+    python scripts/validate.py --measured FILE     what `flopmeter measure` measured on a machine
 
 The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
 conv2d.csv, e2e.csv, and more rows in the same names with _more; any of them may be missing. --timm needs timm

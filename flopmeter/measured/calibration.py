@@ -203,12 +203,12 @@ def _operand(side: int, dtype: str, device: DeviceType) -> Tensor:
 
 def _copy(timer: _Timer) -> Figure:
     """Bytes read and written per second by a copy of several caches."""
-    return _copied(timer, CACHE_FACTOR * _last_cache_bytes(timer.device))
+    return _copied(timer, CACHE_FACTOR * last_cache_bytes(timer.device))
 
 
 def _cache_copy(timer: _Timer) -> Figure:
     """The same for two buffers that together fill half of the last-level cache."""
-    return _copied(timer, _last_cache_bytes("cpu") // 4)
+    return _copied(timer, last_cache_bytes("cpu") // 4)
 
 
 def _copied(timer: _Timer, nbytes: int) -> Figure:
@@ -297,7 +297,7 @@ def _graph_node(timer: _Timer) -> Figure:
     return timer.median(graph.replay, OPS_PER_REPEAT)
 
 
-def _last_cache_bytes(device: DeviceType) -> int:
+def last_cache_bytes(device: DeviceType) -> int:
     if device == "cuda":
         return int(torch.cuda.get_device_properties().L2_cache_size)
     return max(_cache_sizes().values(), default=32 * 2**20)
@@ -438,6 +438,11 @@ def _threads(calibration: Calibration) -> str:
 def _rounded(value: float) -> float:
     """Rounded to four digits, which is more than the repeats agree on."""
     return float(f"{value:.4g}")
+
+
+def cpu_name() -> str:
+    """Of the first CPU, as the system calls it."""
+    return _cpu_model()["name"]
 
 
 def _cpu_model() -> dict[str, str]:

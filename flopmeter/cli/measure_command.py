@@ -1,0 +1,77 @@
+"""`flopmeter measure`: the suite on this machine, and its figures beside the prediction."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args
+
+from flopmeter.cli.command import Command
+from flopmeter.cli.progress import on_terminal
+from flopmeter.device.hardware import load_hardware
+from flopmeter.measured import CLOCKS, DeviceType
+from flopmeter.measured.suite.beside import pairs, programs_table, table
+from flopmeter.measured.suite.run_file import SuiteRun, read_run
+from flopmeter.measured.suite.runner import measure
+
+
+def _measure(options: argparse.Namespace) -> int:
+    if options.show is not None:
+        _show(read_run(options.show), options.hardware)
+        return 0
+    if options.output is None:
+        raise ValueError("give a file to write (-o runs/this-gpu.json), or one to look at (--show FILE)")
+    if options.hardware is not None:
+        load_hardware(options.hardware)  # complains before the measurement, not after it
+    run = measure(
+        options.output,
+        options.device,
+        quick=options.quick,
+        kinds=options.cases,
+        clock=options.clock,
+        resume=options.resume,
+        progress=on_terminal("measuring"),
+    )
+    print(f"wrote {options.output}")
+    _show(run, options.hardware)
+    return 0
+
+
+def _show(run: SuiteRun, hardware: str | None) -> None:
+    device = run.hardware() if hardware is None else load_hardware(hardware)
+    rows, others = pairs(run, device)
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    print(f"measured on {run.device['name']}, {run.started}: {len(run.results)} cases ({versions})")
+    print(f"predicted for {device.title} ({device.name})\n")
+    print(table(rows))
+    print(f"\n{programs_table(rows)}")
+    for other in others:
+        print(f"{other.name}: {other.why}")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE.json", help="written anew after each case")
+    parser.add_argument("--device", choices=get_args(DeviceType), default="cpu", help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="one case of four, in a tenth of the time")
+    parser.add_argument(
+        "--cases", metavar="KIND,KIND", type=lambda text: text.split(","), default=[], help="only these kinds"
+    )
+    parser.add_argument(
+        "--clock", choices=tuple(CLOCKS), default="wall",
+        help="cpu: the CPU time of one thread, by which other programs do not count (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="go on with the file that is there")
+    parser.add_argument("--show", metavar="FILE.json", help="measure nothing: show what a file holds")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="what to predict for (default: the device's profile, or the one measured)"
+    )
+
+
+COMMAND = Command(
+    _measure,
+    "Measure kernels and ten programs on this machine, beside the prediction",
+    (
+        "Example, ten minutes on a GPU:\n  flopmeter measure --device cuda -o this-gpu.json\n"
+        "  flopmeter measure --show this-gpu.json\n"
+    ),
+    _arguments,
+)
