@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -17,7 +18,7 @@ from flopmeter.cli import (
     run_command,
     serve_command,
 )
-from flopmeter.cli.command import parser_of
+from flopmeter.cli.command import check_files, parsed, settle_format
 from flopmeter.costs import UncountedError
 from flopmeter.known_values import DataDependentError
 
@@ -39,10 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_traceback = False
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
-        options = parser_of(COMMANDS).parse_args(given or ["--help"])
+        options = parsed(COMMANDS, given)
         options.command = shlex.join(["flopmeter", *given])
         show_traceback = options.traceback
-        code: int = options.run(options)
+        check_files(options)
+        settle_format(options)
+        with options.progress if options.tells_time else contextlib.nullcontext():
+            code: int = options.run(options)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read the output (`head`) has seen enough
