@@ -7,9 +7,11 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from flopmeter.cli import (
+    completion,
     explain,
     file_commands,
     hardware_table,
@@ -31,6 +33,9 @@ COMMANDS = {
     "models": model_list.COMMAND,
     "explain": explain.COMMAND,
 }
+COMMANDS["completion"] = completion.command_of(COMMANDS)
+# What others warn of, and the user of a command can do nothing about.
+HARMLESS = ("Failed to initialize NumPy", r"Using `torch.compile\(module\)` when there are global hooks")
 # What a user can put right; every error class of flopmeter's is one of these.
 KNOWN_ERRORS = (ValueError, DataDependentError, UncountedError)
 
@@ -45,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show_traceback = options.traceback
         check_files(options)
         settle_format(options)
-        with options.progress if options.tells_time else contextlib.nullcontext():
+        with options.progress if options.tells_time else contextlib.nullcontext(), warnings.catch_warnings():
+            for message in HARMLESS:
+                warnings.filterwarnings("ignore", message)
             code: int = options.run(options)
         sys.stdout.flush()
         return code

@@ -135,7 +135,7 @@ def settle_format(options: argparse.Namespace) -> None:
 
 def add_device(parser: argparse.ArgumentParser, *, mode: bool = True) -> None:
     help_text = "a name of `flopmeter hardware`, or a YAML file (default: %(default)s)"
-    parser.add_argument("--hardware", metavar="NAME", default=DEFAULT_HARDWARE, help=help_text)
+    parser.add_argument("--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE, help=help_text)
     if mode:
         add_mode(parser)
 
@@ -182,6 +182,12 @@ def share(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, not {text!r}") from None
     return float(text)
+
+
+def one_device(text: str) -> str:
+    if "," in text:
+        raise argparse.ArgumentTypeError(f"expected one device, not {text!r} (`flopmeter compare` takes several)")
+    return text
 
 
 def device_list(text: str) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, add_format, number, share, writing
+from flopmeter.cli.command import Command, add_format, number, one_device, share, writing
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.run.launchers import CommandLine, launch_of
@@ -91,7 +91,7 @@ def _show(report: RunReport, options: argparse.Namespace) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--hardware", metavar="NAME", default=DEFAULT_HARDWARE,
+        "--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE,
         help="a name of `flopmeter hardware`, or a YAML file (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--steps", type=number, default=DEFAULT_STEPS, help="stop after so many (default: %(default)s)")

@@ -91,7 +91,7 @@ class Target:
             options["dtype"] = torch.float32
         model, arguments, keywords = self.built(train=train, **options)
         with blaming(self.name), _imports_from(self.folder):
-            if checkpointing:
+            if checkpointing and isinstance(model, nn.Module):
                 checkpoint_blocks(self.name, model)
             step = TrainingStep(self.name, model, optimizer=optimizer, compiled=compiled) if train else None
         if compiled:
