@@ -330,14 +330,14 @@ def test_the_optimizer_that_is_chosen_is_the_one_that_steps(write):
 
 
 def test_checkpointing_runs_each_block_once_more_and_keeps_less(write):
-    options = {"batch": 1, "seq": 64, "train": True}
+    options = {"batch": 4, "seq": 256, "train": True}
     kept, again = (
         report_of(load_target("gpt2-124m").program(**options, checkpointing=checkpointing))
         for checkpointing in (False, True)
     )
     assert again.model_flops == kept.model_flops
     # torch stops once all that is kept is there again: before the block's last product, 4 of its 12 width x width ones.
-    a_block = 8 * (2 * 64 * 768**2) + 2 * (2 * 64 * 64 * 768)
+    a_block = 8 * (2 * 4 * 256 * 768**2) + 2 * (2 * 4 * 256 * 256 * 768)
     assert sum(row.flops for row in again.rows("phase") if row.name == "recompute") == pytest.approx(
         12 * a_block, rel=0.01
     )

@@ -157,7 +157,8 @@ def sweep(
     """
     if not callable(fn_of_batch):
         raise TypeError(f"sweep runs a function of the {over}, not {fn_of_batch!r}")
-    if not isinstance(batches, Iterable) or isinstance(batches, str):
+    sizes_given: Any = batches
+    if isinstance(sizes_given, str) or not isinstance(sizes_given, Iterable):
         raise TypeError(f"sizes must be a list such as [1, 2, 4], not {batches!r}")
     given = list(batches)
     if not given or not all(type(size) is int and size > 0 for size in given):

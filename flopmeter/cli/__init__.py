@@ -35,7 +35,7 @@ COMMANDS = {
 }
 COMMANDS["completion"] = completion.command_of(COMMANDS)
 # What others warn of, and the user of a command can do nothing about.
-HARMLESS = ("Failed to initialize NumPy", r"Using `torch.compile\(module\)` when there are global hooks")
+HARMLESS = r"Using `torch.compile\(module\)` when there are global hooks"
 # What a user can put right; every error class of flopmeter's is one of these.
 KNOWN_ERRORS = (ValueError, DataDependentError, UncountedError)
 
@@ -51,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_files(options)
         settle_format(options)
         with options.progress if options.tells_time else contextlib.nullcontext(), warnings.catch_warnings():
-            for message in HARMLESS:
-                warnings.filterwarnings("ignore", message)
+            warnings.filterwarnings("ignore", HARMLESS)
             code: int = options.run(options)
         sys.stdout.flush()
         return code
