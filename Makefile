@@ -1,6 +1,7 @@
 # make demo      set everything up and print the BERT table
 # make test      set everything up and run every test but the long sweeps
 # make check     format, lint, types, which room imports which
+# make docs      the site, into site/
 # make sweep     the long sweeps; writes docs/sweep.md
 # make coverage  the tests again, and the lines that none of them reaches
 # make mutants   300 small faults, and those that no test notices
@@ -12,10 +13,15 @@ PYTHON ?= python3
 RUN := $(VENV)/bin
 TORCH := torch==2.13.0
 
-.PHONY: demo test check sweep coverage mutants clean FORCE
+.PHONY: demo test check docs sweep coverage mutants clean FORCE
 
 demo: $(VENV)/.ready
-	$(RUN)/python scripts/bert_table.py
+	@$(RUN)/python scripts/bert_table.py
+	@echo
+	@echo "Try next (after: source $(VENV)/bin/activate):"
+	@echo "  flopmeter run --hardware h100-sxm5-80gb YOUR_SCRIPT.py            what one step of a script that you have costs"
+	@echo "  flopmeter table gpt2-124m --train --batch 8 -o report.html        one page: where time goes, what to change"
+	@echo "  flopmeter compare gpt2-124m --train --hardware l4,a100-sxm4-80gb  the same program on other devices"
 
 test: $(VENV)/.ready
 	$(RUN)/python -m pytest -q -n auto -m "not slow"
@@ -29,6 +35,10 @@ coverage: $(VENV)/.ready
 mutants: $(VENV)/.ready
 	$(RUN)/python scripts/mutate.py
 
+docs: $(VENV)/.ready
+	$(RUN)/python -m pip install -qq -e ".[docs]" "$(TORCH)"
+	$(RUN)/python -m mkdocs build --strict
+
 check: $(VENV)/.ready
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
@@ -37,11 +47,12 @@ check: $(VENV)/.ready
 
 # The second install names torch again, so that nothing that it brings replaces that one.
 $(VENV)/.ready: pyproject.toml $(VENV)/.torch
-	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install -q --upgrade pip
-	$(RUN)/python -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(RUN)/python -m pip install -q -e ".[dev]" "$(TORCH)"
-	touch $@
+	@test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting $(VENV) up: torch and what flopmeter is developed with (minutes, once)"
+	@$(RUN)/python -m pip install -qq --upgrade pip
+	@$(RUN)/python -m pip install -qq "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(RUN)/python -m pip install -qq -e ".[dev]" "$(TORCH)"
+	@touch $@
 
 $(VENV)/.torch: FORCE
 	@mkdir -p $(VENV)

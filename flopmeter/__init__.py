@@ -1,9 +1,14 @@
 """flopmeter: what a PyTorch program will cost on a GPU, and why, metered without one."""
 
 import sys
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+with warnings.catch_warnings():  # torch warns where NumPy is not installed, and nothing here needs it
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch  # noqa: F401
 
 from flopmeter.ask.compare import Comparison, compare
 from flopmeter.ask.counting import FlopCount, count

@@ -199,6 +199,9 @@ class FlopMeter:
             raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
         if causal not in get_args(Causal):
             raise ValueError(f"unknown causal convention {causal!r}; known: {', '.join(get_args(Causal))}")
+        for name, given in (("as_cuda", as_cuda), ("strict", strict), ("source", source)):
+            if not isinstance(given, bool):
+                raise TypeError(f"{name} must be True or False, not {given!r}")
         if not isinstance(host, Host | None):
             raise TypeError(f"host must be a flopmeter.timing.Host or None, not {host!r}")
         self.hardware = load_hardware(hardware)
@@ -315,13 +318,19 @@ class FlopMeter:
         program's collectives.
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
-        if not self.trace.ops and self._depth == 0:
-            nothing = "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
-            raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
+        self.check_ran()
+        if not isinstance(ops, range | None) or (ops is not None and not ops):
+            raise ValueError(f"ops must be a range of trace.ops that is not empty, such as range(10, 20), not {ops!r}")
         self._check_stream(device)
         trace = self.trace if ops is None else part_of(self.trace, ops)
         run = self._run(trace, device, self._cluster if cluster is None else load_cluster(cluster))
         return run.in_mode(mode or mode_of(trace))
+
+    def check_ran(self) -> None:
+        """Raises EmptyProgramError where the meter was left and nothing ran in it."""
+        if not self.trace.ops and self._depth == 0:
+            nothing = "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
+            raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
 
     def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None) -> _Run:
         on_device = functools.partial(_kernels_on, device, strict=self._strict)

@@ -108,7 +108,7 @@ def test_table_writes_the_predicted_timeline(run, report, tmp_path):
 def test_a_file_that_cannot_be_written_is_told_in_one_line(run, tmp_path, option):
     path = tmp_path / "missing" / "file"
     code, _, complaint = run("table", *LAYER, "--hardware", H100, option, path)
-    assert (code, complaint) == (2, f"flopmeter: {path} cannot be written: No such file or directory\n")
+    assert (code, complaint) == (2, f"flopmeter: {path} cannot be written: there is no folder {path.parent}\n")
 
 
 @pytest.mark.parametrize("by", ["op", "module", "phase", "kernel"])
@@ -180,7 +180,7 @@ def test_compare_prices_devices_from_the_command_line_and_from_a_file(run, tmp_p
     ],
 )
 def test_prices_that_make_no_sense_are_refused(run, price, says):
-    assert says in refusal(run("compare", *LAYER, "--price", price))
+    assert says in refusal(run("compare", *LAYER, "--hardware", T4, "--price", price))
 
 
 def test_a_price_file_without_a_date_is_refused(run, tmp_path):
@@ -327,7 +327,7 @@ def test_compiled_kernels_are_of_the_compiler_if_asked_and_of_the_rules_if_not_a
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["frobnicate"], "no command is named 'frobnicate'"),
         (["table"], "TARGET"),
         (["table", "bert-base", "--batch", "0"], "positive whole number"),
         (["table", "bert-base", "--batch", "two"], "positive whole number"),
@@ -390,6 +390,32 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 def test_the_bare_command_says_what_one_can_do(run):
     assert all(name in ok(run()) for name in ("table", "compare", "serve", "models"))
+
+
+def test_count_names_parameters_output_and_flops_of_each_module(run):
+    model = BUILTINS["bert-base"]()[0]
+    lines = ok(run("count", "bert-base", "--batch", 2, "--seq", 16, "--depth", 1)).splitlines()[4:]
+    assert [line.split()[0] for line in lines[1:]] == [
+        name for name, _ in model.named_children()
+    ]  # no deeper than asked
+    assert any("[2, 16, 768]" in line for line in lines)
+    counted = json.loads(ok(run("count", "bert-base", "--batch", 2, "--seq", 16, "--format", "json")))
+    whole = counted["modules"][0]
+    assert whole["parameters"] == counted["parameters"] == sum(p.numel() for p in model.parameters())
+    assert whole["flops"] == counted["flops"]
+
+
+def test_the_file_of_output_says_the_format(run, tmp_path):
+    ok(run("compare", *LAYER, "--hardware", T4, "-o", tmp_path / "t4.json"))
+    assert json.loads((tmp_path / "t4.json").read_text())["rows"][0]["hardware"] == T4
+
+
+def test_a_shell_completes_commands_options_and_devices(run, monkeypatch):
+    pytest.importorskip("shtab")
+    script = ok(run("completion", "bash"))
+    assert all(word in script for word in ("compare", "--image-size", H100, "gpt2-124m"))
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert "pip install 'flopmeter[completion]'" in refusal(run("completion", "bash"))
 
 
 def test_models_lists_what_is_built_in(run):

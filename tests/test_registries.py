@@ -59,7 +59,8 @@ ARGUMENTS = {
     "run": ["train.py", "--batch_size", "64"],
     "table": ["encoder-layer"], "compare": ["encoder-layer"], "sweep": ["encoder-layer"], "fit": ["encoder-layer"],
     "diff": ["a.json", "b.json"], "check": ["trace.json"], "calibrate": [], "hardware": [], "explain": ["mm"],
-    "serve": ["hf:llama", "--prompt", "8", "--output", "8"], "models": [],
+    "serve": ["hf:llama", "--prompt", "8", "--output", "8"], "models": [], "count": ["encoder-layer"],
+    "completion": ["bash"],
 }  # fmt: skip
 # Of four ranks that each hold parts of 100 bytes: what this one gives and gets (of a gather, another than the root),
 # the collective's size, and the bytes that the busiest rank sends by the first algorithm.

@@ -12,6 +12,7 @@ from torch import nn
 
 from flopmeter import FlopMeter
 from flopmeter.cli.targets import Programs, TargetError, load_target
+from flopmeter.cli.training import optimizer_choice
 from flopmeter.models import BUILTINS
 from flopmeter.models import hubs as model_hubs
 
@@ -315,3 +316,51 @@ def test_wrong_configs_and_types_are_told(transformers, tmp_path):
             load_target(name)
     with pytest.raises(TargetError, match="takes input_features"):
         load_target("hf:whisper").program()
+
+
+# --- training and the hub ----------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_that_is_chosen_is_the_one_that_steps(write):
+    target = load_target(f"{write(SMALL)}:build")
+    plain = report_of(target.program(train=True, optimizer=optimizer_choice("sgd,momentum=0.9")))
+    fused = report_of(target.program(train=True, optimizer=optimizer_choice("adamw,fused=true")))
+    assert {row.name for row in plain.rows("op")} & {"_foreach_add_", "_foreach_mul_"}
+    assert "_fused_adamw_" in {row.name for row in fused.rows("op")}
+
+
+def test_checkpointing_runs_each_block_once_more_and_keeps_less(write):
+    options = {"batch": 4, "seq": 256, "train": True}
+    kept, again = (
+        report_of(load_target("gpt2-124m").program(**options, checkpointing=checkpointing))
+        for checkpointing in (False, True)
+    )
+    assert again.model_flops == kept.model_flops
+    # torch stops once all that is kept is there again: before the block's last product, 4 of its 12 width x width ones.
+    a_block = 8 * (2 * 4 * 256 * 768**2) + 2 * (2 * 4 * 256 * 256 * 768)
+    assert sum(row.flops for row in again.rows("phase") if row.name == "recompute") == pytest.approx(
+        12 * a_block, rel=0.01
+    )
+    assert again.memory.peak_bytes < kept.memory.peak_bytes
+
+
+def test_a_model_of_the_hub_comes_from_the_cache_or_is_refused_in_one_line(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("transformers")
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 64, "architectures": ["BertForMaskedLM"]}))  # fmt: skip
+    (tmp_path / "models--someone--tiny" / "refs").mkdir()
+    (tmp_path / "models--someone--tiny" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(model_hubs, "urlopen", refuse)
+    model, _, _ = load_target("hf:someone/tiny").built(batch=1, seq=8)
+    assert type(model).__name__ == "BertForMaskedLM"
+    with pytest.raises(TargetError, match=r"no network.*save its config\.json") as caught:
+        load_target("hf:someone/else")
+    assert "\n" not in str(caught.value)
+
+
+def refuse(*_arguments, **_options):
+    raise OSError("no network")

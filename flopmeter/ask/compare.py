@@ -150,7 +150,12 @@ def compare(
     devices = [load_hardware(name) for name in hardware]
     if not devices:
         raise ValueError("compare needs at least one device: see available_hardware()")
+    names = [device.name for device in devices]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]} is compared with itself: name each device once")
     dollars = checked_prices(prices or {}, devices)
+    if sort == "cost" and not dollars:
+        raise ValueError("to sort by cost, give prices: dollars per hour of each device")
     unable: dict[str, str] = {}
     rows, notes, title = [], list[str](), ""
     for device, report in _reports(fn, progress(devices), mode, meter_options):
@@ -175,8 +180,8 @@ def _check_options(
     """Raises ValueError or TypeError for what makes no sense, before anything runs."""
     if sort not in get_args(Sort):
         raise ValueError(f"unknown order {sort!r}; known: {', '.join(get_args(Sort))}")
-    if items is not None and not is_positive(items):
-        raise ValueError(f"items must be a positive number of {unit} in a step, not {items}")
+    if items is not None and (not isinstance(items, int | float) or not is_positive(items)):
+        raise ValueError(f"items must be a positive number of {unit} in a step, not {items!r}")
     if isinstance(hardware, str | os.PathLike | Hardware):
         raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
     if not callable(fn):
@@ -234,7 +239,10 @@ def checked_prices(prices: Mapping[str, float], devices: Iterable[Hardware]) -> 
     for name, dollars in prices.items():
         if not (isinstance(dollars, (int, float)) and dollars >= 0 and math.isfinite(dollars)):
             raise ValueError(f"the price of {name} must be dollars per hour, not {dollars!r}")
-        checked[name if name in own_names else load_hardware(name).name] = float(dollars)
+        own = name if name in own_names else load_hardware(name).name
+        if own not in own_names:
+            raise ValueError(f"a price of {name}, which is not among the devices {', '.join(sorted(own_names))}")
+        checked[own] = float(dollars)
     return checked
 
 

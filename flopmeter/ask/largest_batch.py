@@ -27,8 +27,11 @@ def largest_batch(
     allocator: count what PyTorch's caching allocator takes (see Memory.fits).
     meter_options: of FlopMeter.
 
-    Raises HardwareError where the device's memory is unknown and ValueError for a limit below 1.
+    Raises HardwareError where the device's memory is unknown, ValueError for a limit below 1, and EmptyProgramError
+    where the function runs no op.
     """
+    if not callable(fn_of_batch):
+        raise TypeError(f"largest_batch runs a function of the batch, not {fn_of_batch!r}")
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")
     device = load_hardware(hardware)
@@ -37,6 +40,7 @@ def largest_batch(
     def fits(batch: int) -> bool:
         with FlopMeter(device, **meter_options) as meter:
             fn_of_batch(batch)
+        meter.check_ran()
         return memory_of(meter.trace).fits(device, allocator=allocator)
 
     fitting, too_large = 0, 1

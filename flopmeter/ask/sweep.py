@@ -155,9 +155,17 @@ def sweep(
     Raises HardwareError for an unknown device or one that lacks a data type of the program, and ValueError for
     sizes that make no sense or a program that runs nothing on the device.
     """
-    sizes = sorted(set(batches))
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"sizes must be positive whole numbers, at least one, not {sizes}")
+    if not callable(fn_of_batch):
+        raise TypeError(f"sweep runs a function of the {over}, not {fn_of_batch!r}")
+    sizes_given: Any = batches
+    if isinstance(sizes_given, str) or not isinstance(sizes_given, Iterable):
+        raise TypeError(f"sizes must be a list such as [1, 2, 4], not {batches!r}")
+    given = list(batches)
+    if not given or not all(type(size) is int and size > 0 for size in given):
+        raise ValueError(f"sizes must be positive whole numbers, at least one, not {given}")
+    if items <= 0:
+        raise ValueError(f"items must be how many {unit} a size of 1 has, more than 0, not {items!r}")
+    sizes = sorted(set(given))
     meter = FlopMeter(hardware, **meter_options)
     points: list[Point] = []
     notes: list[str] = []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from flopmeter.cli import (
+    completion,
     explain,
     file_commands,
     hardware_table,
@@ -19,7 +22,7 @@ from flopmeter.cli import (
     run_command,
     serve_command,
 )
-from flopmeter.cli.command import parser_of
+from flopmeter.cli.command import check_files, parsed, settle_format
 from flopmeter.costs import UncountedError
 from flopmeter.known_values import DataDependentError
 
@@ -34,6 +37,9 @@ COMMANDS = {
     "models": model_list.COMMAND,
     "explain": explain.COMMAND,
 }
+COMMANDS["completion"] = completion.command_of(COMMANDS)
+# What others warn of, and the user of a command can do nothing about.
+HARMLESS = r"Using `torch.compile\(module\)` when there are global hooks"
 # What a user can put right; every error class of flopmeter's is one of these.
 KNOWN_ERRORS = (ValueError, DataDependentError, UncountedError)
 
@@ -43,10 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_traceback = False
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
-        options = parser_of(COMMANDS).parse_args(given or ["--help"])
+        options = parsed(COMMANDS, given)
         options.command = shlex.join(["flopmeter", *given])
         show_traceback = options.traceback
-        code: int = options.run(options)
+        check_files(options)
+        settle_format(options)
+        with options.progress if options.tells_time else contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", HARMLESS)
+            code: int = options.run(options)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read the output (`head`) has seen enough

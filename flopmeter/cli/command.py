@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import difflib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from flopmeter import __version__
+from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.records import Clocks
 
@@ -20,23 +23,46 @@ class Command(NamedTuple):
     what: str
     epilog: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
+    tells_time: bool = True  # how long it takes already, on a terminal; not where the output is a script's own
+
+
+class _Once(argparse.Action):
+    """Stores a value, and complains about a second one: of two values one would be ignored."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        options: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given = vars(options).setdefault("given", set())
+        if option_string and self.dest in given:
+            parser.error(f"{option_string} is given twice: give it once")
+        given.add(self.dest)
+        setattr(options, self.dest, values)
 
 
 class _Parser(argparse.ArgumentParser):
     """Complains in one line, as every error of the command does."""
 
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"flopmeter: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"flopmeter: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def parser_of(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="flopmeter",
         description="What a PyTorch program will cost on a GPU, and why, metered without one.",
-        epilog="Exit codes: 0; 1 where the answer is no (diff --fail-above, fit); 2 for an error.",
+        epilog="Exit codes: 0; 1 where the answer is no (diff --fail-above, fit, serve); 2 for an error.",
     )
     parser.add_argument("--version", action="version", version=f"flopmeter {__version__}")
-    added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    added = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in commands.items():
         own = added.add_parser(
             name,
@@ -46,19 +72,75 @@ def parser_of(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         own.add_argument("--traceback", action="store_true", help="show where an error came from")
-        own.set_defaults(run=command.run)
+        own.set_defaults(run=command.run, parser=own, progress=Progress(name), tells_time=command.tells_time)
         command.add_arguments(own)
     return parser
 
 
+def parsed(commands: Mapping[str, Command], given: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line. Wrong ones are one line on stderr and SystemExit(2), before anything runs."""
+    parser = parser_of(commands)
+    first = given[0] if given else "--help"
+    if not first.startswith("-") and first not in commands:
+        near = difflib.get_close_matches(first, commands, n=2) or list(commands)
+        parser.error(f"no command is named {first!r}; near to it: {', '.join(near)}")
+    options, unknown = parser.parse_known_args(given or ["--help"])
+    own: argparse.ArgumentParser = getattr(options, "parser", parser)
+    if unknown:
+        known = [name for action in own._actions for name in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        said = f"; did you mean {near[0]}?" if near else ""
+        own.error(f"unrecognized arguments: {' '.join(unknown)}{said}")
+    return options
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Complains about a file that cannot be written before the work, not after it. Raises ValueError."""
+    plot, trace = getattr(options, "plot", None), getattr(options, "trace_to", None)
+    for path in filter(None, (getattr(options, "output", None), plot, trace)):
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no folder {folder}")
+        if Path(path).is_dir():
+            raise ValueError(f"{path} cannot be written: it is a folder; name a file")
+    if plot and Path(plot).suffix not in PICTURE_ENDINGS:
+        raise ValueError(f"--plot {plot}: end its name in one of {', '.join(PICTURE_ENDINGS)}")
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if trace and not trace.endswith((".json", ".json.gz")):
+        raise ValueError(f"--trace {trace}: end its name in .json or .json.gz, by which ui.perfetto.dev knows it")
+
+
+PICTURE_ENDINGS = (".png", ".svg", ".pdf")
+# What the ending of a file of -o says about its format.
+ENDINGS = {".html": "html", ".json": "json", ".csv": "csv", ".md": "markdown", ".txt": "text"}
+
+
+def settle_format(options: argparse.Namespace) -> None:
+    """The format that was asked for, by --format or by the ending of the file. Raises ValueError where the two say
+    different things."""
+    if "format" not in options:
+        return
+    by_ending = ENDINGS.get(Path(getattr(options, "output", None) or "").suffix)
+    asked = options.format
+    if asked and by_ending and asked != by_ending:
+        raise ValueError(
+            f"--format {asked} contradicts the ending of {options.output}: leave --format out, or name another file"
+        )
+    known: Sequence[str] = options.formats
+    if by_ending and by_ending not in known:
+        raise ValueError(f"{options.output}: this command has no {by_ending}; it has {', '.join(known)}")
+    options.format = asked or by_ending or "text"
+
+
 def add_device(parser: argparse.ArgumentParser, *, mode: bool = True) -> None:
     help_text = "a name of `flopmeter hardware`, or a YAML file (default: %(default)s)"
-    parser.add_argument("--hardware", metavar="NAME", default=DEFAULT_HARDWARE, help=help_text)
+    parser.add_argument("--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE, help=help_text)
     if mode:
         add_mode(parser)
 
 
-def add_clocks(parser: argparse.ArgumentParser) -> None:
+def add_clocks(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--clocks", choices=get_args(Clocks), default="sustained",
         help="those that the power limit leaves in a long run, or those of one too short to feel it"
@@ -72,15 +154,24 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_format(parser: argparse.ArgumentParser, formats: Iterable[str], flag: str = "--output") -> None:
+def add_format(
+    parser: argparse.ArgumentParser,
+    formats: Iterable[str],
+    flag: str = "--output",
+    instead_of: str = "the terminal",
+) -> None:
     """`flag` is the long name of -o, where --output means something else."""
-    parser.add_argument("--format", choices=tuple(formats), default="text", help="default: %(default)s")
-    parser.add_argument(flag, "-o", dest="output", metavar="FILE", help="write to a file instead of the terminal")
+    parser.add_argument("--format", choices=tuple(formats), help="default: what the file of -o ends in, or text")
+    parser.add_argument(flag, "-o", dest="output", metavar="FILE", help=f"write to a file instead of {instead_of}")
+    parser.set_defaults(formats=tuple(formats))
+
+
+MOST = 10**9  # of a number on the command line: no batch and no sequence is longer
 
 
 def number(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, not {text!r}")
+    if not text.isascii() or not text.isdigit() or not 0 < int(text[:20]) <= MOST:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, at most {MOST:,}, not {text[:40]!r}")
     return int(text)
 
 
@@ -93,16 +184,28 @@ def share(text: str) -> float:
     return float(text)
 
 
+def one_device(text: str) -> str:
+    if "," in text:
+        raise argparse.ArgumentTypeError(f"expected one device, not {text!r} (`flopmeter compare` takes several)")
+    return text
+
+
 def device_list(text: str) -> list[str]:
-    """Raises ValueError for an empty name, as in 'l4,'."""
+    """Raises ValueError for an empty name, as in 'l4,', and for one that stands there twice."""
     names = text.split(",")
     if not all(names):
         raise ValueError(f"--hardware {text!r} has an empty name: write a,b,c without a comma at either end")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--hardware names {twice[0]} twice: name each device once")
     return names
 
 
 def numbers(text: str) -> list[int]:
-    return [number(part) for part in text.split(",")]
+    """Different ones."""
+    listed = [number(part) for part in text.split(",")]
+    if twice := [size for size in listed if listed.count(size) > 1]:
+        raise argparse.ArgumentTypeError(f"{twice[0]} stands there twice in {text!r}: give each size once")
+    return listed
 
 
 def percentage(text: str) -> float:

@@ -58,6 +58,8 @@ def _overload(name: str) -> OpOverload:
     packet_name, _, overload_name = rest.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None) if not namespace and packet_name.isidentifier() else None
     if not isinstance(packet, OpOverloadPacket):
+        if not packet_name:
+            raise UnknownOpError("name an op of torch's, such as addmm or aten.addmm.default")
         known = {str(op).removeprefix("aten.").split(".")[0] for op in RULES}
         near = difflib.get_close_matches(packet_name, known, n=4, cutoff=0.5)
         raise UnknownOpError(f"torch has no op {name!r}; near to it: {', '.join(near) or 'nothing with a rule'}")

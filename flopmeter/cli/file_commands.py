@@ -9,7 +9,6 @@ from typing import get_args
 
 from flopmeter.cli.command import Command, add_format, number, percentage, show
 from flopmeter.cli.difference import difference, read_report
-from flopmeter.cli.progress import on_terminal
 from flopmeter.measured import DeviceType, as_yaml, calibrate, check
 from flopmeter.report.tables import FORMATS
 
@@ -49,7 +48,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _calibrate(options: argparse.Namespace) -> int:
     path = None if options.output is None else _yaml_path(options.output)
-    profile = as_yaml(calibrate(options.device, budget_seconds=options.seconds, progress=on_terminal("measuring")))
+    profile = as_yaml(calibrate(options.device, budget_seconds=options.seconds, progress=options.progress.over))
     if path is None:
         print(profile, end="")
         return 0

@@ -1,19 +1,18 @@
-"""The subcommands that run a model: table, compare, sweep, fit."""
+"""The subcommands that run a model: count, table, compare, sweep, fit."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 from flopmeter.ask.compare import Sort, compare
+from flopmeter.ask.counting import count
 from flopmeter.ask.largest_batch import largest_batch
 from flopmeter.ask.sweep import sweep
 from flopmeter.ask.sweep_curve import sweep_curve
 from flopmeter.cli.command import (
     Command,
-    add_clocks,
     add_device,
     add_format,
     add_mode,
@@ -24,11 +23,19 @@ from flopmeter.cli.command import (
     writing,
 )
 from flopmeter.cli.prices import load_prices
-from flopmeter.cli.progress import on_terminal
-from flopmeter.cli.targets import Program, Programs, load_target
+from flopmeter.cli.target_options import (
+    TARGETS,
+    add_metering,
+    add_target,
+    add_training,
+    metering,
+    program,
+    program_options,
+    size_options,
+)
+from flopmeter.cli.targets import Programs, blaming, load_target
 from flopmeter.device.hardware import load_hardware
 from flopmeter.meter import FlopMeter
-from flopmeter.records.dtypes import FLOATS, NARROW_FLOATS
 from flopmeter.report.drawers import FORMATS as REPORT_FORMATS
 from flopmeter.report.formats import csv_of, summary, table
 from flopmeter.report.plots import PICTURES, save
@@ -42,42 +49,47 @@ PICTURE_HELP = (
     "the roofline with every kernel (an eager run beside what torch.compile makes of it),"
     " bars of the classes, modules or ops, or the memory over the run"
 )
-TARGETS = """\
-A TARGET is one of
-  gpt2-124m              a built-in model (a wrong name lists the near ones)
-  hf:CONFIG.json         a Hugging Face model from its config.json, or hf:TYPE (hf:llama) with the type's defaults;
-                         needs transformers, but neither weights nor network
-  timm:NAME              an image model of timm
-  module:function, file.py:function
-                         a function that returns (model, inputs); it is called with those of batch, seq, image_size
-                         and dtype that its signature names
-"""
 
 
 def _table(options: argparse.Namespace) -> int:
+    _check_table(options)
+    one_run = program(options, compiled=options.compiler or options.explain_compile)
+    with FlopMeter(options.hardware, **metering(options)) as meter:
+        one_run.run()
+    report = meter.report(mode=options.mode)
+    report = replace(report, ran=report.ran._replace(program=options.command))
+    if options.explain_compile:
+        show(f"{_rendered(report, 'text', options.by or 'class')}\n\n{report.explain_compile()}", options)
+    elif options.speed_up:
+        show(report.speed_up().render(options.format), options)
+    else:
+        show(_rendered(report, options.format, options.by or "class"), options)
+    if options.plot:
+        save(PICTURES[options.picture or "roofline"](report), options.plot)
+    if options.trace_to:
+        with writing(options.trace_to):
+            report.save_trace(options.trace_to)
+    return 0
+
+
+def _check_table(options: argparse.Namespace) -> None:
+    """Raises ValueError for options of which one would be ignored."""
     compiled = options.compiler or options.explain_compile
     if compiled and (options.mode in ("eager", "eager-cudagraph") or options.speed_up):
         raise ValueError(
             "--compiler and --explain-compile run the model compiled, so there is no eager run to show: give them "
             "alone, or with --mode compiled or cudagraph"
         )
-    program = _program(options, compiled=compiled)
-    with FlopMeter(options.hardware, clocks=options.clocks) as meter:
-        program.run()
-    report = meter.report(mode=options.mode)
-    report = replace(report, ran=report.ran._replace(program=options.command))
-    if options.explain_compile:
-        show(f"{_rendered(report, 'text', options.by)}\n\n{report.explain_compile()}", options)
-    elif options.speed_up:
-        show(report.speed_up().render(options.format), options)
-    else:
-        show(_rendered(report, options.format, options.by), options)
-    if options.plot:
-        save(PICTURES[options.picture](report), options.plot)
-    if options.trace:
-        with writing(options.trace):
-            report.save_trace(options.trace)
-    return 0
+    if options.speed_up and options.mode:
+        raise ValueError("--speed-up sets eager beside compiled: leave --mode out")
+    if options.picture and not options.plot:
+        raise ValueError("--picture says what --plot draws: add --plot FILE.png")
+    if options.by and options.speed_up:
+        raise ValueError("--speed-up has rows of its own: leave --by out")
+    if options.by and options.format in ("json", "html"):
+        raise ValueError(f"{options.format} holds every grouping: leave --by out")
+    if options.explain_compile and options.format != "text":
+        raise ValueError(f"--explain-compile is text: leave --format {options.format} out")
 
 
 def _rendered(report: Report, format: str, by: By) -> str:
@@ -92,19 +104,18 @@ def _rendered(report: Report, format: str, by: By) -> str:
 
 
 def _table_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser, number)
+    add_target(parser)
+    add_training(parser)
     add_device(parser)
-    add_clocks(parser)
+    add_metering(parser)
     add_format(parser, REPORT_FORMATS)
     _add_plot(parser, "a picture")
+    parser.add_argument("--picture", choices=PICTURES, help=f"what --plot draws: {PICTURE_HELP} (default: roofline)")
     parser.add_argument(
-        "--picture", choices=PICTURES, default="roofline",
-        help=f"what --plot draws: {PICTURE_HELP} (default: %(default)s)",
+        "--trace", metavar="FILE", dest="trace_to",
+        help="also write the predicted timeline to a .json or .json.gz for ui.perfetto.dev",
     )  # fmt: skip
-    parser.add_argument(
-        "--trace", metavar="FILE", help="also write the predicted timeline to a .json or .json.gz for ui.perfetto.dev"
-    )
-    parser.add_argument("--by", choices=GROUPINGS, default="class", help="rows of the table (default: %(default)s)")
+    parser.add_argument("--by", choices=GROUPINGS, help="rows of the table (default: class)")
     parser.add_argument(
         "--compiler", action="store_true",
         help="compile the model and its optimizer by torch's own compiler (slow; --mode alone goes by rules)",
@@ -118,27 +129,27 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    prices = load_prices(options.price)
-    program = _program(options)
     devices = device_list(options.hardware)
-    names = {load_hardware(name).name for name in devices}
+    prices = load_prices(options.price, devices)
+    one_run = program(options)
     comparison = compare(
-        program.run,
+        one_run.run,
         devices,
         options.mode or "eager",
-        items=program.items,
-        unit=program.unit,
-        prices={name: dollars for name, dollars in prices.dollars_per_hour.items() if name in names},
+        items=one_run.items,
+        unit=one_run.unit,
+        prices=prices.dollars_per_hour,
         sort=options.sort,
-        progress=on_terminal("comparing"),
-        clocks=options.clocks,
+        progress=options.progress.over,
+        **metering(options),
     )
     show(comparison.with_note(prices.source).render(options.format), options)
     return 0
 
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser, number)
+    add_target(parser)
+    add_training(parser)
     parser.add_argument(
         "--hardware", metavar="A,B,C", default=DEFAULT_COMPARISON, help="devices (default: %(default)s)"
     )
@@ -147,14 +158,14 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="dollars per hour of a device, or a YAML file with `date` and `dollars_per_hour: {name: amount}`",
     )  # fmt: skip
     add_mode(parser)
-    add_clocks(parser)
+    add_metering(parser)
     parser.add_argument("--sort", choices=get_args(Sort), default="seconds", help="default: %(default)s")
     add_format(parser, FORMATS)
 
 
 def _sweep(options: argparse.Namespace) -> int:
     over, sizes, fixed = _swept(options)
-    programs = Programs(load_target(options.target), over, **_options(options, **fixed))
+    programs = Programs(load_target(options.target), over, **program_options(options, **fixed))
     first = programs.of(sizes[0])
     result = sweep(
         programs,
@@ -164,8 +175,8 @@ def _sweep(options: argparse.Namespace) -> int:
         over=over,
         items=1 if first.items is None else first.items / sizes[0],
         unit="samples" if first.items is None else first.unit,
-        progress=on_terminal("sweeping"),
-        clocks=options.clocks,
+        progress=options.progress.over,
+        **metering(options),
     )
     show(result.render(options.format), options)
     if options.plot:
@@ -185,17 +196,18 @@ def _swept(options: argparse.Namespace) -> tuple[str, list[int], dict[str, int |
 
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser, numbers)
+    add_target(parser, numbers)
+    add_training(parser)
     add_device(parser)
-    add_clocks(parser)
+    add_metering(parser)
     add_format(parser, FORMATS)
     _add_plot(parser, "the curves")
 
 
 def _fit(options: argparse.Namespace) -> int:
     device = load_hardware(options.hardware)
-    programs = Programs(load_target(options.target), "batch", **_options(options, seq=options.seq))
-    largest = largest_batch(programs, device)
+    programs = Programs(load_target(options.target), "batch", **program_options(options, seq=options.seq))
+    largest = largest_batch(programs, device, **metering(options))
     what = "a training step" if options.train else "inference"
     answer = {"target": options.target, "hardware": device.name, "train": options.train, "largest_batch": largest}
     note = f"the largest batch that fits is {largest}" if largest else "not even a batch of 1 fits"
@@ -205,39 +217,29 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _fit_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser, number, batch=False)
+    add_target(parser, batch=False)
+    add_training(parser)
     add_device(parser, mode=False)
+    add_metering(parser, clocks=False)
     add_format(parser, FORMATS)
 
 
-def _program(options: argparse.Namespace, *, compiled: bool = False) -> Program:
-    sizes = _options(options, batch=options.batch, seq=options.seq)
-    return load_target(options.target).program(compiled=compiled, **sizes)
+def _count(options: argparse.Namespace) -> int:
+    target = load_target(options.target)
+    sizes = size_options(options, batch=options.batch, seq=options.seq)
+    model, arguments, keywords = target.built(**sizes)
+    with blaming(options.target):
+        counted = count(model, *arguments, **keywords)
+    show(counted.down_to(options.depth).render(options.format), options)
+    return 0
 
 
-def _options(options: argparse.Namespace, **sizes: int | None) -> dict[str, Any]:
-    """Of Target.program. Autocast is for models kept in fp32, so that is their type unless the user says another."""
-    dtype = options.dtype or ("fp32" if options.autocast else None)
-    return {
-        **sizes,
-        "image_size": options.image_size,
-        "dtype": dtype and FLOATS[dtype],
-        "train": options.train,
-        "autocast": options.autocast and FLOATS[options.autocast],
-    }
-
-
-def _add_target(parser: argparse.ArgumentParser, read: Callable[[str], Any], *, batch: bool = True) -> None:
-    """`read` is for --batch and --seq: one number, or a list."""
-    several = "N" if read is number else "N,N,..."
-    parser.add_argument("target", metavar="TARGET", help="the model (see below)")
-    if batch:
-        parser.add_argument("--batch", metavar=several, type=read, help="default: the target's own")
-    parser.add_argument("--seq", metavar=several, type=read, help="tokens in each sequence (default: the target's own)")
-    parser.add_argument("--image-size", metavar="N", type=number, help="pixels along each side")
-    parser.add_argument("--train", action="store_true", help="a training step: forward, backward, AdamW")
-    parser.add_argument("--dtype", choices=FLOATS, help="type of weights and data (default: the target's own)")
-    parser.add_argument("--autocast", choices=NARROW_FLOATS, help="run under torch.autocast, weights in fp32")
+def _count_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    parser.add_argument(
+        "--depth", metavar="N", type=number, default=2, help="how deep the tree of modules goes (default: %(default)s)"
+    )
+    add_format(parser, FORMATS)
 
 
 def _add_plot(parser: argparse.ArgumentParser, what: str) -> None:
@@ -245,6 +247,12 @@ def _add_plot(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 COMMANDS = {
+    "count": Command(
+        _count,
+        "FLOPs of one forward pass; parameters, output shape and FLOPs of each module",
+        "Example: flopmeter count resnet-50 --depth 1\n\n" + TARGETS,
+        _count_arguments,
+    ),
     "table": Command(
         _table,
         "What one run of a model costs on one device",

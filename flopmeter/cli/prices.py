@@ -24,22 +24,30 @@ class PriceList(NamedTuple):
     source: str  # for the footer; '' without prices
 
 
-def load_prices(entries: Iterable[str]) -> PriceList:
-    """Prices from entries such as 'h100-sxm5-80gb=2.5' and paths of YAML files; a later entry goes before an earlier.
+def load_prices(entries: Iterable[str], devices: Iterable[str]) -> PriceList:
+    """Prices of the devices, from entries such as 'h100-sxm5-80gb=2.5' and paths of YAML files, which may list others
+    too; a later entry goes before an earlier.
 
-    Raises HardwareError for an unknown device, an amount that is none, or a file that is no list of prices.
+    Raises HardwareError for an unknown device, an amount that is none, or a file that is no list of prices, and
+    ValueError for an entry of a device that is not asked about.
     """
+    asked = [load_hardware(name).name for name in devices]
     dollars: dict[str, float] = {}
     sources = []
     for entry in entries:
         name, equals, amount = entry.rpartition("=")
         if equals:
-            dollars[load_hardware(name).name] = _amount(name, amount)
+            if (own := load_hardware(name).name) not in asked:
+                raise ValueError(
+                    f"--price {entry}: {name} is not compared; name it in --hardware {','.join(asked)} too"
+                )
+            dollars[own] = _amount(name, amount)
             sources.append(f"{name} ${amount}/h as given")
         else:
             listed, date = _from_file(entry)
             dollars |= listed
             sources.append(f"{entry} ({date})")
+    dollars = {name: amount for name, amount in dollars.items() if name in asked}
     return PriceList(dollars, f"prices: {', '.join(sources)}" if sources else "")
 
 

@@ -1,31 +1,60 @@
-"""How far long work is: tqdm's bar where tqdm is installed, else a line for each step; nothing unless on a terminal."""
+"""What a command is at, on the terminal, once it takes longer than a reader waits without a word."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
+PATIENCE_SECONDS = 2.0
+TICK_SECONDS = 1.0
+_CLEAR = "\r\x1b[K"  # the line, on every terminal that isatty
 
 
-def on_terminal(what: str) -> Callable[[Sequence[T]], Iterable[T]]:
-    """For the `progress` of compare and sweep: shows on stderr how many of the steps are done."""
+class Progress:
+    """One line on stderr that says what runs and for how long; nothing in the first two seconds, nothing in a pipe."""
 
-    def wrap(steps: Sequence[T]) -> Iterable[T]:
-        if not sys.stderr.isatty() or len(steps) < 2:
-            return steps
-        if importlib.util.find_spec("tqdm") is None:
-            return _lines(steps, what)
-        bar: Iterable[T] = importlib.import_module("tqdm").tqdm(steps, desc=what, leave=False)
-        return bar
+    def __init__(self, what: str):
+        self._text = what
+        self._done = threading.Event()
+        self._teller: threading.Thread | None = None
 
-    return wrap
+    def over(self, steps: Sequence[T]) -> Iterable[T]:
+        """The steps, counted while they are taken: the `progress` of compare, sweep, serving and calibrate."""
+        what = self._text
+        for number, step in enumerate(steps, 1):
+            self._text = f"{what}: {number} of {len(steps)}"
+            yield step
+        self._text = what
 
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            self._teller = threading.Thread(target=self._tell, daemon=True)
+            self._teller.start()
+        return self
 
-def _lines(steps: Sequence[T], what: str) -> Iterator[T]:
-    for done, step in enumerate(steps):
-        print(f"{what}: {done + 1} of {len(steps)}", file=sys.stderr)
-        yield step
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._done.set()
+        if self._teller is not None:
+            self._teller.join()
+
+    def _tell(self) -> None:
+        began = time.monotonic()
+        if self._done.wait(PATIENCE_SECONDS):
+            return
+        for line in self._lines(began):
+            sys.stderr.write(_CLEAR + line)
+            sys.stderr.flush()
+
+    def _lines(self, began: float) -> Iterator[str]:
+        while True:
+            yield f"{self._text} · {time.monotonic() - began:.0f} s"
+            if self._done.wait(TICK_SECONDS):
+                yield ""
+                return

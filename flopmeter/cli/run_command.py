@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, number, writing
+from flopmeter.cli.command import Command, add_format, number, one_device, share, writing
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.run.launchers import CommandLine, launch_of
@@ -31,9 +31,11 @@ where an optimizer has stepped; the run stops after --steps of them. Options of 
 def _run(options: argparse.Namespace) -> int:
     launch = _launch(options)
     script = launch.script
+    if not script.is_module and Path(script.target).is_dir() and not Path(script.target, "__main__.py").is_file():
+        raise ValueError(f"{script.target} is a folder without __main__.py: name a script")
     script.check()
     wishes = Wishes(
-        gpus=launch.world_size or options.gpus,
+        gpus=launch.world_size or options.gpus or 1,
         gpus_per_node=launch.gpus_per_node,
         steps=options.steps,
         marker=options.step_marker,
@@ -56,8 +58,19 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace) -> CommandLine:
-    words = options.script[1:] if options.script[:1] == ["--"] else options.script
-    return launch_of(["-m", *words] if options.module else words, options.gpus)
+    is_plain = options.script[:1] == ["--"]
+    words = options.script[1:] if is_plain else options.script
+    if not is_plain and any(word.partition("=")[0] == "--hardware" for word in words[1:]):
+        raise ValueError(
+            f"--hardware stands after {words[0]}, so the script would get it: put it before the script's name "
+            "(or -- before it, if it is an option of the script)"
+        )
+    launch = launch_of(["-m", *words] if options.module else words, options.gpus or 1)
+    if options.gpus and launch.world_size not in (None, options.gpus):
+        raise ValueError(
+            f"--gpus {options.gpus}, but the launcher starts {launch.world_size} processes: leave --gpus out"
+        )
+    return launch
 
 
 def _report(session: ScriptSession, script: Script, ending: Ending) -> RunReport | None:
@@ -78,7 +91,7 @@ def _show(report: RunReport, options: argparse.Namespace) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--hardware", metavar="NAME", default=DEFAULT_HARDWARE,
+        "--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE,
         help="a name of `flopmeter hardware`, or a YAML file (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--steps", type=number, default=DEFAULT_STEPS, help="stop after so many (default: %(default)s)")
@@ -87,7 +100,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="what ends a step: optimizer, forward (a call of the outermost module), nvtx:NAME, or module:function"
         " (default: an optimizer's step, else forward)",
     )  # fmt: skip
-    parser.add_argument("--gpus", type=number, default=1, help="ranks in the world (default: %(default)s)")
+    parser.add_argument("--gpus", type=number, help="ranks in the world (default: 1, or what the launcher says)")
     parser.add_argument("--mode", choices=get_args(Mode), help="price the step so (default: as the script runs it)")
     parser.add_argument(
         "--oom", choices=("raise", "report"), default="raise",
@@ -97,15 +110,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--strict-values", action="store_true", help="a value that is read and not known is an error, not a stand-in"
     )
     parser.add_argument(
-        "--mask-fraction", type=float, metavar="SHARE", help="of an unknown mask that selects elements, this is true"
+        "--mask-fraction", type=share, metavar="SHARE", help="of an unknown mask that selects elements, this is true"
     )
     parser.add_argument(
         "--shim", choices=tuple(SHIMS), action="append", default=[], help="stand in for a package of CUDA kernels"
     )
-    parser.add_argument("--format", choices=tuple(FORMATS), default="text", help="default: %(default)s")
-    parser.add_argument("--output", "-o", metavar="FILE", help="write the report to a file instead of stderr")
+    add_format(parser, FORMATS, instead_of="stderr")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="what to run, as it is")
 
 
-COMMAND = Command(_run, "run a script as it is, with a device named cuda", EPILOG, _arguments)
+COMMAND = Command(
+    _run, "A script as it is, on a device named cuda: the cost of one steady step", EPILOG, _arguments, False
+)

@@ -12,8 +12,6 @@ from flopmeter.ask.serve.picture import serving_curves
 from flopmeter.ask.serve.serving import read_slo
 from flopmeter.cli.command import Command, add_format, device_list, number, share, show
 from flopmeter.cli.prices import load_prices
-from flopmeter.cli.progress import on_terminal
-from flopmeter.device.hardware import load_hardware
 from flopmeter.meter import Mode
 from flopmeter.report.plots import save
 from flopmeter.report.tables import FORMATS
@@ -24,9 +22,12 @@ def _serve(options: argparse.Namespace) -> int:
         raise ValueError("--acceptance and --draft-tokens are of a draft: give its model with --draft")
     if options.disaggregated and options.chunk is not None:
         raise ValueError("--chunk and --disaggregated exclude each other: with GPUs of its own prefill is not cut")
-    prices = load_prices(options.price)
+    if options.disaggregated and options.no_chunks:
+        raise ValueError(
+            "--no-chunks and --disaggregated exclude each other: with GPUs of its own prefill stops no step"
+        )
     devices = device_list(options.hardware)
-    names = {load_hardware(name).name for name in devices}
+    prices = load_prices(options.price, devices)
     result = serving(
         options.target,
         devices,
@@ -40,12 +41,12 @@ def _serve(options: argparse.Namespace) -> int:
         chunk=None if options.no_chunks else options.chunk or DEFAULT_CHUNK,
         prefix=options.prefix or 0.0,
         draft=options.draft,
-        draft_tokens=options.draft_tokens or 4,
-        acceptance=0.7 if options.acceptance is None else options.acceptance,
+        draft_tokens=options.draft_tokens,
+        acceptance=options.acceptance,
         disaggregated=options.disaggregated,
         cache=options.cache,
-        prices={name: dollars for name, dollars in prices.dollars_per_hour.items() if name in names},
-        progress=on_terminal("serving"),
+        prices=prices.dollars_per_hour,
+        progress=options.progress.over,
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
     if options.plot:
@@ -58,7 +59,11 @@ DEFAULT_CHUNK = 2048
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("target", metavar="TARGET", help="hf:CONFIG.json or hf:TYPE: a causal language model of transformers")
+    add(
+        "target",
+        metavar="TARGET",
+        help="hf:CONFIG.json, hf:TYPE or hf:OWNER/NAME: a causal language model of transformers",
+    )
     add("--hardware", metavar="A,B,C", default="h100-sxm5-80gb", help="devices (default: %(default)s)")
     add("--prompt", metavar="N", type=number, required=True, help="tokens of a request's prompt")
     add("--output", metavar="N", type=number, required=True, dest="output_tokens", help="tokens that it wants")

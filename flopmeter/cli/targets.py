@@ -3,6 +3,7 @@
 A target is one of
     gpt2-124m               a model of `flopmeter.models.BUILTINS`
     hf:CONFIG.json, hf:TYPE a Hugging Face model from its config, without weights and without network
+    hf:OWNER/NAME           one of the hub, whose config comes from the cache or from the network
     timm:NAME               an image model of timm
     package.module:function or path/to/file.py:function
 A function returns (model, inputs): a module or any callable, and a tensor, a tuple or a mapping of arguments. It is
@@ -30,17 +31,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from flopmeter.cli.training import OptimizerChoice, TrainingStep, checkpoint_blocks
 from flopmeter.costs import UncountedError
 from flopmeter.device.hardware import HardwareError
 from flopmeter.known_values import DataDependentError, on_meta
-from flopmeter.models import BUILTINS, Trainable
+from flopmeter.meter import EmptyProgramError
+from flopmeter.models import BUILTINS
 from flopmeter.models.hubs import TargetError, huggingface, timm_model
 from flopmeter.trace.other_threads import uncounted
 
 __all__ = ["Program", "Programs", "Target", "TargetError", "load_target"]
 
 OPTIONS = ("batch", "seq", "image_size", "dtype")
-_SAY_IT_BETTER = (HardwareError, DataDependentError, UncountedError)  # than "the target raised ..." would
+_SAY_IT_BETTER = (
+    HardwareError,
+    EmptyProgramError,
+    DataDependentError,
+    UncountedError,
+)  # than "the target raised ..." would
 
 
 class Program(NamedTuple):
@@ -62,32 +70,36 @@ class Target:
     folder: Path | None = None  # where its imports are looked up first
 
     def program(
-        self, *, train: bool = False, autocast: torch.dtype | None = None, compiled: bool = False, **options: Any
+        self,
+        *,
+        train: bool = False,
+        autocast: torch.dtype | None = None,
+        compiled: bool = False,
+        optimizer: OptimizerChoice | None = None,
+        checkpointing: bool = False,
+        **options: Any,
     ) -> Program:
         """The program at these options (None: the target's default): a forward pass without autograd, or with
-        `train` forward, backward and an AdamW step in its steady state. `compiled`: under torch.compile, the step too.
+        `train` forward, backward and a step of the optimizer (AdamW) in its steady state.
+
+        autocast: run under torch.autocast in this type, with weights in fp32 where the target lets that be said.
+        compiled: under torch.compile, the step too. checkpointing: blocks run again in the backward pass.
 
         Raises TargetError for an option that the target does not take and for whatever goes wrong in it.
         """
-        given = {name: value for name, value in options.items() if value is not None}
-        for name in given:
-            if name not in self.accepts:
-                takes = ", ".join(self.accepts) or "no options"
-                raise TargetError(f"{self.name} takes no {name}; it takes {takes}")
-        with _blaming(self.name), _imports_from(self.folder):
-            if self.asks_train:
-                given["train"] = train
-            model, arguments, keywords = _checked(self.name, self.builder(**given))
-            model, arguments, keywords = on_meta((model, arguments, keywords))
-            if isinstance(model, nn.Module):
-                model.train(train)
-        step = _TrainingStep(self.name, model, compiled=compiled) if train else None
+        if autocast and "dtype" in self.accepts:
+            options["dtype"] = torch.float32
+        model, arguments, keywords = self.built(train=train, **options)
+        with blaming(self.name), _imports_from(self.folder):
+            if checkpointing and isinstance(model, nn.Module):
+                checkpoint_blocks(self.name, model)
+            step = TrainingStep(self.name, model, optimizer=optimizer, compiled=compiled) if train else None
         if compiled:
             model = torch.compile(model)
 
         def run() -> None:
             casting = torch.autocast("cuda", autocast) if autocast else contextlib.nullcontext()
-            with _blaming(self.name):
+            with blaming(self.name):
                 if step is not None:
                     step(casting, arguments, keywords)
                 else:
@@ -95,6 +107,23 @@ class Target:
                         model(*arguments, **keywords)
 
         return Program(run, *_items(tree_leaves((arguments, keywords))))
+
+    def built(
+        self, *, train: bool = False, **options: Any
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The model on meta, and its positional and keyword arguments. Raises TargetError as `program` does."""
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in given:
+            if name not in self.accepts:
+                takes = ", ".join(self.accepts) or "no options"
+                raise TargetError(f"{self.name} takes no {name}; it takes {takes}")
+        with blaming(self.name), _imports_from(self.folder):
+            if self.asks_train:
+                given["train"] = train
+            model, arguments, keywords = on_meta(_checked(self.name, self.builder(**given)))
+            if isinstance(model, nn.Module):
+                model.train(train)
+        return model, arguments, keywords
 
 
 class Programs:
@@ -130,7 +159,7 @@ def _items(leaves: list[Any]) -> tuple[int | None, str]:
 
 
 @contextlib.contextmanager
-def _blaming(name: str) -> Iterator[None]:
+def blaming(name: str) -> Iterator[None]:
     """Whatever the target's own code raises becomes a TargetError that names it."""
     try:
         yield
@@ -139,6 +168,10 @@ def _blaming(name: str) -> Iterator[None]:
     except Exception as error:
         *_, last = traceback.extract_tb(error.__traceback__)
         text = " ".join(str(error).split()) or "without a message"
+        if "overflow" in text.lower():  # of torch's 64-bit sizes
+            raise TargetError(
+                f"{name} has a tensor of more than 2**63 bytes at these sizes: take smaller ones"
+            ) from error
         place = f"{Path(last.filename).name}:{last.lineno}"
         raise TargetError(f"{name} raised {type(error).__name__}: {text} ({place})") from error
 
@@ -147,17 +180,23 @@ def load_target(name: str) -> Target:
     """The target of that name. Raises TargetError where there is none, with the nearest names."""
     scheme, _, rest = name.partition(":")
     if scheme in ("hf", "timm") and rest:
-        with _blaming(name):
+        with blaming(name):
             return _of_function(name, huggingface(rest) if scheme == "hf" else timm_model(rest))
     if name in BUILTINS:
         return _of_function(name, BUILTINS[name])
     place, _, function = name.rpartition(":")
     if place and function:
         return _from_code(name, place, function)
-    near = difflib.get_close_matches(name, BUILTINS, n=3, cutoff=0.4) or list(BUILTINS)
+    if name.rstrip(":").endswith(".py"):
+        file = name.rstrip(":")
+        raise TargetError(
+            f"{file} is a file: name its function that returns (model, inputs), as in {file}:build, "
+            f"or run it as it is: flopmeter run {file}"
+        )
+    near = difflib.get_close_matches(name, BUILTINS, n=3, cutoff=0.4)
     raise TargetError(
-        f"no built-in model is named {name!r}; near to it: {', '.join(near)} "
-        "(or give module:function, file.py:function, hf:CONFIG.json, hf:TYPE or timm:NAME)"
+        f"no built-in model is named {name!r}; {'near to it: ' + ', '.join(near) if near else 'see flopmeter models'} "
+        "(or give module:function, file.py:function, hf:CONFIG.json, hf:TYPE, hf:OWNER/NAME or timm:NAME)"
     )
 
 
@@ -217,47 +256,3 @@ def _checked(name: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...
     if isinstance(inputs, (tuple, list)):
         return model, tuple(inputs), {}
     return model, (inputs,), {}
-
-
-class _TrainingStep:
-    """Forward, backward, AdamW step; the optimizer's state is there from the start, as after the first step."""
-
-    def __init__(self, name: str, model: Callable[..., Any], *, compiled: bool = False):
-        trained = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else []
-        if not trained:
-            raise TargetError(f"{name} has no parameters to train: return an nn.Module that has, or run it untrained")
-        prepared = torch.compile if compiled else _as_it_is
-        self._has_loss = isinstance(model, Trainable)
-        self._forward = prepared(model.loss if isinstance(model, Trainable) else model)
-        self._optimizer = torch.optim.AdamW(trained)
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._step = prepared(self._optimizer.step)
-
-    def __call__(
-        self, casting: contextlib.AbstractContextManager[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        with casting:
-            result = self._forward(*arguments, **keywords)
-            outputs = [result] if self._has_loss else _to_differentiate(result)
-        # Part of a larger model is handed a gradient: its own output, at no kernel's cost.
-        torch.autograd.backward(outputs, [None if out.ndim == 0 else out.detach() for out in outputs])
-        self._step()
-        self._optimizer.zero_grad()
-        for leaf in tree_leaves((arguments, keywords)):
-            if isinstance(leaf, Tensor):
-                leaf.grad = None
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-def _to_differentiate(output: Any) -> list[Tensor]:
-    """The loss where the output has one, else every tensor that depends on parameters."""
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return [loss]
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -497,5 +497,5 @@ def _unknown(name: str) -> str:
     elif family or near:
         said = f"near to it: {', '.join(family or near)}"
     else:
-        said = f"the names are {', '.join(names)}"
+        said = "`flopmeter hardware` lists the names"
     return f"no hardware is named {reprlib.repr(name)}; {said} (or give the path of a YAML file)"

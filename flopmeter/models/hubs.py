@@ -1,6 +1,7 @@
 """Models of other packages, built on meta from their config: Hugging Face transformers and timm, where installed.
 
-Nothing is downloaded: weights are never needed, and a config is a file or the default of its type.
+Weights are never needed. A config is a file, the default of its type, or that of a model of the hub, which comes from
+the cache of huggingface_hub or, if it is not there, from the network.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor, nn
 
 DEFAULT_TOKENS = 512
+NETWORK_PATIENCE_SECONDS = 5.0
 _LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # their loss takes token ids
 
 
@@ -28,7 +32,8 @@ Built = tuple[nn.Module, dict[str, Any]]
 
 
 def huggingface(name: str) -> Callable[..., Built]:
-    """A builder of the model of a config: NAME is the path of a config.json, or a model type such as 'llama'.
+    """A builder of the model of a config: NAME is the path of a config.json or of its folder, a model type such as
+    'llama', or the id of a model of the hub such as 'Qwen/Qwen3-8B'.
 
     The class is the one that the config names (`architectures`), else the base model of its type. Raises
     TargetError where transformers is missing or the config is none that it knows.
@@ -46,7 +51,7 @@ def huggingface(name: str) -> Callable[..., Built]:
 
 
 def hub_config(name: str) -> Any:
-    """The config of a path or a type. Raises TargetError as `huggingface` does."""
+    """The config of a path, a type or a hub id. Raises TargetError as `huggingface` does."""
     return _config(_installed("transformers"), name)
 
 
@@ -132,13 +137,17 @@ def _near(name: str, known: Any) -> str:
 
 def _config(transformers: Any, name: str) -> Any:
     types = transformers.CONFIG_MAPPING
+    if Path(name, "config.json").is_file():
+        name = str(Path(name, "config.json"))
     if not name.endswith(".json"):
-        if name not in types:
-            hint = "; for a model of the hub, save its config.json and give that" if "/" in name else ""
+        if name in types:
+            return types[name]()
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
             raise TargetError(
-                f"transformers knows no model type {name!r}; near to it: {_near(name, types.keys())}{hint}"
+                f"transformers knows no model type {name!r}; near to it: {_near(name, types.keys())} "
+                "(or give a config.json, or OWNER/NAME of the hub)"
             )
-        return types[name]()
+        name = _file_of_the_hub(name)
     try:
         values = json.loads(Path(name).read_text(encoding="utf-8"))
         model_type = values["model_type"]
@@ -149,6 +158,24 @@ def _config(transformers: Any, name: str) -> Any:
     if model_type not in types:
         raise TargetError(f"{name}: transformers knows no model type {model_type!r}; a newer version may")
     return types[model_type].from_dict(values)
+
+
+def _file_of_the_hub(name: str) -> str:
+    """Where the config of a model of the hub lies, once it is there: in the cache, or from the network."""
+    hub = _installed("huggingface_hub")
+    cached = hub.try_to_load_from_cache(name, "config.json")
+    if isinstance(cached, str):
+        return cached
+    try:
+        if not hub.constants.HF_HUB_OFFLINE:  # the download would try for half a minute where there is no network
+            urlopen(hub.constants.ENDPOINT, timeout=NETWORK_PATIENCE_SECONDS).close()
+        path: str = hub.hf_hub_download(name, "config.json")
+        return path
+    except OSError as error:
+        raise TargetError(
+            f"the config of {name} is not in the cache, and the hub does not give it ({type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}): save its config.json and give hf:config.json"
+        ) from error
 
 
 def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:

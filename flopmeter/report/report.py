@@ -328,10 +328,12 @@ class Report:
         """The kernels grouped by op class (in the order of the table), op, phase, kernel or module.
 
         A module's row includes its children's work; `depth` limits how deep the tree goes (1: outermost).
-        Raises ValueError for an unknown grouping.
+        Raises ValueError for an unknown grouping, and for a depth below 1 or of another grouping.
         """
         if by not in tuple(GROUPINGS):  # whatever type it has
             raise ValueError(f"unknown grouping {by!r}; known: {', '.join(GROUPINGS)}")
+        if depth is not None and (by != "module" or depth < 1):
+            raise ValueError(f"depth is how deep rows('module') goes, 1 or more; not {depth!r} of rows({by!r})")
         names, order, splits_flops = GROUPINGS[by]
         kernel_names = (lambda kernel: names(kernel)[:depth]) if by == "module" else names
         return order(self._rows(kernel_names, self._class_flops if splits_flops else None))
@@ -341,7 +343,12 @@ class Report:
         return rendered(FORMATS, format, self)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the predicted timeline as a Chrome trace (chrome://tracing, ui.perfetto.dev)."""
+        """Write the predicted timeline as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+
+        Raises ValueError for a path that ends neither in .json nor in .json.gz, by which the viewers know it.
+        """
+        if not os.fspath(path).endswith((".json", ".json.gz")):
+            raise ValueError(f"{path}: end the name of a trace in .json or .json.gz, by which viewers know it")
         VIEWS["timeline"](self, path)
 
     def __repr__(self) -> str:

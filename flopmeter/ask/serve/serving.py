@@ -167,8 +167,8 @@ def serving(
     chunk: int | None = 2048,
     prefix: float = 0.0,
     draft: Any = None,
-    draft_tokens: int = 4,
-    acceptance: float = 0.7,
+    draft_tokens: int | None = None,
+    acceptance: float | None = None,
     disaggregated: bool = False,
     cache: CacheKind = "paged",
     prices: Mapping[str, float] | None = None,
@@ -186,7 +186,7 @@ def serving(
     weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4' or 'mxfp4'. kv: the cache, 'bf16' or 'fp8'.
     chunk: tokens of a prompt that run in one step with decoding; None: prefill stops decoding.
     prefix: share of each prompt whose keys and values are in the cache already.
-    draft: a smaller model (as `target`) that proposes `draft_tokens` tokens, each accepted with `acceptance`.
+    draft: a smaller model (as `target`) that proposes `draft_tokens` tokens (4), each accepted with `acceptance` (0.7).
     disaggregated: GPUs of their own for prefill.
     cache: 'paged' as servers hold it, or 'transformers' as its generate() does.
     prices: dollars per GPU and hour, by device.
@@ -195,9 +195,12 @@ def serving(
     Raises ServingError for options that make no sense, TargetError for a model that cannot be built and HardwareError
     for an unknown device. Devices that are too small or lack a type are in `unable`.
     """
+    if draft is None and (acceptance is not None or draft_tokens is not None):
+        raise ServingError("acceptance and draft_tokens are of a draft: give its model as draft")
     plan = ServingPlan(
         prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, mode=mode, weights=weights, kv=kv, chunk=chunk,
-        prefix=prefix, draft_tokens=draft_tokens, acceptance=acceptance, is_disaggregated=disaggregated,
+        prefix=prefix, draft_tokens=4 if draft_tokens is None else draft_tokens,
+        acceptance=0.7 if acceptance is None else acceptance, is_disaggregated=disaggregated,
         meter_options=meter_options,
     )  # fmt: skip
     plan.check()
@@ -425,6 +428,8 @@ def read_slo(text: str | Mapping[str, float] | None) -> dict[str, float]:
         name = name.strip()
         if name not in SLOS:
             raise ServingError(f"unknown latency {name!r}; known: {', '.join(SLOS)} (as in ttft=500ms,tpot=30ms)")
+        if name in found:
+            raise ServingError(f"the latency {name} is given twice: give it once")
         found[name] = _seconds(value)
     return found
 

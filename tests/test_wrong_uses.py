@@ -1,0 +1,231 @@
+"""Wrong uses of the command and of the interface: each is one error of one line that names the mend, before any work;
+none is ignored in silence."""
+
+import functools
+import os
+import shlex
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import flopmeter
+from flopmeter import FlopMeter, compare, count, largest_batch, load_hardware, on_meta, serving, sweep, time_generation
+from flopmeter.cli import main
+from flopmeter.cli.progress import Progress
+
+FILES = {
+    "mine.py": "import torch\ndef build(batch=2):\n    return torch.nn.Linear(8, 8), torch.zeros(batch, 8)\n",
+    "train.py": "print('ran')\n",
+}
+COMMANDS = {
+    # what is ignored, or contradicts another option
+    "table encoder-layer --picture memory": "add --plot FILE.png",
+    "table encoder-layer --dtype bf16 --autocast bf16": "give one of the two",
+    "table encoder-layer --batch 2 --batch 4": "--batch is given twice",
+    "table encoder-layer --by op --format json": "json holds every grouping: leave --by out",
+    "table encoder-layer --speed-up --by op": "leave --by out",
+    "table encoder-layer --speed-up --mode compiled": "leave --mode out",
+    "table encoder-layer --explain-compile --format json": "leave --format json out",
+    "table encoder-layer --compiler --mode eager": "give them alone",
+    "table encoder-layer --format html -o x.json": "contradicts the ending of x.json",
+    "compare encoder-layer -o x.html": "this command has no html; it has text, markdown, csv, json",
+    "table encoder-layer --optimizer sgd": "add --train",
+    "table encoder-layer --checkpointing": "add --train",
+    "table encoder-layer --train --checkpointing": "call torch.utils.checkpoint in its code",
+    "table encoder-layer --train --optimizer lamb": "known: adadelta",
+    "table encoder-layer --train --optimizer sgd,momemtum=1": "with KEY momentum",
+    "compare encoder-layer --hardware l4 --price t4=1": "name it in --hardware l4 too",
+    "compare encoder-layer --hardware l4,t4 --sort cost": "to sort by cost, give prices",
+    "compare encoder-layer --hardware l4,l4": "name each device once",
+    "sweep encoder-layer --batch 4,4": "give each size once",
+    "sweep encoder-layer --batch 1,2 --seq 32,64": "give one value for the other",
+    "serve hf:llama --prompt 5 --output 5 --acceptance .5": "give its model with --draft",
+    "serve hf:llama --prompt 5 --output 5 --disaggregated --no-chunks": "exclude each other",
+    "serve hf:llama --prompt 5 --output 5 --slo ttft=1,ttft=2": "give it once",
+    "run train.py --hardware l4": "put it before the script's name",
+    "run --gpus 8 torchrun --nproc-per-node 4 train.py": "leave --gpus out",
+    # what has the wrong form
+    "table encoder-layer --batch 10^12": "expected a positive whole number, at most 1,000,000,000",
+    "table encoder-layer --batch 1000000000000": "at most 1,000,000,000",
+    "table encoder-layer --batch 1000000000 --seq 1000000000": "take smaller ones",
+    "table encoder-layer --trace x.txt": "end its name in .json or .json.gz",
+    "table encoder-layer --plot x.txt": "end its name in one of .png, .svg, .pdf",
+    "table encoder-layer -o missing/x": "there is no folder missing",
+    "table encoder-layer -o .": "name a file",
+    "table encoder-layer --hardware l4,t4": "flopmeter compare",
+    "compare encoder-layer --hardware l4,": "without a comma at either end",
+    "table encoder-layer --routing some": "expected balanced or a number from 1 to 2",
+    "table encoder-layer --routing 3": "a number from 1 to 2",
+    "table encoder-layer --mask-fraction 25%": "expected a share from 0 to 1",
+    "diff a.json b.json --fail-above 5": "a percentage such as 5%",
+    "calibrate -o x.txt": "must end in .yaml",
+    "serve hf:llama --prompt 5 --output 5 --slo ttft": "such as 500ms",
+    "run --steps 0 train.py": "a positive whole number",
+    "run --step-marker banana train.py": "give optimizer, forward, nvtx:NAME or module:function",
+    # what is not there
+    "tabel encoder-layer": "near to it: table",
+    "table encoder-layer --bacth 2": "did you mean --batch?",
+    "table encoder-layer extra": "unrecognized arguments: extra",
+    "table": "TARGET",
+    "table bert-bass": "near to it: bert-base",
+    "table mine.py": "mine.py:build",
+    "table mine.py:nope": "has no function nope",
+    "table nothere.py:build": "there is no file nothere.py",
+    "table mine.py:build --seq 5": "takes no seq; it takes batch",
+    "count encoder-layer --image-size 224": "takes no image_size; it takes batch, seq, dtype",
+    "table encoder-layer --hardware h100": "h100-sxm5-80gb",
+    "table encoder-layer --hardware nope": "`flopmeter hardware` lists the names",
+    "fit encoder-layer --batch 3": "unrecognized arguments: --batch 3",
+    "check nothere.json": "cannot be read",
+    "explain admm": "near to it: addmm",
+    "explain ''": "name an op of torch's",
+    "run": "name a script",
+    "run nothere.py": "no such script",
+    "run .": "name a script",
+    "serve encoder-layer --prompt 5 --output 5": "give hf:CONFIG.json or hf:TYPE",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_command_is_one_line_that_names_the_mend(command, folder, capsys):
+    assert main(shlex.split(command)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("flopmeter: ")
+    assert err.count("\n") == 1
+    assert COMMANDS[command] in err
+    assert sorted(os.listdir(folder)) == sorted(FILES)  # nothing is left behind
+
+
+def meta(*shape):
+    return torch.empty(shape, device="meta")
+
+
+@functools.cache
+def metered():
+    with FlopMeter() as meter:
+        meta(4, 4) @ meta(4, 4)
+    return meter
+
+
+def small():
+    return meta(4).sin()
+
+
+INTERFACE = {
+    "FlopMeter('h100')": "h100-sxm5-80gb",
+    "FlopMeter(['l4'])": "expected the name of a device",
+    "FlopMeter(compile='yes')": "one of False, True, 'rules'",
+    "FlopMeter(causal=True)": "known: full, exact",
+    "FlopMeter(clocks='boost')": "known: sustained, burst",
+    "FlopMeter(strict='yes')": "strict must be True or False",
+    "FlopMeter(as_cuda=0)": "as_cuda must be True or False",
+    "FlopMeter(routing=1.3)": "{'imbalance': a number from 1 to 2}",
+    "FlopMeter(checks=True)": "checks must be None or 'hold'",
+    "FlopMeter(mask_fraction=2)": "a number from 0 to 1",
+    "FlopMeter(cluster='dgx')": "known: dgx-a100",
+    "FlopMeter(moed='eager')": "unexpected keyword argument 'moed'",
+    "FlopMeter().report()": "run the program inside `with meter:` first",
+    "metered().report(mode='fast')": "known: eager, compiled",
+    "metered().report(ops=3)": "a range of trace.ops",
+    "metered().report().render('pdf')": "known: text, markdown, csv, json, html",
+    "metered().report().rows('colour')": "known: class, op, module, phase, kernel",
+    "metered().report().rows('op', depth=1)": "depth is how deep rows('module') goes",
+    "metered().report().rows('module', depth=0)": "1 or more",
+    "metered().report().save_trace('x.txt')": ".json or .json.gz",
+    "metered().report().explain_compile()": "model = torch.compile(model)",
+    "metered().report(mode='compiled').speed_up()": "from an eager report",
+    "compare(small, 'l4')": "such as ['l4']",
+    "compare(small, [])": "see available_hardware()",
+    "compare(small, ['l4', 'l4'])": "name each device once",
+    "compare(small, ['l4'], sort='cost')": "give prices",
+    "compare(small, ['l4'], prices={'t4': 1})": "not among the devices l4",
+    "compare(small, ['l4'], prices={'l4': '1'})": "dollars per hour, not '1'",
+    "compare(small, ['l4'], items='4')": "a positive number of items",
+    "compare(3, ['l4'])": "a function without arguments",
+    "sweep(small, 4)": "a list such as [1, 2, 4]",
+    "sweep(small, '1,2')": "a list such as [1, 2, 4]",
+    "sweep(small, [True])": "positive whole numbers",
+    "sweep(3, [1])": "a function of the batch",
+    "sweep(meta, [1], items=-1)": "more than 0",
+    "largest_batch(3, 'l4')": "a function of the batch",
+    "largest_batch(lambda batch: None, 'l4')": "ran no op of torch",
+    "largest_batch(meta, 'cpu-i7-12700h')": "hardware.replace(memory_gb=...)",
+    "count('gpt2')": "count(model, x)",
+    "count(nn.Linear(8, 8))": "missing 1 required positional argument",
+    "count(lambda: None)": "ran no op of torch",
+    "on_meta(torch.eye(4).to_sparse())": "meter the program on real CPU tensors",
+    "load_hardware('nope.yaml')": "there is no such file",
+    "load_hardware('l4').replace(tdp_w=-3)": "a number over 0",
+    "load_hardware('l4').contraction_peak('fp3')": "it has: fp64",
+    "flopmeter.register_cost(3)": "an op such as torch.ops.mine.op",
+    "time_generation(lambda n: None, 1, 'l4')": "at least two new tokens",
+    "serving('hf:llama', hardware=['l4'], prompt=0, output=5)": "prompt must be a positive whole number",
+    "serving('hf:llama', hardware=['l4'], prompt=5, output=5, acceptance=.5)": "give its model as draft",
+    "flopmeter.check('nothere.json')": "cannot be read",
+}
+
+
+@pytest.mark.parametrize("use", INTERFACE)
+def test_a_wrong_use_of_the_interface_is_one_line_that_names_the_mend(use, folder):
+    names = {**globals(), "flopmeter": flopmeter, "nn": nn}
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        eval(use, names)
+    message = str(caught.value)
+    assert INTERFACE[use] in message
+    assert "\n" not in message
+    assert sorted(os.listdir(folder)) == sorted(FILES)
+    assert _get_current_dispatch_mode() is None  # no meter is left open
+
+
+def test_both_tables_hold_forty_and_more_of_every_part_that_is_public():
+    assert len(COMMANDS) >= 40
+    assert len(INTERFACE) >= 40
+    used = (compare, count, largest_batch, load_hardware, on_meta, serving, sweep, time_generation)
+    assert all(any(each.__name__ in use for use in INTERFACE) for each in used)
+
+
+class Terminal:
+    def __init__(self):
+        self.written = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.written += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_is_told_after_a_while_on_a_terminal_and_cleared_at_the_end(monkeypatch):
+    monkeypatch.setattr("flopmeter.cli.progress.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("flopmeter.cli.progress.TICK_SECONDS", 0.01)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with Progress("sweep") as progress:
+        for step in progress.over([1, 2, 4]):
+            while f"sweep: {[1, 2, 4].index(step) + 1} of 3" not in terminal.written:
+                pass
+    assert terminal.written.endswith("\r\x1b[K")
+
+
+def test_progress_says_nothing_in_a_moment_or_in_a_pipe(monkeypatch, capsys):
+    with Progress("table"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with Progress("table"):
+        pass
+    assert terminal.written == ""
