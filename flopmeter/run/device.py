@@ -16,13 +16,14 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import UninitializedTensorMixin, is_lazy
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
@@ -79,7 +80,8 @@ class NamedCuda:
     @contextmanager
     def open(self) -> Iterator[None]:
         """torch tells and takes the name inside."""
-        with applied(list(self.patches())):
+        patches = list(self.patches())
+        with applied([*patches, _allowed_on_lazy_parameters(patches)]):
             self.is_open = True
             try:
                 yield
@@ -279,22 +281,34 @@ class NamedCuda:
             args = tuple(each.device if isinstance(each, CudaDevice) else each for each in args)
             if isinstance(kwargs.get("device"), (int, CudaDevice)):
                 kwargs["device"] = torch.device("cuda", getattr(kwargs["device"], "index", kwargs["device"]))
-            with _parameters_keep_identity():
+            with _parameters_keep_identity(module):
                 return original(module, *args, **kwargs)
 
         return to
 
 
+def _allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
+    """Parameters of nn.LazyLinear and its kin, which have no shape yet, refuse all but a list of methods."""
+    allowed = UninitializedTensorMixin._allowed_methods
+    ours = [patch.value for patch in patches if patch.owner is Tensor and getattr(Tensor, patch.name) in allowed]
+    return Patch(
+        UninitializedTensorMixin, "_allowed_methods", [*allowed, *ours], "lazy parameters move to the named device"
+    )
+
+
 @contextmanager
-def _parameters_keep_identity() -> Iterator[None]:
+def _parameters_keep_identity(module: Module) -> Iterator[None]:
     """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may hold already. Between
-    CPU and meta torch makes new ones, unless it is told to swap what is inside."""
+    CPU and meta torch makes new ones, unless it is told to swap what is inside; lazy ones lose their class by that."""
+    lazy = [(parameter, type(parameter)) for parameter in module.parameters() if is_lazy(parameter)]
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+        for parameter, kind in lazy:
+            parameter.__class__ = kind
 
 
 class CudaDevice:
