@@ -27,6 +27,7 @@ from torch.nn.parameter import UninitializedTensorMixin, is_lazy
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
+from flopmeter.run.named_types import META, LegacyType, device_type, generator_type
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names.private import (
     BELOW_DISPATCHER,
@@ -39,7 +40,6 @@ from flopmeter.torch_names.private import (
     torch_device,
 )
 
-META = torch.device("meta")
 TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
 ABOVE_DISPATCHER = ("torch.distributed.utils",)
 """Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
@@ -108,7 +108,8 @@ class NamedCuda:
         yield Patch(Module, "to", self._module_to(Module.to), takes)
         for owner, name in _takers():
             yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
-        yield Patch(torch, "Generator", _generator_on(self), takes)
+        yield Patch(torch, "Generator", generator_type(self), takes)
+        yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
         yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
         context = torch_device.DeviceContext
         yield Patch(
@@ -321,46 +322,6 @@ class CudaDevice:
 
     def __str__(self) -> str:
         return str(self.device)
-
-
-_true_generator: Any = torch.Generator
-
-
-class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
-    """So that isinstance holds for generators that were made before."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _true_generator)
-
-
-def _generator_on(cuda: NamedCuda) -> type:
-    """torch.Generator, which also takes the device named cuda. Ops on meta take such a generator and draw nothing."""
-
-    class NamedGenerator(_true_generator, metaclass=_AnyGenerator):  # type: ignore[misc]
-        def __new__(cls, device: Any = "cpu") -> Any:
-            is_named = cuda.real(device) is META
-            made = _true_generator.__new__(cls, "cpu" if is_named else device)
-            made.is_named = is_named
-            return made
-
-        def __init__(self, device: Any = "cpu") -> None: ...
-
-        @property
-        def device(self) -> torch.device:
-            return cuda.name if self.is_named else torch.device("cpu")
-
-    return NamedGenerator
-
-
-class LegacyType:
-    """torch.cuda.FloatTensor and its kin: makes tensors of a dtype from sizes or data."""
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.__name__, self.dtype = name, dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor = getattr(torch, self.__name__)(*args, **kwargs)
-        return made.to(META)
 
 
 def _asked_from_below() -> bool:
