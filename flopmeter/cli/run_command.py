@@ -44,6 +44,7 @@ def _run(options: argparse.Namespace) -> int:
         mask_fraction=options.mask_fraction,
         mode=options.mode,
         shims=tuple(options.shim),
+        synthetic=options.synthetic,
     )
     session = ScriptSession(options.hardware, wishes)
     with session.open(), environment(launch.environment):
@@ -115,6 +116,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shim", choices=tuple(SHIMS), action="append", default=[], help="stand in for a package of CUDA kernels"
     )
+    parser.add_argument(
+        "--synthetic", metavar="SAMPLE",
+        help="stand in for data that is not there: a sample such as 3x224x224,:1000 (floats, and an integer below"
+        " 1000), input_ids=1024:50257 (named) or text=100:text (words); or first: one sample stands for all",
+    )  # fmt: skip
     add_format(parser, FORMATS, instead_of="stderr")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="what to run, as it is")

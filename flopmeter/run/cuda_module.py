@@ -19,8 +19,9 @@ import torch
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.device.hardware import Hardware
 from flopmeter.run import streams
-from flopmeter.run.device import LegacyType, NamedCuda
+from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory
+from flopmeter.run.named_types import LegacyType
 from flopmeter.run.patches import Patch
 
 # Threads and kB of shared memory of an SM, and kB that one block may ask for, by compute capability. Source: CUDA C++

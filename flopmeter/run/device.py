@@ -16,16 +16,18 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import UninitializedTensorMixin, is_lazy
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
+from flopmeter.run.named_types import META, LegacyType, device_type, generator_type
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names.private import (
     BELOW_DISPATCHER,
@@ -38,7 +40,6 @@ from flopmeter.torch_names.private import (
     torch_device,
 )
 
-META = torch.device("meta")
 TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
 ABOVE_DISPATCHER = ("torch.distributed.utils",)
 """Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
@@ -79,7 +80,8 @@ class NamedCuda:
     @contextmanager
     def open(self) -> Iterator[list[Patch]]:
         """torch tells and takes the name inside. Gives what `hidden` takes."""
-        with applied(list(self.patches())) as undoing:
+        patches = list(self.patches())
+        with applied([*patches, _allowed_on_lazy_parameters(patches)]) as undoing:
             self.is_open = True
             try:
                 yield undoing
@@ -106,7 +108,8 @@ class NamedCuda:
         yield Patch(Module, "to", self._module_to(Module.to), takes)
         for owner, name in _takers():
             yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
-        yield Patch(torch, "Generator", _generator_on(self), takes)
+        yield Patch(torch, "Generator", generator_type(self), takes)
+        yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
         yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
         context = torch_device.DeviceContext
         yield Patch(
@@ -279,22 +282,34 @@ class NamedCuda:
             args = tuple(each.device if isinstance(each, CudaDevice) else each for each in args)
             if isinstance(kwargs.get("device"), (int, CudaDevice)):
                 kwargs["device"] = torch.device("cuda", getattr(kwargs["device"], "index", kwargs["device"]))
-            with _parameters_keep_identity():
+            with _parameters_keep_identity(module):
                 return original(module, *args, **kwargs)
 
         return to
 
 
+def _allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
+    """Parameters of nn.LazyLinear and its kin, which have no shape yet, refuse all but a list of methods."""
+    allowed = UninitializedTensorMixin._allowed_methods
+    ours = [patch.value for patch in patches if patch.owner is Tensor and getattr(Tensor, patch.name) in allowed]
+    return Patch(
+        UninitializedTensorMixin, "_allowed_methods", [*allowed, *ours], "lazy parameters move to the named device"
+    )
+
+
 @contextmanager
-def _parameters_keep_identity() -> Iterator[None]:
+def _parameters_keep_identity(module: Module) -> Iterator[None]:
     """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may hold already. Between
-    CPU and meta torch makes new ones, unless it is told to swap what is inside."""
+    CPU and meta torch makes new ones, unless it is told to swap what is inside; lazy ones lose their class by that."""
+    lazy = [(parameter, type(parameter)) for parameter in module.parameters() if is_lazy(parameter)]
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+        for parameter, kind in lazy:
+            parameter.__class__ = kind
 
 
 class CudaDevice:
@@ -307,46 +322,6 @@ class CudaDevice:
 
     def __str__(self) -> str:
         return str(self.device)
-
-
-_true_generator: Any = torch.Generator
-
-
-class _AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
-    """So that isinstance holds for generators that were made before."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _true_generator)
-
-
-def _generator_on(cuda: NamedCuda) -> type:
-    """torch.Generator, which also takes the device named cuda. Ops on meta take such a generator and draw nothing."""
-
-    class NamedGenerator(_true_generator, metaclass=_AnyGenerator):  # type: ignore[misc]
-        def __new__(cls, device: Any = "cpu") -> Any:
-            is_named = cuda.real(device) is META
-            made = _true_generator.__new__(cls, "cpu" if is_named else device)
-            made.is_named = is_named
-            return made
-
-        def __init__(self, device: Any = "cpu") -> None: ...
-
-        @property
-        def device(self) -> torch.device:
-            return cuda.name if self.is_named else torch.device("cpu")
-
-    return NamedGenerator
-
-
-class LegacyType:
-    """torch.cuda.FloatTensor and its kin: makes tensors of a dtype from sizes or data."""
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.__name__, self.dtype = name, dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor = getattr(torch, self.__name__)(*args, **kwargs)
-        return made.to(META)
 
 
 def _asked_from_below() -> bool:

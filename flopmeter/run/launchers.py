@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ def launch_of(words: Sequence[str], gpus: int) -> CommandLine:
     if not words:
         raise ValueError("name a script: flopmeter run train.py, or flopmeter run -m package.module")
     name = os.path.basename(words[0])
+    _refuse_what_is_no_script(words)
     if words[:2] == ["-m", "torch.distributed.run"]:
         return _torchrun(words[2:], gpus)
     if name == "accelerate" and words[1:2] == ["launch"]:
@@ -51,7 +53,56 @@ def launch_of(words: Sequence[str], gpus: int) -> CommandLine:
         if len(words) < 2:
             raise ValueError("-m needs the name of a module: flopmeter run -m package.module")
         return CommandLine(Script(words[1], tuple(words[2:]), is_module=True))
-    return CommandLine(Script(words[0], tuple(words[1:])))
+    return CommandLine(Script(_installed(words[0]), tuple(words[1:])))
+
+
+def _installed(name: str) -> str:
+    """The path of a command that a package has installed, where it is a Python script; else the name as it is."""
+    found = None if os.path.exists(name) else shutil.which(name)
+    if found is None:
+        return name
+    with open(found, "rb") as file:
+        first = file.readline()
+    if first.startswith(b"#!") and b"python" in first:
+        return found
+    raise ValueError(f"{name} is no Python script: give flopmeter run the script that it starts")
+
+
+def _refuse_what_is_no_script(words: Sequence[str]) -> None:
+    """Raises ValueError for what people write in the place of a script, and says what to write."""
+    word, name = words[0], os.path.basename(words[0])
+    if "=" in word and word.partition("=")[0].isidentifier():
+        raise ValueError(f"{word} sets a variable: put it before flopmeter ({word} flopmeter run ...)")
+    if word == "-c":
+        raise ValueError("python -c: put the code into a file, or use flopmeter.cuda")
+    if name in _STARTERS and not os.path.exists(word):
+        raise ValueError(f"{name} {_STARTERS[name]}")
+    if os.path.isdir(word) and not os.path.exists(os.path.join(word, "__main__.py")):
+        raise ValueError(f"{word} is a folder: name the script in it")
+    advice = _NO_SCRIPTS.get(os.path.splitext(name)[1])
+    if advice is not None and os.path.exists(word):
+        raise ValueError(f"{word} is no Python script: {advice}")
+
+
+_STARTERS = {
+    **dict.fromkeys(("bash", "sh", "zsh"), "runs a shell script: give flopmeter run the command in it instead"),
+    **dict.fromkeys(
+        ("srun", "mpirun", "mpiexec", "horovodrun"),
+        "starts processes in a way that is not followed: flopmeter run --gpus 8 -- torchrun --nproc-per-node 8 train.py",
+    ),
+    **dict.fromkeys(
+        ("uv", "poetry", "pipenv", "hatch", "conda", "pdm"),
+        "comes first: for example `uv run flopmeter run train.py`, with flopmeter in that environment",
+    ),
+}
+"""What starts scripts and is no launcher of ranks, each with what to do."""
+
+_NO_SCRIPTS = {
+    ".ipynb": "make one with `jupyter nbconvert --to script`, or use `with flopmeter.cuda(...)` in the notebook",
+    ".sh": "give flopmeter run the command in it (python train.py ..., torchrun ... train.py)",
+    **dict.fromkeys((".yaml", ".yml", ".json", ".toml"), "name the script that reads it, and then the file"),
+}
+"""By the ending of a file's name: what to do instead."""
 
 
 def _without_python(words: list[str]) -> list[str]:

@@ -39,7 +39,7 @@ class RunReport:
             return f"one steady step, the last of {parts.count} (marked by {parts.marked_by})"
         if parts.first is not None:
             return f"the first step, the only one that ran (marked by {parts.marked_by})"
-        return "all that ran (no step was marked)"
+        return "all that ran (no step was marked; --step-marker module:function marks one)"
 
     def render(self, format: str = "text") -> str:
         """text, markdown, csv, json or html. Raises ValueError for another format."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from flopmeter.known_values import DataDependentError
+from flopmeter.run.device import OtherDeviceError
 from flopmeter.run.session import ScriptSession
 from flopmeter.run.steps import StepsDone
 
@@ -110,28 +111,54 @@ def what_to_do(script: Script, ending: Ending) -> str:
     error, head = ending.error, f"{script.name} ended with {type(ending.error).__name__}"
     if isinstance(error, KeyboardInterrupt):
         return f"{script.name} was interrupted: the report is of what ran until then"
-    if isinstance(error, ModuleNotFoundError):
-        name = (error.name or "").partition(".")[0]
-        if name in CUDA_EXTENSIONS:
-            return f"{head}: {name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
-        return f"{head}: install it in the environment that runs flopmeter (pip install {name})"
+    if isinstance(error, SystemExit):
+        return f"{script.name} left with exit code {ending.code}{_stray_options(script)}"
     if isinstance(error, torch.OutOfMemoryError):
         return f"{head}: by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
     if isinstance(error, DataDependentError):
         return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), or leave --strict-values out"
-    if isinstance(error, FileNotFoundError):
-        return f"{head}: {error.filename} is not here; the script needs its data, as it does without flopmeter"
-    if isinstance(error, SystemExit):
-        return f"{script.name} left with exit code {ending.code}"
+    if isinstance(error, ImportError):
+        return f"{head}: {_about_import(error)}"
+    if isinstance(error, OSError) or "ataset not found" in str(error):  # torchvision raises a RuntimeError
+        what = getattr(error, "filename", None) or "what it reads or downloads"
+        return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
+    if isinstance(error, (NotImplementedError, OtherDeviceError)) and _is_of_flopmeter(error):
+        return f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
     return f"{head}, which is not flopmeter's: its traceback is above" if error is not None else head
 
+
+def _stray_options(script: Script) -> str:
+    stray = [word for word in script.arguments if word.partition("=")[0] in OPTIONS_OF_OURS]
+    return f" ({stray[0]} went to the script: options of flopmeter run come before its name)" if stray else ""
+
+
+def _about_import(error: ImportError) -> str:
+    name = (error.name or "").partition(".")[0]
+    if name in CUDA_EXTENSIONS:
+        return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"install it in the environment that runs flopmeter (pip install {name})"
+    if "shared object" in str(error) or "undefined symbol" in str(error):
+        return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"
+    return f"this version of {name or 'the package'} does not have it: install the version that the script wants"
+
+
+def _is_of_flopmeter(error: BaseException) -> bool:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("flopmeter.")
+
+
+OPTIONS_OF_OURS = ("--hardware", "--step-marker", "--oom", "--strict-values", "--mask-fraction", "--shim", "--synthetic")
+"""Options of flopmeter run that few scripts have."""
 
 CUDA_EXTENSIONS = {
     "apex": "use torch.optim and torch.nn.LayerNorm, which it replaced",
     "bitsandbytes": "load the model unquantised",
     "mamba_ssm": "use the model's own slow path",
     "flash_attn": "use scaled_dot_product_attention, or let flopmeter stand in with --shim flash_attn",
-    "triton": "use the operators that the kernels replace",
+    "triton": "pip install triton, which works without a GPU",
     "xformers": "use scaled_dot_product_attention",
 }
 """Packages of compiled kernels, and what to use instead."""

@@ -23,6 +23,7 @@ from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
 from flopmeter.run.patches import applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
+from flopmeter.run.synthetic import SyntheticData
 from flopmeter.run.weights import WeightFiles
 from flopmeter.torch_names.private import DYNAMO
 from flopmeter.trace.recorder import switches_now
@@ -39,6 +40,7 @@ class Wishes:
     strict_values: an unknown value that the program reads is an error, not a stand-in.
     mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.
     shims: packages of CUDA kernels that flopmeter stands in for (see shims).
+    synthetic: what stands in for data that is not there: 'first', or a sample (see synthetic.py).
     """
 
     gpus: int = 1
@@ -50,6 +52,7 @@ class Wishes:
     mask_fraction: float | None = None
     mode: Mode | None = None
     shims: tuple[str, ...] = ()
+    synthetic: str | None = None
 
 
 class ScriptSession:
@@ -71,7 +74,7 @@ class ScriptSession:
         self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or wishes.gpus)
         self.named = NamedCuda(self.gpus_per_node)
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
-        self.steps = Steps(self.now, wishes.marker, wishes.steps)
+        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -80,6 +83,9 @@ class ScriptSession:
     def now(self) -> int:
         """The number of ops so far."""
         return len(self.meter.trace.ops)
+
+    def _has_backward(self, ops: range) -> bool:
+        return any(self.meter.trace.ops[number].phase == "backward" for number in ops)
 
     def seconds_between(self, start: int, end: int) -> float:
         return self.meter.report(ops=range(start, end)).seconds if end > start else 0.0
@@ -108,6 +114,10 @@ class ScriptSession:
             files = WeightFiles(self.named, self.note)
             answers = undo.enter_context(applied(list(self.cuda.patches())))
             undo.enter_context(applied([*files.patches(), *data.patches()]))
+            if self.wishes.synthetic is not None:
+                synthetic = SyntheticData(self.wishes.synthetic, self.note)
+                undo.callback(synthetic.close)
+                undo.enter_context(applied(list(synthetic.patches())))
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
             undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node))

@@ -3,8 +3,9 @@
 A training step ends where an optimizer has stepped; of several optimizers the one that stepped first counts, so that
 a step has one turn of each. Everything from one end to the next belongs to the step: data, forward, backward, and what
 the program does with the loss. Before the first forward pass that remembers gradients all is setup.
-A program without an optimizer goes by the calls of the outermost module that it calls most often, or by the replays of
-its CUDA graph.
+A program that updates its weights without one of torch's optimizers goes by the calls of the outermost module that it
+trains, from the beginning of one to that of the next. Inference goes by the calls of the outermost module that the
+program calls most often, or by the replays of its CUDA graph.
 """
 
 from __future__ import annotations
@@ -55,11 +56,18 @@ class Steps:
 
     marker: 'optimizer', 'forward' (calls of the outermost module), 'nvtx:NAME' (ends of that range),
         'module:function' (returns of that function), or 'auto': optimizers, else forward.
-    most: raise StepsDone when so many have ended; None: never. With 'auto' only an optimizer's steps count.
+    most: raise StepsDone when so many have ended; None: never. With 'auto' the steps of a training program count.
+    has_backward: whether a backward pass is among these ops.
     """
 
-    def __init__(self, now: Callable[[], int], marker: str = AUTO, most: int | None = None) -> None:
-        self._now, self._marker, self._most = now, marker, most
+    def __init__(
+        self,
+        now: Callable[[], int],
+        marker: str = AUTO,
+        most: int | None = None,
+        has_backward: Callable[[range], bool] = lambda ops: False,
+    ) -> None:
+        self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
         self._ends: list[int] = []  # of marked steps
         self._calls: list[_OutermostCall] = []
         self._replays: list[int] = []  # where each replay of a CUDA graph ended
@@ -69,6 +77,10 @@ class Steps:
         self._depth = 0
         self._first_forward: int | None = None  # of a training program: where its first step began
         self._calls_start: int | None = None
+        self._has_optimizer = False
+        self._trained = ""  # the class of the module that a program trains without an optimizer
+        self._training_start = 0  # of its first step
+        self._trainings: list[int] = []  # where its steps ended
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -77,6 +89,7 @@ class Steps:
             undo.callback(register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
             if self._marker in (AUTO, OPTIMIZER):
+                undo.enter_context(applied([self._watched_optimizers()]))
                 undo.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
                 undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             elif ":" in self._marker and not self._marker.startswith(NVTX):
@@ -112,6 +125,8 @@ class Steps:
             start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
             by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
             return _parts(min(start or 0, self._ends[0]), self._ends, by.get(self._marker, self._marker))
+        if ends := self._ends_of_trainings(total):
+            return _parts(self._training_start, ends, f"calls of {self._trained}, trained without an optimizer")
         if self._replays and self._marker == AUTO:
             return _parts(self._replays[0], self._replays[1:], "replays of a CUDA graph")
         if self._calls and self._marker in (AUTO, FORWARD):
@@ -147,7 +162,35 @@ class Steps:
                 self._calls_start = self._now()
             if self._first_forward is None and torch.is_grad_enabled() and _learns(module):
                 self._first_forward = self._now()
+            if self._marker == AUTO and not self._has_optimizer and torch.is_grad_enabled() and _learns(module):
+                self._begin_training(type(module).__name__)
         self._depth += 1
+
+    def _begin_training(self, name: str) -> None:
+        """A module that learns is called, and no optimizer was made. A backward pass since the step before began ends
+        that one."""
+        start = self._trainings[-1] if self._trainings else self._training_start
+        if not self._trained:
+            self._trained, self._training_start = name, self._now()
+        elif name == self._trained and self._has_backward(range(start, self._now())):
+            self._trainings.append(self._now())
+            if self._most is not None and len(self._trainings) >= self._most:
+                raise StepsDone
+
+    def _ends_of_trainings(self, total: int) -> list[int]:
+        if self._trained and not self._trainings and self._has_backward(range(self._training_start, total)):
+            return [total]
+        return self._trainings
+
+    def _watched_optimizers(self) -> Patch:
+        make = Optimizer.__init__
+
+        @functools.wraps(make)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._has_optimizer = True
+            make(optimizer, *args, **kwargs)
+
+        return Patch(Optimizer, "__init__", init, "a program with an optimizer has its steps where that one steps")
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -265,7 +266,12 @@ class Recorder(TorchDispatchMode):
         if handling.launches_kernels and all(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
             with self:
                 return func._op_dk(DispatchKey.Meta, *args, **kwargs)
-        arrival = self._meet(func, args, kwargs, handling)
+        try:
+            arrival = self._meet(func, args, kwargs, handling)
+        except RuntimeError:
+            if any(is_lazy(tensor) for tensor in _tensors_in((args, kwargs))):
+                return func(*args, **kwargs)  # an nn.LazyLinear that has met no batch: nothing to count
+            raise
         known = arrival.known
         if handling.asks_values or not self._cells.keys().isdisjoint(arrival.addresses):
             arrival, result = self._ask_values(arrival)

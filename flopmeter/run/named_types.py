@@ -1,0 +1,85 @@
+"""Types of torch that take the device named cuda: torch.device, torch.Generator, torch.cuda.FloatTensor and its kin.
+
+Works around: a torch without an accelerator, whose types refuse one.
+Until: tensors without memory can call their device cuda.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+META = torch.device("meta")
+_true_generator: Any = torch.Generator
+_true_device: Any = torch.device
+
+
+class Names(Protocol):
+    """The device named cuda."""
+
+    name: torch.device
+
+    def real(self, value: Any) -> Any:
+        """META in place of the name."""
+
+
+def _posing_as(true: Any) -> Any:
+    """A metaclass of a class in the place of `true`: what that one made is an instance, and the two are equal."""
+
+    class Posing(type(true)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, true)
+
+        def __eq__(cls, other: Any) -> bool:
+            return other is true or other is cls
+
+        def __hash__(cls) -> int:
+            return hash(true)
+
+    return Posing
+
+
+def device_type() -> type:
+    """torch.device, for which an index alone is one of cuda's. What it makes are devices of torch's own."""
+
+    class device(metaclass=_posing_as(_true_device)):  # noqa: N801 - torch's name
+        __module__, __qualname__ = "torch", "device"  # as pickle looks for it
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and type(args[0]) is int and not kwargs:
+                args = ("cuda", *args)
+            return _true_device(*args, **kwargs)
+
+    return device
+
+
+def generator_type(cuda: Names) -> type:
+    """torch.Generator, which also takes the device named cuda. Ops on meta take such a generator and draw nothing."""
+
+    class NamedGenerator(_true_generator, metaclass=_posing_as(_true_generator)):  # type: ignore[misc]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            is_named = cuda.real(device) is META
+            made = _true_generator.__new__(cls, "cpu" if is_named else device)
+            made.is_named = is_named
+            return made
+
+        def __init__(self, device: Any = "cpu") -> None: ...
+
+        @property
+        def device(self) -> torch.device:
+            return cuda.name if self.is_named else torch.device("cpu")
+
+    return NamedGenerator
+
+
+class LegacyType:
+    """torch.cuda.FloatTensor and its kin: makes tensors of a dtype from sizes or data."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.__name__, self.dtype = name, dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = getattr(torch, self.__name__)(*args, **kwargs)
+        return made.to(META)

@@ -1,0 +1,252 @@
+"""Data that is not there: samples of stated shapes stand in for it (`flopmeter run --synthetic`).
+
+Works around: data sets that a laptop does not have, whose classes fail where they look for their files.
+Until: never; a meter needs the shapes of the data, and not the data.
+
+A data set that can be made is used as it is. With 'first' its first sample stands for all others, so that one file
+does; with a description such as '3x224x224,:1000' that is the sample of each data set that cannot be made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from flopmeter.run.patches import Patch
+from flopmeter.torch_names.private import no_dispatch_modes
+
+FIRST = "first"
+SAMPLES = 2**20  # of a data set that is not there; more than the steps of a run read
+ROWS = 2**12  # of a table of Hugging Face's datasets, which are in memory
+ELEMENTS = 2**26  # of an array in a file of numpy's, whose length nobody told
+ABSENT = (OSError, RuntimeError)  # what torchvision, and whoever opens files or sockets, raise
+TEXT = "text"
+_GRAMMAR = "fields with commas between them, each [NAME=]SHAPE[:DTYPE or :COUNT], such as 3x224x224,:1000"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One part of a sample. `below`: integers from 0 up to it; `words`: a text of so many, in place of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    below: int | None = None
+    words: int | None = None
+
+    def value(self) -> Any:
+        """A tensor, or a text. Integers differ, so that they may choose among embeddings or experts."""
+        if self.words is not None:
+            return " ".join(["word"] * self.words)
+        with no_dispatch_modes():
+            if self.below is None:
+                return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
+            count = torch.arange(torch.Size(self.shape).numel(), device="cpu")
+            numbers = count.reshape(self.shape) % self.below
+            return numbers if self.shape else int(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a data set gives at an index: a tuple of fields, one field alone, or a dictionary where they have names."""
+
+    text: str
+    names: tuple[str, ...]
+    fields: tuple[Field, ...]
+
+    def value(self) -> Any:
+        values = [field.value() for field in self.fields]
+        if self.names:
+            return dict(zip(self.names, values, strict=True))
+        return tuple(values) if len(values) > 1 else values[0]
+
+
+def sample_of(text: str) -> Sample:
+    """Read '3x224x224,:1000' or 'input_ids=1024:50257,labels=1024:50257'. Raises ValueError for anything else."""
+    names, fields = [], []
+    for part in text.split(","):
+        name, _, kind = part.strip().rpartition("=")
+        names += [name] if name else []
+        fields.append(_field_of(kind, text))
+    if names and len(names) < len(fields):
+        raise ValueError(f"--synthetic {text}: name each field of a sample, or none")
+    return Sample(text, tuple(names), tuple(fields))
+
+
+def _field_of(kind: str, text: str) -> Field:
+    sizes, _, last = kind.partition(":")
+    try:
+        shape = tuple(int(size) for size in sizes.split("x") if sizes)
+        if last == TEXT:
+            return Field((), words=shape[0] if shape else 1)
+        if last.isdigit():
+            return Field(shape, torch.int64, below=int(last))
+        dtype = getattr(torch, last or "float32")
+        if kind and isinstance(dtype, torch.dtype):
+            return Field(shape, dtype)
+    except (ValueError, AttributeError):
+        pass
+    raise ValueError(f"--synthetic {text}: {kind!r} is no field: give 'first', or {_GRAMMAR}")
+
+
+class SyntheticData:
+    """Stands in for the data sets of a program. `note` is told once for each of them."""
+
+    def __init__(self, text: str, note: Callable[[str], None]) -> None:
+        self._sample = None if text == FIRST else sample_of(text)
+        self._note = note
+        self._is_open = True  # classes that were made meanwhile keep their methods, which do nothing after the run
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def patches(self) -> Iterator[Patch]:
+        for kind in dict.fromkeys(_subclasses(Dataset)):
+            yield from self._standing_in(kind)
+        yield Patch(Dataset, "__init_subclass__", classmethod(self._on_subclass), "classes of the program's own")
+        if self._sample is not None:
+            yield from self._of_numpy()
+            if importlib.util.find_spec("datasets") is not None:
+                hub = importlib.import_module("datasets")
+                yield Patch(hub, "load_dataset", self._load_dataset(hub, hub.load_dataset), "data sets of the hub")
+
+    def _on_subclass(self, kind: Any, **kwargs: Any) -> None:
+        super(Dataset, kind).__init_subclass__(**kwargs)
+        for patch in self._standing_in(kind):
+            setattr(patch.owner, patch.name, patch.value)
+
+    def _standing_in(self, kind: Any) -> Iterator[Patch]:
+        """For the methods that the class has itself; those of torch's own classes only pass on what others have."""
+        if kind.__module__.startswith("torch.utils.data"):
+            return
+        wrap = {"__getitem__": self._getitem, "__len__": self._len, "__iter__": self._iter}
+        if self._sample is not None:
+            wrap["__init__"] = self._init
+        for name in wrap.keys() & vars(kind).keys():
+            yield Patch(kind, name, wrap[name](vars(kind)[name]), "a data set that is not there")
+
+    def _init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(data: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._is_open or "flopmeter_absent" in vars(data):  # a class calls that of its base
+                return original(data, *args, **kwargs)
+            data.flopmeter_absent = False
+            try:
+                original(data, *args, **kwargs)
+            except ABSENT as error:
+                data.flopmeter_absent = True
+                self._tell(type(data).__name__, error)
+
+        return init
+
+    def _tell(self, what: str, error: BaseException) -> None:
+        assert self._sample is not None
+        why = str(error).partition("\n")[0]
+        self._note(f"synthetic samples {self._sample.text} stand in for {what} ({type(error).__name__}: {why})")
+
+    def _is_absent(self, data: Any) -> bool:
+        return self._is_open and getattr(data, "flopmeter_absent", False)
+
+    def _getitem(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def getitem(data: Any, index: Any) -> Any:
+            if self._is_absent(data) and self._sample is not None:
+                return self._sample.value()
+            if not self._is_open or self._sample is not None:
+                return original(data, index)
+            if "flopmeter_first" not in vars(data):
+                data.flopmeter_first = original(data, 0)
+                self._note(f"the first sample of {type(data).__name__} stands for all of its samples")
+            return data.flopmeter_first
+
+        return getitem
+
+    def _len(self, original: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(original)
+        def length(data: Any) -> int:
+            stands_in = self._is_absent(data) or (self._is_open and self._sample is None)
+            return SAMPLES if stands_in else original(data)
+
+        return length
+
+    def _iter(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        @functools.wraps(original)
+        def samples(data: Any) -> Iterator[Any]:
+            if self._is_absent(data) and self._sample is not None:
+                for _ in range(SAMPLES):
+                    yield self._sample.value()
+            else:
+                yield from original(data)
+
+        return samples
+
+    def _of_numpy(self) -> Iterator[Patch]:
+        if importlib.util.find_spec("numpy") is None:
+            return
+        numpy: Any = importlib.import_module("numpy")
+        why = "arrays in files that are not there"
+        tell = self._tell
+
+        class Memmap(numpy.memmap):  # type: ignore[misc]
+            def __new__(cls, filename: Any, dtype: Any = numpy.uint8, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return numpy_memmap(filename, dtype, *args, **kwargs)
+                except FileNotFoundError as error:
+                    tell(str(filename), error)
+                    return numpy.zeros(kwargs.get("shape") or ELEMENTS, dtype)
+
+        numpy_memmap, fromfile = numpy.memmap, numpy.fromfile
+
+        @functools.wraps(fromfile)
+        def from_file(file: Any, dtype: Any = float, count: int = -1, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return fromfile(file, dtype, count, *args, **kwargs)
+            except FileNotFoundError as error:
+                tell(str(file), error)
+                return numpy.zeros(ELEMENTS if count < 0 else count, dtype)
+
+        yield Patch(numpy, "memmap", Memmap, why)
+        yield Patch(numpy, "fromfile", from_file, why)
+
+    def _load_dataset(self, hub: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Hugging Face's `load_dataset`: a table with the fields as columns."""
+
+        @functools.wraps(original)
+        def load_dataset(path: str, *args: Any, split: Any = None, streaming: bool = False, **kwargs: Any) -> Any:
+            try:
+                return original(path, *args, split=split, streaming=streaming, **kwargs)
+            except ABSENT as error:
+                if self._sample is None or not self._sample.names:
+                    raise ValueError(
+                        f"the data set {path} is not here: give its columns, as --synthetic text=100:text"
+                    ) from error
+                self._tell(path, error)
+                columns = {name: [_plain(value)] * ROWS for name, value in self._sample.value().items()}
+                table = hub.Dataset.from_dict(columns)
+                table = table.to_iterable_dataset() if streaming else table
+                return table if split is not None else _splits(hub, table, streaming)
+
+        return load_dataset
+
+
+def _splits(hub: Any, table: Any, streaming: bool) -> Any:
+    return (hub.IterableDatasetDict if streaming else hub.DatasetDict)(
+        {name: table for name in ("train", "validation", "test")}
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    below: Sequence[type] = kind.__subclasses__()
+    for each in below:
+        yield each
+        yield from _subclasses(each)
