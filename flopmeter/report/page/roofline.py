@@ -171,4 +171,4 @@ def _slope_label(bytes_per_s: float, axes: Axes) -> Markup:
     farther = min(axes.intensity.high, axes.rate.high / bytes_per_s)
     turn = degrees(atan2(axes.rate.at(farther * bytes_per_s) - y, axes.intensity.at(farther) - x))
     place = f"translate({x:.1f} {y:.1f}) rotate({turn:.1f})"
-    return tag("text", f"memory {with_prefix(bytes_per_s, 'B/s')}", class_="halo", transform=place, x=10, y=-7)
+    return tag("text", f"memory {with_prefix(bytes_per_s, 'B/s')}", class_="halo slope", transform=place, x=10, y=-7)
