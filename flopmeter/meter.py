@@ -6,12 +6,12 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.compiler import AroundTracing, OnCompiledCall, PosedDevice, Session, nothing_around
-from flopmeter.costs import costs_of, kernels_of
+from flopmeter.costs import CallCosts, costs_of, kernels_of
 from flopmeter.costs.contractions.varlen import packed_notes
 from flopmeter.costs.triton_kernels import uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
@@ -28,7 +28,7 @@ from flopmeter.records.traces import part_of
 from flopmeter.report.ran import Ran, ran_of
 from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
-from flopmeter.timing import Host, RankRun, TimedRun, host_seconds, time_run, time_runs
+from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, host_seconds, time_run, time_runs
 from flopmeter.timing.peak_memory import memory_of
 from flopmeter.torch_names.private import BUFFERS, DOUBLE_BACKWARD, PROPAGATION, lost
 from flopmeter.trace import overlap
@@ -62,6 +62,20 @@ class StreamError(ValueError):
     """The trace cannot be priced on this device, because it would run other ops there."""
 
 
+@dataclass
+class _Known:
+    """What was found of a program on one device, for its other modes and for changed programs. A copy by pickle is
+    empty."""
+
+    costs: CallCosts = field(default_factory=dict)
+    laws: PowerLaws = field(default_factory=PowerLaws)
+    reports: dict[str, Report] = field(default_factory=dict)  # by mode
+    launched: dict[tuple[bool, bool], tuple[Launches, Trace]] = field(default_factory=dict)  # by has_graphs and fuses
+
+    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
+        return _Known, ()
+
+
 @dataclass(frozen=True)
 class _Run:
     """What was metered, on one device. A report keeps it to make reports of other modes, so it must not keep the
@@ -69,7 +83,7 @@ class _Run:
 
     trace: Trace
     kernels: list[Kernel]  # of the eager run
-    kernels_of: Callable[[Trace], list[Kernel]]  # on this device
+    kernels_of: Callable[[Trace, CallCosts], list[Kernel]]  # on this device
     hardware: Hardware
     cluster: Cluster | None
     host: Host
@@ -78,6 +92,7 @@ class _Run:
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     ran: Ran
+    known: _Known
 
     def in_mode(
         self,
@@ -90,9 +105,15 @@ class _Run:
         """`trace`: another one than was metered, as advice makes them; memory stays that of the metered one. `kernels`:
         others in the place of the eager run's, one for one. `is_one_graph`: all that the program compiles is one
         region. Raises ValueError for an unknown mode."""
+        is_own = trace is None and kernels is None and not is_one_graph
+        if is_own and name in self.known.reports:
+            return self.known.reports[name]
         run, trace = self.launched(name, trace=trace, kernels=kernels, is_one_graph=is_one_graph)
-        timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks)
-        return self.report(run, trace, timed, self.in_mode)
+        timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws)
+        report = self.report(run, trace, timed, self.in_mode)
+        if is_own:
+            self.known.reports[name] = report
+        return report
 
     def launched(
         self,
@@ -105,12 +126,19 @@ class _Run:
         """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
         if name not in tuple(MODES):
             raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
+        mode, is_own = MODES[name], trace is None and kernels is None and not is_one_graph
+        if is_own and (mode.has_graphs, mode.fuses) in self.known.launched:
+            run, trace = self.known.launched[mode.has_graphs, mode.fuses]
+            return run._replace(mode=mode), trace
         kernels, trace = self._kernels(trace, kernels), trace or self.trace
-        mode, region = MODES[name], whole_program if is_one_graph else compiled_region(trace.ops)
+        region = whole_program if is_one_graph else compiled_region(trace.ops)
         if mode.fuses and region is whole_program and trace.templates:
             trace = with_templates(trace)
-            kernels = self.kernels_of(trace)
-        return launches(kernels, trace, mode, region, is_one_graph=is_one_graph), trace
+            kernels = self.kernels_of(trace, self.known.costs)
+        run = launches(kernels, trace, mode, region, is_one_graph=is_one_graph)
+        if is_own:
+            self.known.launched[mode.has_graphs, mode.fuses] = run, trace
+        return run, trace
 
     def report(self, run: Launches, trace: Trace, timed: TimedRun, in_mode: Callable[..., Report] | None) -> Report:
         """`in_mode` makes the report of another mode."""
@@ -137,7 +165,7 @@ class _Run:
 
     def _kernels(self, trace: Trace | None, kernels: list[Kernel] | None) -> list[Kernel]:
         if trace is not None:
-            return self.kernels_of(trace)
+            return self.kernels_of(trace, self.known.costs)
         return self.kernels if kernels is None else kernels
 
     def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
@@ -333,8 +361,8 @@ class FlopMeter:
             raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
 
     def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None) -> _Run:
-        on_device = functools.partial(_kernels_on, device, strict=self._strict)
-        kernels = on_device(trace)
+        known, on_device = _Known(), functools.partial(_kernels_on, device, self._strict)
+        kernels = on_device(trace, known.costs)
         if not any(kernel.cost.collective for kernel in kernels):
             cluster = None
         elif cluster is None:
@@ -342,7 +370,9 @@ class FlopMeter:
         notes = (*self._notes(device), *packed_notes(kernels), *uncounted_notes(kernels))
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = self._assumptions()
-        return _Run(trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran)
+        return _Run(
+            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known
+        )
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []
@@ -397,8 +427,8 @@ def target_of(hardware: Hardware) -> CudaTarget:
     return CudaTarget(hardware.compute_capability)
 
 
-def _kernels_on(device: Hardware, trace: Trace, *, strict: bool) -> list[Kernel]:
-    return grouped.on_device(kernels_of(trace, strict=strict), device)
+def _kernels_on(device: Hardware, strict: bool, trace: Trace, known: CallCosts) -> list[Kernel]:
+    return grouped.on_device(kernels_of(trace, strict=strict, known=known), device)
 
 
 def _check(call: Call) -> None:

@@ -184,8 +184,8 @@ def test_no_texts_of_a_picture_overlap(page, width):
     show(page, width, "light")
     overlaps = page.execute_script(
         """const found = [];
-        for (const svg of document.querySelectorAll(".picture svg")) {
-          const texts = [...svg.querySelectorAll("text:not(.halo)")];
+        for (const svg of document.querySelectorAll("svg.picture")) {
+          const texts = [...svg.querySelectorAll("text:not(.slope)")];
           const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]);
           for (const [i, [a, p]] of boxes.entries())
             for (const [b, q] of boxes.slice(i + 1))

@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import Any
 
 from flopmeter.ask.sweep import Sweep
-from flopmeter.records import Regime
+from flopmeter.report.figures import REGIME_LOOKS
 from flopmeter.report.plots import new_figure
 
-_REGIME_MARKS: dict[Regime, str] = {"compute": "^", "memory": "s", "communication": "D", "overhead": "o"}
+_MOST_TICKS = 9  # sizes that have room under a panel
 
 
 def sweep_curve(result: Sweep) -> Any:
@@ -23,6 +23,7 @@ def sweep_curve(result: Sweep) -> Any:
     time.plot(sizes, [point.host_seconds * 1e3 for point in result.points], "k:", lw=1, label="host")
     time.plot(sizes, [point.busy_seconds * 1e3 for point in result.points], "k--", lw=1, label="device busy")
     time.set_yscale("log")
+    _plain_log_ticks(time.yaxis)
     _draw_curve(rate, result, [point.items_per_s for point in result.points], f"throughput ({result.unit}/s)")
     rate.set_ylim(bottom=0)
     rate.yaxis.set_major_formatter(import_module("matplotlib.ticker").EngFormatter())
@@ -34,6 +35,7 @@ def sweep_curve(result: Sweep) -> Any:
     memory.set_yscale("log")  # a small batch on a large device is seen, and so is what the device has
     if usable is not None:
         memory.axhline(usable / 1e9, color="black", ls="-.", lw=1, label="memory of the device")
+    _plain_log_ticks(memory.yaxis)
     legends = (panel.get_legend_handles_labels() for panel in (time, memory))
     known = {text: handle for legend in legends for handle, text in zip(*legend, strict=True)}
     figure.legend(known.values(), known, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
@@ -43,12 +45,23 @@ def sweep_curve(result: Sweep) -> Any:
 def _draw_curve(panel: Any, result: Sweep, values: Sequence[float], label: str) -> None:
     sizes = [point.size for point in result.points]
     panel.set_xscale("log", base=2)
-    panel.plot(sizes, values, color="#0072B2", lw=1.2)
-    for regime, marker in _REGIME_MARKS.items():
+    panel.plot(sizes, values, color="black", lw=0.8, zorder=1)
+    for regime, (colour, marker) in REGIME_LOOKS.items():
         own = [place for place, point in enumerate(result.points) if point.regime == regime]
-        panel.plot([sizes[p] for p in own], [values[p] for p in own], marker, ls="", mec="black", mfc="#0072B2",
+        panel.plot([sizes[p] for p in own], [values[p] for p in own], marker, ls="", mec="black", mfc=colour, ms=7,
                    label=f"{regime}-bound" if own else None)  # fmt: skip
-    panel.set_xticks(sizes, [str(size) for size in sizes], fontsize=8, rotation=45 if len(sizes) > 8 else 0)
+    every = -(-len(sizes) // _MOST_TICKS)
+    panel.set_xticks(sizes[::every], [f"{size:,}" for size in sizes[::every]], fontsize=8, rotation=30)
     panel.minorticks_off()
     panel.set(xlabel=result.over, ylabel=label)
     panel.grid(alpha=0.3)
+
+
+def _plain_log_ticks(axis: Any) -> None:
+    """Figures instead of powers of ten, and 2 and 5 times these where an axis spans few."""
+    tickers = import_module("matplotlib.ticker")
+    low, high = axis.get_view_interval()
+    steps = (1.0,) if high / low > 1e4 else (1.0, 2.0, 5.0)
+    axis.set_major_locator(tickers.LogLocator(base=10, subs=steps))
+    axis.set_major_formatter(tickers.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(tickers.NullLocator())

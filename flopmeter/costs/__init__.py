@@ -20,6 +20,7 @@ from flopmeter.torch_names.operators import aten_overloads
 
 __all__ = [
     "RULES",
+    "CallCosts",
     "UncountedError",
     "costs_of",
     "find_rule",
@@ -33,14 +34,18 @@ _DRAW, _DIVIDE = aten_overloads.bernoulli_.float, aten_overloads.div_.Scalar
 _BARRIERS = {op.name for op in COLLECTIVES["barrier"].ops}  # of the device, though their only tensor is a dummy
 
 
-def kernels_of(trace: Trace, *, strict: bool = False) -> list[Kernel]:
-    """The kernels that the device launches for the trace, in order.
+CallCosts = dict[Call, tuple[Cost, ...]]
+
+
+def kernels_of(trace: Trace, *, strict: bool = False, known: CallCosts | None = None) -> list[Kernel]:
+    """The kernels that the device launches for the trace, in order. `known` has the costs of calls of other traces of
+    the same program, and gets those of this one.
 
     Ops that touch nothing on the program's device are the host's own work and launch none.
     Raises UncountedError under `strict` where no rule covers an op.
     """
     device, kernels = trace.device, []
-    costs: dict[Call, tuple[Cost, ...]] = {}
+    costs = {} if known is None else known
     views, calls_seen = 0, 0
     previous: Op | None = None
     for op, module_calls in zip(trace.ops, trace.module_calls, strict=True):

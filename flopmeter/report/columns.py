@@ -40,13 +40,19 @@ COLUMNS = (
     ReportColumn("bytes_read", "read GB", lambda row: row.bytes_read, ".2f", 1e9, "read", "B"),
     ReportColumn("bytes_written", "written GB", lambda row: row.bytes_written, ".2f", 1e9, "written", "B"),
     ReportColumn("seconds", "", lambda row: row.seconds, page_heading="time", unit="s"),
-    ReportColumn("joules", "", lambda row: row.joules, page_heading="", unit="J"),
+    ReportColumn("joules", "", lambda row: row.joules, page_heading="energy", unit="J"),
     ReportColumn("", "FLOP/B", lambda row: row.intensity, ".1f", page_heading="FLOP/B", unit="1"),
     ReportColumn("", "TFLOP/s", lambda row: row.flop_per_s, ".1f", 1e12, "reached", "FLOP/s"),
     ReportColumn("regime", "bound by", lambda row: row.regime, page_heading="bound by", unit="text"),
 )  # fmt: skip
 IN_TEXT = tuple(column for column in COLUMNS if column.heading)
-ON_PAGE = tuple(column for column in COLUMNS if column.page_heading)
+_FIRST_ON_PAGE = ("time", "%\u00a0time", "bound by")  # what a phone shows without scrolling
+ON_PAGE = tuple(
+    sorted(
+        (column for column in COLUMNS if column.page_heading),
+        key=lambda column: (*_FIRST_ON_PAGE, column.page_heading).index(column.page_heading),
+    )
+)
 RAW_NAMES = ("name", *(column.key for column in COLUMNS if column.key))
 
 

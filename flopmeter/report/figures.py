@@ -7,8 +7,8 @@ read in black and white.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from math import floor, log10
+from itertools import accumulate, pairwise
+from math import cos, dist, pi, sin
 from typing import NamedTuple
 
 from flopmeter.records import (
@@ -24,7 +24,9 @@ from flopmeter.records import (
     SORTING,
     UNCOUNTED,
     Cost,
+    Regime,
 )
+from flopmeter.report.advice.spots import pattern
 from flopmeter.report.report import Report, Row
 from flopmeter.timing.peak_memory import CATEGORIES, Category, usable_bytes_if_known
 
@@ -52,6 +54,15 @@ CLASS_LOOKS = {
 }
 
 
+# The same colours as the classes', since no picture has both.
+REGIME_LOOKS: dict[Regime, Look] = {
+    "compute": Look("#56B4E9", "^"),
+    "memory": Look("#E69F00", "s"),
+    "communication": Look("#CC79A7", "D"),
+    "overhead": Look("#999999", "o"),
+}
+
+
 class Fill(NamedTuple):
     colour: str
     hatch: str  # as matplotlib writes it
@@ -68,7 +79,7 @@ _FILLS = (
 CATEGORY_FILLS: dict[Category, Fill] = dict(zip(CATEGORIES, _FILLS, strict=True))
 
 LEAST_INTENSITY = 1e-2  # FLOP/B that a roofline shows: a large copy with a scalar's work lies below
-MOST_INTENSITY = 1e5
+MOST_NAMED, LEAST_NAMED = 6, 0.02  # kernels that a roofline names, and the share of the device's time of the least
 _DEEPEST = 1e-8  # of the peak: slower kernels lie at the bottom
 
 
@@ -76,6 +87,7 @@ class Dot(NamedTuple):
     """All kernels of one cost: what one of them reaches, and the time of all."""
 
     name: str
+    module: str  # of the first of them, with a star for each number
     op_class: str
     calls: int
     intensity: float  # FLOP/B, of what is executed
@@ -87,14 +99,19 @@ def dots(report: Report) -> list[Dot]:
     """The kernels that have a place under a roof, those of one cost together; the most time first."""
     seconds: dict[Cost, float] = {}
     calls: dict[Cost, int] = {}
+    modules: dict[Cost, str] = {}
     for kernel, timing in zip(report.kernels, report.timings, strict=True):
         seconds[kernel.cost] = seconds.get(kernel.cost, 0.0) + timing.seconds
         calls[kernel.cost] = calls.get(kernel.cost, 0) + 1
+        modules.setdefault(kernel.cost, kernel.op.module)
     placed = [
-        Dot(cost.name, cost.op_class, calls[cost], flops / cost.bytes, flops * calls[cost] / spent, spent)
+        Dot(
+            cost.name, pattern(modules[cost]), cost.op_class, calls[cost], flops / cost.bytes,
+            flops * calls[cost] / spent, spent,
+        )
         for cost, spent in seconds.items()
         if cost.bytes and spent and (flops := cost.executed_flops) >= LEAST_INTENSITY * cost.bytes
-    ]
+    ]  # fmt: skip
     return sorted(placed, key=lambda dot: -dot.seconds)
 
 
@@ -107,6 +124,10 @@ class Roof(NamedTuple):
     bytes_per_s: float
     sustained_flop_per_s: float
     sustained_bytes_per_s: float
+
+    def at(self, intensity: float) -> float:
+        """The most FLOP/s of a kernel, by the datasheet."""
+        return min(self.flop_per_s, intensity * self.bytes_per_s)
 
     def line(self, least: float, most: float, *, sustained: bool = False) -> list[tuple[float, float]]:
         """Its corners (FLOP/B, FLOP/s) from the least to the most intensity, by the datasheet or as sustained."""
@@ -123,6 +144,11 @@ class Roofline(NamedTuple):
     products: Roof  # in the program's main data type
     vector: Roof
     kernel_seconds: float
+
+    def share_of_roof(self, dot: Dot) -> float:
+        """What the kernel reaches of what the datasheet allows it."""
+        roof = self.products if dot.op_class in (CONTRACTION, ATTENTION) else self.vector
+        return dot.flop_per_s / roof.at(dot.intensity)
 
     @property
     def unplaced_share(self) -> float:
@@ -148,20 +174,50 @@ class Range(NamedTuple):
     high: float
 
 
+_MARGIN = 1.7  # beyond the data's ends, so that no dot is cut
+_NAME_ROOM = 3.0  # right of the highest intensity, times it
+_LABEL_ROOM = 2.5  # above the highest roof, times its height
+
+
 def ranges(rooflines: Sequence[Roofline]) -> tuple[Range, Range]:
-    """Of intensity and of FLOP/s, such that they show the dots and the roofs of all of them."""
+    """Of intensity and of FLOP/s, as wide as the dots and the ridge points of all of them."""
     shown = [dot for each in rooflines for dot in each.dots]
     peak = max(each.products.flop_per_s for each in rooflines)
-    ridge = max(each.products.flop_per_s / each.products.bytes_per_s for each in rooflines)
-    slowest = max(min((dot.flop_per_s for dot in shown), default=peak / 1e6), peak * _DEEPEST)
-    least = min([0.1, *(dot.intensity for dot in shown)])
-    most = max([10 * ridge, *(dot.intensity for dot in shown)])
-    intensity = Range(max(LEAST_INTENSITY, _decade(least)), min(MOST_INTENSITY, 1 / _decade(1 / most)))
-    return intensity, Range(_decade(slowest), peak * 2.5)
+    ridges = [roof.flop_per_s / roof.bytes_per_s for each in rooflines for roof in (each.products, each.vector)]
+    slowest = max(min((dot.flop_per_s for dot in shown), default=peak), peak * _DEEPEST)
+    lowest_ridge = min(roof.flop_per_s for each in rooflines for roof in (each.products, each.vector))
+    intensities = [*ridges, *(dot.intensity for dot in shown)]
+    intensity = Range(max(LEAST_INTENSITY, min(intensities) / _MARGIN), max(intensities) * _NAME_ROOM)
+    return intensity, Range(min(slowest, lowest_ridge) / _MARGIN, peak * _LABEL_ROOM)
 
 
-def _decade(value: float) -> float:
-    return 10.0 ** floor(log10(value))
+def longest_dots(shown: Sequence[Dot], kernel_seconds: float) -> list[Dot]:
+    """Those that a picture names: they take the most time, and enough of it to be seen."""
+    return [dot for dot in shown[:MOST_NAMED] if dot.seconds >= LEAST_NAMED * kernel_seconds]
+
+
+Spot = tuple[float, float]  # in pixels
+
+
+def beside(points: Sequence[Spot], radii: Sequence[float], size: float, avoid: Sequence[Spot] = ()) -> list[Spot]:
+    """Where the centre of a short label of that size goes beside each of the points: near to it, but not on another
+    label, another point or something else to avoid."""
+    taken: list[Spot] = []
+    for place, ((x, y), radius) in enumerate(zip(points, radii, strict=True)):
+        others = [
+            (point, own) for number, (point, own) in enumerate(zip(points, radii, strict=True)) if number != place
+        ]
+
+        def trouble(spot: Spot, others: Sequence[tuple[Spot, float]] = others, centre: Spot = (x, y)) -> float:
+            hits = sum(dist(spot, label) < size for label in taken)
+            hits += sum(dist(spot, point) < own + size / 2 for point, own in others)
+            hits += sum(dist(spot, point) < size * 0.8 for point in avoid)
+            return hits * 10 * size + dist(spot, centre)
+
+        away = [radius + times * size for times in (0.6, 1.2, 1.8, 2.6)]
+        angles = [turn * pi / 8 for turn in range(16)]
+        taken.append(min(((x + far * cos(a), y + far * sin(a)) for far in away for a in angles), key=trouble))
+    return taken
 
 
 class MemoryPicture(NamedTuple):
@@ -171,10 +227,16 @@ class MemoryPicture(NamedTuple):
     peak_bytes: int
     limit_bytes: int | None  # what the device has, where the program is not a thin line at the bottom beside it
     phases: Sequence[tuple[str, int]]  # with their first step
+    starts: Sequence[float]  # seconds at which the device comes to each step, and those of the run's end
+    peak_step: int  # the first one
 
     @property
     def steps(self) -> int:
         return len(next(iter(self.areas.values())))
+
+    @property
+    def totals(self) -> list[int]:
+        return [sum(alive) for alive in zip(*self.areas.values(), strict=True)]
 
 
 def memory_picture(report: Report) -> MemoryPicture | None:
@@ -185,7 +247,19 @@ def memory_picture(report: Report) -> MemoryPicture | None:
     limit = usable_bytes_if_known(report.hardware)
     if limit is not None and limit >= 3 * report.peak_memory_bytes:
         limit = None
-    return MemoryPicture(areas, report.peak_memory_bytes, limit, _phase_starts(report))
+    peak = report.peak_memory_bytes
+    shown = MemoryPicture(areas, peak, limit, _phase_starts(report), _step_starts(report), 0)
+    return shown._replace(peak_step=shown.totals.index(peak))
+
+
+def _step_starts(report: Report) -> list[float]:
+    """When the first kernel of each op starts; an op without one, such as a view, has the time of the op before it."""
+    first: dict[int, float] = {}
+    for kernel, timing in zip(report.kernels, report.timings, strict=True):
+        for op in kernel.ops:
+            first.setdefault(id(op), timing.start_seconds)
+    ops = report.memory.trace.ops[: report.memory.steps]
+    return [*accumulate((first.get(id(op), 0.0) for op in ops), max), report.seconds]
 
 
 def _phase_starts(report: Report) -> list[tuple[str, int]]:

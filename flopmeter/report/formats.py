@@ -13,10 +13,11 @@ from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, shar
 from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, VIEWS, draws
 from flopmeter.report.page import page
+from flopmeter.report.page.first_screen import for_notebook
 from flopmeter.report.quantities import duration, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
-from flopmeter.report.tables import as_csv, for_notebook
-from flopmeter.report.winning import where_to_win
+from flopmeter.report.tables import as_csv
+from flopmeter.report.winning import in_lines, where_to_win
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
 
 SYMBOLS = {CONTRACTION: "△", NORMALIZATION: "□", ELEMENTWISE: "○"}  # as in the paper's table
@@ -78,7 +79,7 @@ def summary(report: Report) -> list[str]:
         f" idle {percent_of(report.idle_seconds, report.seconds):.0f} %"
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s, MFU {report.mfu:.1%}"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
-        *where_to_win(report),
+        *in_lines(where_to_win(report)),
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
         _power(report),
         _memory(report),
@@ -245,10 +246,10 @@ def _json(report: Report) -> str:
 
 @draws(FORMATS, "html")
 def _html(report: Report) -> str:
-    return page(report, report.headline, summary(report))
+    return page(report, summary(report))
 
 
 @draws(VIEWS, "notebook")
 def notebook(report: Report) -> str:
-    """The text report as a piece of HTML that needs neither script nor style."""
-    return for_notebook(report.headline, table(report, report.rows(), "class", "html"), summary(report))
+    """The page's first screen."""
+    return for_notebook(report)

@@ -11,11 +11,17 @@ from flopmeter.report.figures import (
     CATEGORY_FILLS,
     CLASS_LOOKS,
     LEAST_INTENSITY,
-    MOST_INTENSITY,
+    REGIME_LOOKS,
+    MemoryPicture,
+    Range,
     Roofline,
+    beside,
+    longest_dots,
     memory_picture,
+    ranges,
     roofline_of,
 )
+from flopmeter.report.quantities import duration, with_prefix
 from flopmeter.report.report import By, Report, Row
 
 _LARGEST_DOT = 900.0  # points², of a kernel that takes all of the time
@@ -34,12 +40,15 @@ def roofline(reports: Report | Sequence[Report]) -> Any:
     rooflines = [roofline_of(report) for report in several]
     if not any(each.dots for each in rooflines):
         raise PlotError("no kernel has FLOPs: there is nothing to place under a roofline")
-    figure = new_figure(6.4 * len(several), 5.6)
+    figure = new_figure(6.4 * len(several), 6.2)
     figure.get_layout_engine().set(wspace=0.04)
     panels = figure.subplots(1, len(several), sharex=True, sharey=True, squeeze=False)[0]
+    intensity, rate = ranges(rooflines)
     for panel, report, each in zip(panels, several, rooflines, strict=True):
-        _draw_roofs(panel, each)
+        panel.set(xscale="log", yscale="log", xlim=intensity, ylim=rate)
+        _draw_roofs(panel, each, intensity)
         _draw_dots(panel, each)
+        _number_dots(panel, each)
         panel.set_title(report.headline, fontsize=9, loc="left")
         panel.set_xlabel("arithmetic intensity (FLOP/B)")
         panel.grid(alpha=0.3, which="major")
@@ -47,23 +56,55 @@ def roofline(reports: Report | Sequence[Report]) -> Any:
     return figure
 
 
-def _draw_roofs(panel: Any, shown: Roofline) -> None:
+def _draw_roofs(panel: Any, shown: Roofline, intensity: Range) -> None:
     """Solid: the datasheet's; dashed: what is sustained. Roofs that leave no room for a text between them share one."""
-    panel.set(xscale="log", yscale="log", xlim=(LEAST_INTENSITY, MOST_INTENSITY))
     labels: dict[float, str] = {}  # by height
     for roof in (shown.products, shown.vector):
-        panel.plot(*zip(*roof.line(LEAST_INTENSITY, MOST_INTENSITY), strict=True), "k-", lw=1.2)
-        panel.plot(*zip(*roof.line(LEAST_INTENSITY, MOST_INTENSITY, sustained=True), strict=True), "k--", lw=0.7)
+        panel.plot(*zip(*roof.line(*intensity), strict=True), "k-", lw=1.2)
+        panel.plot(*zip(*roof.line(*intensity, sustained=True), strict=True), "k--", lw=0.7)
         near = next((height for height in labels if 0.7 < roof.flop_per_s / height < 1.4), None)
         label = f"{roof.dtype} {roof.unit} {roof.flop_per_s / 1e12:g} TFLOP/s"
         labels[near or roof.flop_per_s] = f"{labels[near]}, {label}" if near else label
     for height, label in labels.items():
-        panel.text(MOST_INTENSITY * 0.8, height * 1.06, label, ha="right", va="bottom", fontsize=8)
+        panel.text(intensity.high * 0.95, height * 1.06, label, ha="right", va="bottom", fontsize=8)
     bandwidth = shown.products.bytes_per_s
-    on_slope = 1.0, bandwidth  # where no dot is: above the slope, left of it
+    low, high = intensity.low, shown.vector.flop_per_s / bandwidth
+    on_slope = (low * high) ** 0.5  # where no dot is: above the slope, left of it
     panel.annotate(
-        f"{bandwidth / 1e9:g} GB/s", on_slope, (-6, 2), textcoords="offset points", ha="right", va="bottom", fontsize=8
+        f"{bandwidth / 1e9:g} GB/s", (on_slope, on_slope * bandwidth), (-6, 2), textcoords="offset points", ha="right",
+        va="bottom", fontsize=8,
+    )  # fmt: skip
+
+
+def _number_dots(panel: Any, shown: Roofline) -> None:
+    """The kernels that take the most time have a number, whose meaning stands above the picture."""
+    named = longest_dots(shown.dots, shown.kernel_seconds)
+    points = [tuple(panel.transData.transform((dot.intensity, dot.flop_per_s))) for dot in named]
+    per_point = panel.figure.dpi / 72
+    radii = [per_point * (_dot_area(dot.seconds, shown) ** 0.5) / 2 for dot in named]
+    for number, (dot, (x, y), (a, b)) in enumerate(
+        zip(named, points, beside(points, radii, 12 * per_point), strict=True), 1
+    ):
+        offset = (a - x) / per_point, (b - y) / per_point
+        panel.annotate(
+            str(number), (dot.intensity, dot.flop_per_s), offset, textcoords="offset points", ha="center", va="center",
+            fontsize=9, fontweight="bold", zorder=5,
+            arrowprops={"arrowstyle": "-", "lw": 0.6, "shrinkA": 0, "shrinkB": 0},
+        )  # fmt: skip
+    key = "\n".join(
+        f"{number}  {dot.name}{f' ×{dot.calls}' if dot.calls > 1 else ''} in {dot.module},"
+        f" {dot.seconds / shown.kernel_seconds:.0%}"
+        for number, dot in enumerate(named, 1)
     )
+    panel.text(
+        0.98, 0.02, key, transform=panel.transAxes, fontsize=7.5, va="bottom", ha="right", multialignment="left",
+        zorder=4, bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2},
+    )  # fmt: skip
+
+
+def _dot_area(seconds: float, shown: Roofline) -> float:
+    """Points²."""
+    return 12 + _LARGEST_DOT * seconds / shown.kernel_seconds
 
 
 def _draw_dots(panel: Any, shown: Roofline) -> None:
@@ -74,7 +115,7 @@ def _draw_dots(panel: Any, shown: Roofline) -> None:
         panel.scatter(
             [dot.intensity for dot in own],
             [dot.flop_per_s for dot in own],
-            s=[12 + _LARGEST_DOT * dot.seconds / shown.kernel_seconds for dot in own],
+            s=[_dot_area(dot.seconds, shown) for dot in own],
             c=colour, marker=marker, alpha=0.7, edgecolors="black", linewidths=0.6,
             label=f"{op_class}, {share:.1%} of the time", zorder=3,
         )  # fmt: skip
@@ -91,8 +132,8 @@ def _draw_dots(panel: Any, shown: Roofline) -> None:
 
 
 def bars(report: Report, by: By = "class", *, most: int = 40) -> Any:
-    """The shares of FLOPs and of device time of each row. Where there are more than `most`: of modules to the depth
-    that has no more, else of the rows that take the most time."""
+    """The shares of FLOPs and of device time of each row, with its milliseconds and what bounds it. Where there are
+    more than `most`: of modules to the depth that has no more, else of the rows that take the most time."""
     all_rows = [row for row in report.rows(by) if row.calls or row.flops]
     rows = all_rows if len(all_rows) <= most else _fewer(report, by, most)
     if not rows:
@@ -102,18 +143,33 @@ def bars(report: Report, by: By = "class", *, most: int = 40) -> Any:
     places = range(len(rows))
     flops = [100 * row.flops / report.flops if report.flops else 0.0 for row in rows]
     times = [100 * row.seconds / report.kernel_seconds if report.kernel_seconds else 0.0 for row in rows]
-    for offset, shares, label, colour, hatch in (
-        (-0.2, flops, "% of FLOPs", "#FFFFFF", "//"), (0.2, times, "% of device time", "#0072B2", ""),
+    by_regime = [REGIME_LOOKS[row.regime].colour for row in rows]
+    told = [f"{duration(row.seconds)}, {share:.1f} %, {row.regime}" for row, share in zip(rows, times, strict=True)]
+    for offset, shares, label, colour, hatch, texts in (
+        (-0.2, flops, "% of FLOPs", "#FFFFFF", "//", [f"{share:.1f} %" for share in flops]),
+        (0.2, times, "% of device time", by_regime, "", told),
     ):  # fmt: skip
         ends = [place + offset for place in places]
         drawn = panel.barh(ends, shares, 0.38, color=colour, edgecolor="black", hatch=hatch, label=label)
-        panel.bar_label(drawn, fmt="%.1f", padding=3, fontsize=7)
+        panel.bar_label(drawn, labels=texts, padding=3, fontsize=7)
     panel.set_yticks(list(places), [_bar_name(row, by) for row in rows], fontsize=8)
-    panel.set(xlim=(0, 1.1 * max(*flops, *times, 1.0)), ylim=(len(rows) - 0.4, -0.6), xlabel="%")
+    panel.set(xlim=(0, 1.35 * max(*flops, *times, 1.0)), ylim=(len(rows) - 0.4, -0.6), xlabel="%")
     left_out = f"\n{len(rows)} of {len(all_rows)} rows" if len(rows) < len(all_rows) else ""
     figure.suptitle(report.headline + left_out, fontsize=9)
-    figure.legend(loc="outside lower right", fontsize=8, ncols=2, frameon=False)
+    figure.legend(handles=_bar_legend(panel, rows), loc="outside lower right", fontsize=8, ncols=5, frameon=False)
     return figure
+
+
+def _bar_legend(panel: Any, rows: Sequence[Row]) -> list[Any]:
+    """FLOPs, and the device time in a colour for each regime that a row has."""
+    flops, _ = panel.containers
+    patch = import_module("matplotlib.patches").Patch
+    found = [regime for regime in REGIME_LOOKS if any(row.regime == regime for row in rows)]
+    times = [
+        patch(facecolor=REGIME_LOOKS[regime].colour, edgecolor="black", label=f"% of device time, {regime}-bound")
+        for regime in found
+    ]
+    return [flops, *times]
 
 
 def _fewer(report: Report, by: By, most: int) -> list[Row]:
@@ -132,14 +188,25 @@ def _bar_name(row: Row, by: By) -> str:
 
 
 def memory_timeline(report: Report) -> Any:
-    """What is alive at each op, by category, and what the device has."""
+    """What is alive by category, over the wall-clock and at each op, and what the device has."""
     shown = memory_picture(report)
     if shown is None:
         raise PlotError("the program holds no memory on its device")
-    figure = new_figure(8.0, 4.2)
-    panel = figure.subplots()
+    figure = new_figure(12.0, 4.4)
+    over_time, over_ops = figure.subplots(1, 2, sharey=True)
+    _draw_memory(over_time, shown, [1e3 * second for second in shown.starts], "time (ms)")
+    _draw_memory(over_ops, shown, range(shown.steps), "op")
+    over_time.set_ylabel("alive (GB)")
+    figure.suptitle(report.headline, fontsize=9)
+    handles, labels = over_time.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=7, frameon=False)
+    return figure
+
+
+def _draw_memory(panel: Any, shown: MemoryPicture, places: Sequence[float], label: str) -> None:
+    """`places`: where each step lies across."""
     areas = panel.stackplot(
-        range(shown.steps), [[nbytes / 1e9 for nbytes in alive] for alive in shown.areas.values()],
+        places, [[nbytes / 1e9 for nbytes in alive] for alive in shown.areas.values()],
         labels=list(shown.areas), colors=[CATEGORY_FILLS[name].colour for name in shown.areas], edgecolor="black",
         linewidth=0.3, step="post",
     )  # fmt: skip
@@ -147,13 +214,18 @@ def memory_timeline(report: Report) -> Any:
         area.set_hatch(CATEGORY_FILLS[name].hatch)
     if shown.limit_bytes is not None:
         panel.axhline(shown.limit_bytes / 1e9, color="black", ls="--", lw=1, label="memory of the device")
-    for phase, place in shown.phases:
-        panel.axvline(place, color="black", lw=0.5)
-        panel.text(place, 1.01, f" {phase}", transform=panel.get_xaxis_transform(), fontsize=8)
-    panel.set(xlabel="op", ylabel="alive (GB)", xlim=(0, max(1, shown.steps - 1)))
-    panel.set_title(f"{report.headline} · peak {shown.peak_bytes / 1e9:.3g} GB", fontsize=9, pad=16)
-    figure.legend(loc="outside lower center", fontsize=8, ncols=7, frameon=False)
-    return figure
+    for phase, step in shown.phases:
+        panel.axvline(places[step], color="black", lw=0.5)
+        panel.text(places[step], 1.01, f" {phase}", transform=panel.get_xaxis_transform(), fontsize=8)
+    at = places[shown.peak_step], shown.peak_bytes / 1e9
+    is_left = at[0] < places[-1] / 2
+    panel.plot(*at, "o", mfc="none", mec="black", ms=6)
+    panel.annotate(
+        f"peak {with_prefix(shown.peak_bytes, 'B')}", at, (8 if is_left else -8, 4), textcoords="offset points",
+        ha="left" if is_left else "right", fontsize=8, fontweight="bold",
+    )  # fmt: skip
+    panel.margins(y=0.12)
+    panel.set(xlabel=label, xlim=(0, places[-1] or 1), ylim=(0, None))
 
 
 PICTURES: dict[str, Callable[[Report], Any]] = {

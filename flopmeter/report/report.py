@@ -309,7 +309,8 @@ class Report:
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         """What the program could change, each change priced by the model; only what wins at least 3 % of the
-        wall-clock. What it does without need comes first, then other ways to run it; in both, what wins most."""
+        wall-clock. What it does without need comes first where that wins at least 10 %, then the rest; in both, what
+        wins most."""
         found: tuple[Advice, ...] = VIEWS["advice"](self)
         return found
 

@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from flopmeter.records import Regime
 from flopmeter.report.quantities import duration, percent_of
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN, WAITS, WHOLE, Advice, HotSpot
 
 MOST_ROWS = 5
+NEAR_FLOOR = 0.7  # of the wall-clock is the floor: kernels that are as good as such kernels get reach no more
+_FLOORS: dict[Regime, str] = {
+    "compute": "its FLOPs at the datasheet's peak",
+    "memory": "its bytes at the datasheet's bandwidth",
+    "communication": "its collectives over these links",
+    "overhead": "the launches of its kernels",
+}
 
 
-def where_to_win(report: Report) -> list[str]:
-    """Lines of text; none for a run of nothing."""
+class Remedied(NamedTuple):
+    """One piece of advice, in words."""
+
+    remedy: str
+    gain: str  # what the whole run takes now and then
+    about: str  # which kernels, over which floor, and why
+
+
+class WhereToWin(NamedTuple):
+    heading: str
+    advice: list[Remedied]
+    rest_heading: str
+    rest: list[str]  # what holds time over its floor without a remedy
+
+
+def where_to_win(report: Report) -> WhereToWin | None:
+    """None for a run of nothing."""
     if not report.timings or not report.seconds:
-        return []
+        return None
     advice = report.advice[:MOST_ROWS]
-    spots = [spot for spot in report.hot_spots if _is_news(spot, report)]
-    lines = [_heading(report)]
-    for number, each in enumerate(advice, 1):
-        lines += [f"  {number}. {_gain(each, report)}", f"     {_about(each)}: {each.why}"]
-    rest = spots[: MOST_ROWS - len(advice)]
-    if rest:
-        lines.append("  most time over the floor, with no remedy of its own:" if advice else "  most time over it:")
-        lines += [f"   - {_about(spot)}: {spot.why}" for spot in rest]
+    spots = [spot for spot in report.hot_spots if _is_news(spot, report)][: MOST_ROWS - len(advice)]
+    return WhereToWin(
+        _heading(report),
+        [Remedied(each.remedy, _gain(each, report), f"{_about(each)}: {each.why}") for each in advice],
+        "most time over the floor, with no remedy of its own:" if advice else "most time over it:",
+        [f"{_about(spot)}: {spot.why}" for spot in spots],
+    )
+
+
+def in_lines(shown: WhereToWin | None) -> list[str]:
+    """As text; no line for None."""
+    if shown is None:
+        return []
+    lines = [shown.heading]
+    for number, each in enumerate(shown.advice, 1):
+        lines += [f"  {number}. {each.remedy}: {each.gain}", f"     {each.about}"]
+    if shown.rest:
+        lines += [f"  {shown.rest_heading}", *(f"   - {line}" for line in shown.rest)]
     return lines
 
 
@@ -40,16 +75,26 @@ def _heading(report: Report) -> str:
     if report.advice:
         return "where to win (wall-clock; each change priced alone by the model, as sure as the time above):"
     floor = floor_seconds(report)
-    return (
-        f"near its floor: no change that flopmeter can price wins {LEAST_GAIN:.0%}; its FLOPs and bytes at the"
-        f" datasheet's rates take {duration(floor)}, {percent_of(floor, report.seconds):.0f} % of the wall-clock"
+    of_floor = (
+        f"its FLOPs and bytes at the datasheet's rates take {duration(floor)},"
+        f" {percent_of(floor, report.seconds):.0f} % of the wall-clock"
     )
+    if report.in_mode is None:
+        return f"where time is lost (no change is priced for one rank of several): {of_floor}"
+    return f"{_nearness(report, floor)}: no change that flopmeter can price wins {LEAST_GAIN:.0%}; {of_floor}"
+
+
+def _nearness(report: Report, floor: float) -> str:
+    """Which floor the run is near to. That of compute or memory only where it is: kernels may reach far less."""
+    if report.regime in ("compute", "memory") and floor < NEAR_FLOOR * report.seconds:
+        return f"near the floor of the kernels that there are, {report.regime}-bound but above that of the device"
+    return f"near its floor, {_FLOORS[report.regime]}"
 
 
 def _gain(advice: Advice, report: Report) -> str:
     times = report.seconds / advice.run_seconds_then
     return (
-        f"{advice.remedy}: {duration(report.seconds)} to {duration(advice.run_seconds_then)}, {times:.2f}x"
+        f"{duration(report.seconds)} to {duration(advice.run_seconds_then)}, {times:.2f}x"
         f" (wins {duration(advice.gain_seconds)})"
     )
 

@@ -10,12 +10,13 @@ how much memory the program needs.
 from flopmeter.device.hardware import Host
 from flopmeter.timing.bands import Uncertainty, uncertainty
 from flopmeter.timing.concurrency import HangError
-from flopmeter.timing.energy import RankRun, TimedRun, time_run, time_runs
+from flopmeter.timing.energy import PowerLaws, RankRun, TimedRun, time_run, time_runs
 from flopmeter.timing.timeline import host_seconds, time_kernels
 
 __all__ = [
     "HangError",
     "Host",
+    "PowerLaws",
     "RankRun",
     "TimedRun",
     "Uncertainty",

@@ -20,7 +20,7 @@ from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import Clocks, ConvolutionWork, Cost, Launches, RunClock, Switches, Timing
 from flopmeter.timing import constants
 from flopmeter.timing.convolution import suits_winograd
-from flopmeter.timing.timeline import ClockOf, Launched, LaunchPrices, PriceAt, time_kernels, time_ranks
+from flopmeter.timing.timeline import ClockOf, KernelPrices, Launched, LaunchPrices, time_kernels, time_ranks
 
 CLOCK_STEPS = 1024  # of the boost clock: so finely a clock is found
 PICO = 1e-12
@@ -60,18 +60,22 @@ def time_run(
     host: Host | None = None,
     cluster: Cluster | None = None,
     clocks: Clocks = "sustained",
+    laws: PowerLaws | None = None,
 ) -> TimedRun:
     """The timing of each kernel, in order, at the clock that the power limit leaves it in a long run ('sustained'), or
-    at the boost clock ('burst'). CPUs and devices of unknown power have one clock, that of their profile.
+    at the boost clock ('burst'). CPUs and devices of unknown power have one clock, that of their profile. `laws`: those
+    of other runs on the same device at the same `clocks`, with the prices that they found.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     run = RankRun(launches, hardware, switches, host or hardware.host, cluster)
-    law = _law(run, clocks)
+    law = _law(run, clocks) if laws is None else laws.of(run, clocks)
     if law is None:
         return _timed(run, time_kernels(launches, hardware, switches, run.host, cluster), law, clocks)
-    timings = time_kernels(launches, hardware.at_boost(), switches, run.host, cluster, law.of_kernels(launches))
-    return _timed(run, timings, law, clocks)
+    clock_of, prices = law.of_kernels(launches), law.prices
+    return _timed(
+        run, time_kernels(launches, prices.hardware, switches, run.host, cluster, clock_of, prices), law, clocks
+    )
 
 
 def time_runs(ranks: Mapping[int, RankRun], clocks: Clocks = "sustained") -> dict[int, TimedRun]:
@@ -84,6 +88,18 @@ def time_runs(ranks: Mapping[int, RankRun], clocks: Clocks = "sustained") -> dic
     return {rank: _timed(run, timings[rank], laws[rank], clocks) for rank, run in ranks.items()}
 
 
+class PowerLaws:
+    """The law of each setting of the switches, for runs on one device at the same clocks."""
+
+    def __init__(self) -> None:
+        self._known: dict[Switches, KernelClocks | None] = {}
+
+    def of(self, run: RankRun, clocks: Clocks) -> KernelClocks | None:
+        if run.switches not in self._known:
+            self._known[run.switches] = _law(run, clocks)
+        return self._known[run.switches]
+
+
 def _law(run: RankRun, clocks: Clocks) -> KernelClocks | None:
     """None: the device has one clock."""
     has_one = run.hardware.limit_watts is None or run.hardware.is_cpu
@@ -91,9 +107,9 @@ def _law(run: RankRun, clocks: Clocks) -> KernelClocks | None:
 
 
 def _launched(run: RankRun, law: KernelClocks | None) -> Launched:
-    device = run.hardware if law is None else run.hardware.at_boost()
+    prices = KernelPrices(run.hardware, run.switches) if law is None else law.prices
     clock_of = None if law is None else law.of_kernels(run.launches)
-    return Launched(run.launches, LaunchPrices(run.launches, device, run.switches, run.cluster, clock_of), run.host)
+    return Launched(run.launches, LaunchPrices(run.launches, prices, run.cluster, clock_of), run.host)
 
 
 def _timed(run: RankRun, timings: list[Timing], law: KernelClocks | None, clocks: Clocks) -> TimedRun:
@@ -115,32 +131,32 @@ class KernelClocks:
 
     def __init__(self, hardware: Hardware, switches: Switches, clocks: Clocks):
         self._hardware, self._switches, self._is_sustained = hardware, switches, clocks == "sustained"
+        self.prices = KernelPrices(hardware.at_boost(), switches)
         self._energies: dict[Cost, Energy] = {}
         self._known: dict[tuple[Cost, float], float] = {}
 
-    def __call__(self, cost: Cost, cached_bytes: float, price_at: PriceAt) -> float:
-        """The clock at which the kernel draws no more than the limit. `cached_bytes` as in `kernels.price`; `price_at`
-        gives its price at a clock."""
+    def __call__(self, cost: Cost, cached_bytes: float) -> float:
+        """The clock at which the kernel draws no more than the limit. `cached_bytes` as in `kernels.price`."""
         if not self._is_sustained or cost.collective is not None:
             return 1.0
         key = cost, cached_bytes
         if key not in self._known:
-            self._known[key] = self._within_limit(cost, cached_bytes, price_at)
+            self._known[key] = self._within_limit(cost, cached_bytes)
         return self._known[key]
 
     def of_kernels(self, launches: Launches) -> ClockOf:
         """By the number of a kernel."""
-        return lambda number, *given: self(launches.kernels[number].cost, *given)
+        return lambda number, cached_bytes: self(launches.kernels[number].cost, cached_bytes)
 
     def energy(self, cost: Cost) -> Energy:
         if cost not in self._energies:
             self._energies[cost] = energy(cost, self._hardware, self._switches)
         return self._energies[cost]
 
-    def _within_limit(self, cost: Cost, cached_bytes: float, price_at: PriceAt) -> float:
+    def _within_limit(self, cost: Cost, cached_bytes: float) -> float:
         def fits(step: int) -> bool:
             clock = step / CLOCK_STEPS
-            seconds = price_at(cost, cached_bytes, clock).busy.seconds + self._hardware.kernel_floor_seconds
+            seconds = self.prices(cost, cached_bytes, clock).busy.seconds + self._hardware.kernel_floor_seconds
             limit = self._hardware.limit_watts or float("inf")
             return self.energy(cost).at(clock) <= (limit - self._hardware.idle_watts) * seconds
 

@@ -28,15 +28,16 @@ def time_kernels(
     host: Host | None = None,
     cluster: Cluster | None = None,
     clock_of: ClockOf | None = None,
+    known: KernelPrices | None = None,
 ) -> list[Timing]:
     """The timing of each kernel, in order. Without `host` the profile's host launches them; without `cluster`
     collectives go over the links of the device's default cluster. `clock_of` gives the clock of each kernel, as a share
-    of that of `hardware`; without it all have this clock.
+    of that of `hardware`; without it all have this clock. `known`: prices of other runs on this `hardware`.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     host = host or hardware.host
-    prices = LaunchPrices(launches, hardware, switches, cluster, clock_of)
+    prices = LaunchPrices(launches, known or KernelPrices(hardware, switches), cluster, clock_of)
     if launches.placements is not None:
         return time_ranks({0: Launched(launches, prices, host)})[0]
     timings: list[Timing] = []
@@ -53,8 +54,7 @@ def time_kernels(
     return timings
 
 
-PriceAt = Callable[[Cost, float, float], Price]  # of a cost, how many of its bytes the cache holds, and a clock
-ClockOf = Callable[[int, float, PriceAt], float]  # of a kernel's number and the same bytes; it may ask for prices
+ClockOf = Callable[[int, float], float]  # of a kernel's number, and how many of its bytes the cache holds
 ROUNDING = 1e-9  # of a sum of many times
 
 
@@ -114,22 +114,38 @@ class _Priced(NamedTuple):
     demand: Demand | Transfer
 
 
-class LaunchPrices:
-    """What each kernel of a run takes; equal costs are priced once."""
+class KernelPrices:
+    """What kernels take on one device; of runs that share this, equal kernels are priced once at each clock."""
 
-    def __init__(
-        self,
-        launches: Launches,
-        hardware: Hardware,
-        switches: Switches,
-        cluster: Cluster | None,
-        clock_of: ClockOf | None,
-    ):
-        self.is_cpu = hardware.is_cpu
-        self._clock_of, self._devices = clock_of, {1.0: hardware}
-        self._launches, self._hardware, self._switches, self._cluster = launches, hardware, switches, cluster
-        self._cached = [] if hardware.is_cpu else cached_bytes(launches.kernels, hardware.l2_cache_bytes)
+    def __init__(self, hardware: Hardware, switches: Switches):
+        self.hardware, self._switches = hardware, switches
+        self._devices = {1.0: hardware}  # by clock
         self._known: dict[tuple[Cost, float, float], Price] = {}
+
+    def __call__(self, cost: Cost, cached: float, clock: float) -> Price:
+        """`cached`: how many of its bytes the cache holds; `clock`: a share of that of the device."""
+        key = cost, cached, clock
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._priced(*key)
+        return known
+
+    def _priced(self, cost: Cost, cached: float, clock: float) -> Price:
+        if self.hardware.is_cpu:
+            return cpu.price(cost, self.hardware, self._switches)
+        if clock not in self._devices:
+            self._devices[clock] = self.hardware.at_clock(clock)
+        return kernels.price(cost, self._devices[clock], self._switches, cached)
+
+
+class LaunchPrices:
+    """What each kernel of a run takes."""
+
+    def __init__(self, launches: Launches, price_at: KernelPrices, cluster: Cluster | None, clock_of: ClockOf | None):
+        self._hardware = price_at.hardware
+        self.is_cpu = self._hardware.is_cpu
+        self._launches, self._price_at, self._cluster, self._clock_of = launches, price_at, cluster, clock_of
+        self._cached = [] if self.is_cpu else cached_bytes(launches.kernels, self._hardware.l2_cache_bytes)
         self._collectives: dict[Collective, CollectivePrice] = {}
 
     def __call__(self, number: int) -> _Priced:
@@ -140,7 +156,7 @@ class LaunchPrices:
             # Latency is part of the price.
             return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0), 1.0, self._transfer(cost.collective, price))
         cached = self._cached[number] if self._cached else 0.0
-        clock = self._clock_of(number, cached, self._price_at) if self._clock_of else 1.0
+        clock = self._clock_of(number, cached) if self._clock_of else 1.0
         (compute, memory, work, latency), kernel_class = self._price_at(cost, cached, clock)
         ramp = self._hardware.kernel_floor_seconds + latency
         if self._launches.graphs[number] is not None:
@@ -158,20 +174,6 @@ class LaunchPrices:
             price = price_collective(collective, self._cluster or cluster_of(self._hardware))
             self._collectives[collective] = price
         return price
-
-    def _price_at(self, cost: Cost, cached: float, clock: float) -> Price:
-        key = cost, cached, clock
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._priced(*key)
-        return known
-
-    def _priced(self, cost: Cost, cached: float, clock: float) -> Price:
-        if self._hardware.is_cpu:
-            return cpu.price(cost, self._hardware, self._switches)
-        if clock not in self._devices:
-            self._devices[clock] = self._hardware.at_clock(clock)
-        return kernels.price(cost, self._devices[clock], self._switches, cached)
 
 
 def end_seconds(timings: list[Timing], launches: Launches, host: Host) -> float:

@@ -12,19 +12,24 @@ from flopmeter.report.advice.remedies import REMEDIES, Proposal
 from flopmeter.report.advice.spots import Timed, floor_of, hot_spots, places, spot_of, timed, wall_clock
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
-from flopmeter.report.wins import LEAST_GAIN, WHOLE, Advice, HotSpot
+from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice, HotSpot
 
 __all__ = ["advice_of", "spots_of"]
 
 
 @draws(VIEWS, "advice")
 def advice_of(report: Report) -> tuple[Advice, ...]:
-    """Faults first, then other ways to run the program; in each, what wins most first."""
+    """What to do first stands first: a fault, since its mend costs nothing and is right in whatever way the program
+    runs later; then other ways to run it, and minor faults among them, by what they win."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
     found = [_advice(report, proposal) for remedy in REMEDIES for proposal in remedy(report)]
     worth = [each for each in found if each.gain_seconds >= LEAST_GAIN * report.seconds]
-    return tuple(sorted(worth, key=lambda each: (not each.is_fault, -each.gain_seconds)))
+    return tuple(sorted(worth, key=lambda each: (not _comes_first(each, report), -each.gain_seconds)))
+
+
+def _comes_first(advice: Advice, report: Report) -> bool:
+    return advice.is_fault and advice.gain_seconds >= MINOR_FAULT * report.seconds
 
 
 def _advice(report: Report, proposal: Proposal) -> Advice:

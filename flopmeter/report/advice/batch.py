@@ -22,6 +22,9 @@ FAULT = 3.0  # a batch is tiny if the kernels of a larger one do so many times t
 PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
 _OF_WEIGHTS = ("parameters", "gradients", "optimizer state")
 _PRODUCTS = (aten.mm, aten.addmm)
+# What rules, torch's formulas and a user's own rules raise for shapes that do not fit each other: a wrong size, a
+# missing dimension, a division by what became 0. Another error is a fault of a rule, and is seen.
+_SHAPES_DO_NOT_FIT = (AssertionError, ArithmeticError, LookupError, RuntimeError, ValueError)
 
 
 @remedy
@@ -54,11 +57,10 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
 
 
 def _if_priced(report: Report, larger: Trace) -> Report | None:
-    """None where a rule refuses shapes of the larger batch, which are a guess: a user's rule or torch's formula may
-    raise anything."""
+    """None where a rule refuses shapes of the larger batch, which are a guess."""
     try:
         return priced(report, larger)
-    except Exception:
+    except _SHAPES_DO_NOT_FIT:
         return None
 
 

@@ -48,9 +48,10 @@ def _changed(
         return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
 
     kwargs = {name: of(value) for name, value in call.kwargs.items()}
-    return dataclasses.replace(
-        call, args=of(call.args), kwargs=kwargs, inputs=of(call.inputs), outputs=of(call.outputs)
-    )
+    args, inputs, outputs = of(call.args), of(call.inputs), of(call.outputs)
+    if (args, kwargs, inputs, outputs) == (call.args, call.kwargs, call.inputs, call.outputs):
+        return call  # whose costs are known
+    return dataclasses.replace(call, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs)
 
 
 def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | None = None) -> Trace:

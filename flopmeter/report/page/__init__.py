@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from importlib.resources import files
+from collections.abc import Sequence
 
 from flopmeter.report.figures import modules_to_depth, roofline_of
+from flopmeter.report.page.first_screen import asset, first_screen, section
 from flopmeter.report.page.marks import colours, definitions
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.page.memory import memory_timeline
 from flopmeter.report.page.roofline import axes_for, draw_roofline
 from flopmeter.report.page.tables import rows_table
-from flopmeter.report.quantities import percent_of, with_prefix
 from flopmeter.report.report import By, Report
-from flopmeter.report.winning import where_to_win
-from flopmeter.timing.peak_memory import usable_bytes
 
 MOST_MODULES, MOST_ROWS = 2000, 300  # in a table: beyond that nobody reads, and the page grows
 
@@ -22,95 +19,36 @@ MOST_MODULES, MOST_ROWS = 2000, 300  # in a table: beyond that nobody reads, and
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def page(report: Report, title: str, lines: Sequence[str]) -> str:
-    """The whole document. `title` and `lines` are what the text report has above and below its table."""
-    body = tag(
-        "main",
+def page(report: Report, lines: Sequence[str]) -> str:
+    """The whole document. `lines` are what the text report has below its table."""
+    return document(
+        report.headline,
         definitions(),
-        _header(report, title),
-        _section("Where to win", *_where_to_win(report)),
-        _section("What the time goes to", _regimes(report), rows_table(report, report.rows(), "class")),
-        _section("Roofline", *_rooflines(report)),
-        _section("Memory", memory_timeline(report)),
-        _section("Phases", rows_table(report, report.rows("phase"), "phase")),
+        first_screen(report),
+        section("Roofline", *_rooflines(report)),
+        section("Memory", memory_timeline(report)),
+        section("Phases", rows_table(report, report.rows("phase"), "phase")),
         _modules(report),
         _longest(report, "Ops", "op"),
         _longest(report, "Kernels", "kernel"),
-        _section("Conventions, assumptions and notes", tag("ul", *(tag("li", line) for line in lines), class_="notes")),
+        section("Conventions, assumptions and notes", tag("ul", *(tag("li", line) for line in lines), class_="notes")),
     )
+
+
+def document(title: str, *parts: Markup) -> str:
+    """A page with these parts, in the style of all pages."""
     head = join(
         [
             Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'),
             Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
             Markup('<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'),
             tag("title", title),
-            Markup(f"<style>{_asset('page.css')}{colours()}</style>"),
+            Markup(f"<style>{asset('page.css')}{asset('first_screen.css')}{colours()}</style>"),
         ]
     )
-    script = Markup(f"<script>{_asset('page.js')}</script>")
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body, script), lang='en')}\n"
-
-
-def _asset(name: str) -> str:
-    return files("flopmeter.report.page").joinpath(name).read_text(encoding="utf-8")
-
-
-def _section(heading: str, *parts: Markup) -> Markup:
-    return tag("section", tag("h2", heading), *parts)
-
-
-def _header(report: Report, title: str) -> Markup:
-    """What ran where, and the figures that are asked for first."""
-    what, *where = title.split(" · ")
-    facts = _facts(report)
-    cards = (
-        tag("div", tag("dt", name), tag("dd", tag("b", figure), tag("span", more))) for name, figure, more in facts
-    )
-    return tag(
-        "header", tag("h1", what), tag("p", " · ".join(where)), tag("dl", *cards, class_="facts"),
-        tag("p", report.ran.line),
-    )  # fmt: skip
-
-
-def _where_to_win(report: Report) -> Iterator[Markup]:
-    heading, *lines = where_to_win(report) or ["Nothing ran on the device."]
-    yield tag("p", heading[:1].upper() + heading[1:])
-    yield tag("ul", *(tag("li", line.strip(" -")) for line in lines), class_="notes")
-
-
-def _facts(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Name, figure and a word more."""
-    low, high = (with_prefix(seconds, "s") for seconds in (report.seconds_low, report.seconds_high))
-    yield "predicted time", with_prefix(report.seconds, "s"), f"{low} to {high}"
-    yield (
-        "bound by",
-        report.regime,
-        f"{percent_of(report.seconds_by_regime[report.regime], report.seconds):.0f} % of the wall-clock",
-    )
-    rate = with_prefix(report.flops / report.seconds if report.seconds else 0, "FLOP/s")
-    yield "work", with_prefix(report.flops, "FLOP"), f"{rate}, MFU {report.mfu:.1%}"
-    yield "moved", with_prefix(report.bytes_read + report.bytes_written, "B"), f"{len(report.kernels)} kernels"
-    yield "peak memory", with_prefix(report.peak_memory_bytes, "B"), _verdict(report)
-
-
-def _verdict(report: Report) -> str:
-    device = report.hardware
-    if device.memory_bytes is None:
-        return "memory of the device unknown"
-    fits = "fits" if report.memory.fits(device) else "does NOT fit"
-    return f"{fits} {with_prefix(usable_bytes(device), 'B')} usable"
-
-
-def _regimes(report: Report) -> Markup:
-    """The wall-clock as a bar of its shares; one too short for its name has it in the text below."""
-    shares = {regime: percent_of(seconds, report.seconds) for regime, seconds in report.seconds_by_regime.items()}
-    parts = [
-        tag("span", f"{regime} {share:.0f} %" if share >= 12 else "", class_=regime, style=f"flex-grow:{share:.2f}")
-        for regime, share in shares.items()
-        if share > 0
-    ]
-    text = "Shares of the wall-clock: " + ", ".join(f"{regime} {share:.0f} %" for regime, share in shares.items()) + "."
-    return tag("figure", tag("div", *parts, class_="regimes", aria_hidden="true"), tag("figcaption", text))
+    script = Markup(f"<script>{asset('page.js')}</script>")
+    body = tag("body", tag("main", *parts), script)
+    return f"<!doctype html>\n{tag('html', tag('head', head), body, lang='en')}\n"
 
 
 def _rooflines(report: Report) -> list[Markup]:
@@ -122,7 +60,8 @@ def _rooflines(report: Report) -> list[Markup]:
     figures = tag("div", *drawn, class_="pair")
     about = (
         "Each dot is a kernel, or several alike; its area is its share of the device's time, its shape its class, as"
-        " above. Solid roofs are the datasheet's, dashed ones what is sustained."
+        " above. Those that take the most time have a number. Solid roofs are the datasheet's, dashed ones what is"
+        " sustained."
     )
     return [tag("p", about), figures]
 
@@ -132,7 +71,7 @@ def _modules(report: Report) -> Markup:
     about = Markup("")
     if depth is not None:
         about = tag("p", f"To depth {depth}; deeper modules are part of the rows above them.")
-    return _section("Modules", about, rows_table(report, rows, "module", is_tree=True))
+    return section("Modules", about, rows_table(report, rows, "module", is_tree=True))
 
 
 def _longest(report: Report, heading: str, by: By) -> Markup:
@@ -143,4 +82,4 @@ def _longest(report: Report, heading: str, by: By) -> Markup:
     if len(shown) < len(rows):
         share = sum(row.seconds for row in shown) / (report.kernel_seconds or 1.0)
         about = tag("p", f"The {len(shown)} of {len(rows)} rows that take the most time, {share:.1%} of it.")
-    return _section(heading, about, rows_table(report, shown, by))
+    return section(heading, about, rows_table(report, shown, by))

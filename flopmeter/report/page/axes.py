@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from flopmeter.report.page.markup import Markup, join, tag
 
+FEW_TICKS = 2
+
 
 class Axis(NamedTuple):
     """From `low` at pixel `start` to `high` at pixel `end`."""
@@ -28,12 +30,17 @@ class Axis(NamedTuple):
 
     @property
     def ticks(self) -> list[float]:
-        """Each decade of a logarithmic axis; else about five round values."""
+        """Each decade of a logarithmic axis, and 2 and 5 times it where it has few; else about four round values."""
         if self.is_log:
-            first, last = round(log10(self.low)), floor(log10(self.high) + 1e-9)
-            return [10.0**power for power in range(first, last + 1)]
-        step = _round_step((self.high - self.low) / 5)
+            decades = self._within((1,))
+            return decades if len(decades) > FEW_TICKS else self._within((1, 2, 5))
+        step = _round_step((self.high - self.low) / 4)
         return [self.low + step * place for place in range(int((self.high - self.low) / step + 1e-9) + 1)]
+
+    def _within(self, steps: tuple[int, ...]) -> list[float]:
+        powers = range(floor(log10(self.low)), floor(log10(self.high)) + 1)
+        values = (times * 10.0**power for power in powers for times in steps)
+        return [value for value in values if self.low <= value <= self.high]
 
 
 def _round_step(width: float) -> float:
@@ -50,7 +57,7 @@ def horizontal(axis: Axis, top: float, bottom: float, labels: list[str], title: 
         parts.append(tag("path", class_="grid", d=f"M{x:.1f} {top:.1f}V{bottom:.1f}"))
         parts.append(tag("text", label, x=x, y=bottom + 18, text_anchor="middle"))
     middle = (axis.start + axis.end) / 2
-    parts.append(tag("text", title, class_="title", x=middle, y=bottom + 40, text_anchor="middle"))
+    parts.append(tag("text", title, class_="title", x=middle, y=bottom + 38, text_anchor="middle"))
     return join(parts)
 
 
@@ -62,14 +69,11 @@ def vertical(axis: Axis, left: float, right: float, labels: list[str], title: st
         parts.append(tag("path", class_="grid", d=f"M{left:.1f} {y:.1f}H{right:.1f}"))
         parts.append(tag("text", label, x=left - 8, y=y + 4, text_anchor="end"))
     middle = (axis.start + axis.end) / 2
-    turned = f"translate(14 {middle:.1f}) rotate(-90)"
+    turned = f"translate(12 {middle:.1f}) rotate(-90)"
     parts.append(tag("text", title, class_="title", transform=turned, text_anchor="middle"))
     return join(parts)
 
 
 def picture(width: float, height: float, label: str, *parts: Markup) -> Markup:
-    """An SVG that keeps a legible size; a narrow page scrolls it. `label` tells what it shows to whoever cannot see."""
-    drawn = tag(
-        "svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label, style=f"--width:{width:g}px"
-    )
-    return tag("div", drawn, class_="scroll picture", tabindex=0, role="region", aria_label=label)
+    """An SVG as wide as the page has room for. `label` tells what it shows to whoever cannot see."""
+    return tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label, class_="picture")

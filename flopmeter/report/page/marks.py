@@ -65,10 +65,12 @@ def mark(op_class: str, x: float, y: float, radius: float, title: str = "") -> M
 
 
 def class_mark(name: str) -> Markup:
-    """The shape of a class in a line of text; nothing for another name."""
+    """The shape of a class in a line of text; nothing for another name. It needs no definitions."""
     if name not in CLASS_LOOKS:
         return Markup("")
-    return tag("svg", mark(name, 7, 7, 5), class_="mark", width=14, height=14, aria_hidden="true")
+    colour, marker = CLASS_LOOKS[name]
+    drawn = tag("path", d=_SHAPES[marker], fill=colour, transform="translate(7 7) scale(5)")
+    return tag("svg", drawn, class_="mark", width=14, height=14, aria_hidden="true")
 
 
 def hatch(category: str) -> str:

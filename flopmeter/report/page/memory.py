@@ -1,9 +1,10 @@
-"""What is alive over the run, by category, as SVG."""
+"""What is alive over the run, by category, as SVG: over the wall-clock, and op by op."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 from flopmeter.report.figures import MemoryPicture, memory_picture
 from flopmeter.report.page.axes import Axis, horizontal, picture, vertical
@@ -13,44 +14,71 @@ from flopmeter.report.quantities import scale, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import Category
 
-_WIDTH, _HEIGHT = 960.0, 360.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74.0, _WIDTH - 16, 28.0, _HEIGHT - 52
-_MOST_STEPS = 800  # that are drawn: more would be finer than the pixels
+_WIDTH, _HEIGHT = 480.0, 320.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, _WIDTH - 12, 24.0, _HEIGHT - 50
+_PER_PIXEL = 2  # columns: more would be finer than screens show
+_CHARACTER, _LINE = 7.5, 16.0  # pixels that text takes
+_HEADROOM = 1.15  # above the peak, for its label
+
+
+class _Across(NamedTuple):
+    """The horizontal axis: where each step lies on it."""
+
+    axis: Axis
+    labels: list[str]
+    title: str
+    place: Callable[[int], float]  # the pixel of a step
 
 
 def memory_timeline(report: Report) -> Markup:
-    """The picture and its legend; a note instead where nothing was held."""
+    """The pictures and their legend; a note instead where nothing was held."""
     shown = memory_picture(report)
     if shown is None:
         return tag("p", "The program holds no memory on its device.")
-    drawn = _highest_of_each_column([sum(alive) for alive in zip(*shown.areas.values(), strict=True)])
-    ops = Axis(0, max(1, shown.steps - 1), _LEFT, _RIGHT)
-    size = Axis(0, 1.08 * max(shown.peak_bytes, shown.limit_bytes or 0), _BOTTOM, _TOP)
+    over_ops = Axis(0, max(1, shown.steps - 1), _LEFT, _RIGHT)
+    across = [_Across(over_ops, [f"{op:g}" for op in over_ops.ticks], "op", over_ops.at)]
+    if report.seconds:
+        across.insert(0, _over_time(shown, report.seconds))
+    pictures = (tag("figure", _drawn(shown, each)) for each in across)
+    return join([tag("div", *pictures, class_="pair"), _legend(report, shown)])
+
+
+def _over_time(shown: MemoryPicture, seconds: float) -> _Across:
+    axis = Axis(0, seconds, _LEFT, _RIGHT)
+    divisor, unit = scale([seconds], "s")
+    labels = [f"{second / divisor:.4g}" for second in axis.ticks]
+    return _Across(axis, labels, f"time ({unit})", lambda step: axis.at(shown.starts[step]))
+
+
+def _drawn(shown: MemoryPicture, across: _Across) -> Markup:
+    size = Axis(0, max(_HEADROOM * shown.peak_bytes, 1.08 * (shown.limit_bytes or 0)), _BOTTOM, _TOP)
     divisor, unit = scale([size.high], "B")
-    body = picture(
+    return picture(
         _WIDTH,
         _HEIGHT,
-        f"Memory alive at each op, peak {with_prefix(shown.peak_bytes, 'B')}",
-        horizontal(ops, _TOP, _BOTTOM, [f"{op:g}" for op in ops.ticks], "op"),
+        f"Memory alive over {across.title}, peak {with_prefix(shown.peak_bytes, 'B')}",
+        horizontal(across.axis, _TOP, _BOTTOM, across.labels, across.title),
         vertical(size, _LEFT, _RIGHT, [f"{nbytes / divisor:g}" for nbytes in size.ticks], f"alive ({unit})"),
-        _areas(shown.areas, drawn, ops, size),
-        _phases(shown.phases, ops),
+        _areas(shown, across, size),
+        _phases(shown.phases, across),
         _limit(shown.limit_bytes, size),
+        _peak(shown, across.place(shown.peak_step), size),
     )
-    return tag("figure", body, _legend(report, shown))
 
 
-def _highest_of_each_column(totals: Sequence[int]) -> list[int]:
-    """The steps to draw: of each column of the picture the one with the most alive, so that no peak is lost."""
-    width = max(1, -(-len(totals) // _MOST_STEPS))
-    columns = (range(start, min(start + width, len(totals))) for start in range(0, len(totals), width))
-    return [max(column, key=totals.__getitem__) for column in columns]
+def _areas(shown: MemoryPicture, across: _Across, size: Axis) -> Markup:
+    """Each category as a band on top of those before it; what is alive stays so until the next step. Of the steps in
+    one column of the picture the one with the most alive is drawn, so that no peak is lost."""
+    by_column = groupby(range(shown.steps), lambda step: int(_PER_PIXEL * across.place(step)))
+    columns = [list(steps) for _, steps in by_column]
+    totals = shown.totals
+    highest = [max(column, key=totals.__getitem__) for column in columns]
+    heights = [list(accumulate(alive[step] for alive in shown.areas.values())) for step in highest]
+    edges = [*(across.place(column[0]) for column in columns), across.axis.end]
+    return _bands(shown.areas, edges, heights, size)
 
 
-def _areas(areas: Mapping[Category, Sequence[int]], drawn: list[int], ops: Axis, size: Axis) -> Markup:
-    """Each category as a band on top of those before it; what is alive stays so until the next step."""
-    heights = [list(accumulate(alive[step] for alive in areas.values())) for step in drawn]
-    edges = [ops.at(step) for step in drawn] + [ops.end]
+def _bands(areas: Mapping[Category, object], edges: list[float], heights: list[list[int]], size: Axis) -> Markup:
     bands = []
     for place, category in enumerate(areas):
         upper = _staircase(edges, [size.at(column[place]) for column in heights])
@@ -74,12 +102,14 @@ def _staircase(edges: list[float], levels: list[float]) -> list[str]:
     return points
 
 
-def _phases(phases: Sequence[tuple[str, int]], ops: Axis) -> Markup:
+def _phases(phases: Sequence[tuple[str, int]], across: _Across) -> Markup:
+    """A line where each begins, with its name where there is room for it."""
+    starts = [across.place(step) for _, step in phases]
     lines = []
-    for name, start in phases:
-        x = ops.at(start)
+    for (name, _), x, end in zip(phases, starts, [*starts[1:], across.axis.end], strict=True):
         lines.append(tag("path", class_="phase", d=f"M{x:.1f} {_TOP - 16:.1f}V{_BOTTOM:.1f}"))
-        lines.append(tag("text", name, x=x + 4, y=_TOP - 6))
+        if end - x > _CHARACTER * len(name):
+            lines.append(tag("text", name, x=x + 4, y=_TOP - 8))
     return join(lines)
 
 
@@ -89,7 +119,21 @@ def _limit(limit: int | None, size: Axis) -> Markup:
     y = size.at(limit)
     line = tag("path", class_="roof sustained", d=f"M{_LEFT:.1f} {y:.1f}H{_RIGHT:.1f}")
     label = f"memory of the device {with_prefix(limit, 'B')}"
-    return join([line, tag("text", label, x=_RIGHT - 4, y=y - 6, text_anchor="end")])
+    return join([line, tag("text", label, class_="halo", x=_RIGHT - 4, y=y - 5, text_anchor="end")])
+
+
+def _peak(shown: MemoryPicture, x: float, size: Axis) -> Markup:
+    """Where the most is alive, and how much: beside it where the label of the device's memory is above it."""
+    y = size.at(shown.peak_bytes)
+    is_close = shown.limit_bytes is not None and abs(size.at(shown.limit_bytes) - y) < 2 * _LINE
+    is_left = x < (_LEFT + _RIGHT) / 2
+    dot = tag("circle", class_="peak", cx=x, cy=y, r=4)
+    aside = 8.0 if is_left else -8.0
+    label = tag(
+        "text", f"peak {with_prefix(shown.peak_bytes, 'B')}", class_="halo strong", x=x + aside,
+        y=y + (_LINE if is_close else -5), text_anchor="start" if is_left else "end",
+    )  # fmt: skip
+    return join([dot, label])
 
 
 def _legend(report: Report, shown: MemoryPicture) -> Markup:
@@ -97,10 +141,11 @@ def _legend(report: Report, shown: MemoryPicture) -> Markup:
     entries = []
     for category in shown.areas:
         swatch = tag(
-            "svg", tag("rect", width=22, height=14, fill=hatch(category)), class_="swatch", width=22, height=14
-        )
+            "svg", tag("rect", width=22, height=14, fill=hatch(category)), class_="swatch", width=22, height=14,
+            aria_hidden="true",
+        )  # fmt: skip
         entries.append(tag("li", swatch, f"{category} {with_prefix(report.memory.at_peak[category], 'B')}"))
     op = report.memory.peak_op
     where = f" at {op.call.name} in {op.module or 'no module'} ({op.phase})" if op else ""
     peak = f"At the peak of {with_prefix(shown.peak_bytes, 'B')}{where}:"
-    return tag("figcaption", peak, tag("ul", *entries, class_="legend"))
+    return join([tag("p", peak), tag("ul", *entries, class_="legend")])

@@ -86,3 +86,16 @@ function makeFoldable(table) {
 
 document.querySelectorAll("table").forEach(makeSortable);
 document.querySelectorAll("table.tree").forEach(makeFoldable);
+
+// A line above each table that is wider than the window, which says so. Shades at its sides do without script.
+function makeCue(box) {
+  const cue = document.createElement("p");
+  cue.className = "cue";
+  cue.textContent = "more columns: scroll →";
+  cue.hidden = true;
+  box.before(cue);
+  const update = () => { cue.hidden = box.scrollWidth <= box.clientWidth + 1; };
+  new ResizeObserver(update).observe(box);
+}
+
+document.querySelectorAll(".scroll").forEach(makeCue);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flopmeter.report.columns import ON_PAGE, ReportColumn, share_of
 from flopmeter.report.page.marks import class_mark
@@ -13,7 +13,8 @@ from flopmeter.report.report import Report, Row
 
 def rows_table(report: Report, rows: Sequence[Row], name: str, *, is_tree: bool = False) -> Markup:
     """A table whose first column is headed `name`. A tree shows dotted paths by their last part, indented."""
-    shown = [_column(column, rows, report) for column in ON_PAGE]
+    columns = [column for column in ON_PAGE if column.unit == "text" or any(map(_is_known(column), rows))]
+    shown = [_column(column, rows, report) for column in columns]
     head = tag("tr", tag("th", name, scope="col"), *(heading for heading, _ in shown))
     body = [
         tag(
@@ -28,6 +29,11 @@ def rows_table(report: Report, rows: Sequence[Row], name: str, *, is_tree: bool 
     return tag("div", grid, class_="scroll", tabindex=0, role="region", aria_label=f"Table by {name}")
 
 
+def _is_known(column: ReportColumn) -> Callable[[Row], bool]:
+    """Of a row; energy is unknown where the device's power is."""
+    return lambda row: column.value(row) is not None
+
+
 def _name_cell(name: str, is_tree: bool) -> Markup:
     if not is_tree:
         return tag("th", class_mark(name), name, scope="row")
@@ -38,7 +44,8 @@ def _name_cell(name: str, is_tree: bool) -> Markup:
 def _column(column: ReportColumn, rows: Sequence[Row], report: Report) -> tuple[Markup, list[Markup]]:
     """Its heading with the unit, and its cells."""
     if column.unit == "text":
-        return tag("th", column.page_heading, scope="col"), [tag("td", column.value(row)) for row in rows]
+        heading = tag("th", column.page_heading, scope="col", class_="t")
+        return heading, [tag("td", column.value(row), class_="t") for row in rows]
     unit, cells = _figures(column, rows, report)
     heading = f"{column.page_heading} ({unit})" if unit else column.page_heading
     return tag("th", heading, scope="col", class_="n"), cells
