@@ -6,7 +6,6 @@ import argparse
 from typing import get_args
 
 from flopmeter.cli.command import Command
-from flopmeter.cli.progress import on_terminal
 from flopmeter.device.hardware import load_hardware
 from flopmeter.measured import CLOCKS, DeviceType
 from flopmeter.measured.suite.beside import pairs, programs_table, table
@@ -29,7 +28,7 @@ def _measure(options: argparse.Namespace) -> int:
         kinds=options.cases,
         clock=options.clock,
         resume=options.resume,
-        progress=on_terminal("measuring"),
+        progress=options.progress.over,
     )
     print(f"wrote {options.output}")
     _show(run, options.hardware)

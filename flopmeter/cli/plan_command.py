@@ -10,7 +10,6 @@ from flopmeter.ask.plan import PlanError, plan
 from flopmeter.ask.plan.splits import WISHES
 from flopmeter.cli.command import Command, add_device, add_format, number, show
 from flopmeter.cli.prices import load_prices
-from flopmeter.cli.progress import on_terminal
 from flopmeter.cli.targets import Target, load_target
 from flopmeter.device.hardware import load_hardware
 from flopmeter.meter import Mode
@@ -20,7 +19,7 @@ from flopmeter.report.tables import FORMATS
 
 def _plan(options: argparse.Namespace) -> int:
     device = load_hardware(options.hardware)
-    prices = load_prices(options.price)
+    prices = load_prices(options.price, [device.name])
     result = plan(
         _subject(options.target),
         options.gpus,
@@ -35,7 +34,7 @@ def _plan(options: argparse.Namespace) -> int:
         whole=options.whole,
         dollars_per_gpu_hour=prices.dollars_per_hour.get(device.name),
         workers=options.workers,
-        progress=on_terminal("metering"),
+        progress=options.progress.over,
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
     return 0 if result.best else 1
