@@ -28,6 +28,10 @@ def written(*shape, dtype=BF16):
     return meta(*shape, dtype=dtype).zero_()
 
 
+def _rotated_half(heads):
+    return torch.cat((-heads[..., 32:], heads[..., :32]), -1)
+
+
 # Microseconds on an H100, medians of traces of a ViT, a small BERT and Qwen1.5-0.5B (AMD-AGI/TraceLens@171dd747).
 H100_KERNELS = {
     "GELU of a ViT": (lambda: F.gelu(written(4, 197, 3072)), 5.06),
@@ -41,6 +45,7 @@ H100_KERNELS = {
     "a cast from fp32": (lambda: written(16, 559, 1024, dtype=FP32).to(BF16), 18.2),
     "layer norm of a ViT": (lambda: F.layer_norm(written(788, 768), (768,), meta(768), meta(768)), 4.45),
     "layer norm of a small BERT": (lambda: F.layer_norm(written(141, 512), (512,), meta(512), meta(512)), 3.06),
+    "rotating half of each head of Qwen": (lambda: _rotated_half(written(16, 559, 16, 64).transpose(1, 2)), 41.9),
     "an embedding": (lambda: F.embedding(written(16, 559, dtype=torch.int64), meta(151936, 1024)), 51.8),
 }
 
@@ -145,3 +150,14 @@ def test_the_gradients_of_a_layer_norm_over_no_rows_are_priced():
     with FlopMeter("h100-sxm5-80gb") as meter:
         norm(torch.empty(0, 64, device="meta")).sum().backward()
     assert 0 < meter.report().kernel_seconds < 1e-3
+
+
+def test_cat_gives_each_operand_threads_for_half_of_the_device():
+    """getCatGrid of torch's Shape.cu: a token joined to a cache whose rows have gaps takes as long as two caches."""
+
+    def joined(*lengths):
+        parts = [meta(16, 32, length, 256)[..., :128] for length in lengths]
+        return last(lambda: torch.cat(parts, 2), "a100-sxm4-80gb")
+
+    assert joined(1024, 1).seconds == pytest.approx(joined(1024, 1024).seconds, rel=0.1)  # bytes are hidden mostly
+    assert joined(1024, 1024).seconds == pytest.approx(2 * joined(512, 512).seconds, rel=0.05)

@@ -30,8 +30,13 @@ SINGLE_OPERATIONS = 8
 CAST_OPERATIONS = 40
 
 # `cat` divides by numbers that it learns at run time (CatArrayBatchedCopy in Shape.cu): 'up to 20 instructions' (CUDA
-# C++ Programming Guide, Arithmetic Instructions), then the remainder and a step.
-DIVISION_OPERATIONS = 20
+# C++ Programming Guide, Arithmetic Instructions), of which a loop finds the reciprocal once; then the remainder and a
+# step. Six divisions for each of 9.2 million elements take 42 µs on an H100 (AMD-AGI/TraceLens), which asks for 9;
+# three for each of a cache of keys on A100s (Hugging Face optimum-benchmark, torch 2.1) for 8.
+DIVISION_OPERATIONS = 9
+# Its grid gives each operand threads for half of the device (getCatGrid), so that one large operand takes twice as long
+# as two of half its size.
+OPERANDS_THAT_FILL_A_DEVICE = 2
 
 
 def index_operations(operands: Sequence[TensorSpec]) -> int:
@@ -56,7 +61,8 @@ def cat_operations(operands: Sequence[TensorSpec], dimensions: int, *, copies_ru
     if copies_runs and any(all(_is_dense(spec, order) for spec in operands) for order in (False, True)):
         return 0
     look_up = (dimensions - 1) * (DIVISION_OPERATIONS + 2)
-    return sum(spec.numel * ((1 if _is_dense(spec) else 2) * look_up + 2 * ADDRESS_OPERATIONS) for spec in operands)
+    each = [spec.numel * ((1 if _is_dense(spec) else 2) * look_up + 2 * ADDRESS_OPERATIONS) for spec in operands]
+    return max(sum(each), OPERANDS_THAT_FILL_A_DEVICE * max(each, default=0))
 
 
 def _is_dense(spec: TensorSpec, channels_last: bool = False) -> bool:
