@@ -324,3 +324,13 @@ def test_coordinate_descent_makes_a_reduction_of_a_matrix_times_a_vector() -> No
     (kernel,) = report.graphs[0].kernels
     assert kernel.kind == "triton"
     assert 2 * 256 * 512 <= report.flops <= 2 * 256 * 512 + 512
+
+
+def test_what_inductor_would_measure_on_the_device_is_said() -> None:
+    compiled = torch.compile(on_meta(Mlp), mode="max-autotune-no-cudagraphs")
+    with torch.inference_mode():
+        _, report = metered(lambda: compiled(meta(4, 64)))
+    assert "max_autotune: inductor would time kernels on the GPU" in str(report)
+    with torch.inference_mode():
+        _, plain = metered(lambda: torch.compile(on_meta(Mlp))(meta(4, 64)))
+    assert "max_autotune" not in str(plain)

@@ -79,6 +79,7 @@ class Session:
         self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
         self._thread = threading.get_ident()
         self._reason: str | None = None  # of the compilation that runs
+        self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
         self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
@@ -108,6 +109,11 @@ class Session:
             yield from self._outermost.notes
         for failure in self._compilation.failures:
             yield f"not compiled, so fused by the rules: {failure}"
+        if self._not_measured:
+            yield (
+                f"{', '.join(self._not_measured)}: inductor would time kernels on the GPU and take the fastest; without"
+                " one, matmuls are the library's"
+            )
         uncounted = {name for graph in self._compilation.graphs for name in graph.uncounted}
         if uncounted:
             yield f"uncounted inside of compiled kernels: {', '.join(sorted(uncounted))}"
@@ -201,6 +207,8 @@ class Session:
                 return plain(model, inputs, *args, config_patches=config_patches, **options)
             as_it_was = GraphModule(model, _copy(model.graph)) if isinstance(model, GraphModule) else None
             settings = {**(config_patches or {}), **WITHOUT_DEVICE}
+            asked = names.INDUCTOR_CONFIG.owner
+            self._not_measured |= dict.fromkeys(name for name in MEASURES if settings.get(name, getattr(asked, name)))
             settings |= dict.fromkeys(MEASURES, False)
             function, reason, self._reason = _function(), self._reason, None
             start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
