@@ -334,3 +334,9 @@ def test_what_inductor_would_measure_on_the_device_is_said() -> None:
     with torch.inference_mode():
         _, plain = metered(lambda: torch.compile(on_meta(Mlp))(meta(4, 64)))
     assert "max_autotune" not in str(plain)
+
+
+def test_the_meters_own_hooks_cause_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    with torch.inference_mode():
+        metered(lambda: torch.compile(on_meta(Mlp))(meta(4, 64)))
+    assert not [each for each in recwarn if "global hooks" in str(each.message)]

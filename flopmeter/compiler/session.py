@@ -40,6 +40,9 @@ AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
 
+# torch warns of hooks on all modules; these are the meter's, which tell a compiled module from the one that it holds.
+_OF_OUR_HOOKS = r"(?s).*Using `torch.compile\(module\)` when there are global hooks"
+
 AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
 """A context in which torch is as it is without stand-ins; gives what these stand in for outside of it."""
 
@@ -143,6 +146,8 @@ class Session:
         self._patch(name.parent, name.attribute.rpartition(".")[2], wrapper(name.value))
 
     def _install(self) -> None:
+        self._undo.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=_OF_OUR_HOOKS)
         if self._is_installed:
             return
         self._is_installed = True

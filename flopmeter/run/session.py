@@ -178,5 +178,4 @@ NOTHING_RAN = (
 )
 _FALSE_WARNINGS = (
     r"(?s).*copying from a non-meta parameter in the checkpoint to a meta",  # load_state_dict, which records the copy
-    r"(?s).*Using `torch.compile\(module\)` when there are global hooks",  # those that count the program's calls
 )
