@@ -146,11 +146,11 @@ class Session:
         self._patch(name.parent, name.attribute.rpartition(".")[2], wrapper(name.value))
 
     def _install(self) -> None:
-        self._undo.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=_OF_OUR_HOOKS)
         if self._is_installed:
             return
         self._is_installed = True
+        self._undo.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=_OF_OUR_HOOKS)
         with self._as_torch_is():  # modules of the compiler make tables of torch's functions when they are imported
             missing = names.missing()
         if missing:
