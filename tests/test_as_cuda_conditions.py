@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from as_cuda_stream import f16, f32, ops_of
 from test_as_cuda_attention import BF16, SINGLE, by_rules, tensors
+from torch import nn
 
 from flopmeter import FlopMeter
 from flopmeter.as_cuda import CudaTarget, dynamo, emulate_cuda
@@ -151,7 +152,7 @@ def test_a_layer_norm_of_mixed_types_is_refused_and_others_run_as_they_do(as_in_
     with emulate_cuda(A100):
         with pytest.raises(RuntimeError, match="expected scalar type Half but found Float"):
             F.layer_norm(half, (8,), single, single)
-        with pytest.raises(RuntimeError, match="expected scalar type Half but found Double"):
+        with pytest.raises(RuntimeError, match=r"expected scalar type Half but found Double$"):
             F.layer_norm(half, (8,), None, single.double())
         assert ops_of(lambda: F.layer_norm(x, (8,), single, single)) == ["native_layer_norm"]
         assert F.layer_norm(half[:0], (8,), single, single).shape == (0, 8)
@@ -168,3 +169,26 @@ def test_layer_norm_under_vmap_is_what_it_is_without_an_emulation(as_in_2_14):
     with emulate_cuda(A100):
         assert ops_of(program) == plain
         assert program().shape == x.shape
+
+
+def test_grouped_products_of_two_types_are_refused():
+    """As CUDA refuses them; fp16, which the meta kernel does not know, is no way around."""
+    ends = torch.tensor([2, 4], dtype=torch.int32, device="meta")
+    with emulate_cuda(A100):
+        for first, second in ((torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)):
+            a, b = (
+                torch.empty(*shape, dtype=dtype, device="meta")
+                for shape, dtype in (((4, 16), first), ((2, 16, 8), second))
+            )
+            with pytest.raises(RuntimeError):
+                torch._grouped_mm(a, b, offs=ends)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_packed_sequences_say_that_the_reserve_is_taken_only_in_training(trains):
+    with torch.device("meta"):
+        lstm = nn.LSTM(8, 16, bias=not trains).train(trains)
+    packed = nn.utils.rnn.pack_padded_sequence(f32(5, 2, 8, grad=False), torch.tensor([5, 3]))
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        lstm(packed)
+    assert ("cuDNN's reserve" in str(meter.report())) is trains

@@ -12,7 +12,16 @@ from torch.nn import functional as F
 
 from flopmeter.costs import costs_of, find_rule
 from flopmeter.costs.traffic import argument_roles
-from flopmeter.records import MOVEMENT, REDUCTION, Call, ConvolutionWork, TensorSpec
+from flopmeter.records import (
+    MOVEMENT,
+    REDUCTION,
+    Call,
+    ConvolutionWork,
+    GroupedMatmulWork,
+    Matmul,
+    MatmulWork,
+    TensorSpec,
+)
 from flopmeter.trace.handling import is_composite
 
 aten = torch.ops.aten
@@ -173,19 +182,21 @@ def _collectives() -> list[str]:
 # --- grouped products: four groups along the tokens, along the columns, along the depth, and as a batch
 
 ENDS = meta(4, dtype=torch.int32)
-GROUPED: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor, int]] = {
-    "tokens": ((T(20, 6), T(4, 6, 5), ENDS), T(20, 5), 20 * 6 * 5),
-    "columns": ((T(4, 6, 7), T(7, 20), ENDS), T(6, 20), 6 * 7 * 20),
-    "depth": ((T(6, 24), T(24, 5), ENDS), T(4, 6, 5), 6 * 5 * 24),
-    "batch": ((T(4, 6, 7), T(4, 7, 5)), T(4, 6, 5), 4 * 6 * 7 * 5),
+GROUPED: dict[str, tuple[tuple[torch.Tensor, ...], torch.Tensor, Matmul]] = {
+    "tokens": ((T(20, 6), T(4, 6, 5), ENDS), T(20, 5), Matmul(4, 5, 5, 6)),
+    "columns": ((T(4, 6, 7), T(7, 20), ENDS), T(6, 20), Matmul(4, 6, 5, 7)),
+    "depth": ((T(6, 24), T(24, 5), ENDS), T(4, 6, 5), Matmul(4, 6, 5, 6)),
+    "batch": ((T(4, 6, 7), T(4, 7, 5)), T(4, 6, 5), Matmul(4, 6, 5, 7)),
 }
 
 
 @pytest.mark.parametrize("along", GROUPED)
 def test_grouped_products_of_equal_groups_read_and_write_all_that_there_is(along):
-    operands, out, macs = GROUPED[along]
+    operands, out, matmul = GROUPED[along]
     call = call_by_hand(aten._grouped_mm.default, operands, (out,))
     (cost,) = costs_of(call)
-    assert cost.macs == macs
+    assert cost.macs == matmul.batch * matmul.m * matmul.n * matmul.k
+    assert isinstance(cost.work, MatmulWork | GroupedMatmulWork)
+    assert cost.work.matmuls == (matmul,)
     assert cost.bytes_read == sum(operand.nbytes for operand in operands)
     assert [(region.spec, region.nbytes) for region in cost.writes] == [(call.outputs[0], out.nbytes)]

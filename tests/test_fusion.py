@@ -782,3 +782,19 @@ def test_a_compiled_masked_fill_is_one_pass():
     assert [kernel.cost.bytes for kernel in eager.kernels] == [8 * 2**20, 9 * 2**20]
     assert [kernel.cost.bytes for kernel in compiled.kernels] == [9 * 2**20]
     assert out.shape == x.shape
+
+
+def test_where_a_tensor_has_more_parts_than_are_followed_what_was_written_stays_in_memory() -> None:
+    """Whether the first 17 rows are read is not known any more when the last are written, so they are charged."""
+
+    def cumulated(rows: int) -> Tensor:
+        x, held = meta(rows, WIDTH), meta(rows, WIDTH)
+        for row in range(rows):
+            held[row].copy_(x[row].exp())
+        result = held.cumsum(1)
+        del held
+        return result + 1
+
+    for rows, charged in ((16, 0), (24, 17)):
+        (kernel,) = compiled(lambda rows=rows: cumulated(rows)).fused  # type: ignore[misc]
+        assert kernel.cost.bytes_written == (rows + charged) * WIDTH * 4

@@ -76,6 +76,10 @@ def odds_and_ends() -> None:
     meta(2048, 2048) @ meta(2048, 2048)
     on_meta(torch.arange(4)).cpu()
     torch.ones(8).to("meta", non_blocking=True)
+    for rows in (1, 4):
+        torch._weight_int4pack_mm(
+            meta(rows, 128, dtype=BF16), meta(2, 1, 32, 4, dtype=torch.int32), 32, meta(4, 16, 2, dtype=BF16)
+        )
     torch.addcmul(meta(8), meta(8), meta(8)[None, :2].expand(4, 2).flatten())
     torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2), (4,)).to("meta")
     ends = on_meta(torch.tensor([1, 4], dtype=torch.int32))
