@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import sys
 import threading
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator
@@ -881,3 +882,16 @@ def test_the_error_says_what_to_do_about_the_op_that_asked(ask, way_out):
     with metered(), pytest.raises(DataDependentError) as raised:
         ask(scores)
     assert way_out in str(raised.value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not say where in a line a program is")
+def test_a_list_of_indices_may_stand_on_lines_of_its_own():
+    with FlopMeter():
+        ids = on_meta(torch.tensor([5, 6, 7]))
+        # fmt: off
+        picked = ids[
+            [0,
+             2]
+        ]
+        # fmt: on
+        assert picked.tolist() == [5, 7]
