@@ -72,6 +72,9 @@ EQUIVALENT = {
     ),
     "flopmeter/launch/fusion/roles.py: all  ->  any  in  return bool(written) and all((spec.storage < 0 for spec in "
     "written))": "a kernel writes scratch or tensors of the program, never both",
+    "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
+        "the formula is the same in rows and columns"
+    ),
     "flopmeter/distributed/meta.py: deleted: return run(*args)": "two that keep values know the same",
 }
 # Tests that do not count, and why.

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter
 from flopmeter.as_cuda import CudaTarget, emulate_cuda
-from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, RULES, SdpaCall, choose, rules_for
+from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, RULES, SdpaCall, choose, cudnn_decodes, rules_for
 from flopmeter.torch_names.dispatcher import running_version
 
 HALF, BF16, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -487,3 +487,12 @@ def test_grouped_heads_in_fp32_read_the_small_keys_and_values() -> None:
         F.scaled_dot_product_attention(q, key, v, enable_gqa=True).sum().backward()
     assert key.grad is not None
     assert key.grad.shape == key.shape
+
+
+def test_cudnn_is_not_asked_for_a_single_query_on_blackwell_where_its_version_fails():
+    """torch 2.14 brings cuDNN 9.24, which fails there."""
+    one, two = (tensors(BF16, q=(2, 8, length, 64), k=(2, 8, 64, 64), grad=False) for length in (1, 2))
+    assert [by_rules((2, 14), sm, *one) for sm in (90, 100)] == ["cudnn", "flash"]
+    assert [by_rules((2, 14), sm, *two) for sm in (90, 100)] == ["cudnn", "cudnn"]
+    decodes = [cudnn_decodes(SdpaCall.of(one, *DEFAULTS.values(), target(sm, 92400))) for sm in (90, 100, 110, 120)]
+    assert decodes == [True, False, False, True]

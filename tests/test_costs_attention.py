@@ -210,3 +210,19 @@ def test_multi_head_attention_in_one_op_costs_its_four_products(need_weights):
     costs = attention_module_costs(need_weights=need_weights)
     assert sum(2 * cost.macs for cost in costs) == 2 * 10 * 16 * (48 + 16) + 4 * 2 * 25 * 16
     assert len(costs) == (6 if need_weights else 3)  # with weights the scores are kept: scale, bmm, softmax, bmm
+
+
+def test_flash_attention_into_a_given_tensor_costs_what_it_costs_without():
+    """`_flash_attention_forward_no_dropout_inplace`, which torch 2.13 added, writes what the other returns."""
+    q, k, v, out = (
+        torch.empty(2, length, 4, 64, dtype=torch.bfloat16, device="meta") for length in (128, 256, 256, 128)
+    )
+    lse = torch.empty(2, 4, 128, device="meta")
+    options = (None, None, 128, 256, 0.0, False, False)
+    ops = torch.ops.aten
+    (plain,) = costs_of(call_by_hand(ops._flash_attention_forward.default, (q, k, v, *options), (out, lse)))
+    (given,) = costs_of(
+        call_by_hand(ops._flash_attention_forward_no_dropout_inplace.default, (out, q, k, v, *options), (lse,))
+    )
+    assert given.flops == plain.flops == 4 * 2 * 4 * 128 * 256 * 64
+    assert given.bytes_read == plain.bytes_read == q.nbytes + k.nbytes + v.nbytes

@@ -180,6 +180,16 @@ def test_a_collective_says_what_goes_around_and_what_this_rank_touches(run, expe
     assert collectives_of(lambda group: run()) == [expected]
 
 
+def test_each_message_of_a_batch_touches_its_own_tensor():
+    def batch(group):
+        messages = ["isend", "irecv"], [3, 0], [0, 0], [on_meta(10), on_meta(40)]
+        torch.ops._c10d_functional.batch_p2p_ops(*messages, group.group_name)
+        torch.ops._c10d_functional.isend(on_meta(10), 3, 0, group.group_name)
+
+    sent = ("send", PART, PART, 0, (1, 3))
+    assert collectives_of(batch) == [sent, ("recv", WHOLE, 0, WHOLE, (0, 1)), sent]
+
+
 @pytest.mark.parametrize(
     ("run", "expected"),
     [

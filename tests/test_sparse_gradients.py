@@ -168,3 +168,10 @@ def test_sparse_tensors_on_meta_keep_their_type_and_know_whether_they_are_coales
 def test_coalescing_adds_each_value_to_those_of_its_index(dtype, real_operations):
     (joined,) = costs(report(lambda: sparse(7, dtype).coalesce()), "_coalesce")
     assert joined.flops == 7 * 4 * real_operations
+
+
+def test_the_sum_of_sparse_tensors_has_the_wider_type_as_on_the_cpu():
+    with FlopMeter():
+        total = sparse(3, torch.float16) + sparse(2, torch.float32)
+        back = sparse(2, torch.float32) + sparse(3, torch.float16)
+    assert total.dtype is back.dtype is torch.float32

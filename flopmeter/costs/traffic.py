@@ -102,9 +102,11 @@ def regions(call: Call) -> tuple[Set[TensorSpec], Set[TensorSpec]]:
 
 
 def writes_nothing(call: Call) -> bool:
-    """Whether all that the call would write is of size zero: torch's kernels return before they launch."""
-    _, written = regions(call)
-    return bool(written) and not any(spec.numel for spec in written)
+    """Whether all that the call would write is of size zero: torch's kernels return before they launch. One that sends
+    returns an empty tensor, and writes elsewhere."""
+    read, written = regions(call)
+    touched = (*read, *written) if call.func._schema.name in COLLECTIVE_OPS else written
+    return bool(written) and not any(spec.numel for spec in touched)
 
 
 @functools.cache
