@@ -16,6 +16,9 @@ from flopmeter.measured.suite.runner import measure
 
 def _measure(options: argparse.Namespace) -> int:
     if options.show is not None:
+        for name in ("output", "quick", "cases", "resume"):
+            if getattr(options, name):
+                raise ValueError(f"--show measures nothing: leave --{name} out")
         _show(read_run(options.show), options.hardware)
         return 0
     if options.output is None:
