@@ -52,7 +52,9 @@ def tables(title: str, rows: list[Row]) -> Iterator[Table]:
     """All rows by GPU, those that no constant was set on, and all by duration."""
     if rows:
         yield f"{title}, by GPU", rows, lambda row: row.gpu
-        yield f"{title}, held out, by GPU", [row for row in rows if row.held_out], lambda row: row.gpu
+        held_out = [row for row in rows if row.held_out]
+        if held_out:
+            yield f"{title}, held out, by GPU", held_out, lambda row: row.gpu
         yield f"{title}, by duration", *_by_duration(rows)
 
 

@@ -243,7 +243,7 @@ def test_on_a_pretended_gpu_events_around_a_graph_tell_the_predicted_time():
 
 def test_a_run_under_another_power_limit_is_predicted_under_it(monkeypatch):
     case = Case("matmul", {"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16"}, "sustained")
-    reading = SimpleNamespace(seconds=2e-3)
+    reading = SimpleNamespace(seconds=2e-3, calls=2)
     run = SimpleNamespace(results=[SimpleNamespace(case=case, reading=reading, copies=1)], is_cpu=False)
     device = load_hardware("h100-sxm5-80gb")
     seconds = []
@@ -253,6 +253,22 @@ def test_a_run_under_another_power_limit_is_predicted_under_it(monkeypatch):
         seconds.append(row.predicted)
     assert seconds[1] > 1.3 * seconds[0]
     assert seconds[0] == predict(case, device).seconds
+
+
+def test_a_sample_that_is_too_long_for_a_burst_is_predicted_at_sustained_clocks():
+    case = Case("matmul", {"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16"}, "burst")
+    device = load_hardware("h100-sxm5-80gb")
+    predicted = []
+    for calls in (5, 50):  # of 2 ms each
+        result = SimpleNamespace(case=case, reading=SimpleNamespace(seconds=2e-3, calls=calls), copies=1)
+        run = SimpleNamespace(results=[result], is_cpu=False, device={})
+        ((row,), _) = pairs(run, device)
+        predicted.append(row.predicted)
+    assert predicted == [
+        predict(case, device).seconds,
+        predict(case._replace(clocks="sustained"), device).seconds,
+    ]
+    assert predicted[1] > 1.05 * predicted[0]
 
 
 def test_tf32_is_on_for_the_cases_named_so_and_for_no_others():
