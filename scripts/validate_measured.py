@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from validate import Row, roofline_of
@@ -25,9 +26,8 @@ def measured_suite(path: Path, hardware: str | None) -> Iterator[tuple[str, list
     for other in others:
         print(f"left out: {other.name}: {other.why}")
     yield from _tables(rows, device)
-    if device.name != "this-cpu" and not isinstance(run.calibration, str) and not run.is_cpu:
-        own_host = _only_programs(run)
-        rows, _ = pairs(own_host, device.replace(host=run.calibrated().host))
+    if device.name == run.device["hardware"] and not isinstance(run.calibration, str) and not run.is_cpu:
+        rows, _ = pairs(_only_programs(run), replace(device, host=run.calibrated().host))
         yield "measured programs, with the calibrated host", [_row(row, device) for row in rows if _is_wall(row)]
 
 
