@@ -10,6 +10,7 @@ from flopmeter.cli.progress import on_terminal
 from flopmeter.device.hardware import load_hardware
 from flopmeter.measured import CLOCKS, DeviceType
 from flopmeter.measured.suite.beside import pairs, programs_table, table
+from flopmeter.measured.suite.programs import PROGRAMS
 from flopmeter.measured.suite.run_file import SuiteRun, read_run
 from flopmeter.measured.suite.runner import measure
 
@@ -46,7 +47,8 @@ def _show(run: SuiteRun, hardware: str | None) -> None:
     print(f"measured on {run.device['name']}, {run.started}: {len(run.results)} cases ({versions})")
     print(f"predicted for {device.title} ({device.name})\n")
     print(table(rows))
-    print(f"\n{programs_table(rows)}")
+    if any(row.result.case.kind in PROGRAMS for row in rows):
+        print(f"\n{programs_table(rows)}")
     for other in others:
         print(f"{other.name}: {other.why}")
 
