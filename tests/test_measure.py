@@ -1,6 +1,8 @@
 """`flopmeter measure`: the suite on a machine whose speed is known, on a pretended GPU, and what its file survives."""
 
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +20,12 @@ from flopmeter.measured.suite.kernels import KERNELS, kernel_cases
 from flopmeter.measured.suite.nvml import Gpu
 from flopmeter.measured.suite.prediction import CASES, copies_of, predict, work_of
 from flopmeter.measured.suite.programs import PROGRAMS, cpu_program_cases, program_cases
-from flopmeter.measured.suite.run_file import read_run
+from flopmeter.measured.suite.run_file import CaseResult, SuiteRun, read_run
 from flopmeter.measured.suite.stopwatch import CudaWatch, Effort
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import validate_measured
 
 SQUARE = Case("matmul", {"m": 256, "n": 256, "k": 256, "dtype": "fp32"})
 ADD = Case("elementwise", {"op": "add", "elements": 1000, "dtype": "fp32"})
@@ -269,6 +275,36 @@ def test_a_sample_that_is_too_long_for_a_burst_is_predicted_at_sustained_clocks(
         predict(case._replace(clocks="sustained"), device).seconds,
     ]
     assert predicted[1] > 1.05 * predicted[0]
+
+
+def test_validate_reads_a_gpus_file_and_compares_seconds_watts_and_memory(tmp_path):
+    """Half of what is predicted, so that each error is 100 %."""
+    device = load_hardware("h100-sxm5-80gb")
+    kernel = Case("matmul", {"m": 8192, "n": 8192, "k": 8192, "dtype": "bf16"}, "sustained")
+    program = Case("decode", {"batch": 1, "cached": 1023, "layers": 1, "dtype": "bf16"}, "sustained")
+    results = []
+    for case in (kernel, program):
+        found = predict(case, device)
+        reading = stopwatch.reading_of([found.seconds / 2], 1, "by hand", found.report.watts / 2)
+        is_program = case is program
+        results.append(CaseResult(
+            case, "", reading, profiled_seconds=found.device_seconds / 2,
+            peak_memory_bytes=found.report.peak_memory_bytes // 2 if is_program else None,
+        ))  # fmt: skip
+    facts = {"type": "cuda", "name": device.title, "hardware": device.name}
+    calibrated = plain(device.replace(host={"relative_time": 3.0}))
+    path = tmp_path / "h100.json"
+    SuiteRun(facts, {"torch": "2"}, ("by hand",), "today", "today", calibrated, results).write(path)
+    tables = dict(validate_measured.measured_suite(path, None))
+    assert set(tables) == {
+        "measured kernels", "measured programs", "measured watts", "measured peak memory",
+        "measured programs, with the calibrated host",
+    }  # fmt: skip
+    for title, rows in tables.items():
+        for row in rows:
+            assert row.error == pytest.approx(1.0, rel=1e-6) or title.endswith("host"), (title, row)
+    (own,) = tables["measured programs, with the calibrated host"]
+    assert own.error > 2  # this program waits for the host, which takes three times as long there
 
 
 def test_tf32_is_on_for_the_cases_named_so_and_for_no_others():

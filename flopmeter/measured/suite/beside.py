@@ -15,6 +15,7 @@ from flopmeter.measured.suite.prediction import CasePrediction, predict
 from flopmeter.measured.suite.programs import PROGRAMS
 from flopmeter.measured.suite.run_file import CaseResult, SuiteRun
 
+BUSY = "programs, device busy"
 BURST_SECONDS = 0.02  # that a device keeps its boost clock for after a pause (flopmeter/timing/energy.py)
 SHORT_SECONDS = 2e-6  # of a GPU's kernel: below, the time is that of the launch
 
@@ -89,7 +90,7 @@ def _beside(result: CaseResult, prediction: CasePrediction, is_cpu: bool) -> Ite
     if not is_cpu and result.profiled_seconds:
         share = prediction.device_seconds / prediction.seconds
         yield pair._replace(
-            group="programs, device busy", measured=result.profiled_seconds, predicted=prediction.device_seconds,
+            group=BUSY, measured=result.profiled_seconds, predicted=prediction.device_seconds,
             low=prediction.low * share, high=prediction.high * share,
         )  # fmt: skip
 
