@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
+import torch
+
 from flopmeter.cli.command import Command
 from flopmeter.cli.progress import on_terminal
 from flopmeter.device.hardware import load_hardware
@@ -28,7 +30,7 @@ def _measure(options: argparse.Namespace) -> int:
         load_hardware(options.hardware)  # complains before the measurement, not after it
     run = measure(
         options.output,
-        options.device,
+        options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         quick=options.quick,
         kinds=options.cases,
         clock=options.clock,
@@ -55,7 +57,7 @@ def _show(run: SuiteRun, hardware: str | None) -> None:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE.json", help="written anew after each case")
-    parser.add_argument("--device", choices=get_args(DeviceType), default="cpu", help="default: %(default)s")
+    parser.add_argument("--device", choices=get_args(DeviceType), help="default: the GPU, where torch finds one")
     parser.add_argument("--quick", action="store_true", help="one case of four, in a tenth of the time")
     parser.add_argument(
         "--cases", metavar="KIND,KIND", type=lambda text: text.split(","), default=[], help="only these kinds"
@@ -75,7 +77,7 @@ COMMAND = Command(
     _measure,
     "Measure kernels and ten programs on this machine, beside the prediction",
     (
-        "Example, ten minutes on a GPU:\n  flopmeter measure --device cuda -o this-gpu.json\n"
+        "Example, ten minutes on a GPU:\n  flopmeter measure -o this-gpu.json\n"
         "  flopmeter measure --show this-gpu.json\n"
     ),
     _arguments,
