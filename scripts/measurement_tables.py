@@ -81,7 +81,7 @@ def neusight(root: Path) -> Tables:
 def _operator_rows(data: Path, name: str) -> Rows:
     folders, test, sizes = OPERATORS[name]
     collected = [path for folder in folders for path in sorted(data.glob(f"dataset/train/collect/{folder}/*/*.csv"))]
-    for folder in set(folders).intersection(VECTOR_FOLDERS):
+    for folder in (folder for folder in folders if folder in VECTOR_FOLDERS):
         collected += sorted(data.glob(f"dataset_amd/train/collect/{folder}/*/*.csv"))
     tested = [path for folder in folders for path in sorted(data.glob(f"dataset_amd/test/collect/{folder}/*/*.csv"))]
     tested += [path for path in [data / f"dataset/test/{test}.csv"] if path.is_file()]

@@ -7,11 +7,13 @@
     python scripts/validate.py --kernels DIR       kernels of language models, one by one (aiconfigurator, vidur)
     python scripts/validate.py --traces DIR        traces of torch.profiler, op by op
     python scripts/validate.py --measured FILE     what `flopmeter measure` measured on a machine
+    python scripts/validate.py --all DIR           each of these that is in DIR, as fetch_measurements.py writes them
+    ... --markdown                                 then the table of the README, of the same rows
 
-The files are not part of this repository. DIR holds linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv,
-conv2d.csv, e2e.csv, and more rows in the same names with _more; any of them may be missing. --timm needs timm
-installed, whole networks of NeuSight transformers. The last line printed is one JSON document with the mean errors in
-percent.
+The files are not part of this repository; scripts/fetch_measurements.py makes most of them. DIR of --neusight holds
+linear.csv, bmm.csv, elementwise.csv, softmax.csv, layernorm.csv, conv2d.csv, e2e.csv, and more rows in the same names
+with _more; any of them may be missing. --timm needs timm installed, whole networks of NeuSight transformers. The last
+line printed is one JSON document with the mean errors in percent.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 from tabulate import tabulate
 
@@ -142,6 +145,14 @@ def roofline_of(costs: Iterable[Cost], switches: Switches, device: Hardware) -> 
     return total
 
 
+def sampled(lines: list[Line], most: int | None) -> list[Line]:
+    """At most so many of the lines, in their order: those whose checksums are lowest, whatever order they were in."""
+    if most is None or len(lines) <= most:
+        return lines
+    drawn = sorted(range(len(lines)), key=lambda place: crc32(repr(sorted(lines[place].items())).encode()))
+    return [lines[place] for place in sorted(drawn[:most])]
+
+
 def _gpu(row: Row) -> str:
     return row.gpu
 
@@ -158,16 +169,24 @@ def main() -> None:
     parser.add_argument("--parallel", type=Path, metavar="FILE")
     parser.add_argument("--kernels", type=Path, metavar="DIR")
     parser.add_argument("--traces", type=Path, metavar="DIR")
+    parser.add_argument("--measured", type=Path, metavar="FILE", action="append", default=[])
+    parser.add_argument("--hardware", metavar="NAME", help="of --measured; default: the profile of its device")
+    parser.add_argument("--all", type=Path, metavar="DIR", help="with neusight/, timm/, kernels/, traces/, papers/")
+    parser.add_argument("--rows", type=int, metavar="N", help="at most so many of a file of operators or kernels")
     parser.add_argument("--models", type=int, default=200, help="how many timm models to sample (default: %(default)s)")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the README, too")
     arguments = parser.parse_args()
-    sets = ("neusight", "timm", "e2e", "parallel", "kernels", "traces")
-    if not any(getattr(arguments, name) for name in sets):
-        parser.error(f"name at least one of {', '.join(f'--{name}' for name in sets)}")
+    if arguments.all:
+        _find(arguments)
+    if not any(getattr(arguments, name) for name in (*IN_ALL, "measured")):
+        parser.error(f"name at least one of {', '.join(f'--{name}' for name in ('all', *IN_ALL, 'measured'))}")
     _need(arguments)
     results: dict[str, dict[str, float]] = {}
     every_row: list[Row] = []
+    tables: dict[str, list[Row]] = {}
     for title, rows, key in _tables(arguments):
         results[title] = error_table(title, rows, key)
+        tables[title] = rows
         if key is _gpu and not title.endswith(APART):
             every_row += rows
     if every_row:
@@ -176,7 +195,33 @@ def main() -> None:
         from validate_traces import traces
 
         results |= traces(arguments.traces)
+    if arguments.markdown:
+        from accuracy_table import markdown
+
+        print(f"\n{markdown(tables)}")
     print(json.dumps(results))
+
+
+# What --all looks for in its folder, by the option that reads it.
+IN_ALL = {
+    "neusight": "neusight",
+    "timm": "timm/dev.csv",
+    "e2e": "papers/e2e.csv",
+    "parallel": "papers/parallel.csv",
+    "kernels": "kernels",
+    "traces": "traces",
+}
+
+
+def _find(arguments: argparse.Namespace) -> None:
+    """Set the options of what is in the folder; what is missing is told. Ends the program where nothing is."""
+    for name, path in IN_ALL.items():
+        if (arguments.all / path).exists():
+            setattr(arguments, name, arguments.all / path)
+        else:
+            print(f"left out: {arguments.all / path} is not there")
+    if not any(getattr(arguments, name) for name in IN_ALL):
+        raise SystemExit(f"{arguments.all} holds none of these: scripts/fetch_measurements.py {arguments.all} fills it")
 
 
 def _need(arguments: argparse.Namespace) -> None:
@@ -199,7 +244,7 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
     if arguments.neusight:
         from validate_neusight import operators
 
-        for title, rows in operators(arguments.neusight):
+        for title, rows in operators(arguments.neusight, arguments.rows):
             yield title, rows, _gpu
         from validate_networks import network_files, networks
 
@@ -228,7 +273,12 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
     if arguments.kernels:
         from validate_kernels import kernels
 
-        yield from kernels(arguments.kernels)
+        yield from kernels(arguments.kernels, arguments.rows)
+    for path in arguments.measured:
+        from validate_measured import measured_suite
+
+        for title, rows in measured_suite(path, arguments.hardware):
+            yield f"{title}, {path.stem}", rows, _group
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
-from validate import Line, Row, roofline_seconds
+from validate import Line, Row, roofline_seconds, sampled
 
 from flopmeter import FlopMeter, Hardware, load_hardware
 from flopmeter.launch.modes import Mode
@@ -38,13 +38,13 @@ Program = Callable[[], object]
 Table = tuple[str, list[Row], Callable[[Row], str]]
 
 
-def kernels(folder: Path) -> Iterator[Table]:
-    """The tables of each file that is there."""
+def kernels(folder: Path, most: int | None = None) -> Iterator[Table]:
+    """The tables of each file that is there, of at most so many of its rows."""
     for name, (module, function) in SETS.items():
         path = folder / f"{name}.csv"
         if path.is_file():
             rows_of = getattr(import_module(module), function)
-            for title, rows in rows_of(list(csv.DictReader(path.open()))).items():
+            for title, rows in rows_of(sampled(list(csv.DictReader(path.open())), most)).items():
                 yield from tables(title, rows)
 
 
@@ -52,7 +52,9 @@ def tables(title: str, rows: list[Row]) -> Iterator[Table]:
     """All rows by GPU, those that no constant was set on, and all by duration."""
     if rows:
         yield f"{title}, by GPU", rows, lambda row: row.gpu
-        yield f"{title}, held out, by GPU", [row for row in rows if row.held_out], lambda row: row.gpu
+        held_out = [row for row in rows if row.held_out]
+        if held_out:
+            yield f"{title}, held out, by GPU", held_out, lambda row: row.gpu
         yield f"{title}, by duration", *_by_duration(rows)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from validate import Line, Row, roofline_seconds
+from validate import Line, Row, roofline_seconds, sampled
 
 from flopmeter import FlopMeter, Hardware, Report, load_hardware
 from flopmeter.timing import uncertainty
@@ -41,10 +41,10 @@ DISPATCH_SECONDS = {
 }
 
 
-def operators(folder: Path) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each operator file that there is, with its title."""
+def operators(folder: Path, most: int | None = None) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each operator file that there is, with its title; at most so many of a file."""
     for name, program in PROGRAMS.items():
-        lines = operator_lines(folder, name)
+        lines = sampled(operator_lines(folder, name), most)
         kept = [line for line in lines if not is_anomalous(line)]
         if lines:
             dispatch = DISPATCH_SECONDS[name]

@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
+import torch
+
 from flopmeter.cli.command import Command
 from flopmeter.device.hardware import load_hardware
 from flopmeter.measured import CLOCKS, DeviceType
 from flopmeter.measured.suite.beside import pairs, programs_table, table
+from flopmeter.measured.suite.programs import PROGRAMS
 from flopmeter.measured.suite.run_file import SuiteRun, read_run
 from flopmeter.measured.suite.runner import measure
 
 
 def _measure(options: argparse.Namespace) -> int:
     if options.show is not None:
+        for name in ("output", "quick", "cases", "resume"):
+            if getattr(options, name):
+                raise ValueError(f"--show measures nothing: leave --{name} out")
         _show(read_run(options.show), options.hardware)
         return 0
     if options.output is None:
@@ -23,7 +29,7 @@ def _measure(options: argparse.Namespace) -> int:
         load_hardware(options.hardware)  # complains before the measurement, not after it
     run = measure(
         options.output,
-        options.device,
+        options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         quick=options.quick,
         kinds=options.cases,
         clock=options.clock,
@@ -42,14 +48,15 @@ def _show(run: SuiteRun, hardware: str | None) -> None:
     print(f"measured on {run.device['name']}, {run.started}: {len(run.results)} cases ({versions})")
     print(f"predicted for {device.title} ({device.name})\n")
     print(table(rows))
-    print(f"\n{programs_table(rows)}")
+    if any(row.result.case.kind in PROGRAMS for row in rows):
+        print(f"\n{programs_table(rows)}")
     for other in others:
         print(f"{other.name}: {other.why}")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE.json", help="written anew after each case")
-    parser.add_argument("--device", choices=get_args(DeviceType), default="cpu", help="default: %(default)s")
+    parser.add_argument("--device", choices=get_args(DeviceType), help="default: the GPU, where torch finds one")
     parser.add_argument("--quick", action="store_true", help="one case of four, in a tenth of the time")
     parser.add_argument(
         "--cases", metavar="KIND,KIND", type=lambda text: text.split(","), default=[], help="only these kinds"
@@ -69,7 +76,7 @@ COMMAND = Command(
     _measure,
     "Measure kernels and ten programs on this machine, beside the prediction",
     (
-        "Example, ten minutes on a GPU:\n  flopmeter measure --device cuda -o this-gpu.json\n"
+        "Example, ten minutes on a GPU:\n  flopmeter measure -o this-gpu.json\n"
         "  flopmeter measure --show this-gpu.json\n"
     ),
     _arguments,

@@ -10,10 +10,13 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from flopmeter.device.hardware import Hardware, HardwareError
+from flopmeter.measured.suite.cases import Case
 from flopmeter.measured.suite.prediction import CasePrediction, predict
 from flopmeter.measured.suite.programs import PROGRAMS
 from flopmeter.measured.suite.run_file import CaseResult, SuiteRun
 
+BUSY = "programs, device busy"
+BURST_SECONDS = 0.02  # that a device keeps its boost clock for after a pause (flopmeter/timing/energy.py)
 SHORT_SECONDS = 2e-6  # of a GPU's kernel: below, the time is that of the launch
 
 
@@ -46,12 +49,19 @@ def pairs(run: SuiteRun, device: Hardware) -> tuple[list[Beside], list[Unpaired]
             others.append(Unpaired(result.case.name, f"not measured: {result.failed}"))
             continue
         try:
-            prediction = predict(result.case, device, result.copies)
+            prediction = predict(_as_it_ran(result), device, result.copies)
         except (ValueError, RuntimeError) as error:  # flopmeter's own errors, and torch's
             others.append(Unpaired(result.case.name, f"not predicted: {' '.join(str(error).split())[:200]}"))
             continue
         found += _beside(result, prediction, run.is_cpu)
     return found, others
+
+
+def _as_it_ran(result: CaseResult) -> Case:
+    """A sample that is longer than a burst ends at the clock of a long run; the whole of it is priced at that."""
+    assert result.reading is not None
+    is_burst = result.reading.seconds * result.reading.calls <= BURST_SECONDS
+    return result.case if is_burst else result.case._replace(clocks="sustained")
 
 
 def _as_measured(run: SuiteRun, device: Hardware) -> Hardware:
@@ -80,7 +90,7 @@ def _beside(result: CaseResult, prediction: CasePrediction, is_cpu: bool) -> Ite
     if not is_cpu and result.profiled_seconds:
         share = prediction.device_seconds / prediction.seconds
         yield pair._replace(
-            group="programs, device busy", measured=result.profiled_seconds, predicted=prediction.device_seconds,
+            group=BUSY, measured=result.profiled_seconds, predicted=prediction.device_seconds,
             low=prediction.low * share, high=prediction.high * share,
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,6 +33,8 @@ CALIBRATION_SECONDS = 20.0
 # Of a kernel on a CPU: more would take seconds a call on one core.
 MOST_CPU_FLOPS, MOST_CPU_BYTES = 6e9, 2e8
 OTHER_DTYPES_OF_CUDA = ("fp16", "bf16", "fp32", "tf32", "fp64", "fp8", "int8")
+# Of the environment, what may change speed, and nothing that could be a secret.
+ENVIRONMENT = ("MALLOC_", "OMP_", "MKL_", "KMP_", "CUDA_", "CUBLAS_", "PYTORCH_ALLOC_", "PYTORCH_CUDA_ALLOC_")
 CACHES_IN_TURN = 2  # copies of a kernel's weights fill so many caches together
 MOST_COPIES = 16  # where that takes more of them, one copy is used again and again
 
@@ -165,6 +168,7 @@ def _device(device: DeviceType, gpu: Gpu | None) -> dict[str, Any]:
         "name": name,
         "hardware": _known(name),
         "last_cache_bytes": last_cache_bytes(device),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)},
         **facts,
     }
 
