@@ -16,6 +16,7 @@ import torch
 from flopmeter.known_values import DataDependentError
 from flopmeter.run.device import OtherDeviceError
 from flopmeter.run.session import ScriptSession
+from flopmeter.run.shims import SHIMS
 from flopmeter.run.steps import StepsDone
 
 
@@ -154,11 +155,9 @@ OPTIONS_OF_OURS = ("--hardware", "--step-marker", "--oom", "--strict-values", "-
 """Options of flopmeter run that few scripts have."""
 
 CUDA_EXTENSIONS = {
-    "apex": "use torch.optim and torch.nn.LayerNorm, which it replaced",
-    "bitsandbytes": "load the model unquantised",
-    "mamba_ssm": "use the model's own slow path",
-    "flash_attn": "use scaled_dot_product_attention, or let flopmeter stand in with --shim flash_attn",
+    **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},
     "triton": "pip install triton, which works without a GPU",
-    "xformers": "use scaled_dot_product_attention",
+    "deepspeed": "use DDP or FSDP2",
+    "flash_attn_interface": "use scaled_dot_product_attention, or flash_attn with --shim flash_attn",
 }
-"""Packages of compiled kernels, and what to use instead."""
+"""Packages of compiled kernels, and what to do without them."""
