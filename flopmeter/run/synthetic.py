@@ -88,7 +88,7 @@ def _field_of(kind: str, text: str) -> Field:
         if last.isdigit():
             return Field(shape, torch.int64, below=int(last))
         dtype = getattr(torch, last or "float32")
-        if kind and isinstance(dtype, torch.dtype):
+        if kind and min(shape, default=1) > 0 and isinstance(dtype, torch.dtype):
             return Field(shape, dtype)
     except (ValueError, AttributeError):
         pass

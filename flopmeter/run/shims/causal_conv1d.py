@@ -68,7 +68,7 @@ def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
 ) -> Tensor:
     """Raises NotImplementedError for states and for several sequences in a row."""
-    given = [name for name, value in options.items() if value not in (None, False)]
+    given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
         raise NotImplementedError(f"flopmeter's shim of causal_conv1d has no {given[0]}: leave it out")
     out: Tensor = _CausalConv.apply(x, weight, bias, activation in ("silu", "swish"))
