@@ -127,7 +127,9 @@ def test_a_program_that_updates_its_weights_by_itself_stops_after_its_steps():
     report = device.report()
     assert report.parts.count == 3
     assert report.parts.marked_by == "calls of Linear, trained without an optimizer"
-    assert report.step.macs == (16 + 16 + 16 + 16) * 64 * 64  # both halves, one of them again, and the gradient of the weight
+    assert (
+        report.step.macs == (16 + 16 + 16 + 16) * 64 * 64
+    )  # both halves, one of them again, and the gradient of the weight
 
 
 def test_layers_whose_shape_the_first_batch_tells_move_train_and_keep_their_identity():

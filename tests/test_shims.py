@@ -78,7 +78,9 @@ def test_apex_updates_and_norms_are_one_kernel():
         train(model, torch.zeros(8, 64, device="cuda"), FusedAdam(model.parameters(), adam_w_mode=False))
 
     found = kernels(stepped("apex", program))
-    assert {name: found[name].calls for name in ("_fused_adam_", "native_layer_norm", "native_layer_norm_backward")} == {
+    assert {
+        name: found[name].calls for name in ("_fused_adam_", "native_layer_norm", "native_layer_norm_backward")
+    } == {
         "_fused_adam_": 1,
         "native_layer_norm": 1,
         "native_layer_norm_backward": 1,

@@ -413,7 +413,7 @@ def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
         with no_modes():
             storage = mask.untyped_storage()
             whole = torch.empty(0, dtype=torch.bool, device="meta")
-            mask = whole.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+            mask = whole.set_(storage, 0, (storage.nbytes(),), (1,))
     if not known.is_small(mask):
         return
     n = mask.numel()

@@ -124,7 +124,9 @@ def what_to_do(script: Script, ending: Ending) -> str:
         what = getattr(error, "filename", None) or "what it reads or downloads"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
     if isinstance(error, (NotImplementedError, OtherDeviceError)) and _is_of_flopmeter(error):
-        return f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
+        return (
+            f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
+        )
     return f"{head}, which is not flopmeter's: its traceback is above" if error is not None else head
 
 
@@ -151,7 +153,15 @@ def _is_of_flopmeter(error: BaseException) -> bool:
     return frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("flopmeter.")
 
 
-OPTIONS_OF_OURS = ("--hardware", "--step-marker", "--oom", "--strict-values", "--mask-fraction", "--shim", "--synthetic")
+OPTIONS_OF_OURS = (
+    "--hardware",
+    "--step-marker",
+    "--oom",
+    "--strict-values",
+    "--mask-fraction",
+    "--shim",
+    "--synthetic",
+)
 """Options of flopmeter run that few scripts have."""
 
 CUDA_EXTENSIONS = {

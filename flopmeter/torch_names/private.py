@@ -231,7 +231,8 @@ function_mode_count = needed("torch._C", "_len_torch_function_stack", "whether a
 function_modes = needed("torch.overrides", "_get_current_function_mode_stack", "the default device")
 all_schemas = needed("torch._C", "_jit_get_all_schemas", "which functions take a device")
 needed("torch.utils._device", "DeviceContext", "the default device")
-needed("torch.nn.parameter", "UninitializedTensorMixin._allowed_methods", "what a lazy parameter may be asked")
+lazy_type = needed("torch.nn.parameter", "UninitializedTensorMixin", "which parameters have no shape yet")
+needed("torch.nn.parameter", "UninitializedTensorMixin._allowed_methods", "what those may be asked")
 torch_device = importlib.import_module("torch.utils._device")
 BELOW_DISPATCHER = (
     "torch._meta_registrations",

@@ -1,8 +1,7 @@
-"""bitsandbytes (github.com/bitsandbytes-foundation/bitsandbytes): optimizers with 8-bit states, linear layers in 8 and 4
-bits.
+"""bitsandbytes (github.com/bitsandbytes-foundation/bitsandbytes): 8-bit optimizers, linear layers in 8 and 4 bits.
 
-An optimizer runs one kernel a parameter; its states are bytes with one fp32 scale for each block of 256 (csrc/kernels.cu,
-kOptimizerStatic8bit2StateBlockwise; Dettmers et al., '8-bit Optimizers via Block-wise Quantization', arXiv 2110.02861),
+An optimizer runs one kernel a parameter; its states are bytes with one fp32 scale for each block of 256
+(csrc/kernels.cu, kOptimizerStatic8bit2StateBlockwise; '8-bit Optimizers via Block-wise Quantization', 2110.02861),
 and parameters below 4,096 elements keep fp32 states. A 4-bit weight is dequantised before each product, in blocks of 64
 whose scales are bytes themselves, in blocks of 256 ('QLoRA', arXiv 2305.14314). An 8-bit layer quantises rows of its
 input and multiplies on the int8 unit ('LLM.int8()', arXiv 2208.07339).
@@ -24,7 +23,7 @@ from flopmeter.run.shims.kernel import kernel
 BLOCK = 256  # elements of a state, or scales, with one scale
 WEIGHT_BLOCK = 64  # elements of a 4-bit weight
 SMALL = 4096  # elements; min_8bit_size of the optimizers
-# Operations a parameter. Adam: both moments 7, root and division 3, step 3, decay 1. Lion: two means 6, step and decay 3.
+# Operations a parameter. Adam: both moments 7, root and division 3, step 3, decay 1. Lion: means 6, step, decay 3.
 ADAM, LION = 14, 9
 REQUANTIZE = 2  # a state times its block's scale, and divided by the new one; looking the code up is integer work
 
@@ -71,8 +70,9 @@ class _Optimizer(torch.optim.Optimizer):
         blocks = self.states * -(-parameter.numel() // BLOCK)
         moments = [torch.zeros_like(parameter, dtype=dtype) for _ in range(self.states)]
         scales = None if is_small else parameter.new_zeros(blocks, dtype=torch.float32)
-        self.state[parameter] = {"moments": moments, "scales": scales}
-        return self.state[parameter]
+        made = {"moments": moments, "scales": scales}
+        self.state[parameter] = made
+        return made
 
 
 class Adam8bit(_Optimizer): ...
@@ -139,7 +139,7 @@ class _Matmul4bit(torch.autograd.Function):
         return F.linear(x, layer.dequantized(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return gradient @ ctx.layer.dequantized(gradient.dtype), None, of_bias
 
@@ -155,7 +155,7 @@ class _Matmul8bit(torch.autograd.Function):
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         weight, scales = ctx.saved_tensors
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
         return gradient @ (weight.to(gradient.dtype) * scales[:, None].to(gradient.dtype)), None, None, of_bias
@@ -164,8 +164,11 @@ class _Matmul8bit(torch.autograd.Function):
 class _Quantized(nn.Linear):
     """Its weight is quantised where it comes onto the device, or at the first call."""
 
+    scales: Tensor
+    scales_of_scales: Tensor | None
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._quantize()
         return self
 
@@ -219,10 +222,10 @@ class Linear4bit(_Quantized):
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if x.numel() == x.shape[-1] and not x.requires_grad:
-            out = _gemv(x, self.weight, self.whole_scales(), self.out_features)
+            out: Tensor = _gemv(x, self.weight, self.whole_scales(), self.out_features)
             out = out if bias is None else out + bias
         else:
-            out = _Matmul4bit.apply(x, self, bias)
+            out = _Matmul4bit.apply(x, self, bias)  # type: ignore[no-untyped-call]
         return out.to(given)
 
 
@@ -252,7 +255,7 @@ class Linear8bitLt(_Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         self._quantize()
-        out: Tensor = _Matmul8bit.apply(x, self.weight, self.scales, self.bias)
+        out: Tensor = _Matmul8bit.apply(x, self.weight, self.scales, self.bias)  # type: ignore[no-untyped-call]
         return out
 
 

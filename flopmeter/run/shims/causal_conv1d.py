@@ -58,7 +58,7 @@ class _CausalConv(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         of_x, of_weight, of_bias = _backward(gradient, x, weight, bias, ctx.silu)
         return of_x, of_weight.to(weight.dtype), None if bias is None else of_bias.to(bias.dtype), None
@@ -71,7 +71,7 @@ def causal_conv1d_fn(
     given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
         raise NotImplementedError(f"flopmeter's shim of causal_conv1d has no {given[0]}: leave it out")
-    out: Tensor = _CausalConv.apply(x, weight, bias, activation in ("silu", "swish"))
+    out: Tensor = _CausalConv.apply(x, weight, bias, activation in ("silu", "swish"))  # type: ignore[no-untyped-call]
     return out
 
 

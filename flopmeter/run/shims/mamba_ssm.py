@@ -1,10 +1,11 @@
 """mamba_ssm (github.com/state-spaces/mamba): the selective scan, one kernel each way, and the Mamba block around it.
 
-`u`, `delta` and `z` are [batch, channels, length], `A` [channels, states], `B` and `C` [batch, states, length]. For each
-element of `u` and each of N states the forward kernel (csrc/selective_scan/selective_scan_fwd_kernel.cuh) computes
-a = exp(delta A), x = a x + (delta u) B and y += C x: 7 operations, counted as everywhere in flopmeter (the authors' 9 B L
-D N, in issue 110 there, counts exp and the products otherwise). It keeps the state of each chunk of 2,048 steps.
+`u`, `delta` and `z` are [batch, channels, length], `A` [channels, states], `B` and `C` [batch, states, length]. For
+each element of `u` and each of N states the forward kernel (csrc/selective_scan/selective_scan_fwd_kernel.cuh)
+computes a = exp(delta A), x = a x + (delta u) B and y += C x: 7 operations, counted as everywhere in flopmeter (the
+authors' 9 B L D N, in issue 110 there, counts them otherwise). It keeps the state of each chunk of 2,048 steps.
 """
+# ruff: noqa: N803, N806 - A, B, C and D are the names of the paper and of the package
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ CHUNK = 2048  # steps (csrc/selective_scan/selective_scan.cpp)
 # Operations a state. Backward: a, its exponential and the state again 5; dx = C dy + a dx' 3; the gradients of C, B,
 # delta u, a (twice), A and delta, a product and a sum each.
 SCAN, SCAN_BACKWARD = 7, 5 + 3 + 6 * 2
-SOFTPLUS, SOFTPLUS_BACKWARD = 3, 3  # log(1 + exp(x)); its gradient times 1 / (1 + exp(-x)) is one more than a sigmoid's 2
+SOFTPLUS, SOFTPLUS_BACKWARD = (
+    3,
+    3,
+)  # log(1 + exp(x)); its gradient times 1 / (1 + exp(-x)) is one more than a sigmoid's 2
 
 
 def _options(call: Call) -> tuple[int, int, int]:
@@ -100,7 +104,7 @@ class _SelectiveScan(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         *inputs, states, out = ctx.saved_tensors
         gradients = _backward(gradient.contiguous(), *inputs, ctx.softplus, states, out)
         pairs = zip(gradients, inputs, strict=True)
@@ -122,7 +126,7 @@ def selective_scan_fn(
     """Raises NotImplementedError for complex states, and for B or C that do not depend on the input."""
     if A.is_complex() or B.ndim == 2 or C.ndim == 2:
         raise NotImplementedError("flopmeter's shim of mamba_ssm has real states, and B and C that depend on the input")
-    out: Tensor = _SelectiveScan.apply(u, delta, A, B, C, D, z, delta_bias, delta_softplus)
+    out: Tensor = _SelectiveScan.apply(u, delta, A, B, C, D, z, delta_bias, delta_softplus)  # type: ignore[no-untyped-call]
     return (out, u.new_empty(*u.shape[:2], A.shape[1])) if return_last_state else out
 
 

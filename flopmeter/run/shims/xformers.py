@@ -1,4 +1,4 @@
-"""xformers (github.com/facebookresearch/xformers): its attention, as the kernels that it dispatches to and torch has too.
+"""xformers (github.com/facebookresearch/xformers): its attention, as the kernels that torch has too.
 
 Tensors are [batch, length, heads, head size], or [batch, length, head size]. xformers takes FlashAttention where the
 types and the mask allow it, else CUTLASS' kernel, which is torch's memory-efficient attention (xformers/ops/fmha/
