@@ -289,7 +289,7 @@ def test_another_gpu_than_the_metered_one_is_refused_by_name():
 
 def state() -> dict[tuple[str, str], object]:
     owners = (torch, torch.Tensor, torch.cuda, torch.cuda.memory, torch.cuda.nvtx, torch.accelerator, nn.Module)
-    owners += (torch.serialization, torch.backends.cudnn, torch.utils.data._utils.worker, torch.distributed)
+    owners += (torch.serialization, torch.backends.cudnn, torch.distributed)
     return {(owner.__name__, name): value for owner in owners for name, value in list(vars(owner).items())}
 
 

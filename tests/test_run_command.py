@@ -71,6 +71,13 @@ def test_a_module_runs_with_m(script, capsys, tmp_path, monkeypatch):
         (["--hardware", "h100", __file__], "h100-sxm5-80gb"),
         (["--", "deepspeed", "train.py"], "run the script with torchrun"),
         (["--steps", "0", "x.py"], "--steps"),
+        (["BATCH=8", "python", "train.py"], "put it before flopmeter"),
+        (["bash", "train.sh"], "give flopmeter run the command in it"),
+        (["srun", "python", "train.py"], "torchrun --nproc-per-node 8"),
+        (["uv", "run", "train.py"], "uv run flopmeter run train.py"),
+        (["python", "-c", "print()"], "put the code into a file"),
+        (["ls"], "ls is no Python script"),
+        ([str(PROGRAMS)], "is a folder: name the script in it"),
     ],
 )
 def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
@@ -86,8 +93,11 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("print('on the CPU only')", 2, "ran no op on the device named cuda: move its model"),
         ("import no_such_package", 1, "pip install no_such_package"),
         ("import flash_attn_3_nowhere", 1, "pip install"),
-        ("import apex", 1, "apex is compiled for CUDA"),
+        ("import apex", 1, "apex is compiled for CUDA, and not installed: let flopmeter stand in with --shim apex"),
+        ("from os import nothing_there", 1, "does not have it: install the version that the script wants"),
         ("open('data/train.bin')", 1, "data/train.bin is not here; the script needs its data"),
+        ("raise RuntimeError('Dataset not found.')", 1, "or --synthetic for data sets"),
+        ("import torch; torch.cuda.utilization()", 1, "the device named cuda does not do this"),
         ("import torch; torch.empty(1 << 40, device='cuda')", 1, "--oom=report goes on"),
         ("import torch; x = torch.randn(4, device='cuda'); x[x > 0]", 1, "--mask-fraction 0.5"),
         ("raise SystemExit(7)", 7, "left with exit code 7"),
@@ -101,6 +111,32 @@ def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys
     if "Traceback" in err:
         assert "runpy" not in err
         assert err.split("\n")[1].endswith('train.py", line 1, in <module>')
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("run.sh", "the command in it"), ("lab.ipynb", "nbconvert"), ("small.yaml", "name the script")]
+)
+def test_a_file_that_is_no_script_is_told(script, capsys, name, told):
+    assert main(["run", script("{}", name)]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_an_option_of_flopmeters_behind_the_script_is_told(script, capsys):
+    script("import argparse; argparse.ArgumentParser().parse_args()")
+    assert main(["run", "train.py", "--hardware", "l4"]) == 2
+    assert "--hardware went to the script: options of flopmeter run come before" in capsys.readouterr().err
+
+
+def test_a_command_that_a_package_installed_runs_by_its_name(script, capsys, tmp_path, monkeypatch):
+    script("#!/usr/bin/env python\n" + TRAINS, "trainer")
+    (tmp_path / "trainer").chmod(0o755)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(["run", "trainer", "--x"]) == 0
+    assert "arguments ['--x'] __main__" in capsys.readouterr().out
 
 
 def test_a_marker_that_names_no_function_is_told(script, capsys):

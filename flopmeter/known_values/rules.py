@@ -404,11 +404,17 @@ def gradients_finite(known: Knowledge, call: Invocation) -> Any:
 
 
 def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
-    """mask_fraction: of an unknown mask, round(fraction * n) elements are true, evenly spread."""
+    """mask_fraction: of an unknown mask, round(fraction * n) elements are true, evenly spread. Where the mask is a part
+    of a larger one, all of that one is assumed so."""
     fraction = known.assume.mask_fraction
     if fraction is None or mask.dtype is not torch.bool or known.values.knows(mask):
         return
-    if not (known.is_small(mask) and spans_storage(mask)):
+    if not spans_storage(mask):
+        with no_modes():
+            storage = mask.untyped_storage()
+            whole = torch.empty(0, dtype=torch.bool, device="meta")
+            mask = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    if not known.is_small(mask):
         return
     n = mask.numel()
     with no_modes():

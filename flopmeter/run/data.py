@@ -1,24 +1,35 @@
-"""Data that the program feeds: real tensors of the host, from loaders with worker processes, or synthetic ones.
+"""Processes that the program forks: workers of a DataLoader, and those that prepare data. They are not metered.
 
-Works around: worker processes of a DataLoader, which would inherit the meter, and record what nobody reads.
+Works around: dispatch modes, which a forked process inherits; it would record what nobody reads.
 Until: dispatch modes end at a fork.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
-from flopmeter.run.patches import Patch
-from flopmeter.torch_names.private import data_utils, no_dispatch_modes
+from flopmeter.torch_names.private import no_dispatch_modes
 
-_work = data_utils.worker._worker_loop
-
-
-def _unmetered(*args: Any, **kwargs: Any) -> None:
-    with no_dispatch_modes():
-        _work(*args, **kwargs)
+_open_runs = 0
+_left = ExitStack()  # of a forked process; nothing leaves it
 
 
-def patches() -> Iterator[Patch]:
-    yield Patch(data_utils.worker, "_worker_loop", _unmetered, "worker processes are not metered")
+@contextmanager
+def forks_unmetered() -> Iterator[None]:
+    """Processes that are forked inside run without this process' modes."""
+    global _open_runs
+    _open_runs += 1
+    try:
+        yield
+    finally:
+        _open_runs -= 1
+
+
+def _leave_modes() -> None:
+    if _open_runs:
+        _left.enter_context(no_dispatch_modes())  # for good
+
+
+os.register_at_fork(after_in_child=_leave_modes)

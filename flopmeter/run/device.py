@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import UninitializedTensorMixin, is_lazy
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
@@ -35,6 +35,7 @@ from flopmeter.torch_names.private import (
     device_constructors,
     function_mode_count,
     function_modes,
+    lazy_type,
     no_dispatch_modes,
     no_function_modes,
     torch_device,
@@ -290,11 +291,9 @@ class NamedCuda:
 
 def _allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
     """Parameters of nn.LazyLinear and its kin, which have no shape yet, refuse all but a list of methods."""
-    allowed = UninitializedTensorMixin._allowed_methods
+    allowed = lazy_type._allowed_methods
     ours = [patch.value for patch in patches if patch.owner is Tensor and getattr(Tensor, patch.name) in allowed]
-    return Patch(
-        UninitializedTensorMixin, "_allowed_methods", [*allowed, *ours], "lazy parameters move to the named device"
-    )
+    return Patch(lazy_type, "_allowed_methods", [*allowed, *ours], "lazy parameters move to the named device")
 
 
 @contextmanager

@@ -88,7 +88,7 @@ _STARTERS = {
     **dict.fromkeys(("bash", "sh", "zsh"), "runs a shell script: give flopmeter run the command in it instead"),
     **dict.fromkeys(
         ("srun", "mpirun", "mpiexec", "horovodrun"),
-        "starts processes in a way that is not followed: flopmeter run --gpus 8 -- torchrun --nproc-per-node 8 train.py",
+        "starts processes in a way that is not followed: flopmeter run -- torchrun --nproc-per-node 8 train.py",
     ),
     **dict.fromkeys(
         ("uv", "poetry", "pipenv", "hatch", "conda", "pdm"),

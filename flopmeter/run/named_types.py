@@ -25,10 +25,10 @@ class Names(Protocol):
         """META in place of the name."""
 
 
-def _posing_as(true: Any) -> Any:
+def _in_place_of(true: Any) -> Any:
     """A metaclass of a class in the place of `true`: what that one made is an instance, and the two are equal."""
 
-    class Posing(type(true)):  # type: ignore[misc]
+    class InPlaceOf(type(true)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, true)
 
@@ -38,13 +38,13 @@ def _posing_as(true: Any) -> Any:
         def __hash__(cls) -> int:
             return hash(true)
 
-    return Posing
+    return InPlaceOf
 
 
 def device_type() -> type:
     """torch.device, for which an index alone is one of cuda's. What it makes are devices of torch's own."""
 
-    class device(metaclass=_posing_as(_true_device)):  # noqa: N801 - torch's name
+    class device(metaclass=_in_place_of(_true_device)):  # type: ignore[metaclass]  # noqa: N801 - torch's name
         __module__, __qualname__ = "torch", "device"  # as pickle looks for it
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def device_type() -> type:
 def generator_type(cuda: Names) -> type:
     """torch.Generator, which also takes the device named cuda. Ops on meta take such a generator and draw nothing."""
 
-    class NamedGenerator(_true_generator, metaclass=_posing_as(_true_generator)):  # type: ignore[misc]
+    class NamedGenerator(_true_generator, metaclass=_in_place_of(_true_generator)):  # type: ignore[metaclass,misc]
         def __new__(cls, device: Any = "cpu") -> Any:
             is_named = cuda.real(device) is META
             made = _true_generator.__new__(cls, "cpu" if is_named else device)

@@ -16,6 +16,7 @@ import torch
 from flopmeter.known_values import DataDependentError
 from flopmeter.run.device import OtherDeviceError
 from flopmeter.run.session import ScriptSession
+from flopmeter.run.shims import SHIMS
 from flopmeter.run.steps import StepsDone
 
 
@@ -123,7 +124,9 @@ def what_to_do(script: Script, ending: Ending) -> str:
         what = getattr(error, "filename", None) or "what it reads or downloads"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
     if isinstance(error, (NotImplementedError, OtherDeviceError)) and _is_of_flopmeter(error):
-        return f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
+        return (
+            f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
+        )
     return f"{head}, which is not flopmeter's: its traceback is above" if error is not None else head
 
 
@@ -150,15 +153,21 @@ def _is_of_flopmeter(error: BaseException) -> bool:
     return frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("flopmeter.")
 
 
-OPTIONS_OF_OURS = ("--hardware", "--step-marker", "--oom", "--strict-values", "--mask-fraction", "--shim", "--synthetic")
+OPTIONS_OF_OURS = (
+    "--hardware",
+    "--step-marker",
+    "--oom",
+    "--strict-values",
+    "--mask-fraction",
+    "--shim",
+    "--synthetic",
+)
 """Options of flopmeter run that few scripts have."""
 
 CUDA_EXTENSIONS = {
-    "apex": "use torch.optim and torch.nn.LayerNorm, which it replaced",
-    "bitsandbytes": "load the model unquantised",
-    "mamba_ssm": "use the model's own slow path",
-    "flash_attn": "use scaled_dot_product_attention, or let flopmeter stand in with --shim flash_attn",
+    **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},
     "triton": "pip install triton, which works without a GPU",
-    "xformers": "use scaled_dot_product_attention",
+    "deepspeed": "use DDP or FSDP2",
+    "flash_attn_interface": "use scaled_dot_product_attention, or flash_attn with --shim flash_attn",
 }
-"""Packages of compiled kernels, and what to use instead."""
+"""Packages of compiled kernels, and what to do without them."""

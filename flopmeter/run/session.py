@@ -110,10 +110,11 @@ class ScriptSession:
             undo.enter_context(warnings.catch_warnings())
             for message in _FALSE_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
+            undo.enter_context(data.forks_unmetered())
             undoing = undo.enter_context(self.named.open())
             files = WeightFiles(self.named, self.note)
             answers = undo.enter_context(applied(list(self.cuda.patches())))
-            undo.enter_context(applied([*files.patches(), *data.patches()]))
+            undo.enter_context(applied(list(files.patches())))
             if self.wishes.synthetic is not None:
                 synthetic = SyntheticData(self.wishes.synthetic, self.note)
                 undo.callback(synthetic.close)

@@ -88,7 +88,7 @@ def _field_of(kind: str, text: str) -> Field:
         if last.isdigit():
             return Field(shape, torch.int64, below=int(last))
         dtype = getattr(torch, last or "float32")
-        if kind and isinstance(dtype, torch.dtype):
+        if kind and min(shape, default=1) > 0 and isinstance(dtype, torch.dtype):
             return Field(shape, dtype)
     except (ValueError, AttributeError):
         pass
@@ -116,8 +116,8 @@ class SyntheticData:
                 hub = importlib.import_module("datasets")
                 yield Patch(hub, "load_dataset", self._load_dataset(hub, hub.load_dataset), "data sets of the hub")
 
-    def _on_subclass(self, kind: Any, **kwargs: Any) -> None:
-        super(Dataset, kind).__init_subclass__(**kwargs)
+    def _on_subclass(self, kind: Any, /, **kwargs: Any) -> None:
+        super(Dataset, kind).__init_subclass__(**kwargs)  # type: ignore[misc]
         for patch in self._standing_in(kind):
             setattr(patch.owner, patch.name, patch.value)
 
@@ -237,7 +237,7 @@ class SyntheticData:
 
 def _splits(hub: Any, table: Any, streaming: bool) -> Any:
     return (hub.IterableDatasetDict if streaming else hub.DatasetDict)(
-        {name: table for name in ("train", "validation", "test")}
+        dict.fromkeys(("train", "validation", "test"), table)
     )
 
 

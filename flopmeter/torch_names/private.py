@@ -226,12 +226,10 @@ dispatch_modes = needed("torch._C", "_len_torch_dispatch_stack", "whether anothe
 function_mode_count = needed("torch._C", "_len_torch_function_stack", "whether another mode sees a question")
 function_modes = needed("torch.overrides", "_get_current_function_mode_stack", "the default device")
 all_schemas = needed("torch._C", "_jit_get_all_schemas", "which functions take a device")
-needed("torch.utils.data._utils.worker", "_worker_loop", "where a loader's worker process begins")
 needed("torch.utils._device", "DeviceContext", "the default device")
-needed("torch.nn.parameter", "UninitializedTensorMixin._allowed_methods", "what a lazy parameter may be asked")
-needed("torch.utils.data._utils.worker", "_worker_loop", "where a loader's worker process begins")
+lazy_type = needed("torch.nn.parameter", "UninitializedTensorMixin", "which parameters have no shape yet")
+needed("torch.nn.parameter", "UninitializedTensorMixin._allowed_methods", "what those may be asked")
 torch_device = importlib.import_module("torch.utils._device")
-data_utils = importlib.import_module("torch.utils.data._utils")
 BELOW_DISPATCHER = (
     "torch._meta_registrations",
     "torch._refs",

@@ -1,26 +1,33 @@
-"""Stand-ins for packages of compiled CUDA kernels: one file a package, in which SHIMS names what a program may import.
+"""Stand-ins for packages of compiled CUDA kernels: one file a package, whose MODULES say what a program may import.
 
 Works around: packages such as flash-attn, which do not install without a CUDA compiler.
 Until: never; their kernels run on a GPU alone.
 
-A shim has the package's public functions and no kernels: each calls the operator of torch that does the same work.
+A shim has the package's public functions and no kernels: each calls the operator of torch that does the same work, or
+an operator of flopmeter's own (kernel.py) with the shapes and the cost of the package's kernel.
 It is used where the user asks for it and the package is not installed, and the report says so. (Not without being
 asked: libraries look whether a package is there, and then want its internals.)
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
+import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from flopmeter.run.shims import flash_attn
+SHIMS = tuple(module.name for module in pkgutil.iter_modules(__path__) if module.name != "kernel")
+"""The packages that there is a shim of."""
 
-SHIMS: Mapping[str, Mapping[str, Mapping[str, object]]] = {"flash_attn": flash_attn.MODULES}
-"""By package: its modules, each with what is in it."""
+
+def modules_of(package: str) -> Mapping[str, Mapping[str, object]]:
+    """The modules of a shim, each with what is in it."""
+    modules: Mapping[str, Mapping[str, object]] = importlib.import_module(f"{__name__}.{package}").MODULES
+    return modules
 
 
 @contextmanager
@@ -28,10 +35,13 @@ def importable(packages: Iterable[str], note: Callable[[str], None]) -> Iterator
     """Programs may import the shims of these packages inside, where the packages are not installed."""
     added = []
     for package in packages:
-        modules = SHIMS[package]
         if importlib.util.find_spec(package) is None:
-            for name, contents in modules.items():
-                sys.modules[name] = _module(name, contents, note)
+            modules = {name: _Shim(name, contents, note) for name, contents in modules_of(package).items()}
+            for name, module in modules.items():
+                parent, _, own = name.rpartition(".")
+                if parent:
+                    setattr(modules[parent], own, module)
+                sys.modules[name] = module
                 added.append(name)
     try:
         yield
@@ -56,9 +66,5 @@ class _Shim(types.ModuleType):
             raise ImportError(
                 f"flopmeter's shim of {self.__name__} has no {name!r}; it has {', '.join(self._contents)}"
             )
-        self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs torch's operator of the same work")
+        self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
         return self._contents[name]
-
-
-def _module(name: str, contents: Mapping[str, object], note: Callable[[str], None]) -> types.ModuleType:
-    return _Shim(name, contents, note)

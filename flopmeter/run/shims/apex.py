@@ -1,0 +1,86 @@
+"""apex (github.com/NVIDIA/apex): optimizers and norms that torch has since as kernels of its own.
+
+FusedAdam and FusedSGD update all parameters with multi-tensor kernels, as torch's optimizers do with fused=True; the
+fused norms are one kernel each way, as torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class FusedAdam(torch.optim.Adam):
+    """apex.optimizers.FusedAdam. Raises NotImplementedError for AMSGrad, as apex does, and for master weights."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        if amsgrad or master_weights:
+            raise NotImplementedError("flopmeter's shim of apex has no FusedAdam with amsgrad or master_weights")
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=adam_w_mode)
+        self._set_to_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self._set_to_none if set_to_none is None else set_to_none)
+
+
+class FusedSGD(torch.optim.SGD):
+    """apex.optimizers.FusedSGD."""
+
+    def __init__(self, params: Iterable[Any], lr: float, *args: Any, **kwargs: Any) -> None:
+        for name in ("wd_after_momentum", "materialize_master_grads", "set_grad_none"):
+            kwargs.pop(name, None)
+        super().__init__(params, lr, *args, **kwargs, fused=True)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """apex.normalization.FusedLayerNorm."""
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """apex.normalization.FusedRMSNorm."""
+
+    def __init__(
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine)
+
+
+_NORMS = {
+    "FusedLayerNorm": FusedLayerNorm,
+    "MixedFusedLayerNorm": FusedLayerNorm,
+    "FusedRMSNorm": FusedRMSNorm,
+    "MixedFusedRMSNorm": FusedRMSNorm,
+}
+_PARALLEL = {
+    "DistributedDataParallel": lambda module, *args, **kwargs: nn.parallel.DistributedDataParallel(module),
+    "SyncBatchNorm": nn.SyncBatchNorm,
+    "convert_syncbn_model": nn.SyncBatchNorm.convert_sync_batchnorm,
+}
+MODULES = {
+    "apex": {},
+    "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
+    "apex.normalization": _NORMS,
+    "apex.normalization.fused_layer_norm": _NORMS,
+    "apex.parallel": _PARALLEL,
+}

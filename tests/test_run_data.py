@@ -1,0 +1,194 @@
+"""What `flopmeter run` does where data is missing, where a program has no optimizer, and with parameters made late."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import flopmeter
+from flopmeter.cli import main
+from flopmeter.run.session import Wishes
+from flopmeter.run.synthetic import sample_of
+from flopmeter.torch_names.private import dispatch_modes
+
+A100 = "a100-sxm4-80gb"
+READS_FILES = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Images(Dataset):
+    def __init__(self, folder):
+        self.files = open(folder + "/list.txt").read().split()
+    def __len__(self):
+        return len(self.files)
+    def __getitem__(self, index):
+        return torch.zeros(3, 8, 8), index
+
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 10)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for images, labels in DataLoader(Images("nowhere"), batch_size=16):
+    torch.nn.functional.cross_entropy(model(images.cuda()), labels.cuda()).backward()
+    optimizer.step()
+    print(tuple(images.shape), labels.dtype, int(labels.max()) < 10)
+"""
+MAPS_TOKENS = """
+import numpy, torch
+data = numpy.memmap("train.bin", dtype=numpy.uint16, mode="r")
+model = torch.nn.Embedding(100, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.from_numpy(data[:64].astype(numpy.int64)).cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_data_set_that_cannot_be_made_gives_samples_of_the_stated_shape(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(READS_FILES)
+    assert main(["run", "train.py"]) == 1
+    assert "--synthetic for data sets" in capsys.readouterr().err
+    assert main(["run", "--synthetic", "3x8x8,:10", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "(16, 3, 8, 8) torch.int64 True\n" * 2
+    assert "synthetic samples 3x8x8,:10 stand in for Images (FileNotFoundError" in err
+    assert "flopmeter" not in str(Dataset.__init_subclass__)
+
+
+def test_an_array_in_a_file_that_is_not_there_is_of_zeros(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("numpy")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(MAPS_TOKENS)
+    assert main(["run", "--synthetic", "64:100", "train.py"]) == 0
+    assert "stand in for train.bin" in capsys.readouterr().err
+
+
+class Counting(Dataset):
+    """Ten samples, which are counted."""
+
+    read = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        Counting.read += 1
+        return torch.full((4,), index)
+
+
+def test_the_first_sample_may_stand_for_all_and_the_class_is_its_own_again_behind():
+    before = Counting.__getitem__
+    with flopmeter.cuda(A100, wishes=Wishes(synthetic="first")) as device:
+        batches = [batch for batch, _ in zip(DataLoader(Counting(), batch_size=8), range(5), strict=False)]
+        assert all(torch.equal(batch, torch.zeros(8, 4, dtype=batch.dtype)) for batch in batches)
+        batches[0].cuda()
+    assert Counting.read == 1
+    assert "the first sample of Counting stands for all of its samples" in device.report().step.notes
+    assert len(Counting()) == 10
+    assert Counting.__getitem__ is before
+
+
+def test_samples_are_tuples_or_dictionaries_of_tensors_integers_and_words():
+    image, label = sample_of("3x4x4:float16,:10").value()
+    assert (image.shape, image.dtype, label) == ((3, 4, 4), torch.float16, 0)
+    named = sample_of("ids=8:5,text=3:text").value()
+    assert named["ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert named["text"] == "word word word"
+    assert sample_of("7").value().shape == (7,)
+
+
+@pytest.mark.parametrize("text", ["", "3x", "3:nothing", "a=3,4", "x", "3,,4", "-1"])
+def test_a_sample_that_cannot_be_read_is_one_line(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert main(["run", f"--synthetic={text}", "train.py"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"flopmeter: --synthetic {text}".rstrip())
+    assert err.count("\n") == 1
+
+
+def test_a_program_that_updates_its_weights_by_itself_stops_after_its_steps():
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Linear(64, 64, bias=False).cuda()
+        with torch.no_grad():
+            model(torch.zeros(100, 64, device="cuda"))  # an evaluation before
+        for batch in (8, 16, 32, 64, 128):
+            model.zero_grad()
+            for part in torch.zeros(batch, 64, device="cuda").chunk(2):
+                nn.functional.mse_loss(model(part), part)  # looks twice, learns once
+            model(part).sum().backward()
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+        raise AssertionError("it did not stop")
+    report = device.report()
+    assert report.parts.count == 3
+    assert report.parts.marked_by == "calls of Linear, trained without an optimizer"
+    assert (
+        report.step.macs == (16 + 16 + 16 + 16) * 64 * 64
+    )  # both halves, one of them again, and the gradient of the weight
+
+
+def test_layers_whose_shape_the_first_batch_tells_move_train_and_keep_their_identity():
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Sequential(nn.LazyLinear(8, bias=False), nn.ReLU(), nn.LazyLinear(4, bias=False)).cuda()
+        weight = model[0].weight
+        assert "LazyLinear" in repr(model)
+        model(torch.zeros(2, 16, device="cuda"))
+        assert model[0].weight is weight
+        assert weight.shape == (8, 16)
+        assert weight.is_cuda
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            model(torch.zeros(2, 16, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert device.report().step.macs == 2 * (2 * 8 * 16) + 3 * (2 * 4 * 8)
+
+
+def test_lazy_layers_may_meet_their_first_batch_inside_of_a_meter():
+    with torch.device("meta"):
+        model, x = nn.LazyLinear(8, bias=False), torch.empty(2, 16)
+    with flopmeter.FlopMeter(A100) as meter:
+        model(x)
+    assert meter.report().macs == 2 * 8 * 16
+
+
+def test_an_index_alone_is_a_device_of_cuda_and_devices_stay_those_of_torch():
+    true, one = torch.device, torch.device("cpu")
+    with flopmeter.cuda(A100):
+        assert torch.device(0) == torch.device("cuda", 0)
+        assert torch.zeros(1).to(torch.device(0)).is_cuda
+        assert isinstance(one, torch.device)
+        assert not isinstance("cpu", torch.device)
+        assert isinstance(torch.device("cuda"), true)
+        assert type(one) == torch.device  # noqa: E721 - as programs ask
+        assert {true: 1}[torch.device] == 1
+        assert pickle.loads(pickle.dumps(torch.device(0))) == true("cuda", 0)
+    assert torch.device is true
+
+
+def _modes(queue) -> None:
+    queue.put((dispatch_modes(), (torch.ones(3) + 1).sum().item()))
+
+
+def test_a_process_that_the_program_forks_is_not_metered():
+    context = multiprocessing.get_context("fork")
+    with flopmeter.cuda(A100) as device:
+        queue = context.Queue()
+        process = context.Process(target=_modes, args=(queue,))
+        process.start()
+        assert queue.get(timeout=60) == (0, 6.0)
+        process.join()
+        torch.ones(1, device="cuda")
+    assert device.report().step.flops == 0
+
+
+def test_a_part_of_an_unknown_mask_has_the_fraction_of_the_whole():
+    with flopmeter.cuda(A100, wishes=Wishes(mask_fraction=0.5)):
+        x = torch.randn(4, 100, 8, device="cuda")
+        mask = x[..., 0] > 0
+        assert sum(len(x[image][mask[image]]) for image in range(4)) == 200

@@ -1,0 +1,165 @@
+"""Stand-ins for packages of CUDA kernels: each of the folder is run, and its work is that of a computation by hand."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import flopmeter
+from flopmeter.run.session import Wishes
+from flopmeter.run.shims import SHIMS, modules_of
+
+A100 = "a100-sxm4-80gb"
+
+
+def stepped(shim: str, program):
+    """The report of `program`'s last step, with the shim in place."""
+    if importlib.util.find_spec(shim) is not None:
+        pytest.skip(f"{shim} itself is installed")
+    with flopmeter.cuda(A100, steps=2, wishes=Wishes(shims=(shim,))) as device:
+        program()
+    assert shim not in sys.modules
+    return device.report().step
+
+
+def train(model: nn.Module, x: torch.Tensor, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def kernels(report) -> dict[str, object]:
+    return {row.name.rpartition("::")[2]: row for row in report.rows("op")}
+
+
+@pytest.mark.parametrize("shim", SHIMS)
+def test_every_name_of_a_shim_can_be_imported_and_is_told(shim):
+    if importlib.util.find_spec(shim) is not None:
+        pytest.skip(f"{shim} itself is installed")
+    with flopmeter.cuda(A100, wishes=Wishes(shims=(shim,))) as device:
+        for module, names in modules_of(shim).items():
+            assert all(getattr(importlib.import_module(module), name) is not None for name in names)
+            with pytest.raises(ImportError, match=f"shim of {module} has no 'nothing'"):
+                importlib.import_module(module).nothing  # noqa: B018
+        torch.ones(1, device="cuda")
+    told = {note.split(" is flopmeter's")[0] for note in device.report().step.notes if "shim" in note}
+    assert told == {f"{module}.{name}" for module, names in modules_of(shim).items() for name in names}
+
+
+def test_xformers_attention_has_the_products_of_two_matmuls_and_a_causal_mask_may_be_named():
+    def program():
+        from xformers.ops import LowerTriangularMask, memory_efficient_attention
+        from xformers.ops.fmha.attn_bias import AttentionBias
+
+        q = torch.randn(2, 256, 8, 64, device="cuda", dtype=torch.bfloat16)
+        assert memory_efficient_attention(q, q, q, attn_bias=LowerTriangularMask()).shape == q.shape
+        assert memory_efficient_attention(q[:, :, 0], q[:, :, 0], q[:, :, 0]).shape == (2, 256, 64)
+        with pytest.raises(NotImplementedError, match="give a tensor"):
+            memory_efficient_attention(q, q, q, attn_bias=AttentionBias())
+
+    report = stepped("xformers", program)
+    assert report.macs == 2 * 2 * (8 + 1) * 256 * 256 * 64
+    assert "_scaled_dot_product_flash_attention" in kernels(report)
+
+
+def test_apex_updates_and_norms_are_one_kernel():
+    def program():
+        from apex.normalization import FusedLayerNorm
+        from apex.optimizers import FusedAdam
+
+        model = nn.Sequential(nn.Linear(64, 64), FusedLayerNorm(64)).cuda()
+        train(model, torch.zeros(8, 64, device="cuda"), FusedAdam(model.parameters(), adam_w_mode=False))
+
+    found = kernels(stepped("apex", program))
+    assert {
+        name: found[name].calls for name in ("_fused_adam_", "native_layer_norm", "native_layer_norm_backward")
+    } == {
+        "_fused_adam_": 1,
+        "native_layer_norm": 1,
+        "native_layer_norm_backward": 1,
+    }
+
+
+def test_bitsandbytes_moves_a_byte_a_state_and_half_a_byte_a_weight():
+    n, blocks = 256 * 256, 256
+
+    def program():
+        import bitsandbytes as bnb
+
+        model = nn.Sequential(
+            bnb.nn.Linear4bit(256, 256, bias=False, compute_dtype=torch.float32),
+            nn.Linear(256, 256, bias=False),
+            bnb.nn.Linear8bitLt(256, 256, bias=False, has_fp16_weights=False),
+        ).cuda()
+        assert (model[0].weight.dtype, model[0].weight.numel()) == (torch.uint8, n // 2)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        assert len(trained) == 1
+        train(model, torch.zeros(32, 256, device="cuda", requires_grad=True), bnb.optim.AdamW8bit(trained))
+        with pytest.raises(NotImplementedError, match="threshold=0"):
+            bnb.nn.Linear8bitLt(4, 4, has_fp16_weights=False, threshold=6.0)
+
+    report = stepped("bitsandbytes", program)
+    found = kernels(report)
+    update = found["bitsandbytes_adam"]
+    assert update.bytes_read == 4 * n + 4 * n + 2 * n + 2 * 4 * blocks  # gradient, weight, two states, their scales
+    assert update.bytes_written == update.bytes_read - 4 * n  # all but the gradient
+    # Three layers forward, three gradients of the input (the first's, too), one of a weight.
+    assert report.macs == 7 * 32 * n
+    assert found["_int_mm"].calls == 1
+    dequantize = found["bitsandbytes_dequantize"]  # the weight twice, and its scales, which are bytes, before each
+    assert dequantize.bytes_written == 2 * (4 * n + 4 * n // 64)
+    assert dequantize.bytes_read == 2 * ((n // 2 + 4 * n // 64) + (n // 64 + 4 * n // 64 // 256))
+
+
+def test_a_selective_scan_counts_seven_operations_a_state_and_keeps_a_state_of_each_chunk():
+    batch, channels, length, states = 2, 32, 4096, 16
+
+    def program():
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+        u = torch.zeros(batch, channels, length, device="cuda", requires_grad=True)
+        a = torch.zeros(channels, states, device="cuda")
+        b = torch.zeros(batch, states, length, device="cuda")
+        selective_scan_fn(u, u, a, b, b).sum().backward()
+        assert u.grad.shape == u.shape
+
+    found = kernels(stepped("mamba_ssm", program))
+    n = batch * channels * length
+    scan = found["selective_scan"]
+    assert scan.flops == 7 * n * states + n  # and delta u
+    assert scan.bytes_written == 4 * n + 4 * batch * channels * 2 * 2 * states  # y, and two chunks
+    assert scan.bytes_read == 4 * (n + channels * states + batch * states * length)  # u is delta, B is C
+    assert found["selective_scan_backward"].flops > 2 * scan.flops
+
+
+def test_a_mamba_block_has_the_products_of_its_four_projections():
+    width, batch, length = 64, 2, 128
+    inner, rank, states = 2 * width, width // 16, 16
+
+    def program():
+        from mamba_ssm import Mamba
+
+        train(Mamba(width).cuda(), torch.zeros(batch, length, width, device="cuda", requires_grad=True))
+
+    weights = width * 2 * inner + inner * (rank + 2 * states) + rank * inner + inner * width
+    assert stepped("mamba_ssm", program).macs == 3 * weights * batch * length
+
+
+def test_a_causal_convolution_multiplies_each_element_by_its_width():
+    def program():
+        from causal_conv1d import causal_conv1d_fn
+
+        x = torch.zeros(2, 64, 512, device="cuda")
+        causal_conv1d_fn(x, torch.zeros(64, 4, device="cuda"), activation="silu")
+        with pytest.raises(NotImplementedError, match="seq_idx"):
+            causal_conv1d_fn(x, torch.zeros(64, 4, device="cuda"), seq_idx=x)
+
+    (row,) = (row for name, row in kernels(stepped("causal_conv1d", program)).items() if name == "causal_conv1d")
+    assert row.flops == 2 * 64 * 512 * (4 + 3 + 4)  # products, sums, and x / (1 + exp(-x))
