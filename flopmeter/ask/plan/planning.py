@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware
@@ -205,8 +206,7 @@ def plan(
     loss: the scalar that is trained, of the model and token ids; by default the model's own, else that of the next
         token.
     rows: how many splits the answer has. whole: how many of them are then metered with all of their layers.
-    workers, executor: processes that meter side by side, or any concurrent.futures.Executor. What they are given is
-        pickled, so that a function has to be one of a module, and the main module guarded by `__name__`.
+    workers, executor: processes that meter side by side, or any concurrent.futures.Executor (see ask/workers.py).
     meter_options: of FlopMeter.
 
     Raises PlanError for options that make no sense and where no split divides the work, HardwareError for an unknown
@@ -222,7 +222,7 @@ def plan(
     usable = usable_bytes_if_known(device) if memory is None else round(memory)
     bounds = Bounds(world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node)
     search = _Search(subject, bounds, device, links, mode, usable, meter_options)
-    run = _Runner(workers, executor, progress)
+    run = partial(results_of, workers=workers, executor=executor, progress=progress)
     found = search.best(checked_wishes(only or {}), rows, run)
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
     shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
@@ -241,16 +241,7 @@ def plan(
     )
 
 
-class _Runner(NamedTuple):
-    """How jobs are run."""
-
-    workers: int
-    executor: Executor | None
-    progress: Callable[[Sequence[Any]], Iterable[Any]]
-
-    def __call__(self, run: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
-        results = results_of(run, jobs, self.workers, self.executor)
-        return [next(results) for _ in self.progress(jobs)]
+_Runner = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]  # gives what a function makes of each job
 
 
 class _Found(NamedTuple):
