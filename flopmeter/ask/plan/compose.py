@@ -157,7 +157,7 @@ class _Rank:
     def _schedule(self) -> None:
         split = self._split
         is_sharded = split.shards > 1
-        keeps_whole = split.pp > 1  # torchtitan: parameters stay gathered for all microbatches of a pipeline
+        keeps_whole = split.gather == "step"
         for each in order_of(self._rank, split.pp, self._microbatches, split.chunks):
             parts, first = self._chunks[each.chunk], each.microbatch == 0
             last = each.microbatch == self._microbatches - 1
@@ -343,7 +343,7 @@ def _whole_bytes(work: Work, parts: list[PartCost], running: PartCost) -> float:
     if split.shards == 1:
         return (GATHERED_BYTES + GATHERED_BYTES) * sum(part.parameters for part in parts)
     buffers = (GATHERED_BYTES + REDUCED_BYTES) * layer  # the layer's own gradients, and the scatter of those before
-    if split.pp > 1:  # parameters stay gathered, and gradients are added up in fp32
+    if split.gather == "step":  # parameters stay gathered, and gradients are added up in fp32
         gradients = REDUCED_BYTES if work.microbatches > 1 else 0
         return (GATHERED_BYTES + gradients) * sum(part.parameters for part in parts) + buffers
     outside = GATHERED_BYTES * (costs.before.parameters + costs.after.parameters)

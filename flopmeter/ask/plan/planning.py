@@ -35,7 +35,7 @@ class SplitRow:
 
     KEYS = (
         "name", "dp", "fsdp", "tp", "cp", "pp", "ep", "microbatch", "microbatches", "recompute", "schedule", "chunks",
-        "how", "seconds", "composed_seconds", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "bound_by",
+        "gather", "how", "seconds", "composed_seconds", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "bound_by",
         "peak_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_step", "dollars_per_million_tokens",
     )  # fmt: skip
 
@@ -151,6 +151,7 @@ _COLUMNS: list[ColumnOf[SplitRow]] = [
     ColumnOf("batches", lambda row: f"{row.microbatches} x {row.split.microbatch}", str),
     ColumnOf("recompute", lambda row: row.split.recompute, str, "<"),
     ColumnOf("schedule", _schedule, str, "<"),
+    ColumnOf("gathers", lambda row: f"each {row.split.gather}" if row.split.shards > 1 else UNKNOWN, str, "<"),
     ColumnOf("s", lambda row: row.seconds),
     ColumnOf("tokens/s/GPU", lambda row: row.tokens_per_s_per_gpu),
     ColumnOf("MFU %", lambda row: percent(row.mfu, 1), str),
@@ -338,7 +339,7 @@ def _fastest(works: list[Work], rows: int) -> list[_Found]:
 
 def _metered(search: _Search, rows: list[SplitRow], whole: int, run: _Runner) -> list[SplitRow]:
     """With the first of those without a pipeline metered whole."""
-    chosen = [row for row in rows if row.split.pp == 1][:whole]
+    chosen = [row for row in rows if row.split.pp == 1 and row.split.gather == "microbatch"][:whole]
     results = dict(
         zip((row.split for row in chosen), run(meter_whole, [search.whole_job(row) for row in chosen]), strict=True)
     )
@@ -368,7 +369,7 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
     notes = [
         f"cluster: {cluster.title}",
         "products run in bf16, gradients are summed in fp32; parameters, gradients and AdamW's state in fp32, sharded "
-        "over fsdp x cp; with a pipeline parameters stay gathered over its microbatches (torchtitan's ways)",
+        "over fsdp x cp",
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
     ]
