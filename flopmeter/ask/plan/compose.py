@@ -28,7 +28,7 @@ STATE_BYTES = 16  # of a parameter of the shard: it, its gradient, and Adam's tw
 # Streams of FSDP2, beside the one that computes.
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
-ROUNDS = 3  # of the pipeline's length: from so many microbatches on a step grows by the same time for each
+ROUNDS = 2  # of the pipeline's length: from so many microbatches on a step grows by the same time for each
 
 
 @dataclass(frozen=True)
