@@ -12,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from flopmeter import FlopMeter
@@ -120,10 +121,14 @@ def test_what_cannot_run_is_one_error_that_says_what_to_do(program: Callable[...
 
 
 def test_worlds_in_a_row_have_equal_meshes_with_groups_of_their_own():
-    """The groups of the second world have other names, since its mesh has one dimension more."""
-    for mesh_of in ({"dp": 2, "tp": 4}, {"pp": 2, "dp": 2, "tp": 4}, {"tp": 4}):
-        size = torch.Size(mesh_of.values()).numel()
-        with world(size, mesh_of) as mesh:
-            model = layers()
-            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-            model(x()).sum().backward()
+    """DTensor takes equal meshes for the same one. Groups of the second world have other names."""
+    for mesh_of in ({"cp": 1, "tp": 4}, {"dp": 64, "tp": 4}):
+        with world(torch.Size(mesh_of.values()).numel(), mesh_of) as mesh, FlopMeter("h100-sxm5-80gb") as meter:
+            with torch.device("meta"):
+                model, tokens = nn.Sequential(nn.Embedding(64, WIDTH)), torch.empty(2, 8, dtype=torch.long)
+            parallelize_module(
+                model, mesh["tp"], {"0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
+            )
+            model(tokens).sum().backward()
+        groups = {kernel.cost.collective.ranks for kernel in meter.report().kernels if kernel.cost.collective}
+        assert groups == {(0, 1, 2, 3)}

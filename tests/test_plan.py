@@ -19,7 +19,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from flopmeter import PlanError, Split, plan
-from flopmeter.ask.plan.compose import Work, compose, layers_by_stage, memory_bytes, most_memory_bytes
+from flopmeter.ask.plan.compose import SplitWork, compose, layers_by_stage, memory_bytes, most_memory_bytes
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.schedules import most_in_flight, order_of
 from flopmeter.ask.plan.subject import subject_of
@@ -52,8 +52,8 @@ def costs_by_hand(forward: float, backward: float, parameters: int = 0, activati
     return LayerCosts({0: layer}, nothing, nothing, 0, 0.0, (), ())
 
 
-def work(split: Split, costs: LayerCosts, layers: int, microbatches: int, cluster: Cluster = FREE) -> Work:
-    return Work(split, [0] * layers, costs, microbatches * split.replicas * split.microbatch, H100, cluster)
+def work(split: Split, costs: LayerCosts, layers: int, microbatches: int, cluster: Cluster = FREE) -> SplitWork:
+    return SplitWork(split, [0] * layers, costs, microbatches * split.replicas * split.microbatch, H100, cluster)
 
 
 # --- closed forms ---------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def layers_of(split: Split) -> LayerCosts:
 def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split):
     subject = subject_of(SMALL)
     whole = meter_whole(WholeJob(subject, split, 1, 8192, H100, DGX, "eager", {}))
-    composed = compose(Work(split, subject.kinds, layers_of(split), split.replicas * split.microbatch, H100, DGX))
+    composed = compose(SplitWork(split, subject.kinds, layers_of(split), split.replicas * split.microbatch, H100, DGX))
     assert composed.seconds == pytest.approx(whole.seconds, rel=0.08)
     assert 0.95 < composed.memory_bytes / whole.peak_memory_bytes < 1.3
 

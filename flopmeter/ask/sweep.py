@@ -171,7 +171,7 @@ def sweep(
     return Sweep(measured[-1].headline, over, unit, tuple(each.point for each in measured), tuple(notes))
 
 
-class _Measured(NamedTuple):
+class _SizeResult(NamedTuple):
     """What came of one size."""
 
     point: Point
@@ -187,13 +187,13 @@ def _measured(
     items: float,
     meter_options: Mapping[str, Any],
     size: int,
-) -> _Measured:
+) -> _SizeResult:
     with FlopMeter(device, **meter_options) as meter:
         fn_of_batch(size)
     report = meter.report(mode=mode)
     if not report.kernels:
         raise ValueError(f"the program ran no op on meta tensors at {over} {size}: there is nothing to sweep")
-    return _Measured(_point(size, items, report), report.headline, report.notes)
+    return _SizeResult(_point(size, items, report), report.headline, report.notes)
 
 
 def _point(size: int, items: float, report: Report) -> Point:

@@ -13,17 +13,17 @@ from contextlib import nullcontext
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def results_of(
-    run: Callable[[Job], Result],
-    jobs: Sequence[Job],
+    run: Callable[[T], R],
+    jobs: Sequence[T],
     workers: int = 1,
     executor: Executor | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
-) -> list[Result]:
+) -> list[R]:
     """What `run` gives for each job, in order.
 
     workers: processes that are started for it; with one, jobs run in this process.

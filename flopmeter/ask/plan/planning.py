@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware
-from flopmeter.ask.plan.compose import STATE_BYTES, Bound, Composed, Work, compose, least_seconds, most_memory_bytes
+from flopmeter.ask.plan.compose import (
+    STATE_BYTES,
+    Bound,
+    Composed,
+    SplitWork,
+    compose,
+    least_seconds,
+    most_memory_bytes,
+)
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
 from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, checked_wishes, splits
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
@@ -293,8 +301,8 @@ class _Search:
         share = split.tp * split.pp * split.shards
         return self._usable is None or STATE_BYTES * self._subject.parameters / share <= self._usable
 
-    def _work(self, split: Split) -> Work:
-        return Work(
+    def _work(self, split: Split) -> SplitWork:
+        return SplitWork(
             split, self._subject.kinds, self.costs[split.shape], self._bounds.batch, self._device, self._cluster
         )
 
@@ -323,7 +331,7 @@ class _Search:
         return found + [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
 
 
-def _fastest(works: list[Work], rows: int) -> list[_Found]:
+def _fastest(works: list[SplitWork], rows: int) -> list[_Found]:
     """Put together in the order of what they take at least, until no other one can be among the fastest. Of splits
     that only share replicas otherwise between dp and fsdp there is the fastest."""
     best: dict[object, _Found] = {}
