@@ -270,6 +270,11 @@ def _tables(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Row], Cal
 
         for title, rows in sharded_runs(path):
             yield title, rows, _group
+    if arguments.parallel:
+        from validate_parallel import planned_runs
+
+        for title, rows in planned_runs(arguments.parallel):
+            yield title, rows, lambda row: row.name
     if arguments.kernels:
         from validate_kernels import kernels
 

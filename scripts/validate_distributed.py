@@ -41,8 +41,8 @@ def sharded_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
     """The rows of each source and GPU, tokens/s in place of seconds, and once more for the memory that was stated, in
     bytes.
 
-    Left out are the lines with fp8, whose products another library defines, those of more than 8 GPUs or of several
-    nodes, with tensor and pipeline parallelism, and those without a batch size.
+    Left out are the lines with fp8, whose products another library defines, those of more than 8 GPUs (see
+    validate_parallel.py), and those without a batch size.
     """
     reports: dict[str, list[tuple[Line, Report]]] = {}
     for line in csv.DictReader(path.open()):

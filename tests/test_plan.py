@@ -19,7 +19,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from flopmeter import PlanError, Split, plan
-from flopmeter.ask.plan.compose import Work, compose, layers_by_stage, memory_bytes
+from flopmeter.ask.plan.compose import SplitWork, compose, layers_by_stage, memory_bytes, most_memory_bytes
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost, meter_layers
 from flopmeter.ask.plan.schedules import most_in_flight, order_of
 from flopmeter.ask.plan.subject import subject_of
@@ -52,8 +52,8 @@ def costs_by_hand(forward: float, backward: float, parameters: int = 0, activati
     return LayerCosts({0: layer}, nothing, nothing, 0, 0.0, (), ())
 
 
-def work(split: Split, costs: LayerCosts, layers: int, microbatches: int, cluster: Cluster = FREE) -> Work:
-    return Work(split, [0] * layers, costs, microbatches * split.replicas * split.microbatch, H100, cluster)
+def work(split: Split, costs: LayerCosts, layers: int, microbatches: int, cluster: Cluster = FREE) -> SplitWork:
+    return SplitWork(split, [0] * layers, costs, microbatches * split.replicas * split.microbatch, H100, cluster)
 
 
 # --- closed forms ---------------------------------------------------------------------------------------------------
@@ -62,7 +62,9 @@ def work(split: Split, costs: LayerCosts, layers: int, microbatches: int, cluste
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 8), (4, 40), (8, 16)])
 def test_a_pipeline_takes_as_long_as_its_microbatches_and_the_stages_before(ranks: int, microbatches: int):
     """(m + p - 1) passes of a stage: GPipe and Megatron-LM (arXiv 1811.06965, 2104.04473). Forty are extrapolated."""
-    step = compose(work(replace(PLAIN, pp=ranks, schedule="1f1b"), costs_by_hand(1.0, 2.0), ranks, microbatches))
+    step = compose(
+        work(replace(PLAIN, pp=ranks, schedule="1f1b", gather="step"), costs_by_hand(1.0, 2.0), ranks, microbatches)
+    )
     assert step.seconds == pytest.approx(3.0 * (microbatches + ranks - 1), rel=1e-3)
     assert step.seconds_by_bound["bubble"] == pytest.approx(3.0 * (ranks - 1), rel=1e-2)
 
@@ -70,7 +72,7 @@ def test_a_pipeline_takes_as_long_as_its_microbatches_and_the_stages_before(rank
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_stages_of_several_chunks_make_the_bubble_so_much_smaller(chunks: int):
     """Megatron-LM, arXiv 2104.04473, section 2.2: (p - 1) / v passes of a whole rank."""
-    split = replace(PLAIN, pp=4, schedule="interleaved", chunks=chunks)
+    split = replace(PLAIN, pp=4, schedule="interleaved", chunks=chunks, gather="step")
     step = compose(work(split, costs_by_hand(1.0, 2.0), 4 * chunks, 8))
     assert step.seconds == pytest.approx(3.0 * chunks * (8 + 3 / chunks), rel=1e-3)
 
@@ -95,6 +97,15 @@ def test_replicas_that_sum_gradients_over_a_port_take_two_more_passes_of_a_shard
     assert step.seconds_by_bound["communication"] > shard_sum
 
 
+def test_parameters_that_stay_gathered_are_gathered_once_a_step():
+    """Four microbatches: three gathers for forward, four for backward, and three scatters less; more is kept."""
+    each = work(replace(PLAIN, fsdp=8, tp=8), costs_by_hand(1e-6, 1e-6, 100_000_000), 1, 4, DGX)
+    once = each._replace(split=replace(each.split, gather="step"))
+    port = 0.94 * 50e9 / (100_000_000 * 7 / 8)
+    assert compose(each).seconds - compose(once).seconds == pytest.approx((7 * 2 + 3 * 4) / port, rel=0.2)
+    assert most_memory_bytes(once) > most_memory_bytes(each)
+
+
 def test_more_microbatches_take_equally_long_each():
     seconds = [
         compose(work(replace(PLAIN, fsdp=16), costs_by_hand(0.01, 0.02, 10_000_000), 4, microbatches, DGX)).seconds
@@ -106,7 +117,7 @@ def test_more_microbatches_take_equally_long_each():
 
 @pytest.mark.parametrize("rank", range(4))
 def test_1f1b_holds_activations_of_as_many_microbatches_as_there_are_stages_from_here(rank: int):
-    split = replace(PLAIN, pp=4, schedule="1f1b")
+    split = replace(PLAIN, pp=4, schedule="1f1b", gather="step")
     with_activations = work(split, costs_by_hand(1.0, 2.0, activations=1000), 4, 8)
     assert memory_bytes(with_activations, rank) == 1000 * (4 - rank)
 
@@ -174,7 +185,7 @@ def layers_of(split: Split) -> LayerCosts:
 def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split):
     subject = subject_of(SMALL)
     whole = meter_whole(WholeJob(subject, split, 1, 8192, H100, DGX, "eager", {}))
-    composed = compose(Work(split, subject.kinds, layers_of(split), split.replicas * split.microbatch, H100, DGX))
+    composed = compose(SplitWork(split, subject.kinds, layers_of(split), split.replicas * split.microbatch, H100, DGX))
     assert composed.seconds == pytest.approx(whole.seconds, rel=0.08)
     assert 0.95 < composed.memory_bytes / whole.peak_memory_bytes < 1.3
 

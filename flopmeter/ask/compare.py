@@ -6,12 +6,15 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.ask.steps import BOUND_BY, FITS, JOULES, MFU, PEAK, TIME, USABLE, WATTS, Step, is_positive, step_figures
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
+from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Regime
@@ -129,6 +132,8 @@ def compare(
     unit: str = "items",
     prices: Mapping[str, float] | None = None,
     sort: Sort = "seconds",
+    workers: int = 1,
+    executor: Executor | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     **meter_options: Any,
 ) -> Comparison:
@@ -140,6 +145,7 @@ def compare(
     items: how many items (tokens, images) one run works on, for throughput and price; `unit` names them.
     prices: dollars per hour, by the name of the device. Devices without a price have no cost.
     sort: 'seconds', or 'cost' (per step; devices without a price come last).
+    workers, executor: processes that run devices side by side, or any concurrent.futures.Executor (see ask/workers.py).
     progress: wraps the list of devices, as `tqdm` does.
     meter_options: of FlopMeter.
 
@@ -156,22 +162,18 @@ def compare(
     dollars = checked_prices(prices or {}, devices)
     if sort == "cost" and not dollars:
         raise ValueError("to sort by cost, give prices: dollars per hour of each device")
-    unable: dict[str, str] = {}
-    rows, notes, title = [], list[str](), ""
-    for device, report in _reports(fn, progress(devices), mode, meter_options):
-        if isinstance(report, HardwareError):
-            unable[device.name] = str(report)
-            continue
-        rows.append(_row(report, items, dollars.get(device.name), what_if(report, meter_options.get("host"))))
-        notes += _notes(report)
-        if device.compute_capability is None and meter_options.get("as_cuda", True):
-            notes += CudaTarget.stand_in(device.title).notes
-        title = title or report.headline.replace(f" · {device.title}", "")
+    run = partial(_result, _DeviceJob(fn, mode, items, dollars, meter_options), [])
+    found = results_of(run, devices, workers, executor, progress)
+    unable = {device.name: each.why for device, each in zip(devices, found, strict=True) if each.row is None}
+    rows = [each.row for each in found if each.row is not None]
+    title = next((each.title for each in found if each.row is not None), "")
     rows.sort(key=(lambda row: row.seconds) if sort == "seconds" else _by_cost)
     if rows and items is not None:
         title += f" · {items:,.10g} {unit} a step"
     title = title or "no device of the list can run this program"
-    return Comparison(title, tuple(rows), unable, unit, tuple(dict.fromkeys(notes)))
+    return Comparison(
+        title, tuple(rows), unable, unit, tuple(dict.fromkeys(note for each in found for note in each.notes))
+    )
 
 
 def _check_options(
@@ -188,20 +190,42 @@ def _check_options(
         raise TypeError(f"compare runs a function without arguments for each device, not {fn!r}")
 
 
-def _reports(
-    fn: Callable[[], object], devices: Iterable[Hardware], mode: Mode, options: Mapping[str, Any]
-) -> Iterator[tuple[Hardware, Report | HardwareError]]:
-    """Of each device, or why it cannot run the program."""
-    meters: list[FlopMeter] = []  # one for each op stream among the devices
-    for device in devices:
-        try:
-            report = _report(fn, device, mode, meters, options)
-        except HardwareError as error:
-            yield device, error
-            continue
-        if not report.kernels:
-            raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
-        yield device, report
+class _DeviceJob(NamedTuple):
+    """What a worker needs to know besides the device."""
+
+    fn: Callable[[], object]
+    mode: Mode
+    items: float | None
+    dollars_per_hour: Mapping[str, float]
+    meter_options: Mapping[str, Any]
+
+
+class _DeviceResult(NamedTuple):
+    """What came of one device: a row, or why there is none."""
+
+    row: DeviceRow | None
+    title: str = ""
+    notes: tuple[str, ...] = ()
+    why: str = ""
+
+
+def _result(job: _DeviceJob, meters: list[FlopMeter], device: Hardware) -> _DeviceResult:
+    """`meters` has one for each op stream of the devices so far in this process, and gets another one."""
+    try:
+        report = _report(job.fn, device, job.mode, meters, job.meter_options)
+    except HardwareError as error:
+        return _DeviceResult(None, why=str(error))
+    if not report.kernels:
+        raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
+    changes = what_if(report, job.meter_options.get("host"))
+    notes = list(_notes(report))
+    if device.compute_capability is None and job.meter_options.get("as_cuda", True):
+        notes += CudaTarget.stand_in(device.title).notes
+    return _DeviceResult(
+        row=_row(report, job.items, job.dollars_per_hour.get(device.name), changes),
+        title=report.headline.replace(f" · {device.title}", ""),
+        notes=tuple(notes),
+    )
 
 
 def _report(

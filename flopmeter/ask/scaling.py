@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware
 from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, is_positive, step_figures
+from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.distributed import world
@@ -163,7 +163,8 @@ def scale(
     unit: str = "items",
     dollars_per_gpu_hour: float | None = None,
     workers: int = 1,
-    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    executor: Executor | None = None,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     **meter_options: Any,
 ) -> Scaling:
     """What a step of `program` takes in each layout, metered on rank 0.
@@ -173,8 +174,7 @@ def scale(
     layouts: meshes such as {"dp": 8, "tp": 4}; the ranks of the last dimension are neighbours.
     cluster: a name, the path of a YAML file or a Cluster; by default the one that the device comes in.
     items: how many items (tokens, images) a step of all ranks works on, or a function that says it for a layout.
-    workers: how many processes run layouts side by side; with more than one, `program` (and `items`) must be functions
-        of a module, which the processes import, and the main module must be guarded by `__name__`.
+    workers, executor: processes that run layouts side by side, or any concurrent.futures.Executor (see ask/workers.py).
     progress: wraps the list of layouts, as `tqdm` does.
     meter_options: of FlopMeter.
 
@@ -184,14 +184,12 @@ def scale(
     meshes = [dict(layout) for layout in layouts]
     if not meshes:
         raise ValueError('scale needs at least one layout, such as {"dp": 8}')
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, not {workers}")
     _check_positive("items", None if callable(items) else items)
     _check_positive("dollars_per_gpu_hour", dollars_per_gpu_hour)
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
     job = _Job(program, device, links, mode, items, dollars_per_gpu_hour, meter_options)
-    outcomes = list(progress(_outcomes(job, meshes, workers)))
+    outcomes = results_of(partial(_outcome, job), meshes, workers, executor, progress)
     rows = tuple(outcome.row for outcome in outcomes if outcome.row is not None)
     unable = {_name(mesh): outcome.title for mesh, outcome in zip(meshes, outcomes, strict=True) if outcome.row is None}
     if not rows:
@@ -199,15 +197,6 @@ def scale(
     title = next(outcome.title for outcome in outcomes if outcome.row is not None)
     notes = [f"cluster: {links.title}", *(note for outcome in outcomes for note in outcome.notes)]
     return Scaling(title, rows, unable, unit, tuple(dict.fromkeys(notes)))
-
-
-def _outcomes(job: _Job, meshes: list[dict[str, int]], workers: int) -> Iterator[_LayoutResult]:
-    if workers == 1:
-        yield from map(partial(_outcome, job), meshes)
-        return
-    # Spawned, not forked: torch has threads by now.
-    with ProcessPoolExecutor(min(workers, len(meshes)), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(partial(_outcome, job), meshes)
 
 
 def _outcome(job: _Job, layout: dict[str, int]) -> _LayoutResult:

@@ -9,13 +9,17 @@ rises with the batch ([B, D] x [D, D] with B < D) and the run is memory-bound. T
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import BOUND_BY, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
+from flopmeter.ask.workers import results_of
+from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.report.quantities import percent
 from flopmeter.report.report import Report
@@ -140,6 +144,8 @@ def sweep(
     over: str = "batch",
     items: float = 1,
     unit: str = "samples",
+    workers: int = 1,
+    executor: Executor | None = None,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
     **meter_options: Any,
 ) -> Sweep:
@@ -149,6 +155,7 @@ def sweep(
     batches: the sizes, positive whole numbers.
     over: what the sizes are, where not batches ('seq').
     items: how many items (tokens, images) a size of 1 has, for the throughput; `unit` names them.
+    workers, executor: processes that run sizes side by side, or any concurrent.futures.Executor (see ask/workers.py).
     progress: wraps the list of sizes, as `tqdm` does.
     meter_options: of FlopMeter.
 
@@ -166,20 +173,35 @@ def sweep(
     if items <= 0:
         raise ValueError(f"items must be how many {unit} a size of 1 has, more than 0, not {items!r}")
     sizes = sorted(set(given))
-    meter = FlopMeter(hardware, **meter_options)
-    points: list[Point] = []
-    notes: list[str] = []
-    report: Report | None = None
-    for size in progress(sizes):
-        with meter:
-            fn_of_batch(size)
-        report = meter.report(mode=mode)
-        if not report.kernels:
-            raise ValueError(f"the program ran no op on meta tensors at {over} {size}: there is nothing to sweep")
-        points.append(_point(size, items, report))
-        notes += report.notes
-    assert report is not None  # there is at least one size
-    return Sweep(report.headline, over, unit, tuple(points), tuple(dict.fromkeys(notes)))
+    job = partial(_measured, fn_of_batch, load_hardware(hardware), mode, over, items, meter_options)
+    measured = results_of(job, sizes, workers, executor, progress)
+    notes = dict.fromkeys(note for each in measured for note in each.notes)
+    return Sweep(measured[-1].headline, over, unit, tuple(each.point for each in measured), tuple(notes))
+
+
+class _SizeResult(NamedTuple):
+    """What came of one size."""
+
+    point: Point
+    headline: str
+    notes: tuple[str, ...]
+
+
+def _measured(
+    fn_of_batch: Callable[[int], object],
+    device: Hardware,
+    mode: Mode,
+    over: str,
+    items: float,
+    meter_options: Mapping[str, Any],
+    size: int,
+) -> _SizeResult:
+    with FlopMeter(device, **meter_options) as meter:
+        fn_of_batch(size)
+    report = meter.report(mode=mode)
+    if not report.kernels:
+        raise ValueError(f"the program ran no op on meta tensors at {over} {size}: there is nothing to sweep")
+    return _SizeResult(_point(size, items, report), report.headline, report.notes)
 
 
 def _point(size: int, items: float, report: Report) -> Point:

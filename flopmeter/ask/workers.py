@@ -1,33 +1,44 @@
-"""Jobs that do not depend on each other, one after another or side by side."""
+"""Jobs that do not depend on each other: one after another, in processes side by side, or on any executor.
+
+A job that leaves this process is pickled, with the function that runs it. So functions in it have to be functions of a
+module, which the other processes import; and where processes are started, the main module has to be guarded by
+`if __name__ == "__main__":`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def results_of(
-    run: Callable[[Job], Result], jobs: Sequence[Job], workers: int = 1, executor: Executor | None = None
-) -> Iterator[Result]:
-    """What `run` gives for each job, in order. With several workers, or an executor of processes, `run` and the jobs
-    are pickled: functions in them have to be functions of a module, which the processes import.
+    run: Callable[[T], R],
+    jobs: Sequence[T],
+    workers: int = 1,
+    executor: Executor | None = None,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+) -> list[R]:
+    """What `run` gives for each job, in order.
 
-    executor: any of concurrent.futures, or one like them, such as that of a dask cluster; it is left open. Without it
-        `workers` processes are started, or with one worker none.
+    workers: processes that are started for it; with one, jobs run in this process.
+    executor: in their place any of concurrent.futures, or one like them, such as dask's `client.get_executor()`. It is
+        left open.
+    progress: wraps the jobs, as `tqdm` does.
     Raises ValueError for fewer workers than one.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
-    if executor is not None:
-        yield from executor.map(run, jobs)
-    elif workers == 1 or len(jobs) < 2:
-        yield from map(run, jobs)
-    else:
+    started = None
+    if executor is None and workers > 1 and len(jobs) > 1:
         # Spawned, not forked: torch has threads by now.
-        with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn")) as pool:
-            yield from pool.map(run, jobs)
+        started = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn"))
+    with started or nullcontext():
+        pool = executor or started
+        results = iter(map(run, jobs) if pool is None else pool.map(run, jobs))
+        return [next(results) for _ in progress(jobs)]

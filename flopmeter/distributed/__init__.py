@@ -26,7 +26,10 @@ if not torch.distributed.is_available():
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flopmeter.distributed import rules  # noqa: F401  (it fills the table of cost rules)
+from flopmeter.distributed import (
+    programs,
+    rules,  # noqa: F401  (it fills the table of cost rules)
+)
 from flopmeter.distributed.errors import WorldError
 from flopmeter.distributed.meta import runs_on_meta
 from flopmeter.torch_names import distributed as private
@@ -54,6 +57,8 @@ def world(
         undo.enter_context(runs_on_meta(gpus_per_node, rank))
         undo.callback(_close)
         dist.init_process_group("fake", rank=rank, world_size=size, store=private.FakeStore())
+        for patch in programs.init_patches():
+            undo.enter_context(patch)
         yield init_device_mesh("meta", tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 

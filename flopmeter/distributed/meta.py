@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flopmeter.distributed import objects
+from flopmeter.distributed import objects, programs
 from flopmeter.distributed.cuda_device import meta_device
 from flopmeter.known_values import KnownValues, messages
 from flopmeter.known_values.entry_points import open_ones
@@ -55,6 +55,7 @@ def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
             mock.patch.object(distributed_c10d, private.CHECK_BATCH, _heard_batch(_check_batch)),
             *(mock.patch.object(kind, "wait", _heard_wait(kind.wait)) for kind in (private.FakeWork, private.Work)),
             mock.patch.object(torch.UntypedStorage, "resize_", _heard_resize(torch.UntypedStorage.resize_)),
+            *programs.patches(),
         )
         undo.callback(_forget_device_module)
         for patch in patches:

@@ -7,6 +7,7 @@ Sizes: 124M, 355M, 774M and 1.5B parameters (124,439,808; 354,823,168; 774,030,0
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -64,3 +65,30 @@ class GPT2(nn.Module):
 
     def loss(self, tokens: Tensor) -> Tensor:
         return next_token_loss(self(tokens), tokens)
+
+    def tensor_parallel(self) -> dict[str, Any]:
+        """For torch's `parallelize_module`: as Llama's. Queries, keys and values are taken to lie by ranks in their one
+        product, as Megatron-LM has them; the head's weights are then no longer those of the embedding."""
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import parallel as tp
+
+        whole, split = Replicate(), Shard(1)
+        gathered = tp.PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,))
+        scattered = tp.RowwiseParallel(output_layouts=split)
+        block = {
+            "norm1": tp.SequenceParallel(),
+            "attention": gathered,
+            "attention.qkv": tp.ColwiseParallel(),
+            "attention.out": scattered,
+            "norm2": tp.SequenceParallel(),
+            "mlp": gathered,
+            "mlp.0": tp.ColwiseParallel(),
+            "mlp.2": scattered,
+        }
+        return {
+            "token": tp.RowwiseParallel(input_layouts=whole, output_layouts=split),
+            "position": tp.RowwiseParallel(input_layouts=whole, output_layouts=Shard(0)),
+            **{f"blocks.*.{name}": style for name, style in block.items()},
+            "norm": tp.SequenceParallel(),
+            "head": tp.ColwiseParallel(input_layouts=split, use_local_output=False),
+        }

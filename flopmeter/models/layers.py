@@ -14,12 +14,12 @@ class SelfAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, causal: bool = False) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.head_width, self.causal = heads, width // heads, causal
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4).unbind()
         context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.out(context.transpose(1, 2).flatten(2))
         return out

@@ -2,8 +2,9 @@
 
 Nothing here is fitted. Transfers that use one port the same way share its bandwidth equally. A transfer takes an SM for
 each of NCCL's channels, which a kernel that is bound by arithmetic lacks; and bytes of the device's own memory, which
-slow both once they ask for more than there is. This is what Echo (arXiv 2412.12487) and others (arXiv 2507.03114: 19 %
-on average for computing beside collectives, on A100 and H100) measure; they fit it, and here it follows from counts.
+slow both once they ask for more than there is. Echo (arXiv 2412.12487) also slows kernels that compute beside
+collectives, by a predictor trained on profiles; here the slowdown follows from counts. Measured on A100, H100, MI210
+and MI250, computing beside collectives takes 18.9 % longer on average and 40 % at most (arXiv 2507.03114).
 
 Approximations: SMs are shared smoothly, though a kernel whose blocks just fill the device needs a second wave; caches
 and the power that both draw are left out.

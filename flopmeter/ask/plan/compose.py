@@ -28,7 +28,7 @@ STATE_BYTES = 16  # of a parameter of the shard: it, its gradient, and Adam's tw
 # Streams of FSDP2, beside the one that computes.
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
-ROUNDS = 3  # of the pipeline's length: from so many microbatches on a step grows by the same time for each
+ROUNDS = 2  # of the pipeline's length: from so many microbatches on a step grows by the same time for each
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Composed:
     microbatches: int
 
 
-class Work(NamedTuple):
+class SplitWork(NamedTuple):
     """What is composed, and on what."""
 
     split: Split
@@ -82,7 +82,7 @@ def layers_by_stage(layers: int, stages: int) -> list[int]:
     return counts
 
 
-def compose(work: Work) -> Composed:
+def compose(work: SplitWork) -> Composed:
     """The step of that split."""
     pp, microbatches = work.split.pp, work.microbatches
     fewer, more = (ROUNDS * pp, (ROUNDS + 1) * pp) if pp > 1 else (1, 2)
@@ -105,7 +105,7 @@ def compose(work: Work) -> Composed:
     )
 
 
-def least_seconds(work: Work) -> float:
+def least_seconds(work: SplitWork) -> float:
     """No step of that split takes less: what the busiest rank computes, while the first and the last microbatch are
     on the other ranks."""
     split = work.split
@@ -124,9 +124,9 @@ def _longer(fewer: Shares, more: Shares, times: float) -> Shares:
     return {bound: max(0.0, fewer[bound] + times * (more[bound] - fewer[bound])) for bound in fewer}
 
 
-def _simulated(work: Work, microbatches: int) -> Shares:
+def _simulated(work: SplitWork, microbatches: int) -> Shares:
     """The wall-clock of the rank that has the most to do, by what it goes to."""
-    ranks = {number: _Rank(work, number, microbatches) for number in range(work.split.pp)}
+    ranks = {number: _RankOfSplit(work, number, microbatches) for number in range(work.split.pp)}
     stretches = run_concurrently({rank.world_rank: rank.activities for rank in ranks.values()})
     shares = [rank.shares(stretches[rank.world_rank]) for rank in ranks.values()]
     end = max(sum(each.values()) for each in shares)
@@ -135,10 +135,10 @@ def _simulated(work: Work, microbatches: int) -> Shares:
     return slowest
 
 
-class _Rank:
+class _RankOfSplit:
     """What one rank of the pipeline is given to do."""
 
-    def __init__(self, work: Work, rank: int, microbatches: int) -> None:
+    def __init__(self, work: SplitWork, rank: int, microbatches: int) -> None:
         self._work, self._rank, self._split = work, rank, work.split
         self._stride = work.split.group("pp")[1] if work.split.pp > 1 else 1
         self._chunks = work.chunks(rank)
@@ -157,7 +157,7 @@ class _Rank:
     def _schedule(self) -> None:
         split = self._split
         is_sharded = split.shards > 1
-        keeps_whole = split.pp > 1  # torchtitan: parameters stay gathered for all microbatches of a pipeline
+        keeps_whole = split.gather == "step"
         for each in order_of(self._rank, split.pp, self._microbatches, split.chunks):
             parts, first = self._chunks[each.chunk], each.microbatch == 0
             last = each.microbatch == self._microbatches - 1
@@ -314,12 +314,12 @@ def _way(part: PartCost, is_forward: bool) -> PassCost:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def most_memory_bytes(work: Work) -> int:
+def most_memory_bytes(work: SplitWork) -> int:
     """Of the fullest rank."""
     return max(memory_bytes(work, rank) for rank in range(work.split.pp))
 
 
-def memory_bytes(work: Work, rank: int) -> int:
+def memory_bytes(work: SplitWork, rank: int) -> int:
     """At the fullest moment of a step: state, parameters and gradients that are whole, activations, temporaries."""
     split, chunks, costs = work.split, work.chunks(rank), work.costs
     parts = [part for chunk in chunks for part in chunk]
@@ -336,14 +336,14 @@ def memory_bytes(work: Work, rank: int) -> int:
     return round(state + activations + max(moments))
 
 
-def _whole_bytes(work: Work, parts: list[PartCost], running: PartCost) -> float:
+def _whole_bytes(work: SplitWork, parts: list[PartCost], running: PartCost) -> float:
     """Parameters and gradients that are whole while this part runs backward."""
     split, costs = work.split, work.costs
     layer = max(part.parameters for part in costs.layers.values())
     if split.shards == 1:
         return (GATHERED_BYTES + GATHERED_BYTES) * sum(part.parameters for part in parts)
     buffers = (GATHERED_BYTES + REDUCED_BYTES) * layer  # the layer's own gradients, and the scatter of those before
-    if split.pp > 1:  # parameters stay gathered, and gradients are added up in fp32
+    if split.gather == "step":  # parameters stay gathered, and gradients are added up in fp32
         gradients = REDUCED_BYTES if work.microbatches > 1 else 0
         return (GATHERED_BYTES + gradients) * sum(part.parameters for part in parts) + buffers
     outside = GATHERED_BYTES * (costs.before.parameters + costs.after.parameters)

@@ -91,7 +91,7 @@ def meter_layers(job: LayersJob) -> LayerCosts:
         with FlopMeter(job.hardware, cluster=job.cluster, **job.meter_options) as meter:
             backward(subject, model, mesh, tokens)
         report = meter.report(mode=job.mode)
-    parts = _Parts(report, f"{type(model).__name__}.{subject.layers}.")
+    parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.")
     inside = [sum(map(_local_numel, block.parameters())) for block in blocks]
     outside = sum(map(_local_numel, model.parameters())) - sum(inside)
     first = _local_numel(next(model.parameters()))
@@ -145,7 +145,7 @@ def _optimizer(block: nn.Module, job: LayersJob) -> float:
     return (report.seconds - report.idle_seconds) / sum(each.numel() for each in shards)
 
 
-class _Parts:
+class _PartsOfReport:
     """Which time and memory of a report belongs to which layer."""
 
     def __init__(self, report: Report, prefix: str) -> None:

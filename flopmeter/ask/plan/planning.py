@@ -7,10 +7,19 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware
-from flopmeter.ask.plan.compose import STATE_BYTES, Bound, Composed, Work, compose, least_seconds, most_memory_bytes
+from flopmeter.ask.plan.compose import (
+    STATE_BYTES,
+    Bound,
+    Composed,
+    SplitWork,
+    compose,
+    least_seconds,
+    most_memory_bytes,
+)
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
 from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, checked_wishes, splits
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
@@ -34,7 +43,7 @@ class SplitRow:
 
     KEYS = (
         "name", "dp", "fsdp", "tp", "cp", "pp", "ep", "microbatch", "microbatches", "recompute", "schedule", "chunks",
-        "how", "seconds", "composed_seconds", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "bound_by",
+        "gather", "how", "seconds", "composed_seconds", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "bound_by",
         "peak_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_step", "dollars_per_million_tokens",
     )  # fmt: skip
 
@@ -150,6 +159,7 @@ _COLUMNS: list[ColumnOf[SplitRow]] = [
     ColumnOf("batches", lambda row: f"{row.microbatches} x {row.split.microbatch}", str),
     ColumnOf("recompute", lambda row: row.split.recompute, str, "<"),
     ColumnOf("schedule", _schedule, str, "<"),
+    ColumnOf("gathers", lambda row: f"each {row.split.gather}" if row.split.shards > 1 else UNKNOWN, str, "<"),
     ColumnOf("s", lambda row: row.seconds),
     ColumnOf("tokens/s/GPU", lambda row: row.tokens_per_s_per_gpu),
     ColumnOf("MFU %", lambda row: percent(row.mfu, 1), str),
@@ -205,8 +215,7 @@ def plan(
     loss: the scalar that is trained, of the model and token ids; by default the model's own, else that of the next
         token.
     rows: how many splits the answer has. whole: how many of them are then metered with all of their layers.
-    workers, executor: processes that meter side by side, or any concurrent.futures.Executor. What they are given is
-        pickled, so that a function has to be one of a module, and the main module guarded by `__name__`.
+    workers, executor: processes that meter side by side, or any concurrent.futures.Executor (see ask/workers.py).
     meter_options: of FlopMeter.
 
     Raises PlanError for options that make no sense and where no split divides the work, HardwareError for an unknown
@@ -222,7 +231,7 @@ def plan(
     usable = usable_bytes_if_known(device) if memory is None else round(memory)
     bounds = Bounds(world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node)
     search = _Search(subject, bounds, device, links, mode, usable, meter_options)
-    run = _Runner(workers, executor, progress)
+    run = partial(results_of, workers=workers, executor=executor, progress=progress)
     found = search.best(checked_wishes(only or {}), rows, run)
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
     shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
@@ -241,16 +250,7 @@ def plan(
     )
 
 
-class _Runner(NamedTuple):
-    """How jobs are run."""
-
-    workers: int
-    executor: Executor | None
-    progress: Callable[[Sequence[Any]], Iterable[Any]]
-
-    def __call__(self, run: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
-        results = results_of(run, jobs, self.workers, self.executor)
-        return [next(results) for _ in self.progress(jobs)]
+_Runner = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]  # gives what a function makes of each job
 
 
 class _Found(NamedTuple):
@@ -301,8 +301,8 @@ class _Search:
         share = split.tp * split.pp * split.shards
         return self._usable is None or STATE_BYTES * self._subject.parameters / share <= self._usable
 
-    def _work(self, split: Split) -> Work:
-        return Work(
+    def _work(self, split: Split) -> SplitWork:
+        return SplitWork(
             split, self._subject.kinds, self.costs[split.shape], self._bounds.batch, self._device, self._cluster
         )
 
@@ -331,7 +331,7 @@ class _Search:
         return found + [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
 
 
-def _fastest(works: list[Work], rows: int) -> list[_Found]:
+def _fastest(works: list[SplitWork], rows: int) -> list[_Found]:
     """Put together in the order of what they take at least, until no other one can be among the fastest. Of splits
     that only share replicas otherwise between dp and fsdp there is the fastest."""
     best: dict[object, _Found] = {}
@@ -347,7 +347,7 @@ def _fastest(works: list[Work], rows: int) -> list[_Found]:
 
 def _metered(search: _Search, rows: list[SplitRow], whole: int, run: _Runner) -> list[SplitRow]:
     """With the first of those without a pipeline metered whole."""
-    chosen = [row for row in rows if row.split.pp == 1][:whole]
+    chosen = [row for row in rows if row.split.pp == 1 and row.split.gather == "microbatch"][:whole]
     results = dict(
         zip((row.split for row in chosen), run(meter_whole, [search.whole_job(row) for row in chosen]), strict=True)
     )
@@ -377,7 +377,7 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
     notes = [
         f"cluster: {cluster.title}",
         "products run in bf16, gradients are summed in fp32; parameters, gradients and AdamW's state in fp32, sharded "
-        "over fsdp x cp; with a pipeline parameters stay gathered over its microbatches (torchtitan's ways)",
+        "over fsdp x cp",
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
     ]

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = Literal["none", "1f1b", "interleaved"]
+GatherTime = Literal["microbatch", "step"]
 MOST_MICROBATCH = 8  # sequences that a rank works on at a time
 LEAST_LENGTH = 2048  # tokens of a sequence that a rank of context parallelism keeps
 MOST_CHUNKS = 8  # stages of a rank in an interleaved schedule
@@ -33,6 +34,7 @@ class Split:
     recompute: Recompute
     schedule: ScheduleName
     chunks: int = 1  # stages of each rank of the pipeline
+    gather: GatherTime = "microbatch"  # FSDP gathers parameters and scatters gradients for each, or once and keeps them
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -96,7 +98,8 @@ class Bounds(NamedTuple):
     gpus_per_node: int
 
 
-WISHES = (*MESH, "ep", "microbatch", "recompute", "schedule", "chunks")
+WISHES = (*MESH, "ep", "microbatch", "recompute", "schedule", "chunks", "gather")
+_CHOICES = {"recompute": get_args(Recompute), "schedule": get_args(ScheduleName), "gather": get_args(GatherTime)}
 
 
 def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
@@ -106,7 +109,7 @@ def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
         if name not in WISHES:
             raise PlanError(f"only[{name!r}]: known are {', '.join(WISHES)}")
         values = (wanted,) if isinstance(wanted, str) or not isinstance(wanted, Iterable) else tuple(wanted)
-        known = {"recompute": get_args(Recompute), "schedule": get_args(ScheduleName)}.get(name)
+        known = _CHOICES.get(name)
         for value in values:
             if known and value not in known:
                 raise PlanError(f"only[{name!r}]: {value!r} is none of {', '.join(known)}")
@@ -133,8 +136,11 @@ def _all(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[S
         for fsdp, microbatch, recompute in product(divisors(data), divisors(bounds.batch // data), get_args(Recompute)):
             if microbatch > MOST_MICROBATCH and "microbatch" not in wishes:
                 continue
-            for schedule, chunks in _schedules(bounds, pp, bounds.batch // data // microbatch):
-                yield Split(data // fsdp, fsdp, tp, cp, pp, 1, microbatch, recompute, schedule, chunks)
+            microbatches = bounds.batch // data // microbatch
+            for (schedule, chunks), gather in product(
+                _schedules(bounds, pp, microbatches), _gathers(pp, fsdp * cp, microbatches)
+            ):
+                yield Split(data // fsdp, fsdp, tp, cp, pp, 1, microbatch, recompute, schedule, chunks, gather)
 
 
 def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
@@ -165,6 +171,13 @@ def _schedules(bounds: Bounds, pp: int, microbatches: int) -> Iterator[tuple[Sch
         for chunks in range(2, min(MOST_CHUNKS, bounds.layers // pp) + 1):
             if bounds.layers % (pp * chunks) == 0 or (bounds.layers + 2) % (pp * chunks) == 0:
                 yield "interleaved", chunks
+
+
+def _gathers(pp: int, shards: int, microbatches: int) -> tuple[GatherTime, ...]:
+    """Where there is a choice: a pipeline that gathered for each microbatch would wait for it at each."""
+    if pp > 1 or shards == 1:
+        return ("step",)
+    return ("microbatch",) if microbatches == 1 else ("microbatch", "step")
 
 
 def divisors(number: int) -> list[int]:

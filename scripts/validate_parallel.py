@@ -1,0 +1,186 @@
+"""Published training runs on many GPUs, with tensor, pipeline and sequence parallelism: steps put together by `plan`.
+
+What a row does not say is taken as `plan` finds it fastest of what fits, or as its entry here says; both are printed.
+Left out are rows with fp8, whose products other libraries define.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import parallel as tp
+from validate import Line, Row
+
+from flopmeter import SplitRow, plan
+from flopmeter.device.hardware import load_hardware
+from flopmeter.models.gpt2 import GPT2, GPT2Config
+from flopmeter.models.layers import SelfAttention
+from flopmeter.models.llama import LLAMA_3_8B, LLAMA_3_70B, LlamaConfig
+
+H100_500W = Path(__file__).parent / "h100-96gb-500w.yaml"
+LLAMA_13B = LlamaConfig(40, 5120, heads=40, kv_heads=40, hidden=13824, vocabulary=32000)
+ANY_MEMORY = 1e13  # a run that was published did fit
+
+
+class Run(NamedTuple):
+    """One row as `plan` takes it."""
+
+    model: Any
+    hardware: str | Path
+    batch: int  # sequences of a step, of all GPUs
+    length: int
+    only: dict[str, Any]
+    mode: Any
+    assumed: str
+    memory: float | None = ANY_MEMORY
+    styles: Any = None
+
+
+def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each source, tokens/s or FLOP/s of a GPU in place of seconds."""
+    rows: dict[str, list[Row]] = {}
+    for line in csv.DictReader(path.open()):
+        express = SOURCES.get(line["source"])
+        if express is None or "fp8" in line["dtype"]:
+            continue
+        run = express(line)
+        (found,) = plan(
+            run.model, int(line["n_gpus"]), run.hardware, run.memory, batch=run.batch, length=run.length,
+            only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles,
+        ).rows  # fmt: skip
+        row = _row(line, run, found)
+        print(
+            f"{row.name}: {row.predicted:.4g} for {row.measured:.4g} {line['unit']}; {found.split}, "
+            f"{found.microbatches} microbatches; assumed: {run.assumed}",
+            flush=True,
+        )
+        rows.setdefault(f"{line['source']}, {line['unit']}, planned", []).append(row)
+    yield from rows.items()
+
+
+def _row(line: Line, run: Run, found: SplitRow) -> Row:
+    peak = load_hardware(run.hardware).contraction_peak("bf16").flop_per_s
+    predicted = found.tokens_per_s_per_gpu
+    if line["unit"].startswith("model TFLOP/s"):
+        predicted = found.mfu * peak / 1e12
+    elif line["unit"].startswith("achieved TFLOP/s"):
+        predicted = _megatron_flops(run) / found.seconds / found.gpus / 1e12
+    roofline = predicted / found.mfu  # at the peak of the products, with nothing to wait for
+    name = f"{line['id']}: {line['model']} on {line['n_gpus']}, {found.split.name}"
+    return Row(line["model"], line["gpu"], float(line["measured"]), predicted, predicted, predicted, roofline, name)
+
+
+# --- torchtitan ------------------------------------------------------------------------------------------------------
+
+
+def _titan(line: Line) -> Run:
+    models = {"Llama-3-70B": LLAMA_3_70B, "Llama-3-8B": LLAMA_3_8B, "Llama-13B": LLAMA_13B}
+    text = f"{line['mode']} {line['other_config']}"
+    only: dict[str, Any] = {"pp": 1, "dp": 1, "microbatch": int(line["batch"]), "tp": 1}
+    only |= {name.lower(): int(ranks) for name, ranks in re.findall(r"\b(FSDP|TP)(\d+)", line["other_config"])}
+    assumed = [] if line["seq"] else ["8,192 tokens a sequence"]
+    only["recompute"] = "full" if "full AC" in text else "selective"
+    if "layer AC" in text:
+        only["recompute"] = "full"
+        assumed.append("every layer recomputed, where every second one was: too slow")
+    if "async TP" in text:
+        assumed.append("tensor parallelism waits for its collectives, where async TP hides some")
+    replicas = int(line["n_gpus"]) // only["tp"]
+    is_a100 = line["gpu"].startswith("A100")
+    return Run(
+        models[line["model"]], "a100-sxm4-80gb" if is_a100 else H100_500W, replicas * int(line["batch"]),
+        int(line["seq"] or 8192), only, "compiled" if line["mode"] == "compiled" else "eager",
+        "; ".join(assumed) or "nothing",
+    )  # fmt: skip
+
+
+# --- Megatron-LM -----------------------------------------------------------------------------------------------------
+
+
+def _sizes(line: Line) -> dict[str, int]:
+    found = re.findall(r"(heads|hidden|layers|vocab|model-parallel|TP|PP|DP) ?(\d+)", line["other_config"])
+    return {name: int(size) for name, size in found}
+
+
+def _megatron(line: Line) -> Run:
+    """Megatron-Core: the distributed optimizer shards states over data ranks, gradients and parameters are whole."""
+    of = _sizes(line)
+    config = GPT2Config(of["layers"], of["hidden"], of["heads"], of["vocab"], positions=int(line["seq"]))
+    only = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "fsdp": of["DP"], "gather": "step"}
+    assumed = (
+        "microbatch, recomputation and chunks as plan finds them fastest; fused kernels as inductor's; collectives of "
+        "tensor parallelism are waited for"
+    )
+    return Run(config, "h100-sxm5-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed, memory=None)
+
+
+# Heads, tensor and pipeline parallel sizes: arXiv 2104.04473, table 1.
+SIZES_2021 = {"GPT 1.7B": (24, 1, 1), "GPT 18B": (48, 8, 1), "GPT 145B": (96, 8, 8), "GPT 1T": (160, 8, 64)}
+
+
+def _megatron_2021(line: Line) -> Run:
+    """Without sequence parallelism and fused attention; every layer recomputed; parameters whole on each replica."""
+    of, (heads, tensor, stages) = _sizes(line), SIZES_2021[line["model"]]
+    config = GPT2Config(of["layers"], of["hidden"], heads, of["vocab"], positions=int(line["seq"]))
+    only = {"tp": tensor, "pp": stages, "fsdp": 1, "recompute": "full"}
+    assumed = "microbatch and chunks as plan finds them fastest; fused kernels as inductor's; bf16's rates for fp16"
+    run = Run(
+        partial(_unfused, config), "a100-sxm4-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed
+    )
+    return run._replace(memory=None, styles=_whole_between_products() if tensor > 1 else None)
+
+
+class UnfusedAttention(SelfAttention):
+    """Scores go to memory, through one softmax kernel; dropout on probabilities and output, as in GPT-3's training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4).unbind()
+        scores = torch.matmul(q * self.head_width**-0.5, k.transpose(-2, -1))
+        context = torch.matmul(F.dropout(scores.softmax(-1), 0.1), v)
+        out: Tensor = F.dropout(self.out(context.transpose(1, 2).flatten(2)), 0.1)
+        return out
+
+
+def _unfused(config: GPT2Config) -> nn.Module:
+    model = GPT2(config)
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.__class__ = UnfusedAttention
+    return model
+
+
+def _whole_between_products() -> dict[str, Any]:
+    whole = Replicate()
+    return {
+        "token": tp.RowwiseParallel(input_layouts=whole),
+        "blocks.*.attention.qkv": tp.ColwiseParallel(),
+        "blocks.*.attention.out": tp.RowwiseParallel(),
+        "blocks.*.mlp.0": tp.ColwiseParallel(),
+        "blocks.*.mlp.2": tp.RowwiseParallel(),
+        "head": tp.ColwiseParallel(use_local_output=False),
+    }
+
+
+def _megatron_flops(run: Run) -> float:
+    """Of a step, recomputation included: arXiv 2104.04473, equation 3."""
+    config: GPT2Config = run.model.args[0]
+    layers, width, length = config.layers, config.width, run.length
+    share: float = 1 + length / (6 * width) + config.vocabulary / (16 * layers * width)
+    return 96.0 * run.batch * length * layers * width**2 * share
+
+
+SOURCES: dict[str, Callable[[Line], Run]] = {
+    "torchtitan 2024-04": _titan,
+    "torchtitan 2025-06": _titan,
+    "Megatron-LM 2021": _megatron_2021,
+    "Megatron-LM 2024": _megatron,
+}

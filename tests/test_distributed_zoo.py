@@ -1,0 +1,134 @@
+"""What programs for CUDA and NCCL ask of torch.distributed: each runs in a world, or ends in one error that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from flopmeter import FlopMeter
+from flopmeter.distributed import WorldError, world
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WIDTH, FP32 = 256, 4
+NUMEL = 2 * (WIDTH * WIDTH + WIDTH)
+
+
+def layers() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def x() -> torch.Tensor:
+    return torch.empty(32, WIDTH, device="meta")
+
+
+def sent(program: Callable[[DeviceMesh], Callable[[], object]], steps: int = 1) -> dict[str, int]:
+    """The bytes of each sort of collective in a step after the first ones."""
+    with world(4, {"dp": 4}) as mesh:
+        step = program(mesh)
+        for _ in range(steps):
+            step()
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            step()
+        rows = meter.report().rows("op")
+    return {row.name: row.bytes_written for row in rows if row.name.startswith("c10d::")}
+
+
+def ddp(hook: Callable[..., object] | None = None, state: object = None, **options: object) -> Callable[..., object]:
+    def program(mesh: DeviceMesh) -> Callable[[], object]:
+        model = DistributedDataParallel(layers(), **options)
+        if hook is not None:
+            model.register_comm_hook(state, hook)
+        return lambda: model(x()).sum().backward()
+
+    return program
+
+
+def test_ddp_with_device_ids_sends_every_gradient():
+    assert sent(ddp(device_ids=[0], output_device=0), steps=2)["c10d::allreduce_"] == NUMEL * FP32
+
+
+def test_the_bf16_hook_sends_half_of_the_bytes():
+    assert sent(ddp(default_hooks.bf16_compress_hook), steps=2)["c10d::allreduce_"] == NUMEL * FP32 // 2
+
+
+def test_powersgd_sends_little():
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    assert 0 < sent(ddp(powerSGD_hook.powerSGD_hook, state), steps=4)["c10d::allreduce_"] < NUMEL * FP32 / 10
+
+
+def test_a_sharded_optimizer_broadcasts_what_it_stepped():
+    def program(mesh: DeviceMesh) -> Callable[[], object]:
+        model = DistributedDataParallel(layers())
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+
+        def step() -> None:
+            model(x()).sum().backward()
+            optimizer.step()
+
+        return step
+
+    assert sent(program, steps=2)["c10d::broadcast_"] >= NUMEL * FP32
+
+
+def test_a_group_of_nccl_is_one_of_the_world():
+    def program(mesh: DeviceMesh) -> Callable[[], object]:
+        group = dist.new_group([0, 1], backend="nccl")
+        return lambda: dist.all_reduce(x(), group=group)
+
+    assert sent(program) == {"c10d::allreduce_": 32 * WIDTH * FP32}
+
+
+def test_a_program_that_opens_the_process_group_goes_on_in_the_world():
+    def program(mesh: DeviceMesh) -> Callable[[], object]:
+        dist.init_process_group("nccl", world_size=4, rank=0)
+        return lambda: dist.all_reduce(x())
+
+    assert sent(program) == {"c10d::allreduce_": 32 * WIDTH * FP32}
+    with world(4), pytest.raises(WorldError, match="asks for rank 0 of 8, but the world that is open is rank 0 of 4"):
+        dist.init_process_group("nccl", world_size=8, rank=0)
+
+
+def sync_batch_norm(mesh: DeviceMesh) -> Callable[[], object]:
+    norm = nn.SyncBatchNorm(8, device="meta")
+    return lambda: norm(torch.empty(4, 8, 16, 16, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (lambda mesh: FullyShardedDataParallel(layers()), "shard with fully_shard"),
+        (lambda mesh: CPUOffloadPolicy(), "leave CPUOffloadPolicy out"),
+        (sync_batch_norm, "meter the model with BatchNorm"),
+    ],
+    ids=["FSDP1", "CPU offload", "SyncBatchNorm"],
+)
+def test_what_cannot_run_is_one_error_that_says_what_to_do(program: Callable[..., object], message: str):
+    with pytest.raises(WorldError, match=message):
+        sent(program)
+    assert CPUOffloadPolicy().pin_memory  # nothing is left behind
+
+
+def test_worlds_in_a_row_have_equal_meshes_with_groups_of_their_own():
+    """DTensor takes equal meshes for the same one. Groups of the second world have other names."""
+    for mesh_of in ({"cp": 1, "tp": 4}, {"dp": 64, "tp": 4}):
+        with world(torch.Size(mesh_of.values()).numel(), mesh_of) as mesh, FlopMeter("h100-sxm5-80gb") as meter:
+            with torch.device("meta"):
+                model, tokens = nn.Sequential(nn.Embedding(64, WIDTH)), torch.empty(2, 8, dtype=torch.long)
+            parallelize_module(
+                model, mesh["tp"], {"0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
+            )
+            model(tokens).sum().backward()
+        groups = {kernel.cost.collective.ranks for kernel in meter.report().kernels if kernel.cost.collective}
+        assert groups == {(0, 1, 2, 3)}
