@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -93,6 +94,7 @@ class _Run:
     notes: tuple[str, ...]
     ran: Ran
     known: _Known
+    dollars_per_kwh: float | None
 
     def in_mode(
         self,
@@ -157,6 +159,7 @@ class _Run:
             cluster=self.cluster,
             clock=timed.clock,
             ran=self.ran,
+            dollars_per_kwh=self.dollars_per_kwh,
             graphs=tuple(self.trace.compilation.graphs),
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
@@ -198,6 +201,7 @@ class FlopMeter:
         every mode can be asked for.
     clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
         the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
+    dollars_per_kwh: what energy costs, for reports to say what a run's does; no price is assumed.
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.
     """
@@ -218,6 +222,7 @@ class FlopMeter:
         cluster: str | os.PathLike[str] | Cluster | None = None,
         clocks: Clocks = "sustained",
         compile: Compile = False,
+        dollars_per_kwh: float | None = None,
     ):
         if compile not in get_args(Compile):
             raise ValueError(f"compile={compile!r}: one of {', '.join(map(repr, get_args(Compile)))}")
@@ -227,6 +232,7 @@ class FlopMeter:
             raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
         if causal not in get_args(Causal):
             raise ValueError(f"unknown causal convention {causal!r}; known: {', '.join(get_args(Causal))}")
+        self._dollars_per_kwh = checked_energy_price(dollars_per_kwh)
         if not isinstance(host, Host | None):
             raise TypeError(f"host must be a flopmeter.timing.Host or None, not {host!r}")
         self.hardware = load_hardware(hardware)
@@ -352,8 +358,9 @@ class FlopMeter:
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = self._assumptions()
         return _Run(
-            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known
-        )
+            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known,
+            self._dollars_per_kwh,
+        )  # fmt: skip
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []
@@ -399,6 +406,13 @@ def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> d
     }
     timed = time_runs(ranks, next(iter(runs.values())).clocks)
     return {rank: run.report(*launched[rank], timed[rank], None) for rank, run in runs.items()}
+
+
+def checked_energy_price(dollars_per_kwh: float | None) -> float | None:
+    """Raises ValueError for what is no price."""
+    if dollars_per_kwh is None or 0 <= dollars_per_kwh < math.inf:
+        return dollars_per_kwh
+    raise ValueError(f"the price of energy must be dollars per kWh, such as 0.3, not {dollars_per_kwh!r}")
 
 
 def target_of(hardware: Hardware) -> CudaTarget:

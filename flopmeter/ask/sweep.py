@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from flopmeter.ask.compare import AnyHardware
-from flopmeter.ask.steps import BOUND_BY, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
+from flopmeter.ask.steps import BOUND_BY, ENERGY_PRICE, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.report.quantities import percent
 from flopmeter.report.report import Report
@@ -32,7 +32,7 @@ class Point(Step):
     KEYS = (
         "size", "seconds", "items_per_s", "regime", "mfu", "flops", "bytes", "intensity", "busy_seconds",
         "host_seconds", "idle_share", "peak_memory_bytes", "usable_memory_bytes", "fits",
-        "watts", "joules",
+        "watts", "joules", "energy_dollars",
     )  # fmt: skip
 
     size: int
@@ -119,6 +119,8 @@ class Sweep(Shown):
             WATTS,
             JOULES,
         ]
+        if any(point.energy_dollars is not None for point in self.points):
+            columns.append(ENERGY_PRICE)
         return table_of(columns, self.points)
 
     def _limits(self) -> str:

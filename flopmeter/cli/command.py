@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn, get_args
@@ -66,6 +67,12 @@ def add_clocks(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_energy_price(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kwh", metavar="DOLLARS", type=dollars, help="price of a kWh, to say what the energy costs as well"
+    )
+
+
 def add_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=get_args(Mode), help="default: as the program runs, which is eagerly as a rule"
@@ -82,6 +89,15 @@ def number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, not {text!r}")
     return int(text)
+
+
+def dollars(text: str) -> float:
+    try:
+        if not 0 <= float(text) < math.inf:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected dollars, such as 0.3, not {text!r}") from None
+    return float(text)
 
 
 def share(text: str) -> float:

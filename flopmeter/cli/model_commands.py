@@ -15,6 +15,7 @@ from flopmeter.cli.command import (
     Command,
     add_clocks,
     add_device,
+    add_energy_price,
     add_format,
     add_mode,
     device_list,
@@ -62,7 +63,7 @@ def _table(options: argparse.Namespace) -> int:
             "alone, or with --mode compiled or cudagraph"
         )
     program = _program(options, compiled=compiled)
-    with FlopMeter(options.hardware, clocks=options.clocks) as meter:
+    with FlopMeter(options.hardware, clocks=options.clocks, dollars_per_kwh=options.kwh) as meter:
         program.run()
     report = meter.report(mode=options.mode)
     report = replace(report, ran=report.ran._replace(program=options.command))
@@ -95,6 +96,7 @@ def _table_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser, number)
     add_device(parser)
     add_clocks(parser)
+    add_energy_price(parser)
     add_format(parser, REPORT_FORMATS)
     _add_plot(parser, "a picture")
     parser.add_argument(
@@ -132,6 +134,7 @@ def _compare(options: argparse.Namespace) -> int:
         sort=options.sort,
         progress=on_terminal("comparing"),
         clocks=options.clocks,
+        dollars_per_kwh=options.kwh,
     )
     show(comparison.with_note(prices.source).render(options.format), options)
     return 0
@@ -148,6 +151,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_mode(parser)
     add_clocks(parser)
+    add_energy_price(parser)
     parser.add_argument("--sort", choices=get_args(Sort), default="seconds", help="default: %(default)s")
     add_format(parser, FORMATS)
 
@@ -166,6 +170,7 @@ def _sweep(options: argparse.Namespace) -> int:
         unit="samples" if first.items is None else first.unit,
         progress=on_terminal("sweeping"),
         clocks=options.clocks,
+        dollars_per_kwh=options.kwh,
     )
     show(result.render(options.format), options)
     if options.plot:
@@ -188,6 +193,7 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser, numbers)
     add_device(parser)
     add_clocks(parser)
+    add_energy_price(parser)
     add_format(parser, FORMATS)
     _add_plot(parser, "the curves")
 

@@ -211,7 +211,7 @@ def beside(points: Sequence[Spot], radii: Sequence[float], size: float, avoid: S
         def trouble(spot: Spot, others: Sequence[tuple[Spot, float]] = others, centre: Spot = (x, y)) -> float:
             hits = sum(dist(spot, label) < size for label in taken)
             hits += sum(dist(spot, point) < own + size / 2 for point, own in others)
-            hits += sum(dist(spot, point) < size * 0.8 for point in avoid)
+            hits += sum(dist(spot, point) < size for point in avoid)
             return hits * 10 * size + dist(spot, centre)
 
         away = [radius + times * size for times in (0.6, 1.2, 1.8, 2.6)]

@@ -15,7 +15,7 @@ from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import Category
 
 _WIDTH, _HEIGHT = 480.0, 320.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, _WIDTH - 12, 24.0, _HEIGHT - 50
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72.0, _WIDTH - 12, 24.0, _HEIGHT - 50
 _PER_PIXEL = 2  # columns: more would be finer than screens show
 _CHARACTER, _LINE = 7.5, 16.0  # pixels that text takes
 _HEADROOM = 1.15  # above the peak, for its label
