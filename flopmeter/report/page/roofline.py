@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from math import atan2, degrees
+from math import atan2, degrees, sqrt
 from typing import NamedTuple
 
 from flopmeter.report.figures import LEAST_INTENSITY, Dot, Roof, Roofline, beside, longest_dots, ranges
@@ -93,7 +93,7 @@ def _merged(shown: list[Dot], axes: Axes) -> list[Dot]:
 
 
 def _radius(dot: Dot, kernel_seconds: float) -> float:
-    return (_SMALLEST**2 + dot.seconds / kernel_seconds * _LARGEST**2) ** 0.5
+    return sqrt(_SMALLEST**2 + dot.seconds / kernel_seconds * _LARGEST**2)
 
 
 def _drawn(dot: Dot, kernel_seconds: float, axes: Axes) -> Markup:
