@@ -37,17 +37,19 @@ def memory_timeline(report: Report) -> Markup:
         return tag("p", "The program holds no memory on its device.")
     over_ops = Axis(0, max(1, shown.steps - 1), _LEFT, _RIGHT)
     across = [_Across(over_ops, [f"{op:g}" for op in over_ops.ticks], "op", over_ops.at)]
-    if report.seconds:
-        across.insert(0, _over_time(shown, report.seconds))
+    if shown.starts is not None and report.seconds:
+        across.insert(0, _over_time(shown.starts, report.seconds))
     pictures = (tag("figure", _drawn(shown, each)) for each in across)
-    return join([tag("div", *pictures, class_="pair"), _legend(report, shown)])
+    note = tag("p", "The memory of the eager run: where ops are fused, what is between them is not held.")
+    parts = [tag("div", *pictures, class_="pair"), _legend(report, shown)]
+    return join([note, *parts] if report.launches.mode.fuses else parts)
 
 
-def _over_time(shown: MemoryPicture, seconds: float) -> _Across:
+def _over_time(starts: Sequence[float], seconds: float) -> _Across:
     axis = Axis(0, seconds, _LEFT, _RIGHT)
     divisor, unit = scale([seconds], "s")
     labels = [f"{second / divisor:.4g}" for second in axis.ticks]
-    return _Across(axis, labels, f"time ({unit})", lambda step: axis.at(shown.starts[step]))
+    return _Across(axis, labels, f"time ({unit})", lambda step: axis.at(starts[step]))
 
 
 def _drawn(shown: MemoryPicture, across: _Across) -> Markup:

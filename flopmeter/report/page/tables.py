@@ -76,8 +76,9 @@ def _name_cell(name: str, is_tree: bool) -> Markup:
 def _column(column: ReportColumn, rows: Sequence[Row], report: Report) -> tuple[Markup, list[Markup]]:
     """Its heading with the unit, and its cells."""
     if column.unit == "text":
-        heading = tag("th", column.page_heading, scope="col", class_="t")
-        return heading, [tag("td", column.value(row), class_="t") for row in rows]
+        return tag("th", column.page_heading, scope="col", class_="t"), [
+            tag("td", column.value(row), class_="t") for row in rows
+        ]
     unit, cells = _figures(column, rows, report)
     heading = f"{column.page_heading} ({unit})" if unit else column.page_heading
     return tag("th", heading, scope="col", class_="n"), cells
