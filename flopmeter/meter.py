@@ -64,7 +64,7 @@ class StreamError(ValueError):
 
 
 @dataclass
-class _Known:
+class _Memo:
     """What was found of a program on one device, for its other modes and for changed programs. A copy by pickle is
     empty."""
 
@@ -73,8 +73,8 @@ class _Known:
     reports: dict[str, Report] = field(default_factory=dict)  # by mode
     launched: dict[tuple[bool, bool], tuple[Launches, Trace]] = field(default_factory=dict)  # by has_graphs and fuses
 
-    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
-        return _Known, ()
+    def __reduce__(self) -> tuple[type[_Memo], tuple[()]]:
+        return _Memo, ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Run:
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     ran: Ran
-    known: _Known
+    known: _Memo
     dollars_per_kwh: float | None
 
     def in_mode(
@@ -108,8 +108,9 @@ class _Run:
         others in the place of the eager run's, one for one. `is_one_graph`: all that the program compiles is one
         region. Raises ValueError for an unknown mode."""
         is_own = trace is None and kernels is None and not is_one_graph
-        if is_own and name in self.known.reports:
-            return self.known.reports[name]
+        known = self.known.reports.get(_mode_called(name).name)
+        if is_own and known is not None:
+            return known
         run, trace = self.launched(name, trace=trace, kernels=kernels, is_one_graph=is_one_graph)
         timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws)
         report = self.report(run, trace, timed, self.in_mode)
@@ -126,9 +127,7 @@ class _Run:
         is_one_graph: bool = False,
     ) -> tuple[Launches, Trace]:
         """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
-        if name not in tuple(MODES):
-            raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-        mode, is_own = MODES[name], trace is None and kernels is None and not is_one_graph
+        mode, is_own = _mode_called(name), trace is None and kernels is None and not is_one_graph
         if is_own and (mode.has_graphs, mode.fuses) in self.known.launched:
             run, trace = self.known.launched[mode.has_graphs, mode.fuses]
             return run._replace(mode=mode), trace
@@ -348,7 +347,7 @@ class FlopMeter:
         return run.in_mode(mode or mode_of(trace))
 
     def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None) -> _Run:
-        known, on_device = _Known(), functools.partial(_kernels_on, device, self._strict)
+        known, on_device = _Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
         if not any(kernel.cost.collective for kernel in kernels):
             cluster = None
@@ -406,6 +405,13 @@ def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> d
     }
     timed = time_runs(ranks, next(iter(runs.values())).clocks)
     return {rank: run.report(*launched[rank], timed[rank], None) for rank, run in runs.items()}
+
+
+def _mode_called(name: str) -> LaunchMode:
+    """Raises ValueError for an unknown one."""
+    if name not in tuple(MODES):  # whatever type it has
+        raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
+    return MODES[name]
 
 
 def checked_energy_price(dollars_per_kwh: float | None) -> float | None:

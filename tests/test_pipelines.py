@@ -31,7 +31,7 @@ from flopmeter.costs.data_movement.communication import is_message, message_ends
 from flopmeter.device.cluster import Cluster, Link
 from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
-from flopmeter.report.page.gantt import _exposed_and_hidden, tracks_of
+from flopmeter.report.page.gantt import _exposed_and_hidden, lanes_of
 from flopmeter.timing import HangError, Host
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -369,7 +369,7 @@ def test_a_collective_is_hidden_where_the_computing_stream_is_busy():
 def test_the_chart_of_a_pipeline_has_a_track_for_each_stream_and_bars_as_long_as_the_kernels():
     found = ideal(ScheduleGPipe, 2, 4)
     for row in found.rows:
-        computing, *others = tracks_of("rank", found.reports[row.rank])
+        computing, *others = lanes_of("rank", found.reports[row.rank])
         assert sum(bar.end - bar.start for bar in computing.bars) == pytest.approx(row.computing_seconds)
         streams = {timing.stream for timing in found.reports[row.rank].timings}
         assert len(others) == len(streams) - 1

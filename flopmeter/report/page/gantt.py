@@ -1,4 +1,4 @@
-"""Several ranks on one clock as a Gantt chart: a track for each stream, communication hidden by compute or exposed."""
+"""Several ranks on one clock as a Gantt chart: a lane for each stream, communication hidden by compute or exposed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILLS: dict[Kind, str] = {  # of Okabe and Ito
     "communication, exposed": "#D55E00",
 }
 _WIDTH, _LEFT, _RIGHT, _TOP = 960.0, 128.0, 944.0, 8.0
-_TRACK, _BAR, _STREAM_BAR, _AXIS = 22.0, 18.0, 10.0, 52.0  # pixels: of a track, of its bars, below all tracks
+_LANE, _BAR, _STREAM_BAR, _AXIS = 22.0, 18.0, 10.0, 52.0  # pixels: of a lane, of its bars, below all lanes
 _FINEST = 2000  # bars of one kind closer than this part of the picture are one
 
 
@@ -34,7 +34,7 @@ class Bar(NamedTuple):
     end: float
 
 
-class Track(NamedTuple):
+class Lane(NamedTuple):
     """What one stream of a rank does."""
 
     name: str
@@ -45,8 +45,8 @@ class Track(NamedTuple):
 def gantt(reports: Mapping[str, Report]) -> Markup:
     """The chart of ranks by name, whose reports are on one clock, and its legend."""
     end = max((report.seconds for report in reports.values()), default=0.0) or 1.0
-    tracks = [track for name, report in reports.items() for track in tracks_of(name, report, end / _FINEST)]
-    bottom = _TOP + _TRACK * len(tracks)
+    lanes = [lane for name, report in reports.items() for lane in lanes_of(name, report, end / _FINEST)]
+    bottom = _TOP + _LANE * len(lanes)
     time = Axis(0, end, _LEFT, _RIGHT)
     divisor, unit = scale([end], "s")
     drawn = picture(
@@ -54,14 +54,14 @@ def gantt(reports: Mapping[str, Report]) -> Markup:
         bottom + _AXIS,
         f"Time of {len(reports)} ranks: what each stream does until {with_prefix(end, 's')}",
         horizontal(time, _TOP, bottom, [f"{tick / divisor:.4g}" for tick in time.ticks], f"time ({unit})"),
-        join(_drawn(track, _TOP + _TRACK * place, time) for place, track in enumerate(tracks)),
+        join(_drawn(lane, _TOP + _LANE * place, time) for place, lane in enumerate(lanes)),
     )
     scrolled = tag("div", drawn, class_="scroll wide", tabindex=0, role="region", aria_label="Chart of all ranks")
-    found = {bar.kind for track in tracks for bar in track.bars}
+    found = {bar.kind for lane in lanes for bar in lane.bars}
     return tag("figure", scrolled, tag("figcaption", _legend(kind for kind in FILLS if kind in found)))
 
 
-def tracks_of(name: str, report: Report, gap: float = 0.0) -> list[Track]:
+def lanes_of(name: str, report: Report, gap: float = 0.0) -> list[Lane]:
     """The computing stream, then the others; bars of one kind that are less than `gap` seconds apart are one."""
     streams: dict[int, list[Bar]] = {DEFAULT_STREAM: []}
     pairs = list(zip(report.kernels, report.timings, strict=True))
@@ -75,11 +75,11 @@ def tracks_of(name: str, report: Report, gap: float = 0.0) -> list[Track]:
         start, end = timing.start_seconds, timing.end_seconds
         bars += _exposed_and_hidden(start, end, busy) if timing.is_collective else [Bar(kernel.op.phase, start, end)]
     links = {kind for kind in FILLS if kind.startswith("communication")}
-    tracks = [Track(name, True, _joined(streams.pop(DEFAULT_STREAM), gap))]
+    lanes = [Lane(name, True, _joined(streams.pop(DEFAULT_STREAM), gap))]
     for number, bars in enumerate(streams.values(), 1):
         what = "communication" if {bar.kind for bar in bars} <= links else "stream"
-        tracks.append(Track(f"{what} {number}", False, _joined(bars, gap)))
-    return tracks
+        lanes.append(Lane(f"{what} {number}", False, _joined(bars, gap)))
+    return lanes
 
 
 def _exposed_and_hidden(start: float, end: float, busy: Sequence[tuple[float, float]]) -> Iterator[Bar]:
@@ -105,19 +105,19 @@ def _joined(bars: Iterable[Bar], gap: float) -> list[Bar]:
     return joined
 
 
-def _drawn(track: Track, top: float, time: Axis) -> Markup:
-    height = _BAR if track.is_computing else _STREAM_BAR
+def _drawn(lane: Lane, top: float, time: Axis) -> Markup:
+    height = _BAR if lane.is_computing else _STREAM_BAR
     bars = (
         tag(
             "rect", tag("title", f"{bar.kind}, {with_prefix(bar.end - bar.start, 's')}"), x=time.at(bar.start),
-            y=top + (_TRACK - height) / 2, width=max(0.4, time.at(bar.end) - time.at(bar.start)), height=height,
+            y=top + (_LANE - height) / 2, width=max(0.4, time.at(bar.end) - time.at(bar.start)), height=height,
             fill=FILLS[bar.kind],
         )
-        for bar in track.bars
+        for bar in lane.bars
     )  # fmt: skip
     label = tag(
-        "text", track.name, x=_LEFT - 8, y=top + _TRACK / 2 + 4, text_anchor="end",
-        class_="strong" if track.is_computing else "title",
+        "text", lane.name, x=_LEFT - 8, y=top + _LANE / 2 + 4, text_anchor="end",
+        class_="strong" if lane.is_computing else "title",
     )  # fmt: skip
     return join([label, *bars])
 
