@@ -108,7 +108,7 @@ def _phases(phases: Sequence[tuple[str, int]], across: _Across) -> Markup:
     """A line where each begins, with its name where there is room for it."""
     starts = [across.place(step) for _, step in phases]
     lines = []
-    for (name, _), x, end in zip(phases, starts, [*starts[1:], across.axis.end], strict=True):
+    for (name, _), x, end in zip(phases, starts, [*starts, across.axis.end][1:], strict=True):
         lines.append(tag("path", class_="phase", d=f"M{x:.1f} {_TOP - 16:.1f}V{_BOTTOM:.1f}"))
         if end - x > _CHARACTER * len(name):
             lines.append(tag("text", name, x=x + 4, y=_TOP - 8))
