@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -63,7 +64,7 @@ class StreamError(ValueError):
 
 
 @dataclass
-class _Known:
+class _Memo:
     """What was found of a program on one device, for its other modes and for changed programs. A copy by pickle is
     empty."""
 
@@ -72,8 +73,8 @@ class _Known:
     reports: dict[str, Report] = field(default_factory=dict)  # by mode
     launched: dict[tuple[bool, bool], tuple[Launches, Trace]] = field(default_factory=dict)  # by has_graphs and fuses
 
-    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
-        return _Known, ()
+    def __reduce__(self) -> tuple[type[_Memo], tuple[()]]:
+        return _Memo, ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class _Run:
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     ran: Ran
-    known: _Known
+    known: _Memo
+    dollars_per_kwh: float | None
 
     def in_mode(
         self,
@@ -106,8 +108,9 @@ class _Run:
         others in the place of the eager run's, one for one. `is_one_graph`: all that the program compiles is one
         region. Raises ValueError for an unknown mode."""
         is_own = trace is None and kernels is None and not is_one_graph
-        if is_own and name in self.known.reports:
-            return self.known.reports[name]
+        known = self.known.reports.get(_mode_called(name).name)
+        if is_own and known is not None:
+            return known
         run, trace = self.launched(name, trace=trace, kernels=kernels, is_one_graph=is_one_graph)
         timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws)
         report = self.report(run, trace, timed, self.in_mode)
@@ -124,9 +127,7 @@ class _Run:
         is_one_graph: bool = False,
     ) -> tuple[Launches, Trace]:
         """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
-        if name not in tuple(MODES):
-            raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-        mode, is_own = MODES[name], trace is None and kernels is None and not is_one_graph
+        mode, is_own = _mode_called(name), trace is None and kernels is None and not is_one_graph
         if is_own and (mode.has_graphs, mode.fuses) in self.known.launched:
             run, trace = self.known.launched[mode.has_graphs, mode.fuses]
             return run._replace(mode=mode), trace
@@ -157,6 +158,7 @@ class _Run:
             cluster=self.cluster,
             clock=timed.clock,
             ran=self.ran,
+            dollars_per_kwh=self.dollars_per_kwh,
             graphs=tuple(self.trace.compilation.graphs),
         )
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
@@ -198,6 +200,7 @@ class FlopMeter:
         every mode can be asked for.
     clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
         the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
+    dollars_per_kwh: what energy costs, for reports to say what a run's does; no price is assumed.
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.
     """
@@ -218,6 +221,7 @@ class FlopMeter:
         cluster: str | os.PathLike[str] | Cluster | None = None,
         clocks: Clocks = "sustained",
         compile: Compile = False,
+        dollars_per_kwh: float | None = None,
     ):
         if compile not in get_args(Compile):
             raise ValueError(f"compile={compile!r}: one of {', '.join(map(repr, get_args(Compile)))}")
@@ -230,6 +234,7 @@ class FlopMeter:
         for name, given in (("as_cuda", as_cuda), ("strict", strict), ("source", source)):
             if not isinstance(given, bool):
                 raise TypeError(f"{name} must be True or False, not {given!r}")
+        self._dollars_per_kwh = checked_energy_price(dollars_per_kwh)
         if not isinstance(host, Host | None):
             raise TypeError(f"host must be a flopmeter.timing.Host or None, not {host!r}")
         self.hardware = load_hardware(hardware)
@@ -361,7 +366,7 @@ class FlopMeter:
             raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
 
     def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None) -> _Run:
-        known, on_device = _Known(), functools.partial(_kernels_on, device, self._strict)
+        known, on_device = _Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
         if not any(kernel.cost.collective for kernel in kernels):
             cluster = None
@@ -371,8 +376,9 @@ class FlopMeter:
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = self._assumptions()
         return _Run(
-            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known
-        )
+            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known,
+            self._dollars_per_kwh,
+        )  # fmt: skip
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
         notes = []
@@ -418,6 +424,20 @@ def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> d
     }
     timed = time_runs(ranks, next(iter(runs.values())).clocks)
     return {rank: run.report(*launched[rank], timed[rank], None) for rank, run in runs.items()}
+
+
+def _mode_called(name: str) -> LaunchMode:
+    """Raises ValueError for an unknown one."""
+    if name not in tuple(MODES):  # whatever type it has
+        raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
+    return MODES[name]
+
+
+def checked_energy_price(dollars_per_kwh: float | None) -> float | None:
+    """Raises ValueError for what is no price."""
+    if dollars_per_kwh is None or 0 <= dollars_per_kwh < math.inf:
+        return dollars_per_kwh
+    raise ValueError(f"the price of energy must be dollars per kWh, such as 0.3, not {dollars_per_kwh!r}")
 
 
 def target_of(hardware: Hardware) -> CudaTarget:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter import FlopMeter, available_hardware, load_hardware
+from flopmeter import FlopMeter, available_hardware, compare, load_hardware, sweep
 from flopmeter.timing import Host
 
 H200 = "h200-sxm-141gb"
@@ -150,3 +150,33 @@ def test_other_modes_and_devices_keep_the_clocks():
         layers()()
     assert meter.report(mode="compiled").clocks == "burst"
     assert meter.report(hardware="h100-sxm5-80gb").compiled.clocks == "burst"
+
+
+def test_energy_costs_its_kilowatt_hours_and_nothing_without_a_price():
+    """A device of 700 W that is busy for an hour at its limit would take 0.7 kWh."""
+    with FlopMeter(H200, dollars_per_kwh=0.3) as meter:
+        products()()
+    report = meter.report()
+    hour = report.watts * 3600 / 3.6e6  # kWh of an hour of such runs
+    assert report.energy_dollars * 3600 / report.seconds == pytest.approx(0.3 * hour)
+    assert "of energy for a million runs at $0.3 a kWh" in str(report)
+    assert "for a million runs" in report.render("html")
+    assert report_of(products()).energy_dollars is None
+    assert "a kWh" not in str(report_of(products()))
+
+
+def test_comparisons_and_sweeps_show_what_energy_costs():
+    compared = compare(products(), [H200, "l4"], dollars_per_kwh=0.36)
+    swept = sweep(lambda size: products(256 * size)(), [1, 4], H200, dollars_per_kwh=0.36)
+    for answer, rows in ((compared, compared.rows), (swept, swept.points)):
+        assert "energy $/M steps" in str(answer)
+        for row in rows:
+            assert row.energy_dollars == pytest.approx(row.joules * 1e-7)
+    assert "energy $" not in str(compare(products(), [H200]))
+    assert "energy $" not in str(sweep(lambda size: products(256)(), [1], H200))
+
+
+@pytest.mark.parametrize("price", [-0.1, float("inf"), float("nan")])
+def test_what_is_no_price_of_energy_is_refused(price):
+    with pytest.raises(ValueError, match=r"dollars per kWh, such as 0\.3, not"):
+        FlopMeter(H200, dollars_per_kwh=price)

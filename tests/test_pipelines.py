@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from flopmeter.costs.data_movement.communication import is_message, message_ends
 from flopmeter.device.cluster import Cluster, Link
 from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
+from flopmeter.report.page.gantt import _exposed_and_hidden, lanes_of
 from flopmeter.timing import HangError, Host
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -354,3 +356,32 @@ def test_one_rank_alone_is_timed_as_by_its_own_report():
     assert together.clock.ratio == pytest.approx(alone.clock.ratio, rel=0.005)
     assert together.seconds == pytest.approx(alone.seconds, rel=0.005)
     assert together.joules == pytest.approx(alone.joules, rel=0.01)
+
+
+def test_a_collective_is_hidden_where_the_computing_stream_is_busy():
+    parts = list(_exposed_and_hidden(1.0, 10.0, [(0.0, 2.0), (4.0, 6.0), (6.0, 7.0), (20.0, 30.0)]))
+    hidden = [(bar.start, bar.end) for bar in parts if bar.kind == "communication, hidden"]
+    exposed = [(bar.start, bar.end) for bar in parts if bar.kind == "communication, exposed"]
+    assert hidden == [(1.0, 2.0), (4.0, 6.0), (6.0, 7.0)]
+    assert exposed == [(2.0, 4.0), (7.0, 10.0)]
+
+
+def test_the_chart_of_a_pipeline_has_a_track_for_each_stream_and_bars_as_long_as_the_kernels():
+    found = ideal(ScheduleGPipe, 2, 4)
+    for row in found.rows:
+        computing, *others = lanes_of("rank", found.reports[row.rank])
+        assert sum(bar.end - bar.start for bar in computing.bars) == pytest.approx(row.computing_seconds)
+        streams = {timing.stream for timing in found.reports[row.rank].timings}
+        assert len(others) == len(streams) - 1
+        sent = sum(timing.seconds for timing in found.reports[row.rank].timings if timing.is_collective)
+        assert sum(bar.end - bar.start for track in others for bar in track.bars) == pytest.approx(sent)
+
+
+def test_the_page_of_a_pipeline_shows_every_rank_and_fetches_nothing():
+    text = ideal(ScheduleGPipe, 2, 4).render("html")
+    assert ">rank 0</text>" in text
+    assert ">rank 1</text>" in text
+    assert text.count("<tbody>") == 1
+    assert not re.search(r"""(src|href)=["'](?!#|data:,)""", text)
+    with pytest.raises(ValueError, match="unknown format"):
+        ideal(ScheduleGPipe, 2, 4).render("pdf")

@@ -10,7 +10,9 @@ from flopmeter import FlopMeter, plots, sweep
 from flopmeter.ask.sweep_curve import sweep_curve
 from flopmeter.cli import main
 from flopmeter.models import BUILTINS, backward
+from flopmeter.report.figures import REGIME_LOOKS, dots
 from flopmeter.report.plots import PICTURES, PlotError, bars, memory_timeline, roofline, save
+from flopmeter.report.quantities import duration
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,18 @@ def test_dots_take_the_space_that_kernels_take_of_the_time(matplotlib, meter):
     assert areas == pytest.approx(900 * seconds / report.kernel_seconds)
 
 
+def test_the_roofline_names_the_longest_kernels_and_is_as_wide_as_the_data(matplotlib, meter):
+    report = meter.report()
+    (panel,) = roofline(report).axes
+    (key,) = (text.get_text() for text in panel.texts if "\n" in text.get_text())
+    longest = max(dots(report), key=lambda dot: dot.seconds)
+    assert key.startswith(f"1  {longest.name}")
+    low, high = panel.get_xlim()
+    intensities = [dot.intensity for dot in dots(report)]
+    assert max(0.01, min(intensities) / 3) <= low <= min(intensities)
+    assert max(intensities) <= high
+
+
 def test_two_modes_are_two_panels_on_the_same_axes(matplotlib, meter):
     eager, compiled = roofline([meter.report(), meter.report(mode="compiled")]).axes
     assert eager.get_ylim() == compiled.get_ylim()
@@ -74,6 +88,9 @@ def test_bars_are_as_long_as_the_shares(matplotlib, meter, by):
     for row, flop_bar, time_bar in zip(report.rows(by), flops, times, strict=False):
         assert flop_bar.get_width() == pytest.approx(100 * row.flops / report.flops)
         assert time_bar.get_width() == pytest.approx(100 * row.seconds / report.kernel_seconds)
+    texts = [text.get_text() for text in panel.texts]
+    for row in report.rows(by)[:3]:
+        assert any(text.startswith(duration(row.seconds)) and text.endswith(row.regime) for text in texts)
 
 
 def test_the_sweep_curve_has_the_points_of_the_sweep(matplotlib):
@@ -82,13 +99,35 @@ def test_the_sweep_curve_has_the_points_of_the_sweep(matplotlib):
     assert list(time.lines[0].get_ydata()) == [point.seconds * 1e3 for point in result.points]
     assert list(rate.lines[0].get_ydata()) == [point.items_per_s for point in result.points]
     assert list(memory.lines[0].get_ydata()) == [point.peak_memory_bytes / 1e9 for point in result.points]
+    regimes = {point.regime for point in result.points}
+    colours = {line.get_markerfacecolor() for line in time.lines if line.get_label().endswith("-bound")}
+    assert len(colours) == len(regimes)
+    assert colours == {REGIME_LOOKS[regime].colour for regime in regimes}
+
+
+def test_ticks_of_a_sweep_are_plain_figures_and_few(matplotlib):
+    result = sweep(products, [2**power for power in range(14)], "a100-sxm4-80gb")
+    figure = sweep_curve(result)
+    figure.canvas.draw()
+    for panel in figure.axes:
+        across = [text.get_text() for text in panel.get_xticklabels()]
+        assert across[0] == "1"
+        assert len(across) <= 9
+    for panel in (figure.axes[0], figure.axes[2]):
+        shown = [float(text.get_text()) for text in panel.get_yticklabels()]
+        assert shown == sorted(shown)
+        assert len(shown) >= 3
 
 
 def test_the_memory_timeline_reaches_the_peak(matplotlib, meter):
     report = meter.report()
-    (panel,) = memory_timeline(report).axes
-    highest = max(path.vertices[:, 1].max() for area in panel.collections for path in area.get_paths())
-    assert highest == pytest.approx(report.peak_memory_bytes / 1e9)
+    over_time, over_ops = memory_timeline(report).axes
+    for panel in (over_time, over_ops):
+        highest = max(path.vertices[:, 1].max() for area in panel.collections for path in area.get_paths())
+        assert highest == pytest.approx(report.peak_memory_bytes / 1e9)
+        assert any(text.get_text().startswith("peak ") for text in panel.texts)
+    assert over_time.get_xlim() == (0, pytest.approx(1e3 * report.seconds))
+    assert len(memory_timeline(meter.report(mode="compiled")).axes) == 1  # its ops have no time of their own
 
 
 @pytest.mark.parametrize("name", ["picture.png", "picture.svg"])

@@ -41,12 +41,12 @@ VIEW_SAMPLES = {
     "spots": ("hot_spots", "`report.hot_spots`"),
     "compilation": ("explain_compile", "`report.explain_compile()`"),
 }
-PICTURE_AXES = {"roofline": 2, "classes": 1, "modules": 1, "ops": 1, "memory": 1}
+PICTURE_AXES = {"roofline": 2, "classes": 1, "modules": 1, "ops": 1, "memory": 2}
 # What a column has for ROW, an op of 1e9 FLOP/s and 5e9 bytes/s.
 ROW = Row("mm", calls=3, flops=8, bytes_read=24, bytes_written=16, seconds=8e-9, regime="memory", joules=2e-6)
 COLUMN_VALUES = {
     "calls": 3, "% FLOPs": 8, "% time": 8e-9, "GFLOP": 8, "read GB": 24, "written GB": 16, "time": 8e-9,
-    "": 2e-6, "FLOP/B": 0.2, "TFLOP/s": 1e9, "bound by": "memory",
+    "energy": 2e-6, "FLOP/B": 0.2, "TFLOP/s": 1e9, "bound by": "memory",
 }  # fmt: skip
 GROUPING_ROWS = {
     "class": {"tensor contraction"},

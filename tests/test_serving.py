@@ -62,7 +62,9 @@ def test_decoding_takes_weights_and_cache_over_bandwidth_in_the_limit_of_long_co
     device, batch, cached = load_hardware(H100), 32, 2**16
     seconds = steps().cost(device, batch, 1, cached).seconds
     least = (2 * PRODUCTS + batch * cached * KV_OF_TOKEN) / device.bandwidth_bytes_per_s
-    assert least < seconds < 1.7 * least  # flash kernels of grouped heads reach 60 to 70 % of the bandwidth
+    # Measured kernels of this sort reach 87 to 92 % of the bandwidth (aiconfigurator: H100 and H200, a millisecond and
+    # more); the rest is what else a step launches.
+    assert least / 0.92 < seconds < 1.35 * least
 
 
 def test_a_step_of_many_sequences_reads_weights_once_and_each_cache():
@@ -253,6 +255,13 @@ def test_figures_of_a_point_agree_with_one_another(result):
             assert hourly == pytest.approx({H100: 2.5, L40S: 0.9}[row.hardware])
             idle, limit = load_hardware(row.hardware).idle_watts, load_hardware(row.hardware).limit_watts
             assert idle <= point.watts_per_gpu <= 1.01 * limit
+
+
+def test_the_energy_of_a_million_tokens_costs_its_kilowatt_hours(result):
+    """A kWh is 3.6 MJ: at 0.36 dollars a kWh a million tokens of one joule cost ten cents."""
+    priced = served((H100,), slo="ttft=2s,tpot=30ms", dollars_per_kwh=0.36).rows[0].best
+    assert priced.energy_dollars_per_million_tokens == pytest.approx(0.1 * priced.joules_per_token)
+    assert result.rows[0].best.energy_dollars_per_million_tokens is None
 
 
 def test_twice_the_price_is_twice_the_cost_and_changes_nothing_else(result):

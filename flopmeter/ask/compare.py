@@ -12,7 +12,21 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.as_cuda import CudaTarget
-from flopmeter.ask.steps import BOUND_BY, FITS, JOULES, MFU, PEAK, TIME, USABLE, WATTS, Step, is_positive, step_figures
+from flopmeter.ask.steps import (
+    BOUND_BY,
+    ENERGY_PRICE,
+    FITS,
+    JOULES,
+    MFU,
+    PEAK,
+    TIME,
+    USABLE,
+    WATTS,
+    Step,
+    is_positive,
+    million,
+    step_figures,
+)
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
@@ -35,7 +49,7 @@ class DeviceRow(Step):
     KEYS = (
         "hardware", "seconds", "seconds_low", "seconds_high", "items_per_s", "mfu", "regime", "busy_share",
         "idle_share", "peak_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_hour", "dollars_per_step",
-        "dollars_per_million_items", "watts", "joules", "joules_per_item",
+        "dollars_per_million_items", "watts", "joules", "joules_per_item", "energy_dollars",
     )  # fmt: skip
 
     hardware: str
@@ -116,8 +130,9 @@ class Comparison(Shown):
             FITS,
             WATTS,
             JOULES,
+            ENERGY_PRICE,
             ColumnOf("$/hour", lambda row: row.dollars_per_hour),
-            ColumnOf("$/M steps", lambda row: _million(row.dollars_per_step)),
+            ColumnOf("$/M steps", lambda row: million(row.dollars_per_step)),
             ColumnOf(f"$/M {self.unit}", lambda row: row.dollars_per_million_items),
         ]
         return table_of(columns, self.rows, hides_unknown=True)
@@ -273,10 +288,6 @@ def checked_prices(prices: Mapping[str, float], devices: Iterable[Hardware]) -> 
 def _by_cost(row: DeviceRow) -> tuple[bool, float]:
     cost = row.dollars_per_step
     return cost is None, row.seconds if cost is None else cost
-
-
-def _million(value: float | None) -> float | None:
-    return None if value is None else 1e6 * value
 
 
 def _notes(report: Report) -> Iterator[str]:

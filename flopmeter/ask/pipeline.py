@@ -23,6 +23,11 @@ from flopmeter.distributed.ranks import run_ranks
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode, reports_together
 from flopmeter.records import DEFAULT_STREAM, Phase
 from flopmeter.report.chrome_trace import save_together
+from flopmeter.report.page import document
+from flopmeter.report.page.first_screen import section
+from flopmeter.report.page.gantt import gantt
+from flopmeter.report.page.markup import tag
+from flopmeter.report.page.tables import plain_table
 from flopmeter.report.quantities import figure, in_ms, percent
 from flopmeter.report.report import Report
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
@@ -84,6 +89,20 @@ class Pipeline(Shown):
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted timelines of all ranks as one Chrome trace (ui.perfetto.dev), a track for each stream."""
         save_together({f"rank {rank}": report for rank, report in self.reports.items()}, path)
+
+    def render(self, format: str = "text") -> str:
+        """As text, markdown, csv, json or html: a page with the stages as a Gantt chart. Raises ValueError for another
+        format."""
+        if format != "html":
+            return super().render(format)
+        shown = self._document()
+        return document(
+            shown.title,
+            tag("header", tag("h1", shown.title), tag("p", shown.notes[0])),
+            section("Stages", gantt({f"rank {rank}": report for rank, report in self.reports.items()})),
+            section("Times", *(plain_table(table, "stage") for table in shown.tables)),
+            section("Notes", tag("ul", *(tag("li", note) for note in shown.notes), class_="notes")),
+        )
 
     def _document(self) -> Document:
         records = [row.as_dict() for row in self.rows]

@@ -38,7 +38,7 @@ class LayoutRow(Step):
     KEYS = (
         "gpus", "seconds", "seconds_low", "seconds_high", "items_per_s", "items_per_s_per_gpu", "mfu", "regime",
         "communication_seconds", "exposed_seconds", "peak_memory_bytes", "usable_memory_bytes", "fits",
-        "dollars_per_step", "dollars_per_million_items", "watts", "joules",
+        "dollars_per_step", "dollars_per_million_items", "watts", "joules", "energy_dollars",
     )  # fmt: skip
 
     layout: Layout

@@ -26,6 +26,7 @@ class Step:
     usable_memory_bytes: int | None  # that tensors can have; None: unknown, as of a CPU
     watts: float | None  # of one device, on average; None: nobody knows what it may draw
     joules: float | None  # of one device
+    energy_dollars: float | None  # of these joules; None without a price
 
     @property
     def fits(self) -> bool | None:
@@ -46,6 +47,7 @@ class StepFigures(TypedDict):
     usable_memory_bytes: int | None
     watts: float | None
     joules: float | None
+    energy_dollars: float | None
 
 
 def step_figures(report: Report) -> StepFigures:
@@ -57,7 +59,13 @@ def step_figures(report: Report) -> StepFigures:
         usable_memory_bytes=usable_bytes_if_known(report.hardware),
         watts=report.watts,
         joules=report.joules,
+        energy_dollars=report.energy_dollars,
     )
+
+
+def million(value: float | None) -> float | None:
+    """Of a million such steps."""
+    return None if value is None else 1e6 * value
 
 
 def is_positive(value: float) -> bool:
@@ -71,4 +79,5 @@ PEAK = ColumnOf[Step]("peak GB", lambda step: step.peak_memory_bytes, in_gb)
 USABLE = ColumnOf[Step]("of GB", lambda step: step.usable_memory_bytes, in_gb)
 WATTS = ColumnOf[Step]("W", lambda step: step.watts)
 JOULES = ColumnOf[Step]("J", lambda step: step.joules)
+ENERGY_PRICE = ColumnOf[Step]("energy $/M steps", lambda step: million(step.energy_dollars))
 FITS = ColumnOf[Step]("fits", lambda step: {True: "yes", False: "NO", None: UNKNOWN}[step.fits], str, "<")

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from flopmeter.ask.compare import AnyHardware
-from flopmeter.ask.steps import BOUND_BY, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
+from flopmeter.ask.steps import BOUND_BY, ENERGY_PRICE, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
 from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
@@ -36,7 +36,7 @@ class Point(Step):
     KEYS = (
         "size", "seconds", "items_per_s", "regime", "mfu", "flops", "bytes", "intensity", "busy_seconds",
         "host_seconds", "idle_share", "peak_memory_bytes", "usable_memory_bytes", "fits",
-        "watts", "joules",
+        "watts", "joules", "energy_dollars",
     )  # fmt: skip
 
     size: int
@@ -123,6 +123,8 @@ class Sweep(Shown):
             WATTS,
             JOULES,
         ]
+        if any(point.energy_dollars is not None for point in self.points):
+            columns.append(ENERGY_PRICE)
         return table_of(columns, self.points)
 
     def _limits(self) -> str:

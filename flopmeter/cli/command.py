@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import importlib.util
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
@@ -148,6 +149,12 @@ def add_clocks(parser: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
+def add_energy_price(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--kwh", dest="dollars_per_kwh", metavar="DOLLARS", type=dollars, help="price of a kWh, to say what the energy costs as well"
+    )
+
+
 def add_mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=get_args(Mode), help="default: as the program runs, which is eagerly as a rule"
@@ -173,6 +180,15 @@ def number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text[:20]) <= MOST:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, at most {MOST:,}, not {text[:40]!r}")
     return int(text)
+
+
+def dollars(text: str) -> float:
+    try:
+        if not 0 <= float(text) < math.inf:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected dollars, such as 0.3, not {text!r}") from None
+    return float(text)
 
 
 def share(text: str) -> float:

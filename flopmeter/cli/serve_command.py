@@ -10,7 +10,7 @@ from flopmeter.ask.serve.decoder import CacheKind
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.picture import serving_curves
 from flopmeter.ask.serve.serving import read_slo
-from flopmeter.cli.command import Command, add_format, device_list, number, share, show
+from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.meter import Mode
 from flopmeter.report.plots import save
@@ -46,6 +46,7 @@ def _serve(options: argparse.Namespace) -> int:
         disaggregated=options.disaggregated,
         cache=options.cache,
         prices=prices.dollars_per_hour,
+        dollars_per_kwh=options.dollars_per_kwh,
         progress=options.progress.over,
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
@@ -70,6 +71,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo", metavar="ttft=500ms,tpot=30ms", type=_slo, help="latencies to keep to: first token, each other token")
     add("--gpus", metavar="N", type=number, default=1, help="tensor parallel GPUs of one copy (default: %(default)s)")
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
+    add_energy_price(parser)
     add("--mode", choices=get_args(Mode), default="cudagraph", help="how a step is launched (default: %(default)s)")
     add("--weights", choices=WEIGHTS, default="bf16", help="how products keep weights (default: %(default)s)")
     add("--kv", choices=KV_BYTES, default="bf16", help="how the cache is kept (default: %(default)s)")

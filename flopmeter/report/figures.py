@@ -211,7 +211,7 @@ def beside(points: Sequence[Spot], radii: Sequence[float], size: float, avoid: S
         def trouble(spot: Spot, others: Sequence[tuple[Spot, float]] = others, centre: Spot = (x, y)) -> float:
             hits = sum(dist(spot, label) < size for label in taken)
             hits += sum(dist(spot, point) < own + size / 2 for point, own in others)
-            hits += sum(dist(spot, point) < size * 0.8 for point in avoid)
+            hits += sum(dist(spot, point) < size for point in avoid)
             return hits * 10 * size + dist(spot, centre)
 
         away = [radius + times * size for times in (0.6, 1.2, 1.8, 2.6)]
@@ -227,7 +227,7 @@ class MemoryPicture(NamedTuple):
     peak_bytes: int
     limit_bytes: int | None  # what the device has, where the program is not a thin line at the bottom beside it
     phases: Sequence[tuple[str, int]]  # with their first step
-    starts: Sequence[float]  # seconds at which the device comes to each step, and those of the run's end
+    starts: Sequence[float] | None  # seconds at which the device comes to each step; None in a mode that fuses ops
     peak_step: int  # the first one
 
     @property
@@ -248,12 +248,14 @@ def memory_picture(report: Report) -> MemoryPicture | None:
     if limit is not None and limit >= 3 * report.peak_memory_bytes:
         limit = None
     peak = report.peak_memory_bytes
-    shown = MemoryPicture(areas, peak, limit, _phase_starts(report), _step_starts(report), 0)
+    starts = None if report.launches.mode.fuses else _step_starts(report)
+    shown = MemoryPicture(areas, peak, limit, _phase_starts(report), starts, 0)
     return shown._replace(peak_step=shown.totals.index(peak))
 
 
 def _step_starts(report: Report) -> list[float]:
-    """When the first kernel of each op starts; an op without one, such as a view, has the time of the op before it."""
+    """When the first kernel of each op starts; an op without one, such as a view, has the time of the op before it. The
+    last one is the end of the run."""
     first: dict[int, float] = {}
     for kernel, timing in zip(report.kernels, report.timings, strict=True):
         for op in kernel.ops:

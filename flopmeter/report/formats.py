@@ -14,7 +14,7 @@ from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, VIEWS, draws
 from flopmeter.report.page import page
 from flopmeter.report.page.first_screen import for_notebook
-from flopmeter.report.quantities import duration, percent_of, with_prefix
+from flopmeter.report.quantities import duration, figure, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv
 from flopmeter.report.winning import in_lines, where_to_win
@@ -112,8 +112,15 @@ def _power(report: Report) -> str:
         return f"power unknown (the profile has no limit) · {clock.clocks} clocks: {at}"
     return (
         f"power {report.watts:.0f} of {clock.limit_watts:g} W on average, {with_prefix(report.joules, 'J')}"
-        f" · {clock.clocks} clocks: {at}"
+        f"{_energy_price(report)} · {clock.clocks} clocks: {at}"
     )
+
+
+def _energy_price(report: Report) -> str:
+    """For a million runs: that of one is too small to be read."""
+    if report.energy_dollars is None:
+        return ""
+    return f", ${figure(1e6 * report.energy_dollars)} of energy for a million runs at ${report.dollars_per_kwh:g} a kWh"
 
 
 def _communication(report: Report) -> list[str]:
@@ -190,7 +197,7 @@ def csv_of(report: Report, rows: Iterable[Row]) -> str:
 TOTALS = (
     "flops", "model_flops", "executed_flops", "macs", "bytes_read", "bytes_written", "seconds", "seconds_low",
     "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "hfu", "regime",
-    "joules", "watts", "clocks",
+    "joules", "watts", "clocks", "energy_dollars",
 )  # fmt: skip
 
 

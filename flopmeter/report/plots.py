@@ -188,17 +188,21 @@ def _bar_name(row: Row, by: By) -> str:
 
 
 def memory_timeline(report: Report) -> Any:
-    """What is alive by category, over the wall-clock and at each op, and what the device has."""
+    """What is alive by category, over the wall-clock (in a mode that fuses nothing) and at each op, and what the device
+    has."""
     shown = memory_picture(report)
     if shown is None:
         raise PlotError("the program holds no memory on its device")
-    figure = new_figure(12.0, 4.4)
-    over_time, over_ops = figure.subplots(1, 2, sharey=True)
-    _draw_memory(over_time, shown, [1e3 * second for second in shown.starts], "time (ms)")
-    _draw_memory(over_ops, shown, range(shown.steps), "op")
-    over_time.set_ylabel("alive (GB)")
+    across: list[tuple[str, Sequence[float]]] = [("op", range(shown.steps))]
+    if shown.starts is not None:
+        across.insert(0, ("time (ms)", [1e3 * second for second in shown.starts]))
+    figure = new_figure(2.0 + 5.0 * len(across), 4.4)
+    panels = figure.subplots(1, len(across), sharey=True, squeeze=False)[0]
+    for panel, (label, places) in zip(panels, across, strict=True):
+        _draw_memory(panel, shown, places, label)
+    panels[0].set_ylabel("alive (GB)")
     figure.suptitle(report.headline, fontsize=9)
-    handles, labels = over_time.get_legend_handles_labels()
+    handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=7, frameon=False)
     return figure
 

@@ -34,6 +34,7 @@ from flopmeter.timing import Uncertainty, uncertainty
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.peak_memory import Memory
 
+JOULES_PER_KWH = 3.6e6
 By = Literal["class", "op", "module", "phase", "kernel"]
 """What callers write: the keys of `GROUPINGS`."""
 
@@ -102,6 +103,7 @@ class Report:
     cluster: Cluster | None = None  # whose links collectives go over; None: there are none
     clock: RunClock = UNKNOWN_POWER
     ran: Ran = NOT_SAID
+    dollars_per_kwh: float | None = None  # as the user has it
     graphs: tuple[CompiledGraph, ...] = ()  # that torch.compile made, each with `.kernels` and `.breaks`
 
     @property
@@ -254,6 +256,13 @@ class Report:
         if self.joules is None:
             return None
         return self.joules / self.seconds if self.seconds else self.clock.idle_watts
+
+    @property
+    def energy_dollars(self) -> float | None:
+        """What the energy of the run costs; None without its price, or where the device's power is unknown."""
+        if self.joules is None or self.dollars_per_kwh is None:
+            return None
+        return self.joules / JOULES_PER_KWH * self.dollars_per_kwh
 
     @property
     def clocks(self) -> Clocks:

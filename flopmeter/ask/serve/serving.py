@@ -15,8 +15,9 @@ from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.launch.modes import MODES
-from flopmeter.meter import Mode
+from flopmeter.meter import Mode, checked_energy_price
 from flopmeter.report.quantities import duration, figure, in_gb, in_ms
+from flopmeter.report.report import JOULES_PER_KWH
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 from flopmeter.timing.peak_memory import usable_bytes
 
@@ -36,6 +37,7 @@ class ServingPoint(NamedTuple):
     watts_per_gpu: float | None  # None where nobody knows what the device may draw
     joules_per_token: float | None  # of all GPUs, prefill included
     dollars_per_million_tokens: float | None  # None without a price
+    energy_dollars_per_million_tokens: float | None  # None without the price of energy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ _COLUMNS: list[ColumnOf[ServingRow]] = [
     ColumnOf("W/GPU", _of_best(lambda point: point.watts_per_gpu)),
     ColumnOf("J/token", _of_best(lambda point: point.joules_per_token)),
     ColumnOf("$/M tokens", _of_best(lambda point: point.dollars_per_million_tokens)),
+    ColumnOf("energy $/M", _of_best(lambda point: point.energy_dollars_per_million_tokens)),
     ColumnOf("alone: TTFT ms", lambda row: row.points[0].ttft_seconds, in_ms),
     ColumnOf("TPOT ms", lambda row: row.points[0].tpot_seconds, in_ms),
 ]
@@ -131,6 +134,7 @@ class ServingPlan:
     draft_tokens: int
     acceptance: float
     is_disaggregated: bool
+    dollars_per_kwh: float | None = None
     meter_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -172,6 +176,7 @@ def serving(
     disaggregated: bool = False,
     cache: CacheKind = "paged",
     prices: Mapping[str, float] | None = None,
+    dollars_per_kwh: float | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     **meter_options: Any,
 ) -> Serving:
@@ -189,7 +194,7 @@ def serving(
     draft: a smaller model (as `target`) that proposes `draft_tokens` tokens (4), each accepted with `acceptance` (0.7).
     disaggregated: GPUs of their own for prefill.
     cache: 'paged' as servers hold it, or 'transformers' as its generate() does.
-    prices: dollars per GPU and hour, by device.
+    prices: dollars per GPU and hour, by device. dollars_per_kwh: what energy costs.
     meter_options: of FlopMeter.
 
     Raises ServingError for options that make no sense, TargetError for a model that cannot be built and HardwareError
@@ -201,7 +206,7 @@ def serving(
         prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, mode=mode, weights=weights, kv=kv, chunk=chunk,
         prefix=prefix, draft_tokens=4 if draft_tokens is None else draft_tokens,
         acceptance=0.7 if acceptance is None else acceptance, is_disaggregated=disaggregated,
-        meter_options=meter_options,
+        dollars_per_kwh=checked_energy_price(dollars_per_kwh), meter_options=meter_options,
     )  # fmt: skip
     plan.check()
     devices = [load_hardware(name) for name in ([hardware] if isinstance(hardware, str | Hardware) else hardware)]
@@ -382,6 +387,7 @@ class _Server:
         joules = self._joules(each.batch)
         hourly = None if self._price is None else self._price * plan.gpus * copies
         gpus = plan.gpus * copies
+        joules_per_token = None if joules is None else joules / plan.output
         return ServingPoint(
             batch=each.batch,
             ttft_seconds=each.ttft_seconds,
@@ -390,8 +396,11 @@ class _Server:
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_gpu=tokens_per_s / gpus,
             watts_per_gpu=None if joules is None else joules * each.requests_per_s / gpus,
-            joules_per_token=None if joules is None else joules / plan.output,
+            joules_per_token=joules_per_token,
             dollars_per_million_tokens=None if hourly is None else 1e6 * hourly / SECONDS_PER_HOUR / tokens_per_s,
+            energy_dollars_per_million_tokens=None
+            if joules_per_token is None or plan.dollars_per_kwh is None
+            else 1e6 * joules_per_token / JOULES_PER_KWH * plan.dollars_per_kwh,
         )
 
     def _joules(self, batch: int) -> float | None:

@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.page.tables import rows_table
-from flopmeter.report.quantities import duration, percent_of, with_prefix
+from flopmeter.report.quantities import duration, figure, percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.winning import where_to_win
 from flopmeter.timing.peak_memory import usable_bytes
@@ -72,7 +72,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str, str]]:
     if report.joules is None or report.watts is None:
         yield "energy", "unknown", "the profile has no power limit"
     else:
-        yield "energy", with_prefix(report.joules, "J"), f"{report.watts:.0f} W on average"
+        price = report.energy_dollars
+        cost = "" if price is None else f", ${figure(1e6 * price)} for a million runs"
+        yield "energy", with_prefix(report.joules, "J"), f"{report.watts:.0f} W on average{cost}"
 
 
 def _verdict(report: Report) -> str:

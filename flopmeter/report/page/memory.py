@@ -15,7 +15,7 @@ from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import Category
 
 _WIDTH, _HEIGHT = 480.0, 320.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, _WIDTH - 12, 24.0, _HEIGHT - 50
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72.0, _WIDTH - 12, 24.0, _HEIGHT - 50
 _PER_PIXEL = 2  # columns: more would be finer than screens show
 _CHARACTER, _LINE = 7.5, 16.0  # pixels that text takes
 _HEADROOM = 1.15  # above the peak, for its label
@@ -37,17 +37,19 @@ def memory_timeline(report: Report) -> Markup:
         return tag("p", "The program holds no memory on its device.")
     over_ops = Axis(0, max(1, shown.steps - 1), _LEFT, _RIGHT)
     across = [_Across(over_ops, [f"{op:g}" for op in over_ops.ticks], "op", over_ops.at)]
-    if report.seconds:
-        across.insert(0, _over_time(shown, report.seconds))
+    if shown.starts is not None and report.seconds:
+        across.insert(0, _over_time(shown.starts, report.seconds))
     pictures = (tag("figure", _drawn(shown, each)) for each in across)
-    return join([tag("div", *pictures, class_="pair"), _legend(report, shown)])
+    note = tag("p", "The memory of the eager run: where ops are fused, what is between them is not held.")
+    parts = [tag("div", *pictures, class_="pair"), _legend(report, shown)]
+    return join([note, *parts] if report.launches.mode.fuses else parts)
 
 
-def _over_time(shown: MemoryPicture, seconds: float) -> _Across:
+def _over_time(starts: Sequence[float], seconds: float) -> _Across:
     axis = Axis(0, seconds, _LEFT, _RIGHT)
     divisor, unit = scale([seconds], "s")
     labels = [f"{second / divisor:.4g}" for second in axis.ticks]
-    return _Across(axis, labels, f"time ({unit})", lambda step: axis.at(shown.starts[step]))
+    return _Across(axis, labels, f"time ({unit})", lambda step: axis.at(starts[step]))
 
 
 def _drawn(shown: MemoryPicture, across: _Across) -> Markup:
@@ -106,7 +108,7 @@ def _phases(phases: Sequence[tuple[str, int]], across: _Across) -> Markup:
     """A line where each begins, with its name where there is room for it."""
     starts = [across.place(step) for _, step in phases]
     lines = []
-    for (name, _), x, end in zip(phases, starts, [*starts[1:], across.axis.end], strict=True):
+    for (name, _), x, end in zip(phases, starts, [*starts, across.axis.end][1:], strict=True):
         lines.append(tag("path", class_="phase", d=f"M{x:.1f} {_TOP - 16:.1f}V{_BOTTOM:.1f}"))
         if end - x > _CHARACTER * len(name):
             lines.append(tag("text", name, x=x + 4, y=_TOP - 8))

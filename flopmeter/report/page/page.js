@@ -91,7 +91,7 @@ document.querySelectorAll("table.tree").forEach(makeFoldable);
 function makeCue(box) {
   const cue = document.createElement("p");
   cue.className = "cue";
-  cue.textContent = "more columns: scroll →";
+  cue.textContent = box.querySelector("table") ? "more columns: scroll →" : "scroll →";
   cue.hidden = true;
   box.before(cue);
   const update = () => { cue.hidden = box.scrollWidth <= box.clientWidth + 1; };

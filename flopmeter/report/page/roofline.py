@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from math import atan2, degrees
+from math import atan2, degrees, sqrt
 from typing import NamedTuple
 
 from flopmeter.report.figures import LEAST_INTENSITY, Dot, Roof, Roofline, beside, longest_dots, ranges
@@ -14,7 +14,7 @@ from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.quantities import tick, with_prefix
 
 _WIDTH, _HEIGHT = 480.0, 400.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, _WIDTH - 10, 10.0, _HEIGHT - 50
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72.0, _WIDTH - 10, 10.0, _HEIGHT - 50
 _SMALLEST, _LARGEST = 3.0, 22.0  # radius in pixels, of a kernel of no time and one of all the time
 _NUMBER = 16.0  # pixels that a number beside a dot takes
 _LINE = 17.0  # and a line of text
@@ -93,7 +93,7 @@ def _merged(shown: list[Dot], axes: Axes) -> list[Dot]:
 
 
 def _radius(dot: Dot, kernel_seconds: float) -> float:
-    return (_SMALLEST**2 + dot.seconds / kernel_seconds * _LARGEST**2) ** 0.5
+    return sqrt(_SMALLEST**2 + dot.seconds / kernel_seconds * _LARGEST**2)
 
 
 def _drawn(dot: Dot, kernel_seconds: float, axes: Axes) -> Markup:
@@ -108,7 +108,7 @@ def _drawn(dot: Dot, kernel_seconds: float, axes: Axes) -> Markup:
 def _numbers(named: Sequence[Dot], roofline: Roofline, axes: Axes) -> Markup:
     """Of the kernels that the key lists, each with a line to its dot."""
     points = [axes.at(dot) for dot in named]
-    texts = [(x, y - 4) for _, y in _labels(roofline, axes) for x in range(int(_RIGHT) - 190, int(_RIGHT) + 10, 10)]
+    texts = [(x, y - 4) for _, y in _labels(roofline, axes) for x in range(int(_RIGHT) - 220, int(_RIGHT) + 10, 10)]
     places = beside(points, [_radius(dot, roofline.kernel_seconds) for dot in named], _NUMBER, texts)
     lines = (
         tag("path", class_="leader", d=f"M{x:.1f} {y:.1f}L{a:.1f} {b:.1f}")

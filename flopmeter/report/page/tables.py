@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 
 from flopmeter.report.columns import ON_PAGE, ReportColumn, share_of
 from flopmeter.report.page.marks import class_mark
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.quantities import decimal, scale, with_prefix
 from flopmeter.report.report import Report, Row
+from flopmeter.report.tables import Table
 
 
 def rows_table(report: Report, rows: Sequence[Row], name: str, *, is_tree: bool = False) -> Markup:
@@ -26,7 +28,37 @@ def rows_table(report: Report, rows: Sequence[Row], name: str, *, is_tree: bool 
         for place, row in enumerate(rows)
     ]
     grid = tag("table", tag("thead", head), tag("tbody", join(body, "\n")), class_="tree" if is_tree else None)
-    return tag("div", grid, class_="scroll", tabindex=0, role="region", aria_label=f"Table by {name}")
+    return _scrolled(grid, name)
+
+
+def plain_table(table: Table, name: str) -> Markup:
+    """A table whose cells are texts; a column sorts by figures where all of its cells are such."""
+    kinds = ["n" if all(map(_is_figure, cells)) else "t" for cells in zip(*table.rows, strict=True)]
+    heads = (
+        tag("th", column.heading, scope="col", class_=kind) for column, kind in zip(table.columns, kinds, strict=True)
+    )
+    rows = (
+        tag(
+            "tr",
+            *(
+                tag("td", cell, class_=kind, data_v=cell if kind == "n" else None)
+                for cell, kind in zip(row, kinds, strict=True)
+            ),
+        )
+        for row in table.rows
+    )
+    return _scrolled(tag("table", tag("thead", tag("tr", *heads)), tag("tbody", join(rows, "\n"))), name)
+
+
+def _scrolled(table: Markup, name: str) -> Markup:
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=f"Table by {name}")
+
+
+def _is_figure(text: str) -> bool:
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _is_known(column: ReportColumn) -> Callable[[Row], bool]:
@@ -44,8 +76,9 @@ def _name_cell(name: str, is_tree: bool) -> Markup:
 def _column(column: ReportColumn, rows: Sequence[Row], report: Report) -> tuple[Markup, list[Markup]]:
     """Its heading with the unit, and its cells."""
     if column.unit == "text":
-        heading = tag("th", column.page_heading, scope="col", class_="t")
-        return heading, [tag("td", column.value(row), class_="t") for row in rows]
+        return tag("th", column.page_heading, scope="col", class_="t"), [
+            tag("td", column.value(row), class_="t") for row in rows
+        ]
     unit, cells = _figures(column, rows, report)
     heading = f"{column.page_heading} ({unit})" if unit else column.page_heading
     return tag("th", heading, scope="col", class_="n"), cells
