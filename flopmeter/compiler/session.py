@@ -22,6 +22,7 @@ import torch
 from torch.fx import GraphModule
 
 from flopmeter.compiler import constants
+from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.compiler.lowering import lower
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose
@@ -162,6 +163,7 @@ class Session:
         for name, wrapper in wrappers:
             self._patch_name(name, wrapper)
         self._keep_compiler_state()
+        self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
         for message in _NEEDLESS_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -407,7 +409,6 @@ def _text(error: Exception) -> str:
 _NEEDLESS_WARNINGS = (
     r"Using `torch\.compile\(module\)` when there are global hooks",  # ours do not fire twice: they are hidden
     r"TensorFloat32 tensor cores .* available but not enabled",  # the report says so
-    r"aten::nll_loss: an autograd kernel was not registered",  # on meta, where torch's Python kernel comes first
 )
 
 
