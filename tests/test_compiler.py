@@ -154,6 +154,26 @@ def test_a_pointwise_chain_is_one_kernel_that_reads_and_writes_once() -> None:
     assert (kernel.kind, kernel.bytes_read, kernel.bytes_written, kernel.flops) == ("triton", 40_000, 40_000, 40_000)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.cross_entropy(x, torch.arange(len(x), device=x.device)),
+        lambda x: x.var(),
+        lambda x: F.selu(x).sum(),
+        lambda x: F.prelu(x, x[0, :1]).sum(),
+        lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear").sum(),
+    ],
+    ids=["cross_entropy", "var", "selu", "prelu", "interpolate"],
+)
+def test_gradients_of_composites_reach_what_they_are_made_of(function: Callable[[Tensor], Tensor]) -> None:
+    """Torch has Python kernels for these on meta, through which it does not differentiate. The gradient is written."""
+    x = meta(64, 96, requires_grad=True)
+    _, report = metered(lambda: torch.compile(function)(x).backward())
+    _, backward = report.graphs
+    assert sum(kernel.bytes_written for kernel in backward.kernels) >= x.nbytes
+    assert x.grad is not None
+
+
 def test_a_gather_reads_the_rows_that_it_picks() -> None:
     """16 rows of 32 floats and 16 indices, of a table of 1,000 rows; then a reduction in the same kernel."""
     table, ids = meta(1000, 32), meta(16, dtype=torch.long)
