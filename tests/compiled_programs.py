@@ -1,5 +1,5 @@
-"""Nearly sixty small programs for torch.compile: encoders, decoders, experts, convolutional nets, diffusion, recurrences,
-optimizers and losses; inference and training; fp32, bf16 and autocast; compute capability 8.0, 9.0 and 12.0.
+"""Nearly sixty small programs for torch.compile: encoders, decoders, experts, convolutional nets, diffusion models,
+recurrences, optimizers and losses; inference and training; fp32, bf16 and autocast; on three generations of GPU.
 
 Models of Hugging Face need transformers; no weights are loaded.
 """

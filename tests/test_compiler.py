@@ -20,6 +20,7 @@ from torch.nn.modules import module as hooks
 from flopmeter import FlopMeter, Report
 from flopmeter.compiler import session
 from flopmeter.records import CONTRACTION
+from flopmeter.records.memory_format import is_channels_last
 
 
 class Mlp(nn.Module):
@@ -172,6 +173,21 @@ def test_gradients_of_composites_reach_what_they_are_made_of(function: Callable[
     _, backward = report.graphs
     assert sum(kernel.bytes_written for kernel in backward.kernels) >= x.nbytes
     assert x.grad is not None
+
+
+def test_convolutions_hand_on_channels_last() -> None:
+    """As cuDNN does: inductor turns the image and both filters (its heuristic chooses channels-last for 64 channels),
+    and nothing between the convolutions."""
+    model = on_meta(lambda: nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1, bias=False) for _ in range(2)))).bfloat16()
+    with torch.no_grad():
+        meter, report = metered(lambda: torch.compile(model)(meta(8, 64, 16, 16).bfloat16()))
+    library = [op.call for op in meter.trace.ops if op.call.name == "convolution"]
+    assert [is_channels_last(call.outputs[0].shape, call.outputs[0].stride) for call in library] == [True, True]
+    assert library[0].outputs[0].stride == library[1].inputs[0].stride
+    image, filters = 2 * 8 * 64 * 16 * 16, 2 * 64 * 64 * 9
+    turned = [kernel.bytes_read for kernel in report.graphs[0].kernels if kernel.kind == "triton"]
+    assert sorted(turned) == [filters, filters, image, image]  # at last the result is turned back for the caller
+    assert sum("conv" in kernel.cost.name and kernel.cost.flops > 0 for kernel in report.kernels) == 2
 
 
 def test_a_gather_reads_the_rows_that_it_picks() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from flopmeter.as_cuda.kernels.convolution import runs_channels_last
 from flopmeter.compiler import constants
 from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.compiler.lowering import lower
@@ -30,6 +31,7 @@ from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
+from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
@@ -155,6 +157,7 @@ class Session:
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
             (names.CONVERT_FRAME, self._around_frame),
+            (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
             (names.GUARD_IDENTITY, self._around_identity_guard),
             (names.CREATE_PROXY, constants.around_create_proxy),
             (names.RULES, functools.partial(made_inside, self._as_torch_is)),
@@ -327,6 +330,17 @@ class Session:
             codes = (function.__code__ for function in functions if hasattr(function, "__code__"))
             self._stood_in_for = frozenset(map(id, (*functions, *codes)))
             yield
+
+    def _in_place_of_convolution_layout(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """cuDNN's, of which torch would know only for tensors that C++ takes for CUDA's."""
+
+        def layout(tensor: torch.Tensor, weight: torch.Tensor, backend: Any) -> Any:
+            if not self._is_here or tensor.device.type == "cpu":
+                return plain(tensor, weight, backend)
+            is_last = runs_channels_last(tensor, weight)
+            return CHANNELS_LAST[tensor.ndim] if is_last else torch.contiguous_format
+
+        return layout
 
     def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
         """A program that runs finds a stand-in where Dynamo found torch's function: no reason to compile anew."""

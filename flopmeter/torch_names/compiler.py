@@ -86,6 +86,9 @@ DYNAMIC_STATE = _name("torch._dynamo.pgo", "_CODE_STATE", "which sizes changed, 
 RECOMPILE_REASONS = _name(
     "torch._dynamo.convert_frame", "get_and_maybe_log_recompilation_reasons", "which guard made it compile again"
 )
+CONVOLUTION_LAYOUT = _name(
+    "torch._C", "_conv_determine_backend_memory_format", "the layout of what a convolution writes"
+)
 DECOMPOSITIONS = _name("torch._decomp", "global_decomposition_table", "which ops have Python kernels on meta")
 NAMES[INDUCTOR] += (
     PrivateName("torch._ops", "OpOverload.py_kernels", "Python kernels of composites on meta", on_instances=True),
