@@ -27,6 +27,11 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "sweep.md"
 COLUMNS = ("entries", "samples", "refused", "sparse", "calls", "ops", "uncounted", "failures")
+COMPILED = ("kernels", "by rules", "MB", "MB by rules")
+COMPILED_LEGEND = """\
+Each row is one program, compiled by torch's own compiler up to its Scheduler, whose **kernels** were recorded one for
+one (or the test fails), and the same program **by the rules** of `flopmeter/launch/fusion`; **MB** are read and
+written, the eager kernels around the graphs included."""
 LEGEND = """\
 Each row is one pass over torch's op_db: **entries** of the database, **samples** of them; those **refused** by torch
 itself (no kernel for meta, a shape that depends on data), with or without the meter; those with **sparse** tensors,
@@ -76,7 +81,7 @@ def page(results: list[Result]) -> str:
     counts = Counter(result.outcome for result in results)
     total = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
     head = f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}: {total}."
-    swept = [(_parameters(result), *map(result.figures.get, COLUMNS)) for result in results if result.figures]
+    swept, compiled = _table(results, COLUMNS), _table(results, COMPILED)
     files = {result.file for result in results}
     by_file = [(f"`{file}`", *_outcomes(result for result in results if result.file == file)) for file in sorted(files)]
     failed = [f"- `{result.file}`: `{result.name}`" for result in results if result.outcome == "failed"]
@@ -87,10 +92,19 @@ def page(results: list[Result]) -> str:
         "## Every op of torch's database",
         LEGEND,
         tabulate(swept, headers=("run", *COLUMNS), tablefmt="github"),
+        "## Compiled programs",
+        COMPILED_LEGEND,
+        tabulate(compiled, headers=("program", *COMPILED), tablefmt="github"),
         "## All tests marked slow",
         tabulate(by_file, headers=("file", "passed", "skipped", "failed"), tablefmt="github"),
         "\n".join(["Failures:", "", *failed]) if failed else "Failures: none.",
     )) + "\n"  # fmt: skip
+
+
+def _table(results: Iterable[Result], columns: tuple[str, ...]) -> list[tuple[str | None, ...]]:
+    """A row for each test that recorded these figures."""
+    rows = (result for result in results if columns[0] in result.figures)
+    return [(_parameters(result), *map(result.figures.get, columns)) for result in rows]
 
 
 def _parameters(result: Result) -> str:

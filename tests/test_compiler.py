@@ -20,6 +20,7 @@ from torch.nn.modules import module as hooks
 from flopmeter import FlopMeter, Report
 from flopmeter.compiler import session
 from flopmeter.records import CONTRACTION
+from flopmeter.records.memory_format import is_channels_last
 
 
 class Mlp(nn.Module):
@@ -152,6 +153,41 @@ def test_a_pointwise_chain_is_one_kernel_that_reads_and_writes_once() -> None:
     _, report = metered(lambda: torch.compile(lambda x: (x.sin() + 1).cos() * x)(meta(1000, 10)))
     ((kernel,),) = [graph.kernels for graph in report.graphs]
     assert (kernel.kind, kernel.bytes_read, kernel.bytes_written, kernel.flops) == ("triton", 40_000, 40_000, 40_000)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.cross_entropy(x, torch.arange(len(x), device=x.device)),
+        lambda x: x.var(),
+        lambda x: F.selu(x).sum(),
+        lambda x: F.prelu(x, x[0, :1]).sum(),
+        lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear").sum(),
+    ],
+    ids=["cross_entropy", "var", "selu", "prelu", "interpolate"],
+)
+def test_gradients_of_composites_reach_what_they_are_made_of(function: Callable[[Tensor], Tensor]) -> None:
+    """Torch has Python kernels for these on meta, through which it does not differentiate. The gradient is written."""
+    x = meta(64, 96, requires_grad=True)
+    _, report = metered(lambda: torch.compile(function)(x).backward())
+    _, backward = report.graphs
+    assert sum(kernel.bytes_written for kernel in backward.kernels) >= x.nbytes
+    assert x.grad is not None
+
+
+def test_convolutions_hand_on_channels_last() -> None:
+    """As cuDNN does: inductor turns the image and both filters (its heuristic chooses channels-last for 64 channels),
+    and nothing between the convolutions."""
+    model = on_meta(lambda: nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1, bias=False) for _ in range(2)))).bfloat16()
+    with torch.no_grad():
+        meter, report = metered(lambda: torch.compile(model)(meta(8, 64, 16, 16).bfloat16()))
+    library = [op.call for op in meter.trace.ops if op.call.func is torch.ops.aten.convolution.default]
+    assert [is_channels_last(call.outputs[0].shape, call.outputs[0].stride) for call in library] == [True, True]
+    assert library[0].outputs[0].stride == library[1].inputs[0].stride
+    image, filters = 2 * 8 * 64 * 16 * 16, 2 * 64 * 64 * 9
+    turned = [kernel.bytes_read for kernel in report.graphs[0].kernels if kernel.kind == "triton"]
+    assert sorted(turned) == [filters, filters, image, image]  # at last the result is turned back for the caller
+    assert sum("conv" in kernel.cost.name and kernel.cost.flops > 0 for kernel in report.kernels) == 2
 
 
 def test_a_gather_reads_the_rows_that_it_picks() -> None:

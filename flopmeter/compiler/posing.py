@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from flopmeter.torch_names import compiler as names
 
-CUDA = torch.device("cuda", 0)
+CUDA, META = torch.device("cuda", 0), torch.device("meta")
 WARP_THREADS = 32
 REGISTERS_PER_SM = 65536  # 32-bit ones, on all since Kepler (CUDA C programming guide, technical specifications)
 
@@ -143,8 +143,19 @@ def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "_make_subclass", staticmethod(_here(_make_posing, torch.Tensor._make_subclass))
     avoids = names.AVOID_DEVICE_INIT.value.fget
     yield FakeTensorMode, "avoid_device_init", property(_here(lambda _: True, avoids))
+    new_fake = FakeTensor.__new__
+    yield FakeTensor, "__new__", staticmethod(_here(_never_on_meta(new_fake), new_fake))
     yield FakeTensor, "is_meta", property(lambda tensor: tensor.device.type == "meta")
     yield FakeTensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda")
+
+
+def _never_on_meta(new: Callable[..., Any]) -> Callable[..., Any]:
+    """What C++ makes for a posing tensor, the numbers of `where(mask, 1.0, 0.0)`, is on that one's device."""
+
+    def make(cls: type, mode: Any, elem: Any, device: torch.device, *args: Any, **options: Any) -> Any:
+        return new(cls, mode, elem, CUDA if device == META else device, *args, **options)
+
+    return make
 
 
 class _MadeOnCpu(TorchDispatchMode):
@@ -176,9 +187,6 @@ def _make_posing(cls: type, elem: Any, requires_grad: bool = False, **options: A
     if device is not None and torch.device(device).type == "cuda":
         options = {name: options[name] for name in options.keys() - {"device_for_backend_keys", "dispatch_device"}}
     return _make_subclass(cls, elem, requires_grad, **options)
-
-
-META = torch.device("meta")
 
 
 def pose(graph: Any) -> None:

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from flopmeter.as_cuda.kernels.convolution import runs_channels_last
 from flopmeter.compiler import constants
+from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.compiler.lowering import lower
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose
@@ -29,6 +31,7 @@ from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
+from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
@@ -165,6 +168,7 @@ class Session:
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
             (names.CONVERT_FRAME, self._around_frame),
+            (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
             (names.GUARD_IDENTITY, self._around_identity_guard),
             (names.CREATE_PROXY, constants.around_create_proxy),
             (names.RULES, functools.partial(made_inside, self._as_torch_is)),
@@ -173,6 +177,7 @@ class Session:
         for name, wrapper in wrappers:
             self._patch_name(name, wrapper)
         self._keep_compiler_state()
+        self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
         for message in _NEEDLESS_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -339,6 +344,17 @@ class Session:
             self._stood_in_for = frozenset(map(id, (*functions, *codes)))
             yield
 
+    def _in_place_of_convolution_layout(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """cuDNN's, of which torch would know only for tensors that C++ takes for CUDA's."""
+
+        def layout(tensor: torch.Tensor, weight: torch.Tensor, backend: Any) -> Any:
+            if not self._is_here or tensor.device.type == "cpu":
+                return plain(tensor, weight, backend)
+            is_last = runs_channels_last(tensor, weight)
+            return CHANNELS_LAST[tensor.ndim] if is_last else torch.contiguous_format
+
+        return layout
+
     def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
         """A program that runs finds a stand-in where Dynamo found torch's function: no reason to compile anew."""
 
@@ -420,7 +436,6 @@ def _text(error: Exception) -> str:
 _NEEDLESS_WARNINGS = (
     r"Using `torch\.compile\(module\)` when there are global hooks",  # ours do not fire twice: they are hidden
     r"TensorFloat32 tensor cores .* available but not enabled",  # the report says so
-    r"aten::nll_loss: an autograd kernel was not registered",  # on meta, where torch's Python kernel comes first
 )
 
 

@@ -86,6 +86,14 @@ DYNAMIC_STATE = _name("torch._dynamo.pgo", "_CODE_STATE", "which sizes changed, 
 RECOMPILE_REASONS = _name(
     "torch._dynamo.convert_frame", "get_and_maybe_log_recompilation_reasons", "which guard made it compile again"
 )
+CONVOLUTION_LAYOUT = _name(
+    "torch._C", "_conv_determine_backend_memory_format", "the layout of what a convolution writes"
+)
+DECOMPOSITIONS = _name("torch._decomp", "global_decomposition_table", "which ops have Python kernels on meta")
+NAMES[INDUCTOR] += (
+    PrivateName("torch._ops", "OpOverload.py_kernels", "Python kernels of composites on meta", on_instances=True),
+    PrivateName("torch._ops", "OpOverload._dispatch_cache", "which kernel of these runs", on_instances=True),
+)
 GUARD_IDENTITY = _name(
     "torch._dynamo.guards", "GuardBuilder.id_match_unchecked", "functions of torch may be replaced by ours"
 )
