@@ -36,7 +36,7 @@ from flopmeter import cli
 from flopmeter.costs import RULES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"README.md": "transformers", "serving.md": "transformers"}
 VERSIONS_AND_DATE = "flopmeter 0.1.0, torch 2.13.0, profile 1a2b3c4d · 2026-11-22 12:00 UTC"
 FENCE = re.compile(r"^```(?P<language>\w+) *(?P<file>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -95,8 +95,11 @@ def _of_command(command: str) -> str:
     """What a command prints, run in this process; a line tells an exit code other than 0."""
     program, *arguments = shlex.split(command)
     out = io.StringIO()
-    with redirect_stdout(out), redirect_stderr(out):
+    with redirect_stdout(out), redirect_stderr(out), mock.patch.object(sys, "argv", [program, *arguments]):
         code = _PROGRAMS[program](arguments)
+    for name, module in list(sys.modules.items()):  # a page may rewrite a file that its script imports
+        if (getattr(module, "__file__", None) or "").startswith(os.getcwd()):
+            del sys.modules[name]
     return _tidy(out.getvalue()) + (f"(exit code {code})\n" if code else "")
 
 
