@@ -16,7 +16,7 @@ import griffe
 ARGUMENT = re.compile(r"^(?P<names>[a-z_]\w*(, [a-z_]\w*)*): (?P<text>.*)$")
 
 
-class ArgumentLists(griffe.Extension):
+class ArgumentLists(griffe.Extension):  # type: ignore[misc]  # griffe is of the extra `docs`
     """Writes the argument lines of every docstring as list items."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:

@@ -97,7 +97,10 @@ def parsed(commands: Mapping[str, Command], given: Sequence[str]) -> argparse.Na
 def check_files(options: argparse.Namespace) -> None:
     """Complains about a file that cannot be written before the work, not after it. Raises ValueError."""
     plot, trace = getattr(options, "plot", None), getattr(options, "trace_to", None)
-    for path in filter(None, (getattr(options, "output", None), plot, trace)):
+    paths = [path for path in (getattr(options, "output", None), plot, trace) if path]
+    if len(paths) > len({Path(path).resolve() for path in paths}):
+        raise ValueError(f"two outputs would be written to {paths[0]}: name a file for each")
+    for path in paths:
         folder = Path(path).parent
         if not folder.is_dir():
             raise ValueError(f"{path} cannot be written: there is no folder {folder}")

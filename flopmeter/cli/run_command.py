@@ -31,6 +31,8 @@ where an optimizer has stepped; the run stops after --steps of them. Options of 
 def _run(options: argparse.Namespace) -> int:
     launch = _launch(options)
     script = launch.script
+    if not script.target:
+        raise ValueError("name a script: flopmeter run train.py")
     if not script.is_module and Path(script.target).is_dir() and not Path(script.target, "__main__.py").is_file():
         raise ValueError(f"{script.target} is a folder without __main__.py: name a script")
     script.check()
