@@ -69,7 +69,6 @@ COMMANDS = {
     "run --steps 0 train.py": "a positive whole number",
     "run --step-marker banana train.py": "give optimizer, forward, nvtx:NAME or module:function",
     # what is not there
-    "--": "name a command",
     "-x": "unrecognized arguments: -x",
     "tabel encoder-layer": "near to it: table",
     "table encoder-layer --bacth 2": "did you mean --batch?",
