@@ -37,7 +37,7 @@ mutants: $(VENV)/.ready
 
 docs: $(VENV)/.ready
 	$(RUN)/python -m pip install -qq -e ".[docs]" "$(TORCH)"
-	$(RUN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict -f .mkdocs.yml
 
 check: $(VENV)/.ready
 	$(RUN)/ruff format --check .

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`((?:flopmeter|tests|scripts)/[\w/]+\.py)::([\w.]+)`", PAGE)
 WAYS = re.findall(r"^### One (?:op|collective|`)[^\n]*\n\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
 WORDS = (
@@ -56,4 +57,9 @@ def test_three_ways_through_the_house_have_ten_steps_each():
 
 @pytest.mark.parametrize("word", WORDS)
 def test_the_glossary_has_the_words_of_the_field(word):
-    assert f"\n| {word} | " in PAGE
+    assert f"\n| {word} | " in GLOSSARY
+
+
+def test_the_glossary_is_in_order_and_has_each_word_once():
+    words = re.findall(r"^\| (?!word )([^|]+?) \|", GLOSSARY, re.MULTILINE)[1:]
+    assert words == sorted(set(words), key=str.lower)

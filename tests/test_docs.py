@@ -15,6 +15,7 @@ too, where what they need is installed; what they print is not looked at.
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import re
@@ -30,13 +31,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 
-import flopmeter.distributed  # noqa: F401  (its rules are no page's own)
+import flopmeter.distributed
 from flopmeter import cli
 from flopmeter.costs import RULES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"README.md": "transformers", "serving.md": "transformers"}
 VERSIONS_AND_DATE = "flopmeter 0.1.0, torch 2.13.0, profile 1a2b3c4d · 2026-11-22 12:00 UTC"
 FENCE = re.compile(r"^```(?P<language>\w+) *(?P<file>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -95,8 +97,11 @@ def _of_command(command: str) -> str:
     """What a command prints, run in this process; a line tells an exit code other than 0."""
     program, *arguments = shlex.split(command)
     out = io.StringIO()
-    with redirect_stdout(out), redirect_stderr(out):
+    with redirect_stdout(out), redirect_stderr(out), mock.patch.object(sys, "argv", [program, *arguments]):
         code = _PROGRAMS[program](arguments)
+    for name, module in list(sys.modules.items()):  # a page may rewrite a file that its script imports
+        if (getattr(module, "__file__", None) or "").startswith(os.getcwd()):
+            del sys.modules[name]
     return _tidy(out.getvalue()) + (f"(exit code {code})\n" if code else "")
 
 
@@ -206,6 +211,34 @@ def test_every_make_target_that_the_docs_name_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
         assert set(re.findall(r"`make ([\w-]+)`", page.read_text(encoding="utf-8"))) <= targets
+
+
+def _pages_of(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for below in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _pages_of(below)
+
+
+def test_the_site_lists_every_page_once():
+    nav = yaml.safe_load((ROOT / ".mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert sorted(_pages_of(nav)) == sorted(pages), "nav in .mkdocs.yml"
+
+
+def test_the_reference_has_every_public_name():
+    names = re.findall(r"^::: flopmeter\.([\w.]+)$", (ROOT / "docs/reference/python.md").read_text(), re.MULTILINE)
+    for name in names:
+        *place, last = name.split(".")
+        assert hasattr(importlib.import_module(".".join(["flopmeter", *place])), last), name
+    assert set(flopmeter.__all__) - set(names) == set()
+
+
+def test_the_arguments_of_a_docstring_become_a_list():
+    site_docstrings = pytest.importorskip("griffe") and runpy.run_path(str(ROOT / "scripts/site_docstrings.py"))
+    text = "Does it.\n\nname: what it is,\n    at length.\nother, more: two.\n\nRaises ValueError: never."
+    listed = "Does it.\n\n- `name`: what it is,\n    at length.\n- `other, more`: two.\n\nRaises ValueError: never."
+    assert site_docstrings["with_lists"](text) == listed
 
 
 def _update() -> None:

@@ -37,6 +37,9 @@ COMMANDS = {
     "table encoder-layer --train --checkpointing": "call torch.utils.checkpoint in its code",
     "table encoder-layer --train --optimizer lamb": "known: adadelta",
     "table encoder-layer --train --optimizer sgd,momemtum=1": "with KEY momentum",
+    "table encoder-layer --train --optimizer sgd,lr=-1": "Invalid learning rate",
+    "table encoder-layer -o x.json --trace x.json": "name a file for each",
+    "compare encoder-layer --hardware l4 --price l4=1 l4=2": "give it once",
     "compare encoder-layer --hardware l4 --price t4=1": "name it in --hardware l4 too",
     "compare encoder-layer --hardware l4,t4 --sort cost": "to sort by cost, give prices",
     "compare encoder-layer --hardware l4,l4": "name each device once",
@@ -66,6 +69,7 @@ COMMANDS = {
     "run --steps 0 train.py": "a positive whole number",
     "run --step-marker banana train.py": "give optimizer, forward, nvtx:NAME or module:function",
     # what is not there
+    "-x": "unrecognized arguments: -x",
     "tabel encoder-layer": "near to it: table",
     "table encoder-layer --bacth 2": "did you mean --batch?",
     "table encoder-layer extra": "unrecognized arguments: extra",
@@ -84,6 +88,7 @@ COMMANDS = {
     "explain ''": "name an op of torch's",
     "run": "name a script",
     "run nothere.py": "no such script",
+    "run ''": "name a script",
     "run .": "name a script",
     "serve encoder-layer --prompt 5 --output 5": "give hf:CONFIG.json or hf:TYPE",
 }

@@ -27,6 +27,17 @@ class Command(NamedTuple):
     tells_time: bool = True  # how long it takes already, on a terminal; not where the output is a script's own
 
 
+BEGIN = """\
+Begin with one of
+  flopmeter run --hardware h100-sxm5-80gb train.py                          a script that you have, as it is
+  flopmeter table gpt2-124m --train --batch 8 -o report.html                a model by its name: one page
+  flopmeter compare gpt2-124m --train --hardware l4,a100-sxm4-80gb          the same on several devices
+
+`flopmeter COMMAND --help` has the options of a command and an example.
+Exit codes: 0; 1 where the answer is no (diff --fail-above, fit, serve); 2 for an error.
+"""
+
+
 class _Once(argparse.Action):
     """Stores a value, and complains about a second one: of two values one would be ignored."""
 
@@ -60,7 +71,8 @@ def parser_of(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="flopmeter",
         description="What a PyTorch program will cost on a GPU, and why, metered without one.",
-        epilog="Exit codes: 0; 1 where the answer is no (diff --fail-above, fit, serve); 2 for an error.",
+        epilog=BEGIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"flopmeter {__version__}")
     added = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -92,13 +104,18 @@ def parsed(commands: Mapping[str, Command], given: Sequence[str]) -> argparse.Na
         near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
         said = f"; did you mean {near[0]}?" if near else ""
         own.error(f"unrecognized arguments: {' '.join(unknown)}{said}")
+    if "run" not in options:
+        parser.error(f"name a command: {', '.join(commands)}")
     return options
 
 
 def check_files(options: argparse.Namespace) -> None:
     """Complains about a file that cannot be written before the work, not after it. Raises ValueError."""
     plot, trace = getattr(options, "plot", None), getattr(options, "trace_to", None)
-    for path in filter(None, (getattr(options, "output", None), plot, trace)):
+    paths = [path for path in (getattr(options, "output", None), plot, trace) if path]
+    if len(paths) > len({Path(path).resolve() for path in paths}):
+        raise ValueError(f"two outputs would be written to {paths[0]}: name a file for each")
+    for path in paths:
         folder = Path(path).parent
         if not folder.is_dir():
             raise ValueError(f"{path} cannot be written: there is no folder {folder}")

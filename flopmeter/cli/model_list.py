@@ -19,7 +19,7 @@ def _models(options: argparse.Namespace) -> int:
         [(str(each["model"]), f"{float(each['parameters']) / 1e6:,.1f} M", str(each["takes"])) for each in records],
     )
     notes = [
-        "any other model: hf:CONFIG.json, hf:TYPE, timm:NAME, module:function or file.py:function",
+        "any other model: hf:CONFIG.json, hf:TYPE, hf:OWNER/NAME (the hub), timm:NAME, file.py:function",
         "example: flopmeter table gpt2-124m --train --hardware h100-sxm5-80gb",
     ]
     show(

@@ -26,13 +26,14 @@ class PriceList(NamedTuple):
 
 def load_prices(entries: Iterable[str], devices: Iterable[str]) -> PriceList:
     """Prices of the devices, from entries such as 'h100-sxm5-80gb=2.5' and paths of YAML files, which may list others
-    too; a later entry goes before an earlier.
+    too; what is stated goes before what a file says.
 
     Raises HardwareError for an unknown device, an amount that is none, or a file that is no list of prices, and
-    ValueError for an entry of a device that is not asked about.
+    ValueError for an entry of a device that is not asked about, or has one already.
     """
     asked = [load_hardware(name).name for name in devices]
-    dollars: dict[str, float] = {}
+    stated: dict[str, float] = {}
+    listed: dict[str, float] = {}
     sources = []
     for entry in entries:
         name, equals, amount = entry.rpartition("=")
@@ -41,13 +42,15 @@ def load_prices(entries: Iterable[str], devices: Iterable[str]) -> PriceList:
                 raise ValueError(
                     f"--price {entry}: {name} is not compared; name it in --hardware {','.join(asked)} too"
                 )
-            dollars[own] = _amount(name, amount)
+            if own in stated:
+                raise ValueError(f"--price {entry}: {name} has a price already; give it once")
+            stated[own] = _amount(name, amount)
             sources.append(f"{name} ${amount}/h as given")
         else:
-            listed, date = _from_file(entry)
-            dollars |= listed
+            of_file, date = _from_file(entry)
+            listed |= of_file
             sources.append(f"{entry} ({date})")
-    dollars = {name: amount for name, amount in dollars.items() if name in asked}
+    dollars = {name: amount for name, amount in {**listed, **stated}.items() if name in asked}
     return PriceList(dollars, f"prices: {', '.join(sources)}" if sources else "")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from flopmeter.cli.command import Command, add_format, number, one_device, share, writing
+from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.run.launchers import CommandLine, launch_of
@@ -31,6 +32,8 @@ where an optimizer has stepped; the run stops after --steps of them. Options of 
 def _run(options: argparse.Namespace) -> int:
     launch = _launch(options)
     script = launch.script
+    if not script.target:
+        raise ValueError("name a script: flopmeter run train.py")
     if not script.is_module and Path(script.target).is_dir() and not Path(script.target, "__main__.py").is_file():
         raise ValueError(f"{script.target} is a folder without __main__.py: name a script")
     script.check()
@@ -49,7 +52,8 @@ def _run(options: argparse.Namespace) -> int:
     session = ScriptSession(options.hardware, wishes)
     with session.open(), environment(launch.environment):
         ending = run(script, session)
-        report = _report(session, script, ending)
+        with Progress("pricing the step"):
+            report = _report(session, script, ending)
     sys.stdout.flush()
     if ending.error is not None:
         print(f"flopmeter: {what_to_do(script, ending)}", file=sys.stderr)

@@ -41,7 +41,7 @@ class OptimizerChoice:
 def optimizer_choice(text: str) -> OptimizerChoice:
     """Of text such as 'sgd,momentum=0.9' or 'adamw,fused=true'.
 
-    Raises ValueError for an optimizer that torch.optim does not have, and for a setting that it does not take.
+    Raises ValueError for an optimizer that torch.optim does not have, and for settings and values that it refuses.
     """
     name, *settings = text.split(",")
     if name.lower() not in OPTIMIZERS:
@@ -55,6 +55,10 @@ def optimizer_choice(text: str) -> OptimizerChoice:
             near = difflib.get_close_matches(key, takes, n=3) or takes
             raise ValueError(f"{kind.__name__} has no setting {setting!r}; write KEY=VALUE, with KEY {', '.join(near)}")
         values[key] = yaml.safe_load(value)
+    try:
+        kind([nn.Parameter(torch.zeros(1, 1))], **values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{kind.__name__} does not take {','.join(settings)}: {error}") from error
     return OptimizerChoice(kind, values)
 
 
