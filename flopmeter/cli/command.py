@@ -168,7 +168,11 @@ def add_clocks(parser: argparse._ActionsContainer) -> None:
 
 def add_energy_price(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--kwh", dest="dollars_per_kwh", metavar="DOLLARS", type=dollars, help="price of a kWh, to say what the energy costs as well"
+        "--kwh",
+        dest="dollars_per_kwh",
+        metavar="DOLLARS",
+        type=dollars,
+        help="price of a kWh, to say what the energy costs as well",
     )
 
 

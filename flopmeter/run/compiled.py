@@ -18,7 +18,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.compiler.session import made_inside
-from flopmeter.run.device import META, NamedCuda
+from flopmeter.run.device import NamedCuda
+from flopmeter.run.named_types import META
 from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
 
