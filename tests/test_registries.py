@@ -60,7 +60,7 @@ ARGUMENTS = {
     "table": ["encoder-layer"], "compare": ["encoder-layer"], "sweep": ["encoder-layer"], "fit": ["encoder-layer"],
     "diff": ["a.json", "b.json"], "check": ["trace.json"], "calibrate": [], "hardware": [], "explain": ["mm"],
     "serve": ["hf:llama", "--prompt", "8", "--output", "8"], "models": [], "count": ["encoder-layer"],
-    "completion": ["bash"],
+    "completion": ["bash"], "measure": ["-o", "run.json"], "plan": ["llama-3-8b", "--gpus", "8"],
 }  # fmt: skip
 # Of four ranks that each hold parts of 100 bytes: what this one gives and gets (of a gather, another than the root),
 # the collective's size, and the bytes that the busiest rank sends by the first algorithm.

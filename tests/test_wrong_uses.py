@@ -89,7 +89,7 @@ COMMANDS = {
     "run": "name a script",
     "run nothere.py": "no such script",
     "run ''": "name a script",
-    "run .": "name a script",
+    "run .": "name the script in it",
     "serve encoder-layer --prompt 5 --output 5": "give hf:CONFIG.json or hf:TYPE",
 }
 
