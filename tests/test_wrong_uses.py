@@ -5,6 +5,7 @@ import functools
 import os
 import shlex
 import sys
+import time
 
 import pytest
 import torch
@@ -222,8 +223,11 @@ def test_progress_is_told_after_a_while_on_a_terminal_and_cleared_at_the_end(mon
     with Progress("sweep") as progress:
         for step in progress.over([1, 2, 4]):
             while f"sweep: {[1, 2, 4].index(step) + 1} of 3" not in terminal.written:
-                pass
-    assert terminal.written.endswith("\r\x1b[K")
+                time.sleep(0.001)
+        progress.stop()  # as a command does before it prints
+        assert terminal.written.endswith("\r\x1b[K")
+        told = terminal.written
+    assert terminal.written == told
 
 
 def test_progress_says_nothing_in_a_moment_or_in_a_pipe(monkeypatch, capsys):

@@ -257,6 +257,7 @@ def percentage(text: str) -> float:
 
 def show(text: str, options: argparse.Namespace) -> None:
     """Print it, or write it to the file of --output."""
+    options.progress.stop()
     if options.output is None:
         print(text)
         return

@@ -49,6 +49,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 def _calibrate(options: argparse.Namespace) -> int:
     path = None if options.output is None else _yaml_path(options.output)
     profile = as_yaml(calibrate(options.device, budget_seconds=options.seconds, progress=options.progress.over))
+    options.progress.stop()
     if path is None:
         print(profile, end="")
         return 0

@@ -40,6 +40,10 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Clears the line, before a result is printed. Again, it does nothing."""
         self._done.set()
         if self._teller is not None:
             self._teller.join()
