@@ -187,7 +187,7 @@ def test_convolutions_hand_on_channels_last() -> None:
     image, filters = 2 * 8 * 64 * 16 * 16, 2 * 64 * 64 * 9
     turned = [kernel.bytes_read for kernel in report.graphs[0].kernels if kernel.kind == "triton"]
     assert sorted(turned) == [filters, filters, image, image]  # at last the result is turned back for the caller
-    assert sum("conv" in kernel.cost.name and kernel.cost.flops > 0 for kernel in report.kernels) == 2
+    assert report.flops == 2 * 2 * 8 * 64 * 16 * 16 * 64 * 9
 
 
 def test_a_gather_reads_the_rows_that_it_picks() -> None:

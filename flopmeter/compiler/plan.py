@@ -3,7 +3,7 @@ and those that are freed after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from math import prod
 from typing import Any, NamedTuple
 
@@ -91,6 +91,8 @@ class _Planner:
         self._ir = names.IR.owner
         self._regions = Regions(self._graph, sizes, self.base)
         self._allocated = {*self._graph.graph_input_names, *self._graph.constants}
+        extern = (node.node for node in lowered.nodes if isinstance(node, names.EXTERN_NODE.value))
+        self._called = {own_node(operation) for operation in extern} - {None}  # the FX nodes of library calls
         self._parts: dict[str, list[Any]] = {}  # of an op with several results: the nodes that stand for them
         for node in lowered.nodes:
             if isinstance(node.node, self._ir.MultiOutput):
@@ -110,7 +112,7 @@ class _Planner:
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
             call, buffers, kernel = self._written(
-                node, kind, _origins(node, self._sizes, self._is_backward), scheduler_bytes
+                node, kind, _origins(node, self._sizes, self._is_backward, self._called), scheduler_bytes
             )
         return PlanStep(made, call, buffers, kernel, frees)
 
@@ -280,8 +282,9 @@ def _name_of(node: Any) -> str:
     return node.node.get_name() if node.node is not None else ""
 
 
-def _origins(node: Any, sizes: Sizes, is_backward: bool) -> tuple[Origin, ...]:
-    """The ops of the graph that the kernel computes, in the graph's order; without views.
+def _origins(node: Any, sizes: Sizes, is_backward: bool, elsewhere: Set[Any] = frozenset()) -> tuple[Origin, ...]:
+    """The ops of the graph that the kernel computes, in the graph's order; without views. A library computes those
+    `elsewhere`: a kernel that turns a convolution's image, or adds its bias, stems from it too.
 
     Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where
     its result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
@@ -293,7 +296,7 @@ def _origins(node: Any, sizes: Sizes, is_backward: bool) -> tuple[Origin, ...]:
         loops = getattr(part, "group", None)  # a library call has none
         steps = prod(sizes(size) for group in loops[1] for size in _as_tuple(group)) if loops else 0
         for fx in part.node.origins:
-            if fx not in found and is_work(fx):
+            if fx not in found and fx not in elsewhere and is_work(fx):
                 origin = origin_of(fx, None, is_backward=is_backward)
                 if reads_nothing(fx) or (part.read_writes.reads and steps >= least_steps(fx, origin, sizes)):
                     found[fx] = origin
