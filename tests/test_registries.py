@@ -59,6 +59,7 @@ ARGUMENTS = {
     "run": ["train.py", "--batch_size", "64"],
     "table": ["encoder-layer"], "compare": ["encoder-layer"], "sweep": ["encoder-layer"], "fit": ["encoder-layer"],
     "diff": ["a.json", "b.json"], "check": ["trace.json"], "calibrate": [], "hardware": [], "explain": ["mm"],
+    "plan": ["llama-3-8b", "--gpus", "8"],
     "serve": ["hf:llama", "--prompt", "8", "--output", "8"], "models": [],
 }  # fmt: skip
 # Of four ranks that each hold parts of 100 bytes: what this one gives and gets (of a gather, another than the root),
