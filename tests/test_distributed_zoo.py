@@ -122,7 +122,7 @@ def test_what_cannot_run_is_one_error_that_says_what_to_do(program: Callable[...
 
 def test_worlds_in_a_row_have_equal_meshes_with_groups_of_their_own():
     """DTensor takes equal meshes for the same one. Groups of the second world have other names."""
-    for mesh_of in ({"cp": 1, "tp": 4}, {"dp": 64, "tp": 4}):
+    for mesh_of in ({"cp": 1, "tp": 4}, {"dp": 64, "tp": 4}, {"pp": 1, "dp": 64, "tp": 4}):
         with world(torch.Size(mesh_of.values()).numel(), mesh_of) as mesh, FlopMeter("h100-sxm5-80gb") as meter:
             with torch.device("meta"):
                 model, tokens = nn.Sequential(nn.Embedding(64, WIDTH)), torch.empty(2, 8, dtype=torch.long)

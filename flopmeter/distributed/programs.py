@@ -1,6 +1,9 @@
 """What programs written for CUDA and NCCL ask of torch.distributed, in a world of meta tensors.
 
-Each entry says what the original does there. What cannot run ends in one error that says what to do instead.
+Works around: classes and functions that ask for a GPU, a device index or NCCL before they do what meta could do.
+Until: they take meta as a device that programs run on.
+
+Each patch says what the original does there. What cannot run ends in one error that says what to do instead.
 """
 
 from __future__ import annotations

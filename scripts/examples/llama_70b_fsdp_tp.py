@@ -15,7 +15,7 @@ from torch.distributed.tensor import parallel as tp
 
 from flopmeter import FlopMeter
 from flopmeter.distributed import world
-from flopmeter.models.llama import LLAMA_3_70B, Block, Llama
+from flopmeter.models.llama import LLAMA_3_70B, Llama
 
 HARDWARE, GPUS_PER_NODE, LENGTH = "h100-sxm5-80gb", 8, 8192
 WHOLE, SPLIT = Replicate(), Shard(1)  # the sequence
@@ -43,9 +43,7 @@ def main(layers: int = 80, ranks: int = 1024) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         tp.parallelize_module(model, mesh["tp"], OUTSIDE)
         for block in model.blocks:
-            assert isinstance(block, Block)
             tp.parallelize_module(block, mesh["tp"], BLOCK)
-            block.attention.heads, block.attention.kv_heads = 64 // GPUS_PER_NODE, 8 // GPUS_PER_NODE
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
         fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from flopmeter.ask.plan.splits import Recompute, Split
 from flopmeter.ask.plan.subject import Subject
+from flopmeter.torch_names import distributed as private
+from flopmeter.torch_names.operators import Packets
 
 PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # what products run in, and gradients are summed in
 
@@ -33,9 +35,11 @@ def split_layers(subject: Subject, model: nn.Module, mesh: DeviceMesh, recompute
 
 def shard(subject: Subject, model: nn.Module, mesh: DeviceMesh, split: Split) -> None:
     """FSDP2 around each layer, then around what is left: over fsdp x cp ranks, and copies over dp."""
-    dims = [name for name in ("fsdp", "cp") if getattr(split, name) > 1] or ["fsdp"]
-    shards = mesh[tuple(dims)]._flatten("shards") if len(dims) > 1 else mesh[dims[0]]
-    of_fsdp = shards if split.dp == 1 else DeviceMesh._concatenate([mesh["dp"], shards])
+    shards = "fsdp"
+    if split.cp > 1:
+        shards = "shards"
+        getattr(mesh["fsdp", "cp"], private.FLATTEN)(shards)
+    of_fsdp = mesh[shards] if split.dp == 1 else mesh["dp", shards]
     policy = MixedPrecisionPolicy(param_dtype=PARAMETERS, reduce_dtype=REDUCED)
     for block in subject.layers_of(model):
         fully_shard(block, mesh=of_fsdp, mp_policy=policy)
@@ -93,5 +97,5 @@ _KEPT = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    Packets("_c10d_functional").reduce_scatter_tensor.default,
 )

@@ -192,7 +192,7 @@ def _of_transformers(model: nn.Module) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import parallel as tp
 
-    plan = getattr(model, "_tp_plan", None) or {}
+    plan = getattr(model, "tp_plan", None) or {}
     if not plan.keys() or not set(plan.values()) <= set(_STYLES):
         return {}
     styles = {
