@@ -192,3 +192,10 @@ def test_a_part_of_an_unknown_mask_has_the_fraction_of_the_whole():
         x = torch.randn(4, 100, 8, device="cuda")
         mask = x[..., 0] > 0
         assert sum(len(x[image][mask[image]]) for image in range(4)) == 200
+
+
+def test_memory_may_be_asked_for_pinned():
+    with flopmeter.cuda(A100):
+        assert torch.empty(4, pin_memory=True).is_pinned()
+        assert torch.empty(4, pin_memory=True).to("cuda", non_blocking=True).is_cuda
+        assert not torch.empty(4).is_pinned()

@@ -189,6 +189,10 @@ class NamedCuda:
 
         @functools.wraps(original)
         def taking(*args: Any, **kwargs: Any) -> Any:
+            if self.is_open and kwargs.get("pin_memory"):
+                pinned = taking(*args, **{**kwargs, "pin_memory": False})
+                _mark(self._pinned, pinned)
+                return pinned
             device = kwargs.get("device")
             if device is not None:
                 real = self.real(device)
