@@ -28,6 +28,9 @@ def advice_of(report: Report) -> tuple[Advice, ...]:
     return tuple(sorted(worth, key=lambda each: (not _comes_first(each, report), -each.gain_seconds)))
 
 
+_PICO = 12  # digits of a second: below them the difference of two sums over the same kernels is rounding
+
+
 def _comes_first(advice: Advice, report: Report) -> bool:
     return advice.is_fault and advice.gain_seconds >= MINOR_FAULT * report.seconds
 
@@ -45,7 +48,7 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
         what=proposal.what or _names(group, report),
         where=proposal.where or (WHOLE if is_whole else places(kernel for kernel, _ in group)),
         seconds_now=now,
-        floor_seconds=max(0.0, min(left - others, seconds_then)),
+        floor_seconds=max(0.0, min(round(left - others, _PICO), seconds_then)),
         why=proposal.why,
         remedy=proposal.remedy,
         seconds_then=seconds_then,
