@@ -88,10 +88,11 @@ def torch_dtype(name: str) -> torch.dtype:
 @contextlib.contextmanager
 def switches_of(case: Case) -> Iterator[None]:
     """Products of fp32 tensors use TF32 in the cases named so, and in no others."""
-    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, convolution.allow_tf32
-    matmul.allow_tf32 = convolution.allow_tf32 = case.inputs.get("dtype") == "tf32"
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before, matmul.allow_tf32 = matmul.allow_tf32, case.inputs.get("dtype") == "tf32"
+    kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")}
     try:
-        yield
+        with cudnn.flags(**kept, allow_tf32=matmul.allow_tf32):
+            yield
     finally:
-        matmul.allow_tf32, convolution.allow_tf32 = before
+        matmul.allow_tf32 = before
