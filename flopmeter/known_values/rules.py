@@ -405,7 +405,7 @@ def gradients_finite(known: Knowledge, call: Invocation) -> Any:
 
 def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
     """mask_fraction: of an unknown mask, round(fraction * n) elements are true, evenly spread. Where the mask is a part
-    of a larger one, all of that one is assumed so; not where the part skips elements, which may be just the true ones."""
+    of a larger one, all of that one is assumed so; not where the part skips elements, which may be the true ones."""
     fraction = known.assume.mask_fraction
     if fraction is None or mask.dtype is not torch.bool or known.values.knows(mask):
         return
