@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,8 @@ def test_what_inductor_would_measure_on_the_device_is_said() -> None:
 
 
 def test_the_meters_own_hooks_cause_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    before, compiled = list(warnings.filters), torch.compile(on_meta(Mlp))
     with torch.inference_mode():
-        metered(lambda: torch.compile(on_meta(Mlp))(meta(4, 64)))
+        metered(lambda: compiled(meta(4, 64)))
     assert not [each for each in recwarn if "global hooks" in str(each.message)]
+    assert list(warnings.filters) == before

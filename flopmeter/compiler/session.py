@@ -96,6 +96,7 @@ class Session:
 
     def __enter__(self) -> Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
+        self._undo.callback(_without_warning_of_our_hooks())
         if self._outermost:
             self._install()
         else:
@@ -152,8 +153,6 @@ class Session:
         if self._is_installed:
             return
         self._is_installed = True
-        self._undo.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=_OF_OUR_HOOKS)
         with self._as_torch_is():  # modules of the compiler make tables of torch's functions when they are imported
             missing = names.missing()
         if missing:
@@ -416,6 +415,19 @@ class Session:
 
     def _note_failure(self, function: str, error: Exception) -> None:
         self._compilation.failures[f"{function}: {_text(error)}"] = None
+
+
+def _without_warning_of_our_hooks() -> Callable[[], None]:
+    """The function returned brings the warning back; other filters stay as the program sets them meanwhile."""
+    warnings.filterwarnings("ignore", message=_OF_OUR_HOOKS)
+    filters: Any = warnings.filters
+    own = filters[0]
+
+    def undo() -> None:
+        if own in filters:  # a catch_warnings of the program's may have put it away
+            filters.remove(own)
+
+    return undo
 
 
 def made_inside(around: Callable[[], AbstractContextManager[Any]], plain: Any) -> Callable[[], Any]:
