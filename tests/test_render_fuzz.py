@@ -92,7 +92,7 @@ WITH_BF16 = [name for name in available_hardware() if "bf16" in load_hardware(na
 
 
 DOCUMENT = {"html", "head", "meta", "title", "link", "style", "body", "main", "header", "section", "script"}
-TEXT = {"h1", "h2", "p", "b", "dl", "dt", "dd", "div", "span", "figure", "figcaption", "ul", "li"}
+TEXT = {"h1", "h2", "h3", "p", "b", "dl", "dt", "dd", "div", "span", "figure", "figcaption", "ul", "ol", "li", "i"}
 TABLE = {"table", "thead", "tbody", "tr", "th", "td"}
 PICTURE = {"svg", "defs", "pattern", "rect", "path", "g", "use", "text", "title"}
 

@@ -126,7 +126,7 @@ def test_a_file_that_is_no_script_is_told(script, capsys, name, told):
 def test_an_option_of_flopmeters_behind_the_script_is_told(script, capsys):
     script("import argparse; argparse.ArgumentParser().parse_args()")
     assert main(["run", "train.py", "--hardware", "l4"]) == 2
-    assert "--hardware went to the script: options of flopmeter run come before" in capsys.readouterr().err
+    assert "--hardware stands after train.py, so the script would get it" in capsys.readouterr().err
 
 
 def test_a_command_that_a_package_installed_runs_by_its_name(script, capsys, tmp_path, monkeypatch):

@@ -44,13 +44,15 @@ def own_node(operation: Any) -> Any:
 
 def op_without_node(operation: Any) -> OpOverload | None:
     """The op of a library call that a pattern of inductor's put in the place of the program's ops, such as the matmul
-    with int8 weights; None where the call has no op of aten's."""
-    overload = getattr(operation, "op_overload", None)
-    if isinstance(overload, OpOverload):
-        return overload
-    name = (getattr(operation, "python_kernel_name", None) or "").rpartition(".")[2]
-    found = getattr(getattr(torch.ops.aten, name, None), "default", None) if name else None
-    return found if isinstance(found, OpOverload) else None
+    with int8 weights; None where there is no op of aten's, or one that takes lists of tensors or writes into one."""
+    found = getattr(operation, "op_overload", None)
+    if found is None:
+        name = (getattr(operation, "python_kernel_name", None) or "").rpartition(".")[2]
+        found = getattr(getattr(torch.ops.aten, name, None), "default", None) if name else None
+    if not isinstance(found, OpOverload) or found._schema.is_mutable:
+        return None
+    tensors = [argument.type for argument in found._schema.arguments if "Tensor" in str(argument.type)]
+    return found if all(isinstance(kind, torch.TensorType) for kind in tensors) else None
 
 
 def is_work(node: Any) -> bool:

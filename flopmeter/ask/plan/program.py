@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from flopmeter.ask.plan.splits import Recompute, Split
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.torch_names import distributed as private
-from flopmeter.torch_names.operators import Packets
+from flopmeter.torch_names.operators import Packets, aten_overloads
 
 PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # what products run in, and gradients are summed in
 
@@ -84,7 +84,7 @@ def _selective() -> Any:
     products: Counter[bool] = Counter()
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_product = func is torch.ops.aten.mm.default
+        is_product = func is aten_overloads.mm.default
         products[context.is_recompute] += is_product
         is_kept = func in _KEPT and not (is_product and products[context.is_recompute] % 2 == 0)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -93,9 +93,9 @@ def _selective() -> Any:
 
 
 _KEPT = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    aten_overloads.mm.default,
+    aten_overloads._scaled_dot_product_flash_attention.default,
+    aten_overloads._scaled_dot_product_cudnn_attention.default,
+    aten_overloads._scaled_dot_product_efficient_attention.default,
     Packets("_c10d_functional").reduce_scatter_tensor.default,
 )

@@ -28,7 +28,7 @@ def _matmul(make: Maker, m: int, n: int, k: int) -> CaseRun:
         return lambda: torch._int_mm(x, weight)
     if make.dtype == torch.float8_e4m3fn:
         one = torch.ones((), dtype=torch.float32, device=make.device)
-        return lambda: torch._scaled_mm(x, weight, one, one, out_dtype=torch.bfloat16)
+        return lambda: torch.ops.aten._scaled_mm(x, weight, one, one, out_dtype=torch.bfloat16)
     return lambda: x @ weight
 
 
