@@ -100,7 +100,7 @@ def _of_command(command: str) -> str:
     with redirect_stdout(out), redirect_stderr(out), mock.patch.object(sys, "argv", [program, *arguments]):
         code = _PROGRAMS[program](arguments)
     for name, module in list(sys.modules.items()):  # a page may rewrite a file that its script imports
-        if (getattr(module, "__file__", None) or "").startswith(os.getcwd()):
+        if Path(getattr(module, "__file__", None) or "/").parent == Path.cwd():
             del sys.modules[name]
     return _tidy(out.getvalue()) + (f"(exit code {code})\n" if code else "")
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from flopmeter.ask.plan.splits import Recompute, Split
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.torch_names import distributed as private
-from flopmeter.torch_names.operators import Packets, aten_overloads
+from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
 
 PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # what products run in, and gradients are summed in
 
@@ -97,5 +97,5 @@ _KEPT = (
     aten_overloads._scaled_dot_product_flash_attention.default,
     aten_overloads._scaled_dot_product_cudnn_attention.default,
     aten_overloads._scaled_dot_product_efficient_attention.default,
-    Packets("_c10d_functional").reduce_scatter_tensor.default,
+    Overloads(Packets("_c10d_functional")).reduce_scatter_tensor.default,
 )
