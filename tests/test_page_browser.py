@@ -5,6 +5,7 @@ Skipped where Chromium, its driver or selenium is missing: `apt-get install chro
 """
 
 import shutil
+import time
 from collections import defaultdict
 
 import pytest
@@ -53,6 +54,8 @@ def page(browser, url):
     """The report, opened anew at the size of a desktop, in the light scheme."""
     show(browser, 1280, "light")
     browser.get(url)
+    while browser.execute_script("return document.readyState") != "complete":  # where the machine is busy
+        time.sleep(0.05)
     yield browser
     assert [entry["message"] for entry in browser.get_log("browser")] == []
 

@@ -16,6 +16,9 @@ from flopmeter.run.session import ScriptSession, Wishes
 
 H100 = "h100-sxm5-80gb"
 
+# What other tests leave behind makes Dynamo compile again: test_run_compiled_alone.py runs these in a new process.
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 32) -> None:
