@@ -42,6 +42,11 @@ SECONDS_PER_HOUR = 3600
 NOTEWORTHY = 0.02  # of the time: a difference between two what-ifs that is worth a word
 
 
+def step_dollars(dollars_per_gpu_hour: float | None, gpus: int, seconds: float) -> float | None:
+    """What a step on so many GPUs costs; None without a price."""
+    return None if dollars_per_gpu_hour is None else dollars_per_gpu_hour * gpus * seconds / SECONDS_PER_HOUR
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRow(Step):
     """The program on one device."""

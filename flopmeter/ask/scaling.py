@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware
+from flopmeter.ask.compare import AnyHardware, step_dollars
 from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, is_positive, step_figures
 from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
@@ -63,9 +63,7 @@ class LayoutRow(Step):
 
     @property
     def dollars_per_step(self) -> float | None:
-        if self.dollars_per_gpu_hour is None:
-            return None
-        return self.dollars_per_gpu_hour * self.gpus * self.seconds / SECONDS_PER_HOUR
+        return step_dollars(self.dollars_per_gpu_hour, self.gpus, self.seconds)
 
     @property
     def dollars_per_million_items(self) -> float | None:

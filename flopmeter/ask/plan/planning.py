@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware
+from flopmeter.ask.compare import AnyHardware, step_dollars
 from flopmeter.ask.plan.compose import (
     STATE_BYTES,
     Bound,
@@ -82,9 +82,7 @@ class SplitRow:
 
     @property
     def dollars_per_step(self) -> float | None:
-        if self.dollars_per_gpu_hour is None:
-            return None
-        return self.dollars_per_gpu_hour * self.gpus * self.seconds / SECONDS_PER_HOUR
+        return step_dollars(self.dollars_per_gpu_hour, self.gpus, self.seconds)
 
     @property
     def dollars_per_million_tokens(self) -> float | None:
