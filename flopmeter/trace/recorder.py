@@ -6,19 +6,14 @@ gradients that it otherwise adds in place (38 ops instead of 31 in a small net).
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -28,7 +23,6 @@ from flopmeter.known_values.assumptions import caller
 from flopmeter.records import (
     BEFORE,
     DEFAULT_STREAM,
-    Accumulation,
     Call,
     FlexBody,
     Op,
@@ -40,20 +34,16 @@ from flopmeter.records import (
     Trace,
     TritonBody,
 )
-from flopmeter.torch_names.private import (
-    AccumulateGrad,
-    DispatchKey,
-    autograd_node,
-    graph_task,
-    no_dispatch,
-)
+from flopmeter.torch_names.private import DispatchKey, graph_task
 from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
+from flopmeter.trace.attribution import Attribution
 from flopmeter.trace.flex_attention import template_of
 from flopmeter.trace.handling import FRESH, Handling, Handlings
-from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
+from flopmeter.trace.module_paths import ModulePaths
 from flopmeter.trace.process_groups import ProcessGroups, without_handles
 from flopmeter.trace.result_cache import ResultMaker, reaches_kernel_directly, result_maker
 from flopmeter.trace.storages import StorageListener, Storages
+from flopmeter.trace.subclasses import is_plain, wrapped
 from flopmeter.trace.tensor_specs import build_call, has_strides, hashable, unstrided_spec
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -107,27 +97,24 @@ class Recorder(TorchDispatchMode):
         self._storages = Storages(self.trace.ops, self.trace.storages, self.trace.resizes, storage_listener)
         self._number = self._storages.number  # asked for every tensor
         self.modules = ModulePaths(self._note_module, self.is_on)
+        self._attribution = Attribution(self.trace, self.modules, self._number, compiled_region)
         self._source = source
         self._overrides = overrides or {}
         self._values = values
         if values is not None:
             values.on_new = self._storages.note_new
         self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
-        self._compiled_region = compiled_region
-        self._regions = CompiledRegions()
         self._calls: dict[Any, _Known] = {}
         self._handlings = Handlings(values)
         self._groups = ProcessGroups()
-        self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._noted: WeakSet[nn.Module] = WeakSet()
-        self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
         self.kept_by: dict[int, str] = {}  # by storage: the module path of the compiled graph that returned it
         self._depth = 0
         self._undo = ExitStack()
 
     def watch_regions(self, compiled_region: Callable[[], int | None]) -> None:
         """From now on ops get the number of the compiled region that runs, which `compiled_region` returns."""
-        self._compiled_region, self._regions = compiled_region, CompiledRegions()
+        self._attribution.watch_regions(compiled_region)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -159,7 +146,7 @@ class Recorder(TorchDispatchMode):
         self._depth -= 1
         if self._depth == 0:
             self._undo.close()
-            self._steps.clear()
+            self._attribution.forget_steps()
             self._storages.outlive()
             self._calls.clear()  # the keys are as large as the calls
             self._groups.clear()
@@ -207,13 +194,12 @@ class Recorder(TorchDispatchMode):
 
     def _enter_step(self, *_: Any) -> None:
         if self.is_on():
-            self._steps.append(graph_task())
+            self._attribution.enter_step()
 
     def _leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.is_on():
             return
-        if self._steps:  # not where the context was entered inside of a step
-            self._steps.pop()
+        self._attribution.leave_step()
         self.note_optimizer(optimizer)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -245,14 +231,14 @@ class Recorder(TorchDispatchMode):
             self._note(parameter.grad, "gradients")
 
     def _note(self, tensor: Tensor, role: StorageRole) -> None:
-        for inner in _wrapped(tensor):
+        for inner in wrapped(tensor):
             self._storages.note(inner, role)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for kind in types:
-            if not _is_plain(kind):
+            if not is_plain(kind):
                 return NotImplemented  # let the subclass (DTensor, ...) run; its inner ops come back here
         kwargs = kwargs or {}
         handling = self._handlings[func]
@@ -287,7 +273,7 @@ class Recorder(TorchDispatchMode):
         if template is None:
             with self:
                 return higher_order.run(func, args, kwargs)
-        if self._is_compiled():
+        if self._attribution.is_compiled():
             return template.to_eager(self.record_kernel(template.func, template.args, template.body))
         start = len(self.trace.ops)
         arrival = self._meet_kernel(template.func, template.args, template.body)
@@ -383,10 +369,9 @@ class Recorder(TorchDispatchMode):
             known = self._calls[arrival.key] = self._first(arrival, result)
         if arrival.handling.changes_storages:
             self._note_changes(arrival.func, tuple(_tensors_in((*arrival.tensors, result))))
-        phase, module = self._phase_and_module()
+        phase, module = self._attribution.phase_and_module()
         source = caller() if self._source else None
-        region = None if self._compiled_region is None else self._region(self._compiled_region(), phase)
-        return Op(known.call, tuple(numbers), module, phase, source, region)
+        return Op(known.call, tuple(numbers), module, phase, source, self._attribution.region(phase))
 
     def _describe_result(self, arrival: _Arrival, result: Any) -> None:
         arguments = len(arrival.tensors)
@@ -440,67 +425,6 @@ class Recorder(TorchDispatchMode):
                 self._storages.note_new(tensor)
         self._storages.note_sizes(tensors)
 
-    def _phase_and_module(self) -> tuple[Phase, str]:
-        """The phase, and the path of the module that the op belongs to."""
-        task = graph_task()
-        if self._steps and self._steps[-1] == task and not self.modules.path:
-            return "optimizer", ""
-        if task == -1:
-            return "forward", self.modules.path
-        if task != self._creates_graph[0]:
-            self._creates_graph = (task, _creates_graph())
-        recompute = torch.is_grad_enabled() and not self._creates_graph[1]
-        return ("recompute" if recompute else "backward"), self._path_in_backward()
-
-    def _is_compiled(self) -> bool:
-        """Whether the op that arrives now belongs to a compiled region."""
-        if self._compiled_region is None:
-            return False
-        phase, _ = self._phase_and_module()
-        return self._region(self._compiled_region(), phase) is not None
-
-    def _region(self, running: int | None, phase: Phase) -> int | None:
-        """The compiled region of the op: the one that runs or, in the backward pass, the one whose forward made the
-        autograd node. An optimizer that steps in a hook of the backward pass counts as what runs."""
-        if phase == "optimizer":
-            return running
-        if graph_task() == -1:
-            self._regions.note(running)
-            return running
-        found = self._regions.of_node(autograd_node())
-        return running if found is None else found
-
-    def _path_in_backward(self) -> str:
-        if self.modules.path:
-            return self.modules.path
-        node = autograd_node()
-        if isinstance(node, AccumulateGrad):
-            for variable in _wrapped(node.variable):
-                leaf = self._number(variable, BEFORE, [])
-                self.trace.accumulations.append(Accumulation(len(self.trace.ops), leaf))
-        path = None if node is None else self.modules.path_of_node(node)
-        if path is None:  # accumulation follows the op that made the gradient
-            return self.trace.ops[-1].module if self.trace.ops else ""
-        return path
-
-
-@functools.cache
-def _is_plain(kind: type) -> bool:
-    """Whether tensors of the type run aten kernels themselves, rather than through code of their own."""
-    if issubclass(kind, (FakeTensor, FunctionalTensor)):  # run by modes that are called after this one
-        return True
-    return kind.__torch_dispatch__ is no_dispatch  # type: ignore[attr-defined]
-
-
-def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
-    """What a DTensor or the like wraps: that is what there is. A plain tensor wraps itself."""
-    if _is_plain(type(tensor)) or not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for inner in map(tensor.__getattribute__, tensor.__tensor_flatten__()[0]):
-        if isinstance(inner, Tensor):
-            yield from _wrapped(inner)
-
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
@@ -516,15 +440,3 @@ def switches_now() -> Switches:
     return Switches(
         matmul.allow_tf32, torch.backends.cudnn.allow_tf32, getattr(matmul, "allow_fp16_accumulation", False)
     )
-
-
-def _creates_graph() -> bool:
-    """Whether the running backward pass was called with create_graph=True (then gradient mode is on in
-    all of it; else gradient mode inside a backward pass means that a checkpoint recomputes)."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_engine_run_backward":  # torch/autograd/graph.py
-            arguments = frame.f_locals["args"]  # (grad_tensors, retain_graph, create_graph, inputs)
-            return bool(arguments[2]) if len(arguments) > 2 else False
-        frame = frame.f_back
-    return False
