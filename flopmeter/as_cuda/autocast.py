@@ -23,6 +23,7 @@ from torch.library import Library
 
 from flopmeter.as_cuda import amp_wishes
 from flopmeter.as_cuda.scope import DispatcherKernel, Scope
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names import dispatcher, private
 
 aten = torch.ops.aten
@@ -327,7 +328,7 @@ def _fp32(values: Any) -> torch.dtype:
 
 def _widest(values: Any) -> torch.dtype:
     """fp32 if any input is fp32. Other dtypes than that and autocast's are an error, as in at::autocast::prioritize."""
-    dtypes = {tensor.dtype for tensor in _tensors(values) if is_eligible(tensor)}
+    dtypes = {tensor.dtype for tensor in tensors_in(values) if is_eligible(tensor)}
     lower = _lower_precision(values)
     if torch.float32 in dtypes:
         return torch.float32
@@ -355,17 +356,7 @@ def _refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def _any_eligible(values: Any) -> bool:
-    return any(is_eligible(tensor) for tensor in _tensors(values))
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
+    return any(is_eligible(tensor) for tensor in tensors_in(values))
 
 
 # --- cuDNN RNN -----------------------------------------------------------------------------------------------------

@@ -42,9 +42,9 @@ WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_rem
 AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
-
-# torch warns of hooks on all modules; these are the meter's, which tell a compiled module from the one that it holds.
-_OF_OUR_HOOKS = r"(?s).*Using `torch.compile\(module\)` when there are global hooks"
+# torch warns of hooks on all modules. They are the meter's, which a compiled call does not see (_hooks_hidden).
+_WARNING_OF_HOOKS = r"(?s).*Using `torch.compile\(module\)` when there are global hooks"
+_WARNING_OF_TF32 = r"TensorFloat32 tensor cores .* available but not enabled"  # the report says so
 
 AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
 """A context in which torch is as it is without stand-ins; gives what these stand in for outside of it."""
@@ -96,7 +96,7 @@ class Session:
 
     def __enter__(self) -> Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
-        self._undo.callback(_without_warning_of_our_hooks())
+        self._undo.callback(_ignore_warning(_WARNING_OF_HOOKS))
         if self._outermost:
             self._install()
         else:
@@ -178,9 +178,7 @@ class Session:
         self._keep_compiler_state()
         self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
-        for message in _NEEDLESS_WARNINGS:
-            warnings.filterwarnings("ignore", message=message)
-            self._undo.callback(_remove, warnings.filters, warnings.filters[0])
+        self._undo.callback(_ignore_warning(_WARNING_OF_TF32))
 
     def _keep_compiler_state(self) -> None:
         """Functions compiled from now on are forgotten in the end; what the compiler counts is as before."""
@@ -417,9 +415,9 @@ class Session:
         self._compilation.failures[f"{function}: {_text(error)}"] = None
 
 
-def _without_warning_of_our_hooks() -> Callable[[], None]:
+def _ignore_warning(message: str) -> Callable[[], None]:
     """The function returned brings the warning back; other filters stay as the program sets them meanwhile."""
-    warnings.filterwarnings("ignore", message=_OF_OUR_HOOKS)
+    warnings.filterwarnings("ignore", message=message)
     filters: Any = warnings.filters
     own = filters[0]
 
@@ -443,17 +441,6 @@ def made_inside(around: Callable[[], AbstractContextManager[Any]], plain: Any) -
 
 def _text(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
-
-
-_NEEDLESS_WARNINGS = (
-    r"Using `torch\.compile\(module\)` when there are global hooks",  # ours do not fire twice: they are hidden
-    r"TensorFloat32 tensor cores .* available but not enabled",  # the report says so
-)
-
-
-def _remove(filters: Any, ours: Any) -> None:
-    if ours in filters:
-        filters.remove(ours)
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep

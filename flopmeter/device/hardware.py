@@ -24,6 +24,18 @@ from typing import Any, Literal
 from flopmeter.device import power
 from flopmeter.device.files import SUFFIXES, names_in, read_record, resolve, unreadable
 from flopmeter.device.host import Host
+from flopmeter.device.profile_parts import (
+    Achieved,
+    DtypeRates,
+    Interconnect,
+    Pcie,
+    SpecCheck,
+    amount,
+    capability,
+    count,
+    matrix_rates,
+    vector_rates,
+)
 from flopmeter.device.schema import (
     FrozenMapping,
     HardwareError,
@@ -31,11 +43,8 @@ from flopmeter.device.schema import (
     at,
     build,
     by,
-    expected,
     mapping_of,
     merge,
-    number,
-    one_of,
     plain,
     record,
     text,
@@ -44,7 +53,7 @@ from flopmeter.device.schema import (
     whole_number,
 )
 from flopmeter.device.units import matrix_unit, vector_unit
-from flopmeter.records.dtypes import DTYPES, MATRIX_DTYPES, VECTOR_DTYPES, opmath_of
+from flopmeter.records.dtypes import DTYPES, MATRIX_DTYPES, opmath_of
 
 __all__ = ["Hardware", "HardwareError", "Host", "Peak", "available_hardware", "load_hardware"]
 
@@ -52,25 +61,10 @@ _PACKAGED = Path(__file__).parents[1] / "profiles"  # where the wheel puts hardw
 PROFILES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[2] / "hardware"
 
 Unit = Literal["matrix", "emulated", "vector"]
-DtypeRates = Mapping[str, float]
 _MATRIX_TABLES = ("matrix_tflop_per_s", "matrix_fp16_accumulate_tflop_per_s", "emulated_tflop_per_s")
 
 # A virtual function (SR-IOV): the name under which a guest of a hypervisor sees a whole AMD GPU.
 _VIRTUAL = " VF"
-
-_amount = number("a number over 0 and at most 1e9", above=0, most=1e9)  # so that products in SI units stay finite
-# A part whose real clock exceeds the spec boost reaches more than its spec peak: an RTX 5090 measures 1.2.
-_fraction = number("a number over 0 and at most 1.5", above=0, most=1.5)
-_count = whole_number(1, 1_000_000)
-_vector_rates = mapping_of(_amount, VECTOR_DTYPES)
-_matrix_rates = mapping_of(_amount, MATRIX_DTYPES)
-
-
-def _capability(value: object) -> tuple[int, int]:
-    parts = tuple_of(whole_number(0, 99))(value)
-    if len(parts) != 2:
-        raise expected("two whole numbers such as [9, 0]", value)
-    return parts[0], parts[1]
 
 
 def _sources(value: object) -> FrozenMapping[str]:
@@ -99,73 +93,6 @@ class Peak:
     def sustained_flop_per_s(self) -> float:
         """The rate of a large, well-shaped kernel."""
         return self.flop_per_s * self.achieved
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Achieved(SchemaRecord):
-    """Fractions of the spec peaks that typical large kernels reach: medians, not the best ever seen.
-
-    A fraction without a measurement is left out; power.py estimates it from the power of the device. `matrix` is for
-    fp16 and bf16, `matrix_by_dtype` for other dtypes that were measured; those and `vector` are of long runs, in which
-    the clock has fallen as far as the power limit asks. `matrix_burst` is of runs too short for that (below 20 ms), in
-    fp16 or bf16; without `matrix`, the law of power says what is left of it in a long run.
-    limit_w: the power limit under which they were measured; without it the device's `tdp_w`.
-    """
-
-    matrix: float | None = field(default=None, metadata=by(_fraction))
-    matrix_burst: float | None = field(default=None, metadata=by(_fraction))
-    matrix_by_dtype: DtypeRates = field(
-        default_factory=FrozenMapping, metadata=by(mapping_of(_fraction, MATRIX_DTYPES))
-    )
-    vector: float | None = field(default=None, metadata=by(_fraction))
-    memory: float | None = field(default=None, metadata=by(_fraction))
-    limit_w: float | None = field(default=None, metadata=by(_amount))
-    source: str = field(metadata=by(text))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interconnect(SchemaRecord):
-    """The link between devices; the rate is the sum of both directions of one device, as vendors print it."""
-
-    name: str = field(metadata=by(text))
-    bidirectional_gb_per_s: float | None = field(default=None, metadata=by(_amount))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pcie(SchemaRecord):
-    """The link to the host; the rate is the sum of both directions of the lanes that the device has.
-
-    `devices` share one link from their switch to the CPU in the machines that the device comes in.
-    """
-
-    generation: int = field(metadata=by(_count))
-    bidirectional_gb_per_s: float = field(metadata=by(_amount))
-    devices: int = field(default=1, metadata=by(_count))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeCheck(SchemaRecord):
-    """A second way to the rates at one clock: sm_count x flop_per_clock_per_sm x clock."""
-
-    unit: str = field(metadata=by(one_of("vector", "matrix", "matrix_fp16_accumulate")))
-    clock_mhz: float = field(metadata=by(_amount))
-    flop_per_clock_per_sm: DtypeRates = field(metadata=by(_matrix_rates))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryCheck(SchemaRecord):
-    """A second way to the bandwidth: bus width x data rate of one pin."""
-
-    bus_bits: int = field(metadata=by(_count))
-    gbit_per_s_per_pin: float = field(metadata=by(_amount))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecCheck(SchemaRecord):
-    """A second way to compute the peaks, from other figures, as far as those are known."""
-
-    compute: tuple[ComputeCheck, ...] = field(default=(), metadata=by(tuple_of(record(ComputeCheck))))
-    memory: MemoryCheck | None = field(default=None, metadata=by(record(MemoryCheck)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,29 +130,29 @@ class Hardware(SchemaRecord):
     architecture: str = field(metadata=by(text))
     aliases: tuple[str, ...] = field(default=(), metadata=by(tuple_of(text)))
     base: str | None = field(default=None, metadata=by(text))
-    compute_capability: tuple[int, int] | None = field(default=None, metadata=by(_capability))
+    compute_capability: tuple[int, int] | None = field(default=None, metadata=by(capability))
     is_cpu: bool = field(default=False, metadata=by(true_or_false))
-    sm_count: int = field(metadata=by(_count))
-    boost_clock_mhz: float | None = field(default=None, metadata=by(_amount))
+    sm_count: int = field(metadata=by(count))
+    boost_clock_mhz: float | None = field(default=None, metadata=by(amount))
 
-    vector_tflop_per_s: DtypeRates = field(metadata=by(_vector_rates))
-    matrix_tflop_per_s: DtypeRates = field(default_factory=FrozenMapping, metadata=by(_matrix_rates))
-    matrix_fp16_accumulate_tflop_per_s: DtypeRates = field(default_factory=FrozenMapping, metadata=by(_matrix_rates))
-    emulated_tflop_per_s: DtypeRates = field(default_factory=FrozenMapping, metadata=by(_matrix_rates))
+    vector_tflop_per_s: DtypeRates = field(metadata=by(vector_rates))
+    matrix_tflop_per_s: DtypeRates = field(default_factory=FrozenMapping, metadata=by(matrix_rates))
+    matrix_fp16_accumulate_tflop_per_s: DtypeRates = field(default_factory=FrozenMapping, metadata=by(matrix_rates))
+    emulated_tflop_per_s: DtypeRates = field(default_factory=FrozenMapping, metadata=by(matrix_rates))
 
-    memory_gb: float | None = field(default=None, metadata=by(_amount))
+    memory_gb: float | None = field(default=None, metadata=by(amount))
     memory_type: str = field(metadata=by(text))
-    memory_bandwidth_gb_per_s: float = field(metadata=by(_amount))
-    l2_cache_mb: float | None = field(default=None, metadata=by(_amount))
-    l2_bandwidth_gb_per_s: float | None = field(default=None, metadata=by(_amount))
-    tdp_w: float | None = field(default=None, metadata=by(_amount))
-    power_limit_w: float | None = field(default=None, metadata=by(_amount))
+    memory_bandwidth_gb_per_s: float = field(metadata=by(amount))
+    l2_cache_mb: float | None = field(default=None, metadata=by(amount))
+    l2_bandwidth_gb_per_s: float | None = field(default=None, metadata=by(amount))
+    tdp_w: float | None = field(default=None, metadata=by(amount))
+    power_limit_w: float | None = field(default=None, metadata=by(amount))
     interconnect: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
     pcie: Pcie | None = field(default=None, metadata=by(record(Pcie)))
     host_link: Interconnect | None = field(default=None, metadata=by(record(Interconnect)))
 
     achieved: Achieved | None = field(default=None, metadata=by(record(Achieved)))
-    kernel_floor_us: float = field(metadata=by(_amount))
+    kernel_floor_us: float = field(metadata=by(amount))
     host: Host = field(default=Host(), metadata=by(record(Host)))
 
     check: SpecCheck = field(default=SpecCheck(), metadata=by(record(SpecCheck)))

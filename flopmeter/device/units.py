@@ -11,7 +11,7 @@ from flopmeter.records.dtypes import DTYPES
 
 
 class Measured(Protocol):
-    """The fractions in a profile (`Achieved` in hardware.py says what they are)."""
+    """The fractions in a profile (`Achieved` in profile_parts.py says what they are)."""
 
     @property
     def matrix(self) -> float | None: ...

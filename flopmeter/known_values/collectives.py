@@ -19,6 +19,7 @@ from flopmeter.known_values import messages
 from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.values import is_discrete, is_weight, no_modes, spans_storage
 from flopmeter.records.collectives import COLLECTIVE_OPS, Law
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.private import resolve_group
 
 EQUAL_RANKS = "all ranks hold the same values"
@@ -80,12 +81,12 @@ def exchange(known: Knowledge, call: Invocation) -> Any:
     group = _group(argument(op.group))
     if torch.distributed.get_backend(group) != "fake":
         return call.run()  # a real group, which exchanges real tensors
-    sources = _tensors(argument(op.sent))
+    sources = list(tensors_in(argument(op.sent)))
     is_known = known.knows_all(sources) and not any(map(known.values.is_blank, sources))
     with no_modes():
         values = [known.values.read(source).clone() for source in sources] if is_known else []
     result = call.run()
-    targets = _tensors(result if op.received is None else argument(op.received))
+    targets = list(tensors_in(result if op.received is None else argument(op.received)))
     if (ways := argument(op.ways)) is not None:  # a batch of sends and receives: only the latter are targets
         targets = [target for target, way in zip(targets, ways, strict=True) if "recv" in way]
     outcome = None
@@ -158,12 +159,6 @@ def _give(known: Knowledge, targets: list[Tensor], outcome: TargetValues | None)
                 known.values.note_write(target)
             elif spans_storage(target) and not is_weight(target):
                 known.set(target, value.to(target.dtype).reshape(target.shape).clone())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _group(value: Any) -> Any:

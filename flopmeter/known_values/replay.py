@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flopmeter.known_values.assumptions import Assumptions
 from flopmeter.known_values.values import MAX_ELEMENTS, MAX_ROUTED_ELEMENTS, Values, address, is_small, no_modes
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 # Of tensors that are one value throughout, however large, the result is, too.
@@ -51,6 +52,10 @@ class Invocation(NamedTuple):
         return [tensor for value in lists for tensor in value if isinstance(tensor, Tensor)]
 
 
+Handler = Callable[["Knowledge", Invocation], Any]
+"""Answers a call; see rules.py."""
+
+
 class Knowledge:
     """The values that are known, what is assumed, and what the rules of ops are made of."""
 
@@ -76,7 +81,7 @@ class Knowledge:
         """Run the op on meta and, if all its inputs are known and small, on their values too."""
         knows = self.knows_all(call.tensors)
         result = call.run()
-        outputs = flat(result)
+        outputs = list(tensors_in(result))
         if knows and all(map(self.is_small, (*call.tensors, *outputs))):
             self._replay_on_cpu(call, outputs)
         elif knows and call.func in KEEPS_UNIFORM and all(map(self.values.is_uniform, call.tensors)):
@@ -87,10 +92,20 @@ class Knowledge:
             self.forget(call.written())
         return result
 
+    def run_unknown(self, call: Invocation) -> Any:
+        """Run the op on meta; what it writes to is unknown afterwards, as its result is."""
+        self.forget(call.written())
+        return call.run()
+
     def answer(self, call: Invocation) -> Any:
         """The result on the CPU; every tensor must be known."""
         with no_modes():
             return call.func(*self._real(call.args), **self._real(call.kwargs))
+
+    def rewritten(self, call: Invocation, func: Any, args: tuple[Any, ...]) -> Invocation:
+        """Another call, which runs in place of the given one and is recorded instead of it."""
+        self.ran = ((func, args, call.kwargs),)
+        return call._replace(func=func, args=args, tensors=list(tensors_in(args)))
 
     def lift(self, result: Any) -> Any:
         """Meta twins, with known values, of the CPU tensors in a result."""
@@ -122,7 +137,7 @@ class Knowledge:
 
     def _replay_on_cpu(self, call: Invocation, outputs: list[Tensor]) -> None:
         try:
-            results = flat(self.answer(call))
+            results = list(tensors_in(self.answer(call)))
         except Exception:  # any op may lack a CPU kernel for its dtypes; then its result is unknown
             self.forget(call.written())
             return
@@ -146,12 +161,3 @@ class Knowledge:
 
 
 _CPU = torch.device("cpu")
-
-
-def flat(result: Any) -> list[Tensor]:
-    """The tensors of an op's result."""
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, (list, tuple)):
-        return [tensor for item in result for tensor in flat(item)]
-    return []

@@ -6,7 +6,7 @@ gradients that it otherwise adds in place (38 ops instead of 31 in a small net).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -34,6 +34,7 @@ from flopmeter.records import (
     Trace,
     TritonBody,
 )
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.private import DispatchKey, graph_task
 from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
 from flopmeter.trace.attribution import Attribution
@@ -207,7 +208,7 @@ class Recorder(TorchDispatchMode):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._note_parameter(parameter)
-        for tensor in _tensors_in(optimizer.state):
+        for tensor in tensors_in(optimizer.state):
             self._note(tensor, "optimizer state")
 
     def _note_module(self, module: nn.Module) -> None:
@@ -244,18 +245,18 @@ class Recorder(TorchDispatchMode):
         handling = self._handlings[func]
         if handling.is_host:
             return self._open(func, args, kwargs) if isinstance(func, HigherOrderOperator) else func(*args, **kwargs)
-        if handling.is_composite and all(has_strides(tensor) for tensor in _tensors_in(args)):
+        if handling.is_composite and all(has_strides(tensor) for tensor in tensors_in(args)):
             with self:
                 override = self._overrides.get(func)
                 # The C++ composite itself; `func.decompose` would prefer Python re-writes of some of them.
                 return override(*args, **kwargs) if override else func._op_dk(_COMPOSITE, *args, **kwargs)
-        if handling.launches_kernels and all(tensor.is_meta for tensor in _tensors_in((args, kwargs))):
+        if handling.launches_kernels and all(tensor.is_meta for tensor in tensors_in((args, kwargs))):
             with self:
                 return func._op_dk(DispatchKey.Meta, *args, **kwargs)
         try:
             arrival = self._meet(func, args, kwargs, handling)
         except RuntimeError:
-            if any(is_lazy(tensor) for tensor in _tensors_in((args, kwargs))):
+            if any(is_lazy(tensor) for tensor in tensors_in((args, kwargs))):
                 return func(*args, **kwargs)  # an nn.LazyLinear that has met no batch: nothing to count
             raise
         known = arrival.known
@@ -368,7 +369,7 @@ class Recorder(TorchDispatchMode):
         if known is None:
             known = self._calls[arrival.key] = self._first(arrival, result)
         if arrival.handling.changes_storages:
-            self._note_changes(arrival.func, tuple(_tensors_in((*arrival.tensors, result))))
+            self._note_changes(arrival.func, tuple(tensors_in((*arrival.tensors, result))))
         phase, module = self._attribution.phase_and_module()
         source = caller() if self._source else None
         return Op(known.call, tuple(numbers), module, phase, source, self._attribution.region(phase))
@@ -424,14 +425,6 @@ class Recorder(TorchDispatchMode):
             for tensor in tensors:
                 self._storages.note_new(tensor)
         self._storages.note_sizes(tensors)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item)
 
 
 def switches_now() -> Switches:

@@ -1,0 +1,147 @@
+"""Ops that answer with data: a Python value, a shape that depends on the data, or what a mask or an index picks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flopmeter.known_values import stand_ins
+from flopmeter.known_values.assumptions import DataDependentError
+from flopmeter.known_values.index_lists import index_lists
+from flopmeter.known_values.replay import Invocation, Knowledge
+from flopmeter.known_values.values import no_modes, spans_storage
+from flopmeter.torch_names.operators import aten_overloads as aten
+
+GATHERS = (aten.index.Tensor, aten._unsafe_index.Tensor)
+
+
+def ask(known: Knowledge, call: Invocation) -> Any:
+    """.item(), bool(t), equal, allclose: the result is a Python value."""
+    if all(not tensor.is_meta for tensor in call.tensors):
+        return call.run()
+    if known.knows_all(call.tensors):
+        return known.answer(call)
+    if known.assume.stands_in and call.func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+        is_condition = call.func is aten.is_nonzero.default
+        return stand_ins.note(known, torch.bool if is_condition else call.tensors[0].dtype, call.func)
+    raise DataDependentError(str(call.func))
+
+
+def shape(known: Knowledge, call: Invocation) -> Any:
+    """nonzero, unique, bincount: the shape of the result depends on the data."""
+    if all(not tensor.is_meta for tensor in call.tensors):
+        return call.run()
+    _assume_mask(known, call, call.tensors[0])
+    if known.knows_all(call.tensors):
+        return known.lift(known.answer(call))
+    if call.func is aten.repeat_interleave.Tensor and call.kwargs.get("output_size") is None:
+        raise DataDependentError(str(call.func))
+    try:
+        return call.run()
+    except NotImplementedError:
+        raise DataDependentError(str(call.func)) from None
+
+
+def masked_select(known: Knowledge, call: Invocation) -> Any:
+    """If the mask is known, the features need not be: the call becomes an index."""
+    features, mask = call.args
+    _assume_mask(known, call, mask)
+    if not features.is_meta or not known.values.knows(mask) or known.values.knows(features):
+        return shape(known, call)
+    with no_modes():
+        features, mask = torch.broadcast_tensors(features, mask)
+    return index(known, call._replace(func=aten.index.Tensor, args=(features, [mask])))
+
+
+def index(known: Knowledge, call: Invocation) -> Any:
+    """If a bool mask is known, the call becomes one with the positions of its true elements."""
+    features, indices = call.args[:2]
+    if not features.is_meta:
+        return call.run()
+    masks = [item for item in indices if item is not None and item.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        _read_index_lists(known, call)
+        return known.replay(call)
+    for mask in masks:
+        _assume_mask(known, call, mask)
+    if known.knows_all(masks):
+        positions: list[Tensor | None] = []
+        for item in indices:
+            positions += _positions(known, item) if any(item is mask for mask in masks) else [item]
+        call = known.rewritten(call, call.func, (features, positions, *call.args[2:]))
+    elif not call.writes and call.func in GATHERS:
+        raise DataDependentError(str(call.func))
+    return known.replay(call)
+
+
+def index_put(known: Knowledge, call: Invocation) -> Any:
+    """If several elements are written to the same position, torch does not say which one stays: the result is
+    unknown."""
+    target, indices, values = call.args[:3]
+    given = [(item, size) for item, size in zip(indices, target.shape, strict=False) if item is not None]
+    are_places = all(item.dtype not in (torch.bool, torch.uint8) for item, _ in given)
+    adds_up = call.argument(3, "accumulate", False) or values.numel() == 1
+    if are_places and not adds_up and known.knows_all(call.tensors):
+        with no_modes():
+            columns = torch.broadcast_tensors(*(known.values.read(item) % size for item, size in given))
+            places = torch.stack([column.flatten() for column in columns], 1)
+            if len(places.unique(dim=0)) < len(places):
+                return known.run_unknown(call)
+    return index(known, call)
+
+
+def scatter(known: Knowledge, call: Invocation) -> Any:
+    """scatter and index_copy: as index_put."""
+    dim, places = call.argument(1, "dim"), call.argument(2, "index")
+    if known.knows_all(call.tensors):
+        with no_modes():
+            along = dim if places.dim() > 1 else 0
+            in_order = torch.atleast_1d(known.values.read(places)).sort(along).values
+            if bool((in_order.diff(dim=along) == 0).any()):
+                return known.run_unknown(call)
+    return known.replay(call)
+
+
+def _read_index_lists(known: Knowledge, call: Invocation) -> None:
+    """Index tensors that torch made from lists of numbers become known, if the indexed tensor is known."""
+    if not known.values.knows(call.args[0]):
+        return
+    unknown = [item for item in call.args[1] if item is not None and not known.values.knows(item)]
+    if not unknown:
+        return
+    lists = index_lists()
+    if [(len(numbers),) for numbers in lists] == [tuple(item.shape) for item in unknown]:
+        for item, numbers in zip(unknown, lists, strict=True):
+            with no_modes():
+                known.set(item, torch.tensor(numbers, dtype=item.dtype, device="cpu"))
+
+
+def _positions(known: Knowledge, mask: Tensor) -> list[Tensor]:
+    with no_modes():
+        value = known.values.read(mask)
+        columns = (value if value.dim() else value.reshape(1)).nonzero().unbind(1)
+    return [known.lift(column.contiguous()) for column in columns]
+
+
+def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
+    """mask_fraction: of an unknown mask, round(fraction * n) elements are true, evenly spread. Where the mask is a part
+    of a larger one, all of that one is assumed so; not where the part skips elements, which may be the true ones."""
+    fraction = known.assume.mask_fraction
+    if fraction is None or mask.dtype is not torch.bool or known.values.knows(mask):
+        return
+    if not mask.is_contiguous():
+        return
+    if not spans_storage(mask):
+        with no_modes():
+            storage = mask.untyped_storage()
+            whole = torch.empty(0, dtype=torch.bool, device="meta")
+            mask = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    if not known.is_small(mask):
+        return
+    n = mask.numel()
+    with no_modes():
+        steps = torch.arange(n + 1, device="cpu") * round(fraction * n) // max(n, 1)
+        known.set(mask, (steps[1:] > steps[:-1]).view(mask.shape))
+    known.assume.note(f"mask_fraction={fraction:g}", call.func)
