@@ -87,14 +87,14 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names of modules that metering does not need import these when they are first used."""
+    """Names from modules that metering does not need: the module is imported when its name is first used."""
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'flopmeter' has no attribute {name!r}")
 
 
 class _Moved(ModuleType):
-    """A module under the path that its users know: all that is asked of it is asked of those that it became."""
+    """A module under its old public path. It passes every attribute on to the modules that took its place."""
 
     def __init__(self, name: str, paths: tuple[str, ...]) -> None:
         super().__init__(name, f"Moved to {' and '.join(paths)}.")
@@ -109,7 +109,7 @@ class _Moved(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
-# Public paths of modules that stand in a room now, or in two.
+# Public paths of modules that have moved into a room, or into two.
 for _old, _new in {
     "cluster": ("device.cluster",),
     "hardware": ("device.hardware",),

@@ -65,8 +65,8 @@ class StreamError(ValueError):
 
 @dataclass
 class _Memo:
-    """What was found of a program on one device, for its other modes and for changed programs. A copy by pickle is
-    empty."""
+    """What was worked out for a program on one device, kept for its other modes and for changed programs. Pickling
+    drops it."""
 
     costs: CallCosts = field(default_factory=dict)
     laws: PowerLaws = field(default_factory=PowerLaws)
@@ -104,9 +104,9 @@ class _Run:
         kernels: list[Kernel] | None = None,
         is_one_graph: bool = False,
     ) -> Report:
-        """`trace`: another one than was metered, as advice makes them; memory stays that of the metered one. `kernels`:
-        others in the place of the eager run's, one for one. `is_one_graph`: all that the program compiles is one
-        region. Raises ValueError for an unknown mode."""
+        """`trace`: a changed trace, as advice makes; the memory stays that of the metered one. `kernels`: replace those
+        of the eager run, one for one. `is_one_graph`: all that the program compiles is one region. Raises ValueError
+        for an unknown mode."""
         is_own = trace is None and kernels is None and not is_one_graph
         known = self.known.reports.get(_mode_called(name).name)
         if is_own and known is not None:
@@ -189,10 +189,10 @@ class FlopMeter:
     routing: 'balanced' lets experts picked by unknown scores take turns, {'imbalance': 1.3} loads the first one 1.3
         times the mean and the last one 0.7 times (see known_values.routing).
     checks: 'hold' takes unknown values to be finite, and an `all()` of them to be true.
-    mask_fraction: so large a share of an unknown bool mask that selects elements is true.
+    mask_fraction: the share of an unknown bool mask that is true, where the mask selects elements.
     unknown: 'stand-in' gives a program that reads an unknown value (`loss.item()`) a stated number, not an error.
-    cluster: over whose links collectives go: a name of `available_clusters()`, a path or a Cluster; without it, the
-        one that the hardware comes in (see flopmeter.device.cluster).
+    cluster: the links that collectives use: a name of `available_clusters()`, a path or a Cluster; by default the
+        cluster that the hardware comes in (see flopmeter.device.cluster).
     source: note the caller's file and line with every op (slower).
     host: what the program costs the CPU; by default as the hardware's profile has it.
     compile: True compiles, by torch's compiler, each module that the program calls and each optimizer's step, as if
@@ -200,7 +200,7 @@ class FlopMeter:
         every mode can be asked for.
     clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
         the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
-    dollars_per_kwh: what energy costs, for reports to say what a run's does; no price is assumed.
+    dollars_per_kwh: the price of energy, so that reports say what the energy of a run costs; no price is assumed.
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.
     """
@@ -427,14 +427,14 @@ def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> d
 
 
 def _mode_called(name: str) -> LaunchMode:
-    """Raises ValueError for an unknown one."""
+    """The mode of that name. Raises ValueError for an unknown name."""
     if name not in tuple(MODES):  # whatever type it has
         raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
     return MODES[name]
 
 
 def checked_energy_price(dollars_per_kwh: float | None) -> float | None:
-    """Raises ValueError for what is no price."""
+    """Raises ValueError for anything but a price."""
     if dollars_per_kwh is None or 0 <= dollars_per_kwh < math.inf:
         return dollars_per_kwh
     raise ValueError(f"the price of energy must be dollars per kWh, such as 0.3, not {dollars_per_kwh!r}")

@@ -63,7 +63,7 @@ class Emulation:
         return self._scope.notes
 
     def difference(self, target: CudaTarget) -> str | None:
-        """The first op so far for which the other target would have run another op, in words; None if there is none."""
+        """The first op so far that the other target would have run in another way, in words; None if there is none."""
         return next(filter(None, (differs(target) for differs in self._scope.differences)), None)
 
     def run_compiled_eagerly(self) -> None:

@@ -1,7 +1,7 @@
 """Mixed precision that was asked for before the emulation opened.
 
-Works around: torch's forgetting it where there is no CUDA.
-Until: torch keeps what was asked for, and turns it off when it is entered.
+Works around: without CUDA, torch forgets what was asked for.
+Until: torch keeps it, and turns it off only on entry.
 
 Without CUDA, torch.autocast("cuda") and GradScaler("cuda") turn themselves off in their constructors, with a warning,
 and do not remember that they were meant to be on. So flopmeter watches both from its import on (WATCHED). What torch
@@ -51,7 +51,7 @@ _open = _EnteredAutocasts()
 
 
 def watch() -> None:
-    """Wrap what WATCHED lists. Of objects that exist already it is only known that they are off."""
+    """Wrap what WATCHED lists. About objects that exist already it is only known that they are off."""
     if dispatcher.missing(private.AUTOCAST):
         return
     kinds = _subclasses(_AUTOCAST) | _subclasses(_GRAD_SCALER)

@@ -40,7 +40,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
-        """A symbolic size, as the compiler traces with, counts as the size that it was traced with."""
+        """A symbolic size of the compiler counts as the number that it was traced with."""
         shape, strides = tuple(map(_traced, tensor.shape)), tuple(map(_traced, tensor.stride()))
         return cls(shape, strides, tensor.dtype, _traced(tensor.storage_offset()), tensor.requires_grad)
 
@@ -337,7 +337,7 @@ def cudnn_decodes(call: SdpaCall) -> bool:
 class Rules:
     """How one release of torch chooses."""
 
-    cudnn_version: int  # that its wheels on PyPI bring, as torch.backends.cudnn.version() returns it
+    cudnn_version: int  # the one that its wheels on PyPI bring, as torch.backends.cudnn.version() returns it
     flash: tuple[BackendRule, ...]
     efficient: tuple[BackendRule, ...]
     cudnn: tuple[BackendRule, ...]

@@ -187,8 +187,8 @@ def _treat_meta_as_cuda(scope: Scope) -> None:
 
 
 def _let_higher_order_ops_through(scope: Scope) -> None:
-    """The key of CUDA's autocast falls through for them. What a kernel there does, for one that has such a kernel, is
-    the emulation's own to do (flex_attention.py)."""
+    """The key of CUDA's autocast falls through for them. For an op that has a kernel there, the emulation does itself
+    what that kernel does (flex_attention.py)."""
     spare, keys = private.SPARE_AUTOCAST_KEY.value, private.HIGHER_ORDER_FALLTHROUGH.value
     keys.append(spare)
     scope.on_close(keys.remove, spare)
@@ -327,7 +327,7 @@ def _fp32(values: Any) -> torch.dtype:
 
 
 def _widest(values: Any) -> torch.dtype:
-    """fp32 if any input is fp32. Other dtypes than that and autocast's are an error, as in at::autocast::prioritize."""
+    """fp32 if any input is fp32. Dtypes other than fp32 and autocast's are an error, as in at::autocast::prioritize."""
     dtypes = {tensor.dtype for tensor in tensors_in(values) if is_eligible(tensor)}
     lower = _lower_precision(values)
     if torch.float32 in dtypes:

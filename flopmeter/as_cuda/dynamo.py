@@ -1,7 +1,7 @@
-"""torch.compile'd functions: run eagerly, each call of one known as a region of its own.
+"""torch.compile'd functions run eagerly, each call as a region of its own.
 
-Works around: Dynamo, which gives up on every frame while a dispatch mode is on, and tells nobody which call runs.
-Until: the kernels that torch.compile launches are asked of the compiler itself.
+Works around: Dynamo gives up on every frame while a dispatch mode is on, and nothing says which call runs.
+Until: the compiler itself is always asked which kernels it launches.
 """
 
 from __future__ import annotations

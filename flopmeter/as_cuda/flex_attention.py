@@ -1,7 +1,7 @@
-"""flex_attention as on CUDA: one kernel where torch.compile runs it, the whole matrix of scores where nothing does.
+"""flex_attention as on CUDA: one kernel under torch.compile, else the whole matrix of scores.
 
-Works around: torch's refusal of meta tensors, and Dynamo, on which its eager way depends and which does not run under
-a dispatch mode. What Dynamo does there is done here: the tensors that a score function captures become arguments.
+Works around: torch refuses meta tensors here; and eager flex_attention depends on Dynamo, which does not run under a
+dispatch mode. What Dynamo does there is done here: the tensors that a score function captures become arguments.
 Until: Dynamo runs under the meter in eager programs.
 """
 
@@ -68,8 +68,8 @@ def _with_gradients(
     score_buffers: tuple[Any, ...] = (),
     mask_buffers: tuple[Any, ...] = (),
 ) -> Any:
-    """torch's autograd kernel (`flex_attention_autograd`), for tensors without values. In a compiled region nothing
-    is made for the gradient of the score function but its kernel."""
+    """torch's autograd kernel (`flex_attention_autograd`), for tensors without values. In a compiled region the
+    gradient of the score function is part of the kernel and makes nothing else."""
     with private.FLEX_GETITEM.value():
         learned = () if score_buffers else tuple(t for t in captured(score_mod, query) if t.requires_grad)
         if learned:
@@ -99,7 +99,7 @@ def scalars(query: Tensor, *, has_score: bool = True) -> list[Tensor]:
 
 
 class _Finds(TorchFunctionMode):
-    """Collects the tensors that a function uses and neither got nor made."""
+    """Collects the tensors that a function uses but was not passed and did not make."""
 
     def __init__(self, given: list[Tensor]):
         super().__init__()

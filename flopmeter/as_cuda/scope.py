@@ -43,7 +43,7 @@ class Scope:
         self._notes[text] = None
 
     def override(self, op: OpOverload, kernel: DispatcherKernel, *, vmap_key: str | None = "FuncTorchBatched") -> None:
-        """Run `kernel` instead of the composite `op` for meta tensors: above autograd, in torch.func.grad and
+        """Run `kernel` instead of the composite `op` for meta tensors: above autograd, and inside torch.func.grad and
         torch.vmap.
 
         Plain meta tensors reach the key AutogradMeta, those that torch.func.grad wraps AutogradOther, and those that

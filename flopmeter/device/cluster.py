@@ -2,7 +2,7 @@
 
 A cluster is a YAML file, like a device; `hardware/clusters/` has the ones that ship. Rates are those of one GPU in one
 direction; `achieved` is the measured share of the rate that large collectives reach. Prices are those of a collective
-alone; what shares its port is the timeline's (timing/contention.py). Approximations: ranks are numbered node by node;
+alone; the timeline shares ports among several (timing/contention.py). Approximations: ranks are numbered node by node;
 the slowest link of a ring or tree sets its speed, since NCCL pipelines; NCCL's choices and latencies stand for those of
 every vendor's library.
 """
@@ -75,9 +75,10 @@ _count = whole_number(1, 1_000_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block(SchemaRecord):
-    """GPUs of a node that meet before the rest: on one PCIe switch, or on one socket. The fields are the YAML keys.
+    """Neighbours within a node, which are closer to each other than to the rest: on one PCIe switch, or on one socket.
+    The fields are the YAML keys.
 
-    gpus: how many neighbours; ranks 0 to gpus - 1 are one block, and so on.
+    gpus: how many; ranks 0 to gpus - 1 are the first block, and so on.
     achieved: the share of the link's rate that a group within one block reaches.
     """
 
@@ -92,7 +93,7 @@ class Link(SchemaRecord):
     transport: 'nvlink', 'pcie' or 'network'; it decides which of NCCL's latencies hold.
     bandwidth_gb_per_s: of one GPU, one direction, by the datasheet (1e9 bytes/s).
     achieved: the share of it that the ring of a large collective reaches.
-    blocks: where neighbours reach more, smallest first.
+    blocks: groups of neighbours that reach more, smallest first.
     ll_share: NCCL's cap of its LL protocol, of the rate; with it NCCL chooses protocols.
     in_switch: the share that an all-reduce in the switch (NVLS) reaches; none if the switch cannot do that.
     added_latency_us: of each step, in addition to NCCL's constants, which are those of InfiniBand in one building.
@@ -119,7 +120,7 @@ class Link(SchemaRecord):
         return self.bandwidth_bytes_per_s * self.achieved
 
     def block_of(self, places: set[int]) -> Block | None:
-        """The smallest block that holds a group on these places of a node."""
+        """The smallest block that holds a group of ranks with these numbers in their node."""
         return next((block for block in self.blocks if len({place // block.gpus for place in places}) == 1), None)
 
 
@@ -207,9 +208,9 @@ class CollectivePrice(NamedTuple):
 def price_collective(collective: Collective, cluster: Cluster) -> CollectivePrice:
     """What the collective takes in the way that NCCL chooses. Raises HardwareError where the cluster is too small.
 
-    Between nodes that is the quickest way: no measurement says otherwise. Within a node, NCCL's choice may be wrong in
-    such a way that a larger message would take less time. Then it takes here what the largest message before the switch
-    of protocols does, so that more bytes never take less time.
+    Between nodes that is taken to be the quickest way, since no measurement says otherwise. Within a node NCCL may
+    choose so badly that a larger message would take less time. More bytes never take less time here: such a message
+    takes what the largest message before the switch of protocols takes.
     """
     shape = cluster.shape(collective.ranks, collective.gpus_per_node)
     links = _links_of(collective, cluster)
@@ -355,7 +356,7 @@ def _link_of(hardware: Hardware) -> Link:
 
 @functools.cache
 def _defaults() -> dict[str, str]:
-    """The cluster of each device that a cluster lists."""
+    """The default cluster of each device: the cluster that lists it."""
     return {device: name for name in available_clusters() for device in _packaged(name).devices}
 
 

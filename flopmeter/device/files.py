@@ -16,7 +16,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def names_in(folder: Path) -> list[str]:
-    """The stems of its files, sorted."""
+    """The names of the files in the folder, without suffix, sorted."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
@@ -27,7 +27,7 @@ def resolve(
     by_name: Callable[[str], Record],
     by_path: Callable[[Path], Record],
 ) -> Record:
-    """The record that a user names, by its name or by the path of a file; one that is a record already is that."""
+    """The record that a user names, by its name or by the path of a file. A record is returned as it is."""
     if isinstance(name, kind):
         return name
     if isinstance(name, os.PathLike):
@@ -38,7 +38,7 @@ def resolve(
 
 
 def read_record(path: Path, kind: type[Record], complete: Callable[[Fields], Fields] = dict) -> Record:
-    """The record of a file, named by its stem; `complete` adds the fields that stand elsewhere.
+    """The record in a file, which has the name of the file; `complete` adds the fields that are stated elsewhere.
 
     Raises HardwareError, with the file, for one that cannot be read or is not valid.
     """

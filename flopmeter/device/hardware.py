@@ -211,9 +211,9 @@ class Hardware(SchemaRecord):
         return Peak(rates[dtype] * 1e12, unit, found.sustained_share, found.burst_share, picojoules)
 
     def at_clock(self, ratio: float) -> Hardware:
-        """The device with its multiprocessors at this share of the boost clock: every rate but that of memory (unless
-        the clock is very low), with large GEMMs at the share of the peak that they reach when power does not hold them
-        back."""
+        """The device with its multiprocessors at this share of the boost clock: every rate but that of memory changes
+        with it, and that of memory too if the clock is very low. Large GEMMs reach the share of the peak that they
+        reach when power does not limit them."""
         scaled: dict[str, Any] = {
             name: {dtype: ratio * rate for dtype, rate in getattr(self, name).items()}
             for name in ("vector_tflop_per_s", *_MATRIX_TABLES)
@@ -259,8 +259,8 @@ class Hardware(SchemaRecord):
 
     @property
     def idle_watts(self) -> float:
-        """What it draws with its clock up and nothing to do, whatever the limit allows (no more than half of that); 0
-        where the board power is unknown."""
+        """What it draws at its boost clock with nothing to do: it does not depend on the power limit, but is at most
+        half of it. 0 where the board power is unknown."""
         rated = (self.achieved and self.achieved.limit_w) or self.tdp_w or 0.0
         return min(power.idle_watts(rated), (self.limit_watts or 0.0) / 2)
 
@@ -380,7 +380,7 @@ def _load_file(path: Path, extended_by: tuple[Path, ...] = ()) -> Hardware:
 
 
 def _found(path: Path) -> Path:
-    """In full, since a profile that extends another finds it from there."""
+    """The full path of a file: a profile finds the one that it extends from there."""
     try:
         if path.is_file():
             return path.resolve()

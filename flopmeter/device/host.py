@@ -17,9 +17,10 @@ class Host(SchemaRecord):
     The defaults are those of an AMD EPYC 7742 (Zen 2, 3.4 GHz, the host of a DGX A100). Another CPU has the same costs
     times `relative_time`; a cloud's virtual Xeon of 2020 (2.2 GHz) took 1.4. Set on thirteen published runs of torch
     2.0 and 2.1 that wait for the host, from 3.97 ms (DeepLab, compiled) to 25.8 ms (Llama-2-7B decoding, eager), which
-    come out within 5 % on average and 13 % at most; set on one half of them, the other half is 4 to 6 % off. Hosts of
-    an H100 and an MI300X with torch 2.7 lie between .8 and 1.3 of it, by four traces less what the profiler takes there
-    (about .8 µs an op, .9 µs a Python call, .7 µs a call of the driver). `flopmeter calibrate` measures a host.
+    it predicts with a mean error of 5 % and a largest one of 13 %. Set on one half of them, it predicts the other half
+    within 4 to 6 %. Hosts of an H100 and an MI300X with torch 2.7 take .8 to 1.3 times as long, by four traces from
+    which the profiler's own time was taken away (about .8 µs an op, .9 µs a Python call, .7 µs a call of the driver).
+    `flopmeter calibrate` measures a host.
 
     launch_seconds: an op that launches a kernel of torch's own, with the Python that calls it.
     library_seconds: what an op takes beyond that if a library (cuBLAS, cuDNN, flash attention) has the kernel: it asks
@@ -46,7 +47,7 @@ class Host(SchemaRecord):
 
     @property
     def summary(self) -> str:
-        """What it assumes, in one line."""
+        """What the model of the host assumes, in one line."""
         costs = {
             "an op": self.launch_seconds,
             "more for a library's kernel": self.library_seconds,

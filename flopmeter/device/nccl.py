@@ -3,8 +3,8 @@
 NCCL does not take the fastest way, but the one that its own estimate calls the fastest (nccl/src/graph/tuning.cc): a
 latency, and bytes over a rate, from the constants of NCCL 2.30. That is `preferred` here. What a way then really takes
 is another law, whose constants were measured: NCCL's own are 2 to 4 times too small for LL128 and Simple, so that a
-message just past a switch takes twice the time of one just before. Between nodes nothing was measured; there the way of
-the least price is taken, with NCCL's constants for what the network adds.
+message just past a switch takes twice the time of one just before. Between nodes nothing was measured: the cheapest way
+is taken, with NCCL's constants for what the network adds.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ PAIRWISE_STARTS = ByProtocol(1.0, 2.15, 2.15)
 SIMPLE_HOP_STARTS = 0.54  # of a step with Simple within a node
 LL_HOP_FACTOR = 4 / 3  # a step with LL or LL128 within a node, over NCCL's constant for LL
 PEER_SECONDS = 0.65e-6  # pairwise: of each other rank that a rank exchanges with
-FULL_BLOCK_STARTS = 0.21  # more where every thread of a block has a word to send: LL, from 16 kB a rank on
+FULL_BLOCK_STARTS = 0.21  # in addition, once every thread of a block has a word to send: with LL, from 16 kB a rank on
 FULL_BLOCK_BYTES = 16 * 1024
-# The part that a rank keeps it copies, with the threads that send the others; so much of a part's time on the link.
+# A rank copies the part that it keeps, with the threads that send the others: the copy takes this share of the time
+# that a part takes on the link.
 OWN_PART_SHARE = 1 / 3
 IN_SWITCH_STARTS = 4.0
 # The switch's pipeline is full after two rounds of 16 channels, each a chunk for every rank. Chunks shrink so that a
@@ -93,7 +94,7 @@ PAIRWISE_LL_BYTES = 16 * 1024  # a message to a peer of at most this goes by LL,
 
 
 class GroupShape(NamedTuple):
-    """How the ranks of a group are distributed over the nodes of the cluster."""
+    """How the ranks of a group are spread over the nodes of the cluster."""
 
     ranks: int
     nodes: int
@@ -144,7 +145,7 @@ def preferred(collective: Collective, shape: GroupShape, fabric: Fabric) -> list
 
 
 def filling_bytes(way: Way, nbytes: int, shape: GroupShape) -> float:
-    """Bytes that pass the switch before its pipeline is full."""
+    """Bytes that have passed the switch when its pipeline is full."""
     if way.algorithm != "in-switch":
         return 0.0
     lanes = IN_SWITCH_CHANNELS * shape.ranks
@@ -198,7 +199,7 @@ def ways(collective: Collective, shape: GroupShape, fabric: Fabric) -> Iterator[
 
 
 def _protocols(shape: GroupShape, fabric: Fabric) -> tuple[Protocol, ...]:
-    """PCIe may tear the 128-byte stores of LL128 apart."""
+    """The protocols that the link allows: PCIe may split the 128-byte stores of LL128, so it has no LL128."""
     return ("LL", "Simple") if fabric.transport == "pcie" and shape.per_node > 1 else ("LL", "LL128", "Simple")
 
 
@@ -236,7 +237,8 @@ def _ring_or_tree(
 
 
 def _share(algorithm: Algorithm, protocol: Protocol, shape: GroupShape, fabric: Fabric) -> float:
-    """Of the sustained rate. Between nodes LL reaches no more than NCCL counts on, since it goes through the host."""
+    """The share of the sustained rate that a protocol reaches. Between nodes LL reaches no more than NCCL counts on,
+    since it goes through the host."""
     share = PROTOCOL_SHARE.of(protocol) * (TREE_SHARE.Simple if algorithm == "tree" else 1.0)
     if shape.nodes == 1 or protocol != "LL":
         return share
@@ -296,7 +298,8 @@ def _pat(sent: float, shape: GroupShape, fabric: Fabric) -> Way:
 
 
 def _pairwise(spec: CollectiveSpec, nbytes: int, shape: GroupShape, fabric: Fabric) -> list[tuple[Way, int]]:
-    """Rank to rank at once: small messages by LL, others by Simple. No estimate: NCCL has one algorithm."""
+    """Each rank sends to each other at once: small messages by LL, others by Simple. There is no estimate, since NCCL
+    has one algorithm."""
     ranks, nodes, per_node = shape
     sent = spec.wire["pairwise"](ranks)
     peers = ranks - 1

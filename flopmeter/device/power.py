@@ -57,7 +57,7 @@ MATRIX_PICOJOULES = {
 }
 # Energy of a FLOP in other types, in those of fp16. A multiplier's area grows with the square of the mantissa: 24 bits
 # against 11 in fp32. Narrow types halve the energy with the width, as they double the rate; tf32 moves 4 bytes. Types
-# that are not here (fp64) are taken to draw at full rate what fp16 draws.
+# that are not here (fp64) are assumed to draw, at full rate, what fp16 draws.
 TYPE_FACTOR = {
     "fp32": (24 / 11) ** 2,
     "tf32": 2.0,
@@ -122,8 +122,8 @@ def squared_voltage(clock: float) -> float:
 
 
 def clock_within(watts: float, arithmetic_watts: float, memory_watts: float) -> float:
-    """The largest clock, at most 1, at which work that takes so many watts at boost takes `watts`. Both parts fall with
-    the clock, since bytes come as fast as they are used; arithmetic also with the voltage."""
+    """The largest clock, at most 1, at which work that draws these watts at boost draws `watts`. Both parts fall with
+    the clock, since bytes come as fast as they are used; the arithmetic falls with the voltage too."""
 
     def fits(clock: float) -> bool:
         return clock * (arithmetic_watts * squared_voltage(clock) + memory_watts) <= watts
@@ -157,13 +157,14 @@ def unit(
     sustained: float | None = None,
     measured_limit_w: float | None = None,
 ) -> UnitPower:
-    """What a unit reaches. The picojoules are those of a FLOP, and of an operand from memory. `burst` and `sustained`
-    are measured shares of its peak, the latter under `measured_limit_w`; without either, `typical` is the burst share.
+    """What a unit reaches. `picojoules` are those of a FLOP, `operand_picojoules` those of an operand from memory.
+    `burst` and `sustained` are measured shares of its peak, the latter under `measured_limit_w`; without either,
+    `typical` is the burst share.
 
     A measured sustained share is kept: the law only says which part of what it lacks is the clock's. Where that would
     take a burst share above `ceiling`, the part needs less energy than its generation, as much as fits. Where both were
-    measured, they say what it needs. Of a generation without a known energy the measured share is taken to use the
-    limit up at the boost clock.
+    measured, they say what it needs. For a generation whose energy is unknown, the measured share is taken to use up
+    the power limit at the boost clock.
     """
     if limit_w is None:
         return UnitPower(burst or sustained or typical, sustained or burst or typical, None)

@@ -1,4 +1,4 @@
-"""What large GEMMs reach on the units of a device, by what its profile has and, for the rest, by the law of power."""
+"""What large GEMMs reach on the units of a device: as measured, where its profile says so, else by the law of power."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Measured(Protocol):
 
 
 class Powered(Protocol):
-    """What the law asks of a device: fields of `Hardware`."""
+    """The fields of `Hardware` that the law of power needs."""
 
     @property
     def architecture(self) -> str: ...
@@ -49,12 +49,12 @@ class Powered(Protocol):
 
 
 def measured_limit_w(device: Powered) -> float | None:
-    """Under which power limit the fractions were measured."""
+    """The power limit under which the fractions were measured."""
     return device.achieved.limit_w if device.achieved is not None and device.achieved.limit_w else device.tdp_w
 
 
 def vector_unit(device: Powered) -> power.UnitPower:
-    """In fp32, whose shares other types have too."""
+    """What fp32 reaches on vector units; other types are taken to reach the same shares."""
     known, rates = device.achieved, device.vector_tflop_per_s
     return power.unit(
         rates.get("fp32", next(iter(rates.values()))),

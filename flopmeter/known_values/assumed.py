@@ -1,4 +1,4 @@
-"""Ops that an assumption of the user's answers: which experts are picked, and whether all is finite."""
+"""Ops that the user's assumptions answer: which experts are picked, and whether all values are finite."""
 
 from __future__ import annotations
 

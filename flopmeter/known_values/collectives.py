@@ -71,7 +71,8 @@ def wait(known: Knowledge, call: Invocation) -> Any:
 
 
 def exchange(known: Knowledge, call: Invocation) -> Any:
-    """Runs a collective. What this rank receives gets the value that the law gives; without a law it is unknown."""
+    """Runs a collective. The tensors that this rank receives get the values that the law gives; without a law they are
+    unknown."""
     _, spec, op = COLLECTIVE_OPS[call.func._schema.name]
     names = [argument.name for argument in call.func._schema.arguments]
 
@@ -192,7 +193,7 @@ def reduce_scattered(call: Exchange) -> TargetValues | None:
 
 
 def gathered(call: Exchange) -> TargetValues | None:
-    """Into one tensor for each that is sent, or into one tensor for each rank."""
+    """The result is one tensor for each that is sent, or one for each rank."""
     if call.targets == len(call.values):
         return TargetValues([value.flatten().repeat(call.size) for value in call.values])
     return TargetValues(call.values * call.size)
@@ -229,7 +230,7 @@ def exchanged(call: Exchange) -> TargetValues | None:
 
 
 def from_peers(call: Exchange) -> TargetValues | None:
-    """Nothing is known of what one other rank sends."""
+    """Nothing is known about a tensor that a single other rank sends."""
     return None
 
 

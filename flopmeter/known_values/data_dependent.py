@@ -127,7 +127,8 @@ def _positions(known: Knowledge, mask: Tensor) -> list[Tensor]:
 
 def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
     """mask_fraction: of an unknown mask, round(fraction * n) elements are true, evenly spread. Where the mask is a part
-    of a larger one, all of that one is assumed so; not where the part skips elements, which may be the true ones."""
+    of a larger one, all of that one is assumed so. Nothing is assumed where the part skips elements, since those may be
+    the true ones."""
     fraction = known.assume.mask_fraction
     if fraction is None or mask.dtype is not torch.bool or known.values.knows(mask):
         return

@@ -65,7 +65,8 @@ def close_for(known: Knowledge) -> None:
 
 @contextmanager
 def as_torch_has_them() -> Iterator[tuple[Any, ...]]:
-    """The functions that are patched here are torch's own again, for Dynamo to look at. Gives these."""
+    """In this context the functions that are patched here are torch's own again, so that Dynamo can trace them. Yields
+    them."""
     patched = [(owner, name, getattr(owner, name)) for owner, name, _ in _originals]
     try:
         for owner, name, original in _originals:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-UNKNOWN = object()  # the content of a message that no rank knows
+UNKNOWN = object()  # the content of a message if no rank knows it
 
 
 class Route(NamedTuple):
@@ -55,7 +55,7 @@ class Mailbox:
         self._places: Counter[Route] = Counter()  # in this run of the rank
 
     def begin(self, rank: int) -> None:
-        """This rank starts from its beginning."""
+        """The rank starts, or starts again."""
         self.rank = rank
         self._places.clear()
 
@@ -87,7 +87,7 @@ class _Pending:
 
     def __init__(self) -> None:
         self.deliveries: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
-        self.last: Any = None  # the program does not hold the handle of the op that runs yet
+        self.last: Any = None  # the program does not yet hold the handle of the op that runs
 
     def clear(self) -> None:
         self.deliveries.clear()

@@ -1,4 +1,4 @@
-"""Constants that a model keeps in buffers, such as the stride that a padding is computed from.
+"""Constants that a model keeps in buffers, such as a stride from which it computes a padding.
 
 Works around: built on meta before the context, they have lost their values.
 Until: models keep what they compute shapes from as Python numbers.
@@ -64,7 +64,7 @@ def _initialized(module: nn.Module, initialize: Initializer, lost: dict[str, Ten
         versions = {name: value._version for name, value in real.items()}
         try:
             initialize(stand_in)
-        except Exception:  # code of the model, which may need more than the copy has
+        except Exception:  # the initializer is the model's code, which may need more than the copy has
             return {}
         return {name: value for name, value in real.items() if value._version != versions[name]}
 

@@ -13,7 +13,7 @@ from flopmeter.known_values.values import MAX_ELEMENTS, MAX_ROUTED_ELEMENTS, Val
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
 
-# Of tensors that are one value throughout, however large, the result is, too.
+# If the inputs of these ops have the same value everywhere, so has the result, however large they are.
 KEEPS_UNIFORM = frozenset(
     (
         aten.any.default,

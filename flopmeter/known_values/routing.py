@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MOST_IMBALANCE = 2.0  # beyond it, the last expert of the line would get less than nothing
+MOST_IMBALANCE = 2.0  # above this, the last expert would get fewer than no tokens
 
 Routing = str | Mapping[str, float] | None  # what users state
 
@@ -48,7 +48,7 @@ class RoutingLaw(NamedTuple):
 
 
 def routing_law(stated: Any) -> RoutingLaw | None:
-    """The law that the user stated. Raises ValueError for what is none."""
+    """The law that the user stated. Raises ValueError for anything else."""
     if stated is None:
         return None
     if stated == "balanced":

@@ -234,7 +234,7 @@ SPECIAL: dict[OpOverload, Handler] = {
     ),
 }
 
-# The result of a matmul or a convolution is data, and it takes long to run on the CPU.
+# Matmuls and convolutions: their results steer no program, and they take long on the CPU.
 NEVER_REPLAYED = frozenset(
     (
         aten.mm.default,

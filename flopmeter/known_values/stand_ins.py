@@ -1,7 +1,7 @@
-"""Stand-ins: what a program gets that reads an unknown value, where it was told to go on (`unknown="stand-in"`).
+"""Stand-ins: what a program gets when it reads an unknown value, if the user said `unknown="stand-in"`.
 
 One for each kind of number. A loss of 1.0 is finite, has a logarithm and divides; a count of 0 and a condition that
-does not hold leave loops and special cases as they are. Each use is an assumption, noted with the line that read.
+does not hold leave loops and special cases as they are. Each use is an assumption, noted with the program's line.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from flopmeter.known_values.values import KnownStorage, is_small, is_weight, no_
 
 T = TypeVar("T")
 
-_twins: dict[int, KnownStorage] = {}  # by storage address; each leaves when its storage dies
+_twins: dict[int, KnownStorage] = {}  # by storage address; an entry is removed when its storage dies
 
 
 def alive() -> Iterable[KnownStorage]:

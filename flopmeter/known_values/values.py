@@ -73,7 +73,7 @@ class KnownStorage(weakref.ref[Any]):
         self.memory: torch.UntypedStorage = memory
         # For a value from outside of the meter: the tensor's version counter when the value was read.
         self.version = version
-        self.is_uniform = False  # the memory holds one element, and all of the storage have its value
+        self.is_uniform = False  # the memory holds one element, and every element of the storage has its value
         self.is_blank = False  # made by torch.empty and not written to yet
 
 

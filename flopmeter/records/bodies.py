@@ -1,4 +1,4 @@
-"""Kernels that are generated for one program: what they do inside, which no schema tells. Values that compare."""
+"""What kernels that are generated for one program do inside, which no schema tells. The records compare by value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BodyOp(NamedTuple):
 
 
 class BlockCount(NamedTuple):
-    """The blocks of the scores that a BlockMask leaves, of all its squares of queries x keys together."""
+    """The blocks of scores that a BlockMask leaves to compute, summed over all its squares of queries x keys."""
 
     squares: int  # sequences x heads of the mask; those of the queries share them
     block: tuple[int, int]  # queries and keys of one
@@ -55,4 +55,4 @@ class TritonBody(NamedTuple):
     kernel: str
     programs: int  # of the grid
     ops: tuple[TritonOp, ...]
-    unknown: tuple[str, ...]  # what hides how often others run; empty: these are all
+    unknown: tuple[str, ...]  # what keeps us from counting how often other ops run; empty: `ops` is complete

@@ -37,7 +37,7 @@ class CollectiveOp(NamedTuple):
     received: str | None  # what this rank gets; None: the op's result
     has_law: bool = True  # False: the law of its kind does not hold, so that what is received is not known
     peer: str | None = None  # the other rank, by its index in the group
-    ways: str | None = None  # says of each tensor whether it is sent ('isend') or received ('irecv')
+    ways: str | None = None  # the argument that says of each tensor whether it is sent ('isend') or received ('irecv')
 
     @property
     def group(self) -> str:
@@ -52,12 +52,12 @@ class CollectiveSpec(NamedTuple):
     """The collective's size, from the bytes that this rank sends and receives, and the number of ranks. It is that of
     the whole tensor: after a gather, before a reduce-scatter or a scatter, as in nccl-tests."""
     wire: Mapping[Algorithm, Callable[[int], float]]
-    """For each algorithm that NCCL has for it: the share of the size that the busiest of so many ranks sends
-    (nccl-tests, doc/PERFORMANCE.md)."""
+    """For each algorithm that NCCL has for it: from the number of ranks, the share of the size that the busiest rank
+    sends (nccl-tests, doc/PERFORMANCE.md)."""
     law: Law | None  # None: no rank knows more afterwards
     ops: tuple[CollectiveOp, ...]
-    rounds: int = 1  # how often data pass around the ring, or through the tree
-    keeps_part: bool = False  # each rank copies its own part of so many, which goes over no link
+    rounds: int = 1  # how often the data pass around the ring, or through the tree
+    keeps_part: bool = False  # each rank copies its own part, which crosses no link
 
 
 def _sent(sent: int, received: int, ranks: int) -> int:

@@ -36,8 +36,8 @@ class CompiledKernel:
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
     origins: tuple[Origin, ...]
-    scheduler_bytes: int  # read and written by inductor's own estimate, which takes gathers and slices as whole buffers
-    reduced: int = 1  # elements that each reduction of the kernel takes together; 1: it reduces nothing
+    scheduler_bytes: int  # read and written by inductor's estimate, which counts whole buffers for gathers and slices
+    reduced: int = 1  # elements that each reduction of the kernel combines; 1: it reduces nothing
 
     @property
     def bytes_read(self) -> int:
@@ -88,10 +88,10 @@ class Compilation:
 
     graphs: list[CompiledGraph] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)  # the graph of each call, by the call's number (`Op.graph`)
-    failures: dict[str, None] = field(default_factory=dict)  # errors for which functions ran by the rules instead
+    failures: dict[str, None] = field(default_factory=dict)  # errors; their functions are fused by the rules
 
     def of(self, calls: Iterable[int | None]) -> Compilation:
-        """The graphs of these calls alone, each with the number of its calls among them."""
+        """The graphs of these calls only, each counted as often as it is called among them."""
         counts = Counter(self.calls[call] for call in set(calls) if call is not None)
         graphs = [replace(graph, calls=counts[graph.number]) for graph in self.graphs if graph.number in counts]
         return Compilation(graphs, self.calls, self.failures)

@@ -52,7 +52,7 @@ class Region(NamedTuple):
     hand to one another, and that is gone when the op is done.
     """
 
-    spec: TensorSpec | None  # None: bytes of no one tensor, as of several passes or of a fused kernel
+    spec: TensorSpec | None  # None: bytes of no single tensor, such as those of several passes or of a fused kernel
     nbytes: int  # fewer than the tensor's where only a part is touched, or where other regions hold the rest
 
 
@@ -92,7 +92,7 @@ class Cost:
 
     @property
     def collective(self) -> Collective | None:
-        """What a group of ranks does together in it; None if it concerns this device alone."""
+        """What a group of ranks does together in the kernel; None if it concerns this device alone."""
         return self.work if isinstance(self.work, Collective) else None
 
     @property
@@ -102,12 +102,12 @@ class Cost:
 
     @property
     def masked_flops(self) -> int:
-        """Of a causal or windowed mask: in `flops`, but skipped by the kernel."""
+        """FLOPs of a causal or windowed mask: they are in `flops`, but the kernel skips them."""
         return self.work.masked_flops if isinstance(self.work, AttentionWork) else 0
 
     @property
     def recomputed_flops(self) -> int:
-        """That the kernel itself computes again."""
+        """FLOPs that the kernel itself computes a second time."""
         return self.work.recomputed_flops if isinstance(self.work, AttentionWork) else 0
 
     @property
@@ -116,12 +116,12 @@ class Cost:
 
     @property
     def model_flops(self) -> int:
-        """Without the kernel's own recomputation; for MFU."""
+        """FLOPs without the kernel's own recomputation; for MFU."""
         return self.flops - self.recomputed_flops
 
     @property
     def executed_flops(self) -> int:
-        """Without masked blocks; for time and HFU."""
+        """FLOPs without masked blocks; for time and HFU."""
         return self.flops - self.masked_flops
 
     @property

@@ -15,16 +15,16 @@ _BOTH: Units = ("matrix", "vector")
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A number type, by the name that profiles, costs and reports have for it."""
+    """A number type, under the name that profiles, costs and reports use."""
 
     name: str
     item_bytes: float  # of one element; fp4 has half a byte
     # The types in which torch stores it, each with its names in C++, as torch's profiler writes them.
     in_torch: Mapping[torch.dtype, tuple[str, ...]] = field(default_factory=dict)
-    units: Units = ()  # that a profile may give a rate in this type for
+    units: Units = ()  # the units for which a profile may give a rate in this type
     opmath: str = ""  # the type that torch does element-wise work in; "": this one
-    real: str = ""  # of complex numbers, the type of the two parts, whose rates count; "": not complex
-    is_switch: bool = False  # for matmuls of another type's numbers, if a setting of torch allows it
+    real: str = ""  # for complex numbers the type of the two parts, whose rates hold; "": not complex
+    is_switch: bool = False  # no tensor has this type: matmuls of another type use it if a setting of torch allows that
 
     @property
     def is_float(self) -> bool:
@@ -79,12 +79,12 @@ _NAMES = {dtype: entry.real or entry.name for entry in _ENTRIES if not entry.is_
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The type that costs name for numbers of `dtype`: of complex ones, that of their parts."""
+    """The type that costs give for numbers of `dtype`; for complex numbers, the type of their parts."""
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def item_bytes_of(name: str) -> float:
-    """Bytes of an element of a type. One without an entry here is a name of torch's: nothing computes in those."""
+    """Bytes of an element of a type. A type without an entry here has its name from torch; nothing computes in it."""
     if name in DTYPES:
         return DTYPES[name].item_bytes
     dtype: torch.dtype = getattr(torch, name)

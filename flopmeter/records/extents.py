@@ -72,7 +72,7 @@ def count_union(extents: Iterable[Extent]) -> int:
     total, stop = 0, 0
     group: list[Extent] = []
     for extent in sorted(set(extents)):
-        if group and extent.start >= stop:  # nothing before it reaches so far
+        if group and extent.start >= stop:  # no region before it reaches as far as this one
             total += _count_group(group)
             group = []
         stop = max(stop, extent.stop) if group else extent.stop
@@ -81,7 +81,7 @@ def count_union(extents: Iterable[Extent]) -> int:
 
 
 def _count_group(group: Sequence[Extent]) -> int:
-    """Of regions whose spans overlap."""
+    """Elements of regions whose spans overlap."""
     if len(group) < 2:
         return sum(count_one(extent.dims) for extent in group)
     whole = max(extent.stop for extent in group) - group[0].start

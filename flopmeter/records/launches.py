@@ -28,7 +28,7 @@ class Placement(NamedTuple):
 
     stream: int  # 0 is the default one; process groups have numbers below 0
     after: tuple[int, ...]  # indices of kernels on other streams that have to end before
-    batch: int | None = None  # kernels of a stream with the same number are one: messages that start and end together
+    batch: int | None = None  # kernels of a stream with the same number run as one: messages that go together
 
 
 class LaunchMode(NamedTuple):
@@ -39,8 +39,8 @@ class LaunchMode(NamedTuple):
     has_graphs: bool  # False: everything is launched op by op
     fuses: bool  # the kernels are those of fuse()
     replays_graph: bool  # the host launches a graph, not each of its kernels
-    graph_call_seconds: float = 0.0  # host, once for each graph
-    node_seconds: float = 0.0  # device, least time of each kernel of a graph
+    graph_call_seconds: float = 0.0  # on the host: once for each graph
+    node_seconds: float = 0.0  # on the device: the least time of each kernel of a graph
 
 
 class Launches(NamedTuple):

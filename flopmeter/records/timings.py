@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Regime = Literal["compute", "memory", "communication", "overhead"]
-Clocks = Literal["sustained", "burst"]  # of a long run under the power limit, or of one too short to feel it
+Clocks = Literal["sustained", "burst"]  # of a long run under the power limit, or of one too short for the limit to act
 
 
 class RunClock(NamedTuple):
@@ -25,7 +25,7 @@ class Timing(NamedTuple):
 
     compute_seconds: float
     memory_seconds: float
-    work_seconds: float  # both with their overlap: from the larger to the sum
+    work_seconds: float  # both, overlapped: between the larger of the two and their sum
     floor_seconds: float  # ramp and drain: the time of a kernel without work
     wait_seconds: float  # time in which the device was idle before this kernel, waiting for the host
     start_seconds: float
@@ -50,7 +50,8 @@ class Timing(NamedTuple):
     @property
     def regime(self) -> Regime:
         """What most of its device time goes to: launch and drain (overhead), arithmetic, memory traffic, or the links
-        to other ranks. How long the device waits before it is no property of the kernel."""
+        to other ranks. The time that the device waits before the kernel does not count: it is no property of the
+        kernel."""
         if self.is_collective:
             return "communication"
         if self.floor_seconds > self.work_seconds:

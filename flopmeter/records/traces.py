@@ -52,7 +52,7 @@ class StreamUse:
 
     streams: dict[int, int] = field(default_factory=dict)  # op -> stream, if it is not the default one
     syncs: list[Sync] = field(default_factory=list)  # in the order in which they happened
-    batches: dict[int, int] = field(default_factory=dict)  # op -> so many messages from there on run as one kernel
+    batches: dict[int, int] = field(default_factory=dict)  # op -> how many messages, from this op on, run as one kernel
 
 
 class Accumulation(NamedTuple):
@@ -86,7 +86,7 @@ class Trace:
     compilation: Compilation = field(default_factory=Compilation)
 
     forward_ends: list[int] = field(default_factory=list)  # how many ops had run when an outermost module's call ended
-    devices: dict[str, None] = field(default_factory=dict)  # that ops touched, in order of appearance
+    devices: dict[str, None] = field(default_factory=dict)  # the devices that ops touched, in order of appearance
 
     def __repr__(self) -> str:
         return f"<Trace: {len(self.ops)} ops on {self.device}>"
@@ -100,7 +100,7 @@ class Trace:
 
 def part_of(trace: Trace, ops: range) -> Trace:
     """What ran in these ops, as a trace of its own. Storages keep their numbers; one that was there before the part
-    existed BEFORE, with the size that it had then."""
+    existed is marked BEFORE, with the size that it had then."""
     start, stop = ops.start, ops.stop
     before = trace.module_calls[start - 1] if start else 0
     sizes = {resize.storage: resize.nbytes for resize in trace.resizes if resize.op < start}
@@ -138,7 +138,7 @@ def _in_part(storage: Storage, nbytes_at_start: int | None, ops: range) -> Stora
 
 
 def _shifted(sync: Sync, start: int) -> list[Sync]:
-    """The sync in a part that starts there; none if what it waits for is over."""
+    """The sync within a part that starts at op `start`; none if what it waits for is over by then."""
     if sync.action != "wait for op":
         return [sync._replace(op=sync.op - start)]
     return [sync._replace(op=sync.op - start, subject=sync.subject - start)] if sync.subject >= start else []

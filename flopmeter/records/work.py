@@ -36,7 +36,7 @@ class Convolution(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """Steps of which each waits for the one before. `matmuls` are those of one step: one per layer and direction."""
+    """Steps that run one after another. `matmuls` are those of one step: one per layer and direction."""
 
     steps: int
     matmuls: tuple[Matmul, ...]
@@ -74,9 +74,9 @@ class Reread(NamedTuple):
     rows: int
     row_bytes: int
     threads: int  # that work on one row
-    operations: int = 0  # with which each of these threads combines its partial result with the others'
-    accesses: int = 0  # to memory, of each of these threads, one after the other; 0: not known to bound the kernel
-    amd_threads: int = 0  # if other on AMD, whose warps have 64 threads
+    operations: int = 0  # operations by which each of these threads combines its partial result with those of others
+    accesses: int = 0  # memory accesses of each of these threads, one after another; 0: not known to bound it
+    amd_threads: int = 0  # the same on AMD, whose warps have 64 threads, if it differs there
 
 
 # --- kernels that multiply matrices. `macs` are multiply-adds; one of complex numbers counts as four. ---------------
@@ -93,8 +93,8 @@ class MatmulWork(NamedTuple):
 
 
 class GroupedMatmulWork(NamedTuple):
-    """Matmuls of groups, as of each expert's tokens, side by side in one kernel (launch/grouped_matmul.py). torch takes
-    no rows but of multiples of 16 bytes."""
+    """Matmuls of groups, such as the tokens of each expert, side by side in one kernel (launch/grouped_matmul.py). Rows
+    are multiples of 16 bytes: torch accepts no others."""
 
     matmuls: tuple[Matmul, ...]
     macs: int
@@ -131,11 +131,11 @@ class AttentionWork(NamedTuple):
     shape: AttentionShape
     macs: int
     masked_flops: int  # of a causal or windowed mask: counted, but skipped by the kernel
-    recomputed_flops: int  # that the kernel computes again (flash backward's fifth matmul)
+    recomputed_flops: int  # that the kernel computes a second time (flash backward's fifth matmul)
 
 
 class FormulaWork(NamedTuple):
-    """So many multiply-adds of matmuls whose shapes nobody gave: a formula of the program's own."""
+    """Multiply-adds of matmuls whose shapes nobody gave: the program registered a formula for the FLOPs alone."""
 
     macs: int
 

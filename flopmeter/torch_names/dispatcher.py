@@ -1,4 +1,4 @@
-"""What the emulation says to torch's dispatcher and asks of it, and the operators that it calls or stands before.
+"""What the emulation tells torch's dispatcher and asks of it, and the operators that it calls or overrides.
 
 `missing(FEATURE)` says what this torch lacks of what a feature needs; the context then leaves the feature out and says
 so. Operators are private too where their name starts with an underscore; `OPERATORS` holds the schemas that the
@@ -184,7 +184,8 @@ def running_version() -> tuple[int, int]:
 
 
 def is_emulated(tensor: Any) -> bool:
-    """Whether `tensor` is one that the emulation may touch: on meta, and not a FakeTensor, which is its owner's."""
+    """Whether `tensor` is one that the emulation may touch: on meta, and not a FakeTensor, which belongs to another
+    mode."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta" and not isinstance(tensor, FakeTensor)
 
 
@@ -194,7 +195,8 @@ def is_amp_on(made: Any) -> bool:
 
 
 def is_cuda_amp_off(made: Any) -> bool:
-    """Whether a torch.autocast or a GradScaler is for CUDA and disabled; not where its constructor failed midway."""
+    """Whether a torch.autocast or a GradScaler is for CUDA and disabled. False for one whose constructor failed
+    midway."""
     device = getattr(made, "device", None) or getattr(made, "_device", None)
     return device == "cuda" and not getattr(made, "_enabled", True)
 
@@ -211,7 +213,7 @@ def autocast_nesting() -> int:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd holds `tensor` for a view of another."""
+    """Whether `tensor` is a view of another, as autograd sees it."""
     return tensor._is_view()
 
 
@@ -219,7 +221,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run the CompositeImplicitAutograd kernel of `op`: what it does where nobody stands before it.
+    """Run the CompositeImplicitAutograd kernel of `op`: what the op does unless something overrides it.
 
     Not `op.decompose()`, which prefers a Python decomposition of the same op (dropout, LSTM, batch norm and others
     have one, of other ops).
@@ -248,14 +250,14 @@ def register(library: Library, op: str, function: Any, key: str, with_keyset: bo
 
 
 def fall_through(key: str) -> Library:
-    """Make ops without a kernel at `key` pass it by, until `unregister`."""
+    """Let ops without a kernel at `key` skip that key, until `unregister`."""
     fallback = Library("_", "IMPL", key)
     fallback.fallback(fallthrough_kernel, key)
     return fallback
 
 
 def register_unguarded(library: Library, op: str, function: Any, key: str) -> None:
-    """`Library.impl` less its refusals of Meta kernels.
+    """`Library.impl` without its refusals of Meta kernels.
 
     It refuses ops with a composite kernel. `_fused_rms_norm` and `mish_backward` have an autograd formula as well,
     which the dispatcher takes only where the backend has a kernel, as CUDA does and Meta does not. Before 2.13 it

@@ -53,7 +53,7 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> list[Library]:
     for name, kernel in kernels.items():
         namespace, op = name.split("::")
         libraries.append(Library(namespace, "IMPL"))
-        with warnings.catch_warnings():  # torch warns, once a process, of the first kernel that stands before another
+        with warnings.catch_warnings():  # torch warns, once in a process, of the first kernel that replaces another
             warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
             libraries[-1].m.impl(op, "Meta", kernel)  # type: ignore[union-attr]
     return libraries

@@ -1,8 +1,8 @@
 """torch's operators for the tables of flopmeter. A table may name an operator that this torch lacks.
 
-Releases of torch add, drop and rename operators. `aten.NAME` is torch's own object if this torch has it, and otherwise
-an `Absent`, which no call ever has, so its entry in a table has no effect. So one table works with old and new torch,
-and no table asks for versions.
+Releases of torch add, drop and rename operators. `aten.NAME` is torch's own object if this torch has it. Otherwise it
+is an `Absent`, which no call ever has, so that its entry in a table has no effect. So one table works with old and new
+torch, and no table asks for versions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Operators that stand in a trace for kernels of which torch has no operator: those that are generated.
+"""Operators that stand in a trace for generated kernels, for which torch has no operator.
 
-They have a schema, so that what they read and write is known, and kernels that only make their results.
+Each has a schema, which says what it reads and writes, and a kernel that only makes its results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _compiled_kernel(read: Sequence[Tensor], written: Sequence[Tensor], *, kerne
 
 
 def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """A dense tensor whose dimensions lie in memory in the order of another's, the last one contiguous."""
+    """A dense tensor whose dimensions have the same order in memory as those of another tensor, the last one
+    contiguous."""
     last, steps = len(shape) - 1, like.stride()
     order = sorted(range(last), key=lambda dim: -steps[dim])
     strides, step = [1] * len(shape), shape[last]

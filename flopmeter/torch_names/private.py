@@ -1,7 +1,7 @@
 """Every private name that flopmeter uses, of torch and of transformers: what for, and what is lost without it.
 
 One table, `NAMES`, by feature. The emulation (`as_cuda`) leaves a feature out where a name is missing, and says so.
-Without the names that metering itself needs, importing flopmeter fails, and says what the name tells. A test looks for
+Without a name that metering itself needs, importing flopmeter fails and says what the name is for. A test looks for
 private names that are not here. Read from torch 2.11 to 2.15.
 """
 
@@ -211,7 +211,8 @@ def needed(module: str, attribute: str, used: str, feature: str = METERING) -> A
 
 
 def lost(*features: str) -> tuple[str, ...]:
-    """A note for each of the features that this torch, or what else the program has imported, lacks a name for."""
+    """A note for each of the features for which a name is missing, in this torch or in another library that the program
+    has imported."""
     absent = {feature: [name.path for name in NAMES[feature] if not name.present()] for feature in features}
     return tuple(f"without {feature}: there is no {', no '.join(paths)}" for feature, paths in absent.items() if paths)
 

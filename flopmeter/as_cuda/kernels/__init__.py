@@ -1,1 +1,1 @@
-"""Kernels that are registered for meta tensors, so that one op of theirs does what the op does on CUDA."""
+"""Kernels that are registered for meta tensors, so that each op does on meta what it does on CUDA."""

@@ -1,4 +1,4 @@
-"""Decompositions of which a program uses the values only (eigenvalues, singular values).
+"""Decompositions from which a program uses only the values (eigenvalues, singular values).
 
 Torch does not compute the vectors if no gradient needs them. Under a dispatch mode it cannot tell, since every tensor
 might be a subclass (`_may_require_fw_or_bw_grad` in aten/src/ATen/TensorSubclassLikeUtils.h), and computes them anyway.

@@ -128,7 +128,7 @@ def weight_int4pack_mm(tensor: Tensor, mat2: Tensor, group_size: int, scale_and_
 
 
 def scaled_mm_out(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
-    """torch has the one without `out`, whose checks count here too."""
+    """torch has a Meta kernel for the op without `out`; its checks hold here too."""
     return out.resize_(torch.ops.aten._scaled_mm.default(*args, **kwargs).shape)
 
 

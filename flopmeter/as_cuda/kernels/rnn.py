@@ -149,7 +149,7 @@ def cudnn_rnn(
     batch_sizes: Sequence[int],
     dropout_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The Meta kernel: torch's own has a reserve of no size."""
+    """The Meta kernel. torch's own makes an empty reserve."""
     directions = 1 + bidirectional
     output = tensor.new_empty(*tensor.shape[:-1], (proj_size or hidden_size) * directions)
     kept = KEPT[mode] * hidden_size * directions * num_layers * (tensor.numel() // tensor.size(-1))
