@@ -2,7 +2,7 @@
 
 Works around: torch has Python kernels on meta for about a hundred composites (nll_loss, var, prelu, interpolations).
 Where a compiler traces, autograd takes those for kernels of a backend without a derivative, and the gradient is lost.
-Until: they are no kernels of composites (torch/_decomp registers them with those of other ops).
+Until: torch no longer registers them for composites (torch/_decomp registers them with those of other ops).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ COMPOSITE = "CompositeImplicitAutograd"
 
 @contextmanager
 def composites_differentiate() -> Iterator[None]:
-    """They have no kernel of their own on meta, so autograd sees what they are made of."""
+    """In this context composites have no kernel of their own on meta, so autograd sees the ops that they are made
+    of."""
     hidden = {op: op.py_kernels.pop(DispatchKey.Meta) for op in _composites_with_a_kernel()}
     try:
         _forget_dispatch(hidden)

@@ -1,7 +1,8 @@
 """Tensors that a traced program makes of numbers, `torch.tensor([1, 2], device=...)`: constants of its graph.
 
-Inductor writes small constants into its kernels, so their numbers matter; on meta they would be lost. They are made on
-the CPU and moved; where the graph is lowered the move goes, and the constant poses as one of the device.
+Inductor writes small constants into its kernels, so their numbers matter; on meta they would be lost. So they are made
+on the CPU and moved to the device. When the graph is lowered, the move is removed, and the constant poses as a tensor
+of the device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MOVE = Overloads(Packets("prims")).device_put.default
 
 
 def around_create_proxy(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Around what puts a call into Dynamo's graph."""
+    """Wraps the function that puts a call into Dynamo's graph."""
 
     @functools.wraps(plain)
     def create_proxy(tracer: Any, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
@@ -42,7 +43,7 @@ _MOVED: dict[Any, Callable[..., torch.Tensor]] = {make: _moved(make) for make in
 
 
 def put_on_device(module: Any) -> None:
-    """Constants of a posing graph that are moved to the device are there from the start."""
+    """Constants that a posing graph moves to the device count as being there from the start."""
     graph = module.graph
     for move in graph.find_nodes(op="call_function", target=_MOVE):
         lift = move.args[0]

@@ -1,5 +1,5 @@
-"""One graph of AOTAutograd's, through inductor's passes, lowerings and Scheduler: everything that inductor does before
-it writes code."""
+"""Takes one graph of AOTAutograd through inductor's passes, lowerings and Scheduler: everything that inductor does
+before it writes code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Lowered:
     graph: Any
     nodes: Sequence[Any]
     bytes_of: Sequence[int]  # read and written by each node, by the scheduler's own estimate
-    user_outputs: frozenset[int]  # which of the graph's results are the program's, not kept for the backward pass
+    user_outputs: frozenset[int]  # results that go to the program; the others are kept for the backward pass
 
 
 def lower(module: Any, options: dict[str, Any]) -> Lowered:

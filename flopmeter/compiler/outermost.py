@@ -34,7 +34,7 @@ class OutermostCalls:
         self._trace = trace
         self._thread = threading.get_ident()
         self._compiled: dict[int, tuple[object, Callable[..., Any]]] = {}  # by the id of a module or optimizer
-        self._eager: dict[str, None] = {}  # what ran eagerly, and why
+        self._eager: dict[str, None] = {}  # which functions ran eagerly, and why
         self._is_open = False
         self._undo = ExitStack()
         self.is_inside = False  # one of these calls runs
@@ -70,7 +70,7 @@ class OutermostCalls:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """With `nn.Module.__call__` as torch has it: inside of what is compiled, Dynamo would trace into ours."""
+        """In this context `nn.Module.__call__` is torch's own: inside of compiled code Dynamo would trace into ours."""
         if nn.Module.__call__ is not self._our_call:
             yield
             return
@@ -97,7 +97,7 @@ class OutermostCalls:
         return call
 
     def _meet_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook of the step: its wrapper calls what the cell holds afterwards."""
+        """A hook of the step. After the hooks, the step's wrapper calls the function that its cell holds."""
         if not self._is_here or self.is_inside:
             return
         name = f"{type(optimizer).__name__}.step"

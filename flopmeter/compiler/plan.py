@@ -34,7 +34,7 @@ compiled_kernel = Overloads(own).compiled_kernel.default
 
 
 class Placed(NamedTuple):
-    """A tensor as inductor lays it out. `buffer` names the allocation, of the graph's or one that it was passed."""
+    """A tensor as inductor lays it out. `buffer` names the allocation, which the graph makes or is passed."""
 
     buffer: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
 
     @property
     def written(self) -> tuple[CompiledKernel, ...]:
-        """Without those that run an op by itself, which has a row of its own in a report."""
+        """The kernels without those that run a single op, since these have rows of their own in a report."""
         calls = ((step.call, step.kernel) for step in self.steps)
         return tuple(kernel for call, kernel in calls if kernel and call and call.func is compiled_kernel)
 
@@ -119,7 +119,7 @@ class _Planner:
     def _written(
         self, node: Any, kind: KernelKind, origins: tuple[Origin, ...], scheduler_bytes: int
     ) -> tuple[Call, tuple[str, ...], CompiledKernel]:
-        """A kernel that is known by what it reads and writes."""
+        """A kernel that inductor writes: what it reads and writes, and its origins."""
         numbers: dict[str, int] = {}
         touched = self._regions.of(node)
         reads, writes = (
@@ -152,7 +152,7 @@ class _Planner:
         return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), scheduler_bytes)
 
     def _call(self, kernel: Any, fx: Any) -> tuple[Call, tuple[str, ...]]:
-        """The call of the library's op, its tensors laid out as inductor does it."""
+        """The call of a library's op, with its tensors laid out as by inductor."""
         numbers: dict[str, int] = {}
         ours = iter([each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)])
         inputs: list[TensorSpec] = []
@@ -181,7 +181,7 @@ class _Planner:
         return Call(fx.target, args, kwargs, tuple(inputs), outputs), tuple(numbers)
 
     def _call_without_node(self, kernel: Any, op: Any) -> tuple[Call, tuple[str, ...]]:
-        """The call of a library's op by what inductor passes it: tensors and constants, each in the op's order."""
+        """The call of a library's op, made from what inductor passes: tensors and constants, each in the op's order."""
         numbers: dict[str, int] = {}
         tensors = iter(
             [each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)]
@@ -215,7 +215,7 @@ class _Planner:
         yield from (self._placed(self.base(part.get_name())) for part in parts)
 
     def _allocations(self, node: Any) -> Iterator[Placed]:
-        """Buffers that come to be with the node; a part of a larger buffer brings that one."""
+        """Buffers that are allocated for the node; for a part of a larger buffer, that one."""
         if isinstance(node.node, self._ir.MultiOutput):
             return
         made = [buffer.node for buffer in node.get_outputs() if _has_memory(buffer.node, self._ir)]
@@ -248,7 +248,7 @@ class _Planner:
         return self._by_layout(name, (self._graph.name_to_buffer[name] if held is None else held).get_layout())
 
     def _laid(self, ir: Any) -> Placed | None:
-        """A tensor that an op is passed: a buffer or a view of one."""
+        """The layout of an argument, which is a buffer or a view of one."""
         try:
             return self._by_layout(self.base(ir.get_name()), ir.get_layout())
         except (AttributeError, NotImplementedError):
@@ -271,7 +271,7 @@ class _Planner:
         return self._laid(ir)
 
     def _source_of(self, part: Any) -> str:
-        """The name of the op that a result, or a result in a list of results, is of."""
+        """The name of the op that made a result, or a result in a list of results."""
         while isinstance(part, self._ir.MultiOutput):
             part = part.inputs[0]
         name: str = part.get_name()
@@ -284,7 +284,8 @@ def _name_of(node: Any) -> str:
 
 def _origins(node: Any, sizes: Sizes, is_backward: bool, elsewhere: Set[Any] = frozenset()) -> tuple[Origin, ...]:
     """The ops of the graph that the kernel computes, in the graph's order; without views. A library computes those
-    `elsewhere`: a kernel that turns a convolution's image, or adds its bias, stems from it too.
+    `elsewhere`: a kernel that changes the layout of a convolution's image, or adds its bias, stems from the convolution
+    too.
 
     Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where
     its result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
@@ -308,7 +309,7 @@ def _as_tuple(group: Any) -> tuple[Any, ...]:
 
 
 def names_of(node: Any) -> list[str]:
-    """Of the ops that led to a kernel which has no work of its own, such as the second stage of a reduction."""
+    """The names of the ops behind a kernel without work of its own, such as the second stage of a reduction."""
     nodes = {fx: None for part in node.get_nodes() if part.node is not None for fx in part.node.origins}
     return [op_name(fx) for fx in sorted(nodes) if is_work(fx)]
 

@@ -1,8 +1,8 @@
-"""Fake tensors that pose as tensors of a CUDA device, and what answers for the device that is not there.
+"""Fake tensors that pose as tensors of a CUDA device, and stand-ins that answer for the missing device.
 
 A fake tensor tells Python that it is on `cuda:0`, so that inductor compiles for a GPU, while C++ takes it for a meta
 tensor: autograd finds a queue for its backward pass, indexing finds a device guard, and the emulation in `as_cuda`
-dispatches what CUDA would. All stand-ins are for the thread that poses and go when it stops.
+dispatches what CUDA would. The stand-ins hold for the thread that poses, and are removed when it stops.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SM_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1
 
 @dataclass(frozen=True)
 class PosedDevice:
-    """What inductor asks of a device."""
+    """The facts of a device for which inductor asks."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -150,7 +150,7 @@ def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _never_on_meta(new: Callable[..., Any]) -> Callable[..., Any]:
-    """What C++ makes for a posing tensor, the numbers of `where(mask, 1.0, 0.0)`, is on that one's device."""
+    """Tensors that C++ makes for a posing tensor, such as the numbers of `where(mask, 1.0, 0.0)`, are on its device."""
 
     def make(cls: type, mode: Any, elem: Any, device: torch.device, *args: Any, **options: Any) -> Any:
         return new(cls, mode, elem, CUDA if device == META else device, *args, **options)
@@ -182,7 +182,7 @@ _make_subclass = torch.Tensor._make_subclass
 
 
 def _make_posing(cls: type, elem: Any, requires_grad: bool = False, **options: Any) -> Any:
-    """FakeTensor's constructor: one of a CUDA device is a meta tensor for C++."""
+    """Wraps the constructor of FakeTensor: for C++ a posing tensor is a meta tensor."""
     device = options.get("device_for_backend_keys")
     if device is not None and torch.device(device).type == "cuda":
         options = {name: options[name] for name in options.keys() - {"device_for_backend_keys", "dispatch_device"}}
@@ -216,7 +216,7 @@ def _posed_if_tensor(value: Any) -> Any:
 
 
 def posed(tensor: torch.Tensor) -> torch.Tensor:
-    """Its twin on the device; tensors of other devices are their own."""
+    """The twin of a meta tensor on the device; a tensor of another device stays as it is."""
     if not isinstance(tensor, FakeTensor) or tensor.device.type != "meta":
         return tensor
     with tensor.fake_mode, torch.no_grad():

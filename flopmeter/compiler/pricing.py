@@ -29,7 +29,7 @@ HELD_ROW_ELEMENTS = 1024
 
 @rule(compiled_kernel)
 def fused(call: Call) -> Cost:
-    """FLOPs keep the classes of the ops, those of the kernel's own class first."""
+    """The cost of a kernel. FLOPs keep the classes of the ops, with those of the kernel's own class first."""
     kernel: CompiledKernel = call.kwargs["kernel"]
     op_class = _class_of(kernel.origins)
     flops = {op_class: 0}
@@ -48,15 +48,15 @@ def fused(call: Call) -> Cost:
 
 
 def _class_of(origins: Iterable[Origin]) -> str:
-    """What makes a kernel slow first."""
+    """The class of the kernel: that of the op which slows it most."""
     classes = [origin.op_class for origin in origins if origin.op_class != UNCOUNTED]
     first = next((name for name in (NORMALIZATION, REDUCTION, ELEMENTWISE) if name in classes), None)
     return first or next(iter(classes), MOVEMENT)
 
 
 def _rereads(kernel: CompiledKernel) -> tuple[Reread, ...]:
-    """Of a kernel that reduces rows too long to be held, and writes as much as it reads: what it read for the reduction
-    it reads again for the result."""
+    """The second reads of a kernel that reduces rows too long for registers, and writes as much as it reads: what it
+    read for the reduction it reads again for the result."""
     if kernel.reduced <= HELD_ROW_ELEMENTS or not kernel.reads:
         return ()
     main = max(kernel.reads, key=lambda region: region.nbytes)
@@ -70,6 +70,6 @@ _BLOCK_THREADS = 256  # of a block that reduces a row: 8 warps (triton_config_re
 
 
 def uncounted_in(kernels: Iterable[CompiledKernel]) -> tuple[str, ...]:
-    """Ops in them that no rule covers."""
+    """The names of the ops in these kernels that no rule covers."""
     names = (origin.op for kernel in kernels for origin in kernel.origins if origin.op_class == UNCOUNTED)
     return tuple(dict.fromkeys(names))

@@ -35,7 +35,7 @@ class Sizes:
 
 
 class Regions:
-    """Of one scheduled graph. `base` names the buffer whose memory a buffer has."""
+    """The regions of one scheduled graph. `base` names the buffer that owns the memory of a buffer."""
 
     def __init__(self, graph: Any, sizes: Sizes, base: Callable[[str], str]):
         self._graph, self._sizes, self._base = graph, sizes, base
@@ -43,8 +43,8 @@ class Regions:
     def of(self, node: Any) -> tuple[Bytes, Bytes]:
         """Bytes read and bytes written by a node of the scheduler, by the buffer that holds them.
 
-        What a fused kernel hands on inside is not touched. An element that several loops read counts once where their
-        indices agree; a gather counts as many elements as it has indices; no buffer counts more than it holds.
+        Values that stay inside a fused kernel are not touched. An element that several loops read counts once where
+        their indices agree; a gather counts as many elements as it has indices; no buffer counts more than it holds.
         """
         inside = {buffer.get_name() for buffer in node.get_outputs()}
         kept = {buffer.get_name() for buffer in node.get_outputs() if _is_needed(buffer, node)}
@@ -71,7 +71,8 @@ class Regions:
         return [(name, nbytes) for name, nbytes in found.items() if nbytes]
 
     def _elements(self, dep: Any) -> int:
-        """Elements that the loops of one access touch: those over which the index moves; all, if it looks it up."""
+        """Elements that the loops of one access touch: those over which the index moves, or all if the index is
+        loaded."""
         moves = dep.index.free_symbols
         looks_up = any(str(symbol).startswith(("tmp", "indirect")) for symbol in moves)
         return prod(self._sizes(size) for var, size in dep.ranges.items() if looks_up or var in moves)

@@ -1,4 +1,5 @@
-"""Runs a compiled graph on meta tensors: allocates what inductor would, records its kernels, frees what it would."""
+"""Runs a compiled graph on meta tensors: allocates what inductor would allocate, records its kernels, and frees what it
+would free."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class Replay:
         return results
 
     def _plan(self, symbols: tuple[tuple[Any, int], ...]) -> Plan:
-        """For these sizes."""
+        """The plan for these sizes."""
         plan = self._plans.get(symbols)
         if plan is None:
             is_backward = self._graph.part == "backward"
@@ -100,7 +101,7 @@ class Replay:
                     yield expression, int(number)
 
     def _saved_bytes(self, plan: Plan, results: list[Any]) -> int:
-        """Of what the forward graph returns beside the results of the program, and made itself."""
+        """Bytes that the forward graph made and returns only for the backward graph."""
         user = {getattr(plan.outputs[number], "buffer", None) for number in self._lowered.user_outputs}
         made = {placed.buffer for step in plan.steps for placed in step.allocates} - user
         saved = {
@@ -157,8 +158,8 @@ def _result(output: Placed | int | None, held: dict[str, Tensor]) -> Any:
 
 
 class _Paths:
-    """The path of the module that a call of a graph belongs to. A backward graph belongs where the forward graph ran
-    that kept its arguments."""
+    """The path of the module that a call of a graph belongs to. A backward graph belongs to the module in which its
+    forward graph ran."""
 
     def __init__(self, recorder: Recorder, meet: Callable[[Owner], None]) -> None:
         self._recorder, self._meet = recorder, meet
@@ -177,7 +178,7 @@ class _Paths:
                     self._recorder.kept_by[value.untyped_storage()._cdata] = root
 
     def _of_frame(self, graph: CompiledGraph) -> str:
-        """Of the module whose method the program compiled, or of the one that called the compiled function."""
+        """The path of the module whose method the program compiled, or that called the compiled function."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and graph.function != name_of(frame.f_code):
             frame = frame.f_back

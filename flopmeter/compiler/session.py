@@ -37,7 +37,7 @@ from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
-# Needs a device to measure on, or is kept on disk for programs that run.
+# Settings that need a device to measure on, or that keep compiled code on disk.
 WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
 AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
@@ -62,9 +62,9 @@ def nothing_around() -> AbstractContextManager[tuple[Any, ...]]:
 class Session:
     """A context: functions that the program compiles in this thread are compiled by inductor for `device`.
 
-    `recorder` gets the kernels; `forget` is told of each tensor that one writes to; `run_eagerly` makes compiled
-    functions run eagerly, where this torch lacks a name. `compiles_all`: modules and optimizer steps that the program
-    does not compile are, too (outermost.py). The compiler runs inside of `around_tracing`.
+    `recorder` gets the kernels; `forget` is told of each tensor that a kernel writes to; `run_eagerly` makes compiled
+    functions run eagerly, if this torch lacks a private name. `compiles_all`: modules and optimizer steps that the
+    program does not compile are compiled too (outermost.py). The compiler runs inside of `around_tracing`.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Session:
         breaks: tuple[GraphBreak, ...],
         **options: Any,
     ) -> Any:
-        """In place of inductor's compilation of one graph."""
+        """Runs in place of inductor's compilation of one graph."""
         is_backward = options.get("is_backward", False)
         as_it_was = GraphModule(module, _copy(module.graph)) if is_backward else None
         part: GraphPass = "backward" if is_backward else "inference" if options.get("is_inference") else "forward"
@@ -309,7 +309,7 @@ class Session:
         return set_capturable
 
     def _around_frame(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Dynamo compiles functions of the program alone, and sees torch as it is without a meter."""
+        """Dynamo compiles only functions of the program, and sees torch as it is without a meter."""
         skip = names.CONVERT_FRAME.owner.ConvertFrameReturn(
             frame_exec_strategy=names.FRAME_STRATEGY.value(names.FRAME_ACTION.value.SKIP, names.FRAME_ACTION.value.SKIP)
         )
@@ -331,7 +331,7 @@ class Session:
 
     @contextlib.contextmanager
     def _as_torch_is(self) -> Iterator[None]:
-        """In this thread without what stands in for functions of torch."""
+        """In this context this thread sees torch's own functions, without stand-ins."""
         if not self._is_here:
             yield
             return
@@ -342,7 +342,7 @@ class Session:
             yield
 
     def _in_place_of_convolution_layout(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """cuDNN's, of which torch would know only for tensors that C++ takes for CUDA's."""
+        """The layout that cuDNN chooses. torch would ask cuDNN only for tensors that are on CUDA for C++ too."""
 
         def layout(tensor: torch.Tensor, weight: torch.Tensor, backend: Any) -> Any:
             if not self._is_here or tensor.device.type == "cpu":
@@ -353,7 +353,8 @@ class Session:
         return layout
 
     def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
-        """A program that runs finds a stand-in where Dynamo found torch's function: no reason to compile anew."""
+        """A guard that fails only because the running program sees a stand-in, where Dynamo saw torch's function, is no
+        reason to compile again."""
 
         @functools.wraps(plain)
         def guard_identity(builder: Any, guard: Any, *args: Any) -> None:
@@ -363,7 +364,8 @@ class Session:
         return guard_identity
 
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Called with a setting before each compiled call, and after it with what it then returned."""
+        """torch calls this with a setting before each compiled call, and after the call with what it returned
+        before."""
 
         def around(setting: Any) -> Any:
             if isinstance(setting, _Entered):
@@ -429,7 +431,7 @@ def _ignore_warning(message: str) -> Callable[[], None]:
 
 
 def made_inside(around: Callable[[], AbstractContextManager[Any]], plain: Any) -> Callable[[], Any]:
-    """For a table of torch's functions that Dynamo makes when it first needs it: makes it inside of `around`."""
+    """Dynamo makes its tables of torch's functions when it first needs them; this makes one inside of `around`."""
 
     def table(*_: Any) -> Any:
         with contextlib.nullcontext() if plain.cache_info().currsize else around():

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _DRAW, _DIVIDE = aten_overloads.bernoulli_.float, aten_overloads.div_.Scalar
-_BARRIERS = {op.name for op in COLLECTIVES["barrier"].ops}  # of the device, though their only tensor is a dummy
+_BARRIERS = {op.name for op in COLLECTIVES["barrier"].ops}  # on the device, though their only tensor is a dummy
 
 
 CallCosts = dict[Call, tuple[Cost, ...]]

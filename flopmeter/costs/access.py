@@ -49,7 +49,7 @@ _ASKS_FOR_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 class Walk(NamedTuple):
-    """Fields of `Cost` that follow from the op."""
+    """The fields of `Cost` that follow from the op alone."""
 
     access: Access | None = None
     index_operations: int = 0
@@ -59,7 +59,7 @@ class Walk(NamedTuple):
 
 
 def walk(call: Call) -> Walk:
-    """What is known of the op, whatever its rule."""
+    """How the kernel of the op walks its memory, whatever its rule says."""
     walked, packet = Walk(), call.func.overloadpacket
     if packet in _COPIES:
         walked = _copy(call)
@@ -93,13 +93,13 @@ def _asks_for_types(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _order(spec: TensorSpec) -> list[int]:
-    """The dimensions from the slowest to the fastest in memory; those of one element have no place."""
+    """The dimensions from the slowest to the fastest in memory, without those of one element."""
     wide = [dim for dim, size in enumerate(spec.shape) if size > 1]
     return sorted(wide, key=lambda dim: -spec.stride[dim])
 
 
 def _shape_depends_on_data(call: Call) -> bool:
-    """An index is only counted by the host where it is a mask."""
+    """Whether the host has to learn the size of the result. For an index that is so only if it is a mask."""
     if call.func.overloadpacket is aten.index:
         return any(spec.dtype in (torch.bool, torch.uint8) for spec in call.inputs[1:])
     return True

@@ -1,4 +1,4 @@
-"""Costs of ops that are not torch's own: rules of the user's, and formulas that torch's counter knows."""
+"""Costs of ops that are not torch's own: the user's rules, and formulas registered with torch's FLOP counter."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def register_cost(op: Any, *, op_class: str = ELEMENTWISE) -> Callable[[CustomRu
         `torch.library.triton_op` return.
     op_class: the class of the report that the op belongs to, for a rule that returns a number.
 
-    The rule takes a `Call`, with `inputs` and `outputs` (shape, dtype, numel, nbytes each) and `argument(name)`,
-    and returns FLOPs as a number; bytes follow from the touched-bytes law. For anything else it returns what
-    `flopmeter.costs.make_cost` (bytes read and written of its own) or `make_contraction` (matmuls, on the
-    matrix units) make, or a tuple of them, one for each kernel; `()` where nothing is launched.
+    The rule takes a `Call`, with `inputs` and `outputs` (shape, dtype, numel, nbytes each) and `argument(name)`, and
+    returns FLOPs as a number; bytes follow from the touched-bytes law. To say more, it returns a Cost of
+    `flopmeter.costs.make_cost` (which takes the bytes read and written) or of `make_contraction` (matmuls, on the
+    matrix units), or a tuple of Costs, one for each kernel; `()` if nothing is launched.
 
         @flopmeter.register_cost(torch.ops.mine.swiglu)
         def swiglu(call):
             return 5 * call.outputs[0].numel
 
-    Raises ValueError where the op has a rule already, TypeError where `op` is no op.
+    Raises ValueError if the op has a rule already, TypeError if `op` is no op.
     """
     target = _resolve(op)
 

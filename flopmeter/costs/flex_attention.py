@@ -102,7 +102,7 @@ def _template(
 
 
 def _products(shape: AttentionShape, *, scores: int, values: int) -> list[Matmul]:
-    """Products of so many passes with depth D, as q @ k^T, and with depth Dv, as dv = p^T @ do."""
+    """The matmuls of these passes: with depth D, such as q @ k^T, and with depth Dv, such as dv = p^T @ do."""
     squares = shape.sequences * shape.heads
     by_head = Matmul(squares, shape.queries, shape.keys, shape.head_dim)
     by_value = Matmul(squares, shape.queries, shape.keys, shape.value_dim)
@@ -121,7 +121,7 @@ def _shape(call: Call) -> AttentionShape:
 
 
 def _seen(call: Call, blocks: BlockCount, read: Iterable[TensorSpec]) -> list[TensorSpec | Region]:
-    """Keys and values in columns of which no block is computed are not read."""
+    """The tensors that are read, without keys and values in columns where no block is computed."""
     key, value = call.argument("key"), call.argument("value")
     share = blocks.seen_keys, blocks.squares * key.shape[2]
     return [
@@ -138,8 +138,8 @@ def _flops_of(ops: Iterable[BodyOp]) -> tuple[int, int]:
 
 @functools.cache
 def band(blocks: BlockCount, queries: int, keys: int) -> Mask:
-    """A band along the diagonal of as many blocks, for the time model: the causal mask and windows are such bands. Of
-    documents and other shapes it has the work, not how the work is spread over the rows."""
+    """A band along the diagonal of as many blocks, for the time model: the causal mask and windows are such bands. For
+    documents and other shapes the band has the right amount of work, but spreads it over the rows in another way."""
     if blocks.pairs == blocks.squares * queries * keys:
         return Mask()
     wanted = blocks.computed / blocks.squares

@@ -43,7 +43,7 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
     """Integer operations of a kernel that walks these operands, outputs first; 0 where they all lie alike."""
     shape = operands[0].shape
     device = operands[0].device
-    on_device = [spec for spec in operands if spec.device == device]  # a number on the host is an argument
+    on_device = [spec for spec in operands if spec.device == device]  # a number on the host is passed as an argument
     if not all(spec.is_strided and len(spec.shape) <= len(shape) for spec in on_device):
         return 0  # tensors that are walked one by one
     runs = _runs(shape, [_strides(spec, len(shape)) for spec in on_device])
@@ -70,7 +70,7 @@ def _is_dense(spec: TensorSpec, channels_last: bool = False) -> bool:
 
 
 def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:
-    """By dimension of the output, 0 where the operand is repeated."""
+    """The operand's stride in each dimension of the output; 0 where the operand is repeated."""
     own = tuple(0 if size == 1 else stride for size, stride in zip(spec.shape, spec.stride, strict=True))
     return (0,) * (dimensions - len(own)) + own
 

@@ -1,7 +1,7 @@
 """Which rule prices a call. Look-up order: the op's own rule; a formula registered with `torch.utils.flop_counter`;
 then the defaults: a view by its schema is free, an op that torch tags as pointwise or as a reduction is counted as one.
-Whatever is left is *uncounted*: a kernel with bytes and without FLOPs that the report lists. So is what a rule gives
-that class, such as matmuls of wide integers.
+Whatever is left is *uncounted*: a kernel with bytes and without FLOPs that the report lists. Calls to which a rule
+gives that class are uncounted too, such as matmuls of wide integers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def find_rule(call: Call) -> Rule | None:
     """The rule that prices the call, or None."""
     func = call.func
     if not is_view(func) and not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
-        return SPARSE.get(func) or SPARSE.get(func.overloadpacket)  # others: it depends on the values how much work
+        return SPARSE.get(func) or SPARSE.get(func.overloadpacket)  # others: for others the work depends on the values
     own = RULES.get(func) or RULES.get(func.overloadpacket) or _BY_NAME.get(func._schema.name)
     if own is not None:
         return own

@@ -1,4 +1,4 @@
-"""`torch.ops.prims`, what torch's reference implementations are written in: each costs what aten's op does."""
+"""`torch.ops.prims`, in which torch's reference implementations are written: each costs what the op of aten costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ _OTHER_NAMES = {
     "convert_element_type": "_to_copy", "device_put": "_to_copy", "copy_to": "copy_", "iota": "arange", "rev": "flip",
     "erf_inv": "erfinv",
 }  # fmt: skip
-_OVERLOADS = ("Tensor", "Tensor_Tensor", "self", "dim_IntList", "default")  # that take what the prim takes
+_OVERLOADS = (
+    "Tensor",
+    "Tensor_Tensor",
+    "self",
+    "dim_IntList",
+    "default",
+)  # with the arguments of the prim
 
 
 def as_aten(call: Call) -> Call | None:

@@ -77,8 +77,8 @@ def rule(*ops: OpOverloadPacket | OpOverload) -> Callable[[Rule], Rule]:
 
 
 def dtype_name(call: Call) -> str:
-    """The type that the op computes in: that of its first floating input (not of its output: an fp8
-    matmul that writes bf16 runs on the fp8 unit), or of its output where nothing floating comes in."""
+    """The type that the op computes in: that of its first floating input, or of its output if no input is floating. (An
+    fp8 matmul that writes bf16 runs on the fp8 unit.)"""
     specs = [spec for spec in (*call.inputs, *call.outputs) if spec.is_floating]
     spec = specs[0] if specs else next(iter((*call.inputs, *call.outputs)), None)
     if spec is None:
@@ -107,11 +107,10 @@ def make_cost(
     blocks_host: bool | None = None,
     work: KernelWork | None = None,
 ) -> Cost:
-    """The cost of one kernel of one class. `read` and `written` take what is touched; None leaves that to the
-    touched-bytes law. `complex_factor`: real operations in each, of complex tensors.
-    The rest is what only the time model needs. What is None there is as access.py has it for the op.
-    `work` is for kernels that do other work than arithmetic and memory traffic; these have no rereads and compute no
-    indices."""
+    """The cost of one kernel of one class. `read` and `written` list what is touched; None leaves that to the
+    touched-bytes law. `complex_factor`: real operations in each, of complex tensors. Only the time model needs the
+    rest; None there means what access.py says of the op. `work` is for kernels that do other work than arithmetic and
+    memory traffic; these have no rereads and compute no indices."""
     specs = (*call.inputs, *call.outputs)
     if not any(spec.is_floating for spec in specs):
         flops = transcendentals = 0  # integer work
@@ -151,12 +150,11 @@ def make_contraction(
 ) -> Cost:
     """The cost of a kernel that is one or several matmuls: 2·batch·m·n·k each.
 
-    `extra` adds FLOPs of other classes that the same kernel does (an addmm's bias). A complex
-    multiply-add is four real multiplies and four adds: 8 FLOP. Matmuls of bytes count as operations of
-    the int8 unit. No unit multiplies matrices of wider integers, and no CUDA library has such matmuls: they are
-    uncounted, so that the report lists them.
-    `tf32_switch` names the torch setting that lets an fp32 matmul of this kind use TF32.
-    A convolution, a recurrence and fused attention have more that decides their time: see the functions below.
+    `extra` adds FLOPs of other classes that the same kernel does (an addmm's bias). A complex multiply-add is four real
+    multiplies and four adds: 8 FLOP. Matmuls of bytes count as operations of the int8 unit. No unit multiplies matrices
+    of wider integers, and no CUDA library has such matmuls: they are uncounted, so that the report lists them.
+    `tf32_switch` names the torch setting that lets an fp32 matmul of this kind use TF32. More decides the time of a
+    convolution, a recurrence or fused attention: see the functions below.
     """
     products = tuple(matmuls)
     work = MatmulWork(products, _macs(call, products), _alignment_bytes(call), tf32_switch)
@@ -190,7 +188,7 @@ def make_convolution(
     written: Touched | None = None,
     extra: tuple[tuple[str, int], ...] = (),
 ) -> Cost:
-    """A convolution, or one of its gradients, as the implicit matmul and what that does not tell."""
+    """A convolution, or one of its gradients: the implicit matmul, and the shape that the matmul does not tell."""
     work = ConvolutionWork(implicit, _macs(call, [implicit]), shape)
     return _multiplying(call, work, extra=extra, read=read, written=written)
 
@@ -223,7 +221,7 @@ def make_attention(
     written: Touched | None = None,
     transcendentals: int = 0,
 ) -> Cost:
-    """Fused attention: its matmuls, whose kernel it is, and what it works on."""
+    """Fused attention: its matmuls, the library whose kernel it is, and the shape that it works on."""
     work = AttentionWork(backend, shape, _macs(call, matmuls), masked_flops, recomputed_flops)
     return _multiplying(
         call, work, op_class=ATTENTION, extra=extra, read=read, written=written, transcendentals=transcendentals

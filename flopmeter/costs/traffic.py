@@ -36,14 +36,15 @@ _UNMARKED: dict[str, dict[str, tuple[bool, bool]]] = {
 
 
 def as_regions(touched: Iterable[TensorSpec | Region]) -> tuple[Region, ...]:
-    """Whole tensors, of which each is charged what those before it do not cover, and parts as they are."""
+    """The regions of whole tensors and of parts. A tensor is charged for what those before it do not cover; a part is
+    charged as it is."""
     in_order = list(touched)
     by_storage: dict[int, dict[TensorSpec, None]] = {}
     charges: dict[TensorSpec, int] = {}
     for each in in_order:
         if isinstance(each, Region):
             continue
-        if not each.is_strided:  # what it holds is its own
+        if not each.is_strided:  # it shares its memory with none
             charges[each] = each.nbytes
         elif 0 not in each.shape:
             by_storage.setdefault(each.storage, {})[each] = None
@@ -54,7 +55,7 @@ def as_regions(touched: Iterable[TensorSpec | Region]) -> tuple[Region, ...]:
 
 
 def _charges(group: list[TensorSpec]) -> dict[TensorSpec, int]:
-    """What each tensor of one storage adds to those before it."""
+    """The bytes that each tensor of one storage adds to those before it."""
     whole = _nbytes(group)
     apart = {spec: spec.nbytes for spec in group}
     if whole == sum(apart.values()):
@@ -79,7 +80,7 @@ def _nbytes(group: list[TensorSpec]) -> int:
 
 
 def _extent(spec: TensorSpec, units: int) -> Extent:
-    """The region of a tensor whose elements are of so many units."""
+    """The region of a tensor, in units of which an element has several."""
     strides = tuple(units * stride for stride in spec.stride)
     return Extent(units * spec.offset, dims_of((*spec.shape, units), (*strides, 1)))
 
@@ -102,8 +103,8 @@ def regions(call: Call) -> tuple[Set[TensorSpec], Set[TensorSpec]]:
 
 
 def writes_nothing(call: Call) -> bool:
-    """Whether all that the call would write is of size zero: torch's kernels return before they launch. One that sends
-    returns an empty tensor, and writes elsewhere."""
+    """Whether all that the call would write is empty: then torch's kernels return before they launch. A send returns an
+    empty tensor too, but it writes elsewhere."""
     read, written = regions(call)
     touched = (*read, *written) if call.func._schema.name in COLLECTIVE_OPS else written
     return bool(written) and not any(spec.numel for spec in touched)

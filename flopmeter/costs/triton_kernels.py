@@ -1,7 +1,8 @@
-"""Triton kernels of the program: FLOPs from what its programs do, the lanes of a block that a mask hides included.
+"""Triton kernels of the program: FLOPs of what its programs do, in all lanes of a block, also in those that a mask
+hides.
 
-Where it depends on values in memory how often a program does something, or it does what has no entry here, the kernel
-is uncounted, and the report lists it by its name.
+A kernel is uncounted, and listed by its name, if values in memory decide how often something runs, or if an operation
+has no entry here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PLAIN = {  # FLOP an element
     **dict.fromkeys(("math.absf", "math.floor", "math.ceil", "tt.precise_divf", *_ATOMICS), 1),
     "math.fma": 2,
 }
-# Selections, casts, copies and what only names elements.
+# Selections, casts, copies, and operations that only name elements.
 _FREE = frozenset(
     re.findall(
         r"\S+",
@@ -43,7 +44,7 @@ _FREE = frozenset(
         tt.descriptor_gather ub.poison""",
     )
 )
-# What goes to memory and back, by the direction.
+# Operations that load and store, by direction.
 _LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *_ATOMICS)
 _STORES = ("tt.store", *_ATOMICS)
 _DTYPES = {"f64": "fp64", "f32": "fp32", "tf32": "tf32", "f16": "fp16", "bf16": "bf16", "i8": "int8"}
@@ -105,7 +106,7 @@ def _bits(op: TritonOp) -> int:
 
 
 def _flops(op: TritonOp) -> int | None:
-    """FLOPs of an operation beside products; None if it is not known."""
+    """FLOPs of an operation that is no product; None if they are not known."""
     if op.dot is not None or op.name in _FREE or op.dtype.startswith("i"):
         return 0
     if op.name in _PLAIN:
@@ -118,7 +119,7 @@ def _is_function(name: str) -> bool:
 
 
 def _product(op: TritonOp, programs: int) -> Matmul:
-    """The product of a tile, as deep as a program's steps go together."""
+    """The matmul of a tile, as deep as all steps of a program together."""
     assert op.dot is not None
     m, n, k = op.dot
     steps, rest = divmod(op.number, programs * m * n * k)

@@ -1,4 +1,4 @@
-"""What windows that slide over a tensor read of it: where they step further than they are wide, not all."""
+"""The part of a tensor that sliding windows read: not all of it, if they step further than they are wide."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def covered(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> TensorSpec:
-    """As large a part of x as so many windows along each of its last axes read. A sequence of one number stands for
-    all axes."""
+    """A part of x as large as what the windows along its last axes read. A sequence of one number stands for all
+    axes."""
     axes = len(windows)
     options = zip(windows, *(_per_axis(each, axes) for each in (kernel, stride, padding, dilation)), strict=True)
     sizes = [_covered(size, *of_axis) for size, of_axis in zip(x.shape[-axes:], options, strict=True)]
@@ -25,7 +25,7 @@ def covered(
 
 
 def _covered(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Places of one axis: of each tap those that all windows read, in steps of the stride."""
+    """How many places of one axis are read: those of each tap in all windows, in steps of the stride."""
     places = []
     for tap in range(kernel):
         offset = tap * dilation - padding

@@ -1,4 +1,5 @@
-"""Grouped matmuls, as for the tokens of each expert: one kernel if the device has one, else one matmul per group.
+"""Grouped matmuls, such as those of each expert's tokens: one kernel if the device has such a kernel, else one matmul
+per group.
 
 torch's grouped kernel is for compute capability 9 and 10, and for bf16 (aten/src/ATen/native/cuda/GroupedBlas.cpp).
 Elsewhere the op copies the offsets to the host, which waits for them, and launches one matmul after the other.
@@ -27,9 +28,9 @@ from flopmeter.records import (
 from flopmeter.records.dtypes import item_bytes_of
 
 KERNEL_CAPABILITIES = (9, 10)  # majors
-KERNEL_TYPES = ("bf16", "fp8", "fp4")  # scaled ones, of fp8 and fp4, have no other way
+KERNEL_TYPES = ("bf16", "fp8", "fp4")  # scaled ones, in fp8 and fp4, exist only as a grouped kernel
 ALIGNMENT_BYTES = 16  # of the rows of all operands: torch takes no others
-VIEWS_PER_GROUP = 3  # of the two operands' parts and of the output's
+VIEWS_PER_GROUP = 3  # one of each operand's part and one of the output's
 
 
 def on_device(kernels: list[Kernel], hardware: Hardware) -> list[Kernel]:
@@ -52,7 +53,8 @@ def on_device(kernels: list[Kernel], hardware: Hardware) -> list[Kernel]:
 
 
 def _has_kernel(cost: Cost, hardware: Hardware) -> bool:
-    """Accelerators of other makers than NVIDIA are taken to have a grouped kernel, as MI300 and TPUs do; CPUs not."""
+    """Whether the device has a grouped kernel. Accelerators of other makers than NVIDIA are assumed to have one, as
+    MI300 and TPUs do; CPUs have none."""
     if hardware.compute_capability is None:
         return not hardware.is_cpu
     return hardware.compute_capability[0] in KERNEL_CAPABILITIES and cost.dtype in KERNEL_TYPES

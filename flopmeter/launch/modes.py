@@ -63,7 +63,8 @@ def compiled_region(ops: Iterable[Op]) -> CompiledRegion:
 
 
 def mode_of(trace: Trace) -> Mode:
-    """How the program itself ran: compiled if it called torch.compile, as CUDA graphs if it asked for these."""
+    """The mode in which the program itself ran: compiled if it called torch.compile, with CUDA graphs if it asked for
+    them."""
     graphs = trace.compilation.graphs
     if graphs:
         return "cudagraph" if all(graph.replays for graph in graphs) else "compiled"
@@ -118,7 +119,8 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
 
 
 def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:
-    """Of each call of a compiled graph: the first of those of its phase with no eager kernel between them."""
+    """For each call of a compiled graph the first call of its run: calls of one phase with no eager kernel between
+    them."""
     joined: dict[int, int] = {}
     previous: Op | None = None
     for kernel in kernels:

@@ -2,8 +2,8 @@
 
 A collective runs on the stream that NCCL's process group would use. If the program may wait for it (`async_op=True`),
 it runs on a stream of its group, after all that the current stream was given so far; else on the current stream.
-Collectives of one group run one after another. A message runs on a stream of its two ranks, for both directions; those
-of a batch run as one kernel on the stream of the group.
+Collectives of one group run one after another. A message runs on the stream of its pair of ranks, which serves both
+directions; the messages of a batch run as one kernel on the stream of the group.
 
 A stream waits for events, at `wait_tensor` and at `Work.wait`. Also, a kernel waits for kernels of other streams that
 write what it reads; so waits in C++ (DDP's reducer), which nobody records, take effect where the data is used.
@@ -29,7 +29,7 @@ def assign_streams(kernels: list[Kernel], trace: Trace) -> list[Placement] | Non
 
 
 class _StreamAssignment:
-    """Goes through the kernels in the order of their launch, and through what the program did between them."""
+    """Walks the kernels in the order of their launch, with the events and waits between them."""
 
     def __init__(self, trace: Trace) -> None:
         self._ops, self._streams = trace.ops, trace.stream_use.streams
@@ -43,7 +43,10 @@ class _StreamAssignment:
         self._writers: dict[int, int] = {}  # storage -> the kernel that wrote it last
         self._groups: dict[tuple[int, ...], int] = {}  # ranks -> stream
         self._batches = trace.stream_use.batches
-        self._batch, self._left = 0, 0  # the number of the batch that goes on, and how many messages it still has
+        self._batch, self._left = (
+            0,
+            0,
+        )  # number of the current batch, and its messages still to come
         self._last_of_group: dict[tuple[int, ...], int] = {}
         self._touched: dict[Call, tuple[frozenset[int], frozenset[int]]] = {}
         self._placements: list[Placement] = []
@@ -57,7 +60,7 @@ class _StreamAssignment:
         return self._placements
 
     def _go_to(self, index: int) -> None:
-        """Handle what the host did up to the op of that index."""
+        """Handle the events and waits up to the op of that index."""
         for passed in range(self._next, index + 1):
             while self._syncs and self._syncs[0].op <= passed:
                 self._synchronize(self._syncs.popleft())
@@ -133,7 +136,8 @@ class _StreamAssignment:
 
 
 def _communicator(kernel: Kernel, batch: int | None) -> tuple[int, ...]:
-    """The ranks of NCCL's communicator, which has a stream: of the group, but a lone message has one of its pair."""
+    """The ranks of NCCL's communicator, which has a stream of its own: those of the group, or the pair of a single
+    message."""
     assert kernel.cost.collective is not None
     return kernel.cost.collective.ranks if batch is None else group_of(kernel.op.call).ranks
 

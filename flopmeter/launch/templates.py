@@ -30,7 +30,7 @@ def with_templates(trace: Trace) -> Trace:
         return places[index] if index >= 0 else index
 
     def life(number: int, storage: Storage) -> Storage:
-        """What only the ops within a run used is not made at all: it dies where it is born."""
+        """A storage that only ops within a run used is not made at all: it dies where it is born."""
         born, died = moved(storage.born), None if storage.died is None else moved(storage.died)
         run = runs[max(bisect_right(starts, storage.born) - 1, 0)]
         is_inside = run.start <= storage.born and storage.died is not None and storage.died <= run.stop

@@ -47,8 +47,8 @@ class _Launch(NamedTuple):
 def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, cached_bytes: float = 0.0) -> Busy:
     """The time of the kernel, or of both kernels where the keys are split.
 
-    `peak` is that of the type that the matmuls run in. `cached_bytes`: of what it reads and writes, what the L2 cache
-    holds.
+    `peak` is that of the type that the matmuls run in. `cached_bytes`: the part of what it reads and writes that the L2
+    cache holds.
     """
     bandwidth, on_cache = hardware.sustained_bandwidth_bytes_per_s, cache_bytes_per_s(hardware)
     memory = (cost.bytes - cached_bytes) / bandwidth + cached_bytes / max(bandwidth, on_cache)
@@ -62,11 +62,11 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     tile_seconds = launch.tile_scores * score_seconds(attends, cost.dtype, launch.kernel, masked_share, hardware, peak)
     compute = _grid_seconds(launch, tile_seconds, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
-    cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks find no instructions in a cache
+    cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks have to fetch their instructions
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
     elements = shape.sequences * shape.heads * shape.queries
     extra = 0.0
-    if launch.slices > 1:  # each writes partial results in fp32; those that the cache does not hold go to memory
+    if launch.slices > 1:  # each slice writes partial results in fp32; those that the cache cannot hold go to memory
         partial_bytes = 4 * launch.slices * elements * shape.value_dim
         extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
         work += constants.COMBINE_SECONDS
@@ -88,8 +88,8 @@ def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units:
 
 
 def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, peak: Peak) -> list[_Launch]:
-    """The kernels that the library may take. That which can split the keys is for few queries, whose tiles the other
-    would leave nearly empty, and for few blocks, with which it would leave SMs idle."""
+    """The kernels that the library may take. The one that can split the keys is for few queries, which would leave the
+    tiles of the other nearly empty, and for few blocks, which would leave SMs idle."""
     on_matrix_units = peak.unit == "matrix"
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=False)
     whole = _covered(shape, kernel, hardware)
@@ -104,7 +104,7 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
 
 
 def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
-    """Where the kernel can, and the queries of one head would not fill a block, heads that share keys share a block;
+    """Heads that share keys share a block, if the kernel can do that and the queries of one head do not fill a block;
     not under a window (`seqlenq_ngroups_swapped` of torch's flash_api.cpp)."""
     rows, columns = tile_of(kernel, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries
@@ -127,7 +127,7 @@ def tile_of(kernel: AttentionKernel, head_dim: int, hardware: Hardware) -> tuple
 
 @functools.cache
 def tile_grid(queries: int, keys: int, rows: int, columns: int, mask: Mask) -> Grid:
-    """A block takes the tiles from that of the first key which any of its queries sees to that of the last."""
+    """A block works on the tiles from the first to the last key that any of its queries sees."""
     shift = keys - queries if mask.bottom_right else 0
     counts, whole = [], 0
     for first in range(0, queries, rows):
@@ -160,9 +160,9 @@ def score_seconds(
 ) -> float:
     """Seconds of one SM for one score: its multiply-adds, and then its softmax as far as that is not hidden.
 
-    `masked_share` is that of the tiles in which some scores are not visible.
-    They take no less than the multiply-adds at the rate that is left by the power limit (padding of the head
-    dimension takes time but little power), and by GeForce's half rate for sums in fp32, which hides the softmax.
+    `masked_share` is the share of tiles in which some scores are masked. They take no less than the multiply-adds at
+    the rate that is left by the power limit (padding of the head dimension takes time but little power), and by
+    GeForce's half rate for sums in fp32, which hides the softmax.
     """
     shape, legacy, sms = work.shape, legacy_share(work.backend, hardware), hardware.sm_count
     pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
@@ -207,10 +207,10 @@ def legacy_share(backend: AttentionBackend, hardware: Hardware) -> float:
 
 
 def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> float:
-    """All tiles on all SMs. One block keeps an SM busy; a second hides how the first begins and ends.
+    """All tiles on all SMs. One block keeps an SM busy; a second one hides how the first begins and ends.
 
-    Equal blocks go in rounds, so SMs without a block in the last one wait. Where blocks differ, SMs run out of work at
-    different times; hardly so if the longest start first.
+    Equal blocks run in waves, so SMs without a block in the last wave are idle. If blocks differ, SMs run out of work
+    at different times, but hardly so if the longest start first.
     """
     kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
     blocks, tiles = launch.squares * grid.blocks * launch.slices, launch.squares * grid.tiles

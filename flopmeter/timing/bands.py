@@ -36,7 +36,7 @@ class Band(NamedTuple):
 
     below: float
     above: float
-    devices: tuple[str, ...] = ()  # that the class was validated on
+    devices: tuple[str, ...] = ()  # the devices that the class was validated on
 
 
 # By class of kernel, as `Timing.kernel_class` names it. fp32: from single operators (NeuSight). fp16: from whole image
@@ -69,7 +69,7 @@ BANDS: dict[str, Band] = {
     "fused": Band(0.20, 0.20, ("rtx-4090",)),
     COMMUNICATION: Band(0.13, 0.18, NCCL_TESTS),
 }
-BETWEEN_NODES = "communication between nodes"  # of which there are no measurements
+BETWEEN_NODES = "communication between nodes"  # there are no measurements of it
 # The host's time: thirteen programs within 13 % once the CPU is known; CPUs differ by a factor of two.
 HOST_BAND = Band(0.35, 0.60)
 # Classes without any measurement.
@@ -81,8 +81,9 @@ UNVALIDATED = {
 }
 UNVALIDATED_DEFAULT = Band(0.35, 0.60)
 
-# The band is so many times wider on a device that the class was not validated on. 1.5: so much the error of one of
-# NeuSight's five devices grows if the constants are fitted without it. Other vendors: the same increase once more.
+# How many times wider the band is on a device that the class was not validated on. 1.5 is how much the error of one of
+# NeuSight's five devices grows if the constants are fitted without it. For other vendors the same increase is added
+# once more.
 OTHER_DEVICE = 1.5
 OTHER_VENDOR = 2.0
 

@@ -29,8 +29,8 @@ _NARROW = {name for name, dtype in DTYPES.items() if dtype.units and dtype.item_
 
 
 def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_bytes: float = 0.0) -> float:
-    """First reads and all writes, at the bandwidth of the kernel's access pattern, and those second reads that miss
-    the L2 cache. `cached_bytes`: what of both the kernels before have left in that cache."""
+    """The time of first reads and all writes, at the bandwidth of the kernel's access pattern, and of second reads that
+    miss the L2 cache. `cached_bytes`: those of the reads and writes that earlier kernels have left in that cache."""
     if isinstance(cost.work, HostCopy):
         return link_seconds(cost.work, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
@@ -42,7 +42,7 @@ def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_byte
 
 
 def link_seconds(copy: HostCopy, hardware: Hardware) -> float:
-    """A copy between host and device crosses the host link, which is slower than either memory."""
+    """The time of a copy between host and device: the link is slower than either memory."""
     rate = hardware.host_link_bytes_per_s or constants.DEFAULT_LINK_BYTES_PER_S
     return copy.link_bytes / (rate * constants.LINK_SHARE)
 
@@ -60,8 +60,8 @@ def _is_narrow(cost: Cost) -> bool:
 
 
 def access_seconds(cached_share: float, hardware: Hardware) -> float:
-    """From the request of a thread until its data is there, if nothing else asks for memory. `cached_share`: of the
-    kernel's bytes, what the L2 cache holds."""
+    """From the request of a thread until its data is there, if nothing else asks for memory. `cached_share`: the share
+    of the kernel's bytes that the L2 cache holds."""
     cycles = (1.0 - cached_share) * constants.MEMORY_LATENCY_CYCLES + cached_share * constants.CACHE_LATENCY_CYCLES
     return cycles_to_seconds(cycles, hardware)
 
@@ -83,12 +83,12 @@ def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
 
 
 def threads_of(reread: Reread, hardware: Hardware) -> int:
-    """That work on one row."""
+    """How many threads work on one row."""
     return reread.amd_threads if hardware.vendor == "amd" and reread.amd_threads else reread.threads
 
 
 def clock_hz(hardware: Hardware) -> float:
-    """The boost clock, which kernels bound by latency can keep."""
+    """The boost clock: kernels that are bound by latency keep it."""
     mhz = hardware.boost_clock_mhz
     return mhz * 1e6 if mhz else constants.DEFAULT_CLOCK_HZ
 

@@ -16,17 +16,17 @@ from flopmeter.timing import constants
 
 
 class _Seen(NamedTuple):
-    """When a kernel was last done with a storage: what all kernels had written, and what they had fetched into the
-    cache, which is what they touched and did not find there."""
+    """The moment when a kernel was last done with a storage, as two counts: the bytes that all kernels had written so
+    far, and the bytes that they had fetched into the cache (touched and not found there)."""
 
     written: int
     fetched: float
 
 
 def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
-    """For each kernel in order, how many of the bytes that it reads and writes stay in a cache of this size. What it
-    writes does if it found some of its inputs there, since the memory that it writes to was in use before too; what a
-    matmul writes does only if a kernel touched that very storage before."""
+    """For each kernel in order, how many of the bytes that it reads and writes stay in a cache of this size. Bytes that
+    it writes stay there if it found some of its inputs there, since the memory that it writes to was in use before too.
+    Bytes that a matmul writes stay only if a kernel touched that very storage before."""
     if not cache:
         return [0.0] * len(kernels)
     now = _Seen(0, 0.0)
@@ -66,7 +66,7 @@ def _writes(kernel: Kernel) -> Iterator[tuple[int, int]]:
 
 
 def _reads(kernel: Kernel) -> Iterator[tuple[int, int]]:
-    """Storages that the kernel reads, with the bytes. Of a fused kernel the bytes are known as a whole."""
+    """Storages that the kernel reads, with the bytes. For a fused kernel only the sum of the bytes is known."""
     if len(kernel.ops) == 1:
         yield from _in_storages(kernel.ops[0], kernel.cost.reads)
         return

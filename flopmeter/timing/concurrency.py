@@ -5,7 +5,8 @@ waits for has ended. A message starts when both sides are there, as NCCL's do, a
 a batch are one kernel, which starts and ends as a whole on its rank. All ranks share one clock, which begins with the
 step. Kernels and transfers that run at the same time slow each other down (contention.py).
 
-Approximation: a small message, too, waits for its receiver. (NCCL's send returns once its few MB of buffers hold it.)
+Approximation: a small message, too, waits for its receiver. (NCCL's send returns once its buffers of a few MB hold the
+    message.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Activity(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """When the work ran."""
+    """When an activity ran."""
 
     sent_seconds: float  # by the host
     free_seconds: float  # its stream had done what came before
@@ -153,7 +154,7 @@ class _Simulation:
         heapq.heappush(self._events, (when, self._count, subject, version))
 
     def _send(self, rank: _Rank) -> None:
-        """The host goes on until it has to wait."""
+        """Let the host send activities until it has to wait."""
         works, number = rank.works, rank.next
         while number < len(works):
             work, entry = works[number], rank.entries[number]
@@ -167,7 +168,7 @@ class _Simulation:
         rank.next = number
 
     def _met(self, entry: _Queued, now: float) -> None:
-        """One of the things that it waits for has happened."""
+        """One of the things that the entry waits for has happened."""
         entry.missing -= 1
         entry.ready = max(entry.ready, now)
         if not entry.missing and entry.is_first:
@@ -219,7 +220,7 @@ class _Simulation:
             self._end(entry, number, now)
 
     def _share(self, changed: _Task, now: float) -> None:
-        """The rates of what runs beside a task that began, began to move its bytes, or ended."""
+        """Set the rates anew of all that runs beside a task that began, began to move its bytes, or ended."""
         beside: dict[_Task, None] = {}
         for entry, _ in changed.sides:
             if entry.rank.transfers:
@@ -237,7 +238,7 @@ class _Simulation:
                 self._push(now + task.left / rate, task, task.version)
 
     def _rate(self, task: _Task) -> float:
-        """The slowest of its sides."""
+        """The rate of a task: that of its slowest side."""
         return min(_rate_on(rank, demand) for rank, demand in task.demands())
 
     def _end(self, entry: _Queued, number: int, now: float) -> None:
@@ -280,7 +281,7 @@ class _Simulation:
 
 
 def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
-    """How fast something with this demand runs on the rank, beside all that runs there now (itself included)."""
+    """How fast something with this demand runs on the rank, beside everything that runs there now (itself included)."""
     transfers = [found for task in rank.transfers for owner, found in task.demands() if owner is rank]
     moving = [found for task in rank.transfers if task.is_moving for owner, found in task.demands() if owner is rank]
     users = Counter(port for found in moving if isinstance(found, Transfer) for port in found.ports)

@@ -1,10 +1,10 @@
 """What kernels and transfers take from each other while they run at the same time.
 
 Nothing here is fitted. Transfers that use one port the same way share its bandwidth equally. A transfer takes an SM for
-each of NCCL's channels, which a kernel that is bound by arithmetic lacks; and bytes of the device's own memory, which
-slow both once they ask for more than there is. Echo (arXiv 2412.12487) also slows kernels that compute beside
-collectives, by a predictor trained on profiles; here the slowdown follows from counts. Measured on A100, H100, MI210
-and MI250, computing beside collectives takes 18.9 % longer on average and 40 % at most (arXiv 2507.03114).
+each of NCCL's channels, which slows kernels that are bound by arithmetic. It also takes bandwidth of the device's own
+memory, which slows both once they need more than there is. Echo (arXiv 2412.12487) also slows kernels that compute
+beside collectives, by a predictor trained on profiles; here the slowdown follows from counts. Measured on A100, H100,
+MI210 and MI250, computing beside collectives takes 18.9 % longer on average and 40 % at most (arXiv 2507.03114).
 
 Approximations: SMs are shared smoothly, though a kernel whose blocks just fill the device needs a second wave; caches
 and the power that both draw are left out.
@@ -26,7 +26,7 @@ MESSAGE_CHANNELS_NVLINK, MESSAGE_CHANNELS_NETWORK = 16, 2
 # Bytes of a rank's own memory for each byte that it sends: one is read, and one that arrives is written. A reduction
 # also reads what it adds to. (NCCL's primitives: src/device/prims_simple.h.)
 MEMORY_BYTES_PER_BYTE, MEMORY_BYTES_PER_SUM = 2, 3
-MOST_SMS = 0.9  # that transfers take together
+MOST_SMS = 0.9  # the most that all transfers take together
 
 Port = tuple[str, str]  # which link of the rank, and which way: 'out' or 'in'
 
@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
     """What a collective or a message asks for while it runs."""
 
     latency_seconds: float  # before its bytes move
-    ports: tuple[Port, ...]  # that it needs for itself
+    ports: tuple[Port, ...]  # the ports that it uses
     sms: float  # share of the device's SMs
     memory: float  # share of the memory's bandwidth while its bytes move
 
@@ -84,7 +84,8 @@ def _channels(price: CollectivePrice, transport: str, is_message: bool) -> int:
 
 
 def kernel_rate(demand: Demand, sms: float, memory: float) -> float:
-    """How fast a kernel runs, of its speed alone, beside transfers that take these shares of SMs and of memory."""
+    """How fast a kernel runs beside transfers that take these shares of SMs and of memory, as a share of its speed
+    alone."""
     alone = max(demand)
     if not alone:
         return 1.0
@@ -93,6 +94,6 @@ def kernel_rate(demand: Demand, sms: float, memory: float) -> float:
 
 
 def transfer_rate(sharing: int, kernels: float, memory: float) -> float:
-    """How fast a transfer's bytes move, of their speed alone, where so many transfers share its port and kernels and
-    transfers ask for these shares of memory."""
+    """How fast a transfer's bytes move, as a share of their speed alone, if this many transfers share its port and
+    kernels and transfers ask for these shares of memory."""
     return 1 / (sharing * max(1.0, kernels + memory))

@@ -14,7 +14,7 @@ def convolution(
     shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates, *, on_matrix_units: bool
 ) -> Busy:
     """The faster of the implicit GEMM and, on vector units, Winograd's algorithm. The GEMMs of groups are too narrow
-    for tiles; their rate depends on the number of channels alone."""
+    for tiles; their rate depends only on the number of channels."""
     if implicit.batch > 1:
         return _grouped(shape, implicit, moved, rates)
     if on_matrix_units:

@@ -28,7 +28,7 @@ REORDERED_PASSES = 3
 
 
 def price(cost: Cost, hardware: Hardware, switches: Switches) -> Price:
-    """Raises HardwareError where the device lacks the kernel's dtype."""
+    """The price of a kernel. Raises HardwareError if the device lacks its dtype."""
     matmul_flops = 2 * cost.macs - cost.masked_flops
     others = cost.flops - 2 * cost.macs + (TRANSCENDENTAL_OPERATIONS - 1) * cost.transcendentals
     compute = 0.0

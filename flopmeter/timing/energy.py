@@ -6,7 +6,7 @@ limit at the boost clock runs at the clock at which it draws the limit: arithmet
 Its neighbours, which draw less, do not make up for it. Where a step mixes both, that is what published runs say, under
 four limits: prefill on an A100 at 275 W and training on A100s at 400 W, H100s at 700 and at 500 W take 4 to 7 % longer
 than if the average of the run met the limit, and 0 to 11 % of the measured time is left, not 4 to 17. A controller that
-lowers the clock at once and raises it slowly does so. After a pause it lets about 20 ms pass (a burst).
+lowers the clock at once and raises it slowly would do this. After a pause it lets about 20 ms pass (a burst).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flopmeter.timing import constants
 from flopmeter.timing.convolution import suits_winograd
 from flopmeter.timing.timeline import ClockOf, KernelPrices, Launched, LaunchPrices, time_kernels, time_ranks
 
-CLOCK_STEPS = 1024  # of the boost clock: so finely a clock is found
+CLOCK_STEPS = 1024  # a clock is found to within this fraction of the boost clock
 PICO = 1e-12
 
 
@@ -44,7 +44,7 @@ class TimedRun(NamedTuple):
 
 
 class RankRun(NamedTuple):
-    """What one of several ranks runs, and on what."""
+    """What one of several ranks runs, and on which device."""
 
     launches: Launches
     hardware: Hardware
@@ -64,7 +64,7 @@ def time_run(
 ) -> TimedRun:
     """The timing of each kernel, in order, at the clock that the power limit leaves it in a long run ('sustained'), or
     at the boost clock ('burst'). CPUs and devices of unknown power have one clock, that of their profile. `laws`: those
-    of other runs on the same device at the same `clocks`, with the prices that they found.
+    of other runs on the same device at the same `clocks`, with the prices found there.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
@@ -101,7 +101,7 @@ class PowerLaws:
 
 
 def _law(run: RankRun, clocks: Clocks) -> KernelClocks | None:
-    """None: the device has one clock."""
+    """The law of the device; None if it has one clock."""
     has_one = run.hardware.limit_watts is None or run.hardware.is_cpu
     return None if has_one else KernelClocks(run.hardware, run.switches, clocks)
 
@@ -113,7 +113,7 @@ def _launched(run: RankRun, law: KernelClocks | None) -> Launched:
 
 
 def _timed(run: RankRun, timings: list[Timing], law: KernelClocks | None, clocks: Clocks) -> TimedRun:
-    """With the energy of each kernel, and the clock of all, weighted by their work."""
+    """The timings with the energy of each kernel, and the mean clock, weighted by work."""
     limit = run.hardware.limit_watts
     if law is None:
         return TimedRun(timings, RunClock(clocks, 1.0, None, limit))
@@ -127,7 +127,7 @@ def _timed(run: RankRun, timings: list[Timing], law: KernelClocks | None, clocks
 
 
 class KernelClocks:
-    """The clock of each kernel, as a share of the boost clock; of equal kernels it is looked for once."""
+    """The clock of each kernel, as a share of the boost clock; it is searched once for equal kernels."""
 
     def __init__(self, hardware: Hardware, switches: Switches, clocks: Clocks):
         self._hardware, self._switches, self._is_sustained = hardware, switches, clocks == "sustained"
@@ -145,7 +145,7 @@ class KernelClocks:
         return self._known[key]
 
     def of_kernels(self, launches: Launches) -> ClockOf:
-        """By the number of a kernel."""
+        """The clock of the kernel with that number."""
         return lambda number, cached_bytes: self(launches.kernels[number].cost, cached_bytes)
 
     def energy(self, cost: Cost) -> Energy:
@@ -170,7 +170,7 @@ class KernelClocks:
 
 
 def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
-    """Of one kernel. What links and copy engines take is left out."""
+    """The energy of one kernel, without that of links and copy engines."""
     arithmetic = 0.0
     if cost.macs:
         peak = hardware.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)

@@ -1,7 +1,7 @@
 """When each kernel runs. The host launches kernels one after another, and the device runs them in order, each no
 earlier than it was launched. If the host needs the result of a kernel, it waits for the device; a CPU is its own host
 and waits for every kernel. Programs of many ranks run kernels and collectives on several streams
-(launch/stream_assignment.py, concurrency.py); the time in which a stream waits for another one counts as communication.
+(launch/stream_assignment.py, concurrency.py); the time that a stream waits for another one counts as communication.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def time_kernels(
     return timings
 
 
-ClockOf = Callable[[int, float], float]  # of a kernel's number, and how many of its bytes the cache holds
+ClockOf = Callable[[int, float], float]  # from a kernel's number and how many of its bytes the cache holds
 ROUNDING = 1e-9  # of a sum of many times
 
 
@@ -98,7 +98,7 @@ def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:
             work = end - start - ramp  # others slowed it
         stream = DEFAULT_STREAM if placements is None else placements[number].stream
         sent = max(enqueued, free)
-        idle = sent - free if stream == DEFAULT_STREAM else 0.0  # another stream has nothing to do in between
+        idle = sent - free if stream == DEFAULT_STREAM else 0.0  # gaps on other streams are no idle time of the device
         is_collective = launched.launches.kernels[number].cost.collective is not None
         times = (*bounds, work, ramp, idle, start)
         timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective, clock=clock))
@@ -115,7 +115,7 @@ class _Priced(NamedTuple):
 
 
 class KernelPrices:
-    """What kernels take on one device; of runs that share this, equal kernels are priced once at each clock."""
+    """Prices of kernels on one device. Runs may share it: equal kernels are priced once at each clock."""
 
     def __init__(self, hardware: Hardware, switches: Switches):
         self.hardware, self._switches = hardware, switches
@@ -139,7 +139,7 @@ class KernelPrices:
 
 
 class LaunchPrices:
-    """What each kernel of a run takes."""
+    """The price of each kernel of a run."""
 
     def __init__(self, launches: Launches, price_at: KernelPrices, cluster: Cluster | None, clock_of: ClockOf | None):
         self._hardware = price_at.hardware
@@ -210,7 +210,7 @@ def op_seconds(cost: Cost, host: Host) -> float:
 
 
 def _compiled_seconds(cost: Cost, host: Host) -> float:
-    """Of one kernel of compiled code: inductor's own, or one that is called as in eager code."""
+    """Host seconds of one kernel of compiled code: inductor's own, or a library's that is called as in eager code."""
     if cost.access == "fused":
         return host.relative_time * host.triton_launch_seconds
     return op_seconds(cost, host)

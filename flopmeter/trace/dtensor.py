@@ -1,4 +1,4 @@
-"""What DTensor runs to learn shapes stays unmetered.
+"""The ops that DTensor runs only to learn shapes are not metered.
 
 Works around: DTensor runs each op on fake tensors of the global shape. That is done on the host and once for each
 shape; no kernel does it, but the dispatch modes that are on see it.

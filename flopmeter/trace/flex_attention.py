@@ -28,19 +28,19 @@ SHORT_QUERY = 128
 
 
 class Template(NamedTuple):
-    """What stands in a trace for a call of the higher-order op."""
+    """The operator call that a trace records for a call of the higher-order op."""
 
     func: OpOverload
     args: tuple[Any, ...]
     body: FlexBody
-    from_eager: Callable[[Any], Any]  # the result of `func`, of that of the higher-order op
+    from_eager: Callable[[Any], Any]  # from the result of the higher-order op to that of `func`
     to_eager: Callable[[Any], Any]
 
 
 def template_of(
     func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], values: KnownValues | None
 ) -> Template | None:
-    """None for other operators. All arguments of these are positional."""
+    """The template of a flex_attention call, whose arguments are all positional; None for other operators."""
     if func.name() == "flex_attention":
         return _forward(*args, **kwargs, values=values)
     if func.name() == "flex_attention_backward":
@@ -130,7 +130,7 @@ def _splits_keys(query: Tensor, key: Tensor, mask: BlockMaskArguments, kernel_op
 
 
 class _Collects(TorchDispatchMode):
-    """Notes each op, as one of a kernel's body."""
+    """Notes each op as part of the body of a kernel."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,8 +151,8 @@ def _body(
     has_score: bool,
     has_gradient: bool = False,
 ) -> tuple[tuple[BodyOp, ...], list[Tensor]]:
-    """The ops that the function runs on one score, and the tensors that it reads beside: those it captured, or those
-    that Dynamo made arguments of it."""
+    """The ops that the function runs on one score, and the other tensors that it reads: those that it captured, or that
+    Dynamo turned into arguments."""
     given = list(buffers)
     found = captured(lambda *args: function(*args, *given), query, has_score=has_score)
     with no_dispatch_modes(), torch.set_grad_enabled(has_gradient), FLEX_GETITEM.value():

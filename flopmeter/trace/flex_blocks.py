@@ -21,8 +21,9 @@ UNKNOWN_MASK = "every block of a mask_mod that reads values which are not known"
 
 
 class BlockMaskArguments(NamedTuple):
-    """A BlockMask as the higher-order op takes it (`BlockMask.as_tuple`): lengths, blocks by rows of queries, partial
-    ones and full ones, then by columns of keys; newer torch puts more after these; sizes of a block; mask_mod."""
+    """A BlockMask as the higher-order op takes it (`BlockMask.as_tuple`): the lengths; the blocks by rows of queries,
+    first the partial and then the full ones; the same by columns of keys; in newer torch more; the sizes of a block;
+    mask_mod."""
 
     of_keys: list[Tensor]  # numbers and indices of the blocks of each row of queries
     of_queries: list[Tensor]
@@ -48,7 +49,7 @@ def count_blocks(
 ) -> BlockCount:
     """The blocks that the mask leaves of squares of queries x keys.
 
-    Where mask_mod reads values that are not known, all of them, which is noted as an assumption.
+    If mask_mod reads values that are not known, all blocks are assumed to be computed; the report prints this.
     """
     rows, columns = -(-queries // mask.block[0]), -(-keys // mask.block[1])
     sequences, heads = mask.of_keys[0].shape[:2]
@@ -88,7 +89,7 @@ def _maps(
 def _dense(
     tensors: Sequence[Tensor], shape: tuple[int, int, int, int], values: KnownValues
 ) -> tuple[Tensor, Tensor | None]:
-    """The lists of blocks as maps; the second half is that of full blocks."""
+    """The lists of blocks as maps: the first half for partial blocks, the second for full ones."""
     maps = []
     for number, indices in zip(tensors[::2], tensors[1::2], strict=True):
         counts, listed = values.values.read(number), values.values.read(indices)
@@ -163,7 +164,7 @@ def _evaluate(
 def _moved(
     mask_mod: Callable[..., Tensor], buffers: Sequence[Any], first: tuple[int, ...]
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The function with indices that count from `first`; of 32 bits, as the kernel has them."""
+    """The function with indices that count from `first` and have 32 bits, as in the kernel."""
 
     def moved(*indices: Tensor) -> Tensor:
         return mask_mod(*((index + start).int() for index, start in zip(indices, first, strict=True)), *buffers)
@@ -172,10 +173,10 @@ def _moved(
 
 
 def _by_block(seen: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Of a mask: which blocks hold a visible pair, and which nothing else. torch pads with pairs that are hidden."""
+    """Which blocks of a mask hold a visible pair, and which hold only visible pairs. torch pads with hidden pairs."""
     queries, keys = seen.shape
     padded = torch.nn.functional.pad(seen, (0, -keys % block[1], 0, -queries % block[0])).contiguous()
-    by_rows = padded.view(torch.uint8).unflatten(0, (-1, block[0]))  # of which the CPU takes many at a time
+    by_rows = padded.view(torch.uint8).unflatten(0, (-1, block[0]))  # the CPU compares many bytes at a time
     some, every = by_rows.amax(1), by_rows.amin(1)
     return some.unflatten(1, (-1, block[1])).amax(2).bool(), every.unflatten(1, (-1, block[1])).amin(2).bool()
 
@@ -200,6 +201,6 @@ def _count(partial: Tensor, full: Tensor | None, block: tuple[int, int], queries
 
 
 def _sizes(number: int, block: int, total: int) -> Tensor:
-    """The sizes of blocks of `total`, of which the last may be smaller."""
+    """The sizes of the blocks that `total` is cut into; the last may be smaller."""
     starts = torch.arange(number, dtype=torch.int64, device="cpu") * block
     return (total - starts).clamp(max=block)

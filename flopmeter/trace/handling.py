@@ -14,7 +14,7 @@ from flopmeter.torch_names.private import TRITON_OPERATORS, has_kernel
 from flopmeter.trace.process_groups import NAMESPACES
 
 _RESIZING = (aten.resize_, aten.resize_as_, aten.resize)
-FRESH = (aten.lift_fresh, aten.lift_fresh_copy)  # of what torch.tensor(...) just made
+FRESH = (aten.lift_fresh, aten.lift_fresh_copy)  # they take the storage that torch.tensor(...) just made
 _HOST_NAMESPACES = ("prim", "profiler")  # questions about metadata; no kernel anywhere
 _WRAPPERS = ("_c10d_functional::_wrap_tensor_autograd",)  # returns its argument as a tensor subclass
 
@@ -25,14 +25,15 @@ class Handling(NamedTuple):
     is_host: bool  # pass through unrecorded
     is_composite: bool  # arrives undecomposed under inference_mode
     shape_depends_on_data: bool  # the inputs' geometry does not determine the outputs'
-    changes_storages: bool  # resizes one that it was passed, or was passed one that is new
+    changes_storages: bool  # resizes a storage that it was passed, or was passed a new one
     asks_values: bool  # known values may answer it whatever it is passed
     is_collective: bool = False  # is passed process groups and returns handles
-    launches_kernels: bool = False  # is the program's own, made of Triton kernels, which are recorded for it
+    launches_kernels: bool = False  # an op of the program made of Triton kernels, which are recorded instead
 
 
 def is_composite(func: OpOverload) -> bool:
-    """Whether the op is made of others, above autograd: its parts reach a dispatch mode, itself as a rule not."""
+    """Whether the op is made of others, above autograd: its parts reach a dispatch mode, and as a rule the op itself
+    does not."""
     name = func.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "Meta"))
 

@@ -1,4 +1,5 @@
-"""Ops on meta tensors in other threads than the meter's. They are counted, so that the report can say what it lacks.
+"""Ops on meta tensors in other threads than the meter's. They are counted, so that the report can say how many it
+misses.
 
 A dispatch mode sees only the ops of the thread that entered it. So each thread that starts while a meter is on, and
 each task of a ThreadPoolExecutor (asyncio.to_thread uses one), runs under a mode of its own that only counts. The ops
@@ -56,7 +57,7 @@ def uncounted() -> Iterator[None]:
 
 
 class _Here(threading.local):
-    counters: tuple[OtherThreads, ...] = ()  # of this thread's meters, and of those that count this thread
+    counters: tuple[OtherThreads, ...] = ()  # those of this thread's meters, and those that count this thread
     starts_worker = False  # a pool starts a thread: it outlives the meter, so its tasks are counted, not the thread
 
 

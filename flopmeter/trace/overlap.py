@@ -38,7 +38,7 @@ def push(meter: object, close: Callable[[], object]) -> None:
 
 
 def is_open(meter: object) -> bool:
-    """In this thread."""
+    """Whether a meter is open in this thread."""
     return any(entry.meter is meter for entry in _stack.entries)
 
 

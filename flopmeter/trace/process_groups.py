@@ -16,12 +16,12 @@ NAMESPACES = tuple(GROUP_ARGUMENTS)  # of ops that a process group runs
 
 
 class ProcessGroups:
-    """While a program runs: the record of each process group, and the op of each handle that may be waited for."""
+    """Knows the record of each process group, and the op behind each handle that the program may wait for."""
 
     def __init__(self) -> None:
         self._groups: dict[Any, RankGroup] = {}
         # Handle of a collective -> index of its op. A handle may hold the results, so it must not be kept alive here.
-        # Only the last one is: its op has not returned yet, so the program does not hold it yet.
+        # Only the last one is kept alive: its op has not returned yet, so the program does not hold it yet.
         self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._last_work: Any = None
 

@@ -125,11 +125,11 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch.compile compiles while the recorder is on, and the recorder does not see it at work."""
+        """torch.compile may compile while the recorder is on; the recorder does not see the compiler's own ops."""
         return True
 
     def __enter__(self) -> Recorder:
-        if self._depth == 0:  # else a composite enters again
+        if self._depth == 0:  # else the recorder is on, and entered again to run a composite
             with ExitStack() as undo:
                 undo.enter_context(self.modules)
                 undo.enter_context(triton_kernels.recorded(self, self._values))
@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
         self.note_optimizer(optimizer)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its parameters and its state are what they are."""
+        """Note which tensors are parameters, gradients and optimizer state."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._note_parameter(parameter)
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
                 self._note_parameter(parameter)
 
     def enter_compiled(self, module: nn.Module) -> str:
-        """The path of a module that runs compiled, so that no hook sees it."""
+        """The path of a module that runs compiled; no hook sees such a module."""
         self._note_module(module)
         return self.modules.path_of(module)
 
@@ -302,7 +302,7 @@ class Recorder(TorchDispatchMode):
         if handling.is_collective:
             arrival.plain_args = args = self._groups.plain_args(func, args)
             arrival.plain_kwargs = kwargs = self._groups.plain_kwargs(kwargs)
-        key: list[Any] = [func, torch.get_default_dtype()]  # integers divided are floats of that type
+        key: list[Any] = [func, torch.get_default_dtype()]  # the quotient of integers is a float of that type
         self._describe(args, arrival, BEFORE, key)
         if kwargs:
             key += kwargs
@@ -313,7 +313,7 @@ class Recorder(TorchDispatchMode):
     def _look_up(self, arrival: _Arrival, key: Any) -> None:
         try:
             known = self._calls.get(key)
-        except TypeError:  # there are symbols among the sizes
+        except TypeError:  # some sizes are symbols
             key = hashable(key, arrival.func)
             known = self._calls.get(key)
         arrival.key, arrival.known = key, known

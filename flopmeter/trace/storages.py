@@ -95,7 +95,7 @@ class Storages:
         size = self._size(number)
         if nbytes == size:
             return
-        # A storage that shrinks had its old size until the op before.
+        # A storage that shrinks keeps its old size until the end of the previous op.
         self._note_resize(Resize(len(self._ops) - (nbytes < size), number, nbytes))
         self._found[number].role = "parameters"
 

@@ -55,7 +55,7 @@ def current() -> int:
 
 
 class MetaEvent:
-    """torch.cuda.Event without its clock."""
+    """An event with the interface of torch.cuda.Event, except that it measures no time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._number: int | None = None  # None: not recorded yet, so no stream waits for it
@@ -77,7 +77,7 @@ class MetaEvent:
         return True
 
     def synchronize(self) -> None:
-        """Let the host wait, for nothing."""
+        """The host waits; here there is nothing to wait for."""
 
 
 class MetaStream:
@@ -91,7 +91,7 @@ class MetaStream:
 
     @property
     def stream_id(self) -> int:
-        """What torch's own code knows a stream by."""
+        """The number by which torch's own code knows a stream."""
         return self.number
 
     def wait_event(self, event: MetaEvent) -> None:

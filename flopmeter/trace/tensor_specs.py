@@ -90,7 +90,7 @@ def plain(value: Any, asked_by: object) -> Any:
 
 
 def hashable(value: Any, asked_by: OpOverload) -> Any:
-    """The part of a key in plain values. A value that cannot be hashed becomes a new object, equal to nothing else."""
+    """A part of a key, in plain values. A value that cannot be hashed becomes a new object, equal to nothing else."""
     if isinstance(value, (list, tuple)):
         return tuple(hashable(item, asked_by) for item in value)
     value = plain(value, asked_by)

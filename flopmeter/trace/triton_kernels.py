@@ -1,7 +1,7 @@
 """Triton kernels that a program launches on meta tensors, recorded instead of run.
 
-Works around: a launch asks for the driver of a device, and for data. What a kernel does is read off the code that
-Triton makes of it before any device is asked (TTIR); what it reads and writes is torch's own analysis of that.
+Works around: a launch needs the driver of a device, and data. What a kernel does is read off its TTIR, the code that
+Triton makes before it asks for a device; what it reads and writes comes from torch's own analysis of the TTIR.
 Until: Triton launches on tensors without data.
 """
 
@@ -27,13 +27,13 @@ from flopmeter.torch_names.private import TRITON, TRITON_ACCESSED, TRITON_TTIR, 
 from flopmeter.trace.ttir import body_of
 
 _LAUNCH = Overloads(own).triton_kernel.default
-_CAPABILITY = 80  # the code is the same for others, up to where the device's own compiler begins
+_CAPABILITY = 80  # TTIR is the same for all capabilities
 _WARP = 32
 FIRST_CONFIGURATION = "the first configuration of an autotuned kernel"
 
 
 class KernelRecorder(Protocol):
-    """What takes launches: the recorder."""
+    """Something that records launches: the recorder."""
 
     def is_on(self) -> bool: ...
 
@@ -139,7 +139,7 @@ def _record(
 
 
 def _described(value: Any) -> Any:
-    """What of an argument the code depends on."""
+    """The part of an argument that the generated code depends on."""
     return value.dtype if isinstance(value, Tensor) else (type(value), value)
 
 
@@ -154,7 +154,7 @@ def _by_use(arguments: Mapping[str, Any], found: _Analysed) -> tuple[list[Tensor
 
 
 def _analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> _Analysed:
-    """Raises NotImplementedError where torch's analysis has other names."""
+    """What the kernel does. Raises NotImplementedError where this torch names its analysis differently."""
     TRITON_TTIR.owner  # noqa: B018  (imported, so that a name that is not there is found to be missing)
     if missing := lost(TRITON):
         raise NotImplementedError(f"a Triton kernel cannot be metered with torch {torch.__version__}: {missing[0]}")
@@ -172,7 +172,7 @@ def _analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) 
 
 
 class _NoDevice:
-    """Stands in for the driver while code is made: only which compiler makes it is asked."""
+    """Stands in for the driver while code is generated. It is asked only for which device."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

@@ -102,9 +102,9 @@ def _new_region(owner: Statement, argument: str) -> list[Statement]:
 
 
 def body_of(name: str, text: str, grid: Sequence[int], arguments: Sequence[Any]) -> TritonBody:
-    """What a launch with this grid and these arguments, in the order of the function's own, does.
+    """What a launch does with this grid and these arguments, which are in the function's order.
 
-    What it does a number of times that is not known is named, with the reason.
+    Work that runs an unknown number of times is named, with the reason.
     """
     functions = parse(text)
     programs = prod(grid)
@@ -139,7 +139,7 @@ class _Interpreter:
         return self._walk(statements[:first_block], values, weight)
 
     def _walk(self, statements: Sequence[Statement], values: dict[str, Scalar], weight: int | Tensor) -> list[Scalar]:
-        """What the last statement returns or yields."""
+        """Walk the statements; the values that the last one returns or yields."""
         for statement in statements:
             name = statement.name
             if name in ("tt.return", "scf.yield", "tt.reduce.return", "tt.scan.return"):

@@ -45,8 +45,8 @@ def all_true(call: Call) -> Cost:
 
 @rule(aten._pack_padded_sequence)
 def pack_padded(call: Call) -> tuple[Cost, ...]:
-    """The steps that every sequence still has are cut out, then joined. How often sequences end is data: the cuts are
-    taken as one copy."""
+    """For each run of steps with equally many sequences left, the steps are cut out; then all are joined. The number of
+    cuts depends on data: they count as one copy."""
     packed = call.outputs[0]
     joined = make_cost(call, MOVEMENT, read=[packed], written=[packed])
     return replace(joined), joined

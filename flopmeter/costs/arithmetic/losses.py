@@ -21,12 +21,12 @@ class PerTerm(NamedTuple):
 _LOSSES: dict[OpOverloadPacket, PerTerm] = {
     aten.mse_loss: PerTerm(2),  # (x - y)²
     aten.smooth_l1_loss: PerTerm(4),  # 0.5 * (x - y)² / beta
-    aten.huber_loss: PerTerm(3),  # 0.5 * (x - y)²; the data knows what lies beyond delta, as for smooth_l1_loss
+    aten.huber_loss: PerTerm(3),  # 0.5 * (x - y)²; which ones lie beyond delta depends on data, as for smooth_l1_loss
     # -(y * log x + (1 - y) * log(1 - x)): two logs, two products, two differences, add, negate
     aten.binary_cross_entropy: PerTerm(8, 2),
     aten.soft_margin_loss: PerTerm(4, 2),  # log1p(exp(-x * y))
     aten.multi_margin_loss: PerTerm(4),  # max(0, margin - x[y] + x)**p, added over the classes
-    aten.multilabel_margin_loss_forward: PerTerm(4),  # as if each row had one label: the data knows better
+    aten.multilabel_margin_loss_forward: PerTerm(4),  # as if each row had one label: how many it has depends on data
 }
 
 _GRADIENTS: dict[OpOverloadPacket, PerTerm] = {
@@ -38,7 +38,7 @@ _GRADIENTS: dict[OpOverloadPacket, PerTerm] = {
 
 @rule(*_LOSSES)
 def loss(call: Call) -> Cost:
-    """So many operations for each element of the prediction, and one to add it up; a mean divides the sum."""
+    """The table's operations for each element of the prediction, and one to add it up; a mean divides the sum."""
     n, (flops, transcendentals) = call.inputs[0].numel, _LOSSES[call.func.overloadpacket]
     flops = flops * n + _reduction_flops(call, n)
     return make_cost(call, REDUCTION, flops, transcendentals=transcendentals * n)
@@ -51,7 +51,7 @@ def _reduction_flops(call: Call, terms: int) -> int:
 
 @rule(*_GRADIENTS)
 def loss_backward(call: Call) -> Cost:
-    """So many operations for each element of the gradient."""
+    """The table's operations for each element of the gradient."""
     n, (flops, transcendentals) = call.outputs[0].numel, _GRADIENTS[call.func.overloadpacket]
     return make_cost(call, ELEMENTWISE, flops * n, transcendentals=transcendentals * n)
 

@@ -1,7 +1,7 @@
 """Foreach and fused optimizer kernels, which take lists: every tensor of every list is touched.
 
-A foreach call counts as one kernel; torch splits very long lists over several launches of about 100
-tensors (multi_tensor_apply), which the device cannot tell from one.
+A foreach call counts as one kernel. torch splits very long lists over several launches of about 100 tensors
+(multi_tensor_apply); their times add up to nearly that of one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FOREACH = _foreach_table()
 
 @rule(*FOREACH)
 def foreach(call: Call) -> Cost:
-    """So many operations for each element of the first list."""
+    """The given operations for each element of the first list."""
     per_element, is_multiply_add = FOREACH[call.func.overloadpacket]
     name = call.func.overloadpacket.__name__.removeprefix("_foreach_").removesuffix("_")
     counts = of_numbers(call, per_element, OF_COMPLEX.get(name))
@@ -64,7 +64,7 @@ def foreach_add(call: Call) -> Cost:
 
 @rule(aten._foreach_pow, aten._foreach_pow_)
 def foreach_pow(call: Call) -> Cost:
-    """x to one power, or each to its own: as `pow` of that exponent."""
+    """Each x to one power, or each to a power of its own: as `pow` with that exponent."""
     tensors, exponent = _first_list(call), call.argument("exponent")
     exponents = exponent if isinstance(exponent, tuple) else (exponent,) * len(tensors)
     flops = transcendentals = 0
@@ -153,7 +153,7 @@ def _fused(call: Call, flops: int, *, transcendentals: int = 0) -> Cost:
 def _of_list(
     call: Call, per_element: PerElement, *, fused_multiply_add: bool, read: Iterable[TensorSpec] | None = None
 ) -> Cost:
-    """So many real operations for each element of the first list."""
+    """The given real operations for each element of the first list."""
     n = _elements(call)
     return make_cost(
         call,

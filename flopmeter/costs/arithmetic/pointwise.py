@@ -107,7 +107,7 @@ _FORMULAS = {
     "binary_cross_entropy_backward": PerElement(6),  # dy * (x - y) / ((1 - x) * x) / n
 }
 
-OF_COMPLEX = {  # real operations, by the op's name: of what is not four times its real self
+OF_COMPLEX = {  # real operations of complex ops, by name, where they are not four times those of the real op
     **dict.fromkeys(("add", "sub", "rsub", "neg"), PerElement(COMPLEX_ADD)),
     **dict.fromkeys(("mul", "square"), PerElement(COMPLEX_MULTIPLY)),
     **dict.fromkeys(("div", "reciprocal"), PerElement(COMPLEX_DIVIDE)),
@@ -134,8 +134,8 @@ def pointwise(call: Call) -> Cost:
 def elementwise(
     call: Call, per_element: PerElement, of_complex: PerElement | None = None, *, fused_multiply_add: bool = False
 ) -> Cost:
-    """So many operations for each element of the (first) output, broadcast operands included; of complex numbers
-    `of_complex`, or else four times as many."""
+    """The given operations for each element of the (first) output, broadcast operands included. Complex numbers take
+    `of_complex` or, without it, four times as many."""
     operands = (*call.outputs, *call.inputs)
     n = operands[0].numel
     flops, transcendentals = of_numbers(call, per_element, of_complex)
@@ -168,7 +168,7 @@ def add(call: Call) -> Cost:
 
 
 def sum_of_scaled(scaled: bool) -> tuple[PerElement, PerElement]:
-    """a + b or a + alpha·b: of real and of complex numbers."""
+    """a + b or a + alpha·b: operations on real and on complex numbers."""
     return PerElement(1 + scaled), PerElement(COMPLEX_ADD + COMPLEX_MULTIPLY * scaled)
 
 
@@ -179,7 +179,7 @@ def addcmul(call: Call) -> Cost:
 
 
 def sum_of_product(call: Call, scaled: bool) -> tuple[PerElement, PerElement]:
-    """a + b·c or a + value·b·c, or with b / c: of real and of complex numbers."""
+    """a + b·c or a + value·b·c, or with b / c: operations on real and on complex numbers."""
     joined = COMPLEX_DIVIDE if "addcdiv" in call.func.overloadpacket.__name__ else COMPLEX_MULTIPLY
     return PerElement(2 + scaled), PerElement(COMPLEX_ADD + joined + COMPLEX_MULTIPLY * scaled)
 
@@ -197,7 +197,7 @@ def power(call: Call) -> Cost:
 
 
 def power_of(exponent: Any) -> tuple[PerElement, PerElement | None]:
-    """Of real and of complex numbers; an exponent that is no number is a tensor's."""
+    """Operations on real and on complex numbers; an exponent that is no number is a tensor."""
     known: dict[float, int] = {0: 0, 1: 0, 2: 1, 3: 2, -1: 0, -2: 1}
     multiplies = known.get(exponent) if isinstance(exponent, (int, float)) else None
     if multiplies is None:
@@ -268,7 +268,7 @@ def bias_rescale_qkv(call: Call) -> Cost:
 
 @rule(aten.div, aten.div_)
 def div(call: Call) -> Cost:
-    """One, and one more to round where a rounding mode is given."""
+    """One operation, and one more to round if a rounding mode is given."""
     names = {argument.name for argument in call.func._schema.arguments}
     rounded = "rounding_mode" in names and call.argument("rounding_mode") is not None
     return elementwise(call, PerElement(1 + rounded), OF_COMPLEX["div"])
@@ -277,5 +277,8 @@ def div(call: Call) -> Cost:
 @rule(aten.clone, aten._to_copy, aten.copy_, aten.copy)
 def copy(call: Call) -> Cost:
     """Read the source, write the destination; a cast is a copy."""
-    is_onto = call.func.overloadpacket in (aten.copy_, aten.copy)  # the first argument lends its place or its shape
+    is_onto = call.func.overloadpacket in (
+        aten.copy_,
+        aten.copy,
+    )  # of the first argument only memory or shape matters
     return make_cost(call, MOVEMENT, read=(call.inputs[1 if is_onto else 0],))

@@ -24,7 +24,7 @@ from flopmeter.torch_names.operators import aten, aten_overloads
 
 
 class PerInput(NamedTuple):
-    """Of each input element, and of each output element."""
+    """Operations for each input element, and for each output element."""
 
     flops: int
     transcendentals: int = 0
@@ -115,13 +115,13 @@ def vector_norm(call: Call) -> Cost:
 
 @rule(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
 def max_pool(call: Call) -> Cost:
-    """Comparisons only, of what the windows cover."""
+    """Only comparisons, of the elements that the windows cover."""
     dims = 2 if call.func.overloadpacket is aten.max_pool2d_with_indices else 3
     return make_cost(call, REDUCTION, read=(_pooled(call, dims, call.argument("dilation")),))
 
 
 def _pooled(call: Call, dims: int, dilation: Sequence[int]) -> TensorSpec:
-    """As much of the input as the windows of a pooling cover; without a stride they lie side by side."""
+    """The part of the input that the windows of a pooling cover; without a stride they lie side by side."""
     kernel, stride, padding = (_numbers(call.argument(name)) for name in ("kernel_size", "stride", "padding"))
     windows = call.outputs[0].shape[-dims:]
     (x,) = call.inputs
@@ -157,7 +157,7 @@ def average_pool(call: Call) -> Cost:
     aten._upsample_nearest_exact3d_backward,
 )  # fmt: skip
 def overlapping_gradients(call: Call) -> Cost:
-    """Each output gradient is added where its value came from; the input lends its shape alone."""
+    """Each output gradient is added where its value came from; of the input only the shape matters."""
     grad = call.inputs[0]
     return make_cost(call, REDUCTION, grad.numel, read=(grad, *call.inputs[2:]), complex_factor=COMPLEX_ADD)
 

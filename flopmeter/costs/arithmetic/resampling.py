@@ -1,8 +1,8 @@
 """Interpolation: each output is a weighted sum of the few inputs (taps) around its place.
 
-Weights depend on the place alone and are shared by all channels: they are counted where the caller gives the
-places (grid_sample) and left out where they are a regular grid. What is made smaller is read in part: so many taps
-for each place along each axis.
+Weights depend on the place alone and are shared by all channels: they are counted where the caller gives the places
+(grid_sample) and left out where they are a regular grid. An image that is made smaller is read in part: only the taps
+of each place along each axis.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def upsample(call: Call) -> Cost:
     aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d,
 )  # fmt: skip
 def nearest(call: Call) -> Cost:
-    """A copy of one input for each output: where there are fewer outputs, of so many."""
+    """Each output is a copy of one input; with fewer outputs than inputs only those are read."""
     (x,), (out,) = call.inputs, call.outputs
     sizes = map(min, x.shape, out.shape)
     return make_cost(call, MOVEMENT, read=(x._replace(shape=tuple(sizes)),))

@@ -88,8 +88,8 @@ def efficient_attention_backward(call: Call) -> Cost:
 
 
 def visible_pairs(queries: int, keys: int, mask: Mask = CAUSAL) -> int:
-    """The (query, key) pairs that the mask leaves visible: those not after the last key that each query sees,
-    less those before the first."""
+    """The (query, key) pairs that the mask leaves visible: for each query the keys up to the last one that it sees,
+    less those before the first one."""
     shift = keys - queries if mask.bottom_right else 0
     up_to_last = queries * keys if mask.right is None else _pairs_up_to(queries, keys, shift + mask.right)
     before_first = 0 if mask.left is None else _pairs_up_to(queries, keys, shift - mask.left - 1)
@@ -142,7 +142,8 @@ def _fused(
 
 
 def _seen(call: Call, shape: AttentionShape) -> list[TensorSpec | Region] | None:
-    """What is read, less the keys and values before the window of the first query; None if that is everything."""
+    """The tensors without the keys and values that lie before the window of the first query; None if nothing is left
+    out."""
     shift = shape.keys - shape.queries if shape.mask.bottom_right else 0
     unseen = 0 if shape.mask.left is None else max(shift - shape.mask.left, 0)
     if not unseen or shape.is_backward:
@@ -172,8 +173,8 @@ def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
 
 
 def _of_library(call: Call, lengths: str, longest_query: str, longest_key: str) -> AttentionShape:
-    """Heads come third. Of packed sequences a trace knows only the number of tokens and the longest length. All are
-    counted as that long, each token against the longest row of keys."""
+    """The shape of the work; heads are the third dimension. For packed sequences a trace knows only the number of
+    tokens and the longest length: all sequences count as that long, and each token meets the longest row of keys."""
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
     heads, depth = q.shape[-2:]
     starts = call.argument(lengths)
@@ -195,15 +196,16 @@ def _causal_mask(call: Call) -> Mask:
 
 
 def _flash_mask(call: Call) -> Mask:
-    """The flash-attention library aligns at the bottom right; a window of -1 has no end on that side."""
+    """The mask of a call: the flash-attention library aligns at the bottom right, and a window of -1 is open on that
+    side."""
     left, right = (call.argument(f"window_size_{side}") for side in ("left", "right"))
     left, right = (None if size in (None, -1) else size for size in (left, right))
     return Mask(left, 0 if call.argument("is_causal") else right, bottom_right=True)
 
 
 def _efficient_mask(call: Call) -> Mask:
-    """Of the custom mask types 1 is causal from the top left and 2 from the bottom right; a window holds so
-    many keys, the query's own the last."""
+    """Custom mask type 1 is causal from the top left, 2 from the bottom right. A window is a number of keys, of which
+    the query's own is the last."""
     kind, window = call.argument("custom_mask_type"), call.argument("window_size")
     left = None if not window else window - 1
     return Mask(left, 0, bottom_right=kind == 2) if kind else FULL

@@ -85,7 +85,7 @@ def convolution_backward(call: Call) -> tuple[Cost, ...]:
         kernels.append(make_convolution(call, product, shape, read=read, written=(next(outputs),)))
     if wants_weight:
         batch, m, n, k = product
-        by_weight = Matmul(batch, n, k, m)  # the positions are what is summed over
+        by_weight = Matmul(batch, n, k, m)  # the sum runs over the positions
         met = (_met(call, grad, weight, x), x) if transposed else (grad, _met(call, x, weight, grad))
         read = (layout.part(grad, met[0]), layout.part(x, met[1]))
         by_filter = shape._replace(positions=())
@@ -100,7 +100,7 @@ def _bias_gradient(call: Call, grad: TensorSpec, written: TensorSpec) -> Cost:
 
 
 def _met(call: Call, wide: TensorSpec, weight: TensorSpec, narrow: TensorSpec) -> TensorSpec:
-    """As much of the tensor that the filters slide over as they meet; they stop at the positions of the other."""
+    """The part of `wide` that the filters meet while they slide over it; they stop at the positions of `narrow`."""
     stride, padding, dilation = (call.argument(name) for name in ("stride", "padding", "dilation"))
     kernel = weight.shape[2:]
     return covered(wide, narrow.shape[-len(kernel) :], kernel, stride, padding, dilation)
@@ -120,7 +120,7 @@ class _ConvolutionLayout:
                 self.copies.append(_copy(call, spec, copy))
 
     def part(self, operand: TensorSpec, met: TensorSpec) -> TensorSpec | Region:
-        """What the matmul reads of an operand: as much as the filters meet."""
+        """The part of an operand that the matmul reads: what the filters meet."""
         copy = self._copied.get(operand)
         return met if copy is None else Region(copy, met.nbytes)
 

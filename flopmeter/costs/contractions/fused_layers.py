@@ -14,7 +14,7 @@ from flopmeter.torch_names.operators import aten
 
 
 class _Layer(NamedTuple):
-    """[batch, queries, width] against [batch, keys, width], in a type of so many bytes."""
+    """[batch, queries, width] against [batch, keys, width], in a type of `itemsize` bytes."""
 
     call: Call
     batch: int
@@ -84,7 +84,7 @@ def transformer_encoder_layer(call: Call) -> tuple[Cost, ...]:
 
 @rule(aten._masked_softmax)
 def masked_softmax(call: Call) -> Cost:
-    """Softmax (4) of what the mask leaves."""
+    """Softmax (4) of the elements that the mask leaves."""
     n = call.argument("self").numel
     return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n)
 

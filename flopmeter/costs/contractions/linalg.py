@@ -1,8 +1,9 @@
 """Factorizations, solves and Fourier transforms: the leading order of the textbook algorithm.
 
 Sources: L41 is LAPACK Working Note 41 (Blackford and Dongarra, 'Quick Installation Guide for LAPACK', operation
-counts); GvL is Golub and Van Loan, 'Matrix Computations', 4th ed. What iterates (eigenvalues, singular values)
-is counted as there. They are matmuls of blocks, so their class is contraction, but no library runs them on the
+counts); GvL is Golub and Van Loan, 'Matrix Computations', 4th ed. Iterative methods (eigenvalues, singular values) are
+counted as these sources count them. They are matmuls of blocks, so their class is contraction, but no library runs them
+on the
 matrix units at reduced precision: they carry no MACs and are timed as multiply-adds of the vector units.
 """
 
@@ -36,7 +37,7 @@ def qr_flops(m: int, n: int) -> int:
 
 
 def form_q_flops(m: int, columns: int, reflectors: int) -> int:
-    """L41 orgqr: the first columns of the product of so many reflectors."""
+    """L41 orgqr: the first columns of the product of the reflectors."""
     return 4 * m * columns * reflectors - 2 * (m + columns) * reflectors**2 + 4 * reflectors**3 // 3
 
 
@@ -76,7 +77,7 @@ _PER_MATRIX: dict[OpOverloadPacket, Callable[[int, int], int]] = {
 
 @rule(*_PER_MATRIX)
 def factorization(call: Call) -> Cost:
-    """So many operations for each matrix of the batch, by the table."""
+    """The table's operations for each matrix of the batch."""
     return _batched(call, _PER_MATRIX[call.func.overloadpacket])
 
 
@@ -193,7 +194,7 @@ def fourier_transform(call: Call) -> Cost:
 
 
 def _batched(call: Call, flops: Callable[[int, int], int], *, position: int = 0) -> Cost:
-    """So many operations for each m x n matrix of the operand at that position."""
+    """The given operations for each m x n matrix of the operand at that position."""
     *batch, m, n = call.inputs[position].shape
     return _library(call, prod(batch) * flops(m, n))
 

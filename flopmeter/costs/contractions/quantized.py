@@ -53,8 +53,8 @@ def scaled_addmm(call: Call) -> Cost:
 
 @rule(aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2)
 def grouped_mm(call: Call) -> Cost:
-    """One matmul a group. `offs` splits the rows of a 2-D `self` (tokens of an expert), the columns of a 2-D
-    `mat2`, or their common depth where both are 2-D. What belongs to no group or to an empty one is not touched."""
+    """One matmul a group. `offs` splits the rows of a 2-D `self` (tokens of an expert), the columns of a 2-D `mat2`, or
+    their common depth where both are 2-D. Rows and columns of no group, or of an empty one, are not touched."""
     a, b, out = call.inputs[0], call.inputs[1], call.outputs[0]
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1] * _packed(a)
     per_output = (0 if call.func.overloadpacket is aten._grouped_mm else 2) + (call.argument("bias") is not None)
@@ -88,13 +88,13 @@ def grouped_mm(call: Call) -> Cost:
 
 
 def _equal_groups(whole: int, count: int) -> tuple[int, ...]:
-    """Of so many groups as equal as can be."""
+    """The ends of this many groups, as equal as possible."""
     size, rest = divmod(whole, max(count, 1))
     return (size + 1,) * rest + (size,) * (count - rest)
 
 
 def _share(spec: TensorSpec, part: int, whole: int) -> Region:
-    """So many of a tensor's rows, columns or matrices."""
+    """The part of a tensor that has this many rows, columns or matrices."""
     return Region(spec, spec.nbytes * part // max(whole, 1))
 
 
@@ -125,7 +125,7 @@ def int4_weight_mm_elsewhere(call: Call) -> Cost:
 
 
 def _of_rows(call: Call) -> Matmul:
-    """Each row of the first input, of whatever rank, times a matrix."""
+    """Each row of the first input, which may have any rank, times a matrix."""
     x, out = call.inputs[0], call.outputs[0]
     return Matmul(1, prod(x.shape[:-1]), out.shape[-1], x.shape[-1])
 

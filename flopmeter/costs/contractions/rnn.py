@@ -1,7 +1,7 @@
 """Recurrent networks: the fused cuDNN and oneDNN layers, and the kernels of a single cell's gates.
 
-Every weight matrix [rows, columns] meets every token once, 2·tokens·rows·columns, whatever the kind of network.
-The recurrence forces steps to follow one another, which the time model needs to know of (`Recurrence`).
+Every weight matrix [rows, columns] meets every token once, 2·tokens·rows·columns, whatever the kind of network. Each
+step has to wait for the one before, which the time model has to know (`Recurrence`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def cudnn_rnn_backward(call: Call) -> Cost:
 
 @rule(aten.mkldnn_rnn_layer)
 def mkldnn_rnn_layer(call: Call) -> Cost:
-    """One layer in one direction, an LSTM's: what the CPU runs where CUDA runs cuDNN."""
+    """One layer of an LSTM in one direction: the op of the CPU, where CUDA has cuDNN's."""
     weights, x = call.inputs[1:5], call.inputs[0]
     tokens = x.shape[0] * x.shape[1]
     units = tokens * call.argument("hidden_size")
@@ -150,7 +150,7 @@ def _products(weights: Sequence[TensorSpec], tokens: int) -> list[Matmul]:
 
 
 def _transposed(products: list[Matmul]) -> list[Matmul]:
-    """The gradients of the weights: the tokens are what is summed over."""
+    """The gradients of the weights: the sum runs over the tokens."""
     return [Matmul(1, product.n, product.k, product.m) for product in products]
 
 

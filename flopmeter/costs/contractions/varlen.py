@@ -23,7 +23,7 @@ _STARTS = ("cu_seq_q", "cum_seq_q", "cu_seqlens_q")  # what the ops call the pla
 
 
 def varlen_attention(call: Call) -> tuple[Cost, ...]:
-    """The kernel of the library, and a fill of the random state that it would need for dropout."""
+    """The kernel of the library, and a fill of the random state, which dropout would need."""
     return varlen_attention_out(call), make_cost(call, MOVEMENT, read=(), written=call.outputs[2:])
 
 
@@ -45,14 +45,14 @@ VARLEN: dict[str, Rule] = {
 
 
 def packed_notes(kernels: Iterable[Kernel]) -> list[str]:
-    """What is assumed of the lengths of packed sequences, which are data."""
+    """What is assumed about the lengths of packed sequences, which are data."""
     calls = {kernel.op.call for kernel in kernels if kernel.cost.op_class == ATTENTION}
     names = sorted({call.name for call in calls if any(_given(call, name) is not None for name in _STARTS)})
     return [f"assumed: sequences packed for {', '.join(names)} are all as long as the longest"] if names else []
 
 
 def _of_flash(call: Call, func: OpOverload) -> Call:
-    """The call of the library that the op makes: these are the arguments that its price depends on."""
+    """The library call that the op makes, with the arguments on which its price depends."""
     left, right = call.argument("window_size") or (-1, -1)
     kwargs = {name: call.argument(name) for name in ("query", "key", "value", "max_q", "max_k", "is_causal")}
     kwargs |= {"cum_seq_q": call.argument("cu_seq_q"), "window_size_left": left, "window_size_right": right}
@@ -72,7 +72,7 @@ def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:
 
 
 def _used(call: Call, pool: TensorSpec, pages: TensorSpec) -> Region:
-    """As much of the pool as the pages of the sequences hold."""
+    """The part of the pool that the pages of these sequences hold."""
     _, page_tokens, *token = pool.shape
     used = pages.shape[0] * ceil(call.argument("max_k") / page_tokens) * page_tokens * prod(token)
     return Region(pool, min(pool.nbytes, used * pool.dtype.itemsize))

@@ -49,14 +49,15 @@ def wait(call: Call) -> tuple[Cost, ...]:
 
 
 def _batch(call: Call, known: KnownOp, ways: Iterable[str]) -> Iterator[Cost]:
-    """One after another; NCCL runs those of a batch together."""
+    """The messages of a batch, one after another. NCCL runs them together."""
     assert known.op.peer is not None
     for way, peer, tensor in zip(ways, call.argument(known.op.peer), call.inputs, strict=True):
         yield _message(call, known, "send" if "send" in way else "recv", (tensor,), peer)
 
 
 def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[TensorSpec, ...], peer: int) -> Cost:
-    """Between this rank and another one of the group. The op's result stands for the handle or for the tensor."""
+    """One message between this rank and another one of the group. The op's result stands for the handle or for the
+    tensor."""
     group = group_of(call)
     pair = tuple(sorted((group.ranks[group.rank], group.ranks[peer])))
     touched = as_regions(specs)
@@ -94,7 +95,7 @@ def message_ends(kernel: Kernel) -> tuple[int, int]:
 
 
 def _peer(call: Call, known: KnownOp) -> int:
-    """The other rank; of a receive from anyone, the next rank of the group."""
+    """The other rank; for a receive from any source, the next rank of the group."""
     if known.op.peer is not None:
         return int(call.argument(known.op.peer))
     group = group_of(call)
@@ -110,8 +111,8 @@ def _received(call: Call, known: KnownOp) -> Any:
 
 
 def _largest_part(call: Call, known: KnownOp) -> int:
-    """Of an exchange in uneven parts, the most bytes that go between two ranks. All ranks are taken to send alike, so
-    the rank that gets the largest part gets it from everyone, and the exchange lasts until it has."""
+    """The most bytes that go between two ranks in an exchange of uneven parts. All ranks are assumed to send alike, so
+    one rank gets the largest part from everyone, and the exchange lasts until it has all of them."""
     most = 0
     for specs, splits in ((_sent(call, known), "input_split_sizes"), (_received(call, known), "output_split_sizes")):
         if any(argument.name == splits for argument in call.func._schema.arguments):
@@ -125,7 +126,7 @@ def _largest_part(call: Call, known: KnownOp) -> int:
 
 
 def _nbytes(specs: Any) -> int:
-    """Of a tensor, or of all in a (nested) list."""
+    """Bytes of a tensor, or of all tensors in a (nested) list."""
     if isinstance(specs, TensorSpec):
         return specs.nbytes
     return sum(map(_nbytes, specs))

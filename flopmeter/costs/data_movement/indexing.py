@@ -21,7 +21,7 @@ SELECT_OPERATIONS = 80
 def gather(call: Call) -> Cost:
     """Reads the elements that it returns, each once however often it is named, and the indices."""
     source, (out,) = call.inputs[0], call.outputs
-    is_compiled = call.func.overloadpacket is not aten.masked_select  # whose result has no known size
+    is_compiled = call.func.overloadpacket is not aten.masked_select  # its result has no known size
     selects_rows = call.func.overloadpacket in (aten.embedding, aten.index_select)
     return make_cost(
         call,
@@ -109,7 +109,7 @@ def scatter(call: Call) -> Cost:
     read = (*copied, *call.inputs[1:], *(named,) * accumulates)
     flops = touched * _accumulation(call) if accumulates else 0
     if _reduction(call) == "mean":
-        flops += target.numel  # the sums, over how many went into each
+        flops += target.numel  # each sum is divided by the number of its terms
     return make_cost(call, INDEXING, flops, read=read, written=(*(out,) * (not in_place), named), complex_factor=1)
 
 
@@ -146,7 +146,7 @@ def segment_reduce_backward(call: Call) -> Cost:
 
 @rule(aten.searchsorted, aten.bucketize)
 def search(call: Call) -> Cost:
-    """Binary search: log2 n + 1 comparisons a value, 0 FLOP, so many elements read, at most the whole sequence."""
+    """Binary search: log2 n + 1 comparisons a value, 0 FLOP. As many elements are read, at most the whole sequence."""
     is_bucketize = call.func.overloadpacket is aten.bucketize
     sequence = call.argument("boundaries" if is_bucketize else "sorted_sequence")
     values = [spec for spec in call.inputs if spec != sequence]
@@ -164,7 +164,7 @@ def trace(call: Call) -> Cost:
 
 
 def _rows(elements: int, table: TensorSpec) -> Region:
-    """So many elements of a table; one that is named twice is read once."""
+    """The elements of a table that indices name; an element that is named twice is read once."""
     return Region(table, min(elements, table.distinct_elements) * table.dtype.itemsize)
 
 
@@ -177,7 +177,7 @@ def _argument_names(call: Call) -> set[str]:
 
 
 def _source(call: Call) -> TensorSpec | None:
-    """What is written; None where it is a number."""
+    """The tensor that is written; None if it is a number."""
     for name in ("values", "source", "src"):
         if name in _argument_names(call):
             value = call.argument(name)
@@ -193,7 +193,7 @@ def _touched_elements(call: Call, source: TensorSpec | None) -> int:
     if packet in (aten.index_fill, aten.index_fill_):
         size = target.shape[call.argument("dim")] if target.shape else 1
         return int(target.numel // max(size, 1) * call.argument("index").numel)
-    if source is None or packet in _SCATTERS:  # a source may be larger than the index: only so much is taken
+    if source is None or packet in _SCATTERS:  # a source may be larger than the index; only as many elements are taken
         return int(call.argument("index").numel) if "index" in _argument_names(call) else _indexed_elements(call)
     return max(source.numel, _indexed_elements(call))
 
@@ -230,7 +230,7 @@ def _accumulates(call: Call) -> bool:
 
 
 def _accumulation(call: Call) -> int:
-    """Real operations to join an element with what was there."""
+    """Real operations that combine an element with the old one."""
     if _is_extremum(call):
         return 0
     is_product = _reduction(call) in ("prod", "multiply")
@@ -245,5 +245,5 @@ def _is_extremum(call: Call) -> bool:
 
 
 def _reduction(call: Call) -> str | None:
-    """What an op that takes the name of a reduction was given: 'sum', 'mean', 'prod', ..."""
+    """The reduction that the op was given by name: 'sum', 'mean', 'prod', ..."""
     return call.argument("reduce") if "reduce" in _argument_names(call) else None

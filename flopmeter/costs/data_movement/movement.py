@@ -29,7 +29,7 @@ def no_kernel(call: Call) -> tuple[Cost, ...]:
     aten.triu_indices,
 )  # fmt: skip
 def factory(call: Call) -> Cost:
-    """Writes its output; what it is 'like' is not read."""
+    """Writes its output; a tensor that only gives the shape is not read."""
     return make_cost(call, MOVEMENT, read=())
 
 
@@ -41,7 +41,7 @@ def fill(call: Call) -> Cost:
 
 @rule(aten._foreach_copy_, aten._foreach_copy)
 def foreach_copy(call: Call) -> Cost:
-    """Reads the sources; what they are written over is not read."""
+    """Reads the sources; the old content of the targets is not read."""
     return make_cost(call, MOVEMENT, read=call.argument("src"))
 
 
@@ -70,7 +70,8 @@ def im2col(call: Call) -> Cost:
 
 @rule(aten.tril, aten.triu, aten.tril_, aten.triu_)
 def triangle(call: Call) -> Cost:
-    """Reads what it keeps, writes all: zeros in place of the rest. In place what it keeps stays as it is."""
+    """Reads the elements that it keeps and writes all, zeros for the rest. In place, the elements that it keeps are not
+    touched."""
     (x,), (out,) = call.inputs, call.outputs
     *batch, rows, columns = x.shape
     is_lower = call.func.overloadpacket in (aten.tril, aten.tril_)
@@ -109,7 +110,8 @@ def view_copy(call: Call) -> Cost:
 
 
 def _part_of(whole: TensorSpec, part: TensorSpec) -> Region:
-    """Where the part is written: each element, also of an expanded one (the gradient of a sum), and none twice."""
+    """The region that the part is written to: every element once, also if the part is expanded (the gradient of a
+    sum)."""
     return Region(whole, min(part.numel * part.dtype.itemsize, whole.nbytes))
 
 

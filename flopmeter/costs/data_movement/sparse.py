@@ -1,6 +1,7 @@
-"""Sparse (COO) gradients: all that they hold is read, but of a dense tensor only the elements that they name.
+"""Sparse (COO) gradients: their values and indices are read whole, of a dense tensor only the elements that they name.
 
-These rules stand beside those of the same ops on dense tensors; one that is not here is uncounted.
+These rules are for sparse arguments; the same ops have another rule for dense ones. An op that is not here is
+uncounted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from flopmeter.torch_names.operators import aten, aten_overloads
 
 
 def no_kernel(call: Call) -> tuple[Cost, ...]:
-    """Indices and values put together, or a question about them."""
+    """The op only puts indices and values together, or asks about them."""
     return FREE
 
 
@@ -30,8 +31,8 @@ def coalesce(call: Call) -> Cost:
 
 
 def add(call: Call) -> Cost:
-    """To a dense tensor: of the places that are named, as index_add (a copy comes first where it is not in place).
-    To a sparse one: both, one after the other."""
+    """Added to a dense tensor: like index_add, only the named places (after a copy, unless in place).
+    Added to a sparse one: both, one after the other."""
     target, source = call.inputs
     scaled = call.argument("alpha") != 1
     values, in_place = _values(source), call.outputs[0].storage == target.storage
@@ -61,8 +62,8 @@ def mask(call: Call) -> Cost:
 
 
 def bag_gradient(call: Call) -> Cost:
-    """Each bag's gradient to each row that went in, weighted or, in a mean, over their number; the indices are those
-    that came in."""
+    """Each bag's gradient goes to each row that went in, weighted or, for a mean, divided by their number. The indices
+    are the given ones."""
     grad, bags, weights = (call.argument(name) for name in ("grad", "offset2bag", "per_sample_weights"))
     rows = _values(call.outputs[0])
     is_mean = call.argument("mode") == 1

@@ -17,7 +17,7 @@ _GRAPH_BREAKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 def whole_program(op: Op) -> Hashable | None:
-    """Everything but the optimizer: a program that marks no region is compiled as a whole."""
+    """Everything but the optimizer is compiled, if the program marks no region."""
     return None if op.phase == "optimizer" else "program"
 
 

@@ -20,7 +20,7 @@ from flopmeter.records import Kernel
 
 
 class _Edge(NamedTuple):
-    """Kernel `after` must run after `before`, or together with it."""
+    """Kernel `after` must run after kernel `before`, or be fused with it."""
 
     before: int
     after: int
@@ -116,8 +116,9 @@ class Groups:
         )
 
     def _updates_input(self, kernel: int) -> bool:
-        """Whether it changes in place what the graph was given, such as an optimizer's step counter. That is written
-        by a loop of its own size; a value of the graph's own may be computed again in the larger loop of a reader."""
+        """Whether it changes in place what the graph was given, such as an optimizer's step counter. An input is
+        written by a loop of its own size, while a value of the graph may be computed again in the larger loop of a
+        reader."""
         written = {value.touch.storage for value in self._flow.writes[kernel]}
         return any(
             touch.storage in written and all(self._graphs[value.kernel] != self._graphs[kernel] for value in values)
@@ -153,8 +154,8 @@ class Groups:
             self._parent[other] = root
 
     def _delay(self) -> None:
-        """Let a group that nobody needs before a later level run there, where it can join its first reader
-        (a mask drawn early, the other branch of a residual block): what it wrote stays in registers."""
+        """Move a group that nobody needs before a later level to that level, where it can join its first reader (a mask
+        drawn early, the other branch of a residual block): what it wrote stays in registers."""
         edges_of: defaultdict[int, list[_Edge]] = defaultdict(list)
         for edge in self._edges:
             if self.of(edge.before) != self.of(edge.after):

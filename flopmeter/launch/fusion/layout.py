@@ -50,7 +50,7 @@ class _Filters(NamedTuple):
 
 
 def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kernel]:
-    """The kernels, with the convolutions of every region that inductor converts in channels-last."""
+    """The kernels; in every region that inductor converts, the convolutions are in channels-last."""
     by_region: defaultdict[Hashable, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         name = region(kernel.op)

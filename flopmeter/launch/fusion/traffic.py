@@ -24,13 +24,13 @@ class Traffic:
         return self._read(members), self._written(members)
 
     def _read(self, members: list[int]) -> int:
-        """Each region once, less what the group itself computed before."""
+        """Bytes read: each region once, without what the group itself computed before."""
         inside, seen = self._groups.of(members[0]), set[Touch]()
         charges = _Charges()
         for member in members:
             for touch, values in self._flow.reads[member]:
                 own = sum(_common(v.touch, touch) for v in values if self._groups.of(v.kernel) == inside)
-                if touch.charged == touch.nbytes:  # else two reads of a region may be of different parts
+                if touch.charged == touch.nbytes:  # else two reads of a region may read different parts
                     if touch in seen:
                         continue
                     seen.add(touch)
@@ -38,7 +38,7 @@ class Traffic:
         return charges.total(self._storages)
 
     def _written(self, members: list[int]) -> int:
-        """What is needed outside of the group."""
+        """Bytes written: values that are needed outside of the group."""
         charges = _Charges()
         for member in members:
             for value in self._flow.writes[member]:
@@ -88,7 +88,7 @@ class _Charges:
 
 
 def _common(a: Touch, b: Touch) -> int:
-    """Bytes that two regions of one storage surely share: none where both have gaps and they differ."""
+    """Bytes that two regions of one storage are sure to share: none if both have gaps and they differ."""
     if (a.start, a.stop, a.nbytes) == (b.start, b.stop, b.nbytes):
         return a.nbytes
     a_is_dense, b_is_dense = a.nbytes == a.stop - a.start, b.nbytes == b.stop - b.start
