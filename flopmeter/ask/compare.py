@@ -39,11 +39,11 @@ from flopmeter.report.tables import ColumnOf, Document, Shown, Table, table_of
 AnyHardware = str | os.PathLike[str] | Hardware
 Sort = Literal["seconds", "cost"]
 SECONDS_PER_HOUR = 3600
-NOTEWORTHY = 0.02  # of the time: a difference between two what-ifs that is worth a word
+NOTEWORTHY = 0.02  # of the time: the least difference between two what-ifs that is mentioned
 
 
 def step_dollars(dollars_per_gpu_hour: float | None, gpus: int, seconds: float) -> float | None:
-    """What a step on so many GPUs costs; None without a price."""
+    """What a step on `gpus` GPUs costs; None without a price."""
     return None if dollars_per_gpu_hour is None else dollars_per_gpu_hour * gpus * seconds / SECONDS_PER_HOUR
 
 
@@ -105,7 +105,7 @@ class Comparison(Shown):
     notes: tuple[str, ...]
 
     def with_note(self, note: str) -> Comparison:
-        """The same with a line more under the tables; an empty one adds none."""
+        """The same with one more line under the tables; an empty note adds none."""
         return replace(self, notes=(*self.notes, note)) if note else self
 
     def _document(self) -> Document:
@@ -221,7 +221,7 @@ class _DeviceJob(NamedTuple):
 
 
 class _DeviceResult(NamedTuple):
-    """What came of one device: a row, or why there is none."""
+    """The result of one device: a row, or why there is none."""
 
     row: DeviceRow | None
     title: str = ""
@@ -251,7 +251,8 @@ def _result(job: _DeviceJob, meters: list[FlopMeter], device: Hardware) -> _Devi
 def _report(
     fn: Callable[[], object], device: Hardware, mode: Mode, meters: list[FlopMeter], options: Mapping[str, Any]
 ) -> Report:
-    """From the meter of a device that runs the same ops where there is one, else from a new one."""
+    """The report of a device: from the meter of a device that runs the same ops if there is one, else from a new
+    meter."""
     for meter in meters:
         with contextlib.suppress(StreamError):
             return meter.report(hardware=device, mode=mode)
@@ -277,7 +278,7 @@ def _row(report: Report, items: float | None, dollars_per_hour: float | None, ch
 
 
 def checked_prices(prices: Mapping[str, float], devices: Iterable[Hardware]) -> dict[str, float]:
-    """By the profile's own name, whatever alias the caller used."""
+    """The prices by the profile's own name, whatever alias the caller used."""
     own_names = {device.name for device in devices}
     checked = {}
     for name, dollars in prices.items():
@@ -322,8 +323,8 @@ def _speed_up(regime: Regime) -> ColumnOf[DeviceRow]:
 
 
 def _verdict(row: DeviceRow) -> str:
-    """What takes the largest share of the time; what would help most, where that is something else (a device that is
-    nearly always busy may still be paced by the host); and where the verdict turns."""
+    """What takes the largest share of the time; what would help most, if that is something else (the host may set the
+    pace even of a device that is nearly always busy); and where the verdict turns."""
     resource, speedup, boundary = RESOURCES[row.regime], row.what_if.speedup, row.what_if.boundary
     best = max(speedup, key=speedup.__getitem__)
     verdict = f"{row.regime}-bound"

@@ -18,7 +18,7 @@ from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 
 
 class ModuleCount(NamedTuple):
-    """One module with all that is inside of it, in one forward pass."""
+    """One module, with all modules inside of it, in one forward pass."""
 
     name: str  # the path in the model; '' is the model itself
     kind: str  # the class
@@ -119,7 +119,7 @@ def _modules(
 
 
 def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())  # torch gives a shared one once
+    return sum(parameter.numel() for parameter in module.parameters())  # torch lists a shared one once
 
 
 def _indented(row: ModuleCount) -> str:
@@ -127,6 +127,6 @@ def _indented(row: ModuleCount) -> str:
 
 
 def _shapes(row: ModuleCount) -> str:
-    if row.output is None:  # a list of modules is not called, those in it are
+    if row.output is None:  # a list of modules is not called, only the modules in it
         return UNKNOWN if row.flops is not None else "not called"
     return ", ".join(str(list(shape)) for shape in row.output) or UNKNOWN

@@ -35,7 +35,7 @@ def largest_batch(
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")
     device = load_hardware(hardware)
-    usable_bytes(device)  # complains about a device of unknown memory before anything runs
+    usable_bytes(device)  # a device of unknown memory is an error before anything runs
 
     def fits(batch: int) -> bool:
         with FlopMeter(device, **meter_options) as meter:

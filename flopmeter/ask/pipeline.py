@@ -32,7 +32,7 @@ from flopmeter.report.quantities import figure, in_ms, percent
 from flopmeter.report.report import Report
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 
-STEPS = 2  # of which the last is metered: in the first one stages tell each other shapes, and optimizers make state
+STEPS = 2  # the last one is metered; in the first one stages tell each other shapes, and optimizers make state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class StageRow(Step):
     place: int  # along the pipeline, from 0
     rank: int  # in the world
     computing_seconds: float  # of kernels on the computing stream
-    bubble_seconds: float  # that it waits for messages, and for the others at the end
-    exposed_seconds: float  # that it waits for other collectives, or runs them itself
+    bubble_seconds: float  # in which it waits for messages, and for the others at the end
+    exposed_seconds: float  # in which it waits for other collectives, or runs them itself
     warm_up_seconds: float  # until its first backward pass
     steady_seconds: float  # from there until its last forward pass has ended
     cool_down_seconds: float  # from there until its last backward pass has ended
-    in_flight: float  # activations at the fullest moment, in those of its first forward pass
+    in_flight: float  # most activations at one time, as a multiple of those of its first forward pass
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Pipeline(Shown):
 
     @property
     def mfu(self) -> float:
-        """Of all ranks together."""
+        """The MFU of all ranks together."""
         shares = [report.mfu * report.seconds for report in self.reports.values()]
         return sum(shares) / len(shares) / self.seconds if self.seconds else 0.0
 
@@ -228,7 +228,7 @@ def _row(place: int, rank: int, report: Report, end: float) -> StageRow:
 
 
 class PhaseSpan(NamedTuple):
-    """A kernel that computes."""
+    """One kernel of the computing stream."""
 
     phase: Phase
     module: str
@@ -238,7 +238,7 @@ class PhaseSpan(NamedTuple):
 
 
 def _spans(report: Report) -> list[PhaseSpan]:
-    """In the order of the computing stream."""
+    """The kernels of the computing stream, in order."""
     return [
         PhaseSpan(kernel.op.phase, kernel.op.module, timing.start_seconds, timing.end_seconds, timing.seconds)
         for kernel, timing in zip(report.kernels, report.timings, strict=True)
@@ -261,7 +261,7 @@ def _waits_for_messages(report: Report) -> float:
 
 
 def _in_flight(report: Report) -> float:
-    """The most activations that are alive, in those that are left of the first forward pass when it ends."""
+    """The most activations that are alive, as a multiple of those that the first forward pass leaves."""
     trace, activations = report.memory.trace, report.memory.timeline["activations"]
     ends = [end for end in trace.forward_ends if end <= report.memory.steps]
     first = activations[ends[0]] if ends else 0

@@ -143,7 +143,7 @@ class _Job(NamedTuple):
 
 
 class _LayoutResult(NamedTuple):
-    """What came of one layout: a row, or why there is none."""
+    """The result of one layout: a row, or why there is none."""
 
     row: LayoutRow | None
     title: str
@@ -198,7 +198,7 @@ def scale(
 
 
 def _outcome(job: _Job, layout: dict[str, int]) -> _LayoutResult:
-    """What torch says of a mesh or a shape that cannot be, it says as one of these errors."""
+    """torch refuses impossible meshes and shapes with one of these errors."""
     try:
         report = _metered(job, layout)
     except (ValueError, RuntimeError, AssertionError) as error:

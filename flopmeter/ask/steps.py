@@ -15,7 +15,7 @@ from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One run of the program. What is None is unknown, for want of the facts."""
+    """One run of the program. A figure that is not known is None."""
 
     KEYS: ClassVar[tuple[str, ...]] = ()  # what csv and json hold of a row, in this order
 
@@ -64,7 +64,7 @@ def step_figures(report: Report) -> StepFigures:
 
 
 def million(value: float | None) -> float | None:
-    """Of a million such steps."""
+    """Dollars of a million such steps."""
     return None if value is None else 1e6 * value
 
 

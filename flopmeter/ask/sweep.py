@@ -65,7 +65,7 @@ class Sweep(Shown):
 
     @property
     def knee(self) -> int | None:
-        """The size from which on doubling it brings less than 10 % more items per second; None: still rising."""
+        """From this size on, doubling it brings less than 10 % more items per second; None: still rising."""
         knee = None
         for before, after in reversed(list(pairwise(self.points))):
             if _per_doubling(before, after, after.items_per_s / before.items_per_s) >= FLAT:
@@ -75,7 +75,7 @@ class Sweep(Shown):
 
     @property
     def largest_that_fits(self) -> int | None:
-        """Of the sizes swept; None where none fits or the device's memory is unknown."""
+        """The largest of the sizes that fits; None if none fits or the device's memory is unknown."""
         return max((point.size for point in self.points if point.fits), default=None)
 
     def diagnosis(self) -> list[str]:
@@ -182,7 +182,7 @@ def sweep(
 
 
 class _SizeResult(NamedTuple):
-    """What came of one size."""
+    """The result of one size."""
 
     point: Point
     headline: str

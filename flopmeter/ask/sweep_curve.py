@@ -32,7 +32,7 @@ def sweep_curve(result: Sweep) -> Any:
         rate.text(result.knee, 0.02, f" knee: {result.knee}", transform=rate.get_xaxis_transform(), fontsize=8)
     _draw_curve(memory, result, [point.peak_memory_bytes / 1e9 for point in result.points], "peak memory (GB)")
     usable = result.points[0].usable_memory_bytes
-    memory.set_yscale("log")  # a small batch on a large device is seen, and so is what the device has
+    memory.set_yscale("log")  # so that both a small batch and the memory of a large device can be seen
     if usable is not None:
         memory.axhline(usable / 1e9, color="black", ls="-.", lw=1, label="memory of the device")
     _plain_log_ticks(memory.yaxis)

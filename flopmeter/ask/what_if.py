@@ -30,7 +30,7 @@ _RATES = (
 
 
 class Boundary(NamedTuple):
-    """The verdict turns to `regime` once the device has `times` as much of what bounds the run now."""
+    """The run is bound by `regime` once the device has `times` as much of what bounds it now."""
 
     times: float
     regime: Regime
@@ -53,7 +53,7 @@ def what_if(report: Report, host: Host | None = None) -> WhatIf:
 
 
 def next_boundary(report: Report, host: Host | None = None) -> Boundary | None:
-    """How much more of what bounds the run now there has to be until something else does."""
+    """How many times as much there must be of what bounds the run now, until something else bounds it."""
     low = 1.0
     while low < MOST_TIMES:
         high = 2 * low
@@ -77,15 +77,15 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
     if regime == "overhead":
         return _priced(report, _unlimited(report), _faster(host, times), _called_faster(report.launches, times))
     if regime == "communication":
-        assert report.cluster is not None  # else nothing is bound by it
+        assert report.cluster is not None  # else links bound nothing
         report = dataclasses.replace(report, cluster=_faster_links(report.cluster, times))
         return _priced(report, _unlimited(report), host, report.launches)
     return _priced(report, _with_more(_unlimited(report), regime, times), host, report.launches)
 
 
 def _unlimited(report: Report) -> Hardware:
-    """A device whose kernels get no other clocks than they have: a resource is asked for alone, without the power that
-    it would need."""
+    """The device without a power limit, so that kernels keep their clocks: the question is about one resource, not
+    about the power that it would need."""
     device = report.hardware
     return device if report.clock.idle_watts is None else device.at_boost()
 
@@ -112,13 +112,13 @@ def _faster(host: Host, times: float) -> Host:
 
 
 def _called_faster(launches: Launches, times: float) -> Launches:
-    """The host's part of calling compiled code and graphs, which no Host holds."""
+    """The launches with faster calls of compiled code and graphs, whose host time no Host holds."""
     mode = launches.mode
     return launches._replace(mode=mode._replace(graph_call_seconds=mode.graph_call_seconds / times))
 
 
 def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) -> Report:
-    """With each kernel at the clock that it has."""
+    """The run priced again, with each kernel at its old clock."""
 
     def clock_of(number: int, *_: object) -> float:
         return report.timings[number].clock

@@ -38,9 +38,9 @@ COMMANDS = {
     "explain": explain.COMMAND,
 }
 COMMANDS["completion"] = completion.command_of(COMMANDS)
-# What others warn of, and the user of a command can do nothing about.
+# Warnings of other packages, about which the user of a command can do nothing.
 HARMLESS = r"Using `torch.compile\(module\)` when there are global hooks"
-# What a user can put right; every error class of flopmeter's is one of these.
+# Errors that a user can put right; every error class of flopmeter is one of these.
 KNOWN_ERRORS = (ValueError, DataDependentError, UncountedError)
 
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code: int = options.run(options)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read the output (`head`) has seen enough
+    except BrokenPipeError:  # the reader of the output (`head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as stop:  # argparse: --help, --version and wrong arguments

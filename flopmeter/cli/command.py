@@ -24,7 +24,7 @@ class Command(NamedTuple):
     what: str
     epilog: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    tells_time: bool = True  # how long it takes already, on a terminal; not where the output is a script's own
+    tells_time: bool = True  # show the time so far, on a terminal; not if a script writes the output
 
 
 BEGIN = """\
@@ -39,7 +39,7 @@ Exit codes: 0; 1 where the answer is no (diff --fail-above, fit, serve); 2 for a
 
 
 class _Once(argparse.Action):
-    """Stores a value, and complains about a second one: of two values one would be ignored."""
+    """Stores a value, and refuses a second one, since one of the two would be ignored."""
 
     def __call__(
         self,
@@ -56,7 +56,7 @@ class _Once(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one line, as every error of the command does."""
+    """Reports errors in one line, like every error of the command."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -110,7 +110,7 @@ def parsed(commands: Mapping[str, Command], given: Sequence[str]) -> argparse.Na
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Complains about a file that cannot be written before the work, not after it. Raises ValueError."""
+    """Raises ValueError, before any work, for a file that cannot be written."""
     plot, trace = getattr(options, "plot", None), getattr(options, "trace_to", None)
     paths = [path for path in (getattr(options, "output", None), plot, trace) if path]
     if len(paths) > len({Path(path).resolve() for path in paths}):
@@ -130,7 +130,7 @@ def check_files(options: argparse.Namespace) -> None:
 
 
 PICTURE_ENDINGS = (".png", ".svg", ".pdf")
-# What the ending of a file of -o says about its format.
+# The format that the ending of a file of -o means.
 ENDINGS = {".html": "html", ".json": "json", ".csv": "csv", ".md": "markdown", ".txt": "text"}
 
 
@@ -188,13 +188,13 @@ def add_format(
     flag: str = "--output",
     instead_of: str = "the terminal",
 ) -> None:
-    """`flag` is the long name of -o, where --output means something else."""
+    """`flag` is the long name of -o, if --output means something else."""
     parser.add_argument("--format", choices=tuple(formats), help="default: what the file of -o ends in, or text")
     parser.add_argument(flag, "-o", dest="output", metavar="FILE", help=f"write to a file instead of {instead_of}")
     parser.set_defaults(formats=tuple(formats))
 
 
-MOST = 10**9  # of a number on the command line: no batch and no sequence is longer
+MOST = 10**9  # the largest number on the command line: no batch and no sequence is longer
 
 
 def number(text: str) -> int:
@@ -238,7 +238,7 @@ def device_list(text: str) -> list[str]:
 
 
 def numbers(text: str) -> list[int]:
-    """Different ones."""
+    """Numbers from text such as '1,2,4', all different."""
     listed = [number(part) for part in text.split(",")]
     if twice := [size for size in listed if listed.count(size) > 1]:
         raise argparse.ArgumentTypeError(f"{twice[0]} stands there twice in {text!r}: give each size once")

@@ -22,7 +22,7 @@ Example: flopmeter completion bash > ~/.local/share/bash-completion/completions/
 
 
 def command_of(commands: Mapping[str, Command]) -> Command:
-    """The subcommand that completes these, and itself."""
+    """The subcommand `completion`, which completes the given ones and itself."""
 
     def run(options: argparse.Namespace) -> int:
         try:
@@ -36,7 +36,7 @@ def command_of(commands: Mapping[str, Command]) -> Command:
 
 
 def _parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
-    """The command's own, which also names what it takes from a list that is long or open."""
+    """The command's own parser, which also completes devices and models."""
     parser = parser_of(commands)
     names = {"hardware": list(available_hardware()), "names": list(available_hardware()), "target": list(BUILTINS)}
     for action in parser._actions:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from flopmeter.report.formats import JSON_SCHEMA_VERSION
 from flopmeter.report.tables import ColumnOf, Document, Shown, Table, table_of
 
-# The totals of which less is better, with the unit that a reader sees and how many of ours it holds.
+# The totals of which less is better, each with the unit that a reader sees and its size in our unit.
 COSTS = {
     "seconds": ("ms", 1e-3), "kernel_seconds": ("ms", 1e-3), "launch_seconds": ("ms", 1e-3),
     "peak_memory_bytes": ("GB", 1e9), "bytes_read": ("GB", 1e9), "bytes_written": ("GB", 1e9),
@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """As a fraction of what it was; infinite where there was nothing."""
+        """Growth as a fraction of the old value; infinite if that was 0."""
         if self.before:
             return self.after / self.before - 1
         return float("inf") if self.after else 0.0

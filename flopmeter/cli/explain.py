@@ -72,7 +72,7 @@ def _overload(name: str) -> OpOverload:
 
 
 def _how(overload: OpOverload, example: FlopMeter | None) -> str:
-    """The rule's own words and code, or which default stands in."""
+    """The docstring and code of the rule, or the default that stands in."""
     calls = [op.call for op in example.trace.ops] if example else []
     call = next((call for call in calls if call.func is overload), None)
     if call is None and (calls or overload.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)):

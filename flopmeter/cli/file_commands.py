@@ -62,7 +62,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _yaml_path(name: str) -> Path:
-    """Complains before the measurement, not after it."""
+    """The path of a profile to write. Raises ValueError, before the measurement, for one that cannot be written."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"{name} must end in .yaml: profiles are found by that")

@@ -1,4 +1,4 @@
-"""Hardware profiles as text: a line for each device, or every field of one with its doubts."""
+"""Hardware profiles as text: a line for each device, or every field of one device, with a mark at unverified ones."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _measure(options: argparse.Namespace) -> int:
     if options.output is None:
         raise ValueError("give a file to write (-o runs/this-gpu.json), or one to look at (--show FILE)")
     if options.hardware is not None:
-        load_hardware(options.hardware)  # complains before the measurement, not after it
+        load_hardware(options.hardware)  # an unknown device is an error before the measurement
     run = measure(
         options.output,
         options.device or ("cuda" if torch.cuda.is_available() else "cpu"),

@@ -73,7 +73,7 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _check_table(options: argparse.Namespace) -> None:
-    """Raises ValueError for options of which one would be ignored."""
+    """Raises ValueError for options that exclude each other."""
     compiled = options.compiler or options.explain_compile
     if compiled and (options.mode in ("eager", "eager-cudagraph") or options.speed_up):
         raise ValueError(
@@ -185,7 +185,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _swept(options: argparse.Namespace) -> tuple[str, list[int], dict[str, int | None]]:
-    """What is swept, over which sizes, and the other size."""
+    """Which size is swept, over which values, and the value of the other size."""
     lists = {"batch": options.batch, "seq": options.seq}
     swept = [name for name, sizes in lists.items() if sizes and len(sizes) > 1]
     if len(swept) > 1:

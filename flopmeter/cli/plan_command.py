@@ -41,14 +41,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _subject(name: str) -> Any:
-    """What `plan` takes; of a file or a module the function that makes the model."""
+    """The model as `plan` takes it; for a target in a file or a module, the function that makes the model."""
     if name in BUILTINS or name.startswith("hf:"):
         return name
     return _MadeBy(load_target(name))
 
 
 class _MadeBy:
-    """A target's model: a function that processes can be sent."""
+    """Makes a target's model. It can be sent to other processes."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

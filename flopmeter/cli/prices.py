@@ -21,7 +21,7 @@ class PriceList(NamedTuple):
     """Dollars per hour by device, and where they come from."""
 
     dollars_per_hour: Mapping[str, float]
-    source: str  # for the footer; '' without prices
+    source: str  # for the line below the table; '' without prices
 
 
 def load_prices(entries: Iterable[str], devices: Iterable[str]) -> PriceList:

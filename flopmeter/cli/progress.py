@@ -1,4 +1,4 @@
-"""What a command is at, on the terminal, once it takes longer than a reader waits without a word."""
+"""Says on the terminal what a command is doing, once it has taken two seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 PATIENCE_SECONDS = 2.0
 TICK_SECONDS = 1.0
-_CLEAR = "\r\x1b[K"  # the line, on every terminal that isatty
+_CLEAR = "\r\x1b[K"  # clears the line of a terminal
 
 
 class Progress:
@@ -43,7 +43,7 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Clears the line, before a result is printed. Again, it does nothing."""
+        """Clears the line before a result is printed. A second call does nothing."""
         self._done.set()
         if self._teller is not None:
             self._teller.join()

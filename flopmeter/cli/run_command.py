@@ -79,7 +79,7 @@ def _launch(options: argparse.Namespace) -> CommandLine:
 
 
 def _report(session: ScriptSession, script: Script, ending: Ending) -> RunReport | None:
-    """Of what ran until the last step, the end or Ctrl-C; None for a script that failed."""
+    """The report of what ran until the last step, the end or Ctrl-C; None if the script failed."""
     if ending.error is not None and not isinstance(ending.error, KeyboardInterrupt):
         return None
     return session.report(script.name)

@@ -82,7 +82,7 @@ def program(options: argparse.Namespace, *, compiled: bool = False) -> Program:
 
 
 def program_options(options: argparse.Namespace, **sizes: int | None) -> dict[str, Any]:
-    """Of Target.program. Raises ValueError for options of which one would be ignored."""
+    """The arguments of Target.program. Raises ValueError for options that exclude each other."""
     if options.dtype and options.autocast:
         raise ValueError("--autocast keeps weights in fp32, --dtype says another type: give one of the two")
     for flag, given in (("--optimizer", options.optimizer), ("--checkpointing", options.checkpointing)):
@@ -98,7 +98,7 @@ def program_options(options: argparse.Namespace, **sizes: int | None) -> dict[st
 
 
 def size_options(options: argparse.Namespace, **sizes: int | None) -> dict[str, Any]:
-    """Of a target's own function."""
+    """The arguments of a target's own function."""
     return {**sizes, "image_size": options.image_size, "dtype": options.dtype and FLOATS[options.dtype]}
 
 
@@ -110,7 +110,7 @@ def _optimizer(text: str) -> OptimizerChoice:
 
 
 def _routing(text: str) -> str | dict[str, float]:
-    """What FlopMeter takes. It checks the number itself."""
+    """The value for FlopMeter, which checks the number itself."""
     if text == "balanced":
         return text
     try:

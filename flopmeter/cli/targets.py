@@ -55,7 +55,7 @@ class Program(NamedTuple):
     """A run to meter: call `run` inside a FlopMeter, as often as needed."""
 
     run: Callable[[], None]
-    items: int | None  # what one run works on; None where the inputs do not tell
+    items: int | None  # that one run works on; None if the inputs do not tell
     unit: str  # of items: 'tokens', 'images' or 'samples'
 
 
@@ -148,8 +148,8 @@ class Programs:
 
 
 def _items(leaves: list[Any]) -> tuple[int | None, str]:
-    """What the first input holds, by its shape: token ids [batch, length], states [batch, length, width] or images
-    [batch, channels, height, width]; else samples."""
+    """How many items the first input holds, and of which kind, by its shape: token ids [batch, length], states [batch,
+    length, width] or images [batch, channels, height, width]; else samples."""
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None:
         return None, "samples"
@@ -160,7 +160,7 @@ def _items(leaves: list[Any]) -> tuple[int | None, str]:
 
 @contextlib.contextmanager
 def blaming(name: str) -> Iterator[None]:
-    """Whatever the target's own code raises becomes a TargetError that names it."""
+    """An error in the target's own code becomes a TargetError that names the target."""
     try:
         yield
     except (TargetError, *_SAY_IT_BETTER):

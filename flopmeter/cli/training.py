@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "SparseAdam")
-    if name != "LBFGS"  # its step calls the model again
+    if name != "LBFGS"  # its step calls the model
 }
 
 
@@ -39,7 +39,7 @@ class OptimizerChoice:
 
 
 def optimizer_choice(text: str) -> OptimizerChoice:
-    """Of text such as 'sgd,momentum=0.9' or 'adamw,fused=true'.
+    """The choice in a text such as 'sgd,momentum=0.9' or 'adamw,fused=true'.
 
     Raises ValueError for an optimizer that torch.optim does not have, and for settings and values that it refuses.
     """
@@ -65,8 +65,8 @@ def optimizer_choice(text: str) -> OptimizerChoice:
 def checkpoint_blocks(name: str, model: nn.Module) -> None:
     """Makes the model keep only the inputs of its blocks, and run the blocks again in the backward pass.
 
-    It is what transformers and timm do where the model is theirs; else the blocks are the outermost lists of two and
-    more modules of one class. Raises TargetError for a model without such blocks.
+    Models of transformers and timm do that themselves; in others the blocks are the outermost lists of two or more
+    modules of one class. Raises TargetError for a model without such blocks.
     """
     if callable(enable := getattr(model, "gradient_checkpointing_enable", None)):
         enable({"use_reentrant": False})
@@ -115,7 +115,7 @@ class TrainingStep:
         with casting:
             result = self._forward(*arguments, **keywords)
             outputs = [result] if self._has_loss else _to_differentiate(result)
-        # Part of a larger model is handed a gradient: its own output, at no kernel's cost.
+        # A part of a larger model gets its own output as gradient, which costs no kernel.
         torch.autograd.backward(outputs, [None if out.ndim == 0 else out.detach() for out in outputs])
         self._step()
         self._optimizer.zero_grad()

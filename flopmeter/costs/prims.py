@@ -13,13 +13,8 @@ _OTHER_NAMES = {
     "convert_element_type": "_to_copy", "device_put": "_to_copy", "copy_to": "copy_", "iota": "arange", "rev": "flip",
     "erf_inv": "erfinv",
 }  # fmt: skip
-_OVERLOADS = (
-    "Tensor",
-    "Tensor_Tensor",
-    "self",
-    "dim_IntList",
-    "default",
-)  # with the arguments of the prim
+# Overloads that take the arguments of the prim.
+_OVERLOADS = ("Tensor", "Tensor_Tensor", "self", "dim_IntList", "default")
 
 
 def as_aten(call: Call) -> Call | None:

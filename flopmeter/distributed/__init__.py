@@ -53,7 +53,7 @@ def world(
     shape = {"world": size} if mesh is None else dict(mesh)
     _check(size, shape, rank, gpus_per_node)
     with ExitStack() as undo:
-        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch's names the rank, and stays
+        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own and leaves it
         undo.enter_context(runs_on_meta(gpus_per_node, rank))
         undo.callback(_close)
         dist.init_process_group("fake", rank=rank, world_size=size, store=private.FakeStore())

@@ -16,7 +16,7 @@ def meta_device(gpus_per_node: int | None, rank: int) -> SimpleNamespace:
     """The module. Recorders hear what a program does with its streams."""
     count = gpus_per_node or USUAL_GPUS_PER_NODE
     return SimpleNamespace(
-        gpus_per_node=gpus_per_node,  # no module of torch has it: recorders ask for it (trace/process_groups.py)
+        gpus_per_node=gpus_per_node,  # no module of torch has this one; recorders ask for it (trace/process_groups.py)
         Event=streams.MetaEvent,
         Stream=streams.MetaStream,
         current_stream=streams.current_stream,

@@ -1,7 +1,7 @@
-"""Python objects that ranks send each other. torch packs them into tensors, whose contents meta does not have.
+"""Python objects that ranks send each other. torch packs them into tensors, which have no contents on meta.
 
 Ranks that run together (ranks.py) get what the others really sent. Where only one rank runs, objects of another rank
-are an error, but for a broadcast: the objects that this rank passes are taken to be those of all ranks.
+are an error, except for a broadcast: the objects that this rank passes are assumed to be those of all ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _of_another_rank(name: str) -> WorldError:
 
 
 def _peer(ranks: list[int], peer: int | None, group_peer: int | None) -> int:
-    """The global rank of the other side."""
+    """The global rank of the sender or receiver."""
     return ranks[group_peer] if group_peer is not None else int(peer or 0)
 
 

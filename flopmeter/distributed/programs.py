@@ -1,9 +1,9 @@
-"""What programs written for CUDA and NCCL ask of torch.distributed, in a world of meta tensors.
+"""Lets programs that were written for CUDA and NCCL run in a world of meta tensors.
 
-Works around: classes and functions that ask for a GPU, a device index or NCCL before they do what meta could do.
+Works around: classes and functions ask for a GPU, a device index or NCCL before they do what meta could do too.
 Until: they take meta as a device that programs run on.
 
-Each patch says what the original does there. What cannot run ends in one error that says what to do instead.
+Each patch says what the original does there. A feature that cannot run ends in one error that says what to do instead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def patches() -> Iterator[Any]:
 
 
 def init_patches() -> Iterator[Any]:
-    """After a world was opened: a program that opens it, too, goes on in it."""
+    """Patches for after a world was opened: a program that opens it too goes on in it."""
     for module in (dist, distributed_c10d):
         yield mock.patch.object(module, "init_process_group", _already_open(dist.init_process_group))
 

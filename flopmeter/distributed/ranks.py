@@ -23,7 +23,7 @@ def run_ranks(ranks: Iterable[int], run: Callable[[int], T]) -> dict[int, T]:
 
     Raises WorldError where each rank waits for a message that no other one will send.
     """
-    waits: dict[int, Ticket | None] = dict.fromkeys(ranks)  # of each rank that has not ended: for what
+    waits: dict[int, Ticket | None] = dict.fromkeys(ranks)  # what each rank that has not ended waits for
     order, results = tuple(waits), dict[int, T]()
     mailbox = Mailbox(order)
     while waits:

@@ -1,4 +1,4 @@
-"""The ops that FSDP2 brings with it: copies into and out of the buffers of its collectives."""
+"""The ops of FSDP2: copies into and out of the buffers of its collectives."""
 
 from __future__ import annotations
 

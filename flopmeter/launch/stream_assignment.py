@@ -43,10 +43,7 @@ class _StreamAssignment:
         self._writers: dict[int, int] = {}  # storage -> the kernel that wrote it last
         self._groups: dict[tuple[int, ...], int] = {}  # ranks -> stream
         self._batches = trace.stream_use.batches
-        self._batch, self._left = (
-            0,
-            0,
-        )  # number of the current batch, and its messages still to come
+        self._batch, self._left = 0, 0  # number of the current batch, and messages still to come
         self._last_of_group: dict[tuple[int, ...], int] = {}
         self._touched: dict[Call, tuple[frozenset[int], frozenset[int]]] = {}
         self._placements: list[Placement] = []

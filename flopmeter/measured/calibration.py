@@ -38,10 +38,10 @@ MATMUL_DTYPES = {  # of torch.mm and torch._int_mm
 LONGEST_MATMUL_SECONDS = 0.2  # the side of the matrices doubles until a matmul would take longer than this
 MEASURED_SHARE = 0.7  # of the budget; the rest goes to finding sizes and to warming up
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
-CACHE_FACTOR = 4  # a copy of so many times the cache's size does not fit into it
+CACHE_FACTOR = 4  # a copy of this many times the cache's size does not fit into it
 LEAST_REPEATS = 5
-BUSY_SPREAD = 0.2  # of quartiles: on an idle machine it is a few percent
-OPS_PER_REPEAT = 200  # since one is too short for the clock
+BUSY_SPREAD = 0.2  # spread of the quartiles that is called busy: on an idle machine it is a few percent
+OPS_PER_REPEAT = 200  # one op is too short for the clock
 DEPTH = 10  # of nested modules
 SMALL = 16  # elements: next to no work
 # ATen gives each thread at least so many elements of an element-wise op (at::internal::GRAIN_SIZE).
@@ -58,7 +58,7 @@ class Figure(NamedTuple):
     repeats: int
 
     def per(self, amount: float) -> Figure:
-        """The rate at which an amount of work was done in so many seconds."""
+        """The rate: `amount` of work over the seconds of this figure."""
         return self._replace(value=amount / self.value)
 
 
@@ -82,7 +82,7 @@ class Calibration:
         }
 
     def spread_of(self, *names: str) -> str:
-        """How sure the figures are, for a profile's sources."""
+        """The spread of the repeats, as a text for a profile's sources."""
         figures = [self.figures[name] for name in names if name in self.figures]
         repeats, spread = min(figure.repeats for figure in figures), max(figure.spread for figure in figures)
         return f"median of at least {repeats} repeats, quartiles within {100 * spread:.0f} %"
@@ -127,7 +127,7 @@ def as_yaml(profile: Hardware) -> str:
 
 
 def _without_empty(value: Any) -> Any:
-    """Nested mappings without entries that say nothing: empty lists, empty mappings and False."""
+    """The nested mapping without empty lists, empty mappings and False."""
     if not isinstance(value, dict):
         return value
     below = {key: _without_empty(item) for key, item in value.items()}
@@ -151,7 +151,7 @@ class _Timer:
         return self._now() - start
 
     def median(self, function: Callable[[], object], calls: int = 1) -> Figure:
-        """Seconds of one of the calls that `function` makes."""
+        """Median seconds of one of the calls that `function` makes."""
         self.once(function)  # libraries choose and compile their kernels
         samples: list[float] = []
         end = time.perf_counter() + self._seconds
@@ -218,7 +218,7 @@ def _copied(timer: _Timer, nbytes: int) -> Figure:
 
 
 def _op(timer: _Timer) -> Figure:
-    """Seconds of the mean of some ops with next to no work, with the Python that calls them."""
+    """Mean seconds of an op with next to no work, with the Python that calls it."""
     x, norm = (torch.ones(SMALL, device=timer.device) for _ in range(2))
     layer_norm = nn.functional.layer_norm
 
@@ -233,7 +233,7 @@ def _op(timer: _Timer) -> Figure:
 
 
 def _matmul_call(timer: _Timer) -> Figure:
-    """Seconds of a matmul with next to no work: of an op whose kernel is a library's."""
+    """Seconds of a matmul with next to no work, as an op whose kernel is a library's."""
     square = torch.ones(4, 4, device=timer.device)
 
     def calls() -> None:
@@ -441,7 +441,7 @@ def _rounded(value: float) -> float:
 
 
 def cpu_name() -> str:
-    """Of the first CPU, as the system calls it."""
+    """The name of the first CPU, as the system gives it."""
     return _cpu_model()["name"]
 
 

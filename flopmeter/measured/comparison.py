@@ -85,7 +85,7 @@ def _sharers(device: Hardware, ranks: int) -> int:
 
 
 class _Prediction(NamedTuple):
-    """Of one call."""
+    """The prediction of one call."""
 
     name: str
     shapes: str
@@ -106,7 +106,7 @@ class _Pricer:
     device: Hardware
     profile: Profile
     meter: FlopMeter  # entered
-    _known: dict[Any, _Prediction | str] = field(default_factory=dict)  # a text says why there is no prediction
+    _known: dict[Any, _Prediction | str] = field(default_factory=dict)  # a text instead says why there is no prediction
     _calls: Counter[Any] = field(default_factory=Counter)
     _nanoseconds: Counter[Any] = field(default_factory=Counter)
     _launched_nothing: int = 0
@@ -131,7 +131,7 @@ class _Pricer:
         if key not in self._known:
             self._known[key] = self._predicted(event, crosses_link, is_tf32, found)
         nanoseconds = self._measured(event)
-        if isinstance(self._known[key], str):  # then what it called may be predicted, and the rest is its own
+        if isinstance(self._known[key], str):  # then the ops that it called may be predicted
             for part in (op for child in event.children for op in find_ops(child)):
                 nanoseconds -= self._measured(part)
                 self.add(part)
@@ -249,11 +249,11 @@ class _Pricer:
 def _priced(
     event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, found: Hardware, switches: Switches
 ) -> _Prediction:
-    """`found`: the device as the kernels that ran find it; the floor is that of the device itself."""
+    """`found`: the device as the kernels that ran see it; the floor is that of the device itself."""
     name = _short(event.name)
     inputs = calls[0].inputs if calls else ()
     shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
-    host = device.host if device.is_cpu else None  # of a GPU the device's time is measured
+    host = device.host if device.is_cpu else None  # for a GPU only the device's time is compared
     if not costs:
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
         return _Prediction(name, shapes, NO_KERNEL, "", dispatch, 0.0, 0, 0, 0, 0)

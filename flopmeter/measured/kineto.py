@@ -225,8 +225,8 @@ def _nested(ops: Iterable[tuple[Any, int | None, OpEvent]]) -> list[OpEvent]:
 
 
 def _tell_parts_of_cats(ops: list[OpEvent]) -> None:
-    """An older trace leaves out the tensors in lists. Those of a `cat` that was differentiated are known all the same:
-    autograd's node has its number and its result's shape, and narrows that to each part. Parts are taken as equal."""
+    """An older trace leaves out the tensors in lists. For a `cat` that was differentiated they follow from its node of
+    autograd, which has its number and its result's shape, and narrows that to each part. Parts are assumed equal."""
     cats = {op.sequence: op for op in ops if op.name == "aten::cat"}
     for node in ops:
         cat = cats.get(node.sequence) if node.name == "CatBackward0" and node.sequence is not None else None
@@ -275,7 +275,7 @@ def _linked(
 def _running(
     ops: list[tuple[Any, int | None, OpEvent]], calls: Mapping[int | None, dict[str, Any]]
 ) -> dict[int | None, OpEvent]:
-    """By the correlation of a driver's call: the innermost op that ran in its thread when it was made."""
+    """For each call of the driver, by correlation: the innermost op that ran in its thread at that time."""
     starts: list[tuple[int, int, Any, Any]] = [(op.span.start, -op.span.end, thread, op) for thread, _, op in ops]
     starts += [(_span(call).start, 0, _thread(call), correlation) for correlation, call in calls.items()]
     found: dict[int | None, OpEvent] = {}
@@ -299,7 +299,8 @@ def _device_name(document: Mapping[str, Any]) -> str | None:
 
 
 def _ranks(document: Mapping[str, Any]) -> int:
-    """As many as the program has, at most one for each device that the trace lists."""
+    """The ranks of the program on this host: as many as it has, but at most one for each device that the trace
+    lists."""
     devices, run = document.get("deviceProperties"), document.get("distributedInfo")
     world = run.get("world_size") if isinstance(run, dict) else None
     return min(world, len(devices)) if isinstance(world, int) and isinstance(devices, list) else 1

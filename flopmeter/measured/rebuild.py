@@ -24,7 +24,7 @@ from flopmeter.trace.tensor_specs import build_call
 # number.
 _NUMBERS = {"double": 1.0, "long int": 1, "long": 1, "long long": 1, "bool": True}
 _NOTHING = ("", "nullptr (uninitialized)")
-_FRAMES = ("autograd", "torch", "prim", "profiler")  # namespaces of what only calls ops
+_FRAMES = ("autograd", "torch", "prim", "profiler")  # namespaces of events that only call ops
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 _META = torch.device("meta")
 LONGEST_LIST = 30  # TENSOR_LIST_DISPLAY_LENGTH_LIMIT of torch/csrc/profiler/util.h
@@ -36,7 +36,7 @@ _WHOLE_NUMBER = ("IntType", "SymIntType", "ScalarTypeType", "LayoutType", "Memor
 _BOOL = ("BoolType", *_NUMBER[:1])
 
 
-# Lists of numbers that an older trace does not tell and that the shapes of the op's tensors tell, by parameter.
+# Lists of numbers that an older trace leaves out but that follow from the shapes of the op's tensors, by parameter.
 _UNTOLD: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
     "normalized_shape": lambda shapes: list(shapes["weight"] or shapes["input"][-1:]),
     "output_mask": lambda shapes: [True, bool(shapes["weight"]), bool(shapes["weight"])],
@@ -103,7 +103,7 @@ def find_ops(root: OpEvent) -> Iterator[OpEvent]:
 
 
 def find_frames(root: OpEvent) -> Iterator[OpEvent]:
-    """What find_ops looks through: nodes of autograd and composites."""
+    """The events through which find_ops looks: nodes of autograd and composites."""
     if is_frame(root):
         yield root
         for child in root.children:
@@ -199,7 +199,7 @@ def _candidates(packet: OpOverloadPacket, inputs: OpInputs, dtype_in_lists: torc
 
 
 def _value(parameter: Any, traced: _Traced, in_lists: torch.dtype, *, number_for_scalar: bool) -> tuple[Any, bool]:
-    """What to pass, and whether the schema's type is another than the value's. Raises _Mismatch."""
+    """The value to pass, and whether the schema's type differs from the value's. Raises _Mismatch."""
     wanted = parameter.real_type
     is_optional = wanted.kind() == "OptionalType"
     if is_optional:

@@ -55,7 +55,7 @@ class UnpricedRow(NamedTuple):
     calls: int
     measured_seconds: float
     reason: str
-    is_aten: bool  # an op of PyTorch's own; else a library's, a collective, or what no op launched
+    is_aten: bool  # an op of PyTorch's own; else of a library, a collective, or a kernel that no op launched
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,12 +76,12 @@ class Check(Shown):
 
     @property
     def measured_seconds(self) -> float:
-        """Of all ops, priced or not."""
+        """Measured time of all ops, priced or not."""
         return sum(row.measured_seconds for row in self.rows) + sum(row.measured_seconds for row in self.unpriced)
 
     @property
     def predicted_seconds(self) -> float:
-        """Of the ops that are priced."""
+        """Predicted time of the ops that are priced."""
         return sum(row.predicted_seconds for row in self.rows)
 
     @property
@@ -99,7 +99,7 @@ class Check(Shown):
 
     @property
     def idle_share(self) -> float:
-        """Of the span, the device waiting; on a CPU, outside of ops."""
+        """The share of the span in which the device waits; on a CPU, outside of ops."""
         return 1 - self.busy_seconds / self.span_seconds if self.span_seconds else 0.0
 
     def by_class(self) -> list[CheckRow]:

@@ -67,8 +67,9 @@ class GPT2(nn.Module):
         return next_token_loss(self(tokens), tokens)
 
     def tensor_parallel(self) -> dict[str, Any]:
-        """For torch's `parallelize_module`: as Llama's. Queries, keys and values are taken to lie by ranks in their one
-        product, as Megatron-LM has them; the head's weights are then no longer those of the embedding."""
+        """For torch's `parallelize_module`: as Llama's. The columns of the one matmul for queries, keys and values are
+        assumed to be ordered by rank, as in Megatron-LM. The head's weights are then no longer those of the
+        embedding."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor import parallel as tp
 

@@ -83,7 +83,7 @@ def timm_model(name: str) -> Callable[..., tuple[nn.Module, Tensor]]:
 
 
 def _timm_of_size(timm: Any, name: str, image_size: int | None) -> Any:
-    """A transformer is built for a size; a convolutional net takes any, and no argument that names one."""
+    """A transformer is built for one size. A convolutional net takes any size, and no argument for it."""
     if image_size is not None:
         try:
             return timm.create_model(name, pretrained=False, img_size=image_size)
@@ -128,7 +128,7 @@ def _let_torchvision_load() -> None:
         _declared.append(library)
 
 
-_declared: list[torch.library.Library] = []  # an op lives as long as the library that declares it
+_declared: list[torch.library.Library] = []  # an op exists as long as the library that declares it
 
 
 def _near(name: str, known: Any) -> str:
@@ -161,7 +161,7 @@ def _config(transformers: Any, name: str) -> Any:
 
 
 def _file_of_the_hub(name: str) -> str:
-    """Where the config of a model of the hub lies, once it is there: in the cache, or from the network."""
+    """The file of the config of a model of the hub: from the cache, else from the network."""
     hub = _installed("huggingface_hub")
     cached = hub.try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):

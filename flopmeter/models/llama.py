@@ -54,8 +54,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention in which `heads / kv_heads` query heads share a key and a value head. The products say how many
-    heads there are, so that a rank of tensor parallelism has its part of them."""
+    """Causal attention in which `heads / kv_heads` query heads share a key and a value head. The number of heads
+    follows from the widths of the matmuls, so that a rank of tensor parallelism has its part of them."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """The predicted timeline in the Chrome trace event format, laid out as torch.profiler lays out a recorded one.
 
-The host's track holds phases, in them modules, in them a slice for each launch; the device's tracks hold the
-kernels. An arrow leads from each launch to its kernel. A counter shows the memory that is alive as the host
-goes on, since that is when the allocator hands it out. Two calls of a module in a row are one slice.
+The host's track holds phases, in them modules, in them a slice for each launch; the device's tracks hold the kernels.
+An arrow leads from each launch to its kernel. A counter shows the memory that is alive. It follows the host, since the
+allocator works when the host launches. Two calls of a module in a row are one slice.
 
 The format is that of 'Trace Event Format', docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -85,14 +85,14 @@ def _events_together(reports: Mapping[str, Report]) -> Iterator[Event]:
 
 
 def _write(report: Report, events: Iterator[Event], path: str | os.PathLike[str]) -> None:
-    """`report` says what the file says of the device and of what was assumed."""
+    """The facts of `report` about the device and about assumptions go into the file."""
     head = {
         "displayTimeUnit": "ms",
         "deviceProperties": [{"id": 0, "name": report.hardware.title}],
         "otherData": {"mode": report.mode, "notes": list(report.notes), "assumptions": list(report.assumptions)},
     }
     with open(path, "wb") as file:
-        # No name and no date in the archive: the same report is the same file.
+        # No name and no date in the archive, so that the same report gives the same file.
         packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if os.fspath(path).endswith(".gz") else file
         with io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as text:
             text.write(json.dumps(head, allow_nan=False)[:-1] + ', "traceEvents": [\n')
@@ -114,7 +114,7 @@ def events(report: Report) -> Iterator[Event]:
         track = streams[timing.stream]
         yield _kernel(kernel, timing, number, track).event(track)
     yield from _arrows(report, launches, streams)
-    if not report.launches.mode.fuses:  # else other tensors are alive, in another order
+    if not report.launches.mode.fuses:  # a mode that fuses has other tensors alive, in another order
         yield from _memory(report, launches)
 
 

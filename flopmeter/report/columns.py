@@ -13,7 +13,7 @@ class ReportColumn(NamedTuple):
     """One figure of a row. `value` is in SI units, with nothing rounded; csv and json write it under `key`.
 
     `heading` is that of text and markdown, which show `value / scale` with `digits`, and `page_heading` that of the
-    page, which scales a column by its `unit` as a whole. An empty one leaves the column out there.
+    page, which scales a column by its `unit` as a whole. An empty heading leaves the column out.
     """
 
     key: str
@@ -57,7 +57,7 @@ RAW_NAMES = ("name", *(column.key for column in COLUMNS if column.key))
 
 
 def share_of(column: ReportColumn, row: Row, report: Report) -> float:
-    """In percent of the column's whole; 0 where that is nothing."""
+    """In percent of the column's whole; 0 if the whole is 0."""
     return percent_of(column.value(row), column.whole(report) if column.whole else 0.0)
 
 

@@ -85,14 +85,15 @@ def _row(kernel: CompiledKernel) -> tuple[str, ...]:
 
 
 class _Saved:
-    """What a graph's fused kernels keep inside."""
+    """What the fused kernels of a graph do not write to memory."""
 
     def __init__(self) -> None:
         self.ops = self.nbytes = 0
 
 
 def _kept_inside(kernels: Iterable[CompiledKernel]) -> _Saved:
-    """Results that only the kernel itself reads: written once and read once, were its ops kernels of their own."""
+    """Bytes of results that only the kernel itself reads. If its ops were kernels of their own, these would be written
+    once and read once."""
     saved = _Saved()
     for kernel in kernels:
         saved.ops += len(kernel.origins)

@@ -1,4 +1,5 @@
-"""What can be made of a report, by name. What draws it enters itself here, so that the report knows no drawer."""
+"""What can be made of a report, by name. Each drawer enters itself here, so that the report need not know any of
+them."""
 
 from __future__ import annotations
 

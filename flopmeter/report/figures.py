@@ -1,4 +1,4 @@
-"""What pictures of a report show, whoever draws it: plots.py with matplotlib, page/ as SVG in HTML.
+"""What pictures of a report show. Two drawers use it: plots.py with matplotlib, and page/ with SVG in HTML.
 
 Classes differ by shape and categories of memory by hatching as well as by colour, so that a picture can be
 read in black and white.
@@ -80,11 +80,11 @@ CATEGORY_FILLS: dict[Category, Fill] = dict(zip(CATEGORIES, _FILLS, strict=True)
 
 LEAST_INTENSITY = 1e-2  # FLOP/B that a roofline shows: a large copy with a scalar's work lies below
 MOST_NAMED, LEAST_NAMED = 6, 0.02  # kernels that a roofline names, and the share of the device's time of the least
-_DEEPEST = 1e-8  # of the peak: slower kernels lie at the bottom
+_DEEPEST = 1e-8  # of the peak: slower kernels are drawn at the bottom
 
 
 class Dot(NamedTuple):
-    """All kernels of one cost: what one of them reaches, and the time of all."""
+    """All kernels of one cost: the rate that one of them reaches, and the time of all."""
 
     name: str
     module: str  # of the first of them, with a star for each number
@@ -146,13 +146,13 @@ class Roofline(NamedTuple):
     kernel_seconds: float
 
     def share_of_roof(self, dot: Dot) -> float:
-        """What the kernel reaches of what the datasheet allows it."""
+        """The kernel's share of the rate that the datasheet allows it."""
         roof = self.products if dot.op_class in (CONTRACTION, ATTENTION) else self.vector
         return dot.flop_per_s / roof.at(dot.intensity)
 
     @property
     def unplaced_share(self) -> float:
-        """Of the device's time: kernels without FLOPs, or with hardly any."""
+        """The share of the device's time in kernels without FLOPs, or with hardly any."""
         return 1 - sum(dot.seconds for dot in self.dots) / self.kernel_seconds
 
 
@@ -192,7 +192,7 @@ def ranges(rooflines: Sequence[Roofline]) -> tuple[Range, Range]:
 
 
 def longest_dots(shown: Sequence[Dot], kernel_seconds: float) -> list[Dot]:
-    """Those that a picture names: they take the most time, and enough of it to be seen."""
+    """The dots that a picture names: those of the most time, if it is enough to be seen."""
     return [dot for dot in shown[:MOST_NAMED] if dot.seconds >= LEAST_NAMED * kernel_seconds]
 
 
@@ -225,7 +225,7 @@ class MemoryPicture(NamedTuple):
 
     areas: Mapping[Category, Sequence[int]]  # bytes at each step; of the categories that the program has
     peak_bytes: int
-    limit_bytes: int | None  # what the device has, where the program is not a thin line at the bottom beside it
+    limit_bytes: int | None  # memory of the device; None if beside it the program would be a thin line at the bottom
     phases: Sequence[tuple[str, int]]  # with their first step
     starts: Sequence[float] | None  # seconds at which the device comes to each step; None in a mode that fuses ops
     peak_step: int  # the first one
@@ -240,7 +240,7 @@ class MemoryPicture(NamedTuple):
 
 
 def memory_picture(report: Report) -> MemoryPicture | None:
-    """None where nothing was held."""
+    """The picture of a report's memory; None if nothing was alive."""
     areas = {name: alive for name, alive in report.memory.timeline.items() if any(alive)}
     if not areas:
         return None

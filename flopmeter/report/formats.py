@@ -24,7 +24,7 @@ SYMBOLS = {CONTRACTION: "△", NORMALIZATION: "□", ELEMENTWISE: "○"}  # as i
 JSON_SCHEMA_VERSION = 1
 GIGA = 1e9
 _POWERS = {"G": GIGA, "M": 1e6, "k": 1e3}
-LEAST_SHOWN = 0.1  # of a unit, by the largest figure of a column with two digits after the point
+LEAST_SHOWN = 0.1  # of a unit: the largest figure of a column with two digits after the point is at least this
 
 
 def table(report: Report, rows: list[Row], name: str, tablefmt: str = "simple", *, indent: bool = False) -> str:
@@ -105,7 +105,7 @@ def _shares(report: Report) -> str:
 
 
 def _power(report: Report) -> str:
-    """What the device draws, and the clock that this leaves."""
+    """The power that the device draws, and the clock at which that lets it run."""
     clock = report.clock
     at = "boost" if clock.ratio == 1 else f"{clock.ratio:.0%} of boost"
     if report.watts is None or report.joules is None:
@@ -117,14 +117,14 @@ def _power(report: Report) -> str:
 
 
 def _energy_price(report: Report) -> str:
-    """For a million runs: that of one is too small to be read."""
+    """The price of energy for a million runs: that of one is too small to read."""
     if report.energy_dollars is None:
         return ""
     return f", ${figure(1e6 * report.energy_dollars)} of energy for a million runs at ${report.dollars_per_kwh:g} a kWh"
 
 
 def _communication(report: Report) -> list[str]:
-    """Of a program of many ranks: its collectives."""
+    """The collectives of a program of many ranks."""
     if report.cluster is None:
         return []
     count = sum(kernel.cost.collective is not None for kernel in report.kernels)

@@ -132,8 +132,9 @@ def _draw_dots(panel: Any, shown: Roofline) -> None:
 
 
 def bars(report: Report, by: By = "class", *, most: int = 40) -> Any:
-    """The shares of FLOPs and of device time of each row, with its milliseconds and what bounds it. Where there are
-    more than `most`: of modules to the depth that has no more, else of the rows that take the most time."""
+    """The shares of FLOPs and of device time of each row, with its milliseconds and what bounds it. If there are more
+    than `most` rows: modules are shown only to the depth that has no more, and of other rows only those that take the
+    most time."""
     all_rows = [row for row in report.rows(by) if row.calls or row.flops]
     rows = all_rows if len(all_rows) <= most else _fewer(report, by, most)
     if not rows:
@@ -208,7 +209,7 @@ def memory_timeline(report: Report) -> Any:
 
 
 def _draw_memory(panel: Any, shown: MemoryPicture, places: Sequence[float], label: str) -> None:
-    """`places`: where each step lies across."""
+    """`places`: the horizontal position of each step."""
     areas = panel.stackplot(
         places, [[nbytes / 1e9 for nbytes in alive] for alive in shown.areas.values()],
         labels=list(shown.areas), colors=[CATEGORY_FILLS[name].colour for name in shown.areas], edgecolor="black",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-UNKNOWN = "–"  # in the place of a figure that there is none of
+UNKNOWN = "–"  # stands for a figure that is not known
 
 _PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
 
@@ -19,7 +19,7 @@ def with_prefix(value: float, unit: str) -> str:
 def duration(seconds: float) -> str:
     """Three digits in s, ms or µs, no zeros at the end: `1.2 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * scale:  # what would round to a thousand of the next unit
+        if seconds >= 0.9995 * scale:  # a figure that would round to a thousand takes the next unit
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
@@ -37,7 +37,8 @@ def scale(values: Iterable[float], unit: str) -> tuple[float, str]:
 
 
 def decimal(value: float, digits: int = 2) -> str:
-    """So many digits after the point; what would round to none is said to be less than the last of them."""
+    """A figure with `digits` digits after the point. One that would round to zero is written as less than the last
+    digit."""
     least = 10.0**-digits
     if value == 0:
         return "0"
@@ -47,7 +48,7 @@ def decimal(value: float, digits: int = 2) -> str:
 
 
 def figure(value: float | None, digits: int = 3, missing: str = UNKNOWN) -> str:
-    """To so many significant digits, but never fewer than those before the point."""
+    """A figure with that many significant digits, but never fewer than it has before the point."""
     if value is None:
         return missing
     text = f"{value:.{digits}g}"
@@ -72,7 +73,7 @@ def percent_of(part: float, whole: float) -> float:
 
 
 def _power(value: float) -> int:
-    """Of 1000, so that the value reads as 1 to 999."""
+    """The power of 1000 that makes the value read as 1 to 999."""
     power = 0
     while value >= 1000.0 ** (power + 1) and power < max(_PREFIXES):
         power += 1

@@ -15,7 +15,7 @@ import torch
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import BEFORE, Trace
 
-MOST_INPUTS = 6  # that a line of text names
+MOST_INPUTS = 6  # how many a line of text names
 
 
 class Ran(NamedTuple):
@@ -41,7 +41,7 @@ class Ran(NamedTuple):
         return {**self._asdict(), "inputs": list(self.inputs), "versions": dict(self.versions)}
 
     def flat(self) -> dict[str, Any]:
-        """For a table's rows: one text each."""
+        """Each fact as one text, for the rows of a table."""
         versions = "; ".join(f"{name} {version}" for name, version in self.versions.items())
         return {**self._asdict(), "inputs": "; ".join(self.inputs), "versions": versions}
 

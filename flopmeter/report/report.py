@@ -49,7 +49,7 @@ class Row(NamedTuple):
     bytes_written: int
     seconds: float  # device time
     regime: Regime  # of the largest share of `seconds`
-    joules: float | None = None  # with a share of the idle power by time; None where the device's power is unknown
+    joules: float | None = None  # with its share of the idle power, by time; None if the device's power is unknown
 
     @property
     def intensity(self) -> float:
@@ -78,7 +78,7 @@ class _RowTotals:
         self.seconds_by_regime[timing.regime] += timing.seconds
 
     def row(self, name: str, idle_watts: float | None) -> Row:
-        """`idle_watts`: for each second of device time."""
+        """The row. `idle_watts` are added for each second of device time."""
         by_regime = self.seconds_by_regime
         regime = max(by_regime, key=by_regime.__getitem__)
         seconds = sum(by_regime.values())
@@ -100,7 +100,7 @@ class Report:
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
     in_mode: Callable[..., Report] | None = None  # the same run in another mode, or changed: see flopmeter.meter
-    cluster: Cluster | None = None  # whose links collectives go over; None: there are none
+    cluster: Cluster | None = None  # the links that collectives use; None: there are no collectives
     clock: RunClock = UNKNOWN_POWER
     ran: Ran = NOT_SAID
     dollars_per_kwh: float | None = None  # as the user has it
@@ -191,7 +191,8 @@ class Report:
         """The band around `seconds`, from the validation of the kernel classes in the run."""
         if self.cluster is None:
             return uncertainty(self.timings, self.seconds, self.hardware)
-        # What compute hides makes no step longer. The rest has the wider band, if some of it is between nodes.
+        # Communication that compute hides makes no step longer. What is exposed has the wider band if some of it is
+        # between nodes.
         classes = {timing.kernel_class for timing in self.timings if timing.is_collective}
         kernel_class = BETWEEN_NODES if BETWEEN_NODES in classes else COMMUNICATION
         exposed = Timing(0.0, 0.0, self.exposed_seconds, 0.0, 0.0, 0.0, kernel_class, 0.0, is_collective=True)
@@ -241,7 +242,7 @@ class Report:
 
     @cached_property
     def _on_compute_stream(self) -> list[Timing]:
-        """Kernels that compute; not the collectives between them, nor the copies of other streams."""
+        """Kernels of the computing stream, without collectives."""
         return [timing for timing in self.timings if timing.stream == DEFAULT_STREAM and not timing.is_collective]
 
     @cached_property
@@ -252,7 +253,7 @@ class Report:
 
     @property
     def watts(self) -> float | None:
-        """The average power of the device over the run; of a run that takes no time, what it draws when idle."""
+        """The average power of the device over the run; for a run that takes no time, its idle power."""
         if self.joules is None:
             return None
         return self.joules / self.seconds if self.seconds else self.clock.idle_watts
@@ -376,7 +377,7 @@ class Report:
         return cost.flops - (cost.masked_flops if self.causal == "exact" else 0)
 
     def _class_flops(self, cost: Cost) -> Iterable[tuple[str, int]]:
-        """FLOPs of each class in the kernel; masked ones belong to its first class, the product."""
+        """FLOPs of each class in the kernel; masked FLOPs belong to its first class, that of the matmul."""
         (op_class, flops), *rest = cost.flops_by_class
         return [(op_class, flops - (cost.flops - self._flops(cost))), *rest]
 
@@ -425,7 +426,7 @@ OUTSIDE = "(outside of modules)"
 
 
 def _ancestors(kernel: Kernel) -> tuple[str, ...]:
-    """The modules that it runs in, the outermost first."""
+    """The modules that the kernel runs in, the outermost first."""
     parts = kernel.ops[0].module.split(".") if kernel.ops[0].module else [OUTSIDE]
     return tuple(".".join(parts[: level + 1]) for level in range(len(parts)))
 

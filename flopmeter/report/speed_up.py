@@ -22,7 +22,7 @@ class Share(NamedTuple):
 
     kernels: int = 0
     bytes_moved: int = 0
-    seconds: float = 0.0  # of the wall-clock: its kernels, and what the device waited for the host before each
+    seconds: float = 0.0  # of the wall-clock: of its kernels, and of the device's waits for the host before each
 
 
 class RegionSpeedUp(NamedTuple):
@@ -38,7 +38,7 @@ class RegionSpeedUp(NamedTuple):
 
     @property
     def saved_share(self) -> float:
-        """Of the bytes that eager moves."""
+        """The share of the eager run's bytes that compiling saves."""
         return 1 - self.compiled.bytes_moved / self.eager.bytes_moved if self.eager.bytes_moved else 0.0
 
 
@@ -76,7 +76,7 @@ def speed_up(report: Report) -> SpeedUp:
 
 
 def _names(kernels: list[Kernel], graphs: list[int | None]) -> dict[int | None, str]:
-    """Of each graph: the module and the direction of its first kernel. Fusing keeps the graphs' numbers."""
+    """The name of each graph: the module and the direction of its first kernel. Fusing keeps the graphs' numbers."""
     names: dict[int | None, str] = {None: EAGER}
     for kernel, graph in zip(kernels, graphs, strict=True):
         op = kernel.ops[0]

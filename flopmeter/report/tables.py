@@ -36,7 +36,8 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class ColumnOf(Generic[RowType]):
-    """A column of rows of one type: `value` takes a figure from a row, in SI units, and `show` writes it."""
+    """A column of a table whose rows have one type: `value` takes a figure from a row, in SI units, and `show` writes
+    it."""
 
     heading: str
     value: Callable[[RowType], Any]

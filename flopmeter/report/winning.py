@@ -10,7 +10,7 @@ from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN, WAITS, WHOLE, Advice, HotSpot
 
 MOST_ROWS = 5
-NEAR_FLOOR = 0.7  # of the wall-clock is the floor: kernels that are as good as such kernels get reach no more
+NEAR_FLOOR = 0.7  # of the wall-clock is the floor: then the run is near it, since kernels never get nearer
 _FLOORS: dict[Regime, str] = {
     "compute": "its FLOPs at the datasheet's peak",
     "memory": "its bytes at the datasheet's bandwidth",
@@ -35,7 +35,7 @@ class WhereToWin(NamedTuple):
 
 
 def where_to_win(report: Report) -> WhereToWin | None:
-    """None for a run of nothing."""
+    """Where a run can win time, in words; None if nothing ran."""
     if not report.timings or not report.seconds:
         return None
     advice = report.advice[:MOST_ROWS]
@@ -61,13 +61,13 @@ def in_lines(shown: WhereToWin | None) -> list[str]:
 
 
 def _is_news(spot: HotSpot, report: Report) -> bool:
-    """Whether it is worth a line, and no advice is about it."""
+    """Whether a hot spot is worth a line: it is large enough, and no advice is about it."""
     told = any(each.where == spot.where or (each.where == WHOLE and spot.why == WAITS) for each in report.advice)
     return not told and spot.over_floor >= LEAST_GAIN * report.seconds
 
 
 def floor_seconds(report: Report) -> float:
-    """Of all kernels: their FLOPs or bytes at the rates of the datasheet, whichever takes longer."""
+    """The floor of all kernels: their FLOPs or bytes at the rates of the datasheet, whichever takes longer."""
     return sum(spot.floor_seconds for spot in report.hot_spots)
 
 
@@ -85,7 +85,8 @@ def _heading(report: Report) -> str:
 
 
 def _nearness(report: Report, floor: float) -> str:
-    """Which floor the run is near to. That of compute or memory only where it is: kernels may reach far less."""
+    """The floor that the run is near to. Compute or memory is named only if the run is near that floor, since kernels
+    may reach far less."""
     if report.regime in ("compute", "memory") and floor < NEAR_FLOOR * report.seconds:
         return f"near the floor of the kernels that there are, {report.regime}-bound but above that of the device"
     return f"near its floor, {_FLOORS[report.regime]}"

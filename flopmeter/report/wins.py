@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 LEAST_GAIN = 0.03  # of the run's wall-clock: below that no advice is worth a change of the program
 
-MINOR_FAULT = 0.1  # of the wall-clock: a fault that wins less stands by its gain among other ways to run the program
+MINOR_FAULT = 0.1  # of the wall-clock: a fault that wins less is sorted by its gain, among other ways to run
 
 WHOLE = "the whole program"
 WAITS = "the device waits for the host before it"
@@ -19,7 +19,7 @@ class HotSpot(NamedTuple):
     where: str  # modules, and the source line if the trace has it
     seconds_now: float  # what these kernels take, with the device's waits for the host before them
     floor_seconds: float  # what their FLOPs or bytes take at the rates of the datasheet
-    why: str  # they are above that floor
+    why: str  # why they take longer than that floor
 
     @property
     def over_floor(self) -> float:
@@ -41,7 +41,7 @@ class Advice(NamedTuple):
     remedy: str
     seconds_then: float
     run_seconds_then: float  # of the whole run
-    is_fault: bool  # what the program does without need; False: another way to run the same program
+    is_fault: bool  # True: work that the program does without need; False: another way to run the same program
 
     @property
     def gain_seconds(self) -> float:

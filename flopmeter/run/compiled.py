@@ -1,6 +1,6 @@
-"""torch.compile under the device named cuda: what Dynamo tells a program that it traces, and takes from it.
+"""torch.compile under the device named cuda: what Dynamo answers the program that it traces, and what it accepts.
 
-Works around: Dynamo traces into functions that stand in for torch's, and its own tables know torch's alone.
+Works around: Dynamo traces into functions that stand in for torch's, and its tables know only torch's own.
 Until: tensors without memory can call their device cuda.
 
 While Dynamo traces, torch is as it is without a run, and the graph is one of meta tensors, as it would be under a
@@ -25,7 +25,8 @@ from flopmeter.torch_names import compiler as names
 
 
 class Tracing:
-    """Called, a context in which the compiler traces, which gives what of torch is stood in for outside of it.
+    """A call gives the context in which the compiler traces; the context yields the functions of torch that are
+    replaced outside of it.
     `undoing`: patches of the run that the compiler must not see."""
 
     def __init__(self, named: NamedCuda, undoing: list[Patch]) -> None:
@@ -93,7 +94,8 @@ class Tracing:
         return create_proxy
 
     def _on_meta(self, kind: str, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Devices are objects nearly everywhere; names and numbers, where a device is what is asked for."""
+        """The argument with meta for cuda. Devices are nearly always objects; names and numbers count only where the
+        parameter is a device."""
         real = self._named.real
         args, kwargs = tree_map_only(torch.device, real, (args, dict(kwargs)))
         if kwargs.get("device") is not None:

@@ -41,7 +41,7 @@ _DTYPES = {
     "ShortTensor": torch.int16, "CharTensor": torch.int8, "ByteTensor": torch.uint8, "BoolTensor": torch.bool,
 }  # fmt: skip
 
-# Of torch.cuda: these hold without a device.
+# Attributes of torch.cuda that are right without a device.
 _AS_THEY_ARE = {
     "amp", "graphs", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable", "jiterator",
     "CudaError", "DeferredCudaCallError", "cudaStatus", "has_half", "has_magma", "default_generators", "check_error",
@@ -94,7 +94,7 @@ class CudaModule:
         yield Patch(torch.backends.cuda, "is_built", lambda: True, why)
 
     def answers(self) -> dict[str, Any]:
-        """By name in torch.cuda."""
+        """The answers by their name in torch.cuda."""
         return {**self._about_devices(), **self._about_memory(), **self._about_streams(), **_ABOUT_RANDOM}
 
     def _about_devices(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class NvtxRanges:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What needs no answer: nothing waits, and nothing is cached."""
+    """Does nothing, since nothing waits and nothing is cached."""
 
 
 def _absent(name: str) -> Callable[..., Any]:

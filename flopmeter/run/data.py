@@ -1,6 +1,6 @@
 """Processes that the program forks: workers of a DataLoader, and those that prepare data. They are not metered.
 
-Works around: dispatch modes, which a forked process inherits; it would record what nobody reads.
+Works around: a forked process inherits dispatch modes, and would record what nobody reads.
 Until: dispatch modes end at a fork.
 """
 
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from flopmeter.torch_names.private import no_dispatch_modes
 
 _open_runs = 0
-_left = ExitStack()  # of a forked process; nothing leaves it
+_left = ExitStack()  # contexts of a forked process, which are never left
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 Works around: a torch without a GPU, which has no device named cuda, neither for a tensor to be on nor to be asked for.
 Until: tensors without memory can call their device cuda.
 
-Whatever takes a device takes meta instead of cuda; whatever tells a device tells cuda instead of meta. The program, and
+Functions that are given cuda get meta instead; functions that tell a device say cuda instead of meta. The program, and
 torch's own Python code above the dispatcher, then take the ways that they take on a GPU. Code below the dispatcher is
 told the truth (TOLD_THE_TRUTH): it computes shapes, and has to know that there is no memory.
 
-A program may also use the device meta itself, to make a model before its weights come. Storages that it asked to be
-there are marked, and keep saying meta.
+A program may also use the device meta itself, to make a model before its weights come. Storages that it asked for on
+meta are marked, and go on saying meta.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class NamedCuda:
 
     def __init__(self, count: int, index: int = 0) -> None:
         self.count, self.index = count, index
-        self.is_open = False  # functions that a library has imported meanwhile do nothing after the run
+        self.is_open = False  # functions that a library imported during the run do nothing after it
         self.name = torch.device("cuda", index)
         self._on_true_meta: dict[int, weakref.ref[Any]] = {}  # storages that the program asked to be on meta
         self._pinned: dict[int, weakref.ref[Any]] = {}
 
     @contextmanager
     def open(self) -> Iterator[list[Patch]]:
-        """torch tells and takes the name inside. Gives what `hidden` takes."""
+        """In this context torch tells and accepts the name. Yields the argument of `hidden`."""
         patches = list(self.patches())
         with applied([*patches, _allowed_on_lazy_parameters(patches)]) as undoing:
             self.is_open = True
@@ -90,7 +90,7 @@ class NamedCuda:
                 self.is_open = False
 
     def patches(self) -> Iterator[Patch]:
-        """What makes torch tell and take the name."""
+        """The patches that make torch tell and accept the name."""
         device_constructors()  # it caches torch's functions at its first call, before they are replaced here
         tells, takes = "tells the device named cuda", "takes the device named cuda"
         yield Patch(Tensor, "device", property(self._device), tells)
@@ -185,7 +185,7 @@ class NamedCuda:
         return scatter
 
     def _taking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of torch with a keyword `device`."""
+        """Wraps a function of torch that has a keyword `device`."""
 
         @functools.wraps(original)
         def taking(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ class NamedCuda:
         return taking
 
     def _on_meta(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The program asks for the device meta itself: no GPU sees that."""
+        """Whether the program asks for the device meta itself, which no GPU sees."""
         with no_dispatch_modes():
             result = original(*args, **kwargs)
         if isinstance(result, Tensor) and _true_is_meta(result):
@@ -303,7 +303,8 @@ def _allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
 @contextmanager
 def _parameters_keep_identity(module: Module) -> Iterator[None]:
     """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may hold already. Between
-    CPU and meta torch makes new ones, unless it is told to swap what is inside; lazy ones lose their class by that."""
+    CPU and meta torch makes new ones, unless it is told to swap what is inside; lazy parameters would lose their class
+    by that."""
     lazy = [(parameter, type(parameter)) for parameter in module.parameters() if is_lazy(parameter)]
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -369,7 +370,7 @@ def _ops_with_device() -> Iterator[str]:
 
 
 def _repr(original: Callable[..., str], cuda: NamedCuda) -> Callable[..., str]:
-    """A tensor as a GPU's is printed. What the program prints is read, so unknown values are stand-ins."""
+    """A tensor is printed as one on a GPU. To print is to read, so unknown values print as stand-ins."""
 
     @functools.wraps(original)
     def repr_(tensor: Tensor, *, tensor_contents: Any = None) -> str:

@@ -1,4 +1,4 @@
-"""What stands before a script on a command line: python, torchrun, accelerate launch. Only rank 0 runs, here.
+"""The words before a script on a command line: python, torchrun, accelerate launch. Only rank 0 runs, here.
 
 A launcher is one entry of LAUNCHERS: from its words to a CommandLine.
 """
@@ -34,7 +34,7 @@ class CommandLine:
 
 
 def launch_of(words: Sequence[str], gpus: int) -> CommandLine:
-    """What the words of a command line start. `gpus` is for launchers that take as many as there are.
+    """The script and the world that a command line starts. `gpus` is for launchers that use all GPUs.
 
     Raises ValueError where no script is named, or for a launcher that cannot be followed.
     """

@@ -22,11 +22,12 @@ class Names(Protocol):
     name: torch.device
 
     def real(self, value: Any) -> Any:
-        """META in place of the name."""
+        """META for the name of the device."""
 
 
 def _in_place_of(true: Any) -> Any:
-    """A metaclass of a class in the place of `true`: what that one made is an instance, and the two are equal."""
+    """A metaclass for a class that replaces `true`: instances of `true` count as its own, and the two classes are
+    equal."""
 
     class InPlaceOf(type(true)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: Any) -> bool:
@@ -42,7 +43,7 @@ def _in_place_of(true: Any) -> Any:
 
 
 def device_type() -> type:
-    """torch.device, for which an index alone is one of cuda's. What it makes are devices of torch's own."""
+    """torch.device, where an index alone means cuda. It makes torch's own devices."""
 
     class device(metaclass=_in_place_of(_true_device)):  # type: ignore[metaclass]  # noqa: N801 - torch's name
         __module__, __qualname__ = "torch", "device"  # as pickle looks for it

@@ -40,12 +40,13 @@ def cuda(
     steps: int | None = None,
     wishes: Wishes | None = None,
 ) -> Iterator[CudaRun]:
-    """A device named cuda inside, which is the profile's: `model.cuda()`, `device="cuda"`, `torch.cuda.*`.
+    """In this context there is a device named cuda, as the profile describes it: `model.cuda()`, `device="cuda"`,
+    `torch.cuda.*`.
 
     hardware: a name of `available_hardware()`, a path to a YAML profile, or a Hardware.
     gpus: ranks in the world, of which this process is rank 0.
     steps: leave the context after so many optimizer steps; None: run to the end.
-    wishes: what else `flopmeter run` can be told.
+    wishes: the other options of `flopmeter run`.
 
     Raises HardwareError for an unknown device, and ValueError for one that is a CPU.
     """

@@ -20,7 +20,8 @@ class Patch:
 
 @contextmanager
 def applied(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
-    """Apply them in order, and undo them in reverse order, also after an error. Gives what `hidden` takes."""
+    """Apply the patches in order, and undo them in reverse order, also after an error. Yields the argument of
+    `hidden`."""
     undoing: list[Patch] = []
     with ExitStack() as undo:
         for patch in patches:
@@ -32,7 +33,7 @@ def applied(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
 
 @contextmanager
 def hidden(undoing: list[Patch]) -> Iterator[None]:
-    """What `applied` has replaced is as it was."""
+    """In this context everything that `applied` has replaced is as it was."""
     with ExitStack() as redo:
         for patch in reversed(undoing):
             redo.callback(_put, Patch(patch.owner, patch.name, vars(patch.owner)[patch.name], patch.reason))
@@ -40,7 +41,7 @@ def hidden(undoing: list[Patch]) -> Iterator[None]:
         yield
 
 
-_ABSENT = object()  # inherited, or not there at all
+_ABSENT = object()  # the owner had no attribute of its own
 
 
 def _put(patch: Patch) -> None:

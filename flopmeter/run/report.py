@@ -20,7 +20,7 @@ class NothingRanError(ValueError):
 
 @dataclass(frozen=True)
 class RunReport:
-    """`step` is the report of one steady step, or of what there is instead; `headline` says which."""
+    """`step` is the report of one steady step, or of the part that ran instead; `headline` says which."""
 
     program: str
     step: Report

@@ -96,7 +96,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _print_own_traceback(error: BaseException) -> None:
-    """From the script's first line on, without what started it."""
+    """The traceback from the script's first line on, without flopmeter's frames."""
     frames = error.__traceback__
     while frames is not None and _is_of_the_runner(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next

@@ -1,4 +1,4 @@
-"""One run: the device named cuda, a meter around the program, and what became of its steps."""
+"""One run: the device named cuda, a meter around the program, and the report of its steps."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ScriptSession:
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
-        self._decisions: Counter[str] = Counter()  # lines of control flow that hung on a stand-in
+        self._decisions: Counter[str] = Counter()  # lines of the program whose control flow depended on a stand-in
 
     def now(self) -> int:
         """The number of ops so far."""
@@ -100,7 +100,7 @@ class ScriptSession:
         self.steps.on_replay()
 
     def note(self, text: str) -> None:
-        """State once, in the report, what was skipped or stood in for."""
+        """State once, in the report, what was skipped or replaced."""
         self.notes[text] = None
 
     @contextmanager
@@ -138,7 +138,7 @@ class ScriptSession:
         if "meta" not in self.meter.trace.devices:
             raise NothingRanError(NOTHING_RAN)
         parts = self.steps.parts(self.now())
-        self.meter.trace.switches = switches_now()  # a script sets them when the run is open already
+        self.meter.trace.switches = switches_now()  # a script sets them after the run has begun
         ranges = {"setup": parts.setup, "first step": parts.first, "steady step": parts.steady}
         mode = mode or self.wishes.mode
         reports = {name: self._part(ops, mode) for name, ops in ranges.items() if ops}

@@ -1,11 +1,11 @@
 """Where a program's steps begin and end: setup, the first step, the steady step.
 
-A training step ends where an optimizer has stepped; of several optimizers the one that stepped first counts, so that
-a step has one turn of each. Everything from one end to the next belongs to the step: data, forward, backward, and what
-the program does with the loss. Before the first forward pass that remembers gradients all is setup.
-A program that updates its weights without one of torch's optimizers goes by the calls of the outermost module that it
-trains, from the beginning of one to that of the next. Inference goes by the calls of the outermost module that the
-program calls most often, or by the replays of its CUDA graph.
+A training step ends when an optimizer has stepped. With several optimizers the one that stepped first counts, so that
+each of them steps once in a step. Everything from one end to the next belongs to the step: data, forward, backward, and
+what the program does with the loss. Everything before the first forward pass that records gradients is setup. In a
+program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
+that it trains to the next. In inference it is a call of the outermost module that the program calls most often, or a
+replay of its CUDA graph.
 """
 
 from __future__ import annotations
@@ -101,12 +101,13 @@ class Steps:
             yield
 
     def on_range_end(self, name: str) -> None:
-        """An nvtx range has ended."""
+        """An nvtx range ends."""
         if self._marker == NVTX + name:
             self._end()
 
     def on_compiled_call(self, owner: nn.Module | Optimizer) -> Callable[[], None]:
-        """A module or an optimizer begins to run compiled, without its hooks; to be called when that ends."""
+        """A module or an optimizer begins to run compiled, without its hooks. Returns a function to call when that
+        ends."""
         if isinstance(owner, nn.Module):
             self._enter_module(owner, ())
             return functools.partial(self._leave_module, owner)
@@ -130,7 +131,7 @@ class Steps:
         if self._replays and self._marker == AUTO:
             return _parts(self._replays[0], self._replays[1:], "replays of a CUDA graph")
         if self._calls and self._marker in (AUTO, FORWARD):
-            # Where a program evaluates too, its steps are the calls that remember gradients.
+            # If a program also evaluates, its steps are the calls that record gradients.
             calls = [call for call in self._calls if call.learns] or self._calls
             name, _ = Counter(call.name for call in calls).most_common(1)[0]
             ends = [call.end for call in calls if call.name == name]
@@ -146,7 +147,7 @@ class Steps:
         self._updates.append(self._now())
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """One that runs no op does not count: a wrapper that only accumulates gradients this time."""
+        """An optimizer has stepped. A step without ops does not count: a wrapper only accumulated gradients."""
         if self._updates and self._updates.pop() == self._now():
             self.idle_updates += 1
             return
@@ -167,8 +168,8 @@ class Steps:
         self._depth += 1
 
     def _begin_training(self, name: str) -> None:
-        """A module that learns is called, and no optimizer was made. A backward pass since the step before began ends
-        that one."""
+        """A module that learns is called, and there is no optimizer. The step before has ended if it had a backward
+        pass."""
         start = self._trainings[-1] if self._trainings else self._training_start
         if not self._trained:
             self._trained, self._training_start = name, self._now()

@@ -21,7 +21,7 @@ class Moments(Protocol):
         """Predicted wall-clock of the ops from one moment to another."""
 
     def replay(self, ops: range) -> None:
-        """The device runs these ops again, as one graph."""
+        """The device runs the ops of the range again, as one graph."""
 
 
 class CudaStream(streams.MetaStream):
@@ -63,8 +63,8 @@ def default_stream(device: Any = None) -> CudaStream:
 
 
 class StreamContext:
-    """torch.cuda.StreamContext, and torch.cuda.stream: gives the ops inside to the stream. A class, as Dynamo asks of
-    it."""
+    """torch.cuda.StreamContext, and torch.cuda.stream: gives the ops inside to the stream. It is a class since Dynamo
+    expects one."""
 
     def __init__(self, stream: streams.MetaStream | None) -> None:
         self.stream = stream
@@ -104,7 +104,7 @@ class CudaEvent(streams.MetaEvent):
 
 
 class CudaGraph:
-    """torch.cuda.CUDAGraph. What runs during the capture is recorded as it is; each replay runs it again."""
+    """torch.cuda.CUDAGraph. Ops during the capture are recorded as they run; each replay runs them again."""
 
     clock: ClassVar[Moments]
     capturing: ClassVar[bool] = False
@@ -127,7 +127,7 @@ class CudaGraph:
         self.clock.replay(self._ops)
 
     def instantiate(self) -> None:
-        """The driver makes the graph ready: the host's work."""
+        """The driver prepares the graph, which is work of the host."""
 
     def reset(self) -> None:
         self._start = self._ops = None

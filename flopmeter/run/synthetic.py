@@ -1,10 +1,10 @@
-"""Data that is not there: samples of stated shapes stand in for it (`flopmeter run --synthetic`).
+"""Samples of stated shapes stand in for data that is missing (`flopmeter run --synthetic`).
 
 Works around: data sets that a laptop does not have, whose classes fail where they look for their files.
 Until: never; a meter needs the shapes of the data, and not the data.
 
-A data set that can be made is used as it is. With 'first' its first sample stands for all others, so that one file
-does; with a description such as '3x224x224,:1000' that is the sample of each data set that cannot be made.
+A data set that can be made is used as it is. With 'first', its first sample stands for all others, so that one file is
+enough. With a description such as '3x224x224,:1000', each data set that cannot be made has such samples.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from flopmeter.run.patches import Patch
 from flopmeter.torch_names.private import no_dispatch_modes
 
 FIRST = "first"
-SAMPLES = 2**20  # of a data set that is not there; more than the steps of a run read
-ROWS = 2**12  # of a table of Hugging Face's datasets, which are in memory
-ELEMENTS = 2**26  # of an array in a file of numpy's, whose length nobody told
-ABSENT = (OSError, RuntimeError)  # what torchvision, and whoever opens files or sockets, raise
+SAMPLES = 2**20  # length of a data set that is missing; more than the steps of a run read
+ROWS = 2**12  # length of a table of Hugging Face's datasets, which is in memory
+ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
+ABSENT = (OSError, RuntimeError)  # raised by torchvision, and by code that opens files or sockets
 TEXT = "text"
 _GRAMMAR = "fields with commas between them, each [NAME=]SHAPE[:DTYPE or :COUNT], such as 3x224x224,:1000"
 
@@ -101,7 +101,7 @@ class SyntheticData:
     def __init__(self, text: str, note: Callable[[str], None]) -> None:
         self._sample = None if text == FIRST else sample_of(text)
         self._note = note
-        self._is_open = True  # classes that were made meanwhile keep their methods, which do nothing after the run
+        self._is_open = True  # classes made during the run keep their methods, which do nothing after it
 
     def close(self) -> None:
         self._is_open = False
@@ -122,7 +122,8 @@ class SyntheticData:
             setattr(patch.owner, patch.name, patch.value)
 
     def _standing_in(self, kind: Any) -> Iterator[Patch]:
-        """For the methods that the class has itself; those of torch's own classes only pass on what others have."""
+        """The patches for the methods that the class defines itself. Methods of torch's own classes only pass on what
+        others give."""
         if kind.__module__.startswith("torch.utils.data"):
             return
         wrap = {"__getitem__": self._getitem, "__len__": self._len, "__iter__": self._iter}
@@ -134,7 +135,7 @@ class SyntheticData:
     def _init(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def init(data: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._is_open or "flopmeter_absent" in vars(data):  # a class calls that of its base
+            if not self._is_open or "flopmeter_absent" in vars(data):  # a class calls the method of its base
                 return original(data, *args, **kwargs)
             data.flopmeter_absent = False
             try:

@@ -1,4 +1,4 @@
-"""Numbers that the program reads although nobody knows them: stand-ins, and the decisions that hang on them.
+"""Numbers that the program reads although they are unknown: stand-ins, and the decisions that depend on them.
 
 Works around: `.item()` of a tensor without data, which a training script calls to log its loss.
 Until: never; a meter cannot know a loss.
@@ -22,7 +22,7 @@ from flopmeter.run.patches import Patch
 
 
 class StandInFloat(float):
-    """A float that stands in for an unknown one; what is computed from it stands in, too."""
+    """A float that stands in for an unknown one; results computed from it are stand-ins too."""
 
     on_decision: ClassVar[Callable[[str], None]] = staticmethod(lambda where: None)
 

@@ -1,4 +1,5 @@
-"""Weights in files: loaded onto the device named cuda they have a shape and no data; what has no data is not saved.
+"""Weights in files. Loaded onto the device named cuda they have a shape and no data; tensors without data are not
+saved.
 
 Works around: torch.load and torch.save, and safetensors, which copy data from and to a device.
 Until: torch has a device named cuda without memory.
@@ -72,7 +73,7 @@ class WeightFiles:
         return restore
 
     def _has_no_data(self, obj: Any) -> bool:
-        """Whether tensors on the named device are in it."""
+        """Whether it contains tensors on the named device."""
         if isinstance(obj, nn.Module):
             obj = [*obj.parameters(), *obj.buffers()]
         leaves = tree_leaves(obj)

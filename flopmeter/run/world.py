@@ -1,6 +1,6 @@
-"""The world of a script that a launcher starts on many GPUs: rank 0 runs here, the others are taken to be like it.
+"""The world of a script that a launcher starts on many GPUs: rank 0 runs here, the others are assumed to do the same.
 
-Works around: torch.distributed, which waits for the other ranks, and torch.multiprocessing, which starts them.
+Works around: torch.distributed waits for the other ranks, and torch.multiprocessing starts them.
 Until: never; one process meters one rank.
 """
 
@@ -25,7 +25,7 @@ _ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RU
 
 @contextmanager
 def opened(world_size: int, gpus_per_node: int) -> Iterator[None]:
-    """torch.distributed opens a world of so many ranks inside, whenever the script asks for one."""
+    """In this context torch.distributed opens a world of that size whenever the script asks for one."""
     with ExitStack() as undo:
         undo.enter_context(runs_on_meta(gpus_per_node, rank=0))
         undo.callback(_close)
@@ -35,7 +35,7 @@ def opened(world_size: int, gpus_per_node: int) -> Iterator[None]:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """os.environ has these inside."""
+    """In this context os.environ has these variables."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

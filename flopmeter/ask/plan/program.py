@@ -20,7 +20,7 @@ from flopmeter.ask.plan.subject import Subject
 from flopmeter.torch_names import distributed as private
 from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
 
-PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # what products run in, and gradients are summed in
+PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # the types in which matmuls run, and in which gradients are summed
 
 
 def split_layers(subject: Subject, model: nn.Module, mesh: DeviceMesh, recompute: Recompute) -> None:

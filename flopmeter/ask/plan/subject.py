@@ -19,7 +19,7 @@ from flopmeter.models.llama import Llama, LlamaConfig
 
 Loss = Callable[[nn.Module, Tensor], Tensor]  # of a model and token ids [batch, length]: the scalar that is trained
 Styles = Mapping[str, Any]  # torch's parallel styles by the names of modules, in which * stands for any part
-ANY_HEADS = 1024  # of a model that nobody knows the heads of: they bound nothing
+ANY_HEADS = 1024  # for a model whose heads are not known: they limit nothing
 _BY_CONFIG: dict[type, Callable[[Any], nn.Module]] = {LlamaConfig: Llama, GPT2Config: GPT2}
 
 
@@ -38,7 +38,7 @@ class Subject(NamedTuple):
     has_experts: bool
 
     def model(self, layers: list[int] | None = None) -> nn.Module:
-        """On meta, with these layers only; None: with all."""
+        """The model on meta, with only these layers; None: with all."""
         model = _on_meta(self.make)
         if layers is not None:
             holder, _, name = self.layers.rpartition(".")
@@ -60,7 +60,8 @@ class Subject(NamedTuple):
 
 
 def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = None) -> Subject:
-    """What `build` stands for. Raises PlanError, or TargetError where transformers is missing or knows no such type.
+    """The model that `build` stands for. Raises PlanError, or TargetError where transformers is missing or knows no
+    such type.
 
     build: the name of a built-in model, 'hf:TYPE', 'hf:CONFIG.json', a config of transformers or of flopmeter.models, a
         module on meta, or a function without arguments that makes the model.
@@ -113,7 +114,7 @@ def _builtin(name: str) -> nn.Module:
 
 
 def _causal(config: Any) -> Any:
-    """The language model of the config's type, where the config names no class."""
+    """The language model of the config's type, if the config names no class."""
     if not getattr(config, "architectures", None):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -174,7 +175,7 @@ def _kind(block: nn.Module, config: Any, index: int) -> tuple[Any, ...]:
 
 
 def _heads(config: Any) -> int | None:
-    """Of keys and values: the fewer of both."""
+    """The number of heads of keys and values."""
     return _first_number(config, ("num_key_value_heads", "num_attention_heads", "kv_heads", "heads"))
 
 
@@ -188,7 +189,8 @@ _STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "
 
 
 def _of_transformers(model: nn.Module) -> dict[str, Any]:
-    """The plan that transformers itself would load the model with; none where it has a style that torch lacks."""
+    """The tensor parallel plan with which transformers itself would load the model; none if it has a style that torch
+    lacks."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import parallel as tp
 

@@ -40,7 +40,8 @@ class Whole(NamedTuple):
 
 
 def meter_whole(job: WholeJob) -> Whole:
-    """A split without a pipeline: one microbatch and the optimizer's step, and that microbatch so often again."""
+    """A split without a pipeline: one microbatch and the optimizer's step are metered, and the microbatch counts as
+    often as it runs."""
     subject, split = job.subject, job.split
     with world(math.prod(split.mesh.values()), split.mesh, gpus_per_node=job.cluster.gpus_per_node) as mesh:
         model = subject.model()

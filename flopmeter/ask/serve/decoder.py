@@ -46,7 +46,7 @@ class Decoder:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of this rank, as the model keeps them; tied weights count once."""
+        """Bytes of this rank's weights, as the model keeps them; tied weights count once."""
         return sum(tensor.nbytes for tensor in _distinct(self.model))
 
     @property
@@ -137,7 +137,7 @@ def _causal_class(config: Any) -> str:
     return str(names[config.model_type])
 
 
-MOST_COPIED = 1.5  # times the whole model that all ranks may hold together: norms, and heads that several have
+MOST_COPIED = 1.5  # all ranks together may hold this many times the model: some hold the same norms and heads
 _SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 """What tensor parallelism splits: heads, the width of MLPs and of each expert, the vocabulary."""
 
@@ -176,7 +176,7 @@ def kv_width(config: Any, cache: CacheKind) -> int:
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """Of how many tokens the layer keeps keys and values; None: of all."""
+    """For how many tokens the layer keeps keys and values; None: for all."""
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None
@@ -189,7 +189,7 @@ def _distinct(model: Any) -> list[Tensor]:
 
 
 def _in_layers(model: Any, config: Any) -> int:
-    """Parameters beside those of the vocabulary."""
+    """Parameters without those of the vocabulary."""
     return sum(tensor.numel() for tensor in _distinct(model) if config.vocab_size not in tensor.shape)
 
 
@@ -219,7 +219,7 @@ def _paged(cached: int, new: Tensor) -> Tensor:
 
 
 def _copied(cached: int, new: Tensor) -> Tensor:
-    """transformers' own: old and new tokens are put together at each step."""
+    """transformers' own cache: at each step old and new tokens are copied together."""
     batch, heads, _, width = new.shape
     return torch.cat((new.new_empty(batch, heads, cached, width), new), dim=-2) if cached else new
 
@@ -232,7 +232,7 @@ def _register_paged_attention() -> None:
 
 
 def kernel_for(device: Hardware) -> str:
-    """Of PAGED_KERNELS, the one that servers run there."""
+    """The one of PAGED_KERNELS that servers run on the device."""
     capability = device.compute_capability
     return "cudnn" if capability is not None and capability[0] in FLASH_3_CAPABILITIES else "flash"
 

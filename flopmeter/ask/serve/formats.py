@@ -1,4 +1,4 @@
-"""Weights and caches in fewer bits: what a step's kernels read then, and in which type they multiply."""
+"""Weights and caches in fewer bits: what the kernels of a step read then, and in which type they multiply."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.records import ATTENTION, Cost, Kernel, Region, Trace
 
-HEAD = "lm_head"  # scores the vocabulary; as embeddings and norms, it stays as it is
+HEAD = "lm_head"  # scores the vocabulary; it stays as it is, like embeddings and norms
 
 
 class WeightFormat(NamedTuple):
     """How the weights of products are kept."""
 
     bits: float  # of one weight, its share of a scale included
-    product: str | None  # the type that a device multiplies in, if it can; None: unpacked in the kernel
+    product: str | None  # the type in which a device multiplies, if it can; None: weights are unpacked in the kernel
     what: str
 
 
@@ -69,7 +69,7 @@ def weight_storages(kernel: Kernel, trace: Trace) -> set[int]:
 
 
 def _with_narrow_weights(cost: Cost, held: set[int], share: float, product: str | None) -> Cost:
-    """With a product in another type its other operand has as few bits."""
+    """The call with narrow weights. If the product is in another type, its other operand has as few bits."""
 
     def read(region: Region) -> Region:
         is_weight = region.spec is not None and region.spec.storage in held
@@ -80,7 +80,7 @@ def _with_narrow_weights(cost: Cost, held: set[int], share: float, product: str 
 
 
 def _with_narrow_cache(cost: Cost, share: float) -> Cost:
-    """Keys and values are what attention reads beside its first operand."""
+    """The call with a narrow cache. Attention reads queries first; its other operands are keys and values."""
     query, *cache = cost.reads
     return replace(cost, reads=(query, *(each._replace(nbytes=round(each.nbytes * share)) for each in cache)))
 

@@ -1,4 +1,4 @@
-"""The arithmetic on top of the steps: what a server with so many requests at a time gives each of them.
+"""The arithmetic on top of the steps: what a server that works on several requests at a time gives each of them.
 
 A request brings `prompt` tokens and wants `output` tokens. With b requests at a time, a step of decoding gives each of
 them E tokens in D(b) seconds: E is 1, or with a draft of k tokens that are each accepted with probability a
@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-PREFILL_LOAD = 0.7  # of the time: how busy GPUs of prefill alone are kept
+PREFILL_LOAD = 0.7  # of the time: how busy GPUs that only prefill are kept
 
 
 class RequestWork(NamedTuple):
@@ -50,7 +50,7 @@ class RequestWork(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A server with so many requests at a time."""
+    """A server that works on `batch` requests at a time."""
 
     batch: int
     ttft_seconds: float
@@ -60,14 +60,14 @@ class Load(NamedTuple):
 
 
 def expected_tokens(draft_tokens: int, acceptance: float) -> float:
-    """Of one step with a draft."""
+    """The tokens that one step with a draft is expected to give."""
     if acceptance == 1:
         return draft_tokens + 1.0
     return float((1 - acceptance ** (draft_tokens + 1)) / (1 - acceptance))
 
 
 def load(work: RequestWork, batch: int) -> Load | None:
-    """None where prefill alone asks for more than there is."""
+    """The server's load; None if prefill alone needs more than the server has."""
     step = work.decode(batch)
     extra = max(0.0, work.prefill - work.chunks * work.alone)
     if work.is_apart:
@@ -79,7 +79,7 @@ def load(work: RequestWork, batch: int) -> Load | None:
     rate = batch / (work.output * tpot)
     rho = PREFILL_LOAD if work.is_apart else rate * own / work.at_once
     if rho >= 1 and work.chunks:
-        return None  # more chunks than steps: prefill is what the server does, and its queue only grows
+        return None  # more chunks than steps: the server does nothing but prefill, and its queue only grows
     waits = rho * own / (2 * (1 - rho)) if rho < 1 else math.inf
     wait = waits if work.is_apart else min(waits, (batch - 1) * own) + step / 2 * others
     servers = rate * own / PREFILL_LOAD if work.is_apart else 0.0

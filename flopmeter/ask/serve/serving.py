@@ -26,7 +26,7 @@ SLOS = ("ttft", "tpot")
 
 
 class ServingPoint(NamedTuple):
-    """A server with so many requests at a time. Tokens are those that it makes."""
+    """A server that works on `batch` requests at a time. Tokens are those that it makes."""
 
     batch: int
     ttft_seconds: float
@@ -74,7 +74,7 @@ class Serving(Shown):
     notes: tuple[str, ...]
 
     def with_note(self, note: str) -> Serving:
-        """The same with a line more under the table; an empty one adds none."""
+        """The same with one more line under the table; an empty note adds none."""
         return replace(self, notes=(*self.notes, note)) if note else self
 
     def _document(self) -> Document:
@@ -274,7 +274,7 @@ class _Server:
         return own + (self._draft.decoder.kv_bytes(tokens, element) if self._draft else 0.0)
 
     def _most_requests(self) -> int:
-        """Beside weights and what a step works on; every request with all of its tokens."""
+        """How many requests fit beside the weights and the memory of a step, each with all of its tokens."""
         room = usable_bytes(self._device) - self._weight_bytes - self._prefill_chunk.working_bytes
         return max(0, int(room / self._kv_bytes))
 
@@ -359,7 +359,7 @@ class _Server:
         return not self._over(each)
 
     def _over(self, each: Load) -> list[str]:
-        """The latencies asked for that this load does not keep to."""
+        """The latencies that were asked for and that this load does not keep to."""
         found = {"ttft": each.ttft_seconds, "tpot": each.tpot_seconds}
         return [name.upper() for name, most in self._plan.slo.items() if found[name] > most]
 
@@ -404,8 +404,8 @@ class _Server:
         )
 
     def _joules(self, batch: int) -> float | None:
-        """Of one request, on all GPUs: its prefill, and its share of the steps of decoding. GPUs of prefill alone also
-        draw their idle power while they wait."""
+        """Joules of one request, on all GPUs: its prefill, and its share of the steps of decoding. GPUs of prefill
+        alone also draw their idle power while they wait."""
         plan, chunk, alone = self._plan, self._prefill_chunk, self._alone
         decode = self._decode(batch)[1]
         if decode is None or chunk.joules is None or alone.joules is None:

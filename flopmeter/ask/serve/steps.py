@@ -35,7 +35,7 @@ class StepModel:
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
 
     def cost(self, device: Hardware, batch: int, new: int, cached: int, logits: int = 1) -> StepCost:
-        """`new` tokens of each of `batch` sequences, after `cached` ones."""
+        """The cost of `new` tokens for each of `batch` sequences, after `cached` ones."""
         key = (device.name, batch, new, cached, logits)
         if key not in self._known:
             report = self._report(device, batch, new, cached, logits)
@@ -48,7 +48,7 @@ class StepModel:
         return self._known[key]
 
     def weight_bytes(self, device: Hardware) -> int:
-        """Of this rank, in the format."""
+        """Bytes of this rank's weights, in the format."""
         report = self._eager(device, 1, 1, 0, 1)
         return self.decoder.parameter_bytes - narrow_bytes(report.kernels, report.memory.trace, self.weights)
 
@@ -77,7 +77,7 @@ class StepModel:
         return meter.report()
 
     def _cache_bytes(self, batch: int, tokens: int) -> int:
-        """As the metered program holds it: in the model's type, without a window's limit."""
+        """Bytes of the cache as the metered program holds it: in the model's type, without the limit of a window."""
         return round(batch * self.decoder.metered_kv_bytes(tokens))
 
     def _collective_seconds(self, device: Hardware, tokens: int, scored: int) -> float:

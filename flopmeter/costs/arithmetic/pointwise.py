@@ -277,8 +277,6 @@ def div(call: Call) -> Cost:
 @rule(aten.clone, aten._to_copy, aten.copy_, aten.copy)
 def copy(call: Call) -> Cost:
     """Read the source, write the destination; a cast is a copy."""
-    is_onto = call.func.overloadpacket in (
-        aten.copy_,
-        aten.copy,
-    )  # of the first argument only memory or shape matters
+    # Of the first argument of these only the memory or the shape matters.
+    is_onto = call.func.overloadpacket in (aten.copy_, aten.copy)
     return make_cost(call, MOVEMENT, read=(call.inputs[1 if is_onto else 0],))

@@ -16,8 +16,8 @@ from flopmeter.measured.suite.programs import PROGRAMS
 from flopmeter.measured.suite.run_file import CaseResult, SuiteRun
 
 BUSY = "programs, device busy"
-BURST_SECONDS = 0.02  # that a device keeps its boost clock for after a pause (flopmeter/timing/energy.py)
-SHORT_SECONDS = 2e-6  # of a GPU's kernel: below, the time is that of the launch
+BURST_SECONDS = 0.02  # how long a device keeps its boost clock after a pause (flopmeter/timing/energy.py)
+SHORT_SECONDS = 2e-6  # of a GPU's kernel: below this, the time is that of the launch
 
 
 class Beside(NamedTuple):
@@ -33,7 +33,7 @@ class Beside(NamedTuple):
 
 
 class Unpaired(NamedTuple):
-    """A case that lacks one of both, and why."""
+    """A case without a measurement or without a prediction, and why."""
 
     name: str
     why: str
@@ -58,14 +58,16 @@ def pairs(run: SuiteRun, device: Hardware) -> tuple[list[Beside], list[Unpaired]
 
 
 def _as_it_ran(result: CaseResult) -> Case:
-    """A sample that is longer than a burst ends at the clock of a long run; the whole of it is priced at that."""
+    """The clocks of a sample. One that is longer than a burst ends at the clock of a long run, and is priced at that as
+    a whole."""
     assert result.reading is not None
     is_burst = result.reading.seconds * result.reading.calls <= BURST_SECONDS
     return result.case if is_burst else result.case._replace(clocks="sustained")
 
 
 def _as_measured(run: SuiteRun, device: Hardware) -> Hardware:
-    """Under the power limit that the machine had. Raises HardwareError for a CPU's run on a GPU, and the reverse."""
+    """The device under the power limit that the machine had. Raises HardwareError for a CPU's run on a GPU, and the
+    reverse."""
     if device.is_cpu != run.is_cpu:
         kinds = ("a CPU", "a GPU")
         measured, other = kinds if run.is_cpu else kinds[::-1]

@@ -1,4 +1,4 @@
-"""A case of the suite: what it is made from again, and the tensors that it is made of."""
+"""A case of the suite: the inputs that make it again anywhere, and the tensors that it is made of."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @contextlib.contextmanager
 def switches_of(case: Case) -> Iterator[None]:
-    """Products of fp32 tensors use TF32 in the cases named so, and in no others."""
+    """The switches of a case: matmuls of fp32 tensors use TF32 in the cases of that type, and in no others."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before, matmul.allow_tf32 = matmul.allow_tf32, case.inputs.get("dtype") == "tf32"
     kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")}

@@ -100,7 +100,7 @@ _ON_ROWS: dict[str, Callable[[Tensor, Tensor, int], Any]] = {
 
 @_kernel
 def _rows(make: Maker, op: str, rows: int, columns: int) -> CaseRun:
-    """An op that goes along the rows of a matrix, or turns or joins them."""
+    """An op that works along the rows of a matrix, transposes it, or joins rows."""
     x, weight = make.activation(rows, columns), make.weight(columns)
     return lambda: _ON_ROWS[op](x, weight, columns)
 
@@ -119,7 +119,7 @@ def _cross_entropy(make: Maker, tokens: int, vocabulary: int) -> CaseRun:
 
 @_kernel
 def _batch_norm(make: Maker, batch: int, channels: int, size: int) -> CaseRun:
-    """As in inference: the statistics are known."""
+    """Batch norm in inference: the statistics are given."""
     x, (mean, gain) = make.activation(batch, channels, size, size), (make.weight(channels) for _ in range(2))
     return lambda: F.batch_norm(x, mean, gain.abs(), gain, mean)
 
@@ -150,7 +150,7 @@ _IN_OTHER_TYPES = {  # sizes of matmuls in types other than that of most cases
     "fp8": [*((side, side, side) for side in (1024, 4096, 8192)), *((m, 14336, 4096) for m in (16, 128, 2048))],
     "int8": [(side, side, side) for side in (1024, 4096, 8192)],
 }
-_LONG = {  # that are measured in a run of seconds too
+_LONG = {  # measured in a run of seconds too
     "main": [(4096, 4096, 4096), (8192, 8192, 8192), (2048, 14336, 4096)],
     **{dtype: [(8192, 8192, 8192)] for dtype in ("fp16", "tf32", "fp8")},
     "fp32": [(4096, 4096, 4096)],

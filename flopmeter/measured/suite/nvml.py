@@ -18,7 +18,8 @@ _TEXT_BYTES = 96  # NVML's longest names
 
 
 class EnergyCount(NamedTuple):
-    """What the board has taken until now: a difference of two over that of their times is a mean power."""
+    """The energy that the board has used so far, at a time. The difference of two such energies over that of their
+    times is a mean power."""
 
     joules: float
     seconds: float  # of a clock that only goes forward
@@ -46,7 +47,7 @@ class Gpu:
         return self._asked("nvmlDeviceGetClockInfo", ctypes.c_uint(), _SM)
 
     def facts(self) -> dict[str, Any]:
-        """What does not change while a suite runs, by the names of the file."""
+        """The facts that do not change while a suite runs, by their names in the file."""
         milliwatts = self._asked("nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint())
         return {
             "power_limit_w": None if milliwatts is None else milliwatts * 1e-3,

@@ -1,4 +1,4 @@
-"""What a case of the suite is predicted to take: made again on meta, it runs under the meter as it was measured."""
+"""The prediction of a case of the suite: made again on meta, it runs under the meter in the way it was measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES: dict[str, Callable[..., CaseRun]] = {**KERNELS, **PROGRAMS}
 
 
 class CasePrediction(NamedTuple):
-    """Of one call, in seconds: of a kernel on a GPU the device's time, else the wall-clock's."""
+    """Seconds of one call: device time for a kernel on a GPU, else wall-clock."""
 
     seconds: float
     low: float  # the band
@@ -31,7 +31,8 @@ class CasePrediction(NamedTuple):
 
 
 def copies_of(case: Case, device: str, copies: Callable[[int], int]) -> tuple[list[CaseRun], int, int]:
-    """The case made on a device: as often as `copies` says for its weights' bytes; how often, and those bytes."""
+    """The case made on a device, as often as `copies` says for the bytes of its weights; how often that is; and those
+    bytes."""
     if case.kind not in CASES:
         raise UnknownCaseError(f"no case of the suite is of the kind {case.kind!r}; known: {', '.join(CASES)}")
     sizes = {name: value for name, value in case.inputs.items() if name != "dtype"}
@@ -64,7 +65,7 @@ def predict(case: Case, device: Hardware, copies: int = 1) -> CasePrediction:
 
 
 def _per_call(report: Report, seconds: float, timings: object, timed: int, calls: int) -> CasePrediction:
-    """`seconds` are of so many `timed` calls; the report holds all `calls`."""
+    """`seconds` are those of `timed` calls; the report holds all `calls`."""
     band = uncertainty(timings, seconds, report.hardware)  # type: ignore[arg-type]
     one = seconds / timed
     return CasePrediction(one, band.low / timed, band.high / timed, report.kernel_seconds / calls, report, calls)

@@ -101,7 +101,7 @@ def _training(
 
 @_program
 def _optimizer(make: Maker, model: str, optimizer: str) -> CaseRun:
-    """The step alone, of a model whose gradients are there."""
+    """Only the optimizer's step, of a model that has gradients."""
     module, _ = _ready(make, model, "nchw", batch=1)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -171,7 +171,7 @@ def _ready(make: Maker, name: str, layout: str, **sizes: int) -> tuple[Any, tupl
 
 
 def _filled(make: Maker, module: nn.Module) -> Any:
-    """Weights of the usual size, so that no number grows out of its range."""
+    """The model with weights of the usual magnitude, so that no value overflows."""
     if make.device != "meta":
         module = module.to_empty(device=make.device)
         with torch.no_grad():

@@ -27,7 +27,7 @@ FORMAT = "flopmeter measure 1"
 
 
 class RunFileError(ValueError):
-    """A file that is none of `flopmeter measure`'s, or that must not be written over."""
+    """A file that `flopmeter measure` did not write, or that must not be overwritten."""
 
 
 class CaseResult(NamedTuple):
@@ -61,8 +61,8 @@ class SuiteRun:
         return bool(self.device["type"] == "cpu")
 
     def hardware(self) -> Hardware:
-        """What the run is predicted for: flopmeter's own profile of that device, where it has one; else the one that
-        was measured on the machine itself. Raises HardwareError where there is neither."""
+        """The device that the run is predicted for: flopmeter's own profile if there is one, else the profile that was
+        measured on the machine itself. Raises HardwareError if there is neither."""
         if self.device["hardware"]:
             return load_hardware(self.device["hardware"])
         return self.calibrated()

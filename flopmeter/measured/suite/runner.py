@@ -28,15 +28,15 @@ from flopmeter.measured.suite.run_file import CaseResult, RunFileError, SuiteRun
 from flopmeter.measured.suite.stopwatch import CpuWatch, CudaWatch, Effort, profiled
 
 QUICK = Effort(burst_seconds=0.02, sustained_seconds=0.6, heat_seconds=0.5)
-QUICK_STRIDE = 4  # one case of so many of each kind
+QUICK_STRIDE = 4  # one of this many cases of each kind
 CALIBRATION_SECONDS = 20.0
-# Of a kernel on a CPU: more would take seconds a call on one core.
+# Most work of a kernel on a CPU: more would take seconds a call on one core.
 MOST_CPU_FLOPS, MOST_CPU_BYTES = 6e9, 2e8
 OTHER_DTYPES_OF_CUDA = ("fp16", "bf16", "fp32", "tf32", "fp64", "fp8", "int8")
 # Of the environment, what may change speed, and nothing that could be a secret.
 ENVIRONMENT = ("MALLOC_", "OMP_", "MKL_", "KMP_", "CUDA_", "CUBLAS_", "PYTORCH_ALLOC_", "PYTORCH_CUDA_ALLOC_")
-CACHES_IN_TURN = 2  # copies of a kernel's weights fill so many caches together
-MOST_COPIES = 16  # where that takes more of them, one copy is used again and again
+CACHES_IN_TURN = 2  # together, the copies of a kernel's weights fill this many caches
+MOST_COPIES = 16  # if that would take more copies, a single one is used again and again
 
 METHOD = (
     "Weights (and keys and values of earlier tokens) are read from memory: `copies` of a kernel with weights of their "
@@ -80,7 +80,7 @@ def measure(
     run = read_run(path) if resume and path.exists() else _new_run(device, clock)
     if run.device["name"] != _device(device, None)["name"]:
         raise RunFileError(f"{path} was measured on {run.device['name']}: give another file")
-    run.write(path)  # so that a folder that cannot be written to is known first
+    run.write(path)  # so that a folder that cannot be written is noticed first
     if run.calibration == "not made":
         run.calibration = _calibrated(device, clock, quick)
     done = {result.case.name for result in run.results if not result.failed}

@@ -22,7 +22,7 @@ from flopmeter.measured.suite.nvml import Gpu
 from flopmeter.records import Clocks
 
 WARM_UPS = 2  # calls of each copy: libraries choose and load their kernels
-LEAST_SECONDS = 1e-9  # of a call, by a clock that did not move
+LEAST_SECONDS = 1e-9  # of a call, if the clock did not move
 SAMPLE_SECONDS = 4e-3  # of one sample's work, where a call is not longer
 MOST_CALLS = 2000  # of a kernel in one sample
 LEAST_SAMPLES, MOST_SAMPLES = 5, 200
@@ -41,7 +41,7 @@ class Effort(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What the stopwatch says of one call: seconds, and how they were taken."""
+    """The reading of one call: seconds, and how they were taken."""
 
     seconds: float  # the median of the samples
     seconds_min: float
@@ -65,7 +65,7 @@ def profiled(run: CaseRun, device: DeviceType) -> tuple[float, list[ProfiledKern
     """One call under torch.profiler: the seconds of all of its kernels, and the longest of them."""
     from torch.profiler import ProfilerActivity, profile
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of each profile on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports each profile on stderr
     kind = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     with profile(activities=[kind], acc_events=True) as profiler:
         run()
@@ -151,7 +151,7 @@ class CudaWatch:
             torch.cuda.synchronize()
             reason = " ".join(str(error).split())[:80]
             return _in_turn(runs, rounds), rounds * len(runs), f"events, launches included, for no graph: {reason}"
-        short = _between_events(graph.replay)  # now that the host is out of it, a sample may hold more of them
+        short = _between_events(graph.replay)  # without the host's time, a sample may hold more of them
         again = max(1, min(math.ceil(SAMPLE_SECONDS / short), MOST_CALLS // (rounds * len(runs))))
         return _in_turn([graph.replay], again), again * rounds * len(runs), "events around replays of a CUDA graph"
 

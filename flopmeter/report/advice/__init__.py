@@ -1,4 +1,4 @@
-"""Where to win: what a program does without need and other ways to run it, each priced by the model itself.
+"""Where to win: work that a program does without need, and other ways to run it, each priced by the model itself.
 
 A remedy rewrites the trace (rewrite.py) and has it priced as any other program: remedies.py has those that change
 numbers and modes, attention.py, optimizers.py and batch.py those that change ops. spots.py says which kernels are above
@@ -19,8 +19,8 @@ __all__ = ["advice_of", "spots_of"]
 
 @draws(VIEWS, "advice")
 def advice_of(report: Report) -> tuple[Advice, ...]:
-    """What to do first stands first: a fault, since its mend costs nothing and is right in whatever way the program
-    runs later; then other ways to run it, and minor faults among them, by what they win."""
+    """In the order in which to do it. Faults come first: to mend one costs nothing, and helps however the program runs
+    later. Then come other ways to run the program, and minor faults among them, by what they win."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
     found = [_advice(report, proposal) for remedy in REMEDIES for proposal in remedy(report)]

@@ -1,4 +1,4 @@
-"""Attention that writes its scores to memory, and the fused kernel in its place.
+"""Attention that writes its scores to memory, and the fused kernel that could take its place.
 
 Around each softmax, the tensors of the scores' size are found (scores, mask, probabilities, dropout, their gradients);
 all ops that touch one are the attention, with the copies that only feed these or take their results. One fused op
@@ -61,7 +61,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
 
 
 class _Materialised(NamedTuple):
-    """The ops of one attention, and what goes into its products."""
+    """The ops of one attention, and the inputs of its matmuls."""
 
     ops: set[int]
     scores: int  # op: q @ k^T
@@ -81,7 +81,7 @@ def _uses(trace: Trace) -> dict[int, list[int]]:
 
 
 def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Materialised | None:
-    """None where no product makes the scores, or none takes the probabilities."""
+    """The attention around a softmax. None if no matmul makes its scores, or none takes its probabilities."""
     ops, spec = trace.ops, trace.ops[softmax].inputs[0]
     if len(spec.shape) < 3:
         return None
@@ -104,7 +104,7 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
 
 
 def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[int]:
-    """Storages of the scores' size that ops other than products make of one another."""
+    """Storages of the scores' size that ops other than matmuls make from one another."""
     square = trace.ops[softmax].inputs[0]
     scores = {spec.storage for spec in (*trace.ops[softmax].inputs, *trace.ops[softmax].outputs)}
     todo = list(scores)
@@ -130,7 +130,7 @@ def _is_view(op: Op) -> bool:
 
 
 def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int]) -> set[int]:
-    """Copies whose result only these ops read, and those that only turn a result of these ops round."""
+    """Copies whose result only these ops read, and copies that only transpose a result of these ops."""
     copies: set[int] = set()
     for index in touched:
         op = trace.ops[index]
@@ -146,7 +146,7 @@ def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], 
 
 
 def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, within: set[int]) -> list[int]:
-    """The copies that made a storage which nobody else reads, the last first."""
+    """The copies that made a storage which no other op reads, the last one first."""
     chain: list[int] = []
     while True:
         born = trace.storages[storage].born
@@ -172,8 +172,8 @@ def _before_copies(trace: Trace, uses: dict[int, list[int]], spec: TensorSpec, d
 
 
 def _is_causal(trace: Trace, touched: set[int], square: TensorSpec) -> bool:
-    """Whether a mask of [queries, keys] that is the same for all sequences goes into the scores: of a square, that is
-    taken for a causal one."""
+    """Whether a mask of [queries, keys] that all sequences share is applied to the scores. For a square of scores it is
+    assumed to be causal."""
     *_, queries, keys = square.shape
     pairs = queries * keys
     masks = (spec for index in touched for spec in trace.ops[index].inputs if spec.shape[-2:] == (queries, keys))
@@ -181,7 +181,7 @@ def _is_causal(trace: Trace, touched: set[int], square: TensorSpec) -> bool:
 
 
 def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
-    """The fused ops, by the places where they stand."""
+    """The fused ops, by the index of the op in whose place they stand."""
     backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]
     put_in = {attention.values: _call(trace, attention, device, "forward")}
     if backward:
@@ -234,7 +234,8 @@ def _forward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: b
 
 
 def _backward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
-    """Its results are as large as q, k and v; they are written where these lie, which is the same to the price."""
+    """The call of the backward kernel. Its results are as large as q, k and v, and are written over them, which does
+    not change the price."""
     specs = (out, *qkv, out, sums)
     func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention_backward").default
     return Call(func, specs, {"dropout_p": 0.0, "is_causal": is_causal}, specs, qkv)

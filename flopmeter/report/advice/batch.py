@@ -1,4 +1,4 @@
-"""A larger batch: the same ops on so many times the items, and what one of them then takes.
+"""A larger batch: the same ops on several times as many items, and the time of one item then.
 
 No trace says which dimension is the batch. A tensor that depends on the inputs holds one item after the other, so that
 its outermost dimension grows; what is made of weights alone, weights and their gradients do not. If the FLOPs do not
@@ -17,8 +17,8 @@ from flopmeter.timing.peak_memory import usable_bytes_if_known
 from flopmeter.torch_names.operators import aten
 
 MOST_TIMES = 64
-PER_DOUBLING = 1.1  # so much more per second is worth another doubling
-FAULT = 3.0  # a batch is tiny if the kernels of a larger one do so many times the work per second
+PER_DOUBLING = 1.1  # a doubling is worth it if it brings this many times as much per second
+FAULT = 3.0  # a batch is tiny if the kernels of a larger one do this many times the work per second
 PROPORTIONAL = 0.02  # how far FLOPs may be from growing with the batch
 _OF_WEIGHTS = ("parameters", "gradients", "optimizer state")
 _PRODUCTS = (aten.mm, aten.addmm)
@@ -29,7 +29,7 @@ _SHAPES_DO_NOT_FIT = (AssertionError, ArithmeticError, LookupError, RuntimeError
 
 @remedy
 def larger_batch(report: Report) -> Iterator[Proposal]:
-    """So many times the batch as memory holds, or until twice as much brings less than a tenth more per second."""
+    """The batch is doubled until memory is full, or until twice the batch brings less than a tenth more per second."""
     usable = usable_bytes_if_known(report.hardware)
     trace = trace_of(report)
     if usable is None or report.cluster is not None or any(op.call.groups for op in trace.ops):
@@ -65,7 +65,8 @@ def _if_priced(report: Report, larger: Trace) -> Report | None:
 
 
 def _is_proportional(before: Report, after: Report, times: int) -> bool:
-    """Of products and attention: optimizers and what is made of weights alone stay."""
+    """Whether the FLOPs of matmuls and attention grow in proportion. Optimizers, and what is made of weights alone,
+    stay as they are."""
     return abs(after.macs - times * before.macs) <= PROPORTIONAL * times * before.macs and before.macs > 0
 
 
@@ -81,7 +82,7 @@ def scaled(trace: Trace, grows: set[int], times: int) -> Trace:
 
 
 def depends_on_inputs(trace: Trace) -> set[int]:
-    """The storages that hold something of each item: inputs, and what is made of such."""
+    """The storages that hold something for each item: inputs, and what is computed from them."""
     roles = [storage.role for storage in trace.storages]
     grows = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
     weights = {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
@@ -93,8 +94,8 @@ def depends_on_inputs(trace: Trace) -> set[int]:
 
 
 def _holds_items(op: Op, out: TensorSpec, grows: set[int], weights: set[tuple[int, ...]]) -> bool:
-    """A product of two tensors of items sums over these: a gradient of weights; so do other ops of the backward pass
-    whose result looks like weights."""
+    """Whether the op's result has something for each item. A matmul of two tensors of items sums over the items: it is
+    a gradient of weights. So is the result of another op of the backward pass that has the shape of weights."""
     if op.call.func.overloadpacket in _PRODUCTS:
         return not all(spec.storage in grows for spec in op.inputs[-2:])
     if not out.shape or out.numel == 1:

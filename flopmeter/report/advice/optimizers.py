@@ -49,7 +49,7 @@ def _steps(trace: Trace) -> list[list[int]]:
 
 
 def _fused(trace: Trace, step: list[int]) -> Op | None:
-    """One op for the whole step; None where torch has no fused kernel for it, or where it is one already."""
+    """One op for the whole step. None if torch has no fused kernel for it, or if it is fused already."""
     ops = [trace.ops[index] for index in step]
     names = {op.call.name for op in ops}
     if any("fused" in name for name in names):

@@ -1,7 +1,7 @@
 """What a program can change, each change priced by the model: a function under `@remedy` looks for one kind of fault.
 
-It gives proposals: the run as it would be, and which kernels that is about. It prices what it proposes; whether that is
-worth telling is decided in `flopmeter.report.advice`.
+It gives proposals: the changed run, and the kernels that the change is about. It prices what it proposes; whether that
+is worth telling is decided in `flopmeter.report.advice`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Proposal(NamedTuple):
     why: str
     remedy: str
     then: Report
-    times: int = 1  # `then` does so many times the work
+    times: int = 1  # `then` does this many times the work
     is_fault: bool = True
     where: str = ""  # '' names the places of the kernels that it is about
 
@@ -57,13 +57,14 @@ def priced(
 
 
 def trace_of(report: Report) -> Trace:
-    """What the report is about; the program may have gone on since."""
+    """The trace that the report is about; the meter's trace may have grown since."""
     trace, steps = report.memory.trace, report.memory.steps
     return trace if len(trace.ops) == steps else dataclasses.replace(trace, ops=trace.ops[:steps])
 
 
 def may_drop_ops(trace: Trace) -> bool:
-    """What streams wait for is told by the places of ops, so these stay where they are in a program of several."""
+    """Whether ops may be left out. With several streams they may not, since waits are recorded by the index of an
+    op."""
     return not trace.stream_use.streams and not trace.stream_use.syncs
 
 
@@ -87,7 +88,7 @@ _CALLED = {
     "cudagraph": "torch.compile(mode='reduce-overhead')",
     "eager-cudagraph": "replay it as a CUDA graph (torch.cuda.graph)",
 }
-_WORTH_MORE_TROUBLE = 1.03  # so much faster has to be what is less simple
+_WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
 
 
 @remedy
@@ -100,7 +101,7 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     for mode in _MODES[report.mode]:
         before = report if best is None or mode == "eager-cudagraph" else best[1]
         if mode != "compiled" and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
-            continue  # a graph wins what the device waits for the host
+            continue  # a graph wins only the time that the device waits for the host
         run = priced(report, mode=mode)
         if best is None or run.seconds * _WORTH_MORE_TROUBLE < best[1].seconds:
             best = mode, run
@@ -223,7 +224,7 @@ def _narrow_type(device: Hardware) -> torch.dtype | None:
 
 @remedy
 def channels_last(report: Report) -> Iterator[Proposal]:
-    """Convolutions on NCHW tensors in a type for matrix units, and all that works on the same tensors."""
+    """Convolutions on NCHW tensors in a type for matrix units, and all other ops on the same tensors."""
     shapes = ((kernel, kernel.cost.work) for kernel in report.kernels)
     convolves = [k for k, work in shapes if isinstance(work, ConvolutionWork) and _is_nchw(work.shape)]
     if not any(item_bytes_of(kernel.cost.dtype) <= 2 for kernel in convolves):
@@ -251,7 +252,7 @@ def _is_nchw(shape: Convolution) -> bool:
 def _images(trace: Trace) -> set[int]:
     """Storages that convolutions touch, and those that ops on tensors of four dimensions make of them or for them."""
     images: set[int] = set()
-    for ops in (trace.ops, trace.ops[::-1]):  # what is made of them, and gradients on their way back
+    for ops in (trace.ops, trace.ops[::-1]):  # forwards for what is made of them, backwards for their gradients
         for op in ops:
             is_convolution = "convolution" in op.call.name
             if is_convolution or any(number in images for number in op.storages):
@@ -292,7 +293,7 @@ def padded_widths(report: Report) -> Iterator[Proposal]:
     )  # fmt: skip
 
 
-PADDED_TO = 64  # of which multiple tiles of matmuls are
+PADDED_TO = 64  # tiles of matmuls have multiples of this
 
 
 def _resized(spec: TensorSpec, to: dict[int, int]) -> TensorSpec:
@@ -308,7 +309,7 @@ def _resized(spec: TensorSpec, to: dict[int, int]) -> TensorSpec:
 
 @remedy
 def needless_recomputation(report: Report) -> Iterator[Proposal]:
-    """Checkpointing, where memory has room for what it throws away."""
+    """Checkpointing, although memory has room for the activations that it drops."""
     trace = trace_of(report)
     again = {index for index, op in enumerate(trace.ops) if op.phase == "recompute"}
     usable = usable_bytes_if_known(report.hardware)

@@ -1,4 +1,4 @@
-"""Traces with one thing changed: other tensors, ops left out, ops put in. What is left is priced like any trace."""
+"""Traces with one thing changed: other tensors, ops left out, ops put in. The result is priced like any trace."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def with_tensors(
     mark: Callable[[int], Mark] = lambda _: None,
     dtypes: Mapping[torch.dtype, torch.dtype] | None = None,
 ) -> Trace:
-    """Every tensor of every call changed, by its spec and the mark of its storage (its number in the trace). `dtypes`:
-    types that stand in arguments (`dtype=torch.float32`), and those in their place."""
+    """The trace with every tensor of every call changed: `change` gets its spec and `mark` of its storage's number in
+    the trace. `dtypes`: what replaces types in arguments (`dtype=torch.float32`)."""
     known: dict[tuple[Call, tuple[Mark, ...]], Call] = {}
     changed = []
     for op in trace.ops:
@@ -55,14 +55,15 @@ def _changed(
 
 
 def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | None = None) -> Trace:
-    """Without the ops of these indices; `put_in` stand in the place of those of theirs, dropped or not.
+    """The trace without the ops of these indices; ops of `put_in` stand at their own indices, whether the op there is
+    dropped or not.
 
     Module calls between dropped ops go with them: the host makes them for those ops.
     """
     put_in, gone = put_in or {}, set(dropped) - set(put_in or {})
     kept = [index for index in range(len(trace.ops)) if index not in gone]
     calls_before = [now - before for before, now in zip((0, *trace.module_calls), trace.module_calls, strict=False)]
-    place = [0, *accumulate(int(index not in gone) for index in range(len(trace.ops)))]  # of each op among the kept
+    place = [0, *accumulate(int(index not in gone) for index in range(len(trace.ops)))]  # of each op in `kept`
     storages = [
         dataclasses.replace(
             storage,

@@ -28,7 +28,7 @@ from flopmeter.timing import constants
 from flopmeter.timing.matmul import tile_count
 
 MOST_PLACES = 2  # modules that a row names
-NEAR_PEAK = 0.7  # of the rate that bounds a kernel: what is above it is as good as such kernels get
+NEAR_PEAK = 0.7  # of the rate that bounds a kernel: above this share a kernel is as good as such kernels get
 
 Timed = tuple[Kernel, Timing]
 
@@ -43,7 +43,7 @@ def hot_spots(report: Report) -> list[HotSpot]:
 
 
 def timed(report: Report) -> list[Timed]:
-    """The kernels that compute: those of other streams hold up the run only where these wait for them."""
+    """The kernels on the computing stream. Kernels of other streams delay the run only if these wait for them."""
     pairs = zip(report.kernels, report.timings, strict=True)
     return [(kernel, timing) for kernel, timing in pairs if timing.stream == DEFAULT_STREAM]
 
@@ -60,7 +60,8 @@ def spot_of(name: str, group: list[Timed], report: Report) -> HotSpot:
 
 
 def wall_clock(group: Iterable[Timed]) -> float:
-    """What the kernels take, and what the device waits before them: over all kernels of a stream it is the run's."""
+    """The time of the kernels and of the device's waits before them. Over all kernels of a stream this is the
+    wall-clock of the run."""
     return sum(timing.seconds + timing.wait_seconds + timing.link_wait_seconds for _, timing in group)
 
 
@@ -114,7 +115,7 @@ def pattern(module: str) -> str:
 
 
 def _why(group: list[Timed], report: Report) -> str:
-    """What keeps the kernels above their floor: of the largest part of the time over it."""
+    """What keeps the kernels above their floor: the reason of the largest part of the time over it."""
     waits = sum(timing.wait_seconds + timing.link_wait_seconds for _, timing in group)
     ramps = sum(timing.floor_seconds for _, timing in group)
     over = wall_clock(group) - floor_of(group, report)
@@ -149,7 +150,8 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
 
 
 def matmuls_of(cost: Cost) -> tuple[Matmul, ...]:
-    """Those that a library runs, a convolution's implicit one too; none of fused attention, whose tiles are its own."""
+    """The matmuls that a library runs, also the implicit one of a convolution, but not those of fused attention, which
+    has tiles of its own."""
     match cost.work:
         case MatmulWork() | GroupedMatmulWork() | RecurrentWork():
             return cost.work.matmuls
@@ -159,14 +161,14 @@ def matmuls_of(cost: Cost) -> tuple[Matmul, ...]:
 
 
 def alignment_of(cost: Cost) -> int:
-    """Of the rows of the operands, in bytes; that of the others does not decide."""
+    """The alignment of the operands' rows, in bytes; for other kernels it does not matter."""
     if isinstance(cost.work, MatmulWork | RecurrentWork):
         return cost.work.alignment_bytes
     return constants.FULL_ALIGNMENT_BYTES
 
 
 def odd_width(cost: Cost) -> int | None:
-    """The size of the product that is no multiple of 16 bytes; the largest, where several are."""
+    """The size of the matmul that is no multiple of 16 bytes; the largest one if there are several."""
     full = constants.FULL_ALIGNMENT_BYTES / item_bytes_of(cost.dtype)
     sizes = [size for shape in matmuls_of(cost) for size in _widths(shape) if size % full]
     return max(sizes, default=None)

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no network, no script to be read, one to sort its tables."""
+"""The report as one HTML page that needs nothing else: no network, and no script but the one that sorts its tables."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Axis(NamedTuple):
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The pixel of a value; one that is beyond the axis lies at its end."""
+        """The pixel of a value; a value beyond the axis lies at its end."""
         value = min(max(value, self.low), self.high)
         if self.is_log:
             share = log10(value / self.low) / log10(self.high / self.low)
@@ -30,7 +30,7 @@ class Axis(NamedTuple):
 
     @property
     def ticks(self) -> list[float]:
-        """Each decade of a logarithmic axis, and 2 and 5 times it where it has few; else about four round values."""
+        """On a logarithmic axis each decade, with 2 and 5 times it if there are few; else about four round values."""
         if self.is_log:
             decades = self._within((1,))
             return decades if len(decades) > FEW_TICKS else self._within((1, 2, 5))

@@ -1,5 +1,5 @@
-"""What a reader sees first: the figures that are asked for first, where to win, what the time goes to. The page begins
-with it, and a notebook shows nothing else."""
+"""What a reader sees first: the main figures, where to win, what the time goes to. The page begins with it, and a
+notebook shows nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def section(heading: str, *parts: Markup) -> Markup:
 
 
 def header(report: Report) -> Markup:
-    """What ran where, and the figures that are asked for first."""
+    """What ran where, and the main figures."""
     what, *where = report.headline.split(" · ")
     cards = (
         tag("div", tag("dt", name), tag("dd", tag("b", figure), tag("span", more)))
@@ -104,7 +104,7 @@ def _sentence(text: str) -> str:
 
 
 def _regimes(report: Report) -> Markup:
-    """The wall-clock as a bar of its shares; one too short for its name has it in the text below."""
+    """The wall-clock as a bar of its shares. A share too short for its name is named in the text below."""
     shares = {regime: percent_of(seconds, report.seconds) for regime, seconds in report.seconds_by_regime.items()}
     for_name, for_time = _LEAST_SHARES
 

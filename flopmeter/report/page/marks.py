@@ -33,7 +33,7 @@ _HATCHES = {
 
 
 def definitions() -> Markup:
-    """What `mark` and `hatch` refer to; once in a page."""
+    """The definitions to which `mark` and `hatch` refer; once in a page."""
     shapes = [
         tag("path", id=f"mark{place}", class_=f"class{place}", d=_SHAPES[CLASS_LOOKS[name].marker])
         for place, name in enumerate(_CLASSES)
@@ -74,5 +74,5 @@ def class_mark(name: str) -> Markup:
 
 
 def hatch(category: str) -> str:
-    """What to fill an area of the category with."""
+    """The fill of an area of the category."""
     return f"url(#hatch{CATEGORIES.index(category)})"

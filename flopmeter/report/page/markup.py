@@ -1,4 +1,5 @@
-"""HTML and SVG as nested calls. Whatever is not Markup is text and gets escaped, so nothing is forgotten."""
+"""HTML and SVG as nested calls. Whatever is not Markup is text and gets escaped, so that no escaping can be
+forgotten."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def _drawn(shown: MemoryPicture, across: _Across) -> Markup:
 
 
 def _areas(shown: MemoryPicture, across: _Across, size: Axis) -> Markup:
-    """Each category as a band on top of those before it; what is alive stays so until the next step. Of the steps in
-    one column of the picture the one with the most alive is drawn, so that no peak is lost."""
+    """Each category as a band on top of those before it. Memory that is alive stays so until the next step. Of the
+    steps in one column of the picture the one with the most alive is drawn, so that no peak is lost."""
     by_column = groupby(range(shown.steps), lambda step: int(_PER_PIXEL * across.place(step)))
     columns = [list(steps) for _, steps in by_column]
     totals = shown.totals
@@ -125,7 +125,8 @@ def _limit(limit: int | None, size: Axis) -> Markup:
 
 
 def _peak(shown: MemoryPicture, x: float, size: Axis) -> Markup:
-    """Where the most is alive, and how much: beside it where the label of the device's memory is above it."""
+    """Where the most is alive, and how much. The text stands beside the point if the label of the device's memory is
+    above it."""
     y = size.at(shown.peak_bytes)
     is_close = shown.limit_bytes is not None and abs(size.at(shown.limit_bytes) - y) < 2 * _LINE
     is_left = x < (_LEFT + _RIGHT) / 2

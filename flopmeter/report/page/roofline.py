@@ -106,7 +106,7 @@ def _drawn(dot: Dot, kernel_seconds: float, axes: Axes) -> Markup:
 
 
 def _numbers(named: Sequence[Dot], roofline: Roofline, axes: Axes) -> Markup:
-    """Of the kernels that the key lists, each with a line to its dot."""
+    """The numbers of the kernels that the key lists, each with a line to its dot."""
     points = [axes.at(dot) for dot in named]
     texts = [(x, y - 4) for _, y in _labels(roofline, axes) for x in range(int(_RIGHT) - 220, int(_RIGHT) + 10, 10)]
     places = beside(points, [_radius(dot, roofline.kernel_seconds) for dot in named], _NUMBER, texts)
@@ -133,8 +133,8 @@ def _roofs(roofline: Roofline, axes: Axes) -> Markup:
 
 
 def _labels(roofline: Roofline, axes: Axes) -> list[tuple[str, float]]:
-    """Each with its height: above the highest roof, where no dot can be; the other one below its dashed line, or in the
-    same text if both are as high."""
+    """A label with its height for each roof: above the highest roof, where no dot can be; for the other roof below its
+    dashed line, or in the same text if both are equally high."""
     higher, lower = sorted((roofline.products, roofline.vector), key=lambda roof: -roof.flop_per_s)
     top = axes.rate.at(higher.flop_per_s) - 6
     if (higher.dtype, higher.flop_per_s) == (lower.dtype, lower.flop_per_s):

@@ -62,7 +62,7 @@ def _is_figure(text: str) -> bool:
 
 
 def _is_known(column: ReportColumn) -> Callable[[Row], bool]:
-    """Of a row; energy is unknown where the device's power is."""
+    """Whether a row has the figure: energy is unknown if the device's power is."""
     return lambda row: column.value(row) is not None
 
 
@@ -74,7 +74,7 @@ def _name_cell(name: str, is_tree: bool) -> Markup:
 
 
 def _column(column: ReportColumn, rows: Sequence[Row], report: Report) -> tuple[Markup, list[Markup]]:
-    """Its heading with the unit, and its cells."""
+    """The heading of a column, with the unit, and its cells."""
     if column.unit == "text":
         return tag("th", column.page_heading, scope="col", class_="t"), [
             tag("td", column.value(row), class_="t") for row in rows

@@ -1,4 +1,4 @@
-"""apex (github.com/NVIDIA/apex): optimizers and norms that torch has since as kernels of its own.
+"""apex (github.com/NVIDIA/apex): optimizers and norms for which torch now has kernels of its own.
 
 FusedAdam and FusedSGD update all parameters with multi-tensor kernels, as torch's optimizers do with fused=True; the
 fused norms are one kernel each way, as torch's.

@@ -131,7 +131,7 @@ def _rescale(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None
 
 
 class _Matmul4bit(torch.autograd.Function):
-    """Keeps the packed weight alone, and dequantises it again in the backward pass."""
+    """Keeps only the packed weight, and dequantises it again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Linear4bit, bias: Tensor | None) -> Tensor:
@@ -162,7 +162,7 @@ class _Matmul8bit(torch.autograd.Function):
 
 
 class _Quantized(nn.Linear):
-    """Its weight is quantised where it comes onto the device, or at the first call."""
+    """A layer whose weight is quantised when it comes onto the device, or at the first call."""
 
     scales: Tensor
     scales_of_scales: Tensor | None

@@ -44,7 +44,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tens
 def _backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the weights' and the bias' gradients sums are kept in fp32."""
+    """The gradients of weights and bias are sums, which are kept in fp32."""
     as_float = weight.new_empty(weight.shape, dtype=torch.float32)
     return torch.empty_like(x), as_float, as_float.new_empty(weight.shape[0])
 

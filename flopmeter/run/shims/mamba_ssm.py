@@ -31,7 +31,8 @@ SOFTPLUS, SOFTPLUS_BACKWARD = (
 
 
 def _options(call: Call) -> tuple[int, int, int]:
-    """Operations and library functions of an element of u beside its states, and the number of states."""
+    """For an element of u: operations and library functions other than those of its states, and the number of
+    states."""
     has_z, softplus = call.argument("z") is not None, bool(call.argument("softplus"))
     each = 1 + 2 * (call.argument("D") is not None) + (SILU + 1) * has_z
     each += (call.argument("delta_bias") is not None) + SOFTPLUS * softplus
@@ -132,8 +133,8 @@ def selective_scan_fn(
 
 class Mamba(nn.Module):
     """The block of 'Mamba: Linear-Time Sequence Modeling with Selective State Spaces' (arXiv 2312.00752), after
-    mamba_ssm/modules/mamba_simple.py. What that one computes again in its backward pass (the convolution and delta)
-    is kept here."""
+    mamba_ssm/modules/mamba_simple.py. mamba_ssm's block computes the convolution and delta again in its backward pass;
+    this one keeps them."""
 
     def __init__(
         self,
