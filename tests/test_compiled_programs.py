@@ -9,22 +9,11 @@ from typing import Any
 import pytest
 import torch
 from compiled_programs import Program, programs
-from torch._inductor import scheduler
+from watched_scheduler import watched_scheduler
 
 from flopmeter import FlopMeter, Report
 
 KNOWN: dict[str, Any] = {"checks": "hold", "routing": "balanced"}
-
-
-def launched(node: Any) -> list[tuple[str, int]]:
-    """What the scheduler's node launches on the device: its kind, and the bytes by the scheduler's own estimate."""
-    if isinstance(node, scheduler.NopKernelSchedulerNode) or type(node.node).__name__ == "MultiOutput":
-        return []
-    device = node.get_device()
-    if device is not None and device.type == "cpu":
-        return []
-    kind = "library" if isinstance(node, scheduler.ExternKernelSchedulerNode) else "triton"
-    return [("template" if node.is_template() else kind, node.get_read_write_buffers_sizes())]
 
 
 def metered(program: Program, **options: Any) -> tuple[FlopMeter, range]:
@@ -48,14 +37,7 @@ def test_kernels_are_those_of_the_scheduler(
     program: Program, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Count, kind, order and bytes. What the rules make of the same program is recorded, not asserted."""
-    expected: list[list[tuple[str, int]]] = []
-    plain = scheduler.Scheduler.__init__
-
-    def watched(self: Any, *args: Any) -> None:
-        plain(self, *args)
-        expected.append([row for node in self.nodes for row in launched(node)])
-
-    monkeypatch.setattr(scheduler.Scheduler, "__init__", watched)
+    expected = watched_scheduler(monkeypatch)
     meter, ops = metered(program)
     graphs = meter.trace.compilation.graphs
     assert not meter.trace.compilation.failures

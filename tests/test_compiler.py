@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._inductor import config, scheduler
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
+from watched_scheduler import watched_scheduler
 
 from flopmeter import FlopMeter, Report
 from flopmeter.compiler import session
@@ -80,14 +81,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_are_those_of_inductors_scheduler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count, kind, order and bytes, read off the Scheduler itself."""
-    expected: list[list[tuple[str, int]]] = []
-    plain = scheduler.Scheduler.__init__
-
-    def watched(self: Any, *args: Any) -> None:
-        plain(self, *args)
-        expected.append([row for node in self.nodes for row in launched(node)])
-
-    monkeypatch.setattr(scheduler.Scheduler, "__init__", watched)
+    expected = watched_scheduler(monkeypatch)
     model, x = PROGRAMS[name]()
     meter, report = metered(lambda: step(torch.compile(model), x))
     found = [[(kernel.kind, kernel.scheduler_bytes) for kernel in graph.kernels] for graph in report.graphs]
@@ -96,13 +90,6 @@ def test_kernels_are_those_of_inductors_scheduler(name: str, monkeypatch: pytest
     assert len(found) == 2
     recorded = [op for op in meter.trace.ops if op.graph is not None]
     assert len(recorded) == sum(map(len, expected))
-
-
-def launched(node: Any) -> list[tuple[str, int]]:
-    if isinstance(node, scheduler.NopKernelSchedulerNode) or type(node.node).__name__ == "MultiOutput":
-        return []
-    kind = "library" if isinstance(node, scheduler.ExternKernelSchedulerNode) else "triton"
-    return [(kind, node.get_read_write_buffers_sizes())]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
