@@ -19,7 +19,7 @@ class Rates(NamedTuple):
     """What a device sustains for one kind of matmul, and the kernels that run it."""
 
     flop_per_s: float  # of a large, well-shaped one
-    issue_flop_per_s: float  # the rate of main loops when power does not limit the clock; at least `flop_per_s`
+    issue_flop_per_s: float  # of main loops, if power does not limit the clock: the larger of both
     bytes_per_s: float
     sm_count: int
     clock_hz: float
@@ -27,24 +27,24 @@ class Rates(NamedTuple):
 
     @property
     def cache_bytes_per_s(self) -> float:
-        """Bandwidth from and to the L2 cache."""
+        """From and to the L2 cache."""
         return constants.MATMUL_CACHE_BYTES_PER_CYCLE * self.sm_count * self.clock_hz
 
     def slowed(self, share: float) -> Rates:
-        """The same with the arithmetic rates times `share`."""
+        """With this share of the arithmetic rates."""
         return self._replace(flop_per_s=self.flop_per_s * share, issue_flop_per_s=self.issue_flop_per_s * share)
 
 
 class MatmulBytes(NamedTuple):
-    """The bytes that a kernel moves from and to memory (a byte from the cache counts as the part of a byte from memory
-    that takes as long), the bytes that it writes, and the bytes of an operand's element."""
+    """What a kernel moves: from and to memory (a byte from the cache counts as the part of one that takes as long), how
+    much of all that it writes, and the bytes of an element of its operands."""
 
     memory_bytes: float
     written_bytes: float
     item_bytes: float
 
     def share(self, parts: int) -> MatmulBytes:
-        """The bytes of each of several matmuls in one kernel."""
+        """Of each of several matmuls in one kernel."""
         return self._replace(memory_bytes=self.memory_bytes / parts, written_bytes=self.written_bytes / parts)
 
 
@@ -59,13 +59,13 @@ class Busy(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it, without the device's kernel floor."""
+        """All of it; no kernel takes less than the device's kernel floor beside."""
         return self.work_seconds + self.latency_seconds
 
 
 @functools.cache
 def _tiles(kernels: GemmKernels, least_side: int) -> list[tuple[int, int, float]]:
-    """The family's tiles with sides of at least `least_side`, each with its share of the full tile's rate."""
+    """Tiles of at least such sides, each with its share of the full tile's rate."""
     return [
         (rows, columns, min(1.0, rows * columns / constants.FULL_TILE_ELEMENTS) ** kernels.tile_exponent)
         for rows, columns in kernels.tiles
@@ -103,7 +103,7 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
             way = _in_waves(tiles * slices, _Tile(rows * columns, share, stored), depth, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             if k <= slices * constants.LEAST_SLICE_DEPTH:
-                break  # more slices would not be shallower
+                break  # more slices would be no shallower
     return fastest(ways)
 
 
@@ -121,9 +121,9 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
 
 
 def unpacking(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
-    """A matmul with weights of 4 bits, by torch's kernel (aten/src/ATen/native/cuda/int4mm.cu): a thread block makes 16
-    x 8 outputs. Its warps load weights to registers, unpack and multiply in turns, as kernels before `cp.async` do, and
-    what they issue takes longer than the matrix unit. Each 16 rows unpack all weights again."""
+    """With weights of 4 bits, by the kernel that torch has for them (aten/src/ATen/native/cuda/int4mm.cu): a thread
+    block makes 16 x 8 outputs. Its warps load weights to registers, unpack and multiply in turns, as kernels before
+    `cp.async` do, and what they issue takes longer than the matrix unit. Each 16 rows unpack all weights again."""
     tiles = ceil(shape.m / constants.UNPACKING_TILE[0]) * ceil(shape.n / constants.UNPACKING_TILE[1])
     waves = shape.batch * ceil(tiles / rates.sm_count)
     cycles = waves * ceil(shape.k / constants.UNPACKING_DEPTH) * constants.UNPACKING_CYCLES
@@ -136,7 +136,7 @@ def unpacking(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
 class _Tile(NamedTuple):
     elements: int
     rate_share: float  # of the rate of a full tile
-    stored_bytes: float  # those of a tile that no edge cuts
+    stored_bytes: float  # of a tile that no edge cuts
 
 
 def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
@@ -157,14 +157,14 @@ def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: 
 
 
 def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
-    """Adds the time to write the partial sums of all slices, and to read and add them in another kernel."""
+    """With the time to write the partial sums of all slices, and to read and add them in another kernel."""
     seconds = 2 * constants.PARTIAL_SUM_BYTES * partial_sums / rates.bytes_per_s
     extra = seconds + constants.SPLIT_K_CYCLES / rates.clock_hz
     return way._replace(memory_seconds=way.memory_seconds + seconds, work_seconds=way.work_seconds + extra)
 
 
 def fastest(ways: Iterable[Busy]) -> Busy:
-    """The fastest of several ways to do the same, which a library chooses."""
+    """What a library chooses of several ways to do the same."""
     return min(ways, key=lambda busy: busy.work_seconds)
 
 

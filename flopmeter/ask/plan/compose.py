@@ -24,16 +24,16 @@ from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 Bound = Literal["compute", "memory", "communication", "overhead", "bubble"]
 GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in fp32
-STATE_BYTES = 16  # of a parameter in the shard: itself, its gradient, and Adam's two averages, all in fp32
+STATE_BYTES = 16  # of a parameter of the shard: it, its gradient, and Adam's two averages, all in fp32
 # Streams of FSDP2, beside the one that computes.
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
-ROUNDS = 2  # multiples of the pipeline's length: from this number of microbatches on, each adds the same time to a step
+ROUNDS = 2  # of the pipeline's length: from so many microbatches on a step grows by the same time for each
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A step of one split: the figures of the rank of the pipeline that has the most to do, except for memory."""
+    """A step of one split. Of the rank of the pipeline that has the most to do, but for memory."""
 
     seconds: float
     seconds_by_bound: Mapping[Bound, float]
@@ -43,7 +43,7 @@ class Composed:
 
 
 class SplitWork(NamedTuple):
-    """One split of the work, the costs of its layers, and the machine."""
+    """What is composed, and on what."""
 
     split: Split
     kinds: Sequence[int]  # of each layer
@@ -57,7 +57,7 @@ class SplitWork(NamedTuple):
         return self.batch // self.split.replicas // self.split.microbatch
 
     def parts(self, stage: int) -> list[PartCost]:
-        """The parts of that stage of the pipeline, in order."""
+        """Of that stage of the pipeline, in order."""
         counts = layers_by_stage(len(self.kinds), self.split.stages)
         start = sum(counts[:stage])
         parts = [self.costs.layers[kind] for kind in self.kinds[start : start + counts[stage]]]
@@ -71,8 +71,7 @@ class SplitWork(NamedTuple):
 
 
 def layers_by_stage(layers: int, stages: int) -> list[int]:
-    """The layers of each stage, as evenly as possible. The last and the first stage have other work too, so they get
-    fewer if it does not come out even."""
+    """As even as can be; of the stages, the last and the first, which have other work too, get the fewer."""
     least, more = divmod(layers, stages)
     if not least and layers < stages:
         raise ValueError(f"{layers} layers are too few for {stages} stages")
@@ -107,8 +106,8 @@ def compose(work: SplitWork) -> Composed:
 
 
 def least_seconds(work: SplitWork) -> float:
-    """A lower bound of the step: what the busiest rank computes, and the time in which the first and the last
-    microbatch are on other ranks."""
+    """No step of that split takes less: what the busiest rank computes, while the first and the last microbatch are
+    on the other ranks."""
     split = work.split
     own = [
         sum(part.forward.seconds + part.backward.seconds for part in itertools.chain(*work.chunks(rank)))
@@ -126,7 +125,7 @@ def _longer(fewer: Shares, more: Shares, times: float) -> Shares:
 
 
 def _simulated(work: SplitWork, microbatches: int) -> Shares:
-    """The wall-clock of the rank that has the most to do, divided by cause."""
+    """The wall-clock of the rank that has the most to do, by what it goes to."""
     ranks = {number: _RankOfSplit(work, number, microbatches) for number in range(work.split.pp)}
     stretches = run_concurrently({rank.world_rank: rank.activities for rank in ranks.values()})
     shares = [rank.shares(stretches[rank.world_rank]) for rank in ranks.values()]
@@ -228,7 +227,7 @@ class _RankOfSplit:
         self._scatters = [*self._last_scatter, *after]
 
     def _receive(self, each: Pass) -> tuple[int, ...]:
-        """The message from a neighbour that the pass needs."""
+        """What the pass needs of a neighbour."""
         stage = each.chunk * self._split.pp + self._rank
         source = stage - 1 if each.kind == "forward" else stage + 1
         if not 0 <= source < self._split.stages or self._split.pp == 1:
@@ -290,7 +289,7 @@ class _RankOfSplit:
     # --- what came of it ---
 
     def shares(self, stretches: list[Stretch]) -> Shares:
-        """The time until this rank has ended, divided by what the computing stream does or waits for."""
+        """Until this rank has ended, by what the computing stream does or waits for."""
         shares: Shares = dict.fromkeys(("compute", "memory", "communication", "overhead", "bubble"), 0.0)
         end = 0.0
         for number, (activity, cost, stretch) in enumerate(zip(self.activities, self._costs, stretches, strict=True)):
@@ -316,7 +315,7 @@ def _way(part: PartCost, is_forward: bool) -> PassCost:
 
 
 def most_memory_bytes(work: SplitWork) -> int:
-    """Memory of the rank that needs the most."""
+    """Of the fullest rank."""
     return max(memory_bytes(work, rank) for rank in range(work.split.pp))
 
 

@@ -34,7 +34,7 @@ from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 How = Literal["composed", "whole"]
-USUAL_LENGTH = 8192  # tokens of a sequence, if nobody says it and the model takes as many
+USUAL_LENGTH = 8192  # tokens of a sequence, where nobody says it and the model takes as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class SplitRow:
         return None if self.dollars_per_step is None else 1e6 * self.dollars_per_step / self.tokens
 
     def share(self, bound: Bound) -> float:
-        """The share of the step."""
+        """Of the step."""
         return self.seconds_by_bound[bound] / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,11 +111,11 @@ class ParallelPlan(Shown):
 
     @property
     def best(self) -> SplitRow | None:
-        """The fastest split that fits; None if none does."""
+        """The fastest that fits; None where nothing does."""
         return next((row for row in self.rows if row.fits is not False), None)
 
     def with_note(self, note: str) -> ParallelPlan:
-        """The same with one more line under the table; an empty note adds none."""
+        """The same with a line more under the table; an empty one adds none."""
         return replace(self, notes=(*self.notes, note)) if note else self
 
     def _document(self) -> Document:
@@ -138,7 +138,7 @@ class ParallelPlan(Shown):
 
 
 def _passes(row: SplitRow) -> str:
-    """The microbatches, recomputation and schedule of a split, which its name does not say."""
+    """What the mesh does not say."""
     split = row.split
     kept = {"none": "nothing recomputed", "selective": "selective recomputation", "full": "full recomputation"}
     schedule = {"none": "", "1f1b": ", 1F1B", "interleaved": f", interleaved 1F1B of {split.chunks} stages a rank"}
@@ -248,7 +248,7 @@ def plan(
     )
 
 
-_Runner = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]  # runs a function on each job
+_Runner = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]  # gives what a function makes of each job
 
 
 class _Found(NamedTuple):
@@ -270,7 +270,7 @@ class _Search:
         self.considered = self.fitting = 0
 
     def best(self, wishes: Mapping[str, tuple[object, ...]], rows: int, run: _Runner) -> list[_Found]:
-        """The fastest splits that fit, else those that need the least memory."""
+        """The fastest that fit, else those that need the least memory."""
         candidates = list(splits(self._bounds, wishes))
         self.considered = len(candidates)
         if not candidates:
@@ -295,7 +295,7 @@ class _Search:
         return self._bounds.length, self._device, self._cluster, self._mode, self._meter_options
 
     def _may_fit(self, split: Split) -> bool:
-        """Whether parameters, gradients and optimizer state alone fit."""
+        """Whether the state alone does."""
         share = split.tp * split.pp * split.shards
         return self._usable is None or STATE_BYTES * self._subject.parameters / share <= self._usable
 
@@ -330,8 +330,8 @@ class _Search:
 
 
 def _fastest(works: list[SplitWork], rows: int) -> list[_Found]:
-    """The fastest splits. They are composed in the order of their lower bounds, until no other one can be among the
-    fastest. Of splits that differ only in how replicas are divided between dp and fsdp, only the fastest is kept."""
+    """Put together in the order of what they take at least, until no other one can be among the fastest. Of splits
+    that only share replicas otherwise between dp and fsdp there is the fastest."""
     best: dict[object, _Found] = {}
     for least, work in sorted(((least_seconds(work), work) for work in works), key=lambda pair: pair[0]):
         found = sorted(best.values(), key=lambda each: each.step.seconds)[:rows]
@@ -344,7 +344,7 @@ def _fastest(works: list[SplitWork], rows: int) -> list[_Found]:
 
 
 def _metered(search: _Search, rows: list[SplitRow], whole: int, run: _Runner) -> list[SplitRow]:
-    """The rows; the first ones without a pipeline are metered whole."""
+    """With the first of those without a pipeline metered whole."""
     chosen = [row for row in rows if row.split.pp == 1 and row.split.gather == "microbatch"][:whole]
     results = dict(
         zip((row.split for row in chosen), run(meter_whole, [search.whole_job(row) for row in chosen]), strict=True)

@@ -28,7 +28,7 @@ def order_of(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Pass
 
 
 def _one_each(total: int, warm_up: int, ranks: int, chunks: int) -> Iterator[Pass]:
-    """After the warm-up, forward and backward passes take turns."""
+    """After the warm-up one forward and one backward pass in turn."""
     for number in range(total + warm_up):
         if number < total:
             yield _pass("forward", number, ranks, chunks)
@@ -46,8 +46,8 @@ def _pass(kind: Literal["forward", "backward"], number: int, ranks: int, chunks:
 
 
 def most_in_flight(order: list[Pass], weights: list[float]) -> float:
-    """The most that is alive at a time, if a forward pass of chunk i makes `weights[i]`, which its backward pass
-    frees."""
+    """The most that is alive at a time, where a forward pass of chunk i makes `weights[i]` and its backward pass ends
+    it."""
     alive = most = 0.0
     for each in order:
         alive += weights[each.chunk] * (1 if each.kind == "forward" else -1)

@@ -47,7 +47,7 @@ class Split:
 
     @property
     def replicas(self) -> int:
-        """How many groups of ranks work on sequences of their own."""
+        """Ranks that work on other sequences."""
         return self.dp * self.fsdp
 
     @property
@@ -56,7 +56,7 @@ class Split:
 
     @property
     def shape(self) -> Shape:
-        """The part of a split that decides the shapes of a layer's tensors."""
+        """What decides the shapes of a layer's tensors."""
         return Shape(self.tp, self.cp, self.microbatch, self.recompute)
 
     @property
@@ -103,7 +103,7 @@ _CHOICES = {"recompute": get_args(Recompute), "schedule": get_args(ScheduleName)
 
 
 def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
-    """The values that each name may have. Raises PlanError for an unknown name or value."""
+    """Values that each name may have. Raises PlanError for a name or a value that is none."""
     wishes = {}
     for name, wanted in only.items():
         if name not in WISHES:
@@ -122,7 +122,7 @@ def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
 
 
 def splits(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[Split]:
-    """All splits that `wishes` allows, that divide the work evenly, and that are known to make sense."""
+    """All that divide the work evenly and are known to make sense, of those that `wishes` allows."""
     for split in _all(bounds, wishes):
         if all(getattr(split, name) in values for name, values in wishes.items()):
             yield split
@@ -144,7 +144,7 @@ def _all(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[S
 
 
 def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
-    """Sizes of tensor parallelism: within a node, unless somebody wishes for more."""
+    """Within a node, unless somebody wishes for more."""
     if bounds.heads is None:
         return [1]
     most = bounds.world if "tp" in wishes else bounds.gpus_per_node
@@ -152,8 +152,7 @@ def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[in
 
 
 def _context(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
-    """Sizes of context parallelism. Each rank has two parts of the sequence, an early and a late one, so that a causal
-    mask leaves all ranks the same work."""
+    """Each rank has two parts of the sequence, an early and a late one, so that masks leave all the same work."""
     least = 2 if "cp" in wishes else LEAST_LENGTH
     return [cp for cp in divisors(bounds.length // 2) if cp == 1 or bounds.length // cp >= least]
 
@@ -163,7 +162,7 @@ def _stages(bounds: Bounds) -> list[int]:
 
 
 def _schedules(bounds: Bounds, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
-    """Schedules of a pipeline. With fewer microbatches than stages most of it would be empty."""
+    """Fewer microbatches than stages leave most of a pipeline empty."""
     if pp == 1:
         yield "none", 1
         return
@@ -175,7 +174,7 @@ def _schedules(bounds: Bounds, pp: int, microbatches: int) -> Iterator[tuple[Sch
 
 
 def _gathers(pp: int, shards: int, microbatches: int) -> tuple[GatherTime, ...]:
-    """When FSDP may gather. A pipeline gathers once a step, since it would have to wait for each gather."""
+    """Where there is a choice: a pipeline that gathered for each microbatch would wait for it at each."""
     if pp > 1 or shards == 1:
         return ("step",)
     return ("microbatch",) if microbatches == 1 else ("microbatch", "step")

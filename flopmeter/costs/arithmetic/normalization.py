@@ -31,8 +31,7 @@ AMD_SOFTMAX_THREADS = 1024
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025) are flat from 250 to 450, on five
 # cards; image models on RTX 3090 and 4090 (pytorch-image-models, results/) ask for 300.
 OPERATIONS_TO_COMBINE = 350
-# Operations of a thread on each of its elements: it updates the mean and the sum of squares, with a reciprocal
-# (cuWelfordOnlineSum).
+# And those on each of its elements: the mean and the sum of squares so far, with a reciprocal (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
 
 
@@ -144,7 +143,7 @@ def batch_norm_backward(call: Call) -> Cost:
 
 @rule(aten.batch_norm_stats)
 def batch_norm_stats(call: Call) -> Cost:
-    """For each channel: sum 1, sum of squares 2. This op and the next three are those of nn.SyncBatchNorm."""
+    """Of nn.SyncBatchNorm, as are the next three: sum 1, sum of squares 2, for each channel."""
     (x,) = call.inputs
     return make_cost(call, NORMALIZATION, 3 * x.numel)
 
@@ -175,7 +174,7 @@ def _with_given_statistics(call: Call, flops: int) -> Cost:
 
 
 def _is_training(call: Call) -> bool:
-    """Whether the batch's statistics are used. The no-training overloads have no such argument."""
+    """The no-training overloads have no such argument."""
     packet = call.func.overloadpacket
     if packet is aten._batch_norm_with_update:
         return True

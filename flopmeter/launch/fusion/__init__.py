@@ -1,21 +1,21 @@
 """What torch.compile with inductor's defaults would make of a list of kernels.
 
-Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one kernel;
-matmuls, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS or cuDNN by
-default). roles.py says what fuses, graphs.py where a compiled graph ends, dataflow.py who reads what, layout.py which
-convolutions run channels-last, grouping.py which kernels become one, dequantize.py which casts of weights go into a
-matmul; this file puts the groups together and prices them.
+Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one
+kernel; matmuls, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
+or cuDNN by default). roles.py says what fuses, graphs.py where a compiled graph ends, dataflow.py who reads
+what, layout.py which convolutions run channels-last, grouping.py which kernels become one, dequantize.py which
+casts of weights go into a matmul; here they are put together and priced.
 
 A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
 backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody
 reads counts as a result if it outlived the graph's last kernel, so that a program may drop its output.
 FLOPs are conserved; bytes and kernels never grow.
 
-Simplifications against inductor. The bias of an addmm stays with the matmul (inductor may move it into the element-wise
-kernel that follows; its bytes are a vector's). Foreach ops on lists of one length become one kernel (inductor splits it
-at 250 arguments, as eager PyTorch splits its own); they do not fuse with ops on single tensors. A normalization over
-other than the last dimensions stays one kernel (inductor: one for the statistics, one to apply them). Where an eager op
-is one kernel and inductor has two (the gradients of a layer norm's weights), it stays one.
+Simplifications against inductor. The bias of an addmm stays with the matmul (inductor may move it into the
+element-wise kernel that follows; its bytes are a vector's). Foreach ops on lists of one length become one kernel
+(inductor splits it at 250 arguments, as eager PyTorch splits its own), and none with an op on single tensors. A
+normalization over other than the last dimensions stays one kernel (inductor: one for the statistics, one to apply
+them). Where an eager op is one kernel and inductor has two (the gradients of a layer norm's weights), it stays one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     costs: dict[tuple[tuple[Cost, ...], int, int], Cost] = {}
     libraries: dict[Cost, Cost] = {}
     taken_in = casts_inside(kernels, flow, groups, traffic)
-    casts: dict[int, list[list[int]]] = {}  # by matmul: the groups of casts that it does itself
+    casts: dict[int, list[list[int]]] = {}  # the groups that a product takes in, by its place
     fused = []
     for members in groups.in_order():
         first = kernels[members[0]]
@@ -98,8 +98,8 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
 def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) -> Cost:
     """One kernel of inductor's for all parts. FLOPs keep their classes, those of the kernel's own class first.
 
-    Some traits of eager kernels are dropped: how they walk memory, serial loops, index arithmetic (in a compiled kernel
-    sizes are constants). Second reads of rows too long for registers stay.
+    What is particular to eager kernels goes: how they walk memory, serial loops, index arithmetic (in a compiled kernel
+    sizes are constants). Second reads stay, of rows too long to be held.
     """
     main = max(parts, key=lambda part: part.bytes)
     op_class = _class_of(parts) or main.op_class
@@ -137,7 +137,7 @@ def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
 
 
 def _class_of(parts: tuple[Cost, ...]) -> str | None:
-    """The class that slows the kernel most; None if it only moves, gathers or draws random numbers."""
+    """What makes a kernel slow first; None where it only moves, gathers or draws."""
     classes = {part.op_class for part in parts}
     return next((name for name in (NORMALIZATION, REDUCTION, ELEMENTWISE) if name in classes), None)
 

@@ -28,7 +28,7 @@ _NARROW = (torch.int8, torch.uint8)  # two numbers of 4 bits share an element
 
 
 def casts_inside(kernels: list[Kernel], flow: Flow, groups: Groups, traffic: Traffic) -> dict[int, int]:
-    """For each group that only casts a weight, the matmul that does the cast itself."""
+    """For each group that casts a weight, the place of the matmul that does the cast itself."""
     members: dict[int, list[int]] = {}
     for place in range(len(kernels)):
         members.setdefault(groups.of(place), []).append(place)
@@ -45,7 +45,7 @@ def casts_inside(kernels: list[Kernel], flow: Flow, groups: Groups, traffic: Tra
 
 
 def with_cast(product: Cost, cast: Iterable[Cost], bytes_read: int, bytes_written: int) -> Cost:
-    """The matmul's kernel when it does the cast: it reads the input of the cast instead of its output."""
+    """The matmul's kernel, which reads what the cast read instead of what it wrote."""
     left = bytes_written
     reads = []
     for region in product.reads:
@@ -67,7 +67,7 @@ def _has_few_rows(cost: Cost) -> bool:
 
 
 def _is_cast(members: list[int], kernels: list[Kernel], flow: Flow) -> bool:
-    """Whether a group only casts a narrow tensor to a wide one: it is element-wise, and its largest input is narrow."""
+    """Whether a group only makes a wide tensor of a narrow one: element-wise, and its largest input is narrow."""
     if any(flow.roles[member] is OPAQUE or flow.roles[member].loops for member in members):
         return False
     inputs = [spec for member in members for spec in kernels[member].ops[0].call.inputs]
