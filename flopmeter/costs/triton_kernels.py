@@ -26,7 +26,6 @@ from flopmeter.records import (
 )
 from flopmeter.torch_names.own_operators import own
 
-_DOTS = ("tt.dot", "tt.dot_scaled")
 _ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas")
 _FUNCTIONS = ("math.", "tt.extern_elementwise", "tt.precise_sqrt")  # one call of a library function an element
 _PLAIN = {  # FLOP an element

@@ -70,11 +70,6 @@ class OpEvent:
     children: list[OpEvent] = field(default_factory=list)
     launched: list[DeviceEvent] = field(default_factory=list)
 
-    @property
-    def own_nanoseconds(self) -> int:
-        """Time on the host without that of the ops that it called."""
-        return _length(self.span) - sum(_length(child.span) for child in self.children)
-
     def all_launched(self) -> Iterator[DeviceEvent]:
         """What it launched, itself and through the ops that it called."""
         yield from self.launched
@@ -172,10 +167,6 @@ def _number(event: Mapping[str, Any], key: str) -> int | None:
 def _span(event: Mapping[str, Any]) -> Span:
     start = round(event["ts"] * 1000)
     return Span(start, start + round(event["dur"] * 1000))
-
-
-def _length(span: Span) -> int:
-    return span.end - span.start
 
 
 def _ops(events: Iterable[Mapping[str, Any]]) -> list[tuple[Any, int | None, OpEvent]]:

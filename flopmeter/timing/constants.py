@@ -235,7 +235,6 @@ ACCESS_SHARE: Mapping[Access, float] = {
 # Elements of less than 4 bytes, of which a thread loads four at a time (torch's vectorized_elementwise_kernel), on
 # GDDR: .87 of spec where fp32 streams reach .93 [timm]. HBM loses nothing: fp16 additions reach .88 of an A100's spec
 # [vidur], fp32 ones .88 [NeuSight].
-NARROW_ELEMENT_BYTES = 4
 NARROW_SHARE = 0.94
 
 # Clock cycles from a load until its data is there: from memory (466 on A100, 479 on H100, 542 on RTX 4090) and from the

@@ -1,8 +1,8 @@
 """What the emulation tells torch's dispatcher and asks of it, and the operators that it calls or overrides.
 
 `missing(FEATURE)` says what this torch lacks of what a feature needs; the context then leaves the feature out and says
-so. Operators are private too where their name starts with an underscore; `OPERATORS` holds the schemas that the
-kernels are written for.
+so. Operators are private too if their name starts with an underscore; `OPERATORS` holds the arguments that the kernels
+are written for.
 
 Read from torch 2.13 to 2.15. The tests pass on 2.11 to 2.15; the recorded streams are those of 2.13 and 2.15.
 """
@@ -43,96 +43,67 @@ SUPPORTED_VERSIONS = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
 
 OPERATORS: dict[str, dict[str, str]] = {
     ATTENTION: {
-        "_scaled_dot_product_flash_attention": (
-            "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, bool "
-            "return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor "
-            "cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor "
-            "debug_attn_mask)"
-        ),
+        "_scaled_dot_product_flash_attention": "query key value dropout_p is_causal return_debug_mask scale",
         "_scaled_dot_product_efficient_attention": (
-            "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float "
-            "dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, "
-            "Tensor philox_seed, Tensor philox_offset)"
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal scale"
         ),
         "_scaled_dot_product_cudnn_attention": (
-            "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float "
-            "dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor "
-            "output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor "
-            "philox_seed, Tensor philox_offset, Tensor debug_attn_mask)"
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale"
         ),
     },
     COMPOSITES: {
-        "_softmax": "(Tensor self, int dim, bool half_to_float) -> Tensor",
-        "_log_softmax": "(Tensor self, int dim, bool half_to_float) -> Tensor",
-        "_fused_rms_norm": "(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)",
+        "_softmax": "self dim half_to_float",
+        "_log_softmax": "self dim half_to_float",
+        "_fused_rms_norm": "input normalized_shape weight eps",
     },
     SPARSE: {
-        "_coalesce": "(Tensor self) -> Tensor",
-        "copy_sparse_to_sparse_": "(Tensor(a!) self, Tensor src, bool non_blocking=False) -> Tensor(a!)",
+        "_coalesce": "self",
+        "copy_sparse_to_sparse_": "self src non_blocking",
         "_sparse_coo_tensor_with_dims_and_tensors": (
-            "(int sparse_dim, int dense_dim, SymInt[] size, Tensor indices, Tensor values, *, ScalarType? "
-            "dtype=None, Layout? layout=None, Device? device=None, bool? pin_memory=False, bool? "
-            "is_coalesced=None) -> Tensor"
+            "sparse_dim dense_dim size indices values dtype layout device pin_memory is_coalesced"
         ),
     },
     CTC_LOSS: {
         "_ctc_loss_backward": (
-            "(Tensor grad, Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, Tensor "
-            "neg_log_likelihood, Tensor log_alpha, int blank, bool zero_infinity=False) -> Tensor"
+            "grad log_probs targets input_lengths target_lengths neg_log_likelihood log_alpha blank zero_infinity"
         ),
     },
     RNN: {
         "_cudnn_rnn": (
-            "(Tensor input, Tensor[] weight, int weight_stride0, Tensor? weight_buf, Tensor hx, Tensor? cx, int "
-            "mode, SymInt hidden_size, SymInt proj_size, int num_layers, bool batch_first, float dropout, bool "
-            "train, bool bidirectional, SymInt[] batch_sizes, Tensor? dropout_state) -> (Tensor, Tensor, Tensor, "
-            "Tensor, Tensor)"
+            "input weight weight_stride0 weight_buf hx cx mode hidden_size proj_size num_layers batch_first "
+            "dropout train bidirectional batch_sizes dropout_state"
         ),
         "_cudnn_rnn_backward": (
-            "(Tensor input, Tensor[] weight, int weight_stride0, Tensor weight_buf, Tensor hx, Tensor? cx, Tensor"
-            " output, Tensor? grad_output, Tensor? grad_hy, Tensor? grad_cy, int mode, SymInt hidden_size, SymInt"
-            " proj_size, int num_layers, bool batch_first, float dropout, bool train, bool bidirectional, "
-            "SymInt[] batch_sizes, Tensor? dropout_state, Tensor reserve, bool[4] output_mask) -> (Tensor, "
-            "Tensor, Tensor, Tensor[])"
+            "input weight weight_stride0 weight_buf hx cx output grad_output grad_hy grad_cy mode hidden_size "
+            "proj_size num_layers batch_first dropout train bidirectional batch_sizes dropout_state reserve "
+            "output_mask"
         ),
-        "_thnn_fused_lstm_cell": (
-            "(Tensor input_gates, Tensor hidden_gates, Tensor cx, Tensor? input_bias=None, Tensor? "
-            "hidden_bias=None) -> (Tensor, Tensor, Tensor)"
-        ),
-        "_thnn_fused_gru_cell": (
-            "(Tensor input_gates, Tensor hidden_gates, Tensor hx, Tensor? input_bias=None, Tensor? "
-            "hidden_bias=None) -> (Tensor, Tensor)"
-        ),
-        "_thnn_fused_gru_cell_backward": (
-            "(Tensor grad_hy, Tensor workspace, bool has_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-        ),
+        "_thnn_fused_lstm_cell": "input_gates hidden_gates cx input_bias hidden_bias",
+        "_thnn_fused_gru_cell": "input_gates hidden_gates hx input_bias hidden_bias",
+        "_thnn_fused_gru_cell_backward": "grad_hy workspace has_bias",
     },
     FOREACH: {
         "_fused_sgd_": (
-            "(Tensor(a!)[] self, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffer_list, *, float weight_decay, "
-            "float momentum, float lr, float dampening, bool nesterov, bool maximize, bool is_first_step, Tensor?"
-            " grad_scale=None, Tensor? found_inf=None) -> ()"
+            "self grads momentum_buffer_list weight_decay momentum lr dampening nesterov maximize is_first_step "
+            "grad_scale found_inf"
         ),
         "_fused_adagrad_": (
-            "(Tensor(a!)[] self, Tensor(b!)[] grads, Tensor(c!)[] state_sums, Tensor(d!)[] state_steps, *, float "
-            "lr, float lr_decay, float weight_decay, float eps, bool maximize, Tensor? grad_scale=None, Tensor? "
-            "found_inf=None) -> ()"
+            "self grads state_sums state_steps lr lr_decay weight_decay eps maximize grad_scale found_inf"
         ),
     },
     MHA_FAST_PATH: {
-        "_nested_tensor_from_mask_left_aligned": "(Tensor t, Tensor mask) -> bool",
+        "_nested_tensor_from_mask_left_aligned": "t mask",
         "_transformer_encoder_layer_fwd": (
-            "(Tensor src, int embed_dim, int num_heads, Tensor qkv_weight, Tensor qkv_bias, Tensor proj_weight, Tensor "
-            "proj_bias, bool use_gelu, bool norm_first, float eps, Tensor norm_weight_1, Tensor norm_bias_1, Tensor "
-            "norm_weight_2, Tensor norm_bias_2, Tensor ffn_weight_1, Tensor ffn_bias_1, Tensor ffn_weight_2, Tensor "
-            "ffn_bias_2, Tensor? mask=None, int? mask_type=None) -> Tensor"
+            "src embed_dim num_heads qkv_weight qkv_bias proj_weight proj_bias use_gelu norm_first eps "
+            "norm_weight_1 norm_bias_1 norm_weight_2 norm_bias_2 ffn_weight_1 ffn_bias_1 ffn_weight_2 ffn_bias_2 "
+            "mask mask_type"
         ),
     },
     INT4: {
-        "_weight_int4pack_mm": "(Tensor self, Tensor mat2, int qGroupSize, Tensor qScaleAndZeros) -> Tensor",
+        "_weight_int4pack_mm": "self mat2 qGroupSize qScaleAndZeros",
     },
 }
-"""Private operators and the schemas that the kernels of this package are written for."""
+"""Private operators and the argument names that the kernels of this package are written for."""
 
 PUBLIC_OPERATORS: dict[str, str] = {
     ATTENTION: "scaled_dot_product_attention",
@@ -155,26 +126,13 @@ def missing(feature: str) -> tuple[str, ...]:
     """What this torch lacks, or has with other arguments, of what `feature` needs; empty when it can be emulated."""
     absent = [name.path for name in NAMES.get(feature, ()) if not name.present()]
     absent += [f"aten::{name}" for name in PUBLIC_OPERATORS.get(feature, "").split() if overload(name) is None]
-    for name, schema in OPERATORS.get(feature, {}).items():
-        found = schema_of(name)
-        if found is None:
+    for name, expected in OPERATORS.get(feature, {}).items():
+        op = overload(name)
+        if op is None:
             absent.append(f"aten::{name}")
-        elif _arguments(found) != _arguments(schema):
-            absent.append(f"aten::{name} as it was (now {found})")
+        elif " ".join(schema_arguments(op)) != expected:
+            absent.append(f"aten::{name} as it was (now {str(op._schema).removeprefix(f'aten::{name}')})")
     return tuple(absent)
-
-
-@functools.cache
-def _arguments(schema: str) -> tuple[str, ...]:
-    """The argument names of a schema: "(Tensor query, float? scale=None) -> Tensor" has query and scale."""
-    inside, _, _ = schema.removeprefix("(").partition(") -> ")
-    return tuple(argument.partition("=")[0].split()[-1] for argument in inside.split(", "))
-
-
-def schema_of(name: str) -> str | None:
-    """The arguments and results of `aten::name` in this torch, as text; None if there is no such operator."""
-    found = overload(name)
-    return None if found is None else str(found._schema).removeprefix(f"aten::{name}")
 
 
 def running_version() -> tuple[int, int]:
