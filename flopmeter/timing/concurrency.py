@@ -42,6 +42,7 @@ class Stretch(NamedTuple):
     """When an activity ran."""
 
     sent_seconds: float  # by the host
+    free_seconds: float  # its stream had done what came before
     start_seconds: float
     end_seconds: float
 
@@ -259,9 +260,10 @@ class _Simulation:
 
     def _spans(self, rank: _Rank) -> list[Stretch]:
         found = []
-        for number, start in enumerate(rank.starts):
+        for number, entry in enumerate(rank.entries):
+            start = rank.starts[number]
             assert start is not None
-            found.append(Stretch(rank.sent[number], start, rank.ends[number]))
+            found.append(Stretch(rank.sent[number], entry.free, start, rank.ends[number]))
         return found
 
     def _check(self) -> None:
