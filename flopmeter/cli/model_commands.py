@@ -35,6 +35,7 @@ from flopmeter.cli.target_options import (
 )
 from flopmeter.cli.targets import Programs, blaming, load_target
 from flopmeter.device.hardware import load_hardware
+from flopmeter.launch.modes import MODES
 from flopmeter.meter import FlopMeter
 from flopmeter.report.drawers import FORMATS as REPORT_FORMATS
 from flopmeter.report.formats import csv_of, summary, table
@@ -75,7 +76,7 @@ def _table(options: argparse.Namespace) -> int:
 def _check_table(options: argparse.Namespace) -> None:
     """Raises ValueError for options that exclude each other."""
     compiled = options.compiler or options.explain_compile
-    if compiled and (options.mode in ("eager", "eager-cudagraph") or options.speed_up):
+    if compiled and ((options.mode and not MODES[options.mode].fuses) or options.speed_up):
         raise ValueError(
             "--compiler and --explain-compile run the model compiled, so there is no eager run to show: give them "
             "alone, or with --mode compiled or cudagraph"

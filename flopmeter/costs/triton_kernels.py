@@ -24,6 +24,7 @@ from flopmeter.records import (
     TritonBody,
     TritonOp,
 )
+from flopmeter.records.dtypes import DTYPES
 from flopmeter.torch_names.own_operators import own
 
 _ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas")
@@ -46,7 +47,6 @@ _FREE = frozenset(
 # Operations that load and store, by direction.
 _LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *_ATOMICS)
 _STORES = ("tt.store", *_ATOMICS)
-_DTYPES = {"f64": "fp64", "f32": "fp32", "tf32": "tf32", "f16": "fp16", "bf16": "bf16", "i8": "int8"}
 
 
 @rule(own.triton_kernel)
@@ -126,4 +126,5 @@ def _product(op: TritonOp, programs: int) -> Matmul:
 
 
 def _dtype(op: TritonOp) -> str:
-    return _DTYPES.get(op.dtype, "fp8" if op.dtype.startswith("f8") else "fp32")
+    names = (dtype.name for dtype in DTYPES.values() if dtype.ttir and op.dtype.startswith(dtype.ttir))
+    return next(names, "fp32")

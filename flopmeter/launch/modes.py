@@ -24,9 +24,10 @@ Mode = Literal["eager", "compiled", "cudagraph", "eager-cudagraph"]
 """What callers write: the keys of `MODES`."""
 
 ALL_MODES = (
-    LaunchMode("eager", "eager", has_graphs=False, fuses=False, replays_graph=False),
+    LaunchMode("eager", "eager", "", has_graphs=False, fuses=False, replays_graph=False),
     LaunchMode(
         "compiled",
+        "torch.compile",
         "torch.compile",
         has_graphs=True,
         fuses=True,
@@ -36,6 +37,7 @@ ALL_MODES = (
     LaunchMode(
         "cudagraph",
         "torch.compile, replayed as CUDA graphs (mode='reduce-overhead')",
+        "torch.compile(mode='reduce-overhead')",
         has_graphs=True,
         fuses=True,
         replays_graph=True,
@@ -45,6 +47,7 @@ ALL_MODES = (
     LaunchMode(
         "eager-cudagraph",
         "eager kernels, replayed as CUDA graphs",
+        "replay it as a CUDA graph (torch.cuda.graph)",
         has_graphs=True,
         fuses=False,
         replays_graph=True,
@@ -53,6 +56,17 @@ ALL_MODES = (
     ),
 )
 MODES: Mapping[str, LaunchMode] = {mode.name: mode for mode in ALL_MODES}
+
+
+def modes_beyond(name: str) -> list[LaunchMode]:
+    """The modes that do all that this one does and more, the simplest first."""
+    own = MODES[name]
+    more = [
+        mode
+        for mode in ALL_MODES
+        if mode is not own and mode.fuses >= own.fuses and mode.replays_graph >= own.replays_graph
+    ]
+    return sorted(more, key=lambda mode: mode.fuses + mode.replays_graph)
 
 
 def compiled_region(ops: Iterable[Op]) -> CompiledRegion:

@@ -59,6 +59,11 @@ class CollectiveSpec(NamedTuple):
     rounds: int = 1  # how often the data pass around the ring, or through the tree
     keeps_part: bool = False  # each rank copies its own part, which crosses no link
 
+    @property
+    def reduces(self) -> bool:
+        """Whether what arrives is added up."""
+        return self.law in ("reduced", "reduced at the root", "reduce-scattered")
+
 
 def _sent(sent: int, received: int, ranks: int) -> int:
     return sent

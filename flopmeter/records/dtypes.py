@@ -24,6 +24,7 @@ class Dtype:
     units: Units = ()  # the units for which a profile may give a rate in this type
     opmath: str = ""  # the type that torch does element-wise work in; "": this one
     real: str = ""  # for complex numbers the type of the two parts, whose rates hold; "": not complex
+    ttir: str = ""  # how its names begin in Triton's intermediate language
     is_switch: bool = False  # no tensor has this type: matmuls of another type use it if a setting of torch allows that
 
     @property
@@ -33,11 +34,11 @@ class Dtype:
 
 
 _ENTRIES = (
-    Dtype("fp64", 8, {torch.float64: ("double",)}, _BOTH),
-    Dtype("fp32", 4, {torch.float32: ("float",)}, _BOTH),
-    Dtype("tf32", 4, {torch.float32: ()}, _MATRIX, is_switch=True),
-    Dtype("fp16", 2, {torch.float16: ("c10::Half",)}, _BOTH, opmath="fp32"),
-    Dtype("bf16", 2, {torch.bfloat16: ("c10::BFloat16",)}, _BOTH, opmath="fp32"),
+    Dtype("fp64", 8, {torch.float64: ("double",)}, _BOTH, ttir="f64"),
+    Dtype("fp32", 4, {torch.float32: ("float",)}, _BOTH, ttir="f32"),
+    Dtype("tf32", 4, {torch.float32: ()}, _MATRIX, ttir="tf32", is_switch=True),
+    Dtype("fp16", 2, {torch.float16: ("c10::Half",)}, _BOTH, opmath="fp32", ttir="f16"),
+    Dtype("bf16", 2, {torch.bfloat16: ("c10::BFloat16",)}, _BOTH, opmath="fp32", ttir="bf16"),
     Dtype(
         "fp8",
         1,
@@ -50,11 +51,12 @@ _ENTRIES = (
         },
         _MATRIX,
         opmath="fp32",
+        ttir="f8",
     ),
     Dtype("fp6", 0.75, units=_MATRIX, opmath="fp32"),  # no type of torch's
     Dtype("fp4", 0.5, {torch.float4_e2m1fn_x2: ()}, _MATRIX, opmath="fp32"),  # torch packs two in a byte
     # The vector units of parts without a matrix unit have dp4a.
-    Dtype("int8", 1, {torch.int8: ("signed char",), torch.uint8: ("unsigned char",)}, _BOTH),
+    Dtype("int8", 1, {torch.int8: ("signed char",), torch.uint8: ("unsigned char",)}, _BOTH, ttir="i8"),
     Dtype("int4", 0.5, units=_MATRIX),  # no type of torch's
     Dtype("int16", 2, {torch.int16: ("short", "short int")}),
     Dtype("int32", 4, {torch.int32: ("int",)}),

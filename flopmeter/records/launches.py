@@ -36,6 +36,7 @@ class LaunchMode(NamedTuple):
 
     name: str
     title: str
+    asked_by: str  # what a program does to run so
     has_graphs: bool  # False: everything is launched op by op
     fuses: bool  # the kernels are those of fuse()
     replays_graph: bool  # the host launches a graph, not each of its kernels

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from flopmeter.device.cluster import CollectivePrice
 from flopmeter.records import Collective
+from flopmeter.records.collectives import COLLECTIVES
 
 # Channels of NCCL, each a block that fills an SM. In a node over NVLink: ncclAllGather has 24 blocks on H100 (NVIDIA
 # developer forum, topic 337991); all-reduces in the switch need 16 (NVIDIA/nccl issue 1041). Between nodes 16 (trees
@@ -62,7 +63,7 @@ def transfer_of(
     touches = MEMORY_BYTES_PER_BYTE
     if is_message:
         touches = 1
-    elif collective.kind in ("all_reduce", "reduce_scatter", "reduce"):
+    elif COLLECTIVES[collective.kind].reduces:
         touches = MEMORY_BYTES_PER_SUM
     moved = touches * price.wire_bytes / price.bandwidth_seconds if price.bandwidth_seconds else 0.0
     return Transfer(

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.device.hardware import Hardware, HardwareError
-from flopmeter.records import Convolution, ConvolutionWork, Kernel, Op, TensorSpec, Trace
+from flopmeter.launch.modes import modes_beyond
+from flopmeter.records import Convolution, ConvolutionWork, Kernel, LaunchMode, Op, TensorSpec, Trace
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
@@ -77,17 +78,6 @@ def everything(_: Kernel) -> bool:
     return True
 
 
-_MODES = {  # what may run a program of each mode faster, the simplest first
-    "eager": ("compiled", "eager-cudagraph", "cudagraph"),
-    "compiled": ("cudagraph",),
-    "eager-cudagraph": ("cudagraph",),
-    "cudagraph": (),
-}
-_CALLED = {
-    "compiled": "torch.compile",
-    "cudagraph": "torch.compile(mode='reduce-overhead')",
-    "eager-cudagraph": "replay it as a CUDA graph (torch.cuda.graph)",
-}
 _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
 
 
@@ -97,12 +87,12 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     if report.cluster is not None:
         return
     waits = report.hardware.is_cpu or any(kernel.cost.blocks_host for kernel in report.kernels)
-    best: tuple[str, Report] | None = None
-    for mode in _MODES[report.mode]:
-        before = report if best is None or mode == "eager-cudagraph" else best[1]
-        if mode != "compiled" and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
+    best: tuple[LaunchMode, Report] | None = None
+    for mode in modes_beyond(report.mode):
+        before = best[1] if best is not None and mode.fuses else report
+        if mode.replays_graph and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
             continue  # a graph wins only the time that the device waits for the host
-        run = priced(report, mode=mode)
+        run = priced(report, mode=mode.name)
         if best is None or run.seconds * _WORTH_MORE_TROUBLE < best[1].seconds:
             best = mode, run
     if best is None:
@@ -110,9 +100,9 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     mode, run = best
     idle = percent_of(report.idle_seconds, report.seconds)
     why = "each op's result goes to memory and back"
-    if idle > 50 or mode != "compiled":
+    if idle > 50 or mode.replays_graph:
         why = f"the device waits for the host for {idle:.0f} % of the wall-clock"
-    yield Proposal(f"all {len(report.kernels)} kernels", everything, why, _CALLED[mode], run, is_fault=False)
+    yield Proposal(f"all {len(report.kernels)} kernels", everything, why, mode.asked_by, run, is_fault=False)
 
 
 @remedy
