@@ -95,51 +95,50 @@ def _here(stand_in: Callable[..., Any], plain: Callable[..., Any]) -> Callable[.
     return answer
 
 
-def _stand_ins(device: PosedDevice) -> Iterator[tuple[Any, str, Any]]:
-    """Owner, attribute, and what stands in for it."""
-    major, minor = device.compute_capability
-    threads = SM_THREADS.get(device.compute_capability, 2048)
-    facts = SimpleNamespace(
-        name=device.name,
-        major=major,
-        minor=minor,
-        multi_processor_count=device.sm_count,
-        warp_size=WARP_THREADS,
-        max_threads_per_multi_processor=threads,
-        regs_per_multiprocessor=REGISTERS_PER_SM,
-        gcnArchName="",
-    )
-    create = names.DEVICE_PROPERTIES
-    properties = create.owner.DeviceProperties
-    hints = properties(
-        type="cuda",
-        index=0,
-        multi_processor_count=device.sm_count,
-        cc=10 * major + minor,
-        major=major,
-        regs_per_multiprocessor=REGISTERS_PER_SM,
-        max_threads_per_multi_processor=threads,
-        warp_size=WARP_THREADS,
-    )
-    yield properties, "create", staticmethod(_here(lambda _: hints, create.value))
-    cuda = torch.cuda
-    yield cuda, "is_available", _here(lambda: True, cuda.is_available)
-    yield cuda, "current_device", _here(lambda: 0, cuda.current_device)
-    for name in names.EXCHANGE_DEVICE:
-        yield cuda, name.attribute, _here(lambda _: 0, name.value)
-    yield cuda, "get_device_properties", _here(lambda _=None: facts, cuda.get_device_properties)
-    yield cuda, "get_device_capability", _here(lambda _=None: (major, minor), cuda.get_device_capability)
-    yield (
-        cuda,
-        "get_rng_state",
-        _here(lambda _=None: torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8), cuda.get_rng_state),
-    )
+Replacement = tuple[Any, str, Any]
+"""Owner, attribute, and what stands in for it."""
+
+
+def _stand_ins(device: PosedDevice) -> Iterator[Replacement]:
+    yield from _answers(device)
     worker = names.CUDA_WORKER
     yield worker.owner.CudaInterface.Worker, "current_device", staticmethod(_here(lambda: 0, worker.value))
     triton = names.SCHEDULER_HAS_TRITON
     yield triton.owner, "has_triton", _here(lambda *_: True, triton.value)
     folder = names.DEDUCE_VALUE
     yield folder.owner.UniformValueConstantFolder, "_deduce_value", _here(_on_cpu(folder.value), folder.value)
+    yield from _posing_tensors()
+
+
+def _answers(device: PosedDevice) -> Iterator[Replacement]:
+    """The facts of the device, for inductor and from torch.cuda."""
+    major, minor = device.compute_capability
+    facts = {
+        "major": major,
+        "multi_processor_count": device.sm_count,
+        "warp_size": WARP_THREADS,
+        "max_threads_per_multi_processor": SM_THREADS.get(device.compute_capability, 2048),
+        "regs_per_multiprocessor": REGISTERS_PER_SM,
+    }
+    create = names.DEVICE_PROPERTIES
+    properties = create.owner.DeviceProperties
+    hints = properties(type="cuda", index=0, cc=10 * major + minor, **facts)
+    yield properties, "create", staticmethod(_here(lambda _: hints, create.value))
+    cuda, of_torch = torch.cuda, SimpleNamespace(name=device.name, minor=minor, gcnArchName="", **facts)
+    yield cuda, "is_available", _here(lambda: True, cuda.is_available)
+    yield cuda, "current_device", _here(lambda: 0, cuda.current_device)
+    for name in names.EXCHANGE_DEVICE:
+        yield cuda, name.attribute, _here(lambda _: 0, name.value)
+    yield cuda, "get_device_properties", _here(lambda _=None: of_torch, cuda.get_device_properties)
+    yield cuda, "get_device_capability", _here(lambda _=None: (major, minor), cuda.get_device_capability)
+    yield cuda, "get_rng_state", _here(lambda _=None: _rng_state(), cuda.get_rng_state)
+
+
+def _rng_state() -> torch.Tensor:
+    return torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8)
+
+
+def _posing_tensors() -> Iterator[Replacement]:
     yield torch.Tensor, "_make_subclass", staticmethod(_here(_make_posing, torch.Tensor._make_subclass))
     avoids = names.AVOID_DEVICE_INIT.value.fget
     yield FakeTensorMode, "avoid_device_init", property(_here(lambda _: True, avoids))
