@@ -56,7 +56,7 @@ PAGE = ROOT / "docs" / "mutants.md"
 # Never drawn, since nobody could see them, and why: `file: change`, without the line.
 EQUIVALENT = {
     "flopmeter/timing/allocator.py: 1  ->  2  in  index = bisect_left(pool, (size, -1))": "no address is below 0",
-    "flopmeter/costs/arithmetic/resampling.py: 1  ->  2  in  flops = (axes * _UNNORMALIZE + weights) * places + "
+    "flopmeter/costs/arithmetic/resampling.py: 1  ->  2  in  flops = (axes * _UNNORMALIZE + weights) * positions + "
     "(2 * taps if taps > 1 else 0) * out.numel": "no filter has two taps",
     **dict.fromkeys(
         (

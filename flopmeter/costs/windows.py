@@ -26,14 +26,14 @@ def covered(
 
 def _covered(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
     """How many places of one axis are read: those of each tap in all windows, in steps of the stride."""
-    places = []
+    regions = []
     for tap in range(kernel):
         offset = tap * dilation - padding
         first, last = max(0, -(offset // stride)), min(windows - 1, (size - 1 - offset) // stride)
         if first <= last:
             steps = ((stride, last - first + 1),) if last > first else ()
-            places.append(Extent(offset + first * stride, steps))
-    return count_union(places)
+            regions.append(Extent(offset + first * stride, steps))
+    return count_union(regions)
 
 
 def _per_axis(values: Sequence[int], axes: int) -> Sequence[int]:

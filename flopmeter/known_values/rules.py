@@ -82,8 +82,8 @@ def grouped(known: Knowledge, call: Invocation) -> Any:
         return known.run_unknown(call)
     if known.values.knows(ends) and not isinstance(ends, FakeTensor):
         with no_modes():
-            places = known.values.read(ends).tolist()
-        known.groups = tuple(max(end - start, 0) for start, end in pairwise((0, *places)))
+            bounds = known.values.read(ends).tolist()
+        known.groups = tuple(max(end - start, 0) for start, end in pairwise((0, *bounds)))
     else:
         known.assume.note("groups of equal length", call.func)
     return known.run_unknown(call)

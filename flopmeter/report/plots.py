@@ -141,7 +141,7 @@ def bars(report: Report, by: By = "class", *, most: int = 40) -> Any:
         raise PlotError("the report has no rows")
     figure = new_figure(8.0, 1.4 + 0.38 * len(rows))
     panel = figure.subplots()
-    places = range(len(rows))
+    positions = range(len(rows))
     flops = [100 * row.flops / report.flops if report.flops else 0.0 for row in rows]
     times = [100 * row.seconds / report.kernel_seconds if report.kernel_seconds else 0.0 for row in rows]
     by_regime = [REGIME_LOOKS[row.regime].colour for row in rows]
@@ -150,10 +150,10 @@ def bars(report: Report, by: By = "class", *, most: int = 40) -> Any:
         (-0.2, flops, "% of FLOPs", "#FFFFFF", "//", [f"{share:.1f} %" for share in flops]),
         (0.2, times, "% of device time", by_regime, "", told),
     ):  # fmt: skip
-        ends = [place + offset for place in places]
+        ends = [position + offset for position in positions]
         drawn = panel.barh(ends, shares, 0.38, color=colour, edgecolor="black", hatch=hatch, label=label)
         panel.bar_label(drawn, labels=texts, padding=3, fontsize=7)
-    panel.set_yticks(list(places), [_bar_name(row, by) for row in rows], fontsize=8)
+    panel.set_yticks(list(positions), [_bar_name(row, by) for row in rows], fontsize=8)
     panel.set(xlim=(0, 1.35 * max(*flops, *times, 1.0)), ylim=(len(rows) - 0.4, -0.6), xlabel="%")
     left_out = f"\n{len(rows)} of {len(all_rows)} rows" if len(rows) < len(all_rows) else ""
     figure.suptitle(report.headline + left_out, fontsize=9)

@@ -95,8 +95,8 @@ def _dense(
         counts, listed = values.values.read(number), values.values.read(indices)
         is_listed = torch.arange(listed.shape[-1], device="cpu") < counts.unsqueeze(-1)
         dense = torch.zeros((*shape[:3], max(shape[3], listed.shape[-1]) + 1), dtype=torch.bool, device="cpu")
-        places = torch.where(is_listed, listed, dense.shape[-1] - 1).long()
-        maps.append(dense.scatter_(-1, places, True)[..., : shape[3]])
+        columns = torch.where(is_listed, listed, dense.shape[-1] - 1).long()
+        maps.append(dense.scatter_(-1, columns, True)[..., : shape[3]])
     return maps[0], maps[1] if len(maps) > 1 else None
 
 

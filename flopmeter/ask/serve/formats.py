@@ -47,9 +47,11 @@ def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weight
         held = weight_storages(kernel, trace)
         if weights == "bf16" or not held:
             return kernel
-        places = tuple(sorted(held))
-        known[cost, places] = known.get((cost, places)) or _with_narrow_weights(cost, held, chosen.bits / 16, product)
-        return kernel._replace(cost=known[cost, places])
+        storages = tuple(sorted(held))
+        known[cost, storages] = known.get((cost, storages)) or _with_narrow_weights(
+            cost, held, chosen.bits / 16, product
+        )
+        return kernel._replace(cost=known[cost, storages])
 
     return [changed(kernel) for kernel in kernels]
 

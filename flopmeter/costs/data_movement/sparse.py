@@ -54,9 +54,9 @@ def add(call: Call) -> Cost:
 
 def mask(call: Call) -> Cost:
     """A gather: the elements of a dense tensor at the places that the mask names."""
-    values, places = call.outputs[0], call.inputs[1]
+    values, sparse = call.outputs[0], call.inputs[1]
     nbytes = _values(values) * values.dtype.itemsize
-    indices = Region(places, places.nbytes - _values(places) * places.dtype.itemsize)
+    indices = Region(sparse, sparse.nbytes - _values(sparse) * sparse.dtype.itemsize)
     named = Region(call.inputs[0], min(nbytes, call.inputs[0].nbytes))
     return make_cost(call, INDEXING, read=(named, indices), written=(Region(values, nbytes),), access="gather")
 

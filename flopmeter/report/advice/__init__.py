@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from flopmeter.report.advice import attention, batch, optimizers  # noqa: F401  (they enter their remedies)
 from flopmeter.report.advice.remedies import REMEDIES, Proposal
-from flopmeter.report.advice.spots import Timed, floor_of, hot_spots, places, spot_of, timed, wall_clock
+from flopmeter.report.advice.spots import Timed, floor_of, hot_spots, modules_and_lines, spot_of, timed, wall_clock
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice, HotSpot
@@ -46,7 +46,7 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
     seconds_then = now - (report.seconds - then)
     return Advice(
         what=proposal.what or _names(group, report),
-        where=proposal.where or (WHOLE if is_whole else places(kernel for kernel, _ in group)),
+        where=proposal.where or (WHOLE if is_whole else modules_and_lines(kernel for kernel, _ in group)),
         seconds_now=now,
         floor_seconds=max(0.0, min(round(left - others, _PICO), seconds_then)),
         why=proposal.why,

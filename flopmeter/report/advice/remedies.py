@@ -18,7 +18,7 @@ from flopmeter.records import Convolution, ConvolutionWork, Kernel, LaunchMode, 
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
-from flopmeter.report.advice.spots import alignment_of, matmuls_of, odd_width, places
+from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width
 from flopmeter.report.quantities import percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
@@ -133,7 +133,7 @@ def waits_for_values(report: Report) -> Iterator[Proposal]:
         f"all that the host sends after {len(about)} reads of a value", everything,
         f"the host stops {len(asks)} times until the device is done (.item(), float(), print, if)",
         "keep the values on the device, or read them once in many steps", priced(report, with_ops(trace, asks)),
-        where=places(about),
+        where=modules_and_lines(about),
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def blocking_copies(report: Report) -> Iterator[Proposal]:
     yield Proposal(
         f"all that the host sends after {len(about)} copies", everything, "the host waits for each copy to be done",
         "DataLoader(pin_memory=True) and .to(device, non_blocking=True)", priced(report, with_ops(trace, (), put_in)),
-        where=places(about),
+        where=modules_and_lines(about),
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def spot_of(name: str, group: list[Timed], report: Report) -> HotSpot:
     calls = f" ×{len(group)}" if len(group) > 1 else ""
     return HotSpot(
         what=name + calls,
-        where=places(kernel for kernel, _ in group),
+        where=modules_and_lines(kernel for kernel, _ in group),
         seconds_now=wall_clock(group),
         floor_seconds=floor_of(group, report),
         why=_why(group, report),
@@ -91,7 +91,7 @@ def _peak(cost: Cost, device: Hardware, switches: Switches) -> Peak:
     return device.contraction_peak(switches.matmul_dtype(cost), fp16_accumulate=switches.fp16_accumulate)
 
 
-def places(kernels: Iterable[Kernel]) -> str:
+def modules_and_lines(kernels: Iterable[Kernel]) -> str:
     """Modules and source lines, the most frequent first; layers of one kind are one place."""
     modules: dict[str, int] = {}
     lines: dict[str, int] = {}

@@ -109,14 +109,14 @@ def _numbers(named: Sequence[Dot], roofline: Roofline, axes: Axes) -> Markup:
     """The numbers of the kernels that the key lists, each with a line to its dot."""
     points = [axes.at(dot) for dot in named]
     texts = [(x, y - 4) for _, y in _labels(roofline, axes) for x in range(int(_RIGHT) - 220, int(_RIGHT) + 10, 10)]
-    places = beside(points, [_radius(dot, roofline.kernel_seconds) for dot in named], _NUMBER, texts)
+    centres = beside(points, [_radius(dot, roofline.kernel_seconds) for dot in named], _NUMBER, texts)
     lines = (
         tag("path", class_="leader", d=f"M{x:.1f} {y:.1f}L{a:.1f} {b:.1f}")
-        for (x, y), (a, b) in zip(points, places, strict=True)
+        for (x, y), (a, b) in zip(points, centres, strict=True)
     )
     numbers = (
         tag("text", str(number), class_="number", x=x, y=y + 5, text_anchor="middle")
-        for number, (x, y) in enumerate(places, 1)
+        for number, (x, y) in enumerate(centres, 1)
     )
     return join([*lines, *numbers])
 
