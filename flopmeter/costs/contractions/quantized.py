@@ -88,13 +88,13 @@ def grouped_mm(call: Call) -> Cost:
 
 
 def _equal_groups(whole: int, count: int) -> tuple[int, ...]:
-    """The ends of this many groups, as equal as possible."""
+    """The lengths of this many groups, as equal as possible."""
     size, rest = divmod(whole, max(count, 1))
     return (size + 1,) * rest + (size,) * (count - rest)
 
 
 def _share(spec: TensorSpec, part: int, whole: int) -> Region:
-    """The part of a tensor that has this many rows, columns or matrices."""
+    """The part of a tensor that `part` of its `whole` rows, columns or matrices make up."""
     return Region(spec, spec.nbytes * part // max(whole, 1))
 
 
