@@ -88,6 +88,16 @@ class SplitRow:
     def dollars_per_million_tokens(self) -> float | None:
         return None if self.dollars_per_step is None else 1e6 * self.dollars_per_step / self.tokens
 
+    @property
+    def passes(self) -> str:
+        """What the mesh does not say: '8 x 1 sequences a rank, nothing recomputed, 1F1B'."""
+        split = self.split
+        kept = {"none": "nothing recomputed", "selective": "selective recomputation", "full": "full recomputation"}
+        schedule = {"none": "", "1f1b": ", 1F1B", "interleaved": ", interleaved 1F1B", "zero-bubble": ", zero bubble"}
+        stages = f" of {split.chunks} stages a rank" if split.chunks > 1 else ""
+        sequences = f"{self.microbatches} x {split.microbatch} sequences a rank"
+        return f"{sequences}, {kept[split.recompute]}{schedule[split.schedule]}{stages}"
+
     def share(self, bound: Bound) -> float:
         """Of the step."""
         return self.seconds_by_bound[bound] / self.seconds
@@ -126,7 +136,7 @@ class ParallelPlan(Shown):
         )
         best = "none of the splits fits in memory; these need the least"
         if self.best is not None:
-            best = f"fastest of what fits: {self.best.split.name}, {_passes(self.best)}"
+            best = f"fastest of what fits: {self.best.split.name}, {self.best.passes}"
         return Document(
             kind="plan",
             title=self.title,
@@ -137,19 +147,10 @@ class ParallelPlan(Shown):
         )
 
 
-def _passes(row: SplitRow) -> str:
-    """What the mesh does not say."""
-    split = row.split
-    kept = {"none": "nothing recomputed", "selective": "selective recomputation", "full": "full recomputation"}
-    schedule = {"none": "", "1f1b": ", 1F1B", "interleaved": f", interleaved 1F1B of {split.chunks} stages a rank"}
-    return (
-        f"{row.microbatches} x {split.microbatch} sequences a rank, {kept[split.recompute]}{schedule[split.schedule]}"
-    )
-
-
 def _schedule(row: SplitRow) -> str:
     split = row.split
-    return {"none": UNKNOWN, "1f1b": "1F1B", "interleaved": f"1F1B ×{split.chunks}"}[split.schedule]
+    name = {"none": UNKNOWN, "zero-bubble": "ZB-H1"}.get(split.schedule, "1F1B")
+    return f"{name} ×{split.chunks}" if split.chunks > 1 else name
 
 
 _COLUMNS: list[ColumnOf[SplitRow]] = [
@@ -227,7 +228,10 @@ def plan(
     subject = subject_of(build, tensor_parallel, loss)
     sequences, tokens = batch or world, length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
     usable = usable_bytes_if_known(device) if memory is None else round(memory)
-    bounds = Bounds(world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node)
+    bounds = Bounds(
+        world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node, subject.experts,
+        can_defer=mode == "eager",  # torch's schedules do not split backward passes of compiled stages
+    )  # fmt: skip
     search = _Search(subject, bounds, device, links, mode, usable, meter_options)
     run = partial(results_of, workers=workers, executor=executor, progress=progress)
     found = search.best(checked_wishes(only or {}), rows, run)
@@ -368,7 +372,7 @@ def _compared(row: SplitRow) -> str:
     if row.how == "composed":
         return ""
     off = percent(row.composed_seconds / row.seconds - 1, 1)
-    return f"{row.split.name}, {_passes(row)}: {figure(row.seconds)} s whole; composed it was {off} % off"
+    return f"{row.split.name}, {row.passes}: {figure(row.seconds)} s whole; composed it was {off} % off"
 
 
 def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds) -> list[str]:
@@ -385,8 +389,11 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
         notes.append(f"assumed: {bounds.length:,} tokens a sequence (length=)")
     if subject.heads is None:
         notes.append("no tensor parallelism: the model has no plan for it (tensor_parallel=)")
-    if subject.has_experts:
-        notes.append("experts are not split over ranks (ep 1): plan does not know that yet")
+    if subject.has_experts and subject.experts is None:
+        notes.append(
+            "experts are not split over ranks (ep 1): their module is not one of transformers', with `num_experts` and "
+            "parameters [experts, ...]"
+        )
     return notes
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.ask.plan.compose import Bound
+from flopmeter.ask.plan.experts import with_routing
 from flopmeter.ask.plan.program import backward, optimizer_step, shard, split_layers
 from flopmeter.ask.plan.splits import Split
 from flopmeter.ask.plan.subject import Subject
@@ -44,11 +45,11 @@ def meter_whole(job: WholeJob) -> Whole:
     subject, split = job.subject, job.split
     with world(math.prod(split.mesh.values()), split.mesh, gpus_per_node=job.cluster.gpus_per_node) as mesh:
         model = subject.model()
-        split_layers(subject, model, mesh, split.recompute)
+        split_layers(subject, model, mesh, split.recompute, split.expert_ranks)
         shard(subject, model, mesh, split)
         step = optimizer_step(model.parameters())
         tokens = torch.empty(split.microbatch, job.length, dtype=torch.long, device="meta")
-        with FlopMeter(job.hardware, cluster=job.cluster, **job.meter_options) as meter:
+        with FlopMeter(job.hardware, cluster=job.cluster, **with_routing(split.ep, job.meter_options)) as meter:
             backward(subject, model, mesh, tokens)
             passes = range(len(meter.trace.ops))
             step()
