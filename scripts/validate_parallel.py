@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import parallel as tp
 from validate import Line, Row
 
 from flopmeter import SplitRow, plan
 from flopmeter.device.hardware import load_hardware
-from flopmeter.models.gpt2 import GPT2, GPT2Config
+from flopmeter.models.gpt2 import GPT2, Block, GPT2Config
 from flopmeter.models.layers import SelfAttention
 from flopmeter.models.llama import LLAMA_3_8B, LLAMA_3_70B, LlamaConfig
 
@@ -43,6 +44,8 @@ class Run(NamedTuple):
     assumed: str
     memory: float | None = ANY_MEMORY
     styles: Any = None
+    loss: Any = None
+    compile: Any = False
 
 
 def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
@@ -55,7 +58,8 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
         run = express(line)
         (found,) = plan(
             run.model, int(line["n_gpus"]), run.hardware, run.memory, batch=run.batch, length=run.length,
-            only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles,
+            only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles, loss=run.loss,
+            compile=run.compile,
         ).rows  # fmt: skip
         row = _row(line, run, found)
         print(
@@ -111,16 +115,21 @@ def _sizes(line: Line) -> dict[str, int]:
     return {name: int(size) for name, size in found}
 
 
+NOT_DEFERRED = ["none", "1f1b", "interleaved"]  # schedules of Megatron-LM
+
+
 def _megatron(line: Line) -> Run:
     """Megatron-Core: the distributed optimizer shards states over data ranks, gradients and parameters are whole."""
     of = _sizes(line)
     config = GPT2Config(of["layers"], of["hidden"], of["heads"], of["vocab"], positions=int(line["seq"]))
-    only = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "fsdp": of["DP"], "gather": "step"}
+    only = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "fsdp": of["DP"], "gather": "step", "schedule": NOT_DEFERRED}
     assumed = (
-        "microbatch, recomputation and chunks as plan finds them fastest; fused kernels as inductor's; collectives of "
-        "tensor parallelism are waited for"
+        "microbatch, recomputation and chunks as plan finds them fastest; no dropout; collectives of tensor "
+        "parallelism are waited for"
     )
-    return Run(config, "h100-sxm5-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed, memory=None)
+    model = partial(_megatron_gpt, config, SelfAttention, 0.0)
+    run = Run(model, "h100-sxm5-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed, memory=None)
+    return run._replace(loss=megatron_loss, compile="rules")
 
 
 # Heads, tensor and pipeline parallel sizes: arXiv 2104.04473, table 1.
@@ -131,31 +140,82 @@ def _megatron_2021(line: Line) -> Run:
     """Without sequence parallelism and fused attention; every layer recomputed; parameters whole on each replica."""
     of, (heads, tensor, stages) = _sizes(line), SIZES_2021[line["model"]]
     config = GPT2Config(of["layers"], of["hidden"], heads, of["vocab"], positions=int(line["seq"]))
-    only = {"tp": tensor, "pp": stages, "fsdp": 1, "recompute": "full"}
-    assumed = "microbatch and chunks as plan finds them fastest; fused kernels as inductor's; bf16's rates for fp16"
-    run = Run(
-        partial(_unfused, config), "a100-sxm4-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed
-    )
-    return run._replace(memory=None, styles=_whole_between_products() if tensor > 1 else None)
+    only = {"tp": tensor, "pp": stages, "fsdp": 1, "recompute": "full", "schedule": NOT_DEFERRED}
+    assumed = "microbatch and chunks as plan finds them fastest; bf16's rates for fp16"
+    model = partial(_megatron_gpt, config, UnfusedAttention, 0.1)
+    run = Run(model, "a100-sxm4-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed)
+    styles = _whole_between_products() if tensor > 1 else None
+    return run._replace(memory=None, styles=styles, loss=megatron_loss, compile="rules")
+
+
+@torch.compile
+def dropped_and_added(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
+    """One kernel in Megatron-LM, which torch.jit makes; nothing else is compiled."""
+    return residual + (F.dropout(x, dropout) if dropout else x)
 
 
 class UnfusedAttention(SelfAttention):
-    """Scores go to memory, through one softmax kernel; dropout on probabilities and output, as in GPT-3's training."""
+    """Scores go to memory, through one softmax kernel, which masks and scales; dropout on probabilities."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4).unbind()
-        scores = torch.matmul(q * self.head_width**-0.5, k.transpose(-2, -1))
-        context = torch.matmul(F.dropout(scores.softmax(-1), 0.1), v)
-        out: Tensor = F.dropout(self.out(context.transpose(1, 2).flatten(2)), 0.1)
+        batch, length, _ = x.shape
+        # Megatron's tokens lie [length, batch, heads, query and key and value], so that a view is a batch of products.
+        q, k, v = self.qkv(x).view(length, -1, 3 * self.head_width).transpose(0, 1).chunk(3, -1)
+        scores = torch.bmm(q, k.transpose(1, 2))
+        context = torch.bmm(F.dropout(scores.softmax(-1), 0.1), v)
+        out: Tensor = self.out(context.transpose(0, 1).reshape(batch, length, -1))
         return out
 
 
-def _unfused(config: GPT2Config) -> nn.Module:
+class MegatronBlock(Block):
+    dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = dropped_and_added(self.attention(self.norm1(x)), x, self.dropout)
+        out: Tensor = dropped_and_added(self.mlp(self.norm2(x)), x, self.dropout)
+        return out
+
+
+def _megatron_gpt(config: GPT2Config, attention: type[SelfAttention], dropout: float) -> nn.Module:
     model = GPT2(config)
-    for module in model.modules():
-        if isinstance(module, SelfAttention):
-            module.__class__ = UnfusedAttention
+    for block in model.blocks:
+        block.__class__, block.attention.__class__, block.dropout = MegatronBlock, attention, dropout
     return model
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """The passes over logits in fp32 that Megatron-LM makes, each a kernel. Their columns may lie on several ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
+        peak = logits.max(-1).values
+        logits = logits - _reduced(peak, group, dist.ReduceOp.MAX)[:, None]
+        predicted = _reduced(logits.gather(-1, targets[:, None])[:, 0], group)
+        exponents = logits.exp_()
+        total = _reduced(exponents.sum(-1), group)
+        ctx.save_for_backward(exponents.div_(total[:, None]), targets)
+        return total.log() - predicted
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        softmax, targets = ctx.saved_tensors
+        softmax.scatter_add_(-1, targets[:, None], -torch.ones_like(softmax[:, :1]))
+        return softmax.mul_(gradient[:, None]), None, None
+
+
+def _reduced(x: Tensor, group: Any, by: Any = dist.ReduceOp.SUM) -> Tensor:
+    if group is not None:
+        dist.all_reduce(x, by, group)
+    return x
+
+
+def megatron_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits: Any = model(tokens)
+    group = None
+    if isinstance(logits, DTensor):
+        group, logits = logits.device_mesh.get_group(), logits.to_local()
+    losses: Tensor = VocabParallelCrossEntropy.apply(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten(), group)
+    return losses.mean()
 
 
 def _whole_between_products() -> dict[str, Any]:
