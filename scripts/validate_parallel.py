@@ -1,7 +1,8 @@
 """Published training runs on many GPUs, with tensor, pipeline and sequence parallelism: steps put together by `plan`.
 
 What a row does not say is taken as `plan` finds it fastest of what fits, or as its entry here says; both are printed.
-Left out are rows with fp8, whose products other libraries define.
+Left out are rows of Transformer Engine, and those of 8 GPUs without other parallelism than FSDP's (see
+validate_distributed.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +20,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from validate import Line, Row
+from validate_distributed import titan
 
 from flopmeter import SplitRow, plan
 from flopmeter.device.hardware import load_hardware
-from flopmeter.models.gpt2 import GPT2, Block, GPT2Config
+from flopmeter.models.gpt2 import GPT2, GPT2Config
+from flopmeter.models.gpt2 import Block as GPT2Block
 from flopmeter.models.layers import SelfAttention
-from flopmeter.models.llama import LLAMA_3_8B, LLAMA_3_70B, LlamaConfig
+from flopmeter.models.llama import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Block, LlamaConfig
 
 H100_500W = Path(__file__).parent / "h100-96gb-500w.yaml"
-LLAMA_13B = LlamaConfig(40, 5120, heads=40, kv_heads=40, hidden=13824, vocabulary=32000)
 ANY_MEMORY = 1e13  # a run that was published did fit
 
 
@@ -46,6 +52,8 @@ class Run(NamedTuple):
     styles: Any = None
     loss: Any = None
     compile: Any = False
+    async_tp: bool = False
+    asks_for_flash: bool = False  # as torchtitan does, on GPUs before Blackwell
 
 
 def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
@@ -53,14 +61,15 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
     rows: dict[str, list[Row]] = {}
     for line in csv.DictReader(path.open()):
         express = SOURCES.get(line["source"])
-        if express is None or "fp8" in line["dtype"]:
+        if express is None:
             continue
         run = express(line)
-        (found,) = plan(
-            run.model, int(line["n_gpus"]), run.hardware, run.memory, batch=run.batch, length=run.length,
-            only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles, loss=run.loss,
-            compile=run.compile,
-        ).rows  # fmt: skip
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if run.asks_for_flash else nullcontext():
+            (found,) = plan(
+                run.model, int(line["n_gpus"]), run.hardware, run.memory, batch=run.batch, length=run.length,
+                only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles, loss=run.loss,
+                compile=run.compile, async_tp=run.async_tp,
+            ).rows  # fmt: skip
         row = _row(line, run, found)
         print(
             f"{row.name}: {row.predicted:.4g} for {row.measured:.4g} {line['unit']}; {found.split}, "
@@ -87,24 +96,109 @@ def _row(line: Line, run: Run, found: SplitRow) -> Row:
 
 
 def _titan(line: Line) -> Run:
-    models = {"Llama-3-70B": LLAMA_3_70B, "Llama-3-8B": LLAMA_3_8B, "Llama-13B": LLAMA_13B}
     text = f"{line['mode']} {line['other_config']}"
-    only: dict[str, Any] = {"pp": 1, "dp": 1, "microbatch": int(line["batch"]), "tp": 1}
-    only |= {name.lower(): int(ranks) for name, ranks in re.findall(r"\b(FSDP|TP)(\d+)", line["other_config"])}
-    assumed = [] if line["seq"] else ["8,192 tokens a sequence"]
-    only["recompute"] = "full" if "full AC" in text else "selective"
+    sizes = {name.lower(): int(ranks) for name, ranks in re.findall(r"\b(FSDP|TP|PP|CP)(\d+)", text)}
+    replicas = int(line["n_gpus"]) // prod(sizes.get(name, 1) for name in ("tp", "pp", "cp"))
+    only: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "microbatch": int(line["batch"])} | sizes
+    only |= {"fsdp": replicas, "recompute": "full" if "full AC" in text else "selective"}
+    model, assumed = partial(titan, LLAMAS[line["model"]]), [] if line["seq"] else ["8,192 tokens a sequence"]
     if "layer AC" in text:
-        only["recompute"] = "full"
-        assumed.append("every layer recomputed, where every second one was: too slow")
-    if "async TP" in text:
-        assumed.append("tensor parallelism waits for its collectives, where async TP hides some")
-    replicas = int(line["n_gpus"]) // only["tp"]
-    is_a100 = line["gpu"].startswith("A100")
-    return Run(
-        models[line["model"]], "a100-sxm4-80gb" if is_a100 else H100_500W, replicas * int(line["batch"]),
-        int(line["seq"] or 8192), only, "compiled" if line["mode"] == "compiled" else "eager",
-        "; ".join(assumed) or "nothing",
+        model, only["recompute"] = partial(_every_second_recomputed, LLAMAS[line["model"]]), "none"
+    if sizes.get("pp", 1) > 1:
+        only["microbatch"] //= sizes["pp"]
+        only |= {"schedule": "interleaved", "chunks": 2} if "interleaved" in text else {"schedule": "1f1b"}
+        assumed.append("as many microbatches as ranks of the pipeline, torchtitan's default, and two stages a rank")
+    if "fp8" in line["dtype"]:
+        model = partial(_in_float8, model)
+        assumed.append("parameters and activations are gathered in bf16, not fp8")
+    hardware = "a100-sxm4-80gb" if line["gpu"].startswith("A100") else H100_500W
+    is_compiled = re.search("compile(?!=false)", line["mode"]) is not None
+    run = Run(
+        model, hardware, replicas * int(line["batch"]), int(line["seq"] or 8192), only,
+        "compiled" if is_compiled else "eager", "; ".join(assumed) or "nothing",
     )  # fmt: skip
+    return run._replace(async_tp="async" in text.lower(), asks_for_flash=True)
+
+
+LLAMAS = {
+    "Llama-13B": LlamaConfig(40, 5120, heads=40, kv_heads=40, hidden=13824, vocabulary=32000),
+    "Llama-3-8B": LLAMA_3_8B, "Llama-3.1-8B": LLAMA_3_8B, "Llama-3-70B": LLAMA_3_70B, "Llama-3.1-70B": LLAMA_3_70B,
+    "Llama-3.1-405B": LLAMA_3_405B,
+}  # fmt: skip
+
+
+class RecomputedBlock(Block):
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, *args, use_reentrant=False)
+        return out
+
+
+def _every_second_recomputed(config: LlamaConfig) -> nn.Module:
+    model = titan(config)
+    for block in list(model.blocks)[1::2]:
+        block.__class__ = RecomputedBlock
+    return model
+
+
+class Float8Product(torch.autograd.Function):
+    """torchao's dynamic scaling: both factors of each product are cast with the largest value of the tensor; the second
+    one lies by columns. Backward, gradients are e5m2, and both factors are cast again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _float8_product(x, weight, torch.float8_e4m3fn)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        of_x = _float8_product(gradient, weight.t(), torch.float8_e5m2)
+        return of_x, _float8_product(gradient.t(), x.t(), torch.float8_e5m2)
+
+
+def _float8_product(x: Tensor, transposed: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ transposed.t(), of which x is cast to `dtype`."""
+    (a, of_a), (b, of_b) = _cast(x, dtype), _cast(transposed, torch.float8_e4m3fn)
+    return torch._scaled_mm(a, b.t(), of_a, of_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One tensor that several products read is cast once, as in compiled code."""
+    key = x.untyped_storage()._cdata, x.shape, x.stride(), dtype
+    if key not in _last_casts:
+        scale = torch.finfo(dtype).max / x.abs().amax().float()
+        made = (x.float() * scale).to(dtype).contiguous(), scale.reciprocal()
+        _last_casts[key] = x, made
+        while len(_last_casts) > 4:  # what is kept is alive: no other tensor has its storage's address
+            del _last_casts[next(iter(_last_casts))]
+    return _last_casts[key][1]
+
+
+_last_casts: dict[Any, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
+
+
+class Float8Linear(nn.Linear):
+    def forward(self, x: Any) -> Tensor:
+        weight: Any = self.weight
+        if not isinstance(weight, DTensor):
+            return self._product(x, weight)
+        by_columns = weight.placements[0].is_shard(0)
+        local = x.to_local(grad_placements=[Partial()]) if by_columns else x.to_local()
+        made = self._product(local, weight.to_local())
+        return DTensor.from_local(made, weight.device_mesh, [Shard(-1) if by_columns else Partial()])
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = Float8Product.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return out
+
+
+def _in_float8(make: Callable[[], nn.Module]) -> nn.Module:
+    """All products but the head's."""
+    model: Any = make()
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = Float8Linear
+    return model
 
 
 # --- Megatron-LM -----------------------------------------------------------------------------------------------------
@@ -124,12 +218,12 @@ def _megatron(line: Line) -> Run:
     config = GPT2Config(of["layers"], of["hidden"], of["heads"], of["vocab"], positions=int(line["seq"]))
     only = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "fsdp": of["DP"], "gather": "step", "schedule": NOT_DEFERRED}
     assumed = (
-        "microbatch, recomputation and chunks as plan finds them fastest; no dropout; collectives of tensor "
-        "parallelism are waited for"
+        "microbatch, recomputation and chunks as plan finds them fastest; no dropout; products hide the collectives "
+        "of tensor parallelism"
     )
     model = partial(_megatron_gpt, config, SelfAttention, 0.0)
     run = Run(model, "h100-sxm5-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed, memory=None)
-    return run._replace(loss=megatron_loss, compile="rules")
+    return run._replace(loss=megatron_loss, compile="rules", async_tp=True)
 
 
 # Heads, tensor and pipeline parallel sizes: arXiv 2104.04473, table 1.
@@ -167,7 +261,7 @@ class UnfusedAttention(SelfAttention):
         return out
 
 
-class MegatronBlock(Block):
+class MegatronBlock(GPT2Block):
     dropout = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -240,6 +334,7 @@ def _megatron_flops(run: Run) -> float:
 
 SOURCES: dict[str, Callable[[Line], Run]] = {
     "torchtitan 2024-04": _titan,
+    "torchtitan 2024-12": _titan,
     "torchtitan 2025-06": _titan,
     "Megatron-LM 2021": _megatron_2021,
     "Megatron-LM 2024": _megatron,

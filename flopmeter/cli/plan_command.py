@@ -32,6 +32,7 @@ def _plan(options: argparse.Namespace) -> int:
         cluster=options.cluster,
         mode=options.mode,
         only=dict(map(_wish, options.only)),
+        async_tp=options.async_tp,
         rows=options.rows,
         whole=options.whole,
         dollars_per_gpu_hour=prices.dollars_per_hour.get(device.name),
@@ -87,6 +88,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="NAME=VALUES", nargs="+", action="extend", default=[],
         help=f"limit what is tried, such as tp=4,8 pp=1 recompute=full; names: {', '.join(WISHES)}",
     )  # fmt: skip
+    add("--async-tp", action="store_true", help="products hide the collectives of tensor parallelism next to them")
     add("--rows", metavar="N", type=number, default=10, help="how many splits to show (default: %(default)s)")
     add("--whole", metavar="N", type=int, default=0, help="meter so many of them whole (default: %(default)s)")
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")

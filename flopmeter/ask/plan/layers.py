@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, get_args
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flopmeter.ask.plan.experts import experts_of, with_routing
+from flopmeter.ask.plan.overlap import hidden_seconds
 from flopmeter.ask.plan.program import PARAMETERS, backward, optimizer_step, split_layers
 from flopmeter.ask.plan.schedules import PassKind
 from flopmeter.ask.plan.splits import Shape
@@ -80,6 +81,7 @@ class LayersJob(NamedTuple):
     cluster: Cluster
     mode: Mode
     meter_options: Mapping[str, Any]
+    async_tp: bool = False  # see overlap.py
 
 
 def meter_layers(job: LayersJob) -> LayerCosts:
@@ -100,7 +102,8 @@ def meter_layers(job: LayersJob) -> LayerCosts:
         with FlopMeter(job.hardware, cluster=job.cluster, **with_routing(shape.ep, job.meter_options)) as meter:
             backward(subject, model, mesh, tokens)
         report = meter.report(mode=job.mode)
-    parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.")
+    hidden = hidden_seconds(report, shape.tp) if job.async_tp and shape.tp > 1 else None
+    parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.", hidden)
     inside = [sum(map(_local_numel, block.parameters())) for block in blocks]
     experts = [sum(each.numel() for module in experts_of(block) for each in module.parameters()) for block in blocks]
     outside = sum(map(_local_numel, model.parameters())) - sum(inside)
@@ -158,8 +161,10 @@ def _optimizer(block: nn.Module, job: LayersJob) -> float:
 class _PartsOfReport:
     """Which time and memory of a report belongs to which layer."""
 
-    def __init__(self, report: Report, prefix: str) -> None:
+    def __init__(self, report: Report, prefix: str, hidden: Sequence[float] | None = None) -> None:
+        """`hidden`: seconds of each kernel's wait for collectives that do not count."""
         self._report, self._prefix = report, prefix
+        self._hidden = hidden or [0.0] * len(report.kernels)
         self._gradients = self._find_gradients()
         self._passes: dict[tuple[int, PassKind], PassCost] = {}
         for part, kind, cost in self._spans():
@@ -203,7 +208,7 @@ class _PartsOfReport:
         """The computing stream, cut where a kernel ends: what goes before a kernel is that kernel's."""
         report, place = self._report, _Place(self._prefix)
         end = 0.0
-        for kernel, timing in zip(report.kernels, report.timings, strict=True):
+        for kernel, timing, hidden in zip(report.kernels, report.timings, self._hidden, strict=True):
             part, is_backward = place(kernel.op.module, kernel.op.phase)
             kind: PassKind = "backward" if is_backward else "forward"
             kind = "weights" if is_backward and self._makes_gradients(kernel.op) else kind
@@ -211,7 +216,7 @@ class _PartsOfReport:
                 continue
             flops = kernel.cost.flops - kernel.cost.recomputed_flops if kernel.op.phase != "recompute" else 0
             waited = timing.start_seconds - end
-            communication = min(waited, timing.link_wait_seconds) + timing.seconds * timing.is_collective
+            communication = min(waited, timing.link_wait_seconds) + timing.seconds * timing.is_collective - hidden
             overhead = waited - min(waited, timing.link_wait_seconds)
             work = 0.0 if timing.is_collective else timing.work_seconds
             overhead += 0.0 if timing.is_collective else timing.floor_seconds

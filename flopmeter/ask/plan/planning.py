@@ -185,6 +185,7 @@ def plan(
     mode: Mode = "eager",
     only: Mapping[str, object] | None = None,
     tensor_parallel: Styles | None = None,
+    async_tp: bool = False,
     loss: Loss | None = None,
     rows: int = 10,
     whole: int = 0,
@@ -211,6 +212,7 @@ def plan(
     only: limits what is tried, such as {"tp": 8, "pp": [1, 2], "recompute": "full"}; names are those of `Split`.
     tensor_parallel: torch's styles by module names, as `parallelize_module` takes them; by default the model's own
         (`tensor_parallel()` or transformers' plan). A model without any is not split so.
+    async_tp: collectives of tensor parallelism are hidden behind the products next to them, as parts; see overlap.py.
     loss: the scalar that is trained, of the model and token ids; by default the model's own, else that of the next
         token.
     rows: how many splits the answer has. whole: how many of them are then metered with all of their layers.
@@ -232,7 +234,7 @@ def plan(
         world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node, subject.experts,
         can_defer=mode == "eager",  # torch's schedules do not split backward passes of compiled stages
     )  # fmt: skip
-    search = _Search(subject, bounds, device, links, mode, usable, meter_options)
+    search = _Search(subject, bounds, device, links, mode, usable, meter_options, async_tp)
     run = partial(results_of, workers=workers, executor=executor, progress=progress)
     found = search.best(checked_wishes(only or {}), rows, run)
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
@@ -242,6 +244,8 @@ def plan(
         f"{sequences:,} sequences of {tokens:,} tokens a step"
     )
     notes = [*_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes()]
+    if async_tp:
+        notes.append("async tensor parallelism: products hide the collectives next to them, where steps are composed")
     return ParallelPlan(
         title,
         tuple(shown),
@@ -265,11 +269,11 @@ class _Search:
 
     def __init__(
         self, subject: Subject, bounds: Bounds, device: Hardware, cluster: Cluster, mode: Mode, usable: int | None,
-        meter_options: Mapping[str, Any],
+        meter_options: Mapping[str, Any], async_tp: bool,
     ) -> None:  # fmt: skip
         self._subject, self._bounds, self._device, self._cluster = subject, bounds, device, cluster
         self._mode: Mode = mode
-        self._usable, self._meter_options = usable, meter_options
+        self._usable, self._meter_options, self._async_tp = usable, meter_options, async_tp
         self.costs: dict[Shape, LayerCosts] = {}
         self.considered = self.fitting = 0
 
@@ -281,7 +285,7 @@ class _Search:
             raise PlanError(_nothing(self._bounds, wishes))
         worth = [each for each in candidates if self._may_fit(each)] or candidates
         shapes = list(dict.fromkeys(each.shape for each in worth))
-        jobs = [LayersJob(self._subject, shape, *self._where) for shape in shapes]
+        jobs = [LayersJob(self._subject, shape, *self._where, self._async_tp) for shape in shapes]
         self.costs = dict(zip(shapes, run(meter_layers, jobs), strict=True))
         works = [self._work(each) for each in worth]
         sizes = [most_memory_bytes(work) for work in works]
