@@ -110,7 +110,7 @@ def _titan(line: Line) -> Run:
         assumed.append("as many microbatches as ranks of the pipeline, torchtitan's default, and two stages a rank")
     if "fp8" in line["dtype"]:
         model = partial(_in_float8, model)
-        assumed.append("parameters and activations are gathered in bf16, not fp8")
+        assumed.append("what FSDP and tensor parallelism gather is as large as in bf16, where it is fp8")
     hardware = "a100-sxm4-80gb" if line["gpu"].startswith("A100") else H100_500W
     is_compiled = re.search("compile(?!=false)", line["mode"]) is not None
     run = Run(
@@ -141,25 +141,30 @@ def _every_second_recomputed(config: LlamaConfig) -> nn.Module:
 
 
 class Float8Product(torch.autograd.Function):
-    """torchao's dynamic scaling: both factors of each product are cast with the largest value of the tensor; the second
-    one lies by columns. Backward, gradients are e5m2, and both factors are cast again."""
+    """torchao's dynamic scaling: activations and gradients are cast with the largest value of the tensor, gradients to
+    e5m2; parameters are cast as shards and gathered in fp8. The second factor of a product lies by columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _float8_product(x, weight, torch.float8_e4m3fn)
+        a, scale = _cast(x, torch.float8_e4m3fn)
+        return _float8_product(a, _as_gathered(weight), scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        of_x = _float8_product(gradient, weight.t(), torch.float8_e5m2)
-        return of_x, _float8_product(gradient.t(), x.t(), torch.float8_e5m2)
+        by_rows, scale = _cast(gradient, torch.float8_e5m2)
+        of_x = _float8_product(by_rows, _as_gathered(weight).t().contiguous(), scale)
+        return of_x, _float8_product(by_rows.t().contiguous(), _cast(x.t(), torch.float8_e4m3fn)[0], scale)
 
 
-def _float8_product(x: Tensor, transposed: Tensor, dtype: torch.dtype) -> Tensor:
-    """x @ transposed.t(), of which x is cast to `dtype`."""
-    (a, of_a), (b, of_b) = _cast(x, dtype), _cast(transposed, torch.float8_e4m3fn)
-    return torch._scaled_mm(a, b.t(), of_a, of_b, out_dtype=torch.bfloat16, use_fast_accum=True)
+def _float8_product(a: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
+    return torch._scaled_mm(a, transposed.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _as_gathered(weight: Tensor) -> Tensor:
+    """In fp8: its first half, since values do not matter here."""
+    return weight.detach().flatten().view(torch.float8_e4m3fn)[: weight.numel()].view(weight.shape)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
