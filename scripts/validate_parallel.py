@@ -1,8 +1,7 @@
 """Published training runs on many GPUs, with tensor, pipeline and sequence parallelism: steps put together by `plan`.
 
 What a row does not say is taken as `plan` finds it fastest of what fits, or as its entry here says; both are printed.
-Left out are rows of Transformer Engine, and those of 8 GPUs without other parallelism than FSDP's (see
-validate_distributed.py).
+Runs of llm-foundry are in validate_distributed.py.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from flopmeter.device.hardware import load_hardware
 from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.models.gpt2 import Block as GPT2Block
 from flopmeter.models.layers import SelfAttention
-from flopmeter.models.llama import LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Block, LlamaConfig
+from flopmeter.models.llama import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Block, Llama, LlamaConfig
 
 H100_500W = Path(__file__).parent / "h100-96gb-500w.yaml"
 ANY_MEMORY = 1e13  # a run that was published did fit
@@ -123,7 +122,7 @@ def _titan(line: Line) -> Run:
 LLAMAS = {
     "Llama-13B": LlamaConfig(40, 5120, heads=40, kv_heads=40, hidden=13824, vocabulary=32000),
     "Llama-3-8B": LLAMA_3_8B, "Llama-3.1-8B": LLAMA_3_8B, "Llama-3-70B": LLAMA_3_70B, "Llama-3.1-70B": LLAMA_3_70B,
-    "Llama-3.1-405B": LLAMA_3_405B,
+    "Llama-3.1-405B": LLAMA_3_405B, "LLAMA3_8B": LLAMA_3_8B, "LLAMA3_70B": LLAMA_3_70B, "LLAMA2-7B": LLAMA_2_7B,
 }  # fmt: skip
 
 
@@ -229,6 +228,18 @@ def _megatron(line: Line) -> Run:
     model = partial(_megatron_gpt, config, SelfAttention, 0.0)
     run = Run(model, "h100-sxm5-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed, memory=None)
     return run._replace(loss=megatron_loss, compile="rules", async_tp=True)
+
+
+def _nemo(line: Line) -> Run:
+    """Megatron-Core below NeMo: products in fp8 by Transformer Engine, with casts in the kernels around them."""
+    of = {name: int(size) for name, size in re.findall(r"(GBS|TP|PP|VP) ?(\d+)", line["other_config"])}
+    only: dict[str, Any] = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "microbatch": int(line["batch"]), "gather": "step"}
+    only |= {"schedule": "interleaved", "chunks": of["VP"]} if "VP" in of else {"schedule": NOT_DEFERRED}
+    only["recompute"] = "none"
+    model = partial(_in_float8, partial(Llama, LLAMAS[line["model"]]))
+    assumed = "nothing recomputed; Transformer Engine's kernels as inductor's; gathers as large as in bf16"
+    run = Run(model, "h100-sxm5-80gb", of["GBS"], int(line["seq"]), only, "compiled", assumed)
+    return run._replace(async_tp=True)
 
 
 # Heads, tensor and pipeline parallel sizes: arXiv 2104.04473, table 1.
@@ -343,4 +354,6 @@ SOURCES: dict[str, Callable[[Line], Run]] = {
     "torchtitan 2025-06": _titan,
     "Megatron-LM 2021": _megatron_2021,
     "Megatron-LM 2024": _megatron,
+    "NVIDIA Megatron-Bridge": _nemo,
+    "NVIDIA NeMo 24.12": _nemo,
 }
