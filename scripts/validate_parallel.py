@@ -76,6 +76,12 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
             flush=True,
         )
         rows.setdefault(f"{line['source']}, {line['unit']}, planned", []).append(row)
+        if stated := re.search(r"memory ([\d.]+) GiB", line["other_config"]):
+            kept = float(found.peak_memory_bytes)
+            of_memory = row._replace(
+                measured=float(stated[1]) * 2**30, predicted=kept, low=kept, high=kept, roofline=kept
+            )
+            rows.setdefault(f"{line['source']}, bytes of memory, planned", []).append(of_memory)
     yield from rows.items()
 
 

@@ -222,18 +222,18 @@ def layers_of(split: Split) -> LayerCosts:
 
 
 @pytest.mark.parametrize(
-    "split",
+    ("split", "microbatches"),
     [
-        replace(PLAIN, fsdp=16),
-        replace(PLAIN, fsdp=4, tp=2, recompute="selective"),
-        replace(PLAIN, fsdp=4, cp=2, recompute="full"),
+        (replace(PLAIN, fsdp=16), 1),
+        (replace(PLAIN, fsdp=16, gather="step"), 5),
+        (replace(PLAIN, fsdp=4, tp=2, recompute="selective"), 1),
+        (replace(PLAIN, fsdp=4, cp=2, recompute="full"), 1),
     ],
-    ids=lambda split: split.name,
 )
-def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split):
+def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split, microbatches: int):
     subject = subject_of(SMALL)
-    whole = meter_whole(WholeJob(subject, split, 1, 8192, H100, DGX, "eager", {}))
-    composed = compose(SplitWork(split, subject.kinds, layers_of(split), split.replicas * split.microbatch, H100, DGX))
+    whole = meter_whole(WholeJob(subject, split, microbatches, 8192, H100, DGX, "eager", {}))
+    composed = compose(work(split, layers_of(split), len(subject.kinds), microbatches, DGX))
     assert composed.seconds == pytest.approx(whole.seconds, rel=0.08)
     assert 0.95 < composed.memory_bytes / whole.peak_memory_bytes < 1.3
 

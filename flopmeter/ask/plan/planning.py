@@ -352,8 +352,8 @@ def _fastest(works: list[SplitWork], rows: int) -> list[_Found]:
 
 
 def _metered(search: _Search, rows: list[SplitRow], whole: int, run: _Runner) -> list[SplitRow]:
-    """With the first of those without a pipeline metered whole."""
-    chosen = [row for row in rows if row.split.pp == 1 and row.split.gather == "microbatch"][:whole]
+    """With the first of those without a pipeline metered whole, of which FSDP2 shards the parameters."""
+    chosen = [row for row in rows if row.split.pp == 1 and row.split.shards > 1][:whole]
     results = dict(
         zip((row.split for row in chosen), run(meter_whole, [search.whole_job(row) for row in chosen]), strict=True)
     )

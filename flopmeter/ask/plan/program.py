@@ -44,13 +44,16 @@ def shard(subject: Subject, model: nn.Module, mesh: DeviceMesh, split: Split) ->
         shards = "shards"
         getattr(mesh["fsdp", "cp"], private.FLATTEN)(shards)
     of_fsdp = mesh[shards] if split.dp == 1 else mesh["dp", shards]
-    policy = MixedPrecisionPolicy(param_dtype=PARAMETERS, reduce_dtype=REDUCED)
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=PARAMETERS, reduce_dtype=REDUCED),
+        "reshard_after_forward": split.gather != "step",
+    }
     of_experts = of_fsdp if split.ep == 1 else _mesh_of_experts(split)
     for block in subject.layers_of(model):
         for experts in experts_of(block) if split.ep > 1 else ():
-            fully_shard(experts, mesh=of_experts, mp_policy=policy)
-        fully_shard(block, mesh=of_fsdp, mp_policy=policy)
-    fully_shard(model, mesh=of_fsdp, mp_policy=policy)
+            fully_shard(experts, mesh=of_experts, **options)
+        fully_shard(block, mesh=of_fsdp, **options)
+    fully_shard(model, mesh=of_fsdp, **options)
 
 
 def _mesh_of_experts(split: Split) -> DeviceMesh:
