@@ -106,7 +106,8 @@ def _titan(line: Line) -> Run:
     replicas = int(line["n_gpus"]) // prod(sizes.get(name, 1) for name in ("tp", "pp", "cp"))
     only: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "microbatch": int(line["batch"])} | sizes
     only |= {"fsdp": replicas, "recompute": "full" if "full AC" in text else "selective"}
-    model, assumed = partial(titan, LLAMAS[line["model"]]), [] if line["seq"] else ["8,192 tokens a sequence"]
+    model: Callable[[], nn.Module] = partial(titan, LLAMAS[line["model"]])
+    assumed = [] if line["seq"] else ["8,192 tokens a sequence"]
     if "layer AC" in text:
         model, only["recompute"] = partial(_every_second_recomputed, LLAMAS[line["model"]]), "none"
     if sizes.get("pp", 1) > 1:
@@ -156,7 +157,7 @@ class Float8Product(torch.autograd.Function):
         return _float8_product(a, _as_gathered(weight), scale)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         by_rows, scale = _cast(gradient, torch.float8_e5m2)
         of_x = _float8_product(by_rows, _as_gathered(weight).t().contiguous(), scale)
@@ -198,14 +199,15 @@ class Float8Linear(nn.Linear):
         return DTensor.from_local(made, weight.device_mesh, [Shard(-1) if by_columns else Partial()])
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        out: Tensor = Float8Product.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        product: Any = Float8Product.apply
+        out: Tensor = product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         return out
 
 
 def _in_float8(make: Callable[[], nn.Module]) -> nn.Module:
     """All products but the head's."""
-    model: Any = make()
-    for module in model.blocks.modules():
+    model = make()
+    for module in model.get_submodule("blocks").modules():
         if isinstance(module, nn.Linear):
             module.__class__ = Float8Linear
     return model
@@ -293,8 +295,9 @@ class MegatronBlock(GPT2Block):
 
 
 def _megatron_gpt(config: GPT2Config, attention: type[SelfAttention], dropout: float) -> nn.Module:
-    model = GPT2(config)
-    for block in model.blocks:
+    model: nn.Module = GPT2(config)
+    blocks: Any = model.get_submodule("blocks")
+    for block in blocks:
         block.__class__, block.attention.__class__, block.dropout = MegatronBlock, attention, dropout
     return model
 
@@ -313,7 +316,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return total.log() - predicted
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         softmax, targets = ctx.saved_tensors
         softmax.scatter_add_(-1, targets[:, None], -torch.ones_like(softmax[:, :1]))
         return softmax.mul_(gradient[:, None]), None, None
@@ -330,7 +333,8 @@ def megatron_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     group = None
     if isinstance(logits, DTensor):
         group, logits = logits.device_mesh.get_group(), logits.to_local()
-    losses: Tensor = VocabParallelCrossEntropy.apply(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten(), group)
+    cross_entropy: Any = VocabParallelCrossEntropy.apply
+    losses: Tensor = cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten(), group)
     return losses.mean()
 
 

@@ -114,7 +114,8 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
 
 def _of_config(config: Any) -> nn.Module:
     """The model has a config of its own, which `_tell_config` changes."""
-    return model_of(copy.deepcopy(config), torch.float32)
+    model: nn.Module = model_of(copy.deepcopy(config), torch.float32)
+    return model
 
 
 def _builtin(name: str) -> nn.Module:
