@@ -54,9 +54,16 @@ def patches() -> Iterator[Any]:
 
 
 def init_patches() -> Iterator[Any]:
-    """After a world was opened: a program that opens it, too, goes on in it."""
+    """After a world was opened: a program that opens it, too, goes on in it, and is told that NCCL carries it."""
+    yield mock.patch.object(dist, "get_backend", backend_of_gpus)
     for module in (dist, distributed_c10d):
         yield mock.patch.object(module, "init_process_group", _already_open(dist.init_process_group))
+
+
+def backend_of_gpus(group: Any = None) -> str:
+    """torch.distributed.get_backend(), as on GPUs: the fake group stands for NCCL's."""
+    name = distributed_c10d.get_backend(group)
+    return "nccl" if name == "fake" else str(name)
 
 
 def _of_fsdp1() -> Iterator[Any]:
