@@ -17,14 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    _flat_param,
-    _init_utils,
-    fully_sharded_data_parallel,
-)
+from torch.distributed import c10d_logger, distributed_c10d
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_sharded_data_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from flopmeter.distributed import sync_batch_norm
@@ -56,6 +50,8 @@ def patches() -> Iterator[Any]:
 def init_patches() -> Iterator[Any]:
     """After a world was opened: a program that opens it, too, goes on in it, and is told that NCCL carries it."""
     yield mock.patch.object(dist, "get_backend", backend_of_gpus)
+    # torch's log of an error in a collective asks for the version of NCCL, and fails where there is none.
+    yield mock.patch.object(c10d_logger, private.ABOUT_ERROR, lambda name, *args, **kwargs: {"func_name": name})
     for module in (dist, distributed_c10d):
         yield mock.patch.object(module, "init_process_group", _already_open(dist.init_process_group))
 
@@ -72,9 +68,11 @@ def _of_fsdp1() -> Iterator[Any]:
     init = FullyShardedDataParallel.__init__
     yield mock.patch.object(FullyShardedDataParallel, "__init__", _without_device_id(init))
     yield mock.patch.object(fully_sharded_data_parallel, private.FSDP1_DEVICE, _handle_of_meta)
-    yield mock.patch.object(_init_utils, private.FSDP1_COMPUTES_ON, return_value=_META)
-    yield mock.patch.object(_init_utils, private.FSDP1_MATERIALIZES, return_value=(False, False))
-    yield mock.patch.object(_flat_param, private.FSDP1_IS_ALLOCATED, lambda each: each.untyped_storage().nbytes() > 0)
+    yield mock.patch.object(private.fsdp1_init, private.FSDP1_COMPUTES_ON, return_value=_META)
+    yield mock.patch.object(private.fsdp1_init, private.FSDP1_MATERIALIZES, return_value=(False, False))
+    yield mock.patch.object(
+        private.fsdp1_flat, private.FSDP1_IS_ALLOCATED, lambda each: each.untyped_storage().nbytes() > 0
+    )
 
 
 def _without_device_id(init: Any) -> Any:

@@ -34,6 +34,8 @@ CHECK_HOOK = "_check_comm_hook"
 _needed("torch.nn.parallel", f"DistributedDataParallel.{CHECK_HOOK}", "how DDP's bf16 hook runs on meta")
 FLATTEN = "_flatten"
 _needed("torch.distributed.device_mesh", f"DeviceMesh.{FLATTEN}", "how plan shards over two dimensions of a mesh")
+ABOUT_ERROR = "_get_msg_dict"
+_needed("torch.distributed.c10d_logger", ABOUT_ERROR, "errors of collectives as they are")
 CHECK_BATCH = "_check_p2p_op_list"
 _needed("torch.distributed.distributed_c10d", CHECK_BATCH, "which sends and receives run as one kernel")
 _needed("torch._C._distributed_c10d", "Reducer._rebuild_buckets", "when DDP makes its buckets anew")
@@ -42,16 +44,18 @@ _needed(
     "FSDPParamGroup._validate_no_meta_params",
     "where FSDP2 refuses meta",
 )
+_FSDP1 = "how FullyShardedDataParallel runs on meta"
+fsdp1_init = _needed("torch.distributed.fsdp", "_init_utils", _FSDP1)
+fsdp1_flat = _needed("torch.distributed.fsdp", "_flat_param", _FSDP1)
+FSDPDeviceHandle = _needed("torch.distributed.fsdp._common_utils", "_FSDPDeviceHandle", _FSDP1)
 FSDP1_DEVICE = "_init_device_handle"
-_needed("torch.distributed.fsdp.fully_sharded_data_parallel", FSDP1_DEVICE, "how FullyShardedDataParallel runs on meta")
+_needed("torch.distributed.fsdp.fully_sharded_data_parallel", FSDP1_DEVICE, _FSDP1)
 FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES = "_get_compute_device", "_need_to_materialize_module"
 for _name in (FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES):
-    _needed("torch.distributed.fsdp._init_utils", _name, "how FullyShardedDataParallel runs on meta")
+    _needed("torch.distributed.fsdp._init_utils", _name, _FSDP1)
 FSDP1_IS_ALLOCATED = "_data_ptr_allocated"
-_needed("torch.distributed.fsdp._flat_param", FSDP1_IS_ALLOCATED, "how FSDP1 with use_orig_params runs on meta")
-FSDPDeviceHandle = _needed(
-    "torch.distributed.fsdp._common_utils", "_FSDPDeviceHandle", "how FullyShardedDataParallel runs on meta"
-)
+_needed("torch.distributed.fsdp._flat_param", FSDP1_IS_ALLOCATED, _FSDP1)
+bindings = _needed("torch", "_C", "how SyncBatchNorm runs on meta")
 PRIVATEUSE1 = "_get_privateuse1_backend_name"
 _needed("torch._C", PRIVATEUSE1, "how SyncBatchNorm runs on meta")
 forget_shardings = _needed(
