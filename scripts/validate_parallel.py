@@ -210,6 +210,8 @@ def _in_float8(make: Callable[[], nn.Module]) -> nn.Module:
     for module in model.get_submodule("blocks").modules():
         if isinstance(module, nn.Linear):
             module.__class__ = Float8Linear
+    for block in model.get_submodule("blocks").children():
+        block.register_forward_hook(lambda *args: _last_casts.clear())  # compiled code keeps nothing beyond its layer
     return model
 
 

@@ -33,7 +33,7 @@ def split_bars(found: ParallelPlan) -> Any:
     panel.bar_label(bars, labels=told, padding=4, fontsize=8)
     names = [f"{row.split.name}\n{row.passes}" for row in found.rows]
     panel.set_yticks(list(places), names, fontsize=7)
-    panel.set(xlim=(0, 1.35 * max(ends)), ylim=(len(found.rows) - 0.4, -0.6), xlabel="step (s)")
+    panel.set(xlim=(0, 1.45 * max(ends)), ylim=(len(found.rows) - 0.4, -0.6), xlabel="step (s)")
     drawn.suptitle(found.title, fontsize=9)
     handles, labels = panel.get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
