@@ -238,6 +238,14 @@ def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split, mic
     assert 0.95 < composed.memory_bytes / whole.peak_memory_bytes < 1.3
 
 
+def test_gradients_of_every_products_output_are_held_until_the_weights_have_theirs():
+    """Of a Llama's layer: queries and the output, keys and values of 8 heads of 16, gate and up, down."""
+    outputs = 2 * 2048 + 2 * 1024 + 2 * 5632 + 2048
+    layer = layers_of(replace(PLAIN, fsdp=16)).layers[0]
+    assert layer.held_bytes == 8192 * outputs * 2
+    assert layer.weights.model_flops == 2 * 8192 * (layer.parameters - 2 * 2048)  # all but those of norms
+
+
 def mixture(width: int = 512, layers: int = 3) -> Any:
     transformers = pytest.importorskip("transformers")
     return transformers.Qwen3MoeConfig(

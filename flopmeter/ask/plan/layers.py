@@ -188,7 +188,7 @@ class _PartsOfReport:
         }
 
     def _makes_gradients(self, op: Op) -> bool:
-        """Whether the op makes gradients of parameters and nothing else, and no collective waits for it here."""
+        """Whether the op makes gradients of parameters and nothing else."""
         made = {op.storages[spec.storage] for spec in op.call.outputs}
         return op.phase == "backward" and bool(made) and made <= self._gradients
 
@@ -201,7 +201,8 @@ class _PartsOfReport:
             part, _ = place(op.module, op.phase)
             if self._makes_gradients(op):
                 read = {op.storages[spec.storage] for spec in op.call.inputs}
-                found.setdefault(part, set()).update(each for each in read if trace.storages[each].born >= first)
+                made = (each for each in read - self._gradients if trace.storages[each].born >= first)
+                found.setdefault(part, set()).update(made)
         return {part: sum(trace.storages[each].nbytes for each in held) for part, held in found.items()}
 
     def _spans(self) -> Iterator[tuple[int, PassKind, PassCost]]:
