@@ -23,7 +23,7 @@ from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter
 from flopmeter.distributed import world
-from flopmeter.models.llama import LLAMA_3_8B, Attention, Llama
+from flopmeter.models.llama import LLAMA_3_8B, Attention, Llama, LlamaConfig
 from flopmeter.report.report import Report
 
 GPUS = 8
@@ -135,9 +135,8 @@ class TitanAttention(Attention):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turns = torch.complex(cos[:, ::2].float(), sin[:, ::2].float())[:, None]
-        q = _turned(self.query(x).unflatten(-1, (self.heads, -1)), turns)
-        k = _turned(self.key(x).unflatten(-1, (self.kv_heads, -1)), turns)
-        v = self.value(x).unflatten(-1, (self.kv_heads, -1))
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_width)) for part in (self.query, self.key, self.value))
+        q, k = _turned(q, turns), _turned(k, turns)
         repeats = self.heads // self.kv_heads
         k, v = (part[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3) for part in (k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -161,17 +160,23 @@ def _turned(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
 
+def titan(config: LlamaConfig) -> Llama:
+    """torchtitan's Llama of 2024 and of June 2025."""
+    model = Llama(config)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.__class__ = TitanAttention
+        elif isinstance(module, nn.RMSNorm):
+            module.__class__ = TitanNorm
+    return model
+
+
 def _llama(line: Line, mesh: DeviceMesh) -> Step:
     """Selective recomputation; gradients are reduced in fp32, and AdamW steps on an eighth of the parameters."""
     shape = int(line["batch"]), int(line["seq"])
     with torch.device("meta"):
-        model = Llama(LLAMA_3_8B)
+        model = titan(LLAMA_3_8B)
         tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-    for block in model.blocks:
-        block.attention.__class__ = TitanAttention
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.__class__ = TitanNorm
     _recompute(model.blocks, context_fn=_selective)
     _shard(model, mesh, reduced_in=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,7 +1,7 @@
 """Published training runs on many GPUs, with tensor, pipeline and sequence parallelism: steps put together by `plan`.
 
 What a row does not say is taken as `plan` finds it fastest of what fits, or as its entry here says; both are printed.
-Left out are rows with fp8, whose products other libraries define.
+Runs of llm-foundry are in validate_distributed.py.
 """
 
 from __future__ import annotations
@@ -9,25 +9,31 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from validate import Line, Row
+from validate_distributed import titan
 
 from flopmeter import SplitRow, plan
 from flopmeter.device.hardware import load_hardware
 from flopmeter.models.gpt2 import GPT2, GPT2Config
+from flopmeter.models.gpt2 import Block as GPT2Block
 from flopmeter.models.layers import SelfAttention
-from flopmeter.models.llama import LLAMA_3_8B, LLAMA_3_70B, LlamaConfig
+from flopmeter.models.llama import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Block, Llama, LlamaConfig
 
 H100_500W = Path(__file__).parent / "h100-96gb-500w.yaml"
-LLAMA_13B = LlamaConfig(40, 5120, heads=40, kv_heads=40, hidden=13824, vocabulary=32000)
 ANY_MEMORY = 1e13  # a run that was published did fit
 
 
@@ -43,6 +49,10 @@ class Run(NamedTuple):
     assumed: str
     memory: float | None = ANY_MEMORY
     styles: Any = None
+    loss: Any = None
+    compile: Any = False
+    async_tp: bool = False
+    asks_for_flash: bool = False  # as torchtitan does, on GPUs before Blackwell
 
 
 def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
@@ -50,13 +60,15 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
     rows: dict[str, list[Row]] = {}
     for line in csv.DictReader(path.open()):
         express = SOURCES.get(line["source"])
-        if express is None or "fp8" in line["dtype"]:
+        if express is None:
             continue
         run = express(line)
-        (found,) = plan(
-            run.model, int(line["n_gpus"]), run.hardware, run.memory, batch=run.batch, length=run.length,
-            only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles,
-        ).rows  # fmt: skip
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if run.asks_for_flash else nullcontext():
+            (found,) = plan(
+                run.model, int(line["n_gpus"]), run.hardware, run.memory, batch=run.batch, length=run.length,
+                only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles, loss=run.loss,
+                compile=run.compile, async_tp=run.async_tp,
+            ).rows  # fmt: skip
         row = _row(line, run, found)
         print(
             f"{row.name}: {row.predicted:.4g} for {row.measured:.4g} {line['unit']}; {found.split}, "
@@ -64,6 +76,12 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
             flush=True,
         )
         rows.setdefault(f"{line['source']}, {line['unit']}, planned", []).append(row)
+        if stated := re.search(r"memory ([\d.]+) GiB", line["other_config"]):
+            kept = float(found.peak_memory_bytes)
+            of_memory = row._replace(
+                measured=float(stated[1]) * 2**30, predicted=kept, low=kept, high=kept, roofline=kept
+            )
+            rows.setdefault(f"{line['source']}, bytes of memory, planned", []).append(of_memory)
     yield from rows.items()
 
 
@@ -83,24 +101,118 @@ def _row(line: Line, run: Run, found: SplitRow) -> Row:
 
 
 def _titan(line: Line) -> Run:
-    models = {"Llama-3-70B": LLAMA_3_70B, "Llama-3-8B": LLAMA_3_8B, "Llama-13B": LLAMA_13B}
     text = f"{line['mode']} {line['other_config']}"
-    only: dict[str, Any] = {"pp": 1, "dp": 1, "microbatch": int(line["batch"]), "tp": 1}
-    only |= {name.lower(): int(ranks) for name, ranks in re.findall(r"\b(FSDP|TP)(\d+)", line["other_config"])}
+    sizes = {name.lower(): int(ranks) for name, ranks in re.findall(r"\b(FSDP|TP|PP|CP)(\d+)", text)}
+    replicas = int(line["n_gpus"]) // prod(sizes.get(name, 1) for name in ("tp", "pp", "cp"))
+    only: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "microbatch": int(line["batch"])} | sizes
+    only |= {"fsdp": replicas, "recompute": "full" if "full AC" in text else "selective"}
+    model: Callable[[], nn.Module] = partial(titan, LLAMAS[line["model"]])
     assumed = [] if line["seq"] else ["8,192 tokens a sequence"]
-    only["recompute"] = "full" if "full AC" in text else "selective"
     if "layer AC" in text:
-        only["recompute"] = "full"
-        assumed.append("every layer recomputed, where every second one was: too slow")
-    if "async TP" in text:
-        assumed.append("tensor parallelism waits for its collectives, where async TP hides some")
-    replicas = int(line["n_gpus"]) // only["tp"]
-    is_a100 = line["gpu"].startswith("A100")
-    return Run(
-        models[line["model"]], "a100-sxm4-80gb" if is_a100 else H100_500W, replicas * int(line["batch"]),
-        int(line["seq"] or 8192), only, "compiled" if line["mode"] == "compiled" else "eager",
-        "; ".join(assumed) or "nothing",
+        model, only["recompute"] = partial(_every_second_recomputed, LLAMAS[line["model"]]), "none"
+    if sizes.get("pp", 1) > 1:
+        only["microbatch"] //= sizes["pp"]
+        only |= {"schedule": "interleaved", "chunks": 2} if "interleaved" in text else {"schedule": "1f1b"}
+        assumed.append("as many microbatches as ranks of the pipeline, torchtitan's default, and two stages a rank")
+    if "fp8" in line["dtype"]:
+        model = partial(_in_float8, model)
+        assumed.append("what FSDP and tensor parallelism gather is as large as in bf16, where it is fp8")
+    hardware = "a100-sxm4-80gb" if line["gpu"].startswith("A100") else H100_500W
+    is_compiled = re.search("compile(?!=false)", line["mode"]) is not None
+    run = Run(
+        model, hardware, replicas * int(line["batch"]), int(line["seq"] or 8192), only,
+        "compiled" if is_compiled else "eager", "; ".join(assumed) or "nothing",
     )  # fmt: skip
+    return run._replace(async_tp="async" in text.lower(), asks_for_flash=True)
+
+
+LLAMAS = {
+    "Llama-13B": LlamaConfig(40, 5120, heads=40, kv_heads=40, hidden=13824, vocabulary=32000),
+    "Llama-3-8B": LLAMA_3_8B, "Llama-3.1-8B": LLAMA_3_8B, "Llama-3-70B": LLAMA_3_70B, "Llama-3.1-70B": LLAMA_3_70B,
+    "Llama-3.1-405B": LLAMA_3_405B, "LLAMA3_8B": LLAMA_3_8B, "LLAMA3_70B": LLAMA_3_70B, "LLAMA2-7B": LLAMA_2_7B,
+}  # fmt: skip
+
+
+class RecomputedBlock(Block):
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, *args, use_reentrant=False)
+        return out
+
+
+def _every_second_recomputed(config: LlamaConfig) -> nn.Module:
+    model = titan(config)
+    for block in list(model.blocks)[1::2]:
+        block.__class__ = RecomputedBlock
+    return model
+
+
+class Float8Product(torch.autograd.Function):
+    """torchao's dynamic scaling: activations and gradients are cast with the largest value of the tensor, gradients to
+    e5m2; parameters are cast as shards and gathered in fp8. The second factor of a product lies by columns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        a, scale = _cast(x, torch.float8_e4m3fn)
+        return _float8_product(a, _as_gathered(weight), scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        by_rows, scale = _cast(gradient, torch.float8_e5m2)
+        of_x = _float8_product(by_rows, _as_gathered(weight).t().contiguous(), scale)
+        return of_x, _float8_product(by_rows.t().contiguous(), _cast(x.t(), torch.float8_e4m3fn)[0], scale)
+
+
+def _float8_product(a: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
+    return torch._scaled_mm(a, transposed.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _as_gathered(weight: Tensor) -> Tensor:
+    """In fp8: its first half, since values do not matter here."""
+    return weight.detach().flatten().view(torch.float8_e4m3fn)[: weight.numel()].view(weight.shape)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One tensor that several products read is cast once, as in compiled code."""
+    key = x.untyped_storage()._cdata, x.shape, x.stride(), dtype
+    if key not in _last_casts:
+        scale = torch.finfo(dtype).max / x.abs().amax().float()
+        made = (x.float() * scale).to(dtype).contiguous(), scale.reciprocal()
+        _last_casts[key] = x, made
+        while len(_last_casts) > 4:  # what is kept is alive: no other tensor has its storage's address
+            del _last_casts[next(iter(_last_casts))]
+    return _last_casts[key][1]
+
+
+_last_casts: dict[Any, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
+
+
+class Float8Linear(nn.Linear):
+    def forward(self, x: Any) -> Tensor:
+        weight: Any = self.weight
+        if not isinstance(weight, DTensor):
+            return self._product(x, weight)
+        by_columns = weight.placements[0].is_shard(0)
+        local = x.to_local(grad_placements=[Partial()]) if by_columns else x.to_local()
+        made = self._product(local, weight.to_local())
+        return DTensor.from_local(made, weight.device_mesh, [Shard(-1) if by_columns else Partial()])
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        product: Any = Float8Product.apply
+        out: Tensor = product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return out
+
+
+def _in_float8(make: Callable[[], nn.Module]) -> nn.Module:
+    """All products but the head's."""
+    model = make()
+    for module in model.get_submodule("blocks").modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = Float8Linear
+    for block in model.get_submodule("blocks").children():
+        block.register_forward_hook(lambda *args: _last_casts.clear())  # compiled code keeps nothing beyond its layer
+    return model
 
 
 # --- Megatron-LM -----------------------------------------------------------------------------------------------------
@@ -111,16 +223,33 @@ def _sizes(line: Line) -> dict[str, int]:
     return {name: int(size) for name, size in found}
 
 
+NOT_DEFERRED = ["none", "1f1b", "interleaved"]  # schedules of Megatron-LM
+
+
 def _megatron(line: Line) -> Run:
     """Megatron-Core: the distributed optimizer shards states over data ranks, gradients and parameters are whole."""
     of = _sizes(line)
     config = GPT2Config(of["layers"], of["hidden"], of["heads"], of["vocab"], positions=int(line["seq"]))
-    only = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "fsdp": of["DP"], "gather": "step"}
+    only = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "fsdp": of["DP"], "gather": "step", "schedule": NOT_DEFERRED}
     assumed = (
-        "microbatch, recomputation and chunks as plan finds them fastest; fused kernels as inductor's; collectives of "
-        "tensor parallelism are waited for"
+        "microbatch, recomputation and chunks as plan finds them fastest; no dropout; products hide the collectives "
+        "of tensor parallelism"
     )
-    return Run(config, "h100-sxm5-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed, memory=None)
+    model = partial(_megatron_gpt, config, SelfAttention, 0.0)
+    run = Run(model, "h100-sxm5-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed, memory=None)
+    return run._replace(loss=megatron_loss, compile="rules", async_tp=True)
+
+
+def _nemo(line: Line) -> Run:
+    """Megatron-Core below NeMo: products in fp8 by Transformer Engine, with casts in the kernels around them."""
+    of = {name: int(size) for name, size in re.findall(r"(GBS|TP|PP|VP) ?(\d+)", line["other_config"])}
+    only: dict[str, Any] = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "microbatch": int(line["batch"]), "gather": "step"}
+    only |= {"schedule": "interleaved", "chunks": of["VP"]} if "VP" in of else {"schedule": NOT_DEFERRED}
+    only["recompute"] = "none"
+    model = partial(_in_float8, partial(Llama, LLAMAS[line["model"]]))
+    assumed = "nothing recomputed; Transformer Engine's kernels as inductor's; gathers as large as in bf16"
+    run = Run(model, "h100-sxm5-80gb", of["GBS"], int(line["seq"]), only, "compiled", assumed)
+    return run._replace(async_tp=True)
 
 
 # Heads, tensor and pipeline parallel sizes: arXiv 2104.04473, table 1.
@@ -131,31 +260,84 @@ def _megatron_2021(line: Line) -> Run:
     """Without sequence parallelism and fused attention; every layer recomputed; parameters whole on each replica."""
     of, (heads, tensor, stages) = _sizes(line), SIZES_2021[line["model"]]
     config = GPT2Config(of["layers"], of["hidden"], heads, of["vocab"], positions=int(line["seq"]))
-    only = {"tp": tensor, "pp": stages, "fsdp": 1, "recompute": "full"}
-    assumed = "microbatch and chunks as plan finds them fastest; fused kernels as inductor's; bf16's rates for fp16"
-    run = Run(
-        partial(_unfused, config), "a100-sxm4-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed
-    )
-    return run._replace(memory=None, styles=_whole_between_products() if tensor > 1 else None)
+    only = {"tp": tensor, "pp": stages, "fsdp": 1, "recompute": "full", "schedule": NOT_DEFERRED}
+    assumed = "microbatch and chunks as plan finds them fastest; bf16's rates for fp16"
+    model = partial(_megatron_gpt, config, UnfusedAttention, 0.1)
+    run = Run(model, "a100-sxm4-80gb", int(line["batch"]), int(line["seq"]), only, "compiled", assumed)
+    styles = _whole_between_products() if tensor > 1 else None
+    return run._replace(memory=None, styles=styles, loss=megatron_loss, compile="rules")
+
+
+@torch.compile
+def dropped_and_added(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
+    """One kernel in Megatron-LM, which torch.jit makes; nothing else is compiled."""
+    return residual + (F.dropout(x, dropout) if dropout else x)
 
 
 class UnfusedAttention(SelfAttention):
-    """Scores go to memory, through one softmax kernel; dropout on probabilities and output, as in GPT-3's training."""
+    """Scores go to memory, through one softmax kernel, which masks and scales; dropout on probabilities."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4).unbind()
-        scores = torch.matmul(q * self.head_width**-0.5, k.transpose(-2, -1))
-        context = torch.matmul(F.dropout(scores.softmax(-1), 0.1), v)
-        out: Tensor = F.dropout(self.out(context.transpose(1, 2).flatten(2)), 0.1)
+        batch, length, _ = x.shape
+        # Megatron's tokens lie [length, batch, heads, query and key and value], so that a view is a batch of products.
+        q, k, v = self.qkv(x).view(length, -1, 3 * self.head_width).transpose(0, 1).chunk(3, -1)
+        scores = torch.bmm(q, k.transpose(1, 2))
+        context = torch.bmm(F.dropout(scores.softmax(-1), 0.1), v)
+        out: Tensor = self.out(context.transpose(0, 1).reshape(batch, length, -1))
         return out
 
 
-def _unfused(config: GPT2Config) -> nn.Module:
-    model = GPT2(config)
-    for module in model.modules():
-        if isinstance(module, SelfAttention):
-            module.__class__ = UnfusedAttention
+class MegatronBlock(GPT2Block):
+    dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = dropped_and_added(self.attention(self.norm1(x)), x, self.dropout)
+        out: Tensor = dropped_and_added(self.mlp(self.norm2(x)), x, self.dropout)
+        return out
+
+
+def _megatron_gpt(config: GPT2Config, attention: type[SelfAttention], dropout: float) -> nn.Module:
+    model: nn.Module = GPT2(config)
+    blocks: Any = model.get_submodule("blocks")
+    for block in blocks:
+        block.__class__, block.attention.__class__, block.dropout = MegatronBlock, attention, dropout
     return model
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """The passes over logits in fp32 that Megatron-LM makes, each a kernel. Their columns may lie on several ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
+        peak = logits.max(-1).values
+        logits = logits - _reduced(peak, group, dist.ReduceOp.MAX)[:, None]
+        predicted = _reduced(logits.gather(-1, targets[:, None])[:, 0], group)
+        exponents = logits.exp_()
+        total = _reduced(exponents.sum(-1), group)
+        ctx.save_for_backward(exponents.div_(total[:, None]), targets)
+        return total.log() - predicted
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        softmax, targets = ctx.saved_tensors
+        softmax.scatter_add_(-1, targets[:, None], -torch.ones_like(softmax[:, :1]))
+        return softmax.mul_(gradient[:, None]), None, None
+
+
+def _reduced(x: Tensor, group: Any, by: Any = dist.ReduceOp.SUM) -> Tensor:
+    if group is not None:
+        dist.all_reduce(x, by, group)
+    return x
+
+
+def megatron_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits: Any = model(tokens)
+    group = None
+    if isinstance(logits, DTensor):
+        group, logits = logits.device_mesh.get_group(), logits.to_local()
+    cross_entropy: Any = VocabParallelCrossEntropy.apply
+    losses: Tensor = cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten(), group)
+    return losses.mean()
 
 
 def _whole_between_products() -> dict[str, Any]:
@@ -180,7 +362,10 @@ def _megatron_flops(run: Run) -> float:
 
 SOURCES: dict[str, Callable[[Line], Run]] = {
     "torchtitan 2024-04": _titan,
+    "torchtitan 2024-12": _titan,
     "torchtitan 2025-06": _titan,
     "Megatron-LM 2021": _megatron_2021,
     "Megatron-LM 2024": _megatron,
+    "NVIDIA Megatron-Bridge": _nemo,
+    "NVIDIA NeMo 24.12": _nemo,
 }

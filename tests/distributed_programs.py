@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 BATCH, LENGTH, WIDTH, HEADS, HIDDEN, LAYERS, CLASSES = 2, 8, 16, 4, 64, 2, 12
 
@@ -133,6 +136,19 @@ def sequence_parallel(model: Transformer, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def flat(model: Transformer, mesh: DeviceMesh, keeps_originals: bool = False) -> nn.Module:
+    """FSDP1: each block is one flat parameter, padded."""
+    on_cpu = mesh.device_type == "cpu"
+    return FullyShardedDataParallel(
+        model,
+        mesh.get_group("dp"),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
+        device_id=torch.device("cpu") if on_cpu else 0,
+        use_orig_params=keeps_originals,
+    )
+
+
 def two_dimensional(model: Transformer, mesh: DeviceMesh) -> nn.Module:
     return fully_sharded(tensor_parallel(model, mesh), mesh)
 
@@ -140,11 +156,17 @@ def two_dimensional(model: Transformer, mesh: DeviceMesh) -> nn.Module:
 PROGRAMS: dict[str, Callable[[Transformer, DeviceMesh], nn.Module]] = {
     "ddp": data_parallel,
     "fsdp": fully_sharded,
+    "fsdp1": flat,
+    "fsdp1, original parameters": partial(flat, keeps_originals=True),
     "tp": tensor_parallel,
     "sp": sequence_parallel,
     "fsdp x tp": two_dimensional,
 }
-MESHES = {"ddp": ("dp",), "fsdp": ("dp",), "tp": ("tp",), "sp": ("tp",), "fsdp x tp": ("dp", "tp")}
+MESHES = {
+    **dict.fromkeys(("ddp", "fsdp", "fsdp1", "fsdp1, original parameters"), ("dp",)),
+    **dict.fromkeys(("tp", "sp"), ("tp",)),
+    "fsdp x tp": ("dp", "tp"),
+}
 
 
 # Kind, and which argument is the whole; None: the result.
@@ -152,6 +174,7 @@ KINDS: dict[str, tuple[str, int | None]] = {
     "allreduce_": ("all_reduce", 0), "all_reduce": ("all_reduce", 0), "_allgather_base_": ("all_gather", 0),
     "all_gather_into_tensor": ("all_gather", None), "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_tensor": ("reduce_scatter", 0), "broadcast_": ("broadcast", 0),
+    "allgather_": ("all_gather", 0),  # FSDP1's on the CPU
 }  # fmt: skip
 
 
@@ -170,7 +193,7 @@ class Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and name in KINDS:
             kind, whole = KINDS[name]
             tensors = result if whole is None else args[whole]
-            tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+            tensors = tree_leaves(tensors)
             self.found.append((kind, sum(tensor.nbytes for tensor in tensors)))
         return result
 

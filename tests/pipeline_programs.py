@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.utils._python_dispatch import TorchDispatchMode
 
 V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
@@ -73,7 +73,10 @@ def scheduled(
             module = nn.Sequential(*(Layer(width, hidden, dtype) for _ in range(layers(stage))))
         stages.append(PipelineStage(module, stage, ranks * chunks, torch.device(device), group=mesh.get_group("pp")))
     made = schedule(
-        stages[0] if chunks == 1 else stages, microbatches, loss_fn=lambda out, target: out.sum(), scale_grads=False
+        stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
+        microbatches,
+        loss_fn=lambda out, target: out.sum(),
+        scale_grads=False,
     )
     x = torch.zeros(rows * microbatches, width, dtype=dtype, device=device)
     args = (x,) if any(stage.is_first for stage in stages) else ()

@@ -36,6 +36,13 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
         2 * 14 * 12 * 8 + 14 * 3 * 22 + 14 * 24, 2 * 14 * 12 * 8,
     ),
     "batch_norm_stats": (call_by_hand(aten.batch_norm_stats.default, (T(2, 3, 5), 1e-5), (T(3), T(3))), 3 * 30, 0),
+    "batch_norm_gather_stats_with_counts": (  # of 4 ranks
+        call_by_hand(
+            aten.batch_norm_gather_stats_with_counts.default,
+            (T(2, 3, 5), T(4, 3), T(4, 3), T(3), T(3), 0.1, 1e-5, T(4)), (T(3), T(3)),
+        ),
+        19 * 4 * 3, 0,
+    ),
     "batch_norm_elemt": (
         call_by_hand(aten.batch_norm_elemt.default, (T(2, 3, 5), T(3), T(3), T(3), T(3), 1e-5), (T(2, 3, 5),)),
         4 * 30, 0,

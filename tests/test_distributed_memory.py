@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import memory_programs
 import pytest
 import torch
+from gloo import printed_by_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -84,3 +88,21 @@ def test_a_rank_of_tensor_parallelism_keeps_its_part_of_every_product():
     left = ends(memory_of_a_step(lambda layers, mesh: parallelize_module(layers, mesh, plan)))
     assert left["parameters"] == left["gradients"] == LAYERS / RANKS
     assert left["optimizer state"] == 2 * LAYERS / RANKS
+
+
+def peak_bytes(program: str) -> int:
+    """Of the third step on rank 0 of two."""
+    with world(2) as mesh:
+        _, step = memory_programs.made(program, mesh, "meta")
+        for _ in range(2):
+            step()
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            step()
+    return memory_of(meter.trace).peak_bytes
+
+
+def test_the_peak_is_that_of_torchs_tracker_in_real_processes(tmp_path: Path):
+    """Adam's counters of steps are on the host, where the tracker sees them."""
+    for of_rank in printed_by_ranks(Path(memory_programs.__file__), 2, tmp_path):
+        for program, tracked in of_rank.items():
+            assert peak_bytes(program) == pytest.approx(tracked, rel=0.002), program

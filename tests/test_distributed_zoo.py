@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -100,19 +101,54 @@ def test_a_program_that_opens_the_process_group_goes_on_in_the_world():
         dist.init_process_group("nccl", world_size=8, rank=0)
 
 
-def sync_batch_norm(mesh: DeviceMesh) -> Callable[[], object]:
-    norm = nn.SyncBatchNorm(8, device="meta")
-    return lambda: norm(torch.empty(4, 8, 16, 16, device="meta"))
+def test_sync_batch_norm_gathers_two_numbers_a_channel_and_a_count_and_sums_two_backward():
+    """torch's own docs: mean, 1/deviation and count of each rank; two sums of gradients."""
+
+    def program(mesh: DeviceMesh) -> Callable[[], object]:
+        norm = nn.SyncBatchNorm(8, device="meta")
+        return lambda: norm(torch.empty(4, 8, 16, 16, device="meta", requires_grad=True)).sum().backward()
+
+    assert sent(program) == {"c10d::_allgather_base_": 4 * (2 * 8 + 1) * FP32, "c10d::allreduce_": 2 * 8 * FP32}
+    assert sent(program, steps=0) == sent(program)  # also where a meter is open from the start
+
+
+def test_sync_batch_norm_in_evaluation_sends_nothing():
+    assert (
+        sent(lambda mesh: lambda: nn.SyncBatchNorm(8, device="meta").eval()(torch.empty(4, 8, 2, device="meta"))) == {}
+    )
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"])
+def test_fsdp1_gathers_for_each_pass_for_one_or_never(strategy: str):
+    """In the order of the strategies: parameters whole, whole from forward to backward, and of one layer at a time.
+    Each linear layer is a flat parameter; the outermost has none."""
+
+    def program(mesh: DeviceMesh) -> Callable[[], object]:
+        model = FullyShardedDataParallel(
+            layers(),
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            device_id=0,
+            use_orig_params=True,
+        )
+        return lambda: model(x()).sum().backward()
+
+    gathers = {"NO_SHARD": 0, "SHARD_GRAD_OP": 1, "FULL_SHARD": 2}[strategy]
+    found = sent(program)
+    assert found.get("c10d::_allgather_base_", 0) == gathers * NUMEL * FP32
+    if gathers:
+        assert found["c10d::_reduce_scatter_base_"] == NUMEL * FP32 // 4  # written: a shard
+    else:
+        assert found["c10d::allreduce_"] == NUMEL * FP32
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        (lambda mesh: FullyShardedDataParallel(layers()), "shard with fully_shard"),
         (lambda mesh: CPUOffloadPolicy(), "leave CPUOffloadPolicy out"),
-        (sync_batch_norm, "meter the model with BatchNorm"),
+        (lambda mesh: FullyShardedDataParallel(layers(), cpu_offload=CPUOffload(True)), "leave cpu_offload out"),
     ],
-    ids=["FSDP1", "CPU offload", "SyncBatchNorm"],
+    ids=["FSDP2's CPU offload", "FSDP1's CPU offload"],
 )
 def test_what_cannot_run_is_one_error_that_says_what_to_do(program: Callable[..., object], message: str):
     with pytest.raises(WorldError, match=message):

@@ -9,19 +9,23 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
+from gloo import printed_by_ranks
 from pipeline_programs import scheduled
 from torch import nn
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from flopmeter import PlanError, Split, plan
-from flopmeter.ask.plan.compose import SplitWork, compose, layers_by_stage, memory_bytes, most_memory_bytes
+from flopmeter.ask.plan.compose import Bound, SplitWork, compose, layers_by_stage, memory_bytes, most_memory_bytes
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost, meter_layers
+from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.schedules import most_in_flight, order_of
+from flopmeter.ask.plan.splits import Shape
 from flopmeter.ask.plan.subject import subject_of
 from flopmeter.ask.plan.whole import WholeJob, meter_whole
 from flopmeter.cli import main
@@ -30,6 +34,7 @@ from flopmeter.device.hardware import load_hardware
 from flopmeter.distributed import world
 from flopmeter.distributed.ranks import run_ranks
 from flopmeter.models.llama import LlamaConfig
+from flopmeter.report.plots import PlotError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 H100 = load_hardware("h100-sxm5-80gb")
@@ -75,6 +80,39 @@ def test_stages_of_several_chunks_make_the_bubble_so_much_smaller(chunks: int):
     split = replace(PLAIN, pp=4, schedule="interleaved", chunks=chunks, gather="step")
     step = compose(work(split, costs_by_hand(1.0, 2.0), 4 * chunks, 8))
     assert step.seconds == pytest.approx(3.0 * chunks * (8 + 3 / chunks), rel=1e-3)
+
+
+def deferred(costs: LayerCosts, weights: float, held: int = 0) -> LayerCosts:
+    """Of each layer's backward pass so long for gradients of weights."""
+    return costs._replace(layers={0: costs.layers[0]._replace(weights=pass_of(weights), held_bytes=held)})
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 40), (8, 16)])
+def test_gradients_of_weights_fill_the_bubble(ranks: int, microbatches: int):
+    """ZB-H1, arXiv 2401.10241, table 2: (p - 1) (F + B - W) in place of (p - 1) (F + B + W), with F = B = W = 1."""
+    split = replace(PLAIN, pp=ranks, schedule="zero-bubble", gather="step")
+    step = compose(work(split, deferred(costs_by_hand(1.0, 2.0), 1.0), ranks, microbatches))
+    assert step.seconds == pytest.approx(3.0 * microbatches + ranks - 1, rel=1e-3)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("weights", [0.0, 0.4, 1.0])
+def test_a_zero_bubble_schedule_is_never_slower_than_1f1b(weights: float, chunks: int):
+    costs = deferred(costs_by_hand(1.0, 2.0), weights)
+    one_each = replace(PLAIN, pp=4, schedule="1f1b" if chunks == 1 else "interleaved", chunks=chunks, gather="step")
+    plain, zero = (
+        compose(work(split, costs, 4 * chunks, 8)).seconds
+        for split in (one_each, replace(one_each, schedule="zero-bubble"))
+    )
+    assert zero <= plain * (1 + 1e-6)  # messages have a latency
+
+
+def test_a_zero_bubble_schedule_keeps_activations_and_gradients_until_the_weights_have_theirs():
+    """ZB-H1 (arXiv 2401.10241, figure 3): each of four ranks holds four microbatches at most, and gradients of as many
+    backward passes as have no pass for weights yet."""
+    costs = deferred(costs_by_hand(1.0, 2.0, activations=1000), 1.0, held=10)
+    each = work(replace(PLAIN, pp=4, schedule="zero-bubble", gather="step"), costs, 4, 8)
+    assert [memory_bytes(each, rank) for rank in range(4)] == [4010, 4020, 4030, 4040]
 
 
 def test_gathers_and_scatters_behind_long_layers_cost_the_first_and_the_last_of_them():
@@ -131,24 +169,34 @@ def test_layers_are_spread_evenly_and_ends_have_the_fewer():
 # --- torch's own ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 3)])
-def test_interleaved_passes_are_in_the_order_of_torchs_table(ranks: int, microbatches: int, chunks: int):
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "microbatches", "chunks"),
+    [
+        (ScheduleInterleaved1F1B, 2, 4, 2),
+        (ScheduleInterleaved1F1B, 4, 8, 2),
+        (ScheduleInterleaved1F1B, 4, 8, 3),
+        (ScheduleInterleavedZeroBubble, 4, 8, 1),
+        (ScheduleInterleavedZeroBubble, 2, 4, 2),
+        (ScheduleInterleavedZeroBubble, 4, 8, 3),
+    ],
+)
+def test_passes_are_in_the_order_of_torchs_table(schedule: type, ranks: int, microbatches: int, chunks: int):
     tables: dict[int, list[Any]] = {}
 
     def table(rank: int) -> None:
         with world(ranks, {"pp": ranks}, rank) as mesh:
-            step = scheduled(ScheduleInterleaved1F1B, mesh, chunks=chunks, microbatches=microbatches)
+            step = scheduled(schedule, mesh, chunks=chunks, microbatches=microbatches)
             cells = [cell.cell_contents for cell in step.__closure__ or ()]
-            (made,) = (each for each in cells if isinstance(each, ScheduleInterleaved1F1B))
+            (made,) = (each for each in cells if isinstance(each, schedule))
             tables[rank] = [action for action in made.pipeline_order[rank] if action is not None]
 
     run_ranks(range(ranks), table)
     for rank, actions in tables.items():
         theirs = [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions]
-        ours = order_of(rank, ranks, microbatches, chunks)
-        assert [
-            ("F" if each.kind == "forward" else "B", each.chunk * ranks + rank, each.microbatch) for each in ours
-        ] == theirs
+        defers = schedule is ScheduleInterleavedZeroBubble
+        letters = {"forward": "F", "backward": "I" if defers else "B", "weights": "W"}
+        ours = order_of(rank, ranks, microbatches, chunks, defers)
+        assert [(letters[each.kind], each.chunk * ranks + rank, each.microbatch) for each in ours] == theirs
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -174,20 +222,82 @@ def layers_of(split: Split) -> LayerCosts:
 
 
 @pytest.mark.parametrize(
-    "split",
+    ("split", "microbatches"),
     [
-        replace(PLAIN, fsdp=16),
-        replace(PLAIN, fsdp=4, tp=2, recompute="selective"),
-        replace(PLAIN, fsdp=4, cp=2, recompute="full"),
+        (replace(PLAIN, fsdp=16), 1),
+        (replace(PLAIN, fsdp=16, gather="step"), 5),
+        (replace(PLAIN, fsdp=4, tp=2, recompute="selective"), 1),
+        (replace(PLAIN, fsdp=4, cp=2, recompute="full"), 1),
     ],
-    ids=lambda split: split.name,
 )
-def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split):
+def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split, microbatches: int):
     subject = subject_of(SMALL)
-    whole = meter_whole(WholeJob(subject, split, 1, 8192, H100, DGX, "eager", {}))
-    composed = compose(SplitWork(split, subject.kinds, layers_of(split), split.replicas * split.microbatch, H100, DGX))
+    whole = meter_whole(WholeJob(subject, split, microbatches, 8192, H100, DGX, "eager", {}))
+    composed = compose(work(split, layers_of(split), len(subject.kinds), microbatches, DGX))
     assert composed.seconds == pytest.approx(whole.seconds, rel=0.08)
     assert 0.95 < composed.memory_bytes / whole.peak_memory_bytes < 1.3
+
+
+def test_gradients_of_every_products_output_are_held_until_the_weights_have_theirs():
+    """Of a Llama's layer: queries and the output, keys and values of 8 heads of 16, gate and up, down."""
+    outputs = 2 * 2048 + 2 * 1024 + 2 * 5632 + 2048
+    layer = layers_of(replace(PLAIN, fsdp=16)).layers[0]
+    assert layer.held_bytes == 8192 * outputs * 2
+    assert layer.weights.model_flops == 2 * 8192 * (layer.parameters - 2 * 2048)  # all but those of norms
+
+
+def mixture(width: int = 512, layers: int = 3) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.Qwen3MoeConfig(
+        hidden_size=width, moe_intermediate_size=width // 2, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, num_experts=16, num_experts_per_tok=4, vocab_size=2000, max_position_embeddings=2048,
+        head_dim=64,
+    )  # fmt: skip
+
+
+@cache
+def layers_of_mixture(ep: int) -> LayerCosts:
+    shape = Shape(1, 1, ep, 8, "none")
+    return meter_layers(LayersJob(subject_of(mixture()), shape, 2048, H100, DGX, "eager", {}))
+
+
+def test_experts_over_ranks_do_the_same_work_with_a_part_of_the_parameters():
+    one, four = (layers_of_mixture(ep).layers[0] for ep in (1, 4))
+    experts = 16 * 3 * 512 * 256
+    assert (one.expert_parameters, four.expert_parameters) == (experts, experts // 4)
+    assert one.parameters - four.parameters == experts * 3 // 4
+    assert four.forward.model_flops == pytest.approx(one.forward.model_flops, rel=1e-3)  # tokens of as many come here
+    assert one.forward.communication_seconds == 0 < four.forward.communication_seconds
+    linear = one.parameters - experts + experts * 4 // 16 - 512 * 2 - 128  # of a token, without norms
+    assert one.weights.model_flops == pytest.approx(2 * linear * 8 * 2048, rel=1e-3)
+
+
+def test_experts_over_all_shards_are_not_gathered_and_keep_no_more_state():
+    numel = 100_000_000
+    costs = costs_by_hand(1e-6, 1e-6, numel)
+    of_experts = costs._replace(layers={0: costs.layers[0]._replace(expert_parameters=numel)})
+    split = replace(PLAIN, fsdp=8, tp=8)  # one rank of each node
+    whole = compose(work(split, costs, 1, 1, DGX))
+    own = compose(work(replace(split, ep=8), of_experts, 1, 1, DGX))
+    port = 0.94 * 50e9 / (numel * 7 / 8)
+    assert own.seconds_by_bound["communication"] < 1e-4  # collectives of one rank
+    assert whole.seconds_by_bound["communication"] == pytest.approx((2 * 2 + 4) / port, rel=0.2)
+    unsplit = compose(work(split, of_experts, 1, 1, DGX))
+    assert unsplit == whole  # ep 1: experts are parameters as all others
+
+
+def test_a_composed_step_of_experts_is_near_the_one_that_is_metered_whole():
+    subject, split = subject_of(mixture()), replace(PLAIN, fsdp=8, ep=4, microbatch=8)
+    whole = meter_whole(WholeJob(subject, split, 1, 2048, H100, DGX, "eager", {}))
+    composed = compose(SplitWork(split, subject.kinds, layers_of_mixture(4), 64, H100, DGX))
+    assert composed.seconds == pytest.approx(whole.seconds, rel=0.1)
+    assert 0.95 < composed.memory_bytes / whole.peak_memory_bytes < 1.3
+
+
+def test_split_experts_answer_as_whole_ones_in_real_processes(tmp_path: Path):
+    for off_by, moved in printed_by_ranks(Path(__file__).with_name("split_experts_program.py"), 2, tmp_path):
+        assert off_by < 1e-5
+        assert moved
 
 
 # --- the answer -----------------------------------------------------------------------------------------------------
@@ -207,6 +317,26 @@ def test_the_answer_is_the_fastest_that_fits():
     assert found.best.tokens_per_s == pytest.approx(8 * 1024 / found.best.seconds)
     assert found.best.dollars_per_step == pytest.approx(8 * found.best.seconds * 3.6 / 3600)
     assert sum(found.best.seconds_by_bound.values()) == pytest.approx(found.best.seconds)
+
+
+def test_twice_the_gpus_never_make_a_step_of_as_many_sequences_longer():
+    seconds = [
+        plan(
+            SMALL, gpus, H100, 1e12, batch=8, length=1024, only=ONE_GPU | {"recompute": "none", "microbatch": 1}, rows=1
+        ).best.seconds
+        for gpus in (1, 2, 4, 8)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_picture_has_a_bar_for_each_split_parted_by_what_binds_it(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    found = small_plan()
+    (panel,) = split_bars(found).axes
+    for bars, bound in zip(panel.containers, get_args(Bound), strict=True):
+        assert [bar.get_width() for bar in bars] == pytest.approx([row.seconds_by_bound[bound] for row in found.rows])
+    with pytest.raises(PlotError, match="no splits"):
+        split_bars(replace(found, rows=()))
 
 
 def test_less_memory_never_makes_a_faster_plan():
@@ -329,7 +459,7 @@ def test_a_config_of_transformers_brings_its_own_plan():
         ({"only": {"gpus": 3}}, "known are pp, dp, fsdp"),
         ({"only": {"tp": "two"}}, "'two' is no whole number"),
         ({"only": {"recompute": "half"}}, "'half' is none of none, selective, full"),
-        ({"only": {"ep": 8}}, "does not split experts yet"),
+        ({"only": {"ep": 8}}, "no split of 8 GPUs divides"),
     ],
 )
 def test_wrong_options_are_one_clear_error(options: dict[str, Any], message: str):

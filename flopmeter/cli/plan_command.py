@@ -7,6 +7,7 @@ import os
 from typing import Any, get_args
 
 from flopmeter.ask.plan import PlanError, plan
+from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.splits import WISHES
 from flopmeter.cli.command import Command, add_device, add_format, number, show
 from flopmeter.cli.prices import load_prices
@@ -14,6 +15,7 @@ from flopmeter.cli.targets import Target, load_target
 from flopmeter.device.hardware import load_hardware
 from flopmeter.meter import Mode
 from flopmeter.models import BUILTINS
+from flopmeter.report.plots import save
 from flopmeter.report.tables import FORMATS
 
 
@@ -30,6 +32,7 @@ def _plan(options: argparse.Namespace) -> int:
         cluster=options.cluster,
         mode=options.mode,
         only=dict(map(_wish, options.only)),
+        async_tp=options.async_tp,
         rows=options.rows,
         whole=options.whole,
         dollars_per_gpu_hour=prices.dollars_per_hour.get(device.name),
@@ -37,6 +40,8 @@ def _plan(options: argparse.Namespace) -> int:
         progress=options.progress.over,
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
+    if options.plot:
+        save(split_bars(result), options.plot)
     return 0 if result.best else 1
 
 
@@ -83,9 +88,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--only", metavar="NAME=VALUES", nargs="+", action="extend", default=[],
         help=f"limit what is tried, such as tp=4,8 pp=1 recompute=full; names: {', '.join(WISHES)}",
     )  # fmt: skip
+    add("--async-tp", action="store_true", help="products hide the collectives of tensor parallelism next to them")
     add("--rows", metavar="N", type=number, default=10, help="how many splits to show (default: %(default)s)")
     add("--whole", metavar="N", type=int, default=0, help="meter so many of them whole (default: %(default)s)")
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
+    add("--plot", metavar="FILE", help="also draw the splits as bars to a .png or .svg (needs matplotlib)")
     add("--workers", metavar="N", type=number, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_format(parser, FORMATS)
 

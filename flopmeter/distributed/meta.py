@@ -9,7 +9,7 @@ Each patch says what the original does there. None changes which kernels or coll
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed import Backend, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from flopmeter.distributed import objects, programs
+from flopmeter.distributed import objects, programs, sync_batch_norm
 from flopmeter.distributed.cuda_device import meta_device
-from flopmeter.known_values import KnownValues, messages
-from flopmeter.known_values.entry_points import open_ones
+from flopmeter.distributed.values import with_values
+from flopmeter.known_values import messages
 from flopmeter.torch_names import distributed as private
 from flopmeter.trace import streams
 
@@ -33,7 +31,7 @@ from flopmeter.trace import streams
 def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
     """DDP, FSDP2 and DTensor run on meta tensors in this context; recorders hear of streams, waits and resizes."""
     with ExitStack() as undo:
-        undo.callback(private.unregister, private.meta_kernels(_KERNELS))
+        undo.callback(private.unregister, private.meta_kernels(_KERNELS | sync_batch_norm.KERNELS))
         patches: tuple[Any, ...] = (
             # The module of the device type.
             mock.patch.object(torch, "meta", meta_device(gpus_per_node, rank), create=True),
@@ -44,7 +42,7 @@ def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
             # DDP compares the parameters' shapes among ranks, by values that meta tensors do not have.
             mock.patch.object(torch.nn.parallel.distributed, private.VERIFY_PARAMETERS, _skip),
             # DDP reads on the host which parameters rank 0 puts into which bucket.
-            mock.patch.object(private.Reducer, "_rebuild_buckets", _with_values(private.Reducer._rebuild_buckets)),
+            mock.patch.object(private.Reducer, "_rebuild_buckets", with_values(private.Reducer._rebuild_buckets)),
             *(
                 mock.patch.object(module, name, answer(getattr(module, name)))
                 for name, answer in objects.ANSWERS.items()
@@ -135,32 +133,6 @@ def _on_meta(make: Any) -> Any:
         make(mesh, "meta" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return made
-
-
-def _with_values(run: Any) -> Any:
-    @functools.wraps(run)
-    def running(*args: Any) -> Any:
-        if open_ones():  # a meter knows values itself
-            return run(*args)
-        with KnownValues() as known, _Knowing(known):
-            return run(*args)
-
-    return running
-
-
-class _Knowing(TorchDispatchMode):
-    """Keeps values and records nothing."""
-
-    def __init__(self, known: KnownValues):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known = known
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        return self._known.run(func, args, kwargs, tensors)
 
 
 def _heard_wait(wait: Any) -> Any:

@@ -9,39 +9,40 @@ Each patch says what the original does there. A feature that cannot run ends in 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_sharded_data_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+from flopmeter.distributed import sync_batch_norm
 from flopmeter.distributed.errors import WorldError
 from flopmeter.torch_names import distributed as private
 
 NCCL_VERSION = (2, 27, 0)  # what programs are told; nothing that is counted depends on it
-_REFUSED: dict[type, str] = {
-    FullyShardedDataParallel: "FSDP1 (FullyShardedDataParallel) asks for an accelerator and does not run on meta: "
-    "shard with fully_shard (FSDP2), which sends the same bytes",
-    CPUOffloadPolicy: "parameters that are offloaded to the host are copied over its link in each pass, which is not "
-    "metered: leave CPUOffloadPolicy out, and read the memory without them off the report",
-}
+_OFFLOADED = (
+    "parameters that are offloaded to the host are copied over its link in each pass, which is not metered: leave "
+    "{} out, and read the memory without them off the report"
+)
+_META = torch.device("meta")
 
 
 def patches() -> Iterator[Any]:
     """To be entered while a world is open."""
-    for kind, why in _REFUSED.items():
-        yield mock.patch.object(kind, "__init__", _refusal(why))
+    yield mock.patch.object(CPUOffloadPolicy, "__init__", _refusal(_OFFLOADED.format("CPUOffloadPolicy")))
+    yield from _of_fsdp1()
     # Meta tensors have no index of a device to be on.
     yield mock.patch.object(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
     # It asks which CUDA and NCCL the bf16 hook would run on.
     yield mock.patch.object(DistributedDataParallel, private.CHECK_HOOK)
     # It takes tensors on GPUs only, and drops ranks without rows by counts that all send each other.
-    yield mock.patch.object(nn.SyncBatchNorm, "forward", _in_evaluation(nn.SyncBatchNorm.forward))
+    yield mock.patch.object(nn.SyncBatchNorm, "forward", sync_batch_norm.on_meta(nn.SyncBatchNorm.forward))
     for module in (dist, distributed_c10d):
         # NCCL is not built into torch for the CPU; the fake group stands for any backend.
         yield mock.patch.object(module, "new_group", _of_any_backend(dist.new_group))
@@ -61,6 +62,38 @@ def backend_of_gpus(group: Any = None) -> str:
     return "nccl" if name == "fake" else str(name)
 
 
+def _of_fsdp1() -> Iterator[Any]:
+    """FSDP1 asks for an accelerator, whose module is here torch.meta; makes parameters that are on meta anew; and takes
+    memory without an address for memory that was given back."""
+    init = FullyShardedDataParallel.__init__
+    yield mock.patch.object(FullyShardedDataParallel, "__init__", _without_device_id(init))
+    yield mock.patch.object(fully_sharded_data_parallel, private.FSDP1_DEVICE, _handle_of_meta)
+    yield mock.patch.object(private.fsdp1_init, private.FSDP1_COMPUTES_ON, return_value=_META)
+    yield mock.patch.object(private.fsdp1_init, private.FSDP1_MATERIALIZES, return_value=(False, False))
+    yield mock.patch.object(
+        private.fsdp1_flat, private.FSDP1_IS_ALLOCATED, lambda each: each.untyped_storage().nbytes() > 0
+    )
+
+
+def _without_device_id(init: Any) -> Any:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def made(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        if getattr(given.arguments.get("cpu_offload"), "offload_params", False):
+            raise WorldError(_OFFLOADED.format("cpu_offload"))
+        given.arguments.pop("device_id", None)
+        init(*given.args, **given.kwargs)
+
+    return made
+
+
+def _handle_of_meta(state: Any, *args: Any) -> Any:
+    state._device_handle = private.FSDPDeviceHandle.from_device(_META)
+    return state
+
+
 def _refusal(why: str) -> Callable[..., None]:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise WorldError(why)
@@ -74,20 +107,6 @@ def _without_device_ids(init: Any) -> Any:
         init(self, module, **kwargs)
 
     return made
-
-
-def _in_evaluation(forward: Any) -> Any:
-    @functools.wraps(forward)
-    def running(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-        if self.training:
-            raise WorldError(
-                "SyncBatchNorm has no kernels on meta: meter the model with BatchNorm. In training each layer also "
-                "gathers 2 x channels + 1 numbers of every rank, and sums 2 x channels in its backward pass"
-            )
-        out: Tensor = forward(self, input)
-        return out
-
-    return running
 
 
 def _of_any_backend(new_group: Any) -> Any:

@@ -42,6 +42,20 @@ _needed(
     "FSDPParamGroup._validate_no_meta_params",
     "where FSDP2 refuses meta",
 )
+_FSDP1 = "how FullyShardedDataParallel runs on meta"
+fsdp1_init = _needed("torch.distributed.fsdp", "_init_utils", _FSDP1)
+fsdp1_flat = _needed("torch.distributed.fsdp", "_flat_param", _FSDP1)
+FSDPDeviceHandle = _needed("torch.distributed.fsdp._common_utils", "_FSDPDeviceHandle", _FSDP1)
+FSDP1_DEVICE = "_init_device_handle"
+_needed("torch.distributed.fsdp.fully_sharded_data_parallel", FSDP1_DEVICE, _FSDP1)
+FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES = "_get_compute_device", "_need_to_materialize_module"
+for _name in (FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES):
+    _needed("torch.distributed.fsdp._init_utils", _name, _FSDP1)
+FSDP1_IS_ALLOCATED = "_data_ptr_allocated"
+_needed("torch.distributed.fsdp._flat_param", FSDP1_IS_ALLOCATED, _FSDP1)
+bindings = _needed("torch", "_C", "how SyncBatchNorm runs on meta")
+PRIVATEUSE1 = "_get_privateuse1_backend_name"
+_needed("torch._C", PRIVATEUSE1, "how SyncBatchNorm runs on meta")
 forget_shardings = _needed(
     "torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "how worlds in a row use DTensor"
 )

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost
-from flopmeter.ask.plan.schedules import Pass, most_in_flight, order_of
+from flopmeter.ask.plan.schedules import Pass, PassKind, most_in_flight, order_of
 from flopmeter.ask.plan.splits import Split
 from flopmeter.device.cluster import Cluster, price_collective
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import DEFAULT_STREAM, Collective, CollectiveKind
+from flopmeter.records import DEFAULT_STREAM, Collective
 from flopmeter.timing.concurrency import Activity, MessageRoute, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
@@ -69,6 +69,15 @@ class SplitWork(NamedTuple):
         """The parts of each of the rank's stages."""
         return [self.parts(chunk * self.split.pp + rank) for chunk in range(self.split.chunks)]
 
+    def order(self, rank: int, microbatches: int) -> list[Pass]:
+        """The rank's passes, with so many microbatches in a step."""
+        return order_of(rank, self.split.pp, microbatches, self.split.chunks, self.split.defers_weights)
+
+    def shard_numel(self, part: PartCost) -> float:
+        """Parameters of the part that this rank keeps."""
+        split = self.split
+        return (part.parameters - part.expert_parameters + part.expert_parameters * split.ep) / split.shards
+
 
 def layers_by_stage(layers: int, stages: int) -> list[int]:
     """As even as can be; of the stages, the last and the first, which have other work too, get the fewer."""
@@ -109,12 +118,14 @@ def least_seconds(work: SplitWork) -> float:
     """No step of that split takes less: what the busiest rank computes, while the first and the last microbatch are
     on the other ranks."""
     split = work.split
-    own = [
-        sum(part.forward.seconds + part.backward.seconds for part in itertools.chain(*work.chunks(rank)))
-        for rank in range(split.pp)
-    ]
-    others = (sum(own) - max(own)) / split.chunks
-    return max(own) * work.microbatches + others
+    ranks = [list(itertools.chain(*work.chunks(rank))) for rank in range(split.pp)]
+    own = [sum(part.forward.seconds + part.backward.seconds for part in parts) for parts in ranks]
+    waited_for = own
+    if split.defers_weights:
+        waited_for = [own[rank] - sum(part.weights.seconds for part in parts) for rank, parts in enumerate(ranks)]
+    busiest = own.index(max(own))
+    others = (sum(waited_for) - waited_for[busiest]) / split.chunks
+    return own[busiest] * work.microbatches + others
 
 
 Shares = dict[Bound, float]
@@ -155,27 +166,35 @@ class _RankOfSplit:
     # --- the program ---
 
     def _schedule(self) -> None:
-        split = self._split
+        split, work = self._split, self._work
         is_sharded = split.shards > 1
         keeps_whole = split.gather == "step"
-        for each in order_of(self._rank, split.pp, self._microbatches, split.chunks):
+        has_gradients: PassKind = "weights" if split.defers_weights else "backward"
+        for each in work.order(self._rank, self._microbatches):
             parts, first = self._chunks[each.chunk], each.microbatch == 0
             last = each.microbatch == self._microbatches - 1
             is_forward = each.kind == "forward"
             arrived = self._receive(each)
             gathers = is_sharded and (first and is_forward if keeps_whole else True)
-            scatters = not is_forward and (last if keeps_whole else True)
+            scatters = each.kind == has_gradients and (last if keeps_whole else True)
             if gathers or scatters:
-                self._layer_by_layer(parts if is_forward else parts[::-1], is_forward, gathers, scatters, arrived)
+                self._layer_by_layer(parts if is_forward else parts[::-1], each.kind, gathers, scatters, arrived)
             else:
-                total = sum((_way(part, is_forward) for part in parts), PassCost())
+                total = sum((self._cost(part, each.kind) for part in parts), PassCost())
                 self._done = self._compute(total, arrived)
-            if not is_forward and keeps_whole:
+            if each.kind == has_gradients and keeps_whole:
                 self._accumulate(sum(part.parameters for part in parts), first)
             self._send(each)
-        numel = sum(part.parameters for parts in self._chunks for part in parts)
-        seconds = self._work.costs.optimizer_seconds_per_parameter * numel / split.shards
-        self._compute(PassCost(memory_seconds=seconds), tuple(self._scatters))
+        numel = sum(work.shard_numel(part) for parts in self._chunks for part in parts)
+        self._compute(
+            PassCost(memory_seconds=work.costs.optimizer_seconds_per_parameter * numel), tuple(self._scatters)
+        )
+
+    def _cost(self, part: PartCost, kind: PassKind) -> PassCost:
+        if kind == "backward" and self._split.defers_weights:
+            return part.backward - part.weights
+        costs = {"forward": part.forward, "backward": part.backward, "weights": part.weights}
+        return costs[kind]
 
     def _accumulate(self, numel: int, first: bool) -> None:
         """Gradients of a microbatch are added to those before: by FSDP2 in fp32, else in their own type."""
@@ -188,7 +207,7 @@ class _RankOfSplit:
         self._compute(PassCost(memory_seconds=self._moved(nbytes * numel)), ())
 
     def _layer_by_layer(
-        self, parts: list[PartCost], is_forward: bool, gathers: bool, scatters: bool, arrived: tuple[int, ...]
+        self, parts: list[PartCost], kind: PassKind, gathers: bool, scatters: bool, arrived: tuple[int, ...]
     ) -> None:
         """As FSDP2 does it. While a layer runs, the next one's parameters are gathered. Its gradients are scattered
         while the next one runs, whose end waits for that. What is outside of layers is one group: gathered before all
@@ -196,38 +215,51 @@ class _RankOfSplit:
         costs = self._work.costs
         copied: tuple[int, ...] = ()
         outside = [part for part in parts if part is costs.before or part is costs.after]
-        if gathers and is_forward and outside:
-            copied = self._gather(sum(part.parameters for part in outside), ())
+        if gathers and kind == "forward" and outside:
+            copied = self._gather(outside, ())
         for part in parts:
             is_layer = part not in outside
             if gathers and is_layer:
-                copied = self._gather(part.parameters, copied)
-            self._done = self._compute(_way(part, is_forward), (*arrived, *copied))
+                copied = self._gather([part], copied)
+            self._done = self._compute(self._cost(part, kind), (*arrived, *copied))
             if scatters and is_layer:
-                self._scatter(part.parameters)
+                self._scatter([part])
         if scatters and outside:
-            self._scatter(sum(part.parameters for part in outside))
+            self._scatter(outside)
 
-    def _gather(self, numel: int, after: tuple[int, ...]) -> tuple[int, ...]:
+    def _sharded(self, parts: list[PartCost]) -> list[tuple[int, tuple[int, ...]]]:
+        """How many parameters are sharded over which ranks: experts are a group of their own."""
+        experts = sum(part.expert_parameters for part in parts) if self._split.ep > 1 else 0
+        others = sum(part.parameters for part in parts) - experts
+        found = [(others, self._split.group("fsdp", "cp")), (experts, self._split.expert_shards)]
+        return [(numel, ranks) for numel, ranks in found if numel] if experts else found[:1]
+
+    def _gather(self, parts: list[PartCost], after: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters are gathered, and copied out of the buffer."""
-        gathered = self._collective("all_gather", GATHERED_BYTES * numel, ("fsdp", "cp"), GATHER, after)
-        return self._compute(PassCost(memory_seconds=self._moved(2 * GATHERED_BYTES * numel)), gathered)
+        for numel, ranks in self._sharded(parts):
+            gathered = self._transfer(Collective("all_gather", GATHERED_BYTES * numel, ranks), GATHER, after)
+            after = self._compute(PassCost(memory_seconds=self._moved(2 * GATHERED_BYTES * numel)), gathered)
+        return after
 
-    def _scatter(self, numel: int) -> None:
+    def _scatter(self, parts: list[PartCost]) -> None:
         """Gradients are copied into the buffer in fp32, once the scatter before is done; scattered; and summed up over
         replicas."""
         split, after = self._split, self._done
-        if split.shards > 1:
-            copy = PassCost(memory_seconds=self._moved((GATHERED_BYTES + REDUCED_BYTES) * numel))
-            after = self._compute(copy, (*after, *self._last_scatter))
-            after = self._collective("reduce_scatter", REDUCED_BYTES * numel, ("fsdp", "cp"), SCATTER, after)
-            self._last_scatter = after
-        if split.dp > 1:
-            after = self._collective("all_reduce", REDUCED_BYTES * numel // split.shards, ("dp",), SUM, after)
+        for numel, ranks in self._sharded(parts):
+            if split.shards > 1:
+                copy = PassCost(memory_seconds=self._moved((GATHERED_BYTES + REDUCED_BYTES) * numel))
+                after = self._compute(copy, (*self._done, *self._last_scatter))
+                after = self._transfer(Collective("reduce_scatter", REDUCED_BYTES * numel, ranks), SCATTER, after)
+                self._last_scatter = after
+            if split.dp > 1:
+                summed = Collective("all_reduce", REDUCED_BYTES * numel // len(ranks), split.group("dp"))
+                after = self._transfer(summed, SUM, after)
         self._scatters = [*self._last_scatter, *after]
 
     def _receive(self, each: Pass) -> tuple[int, ...]:
         """What the pass needs of a neighbour."""
+        if each.kind == "weights":
+            return ()
         stage = each.chunk * self._split.pp + self._rank
         source = stage - 1 if each.kind == "forward" else stage + 1
         if not 0 <= source < self._split.stages or self._split.pp == 1:
@@ -235,6 +267,8 @@ class _RankOfSplit:
         return self._message("recv", source % self._split.pp, self._rank, ())
 
     def _send(self, each: Pass) -> None:
+        if each.kind == "weights":
+            return
         stage = each.chunk * self._split.pp + self._rank
         to = stage + 1 if each.kind == "forward" else stage - 1
         if 0 <= to < self._split.stages and self._split.pp > 1:
@@ -258,11 +292,6 @@ class _RankOfSplit:
 
     def _moved(self, nbytes: int) -> float:
         return nbytes / self._work.hardware.sustained_bandwidth_bytes_per_s
-
-    def _collective(
-        self, kind: CollectiveKind, nbytes: int, dims: tuple[str, ...], stream: int, after: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        return self._transfer(Collective(kind, nbytes, self._split.group(*dims)), stream, after)
 
     def _message(
         self, kind: Literal["send", "recv"], sender: int, receiver: int, after: tuple[int, ...]
@@ -307,10 +336,6 @@ class _RankOfSplit:
         return shares
 
 
-def _way(part: PartCost, is_forward: bool) -> PassCost:
-    return part.forward if is_forward else part.backward
-
-
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -323,11 +348,11 @@ def memory_bytes(work: SplitWork, rank: int) -> int:
     """At the fullest moment of a step: state, parameters and gradients that are whole, activations, temporaries."""
     split, chunks, costs = work.split, work.chunks(rank), work.costs
     parts = [part for chunk in chunks for part in chunk]
-    numel = sum(part.parameters for part in parts)
     microbatches = min(work.microbatches, ROUNDS * split.pp)  # more do not fill it further
-    order = order_of(rank, split.pp, microbatches, split.chunks)
-    activations = most_in_flight(order, [sum(part.activation_bytes for part in chunk) for chunk in chunks])
-    state = STATE_BYTES * numel / split.shards
+    made = [float(sum(part.activation_bytes for part in chunk)) for chunk in chunks]
+    held = [float(sum(part.held_bytes for part in chunk)) for chunk in chunks] if split.defers_weights else None
+    activations = most_in_flight(work.order(rank, microbatches), made, held)
+    state = STATE_BYTES * sum(map(work.shard_numel, parts))
     after = sum(part.activation_bytes for part in parts if part is costs.after)
     # While the last part runs backward all activations are there; while a layer does, those of the loss are gone.
     moments = (

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from flopmeter.ask.plan.experts import experts_of, with_routing
+from flopmeter.ask.plan.overlap import hidden_seconds
 from flopmeter.ask.plan.program import PARAMETERS, backward, optimizer_step, split_layers
+from flopmeter.ask.plan.schedules import PassKind
 from flopmeter.ask.plan.splits import Shape
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware
 from flopmeter.distributed import world
 from flopmeter.meter import FlopMeter, Mode
-from flopmeter.records import DEFAULT_STREAM
+from flopmeter.records import DEFAULT_STREAM, Op
 from flopmeter.report.report import Report
 
 BEFORE, AFTER = -1, -2  # in the place of a layer's number: the embedding; the norm, the head and the loss
@@ -39,6 +42,9 @@ class PassCost:
     def __add__(self, other: PassCost) -> PassCost:
         return PassCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
+    def __sub__(self, other: PassCost) -> PassCost:
+        return PassCost(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
+
 
 class PartCost(NamedTuple):
     """A layer, or what is before or after the layers, on one rank."""
@@ -48,6 +54,9 @@ class PartCost(NamedTuple):
     parameters: int  # of this rank, before FSDP shards them
     activation_bytes: int  # that a microbatch leaves until its backward pass
     transient_bytes: int  # the most beside those while it runs: temporaries, and what recomputation makes again
+    expert_parameters: int = 0  # of `parameters`, those of this rank's experts
+    weights: PassCost = PassCost()  # of `backward`, what makes nothing but gradients of parameters
+    held_bytes: int = 0  # gradients of activations that `weights` needs
 
 
 class LayerCosts(NamedTuple):
@@ -72,6 +81,7 @@ class LayersJob(NamedTuple):
     cluster: Cluster
     mode: Mode
     meter_options: Mapping[str, Any]
+    async_tp: bool = False  # see overlap.py
 
 
 def meter_layers(job: LayersJob) -> LayerCosts:
@@ -80,23 +90,26 @@ def meter_layers(job: LayersJob) -> LayerCosts:
     subject, shape = job.subject, job.shape
     kinds = sorted(set(subject.kinds), key=lambda kind: -subject.kinds.count(kind))
     chosen = [kinds[0], *kinds]
-    size = shape.tp * shape.cp
-    with world(size, {"cp": shape.cp, "tp": shape.tp}, gpus_per_node=job.cluster.gpus_per_node) as mesh:
+    ranks = max(shape.cp, shape.ep) * shape.tp  # of cp and ep one divides the other
+    sizes = {"rest": ranks // (shape.cp * shape.tp), "cp": shape.cp, "tp": shape.tp}
+    with world(ranks, sizes, gpus_per_node=job.cluster.gpus_per_node) as mesh:
         model = subject.model(chosen)
         _cast(model)
-        split_layers(subject, model, mesh, shape.recompute)
+        split_layers(subject, model, mesh, shape.recompute, range(0, shape.ep * shape.tp, shape.tp))
         blocks = subject.layers_of(model)
         boundary = _watch_boundary(blocks[-1])
         tokens = torch.empty(shape.microbatch, job.length, dtype=torch.long, device="meta")
-        with FlopMeter(job.hardware, cluster=job.cluster, **job.meter_options) as meter:
+        with FlopMeter(job.hardware, cluster=job.cluster, **with_routing(shape.ep, job.meter_options)) as meter:
             backward(subject, model, mesh, tokens)
         report = meter.report(mode=job.mode)
-    parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.")
+    hidden = hidden_seconds(report, shape.tp) if job.async_tp and shape.tp > 1 else None
+    parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.", hidden)
     inside = [sum(map(_local_numel, block.parameters())) for block in blocks]
+    experts = [sum(each.numel() for module in experts_of(block) for each in module.parameters()) for block in blocks]
     outside = sum(map(_local_numel, model.parameters())) - sum(inside)
     first = _local_numel(next(model.parameters()))
     return LayerCosts(
-        layers={kind: parts.cost(place, inside[place]) for place, kind in enumerate(chosen) if place},
+        layers={kind: parts.cost(place, inside[place], experts[place]) for place, kind in enumerate(chosen) if place},
         before=parts.cost(BEFORE, min(first, outside)),
         after=parts.cost(AFTER, max(0, outside - first)),
         boundary_bytes=boundary[0],
@@ -148,36 +161,70 @@ def _optimizer(block: nn.Module, job: LayersJob) -> float:
 class _PartsOfReport:
     """Which time and memory of a report belongs to which layer."""
 
-    def __init__(self, report: Report, prefix: str) -> None:
+    def __init__(self, report: Report, prefix: str, hidden: Sequence[float] | None = None) -> None:
+        """`hidden`: seconds of each kernel's wait for collectives that do not count."""
         self._report, self._prefix = report, prefix
-        self._passes: dict[tuple[int, bool], PassCost] = {}
-        for part, is_backward, cost in self._spans():
-            key = part, is_backward
-            self._passes[key] = self._passes.get(key, PassCost()) + cost
+        self._hidden = hidden or [0.0] * len(report.kernels)
+        self._gradients = self._find_gradients()
+        self._passes: dict[tuple[int, PassKind], PassCost] = {}
+        for part, kind, cost in self._spans():
+            self._passes[part, kind] = self._passes.get((part, kind), PassCost()) + cost
         self._activations, self._transients = self._memory()
+        self._held = self._held_for_weights()
 
-    def cost(self, part: int, parameters: int) -> PartCost:
-        forward, backward = (self._passes.get((part, way), PassCost()) for way in (False, True))
-        return PartCost(forward, backward, parameters, self._activations.get(part, 0), self._transients.get(part, 0))
+    def cost(self, part: int, parameters: int, experts: int = 0) -> PartCost:
+        forward, backward, weights = (self._passes.get((part, kind), PassCost()) for kind in get_args(PassKind))
+        memory = self._activations.get(part, 0), self._transients.get(part, 0)
+        return PartCost(forward, backward + weights, parameters, *memory, experts, weights, self._held.get(part, 0))
 
-    def _spans(self) -> Iterator[tuple[int, bool, PassCost]]:
+    def _find_gradients(self) -> set[int]:
+        """Storages that became gradients of parameters."""
+        trace = self._report.memory.trace
+        return {
+            trace.ops[place].storages[spec.storage]
+            for place, leaf in trace.accumulations
+            if trace.storages[leaf].role == "parameters"
+            for spec in trace.ops[place].call.outputs
+        }
+
+    def _makes_gradients(self, op: Op) -> bool:
+        """Whether the op makes gradients of parameters and nothing else."""
+        made = {op.storages[spec.storage] for spec in op.call.outputs}
+        return op.phase == "backward" and bool(made) and made <= self._gradients
+
+    def _held_for_weights(self) -> dict[int, int]:
+        """Of each part, the bytes made in the backward pass that gradients of parameters are made of."""
+        trace, place = self._report.memory.trace, _Place(self._prefix)
+        first = next((number for number, op in enumerate(trace.ops) if op.phase == "backward"), len(trace.ops))
+        found: dict[int, set[int]] = {}
+        for op in trace.ops:
+            part, _ = place(op.module, op.phase)
+            if self._makes_gradients(op):
+                read = {op.storages[spec.storage] for spec in op.call.inputs}
+                made = (each for each in read - self._gradients if trace.storages[each].born >= first)
+                found.setdefault(part, set()).update(made)
+        return {part: sum(trace.storages[each].nbytes for each in held) for part, held in found.items()}
+
+    def _spans(self) -> Iterator[tuple[int, PassKind, PassCost]]:
         """The computing stream, cut where a kernel ends: what goes before a kernel is that kernel's."""
         report, place = self._report, _Place(self._prefix)
         end = 0.0
-        for kernel, timing in zip(report.kernels, report.timings, strict=True):
+        for kernel, timing, hidden in zip(report.kernels, report.timings, self._hidden, strict=True):
             part, is_backward = place(kernel.op.module, kernel.op.phase)
+            kind: PassKind = "backward" if is_backward else "forward"
+            kind = "weights" if is_backward and self._makes_gradients(kernel.op) else kind
             if timing.stream != DEFAULT_STREAM:
                 continue
             flops = kernel.cost.flops - kernel.cost.recomputed_flops if kernel.op.phase != "recompute" else 0
             waited = timing.start_seconds - end
-            communication = min(waited, timing.link_wait_seconds) + timing.seconds * timing.is_collective
+            communication = min(waited, timing.link_wait_seconds) + timing.seconds * timing.is_collective - hidden
             overhead = waited - min(waited, timing.link_wait_seconds)
             work = 0.0 if timing.is_collective else timing.work_seconds
             overhead += 0.0 if timing.is_collective else timing.floor_seconds
             is_compute = timing.compute_seconds >= timing.memory_seconds
             yield (
                 part,
-                is_backward,
+                kind,
                 PassCost(
                     compute_seconds=work if is_compute else 0.0,
                     memory_seconds=0.0 if is_compute else work,

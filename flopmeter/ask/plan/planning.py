@@ -88,6 +88,16 @@ class SplitRow:
     def dollars_per_million_tokens(self) -> float | None:
         return None if self.dollars_per_step is None else 1e6 * self.dollars_per_step / self.tokens
 
+    @property
+    def passes(self) -> str:
+        """What the mesh does not say: '8 x 1 sequences a rank, nothing recomputed, 1F1B'."""
+        split = self.split
+        kept = {"none": "nothing recomputed", "selective": "selective recomputation", "full": "full recomputation"}
+        schedule = {"none": "", "1f1b": ", 1F1B", "interleaved": ", interleaved 1F1B", "zero-bubble": ", zero bubble"}
+        stages = f" of {split.chunks} stages a rank" if split.chunks > 1 else ""
+        sequences = f"{self.microbatches} x {split.microbatch} sequences a rank"
+        return f"{sequences}, {kept[split.recompute]}{schedule[split.schedule]}{stages}"
+
     def share(self, bound: Bound) -> float:
         """Of the step."""
         return self.seconds_by_bound[bound] / self.seconds
@@ -126,7 +136,7 @@ class ParallelPlan(Shown):
         )
         best = "none of the splits fits in memory; these need the least"
         if self.best is not None:
-            best = f"fastest of what fits: {self.best.split.name}, {_passes(self.best)}"
+            best = f"fastest of what fits: {self.best.split.name}, {self.best.passes}"
         return Document(
             kind="plan",
             title=self.title,
@@ -137,19 +147,10 @@ class ParallelPlan(Shown):
         )
 
 
-def _passes(row: SplitRow) -> str:
-    """What the mesh does not say."""
-    split = row.split
-    kept = {"none": "nothing recomputed", "selective": "selective recomputation", "full": "full recomputation"}
-    schedule = {"none": "", "1f1b": ", 1F1B", "interleaved": f", interleaved 1F1B of {split.chunks} stages a rank"}
-    return (
-        f"{row.microbatches} x {split.microbatch} sequences a rank, {kept[split.recompute]}{schedule[split.schedule]}"
-    )
-
-
 def _schedule(row: SplitRow) -> str:
     split = row.split
-    return {"none": UNKNOWN, "1f1b": "1F1B", "interleaved": f"1F1B ×{split.chunks}"}[split.schedule]
+    name = {"none": UNKNOWN, "zero-bubble": "ZB-H1"}.get(split.schedule, "1F1B")
+    return f"{name} ×{split.chunks}" if split.chunks > 1 else name
 
 
 _COLUMNS: list[ColumnOf[SplitRow]] = [
@@ -184,6 +185,7 @@ def plan(
     mode: Mode = "eager",
     only: Mapping[str, object] | None = None,
     tensor_parallel: Styles | None = None,
+    async_tp: bool = False,
     loss: Loss | None = None,
     rows: int = 10,
     whole: int = 0,
@@ -210,6 +212,7 @@ def plan(
     only: limits what is tried, such as {"tp": 8, "pp": [1, 2], "recompute": "full"}; names are those of `Split`.
     tensor_parallel: torch's styles by module names, as `parallelize_module` takes them; by default the model's own
         (`tensor_parallel()` or transformers' plan). A model without any is not split so.
+    async_tp: collectives of tensor parallelism are hidden behind the products next to them, as parts; see overlap.py.
     loss: the scalar that is trained, of the model and token ids; by default the model's own, else that of the next
         token.
     rows: how many splits the answer has. whole: how many of them are then metered with all of their layers.
@@ -227,8 +230,11 @@ def plan(
     subject = subject_of(build, tensor_parallel, loss)
     sequences, tokens = batch or world, length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
     usable = usable_bytes_if_known(device) if memory is None else round(memory)
-    bounds = Bounds(world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node)
-    search = _Search(subject, bounds, device, links, mode, usable, meter_options)
+    bounds = Bounds(
+        world, sequences, tokens, len(subject.kinds), subject.heads, links.gpus_per_node, subject.experts,
+        can_defer=mode == "eager",  # torch's schedules do not split backward passes of compiled stages
+    )  # fmt: skip
+    search = _Search(subject, bounds, device, links, mode, usable, meter_options, async_tp)
     run = partial(results_of, workers=workers, executor=executor, progress=progress)
     found = search.best(checked_wishes(only or {}), rows, run)
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
@@ -238,6 +244,8 @@ def plan(
         f"{sequences:,} sequences of {tokens:,} tokens a step"
     )
     notes = [*_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes()]
+    if async_tp:
+        notes.append("async tensor parallelism: products hide the collectives next to them, where steps are composed")
     return ParallelPlan(
         title,
         tuple(shown),
@@ -261,11 +269,11 @@ class _Search:
 
     def __init__(
         self, subject: Subject, bounds: Bounds, device: Hardware, cluster: Cluster, mode: Mode, usable: int | None,
-        meter_options: Mapping[str, Any],
+        meter_options: Mapping[str, Any], async_tp: bool,
     ) -> None:  # fmt: skip
         self._subject, self._bounds, self._device, self._cluster = subject, bounds, device, cluster
         self._mode: Mode = mode
-        self._usable, self._meter_options = usable, meter_options
+        self._usable, self._meter_options, self._async_tp = usable, meter_options, async_tp
         self.costs: dict[Shape, LayerCosts] = {}
         self.considered = self.fitting = 0
 
@@ -277,7 +285,7 @@ class _Search:
             raise PlanError(_nothing(self._bounds, wishes))
         worth = [each for each in candidates if self._may_fit(each)] or candidates
         shapes = list(dict.fromkeys(each.shape for each in worth))
-        jobs = [LayersJob(self._subject, shape, *self._where) for shape in shapes]
+        jobs = [LayersJob(self._subject, shape, *self._where, self._async_tp) for shape in shapes]
         self.costs = dict(zip(shapes, run(meter_layers, jobs), strict=True))
         works = [self._work(each) for each in worth]
         sizes = [most_memory_bytes(work) for work in works]
@@ -344,8 +352,8 @@ def _fastest(works: list[SplitWork], rows: int) -> list[_Found]:
 
 
 def _metered(search: _Search, rows: list[SplitRow], whole: int, run: _Runner) -> list[SplitRow]:
-    """With the first of those without a pipeline metered whole."""
-    chosen = [row for row in rows if row.split.pp == 1 and row.split.gather == "microbatch"][:whole]
+    """With the first of those without a pipeline metered whole, of which FSDP2 shards the parameters."""
+    chosen = [row for row in rows if row.split.pp == 1 and row.split.shards > 1][:whole]
     results = dict(
         zip((row.split for row in chosen), run(meter_whole, [search.whole_job(row) for row in chosen]), strict=True)
     )
@@ -368,7 +376,7 @@ def _compared(row: SplitRow) -> str:
     if row.how == "composed":
         return ""
     off = percent(row.composed_seconds / row.seconds - 1, 1)
-    return f"{row.split.name}, {_passes(row)}: {figure(row.seconds)} s whole; composed it was {off} % off"
+    return f"{row.split.name}, {row.passes}: {figure(row.seconds)} s whole; composed it was {off} % off"
 
 
 def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds) -> list[str]:
@@ -385,8 +393,11 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
         notes.append(f"assumed: {bounds.length:,} tokens a sequence (length=)")
     if subject.heads is None:
         notes.append("no tensor parallelism: the model has no plan for it (tensor_parallel=)")
-    if subject.has_experts:
-        notes.append("experts are not split over ranks (ep 1): plan does not know that yet")
+    if subject.has_experts and subject.experts is None:
+        notes.append(
+            "experts are not split over ranks (ep 1): their module is not one of transformers', with `num_experts` and "
+            "parameters [experts, ...]"
+        )
     return notes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from flopmeter.ask.plan.experts import experts_of, split_experts
 from flopmeter.ask.plan.splits import Recompute, Split
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.torch_names import distributed as private
@@ -23,8 +24,11 @@ from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
 PARAMETERS, REDUCED = torch.bfloat16, torch.float32  # the types in which matmuls run, and in which gradients are summed
 
 
-def split_layers(subject: Subject, model: nn.Module, mesh: DeviceMesh, recompute: Recompute) -> None:
-    """Tensor parallelism over mesh['tp'] and recomputation of layers, in place."""
+def split_layers(
+    subject: Subject, model: nn.Module, mesh: DeviceMesh, recompute: Recompute, expert_ranks: Sequence[int]
+) -> None:
+    """Tensor parallelism over mesh['tp'], experts over these global ranks, and recomputation of layers, in place."""
+    split_experts(model, expert_ranks)
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], dict(subject.tensor_parallel(model)))
     for block in subject.layers_of(model):
@@ -40,10 +44,23 @@ def shard(subject: Subject, model: nn.Module, mesh: DeviceMesh, split: Split) ->
         shards = "shards"
         getattr(mesh["fsdp", "cp"], private.FLATTEN)(shards)
     of_fsdp = mesh[shards] if split.dp == 1 else mesh["dp", shards]
-    policy = MixedPrecisionPolicy(param_dtype=PARAMETERS, reduce_dtype=REDUCED)
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=PARAMETERS, reduce_dtype=REDUCED),
+        "reshard_after_forward": split.gather != "step",
+    }
+    of_experts = of_fsdp if split.ep == 1 else _mesh_of_experts(split)
     for block in subject.layers_of(model):
-        fully_shard(block, mesh=of_fsdp, mp_policy=policy)
-    fully_shard(model, mesh=of_fsdp, mp_policy=policy)
+        for experts in experts_of(block) if split.ep > 1 else ():
+            fully_shard(experts, mesh=of_experts, **options)
+        fully_shard(block, mesh=of_fsdp, **options)
+    fully_shard(model, mesh=of_fsdp, **options)
+
+
+def _mesh_of_experts(split: Split) -> DeviceMesh:
+    """The ranks that this rank's experts are sharded over, and their copies over dp."""
+    ranks = [[copy + rank for rank in split.expert_shards] for copy in split.group("dp")]
+    names = ("dp", "of_experts") if split.dp > 1 else ("of_experts",)
+    return DeviceMesh("meta", ranks if split.dp > 1 else ranks[0], mesh_dim_names=names)
 
 
 def backward(subject: Subject, model: nn.Module, mesh: DeviceMesh, tokens: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Orders of passes: which rank of a pipeline runs the forward and backward passes of which microbatch when.
 
-They are those of torch.distributed.pipelining's Schedule1F1B and ScheduleInterleaved1F1B, which follow PipeDream-Flush
-(arXiv 2006.09503) and Megatron-LM (arXiv 2104.04473).
+They are those of torch.distributed.pipelining's Schedule1F1B, ScheduleInterleaved1F1B and
+ScheduleInterleavedZeroBubble, which follow PipeDream-Flush (arXiv 2006.09503), Megatron-LM (arXiv 2104.04473) and ZB-H1
+(arXiv 2401.10241).
 """
 
 from __future__ import annotations
@@ -9,34 +10,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+# In a zero-bubble schedule, backward passes make the gradients that the stage before waits for, and passes of their own
+# make those of the weights.
+PassKind = Literal["forward", "backward", "weights"]
+
 
 class Pass(NamedTuple):
     """One microbatch goes through one of the rank's stages."""
 
-    kind: Literal["forward", "backward"]
+    kind: PassKind
     chunk: int  # which of its stages, from 0
     microbatch: int
 
 
-def order_of(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Pass]:
+def order_of(rank: int, ranks: int, microbatches: int, chunks: int, zero_bubble: bool = False) -> list[Pass]:
     """The passes of that rank. Stage `chunk * ranks + rank` of the model is its chunk. With more than one chunk,
     microbatches are a multiple of ranks."""
     total = microbatches * chunks
     behind = ranks - 1 - rank
-    warm_up = behind if chunks == 1 else (chunks - 1) * ranks + 2 * behind
-    return list(_one_each(total, min(total, warm_up), ranks, chunks))
+    each = 1 if chunks == 1 or zero_bubble else 2
+    warm_up = min(total, (chunks - 1) * ranks + each * behind)
+    order = list(_one_each(total, warm_up, ranks, chunks, late=rank if zero_bubble else None))
+    return order + [
+        _pass("weights", number, ranks, chunks) for number in range(max(0, total - rank), total) if zero_bubble
+    ]
 
 
-def _one_each(total: int, warm_up: int, ranks: int, chunks: int) -> Iterator[Pass]:
-    """After the warm-up one forward and one backward pass in turn."""
+def _one_each(total: int, warm_up: int, ranks: int, chunks: int, late: int | None) -> Iterator[Pass]:
+    """After the warm-up one forward and one backward pass in turn; after each of these, but for the first `late` ones,
+    one for weights, where these have passes of their own."""
     for number in range(total + warm_up):
         if number < total:
             yield _pass("forward", number, ranks, chunks)
         if number >= warm_up:
             yield _pass("backward", number - warm_up, ranks, chunks)
+            if late is not None and number - warm_up >= late:
+                yield _pass("weights", number - warm_up - late, ranks, chunks)
 
 
-def _pass(kind: Literal["forward", "backward"], number: int, ranks: int, chunks: int) -> Pass:
+def _pass(kind: PassKind, number: int, ranks: int, chunks: int) -> Pass:
     """The n-th pass of its kind: `ranks` microbatches go through one chunk before the next chunk has its turn."""
     if chunks == 1:
         return Pass(kind, 0, number)
@@ -45,11 +57,16 @@ def _pass(kind: Literal["forward", "backward"], number: int, ranks: int, chunks:
     return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, round_ * ranks + place)
 
 
-def most_in_flight(order: list[Pass], weights: list[float]) -> float:
-    """The most that is alive at a time, where a forward pass of chunk i makes `weights[i]` and its backward pass ends
-    it."""
+def most_in_flight(order: list[Pass], made: list[float], held: list[float] | None = None) -> float:
+    """The most that is alive at a time, where a forward pass of chunk i makes `made[i]` and its last pass ends it.
+    `held`: what a backward pass leaves for its pass for weights, where these are apart."""
     alive = most = 0.0
     for each in order:
-        alive += weights[each.chunk] * (1 if each.kind == "forward" else -1)
+        if each.kind == "forward":
+            alive += made[each.chunk]
+        elif held is None:
+            alive -= made[each.chunk]
+        else:
+            alive += held[each.chunk] if each.kind == "backward" else -made[each.chunk] - held[each.chunk]
         most = max(most, alive)
     return most

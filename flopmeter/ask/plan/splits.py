@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal, NamedTuple, get_args
 
 Recompute = Literal["none", "selective", "full"]
-ScheduleName = Literal["none", "1f1b", "interleaved"]
+ScheduleName = Literal["none", "1f1b", "interleaved", "zero-bubble"]
 GatherTime = Literal["microbatch", "step"]
 MOST_MICROBATCH = 8  # sequences that a rank works on at a time
 LEAST_LENGTH = 2048  # tokens of a sequence that a rank of context parallelism keeps
@@ -22,7 +22,8 @@ class PlanError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Split:
     """One way. The mesh is [pp, dp, fsdp, cp, tp], so that tensor parallel ranks are neighbours; parameters are sharded
-    over fsdp x cp ranks, as in torchtitan, and whole copies of them are kept by dp x pp x tp."""
+    over fsdp x cp ranks, as in torchtitan, and whole copies of them are kept by dp x pp x tp. Experts are first split
+    over ep of the fsdp x cp ranks, which are neighbours, and then sharded over the rest."""
 
     dp: int  # replicas, whose gradients are summed up (DDP, or the outer dimension of HSDP)
     fsdp: int
@@ -55,14 +56,30 @@ class Split:
         return self.pp * self.chunks
 
     @property
+    def defers_weights(self) -> bool:
+        """Whether gradients of weights are made in passes of their own."""
+        return self.schedule == "zero-bubble"
+
+    @property
     def shape(self) -> Shape:
         """What decides the shapes of a layer's tensors."""
-        return Shape(self.tp, self.cp, self.microbatch, self.recompute)
+        return Shape(self.tp, self.cp, self.ep, self.microbatch, self.recompute)
 
     @property
     def name(self) -> str:
-        """Without dimensions of one rank: 'fsdp 128 x tp 8'."""
-        return " x ".join(f"{name} {ranks}" for name, ranks in self.mesh.items() if ranks > 1) or "one GPU"
+        """Without dimensions of one rank: 'fsdp 128 x tp 8, ep 4'."""
+        mesh = " x ".join(f"{name} {ranks}" for name, ranks in self.mesh.items() if ranks > 1) or "one GPU"
+        return mesh + (f", ep {self.ep}" if self.ep > 1 else "")
+
+    @property
+    def expert_ranks(self) -> tuple[int, ...]:
+        """Rank 0 and those that have the experts that it lacks."""
+        return self.group("fsdp", "cp")[: self.ep]
+
+    @property
+    def expert_shards(self) -> tuple[int, ...]:
+        """The ranks that the experts of rank 0 are sharded over."""
+        return self.group("fsdp", "cp")[:: self.ep]
 
     def group(self, *names: str) -> tuple[int, ...]:
         """The ranks of these neighbouring dimensions of the mesh, rank 0 among them."""
@@ -83,6 +100,7 @@ class Shape(NamedTuple):
 
     tp: int
     cp: int
+    ep: int
     microbatch: int
     recompute: Recompute
 
@@ -96,6 +114,8 @@ class Bounds(NamedTuple):
     layers: int
     heads: int | None  # of keys and values, which tensor parallelism divides; None: the model has no plan for it
     gpus_per_node: int
+    experts: int | None  # of each layer; None: the model has none that can be split
+    can_defer: bool  # gradients of weights can have passes of their own
 
 
 WISHES = (*MESH, "ep", "microbatch", "recompute", "schedule", "chunks", "gather")
@@ -115,8 +135,6 @@ def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
                 raise PlanError(f"only[{name!r}]: {value!r} is none of {', '.join(known)}")
             if not known and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise PlanError(f"only[{name!r}]: {value!r} is no whole number from 1 on")
-        if name == "ep" and set(values) != {1}:
-            raise PlanError("only['ep']: plan does not split experts yet; FlopMeter meters a program that does")
         wishes[name] = values
     return wishes
 
@@ -137,10 +155,12 @@ def _all(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[S
             if microbatch > MOST_MICROBATCH and "microbatch" not in wishes:
                 continue
             microbatches = bounds.batch // data // microbatch
-            for (schedule, chunks), gather in product(
-                _schedules(bounds, pp, microbatches), _gathers(pp, fsdp * cp, microbatches)
+            for (schedule, chunks), gather, ep in product(
+                _schedules(bounds, pp, microbatches, recompute),
+                _gathers(pp, fsdp * cp, microbatches),
+                _experts(bounds, fsdp * cp, cp, wishes),
             ):
-                yield Split(data // fsdp, fsdp, tp, cp, pp, 1, microbatch, recompute, schedule, chunks, gather)
+                yield Split(data // fsdp, fsdp, tp, cp, pp, ep, microbatch, recompute, schedule, chunks, gather)
 
 
 def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
@@ -161,16 +181,30 @@ def _stages(bounds: Bounds) -> list[int]:
     return [pp for pp in divisors(bounds.world) if pp <= bounds.layers]
 
 
-def _schedules(bounds: Bounds, pp: int, microbatches: int) -> Iterator[tuple[ScheduleName, int]]:
-    """Fewer microbatches than stages leave most of a pipeline empty."""
+def _experts(bounds: Bounds, shards: int, cp: int, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
+    """Within a node, unless somebody wishes for more."""
+    most = shards if "ep" in wishes else bounds.gpus_per_node
+    found = divisors(bounds.experts or 1)
+    return [ep for ep in found if shards % ep == 0 and ep <= most and (cp % ep == 0 or ep % cp == 0)]
+
+
+def _schedules(bounds: Bounds, pp: int, microbatches: int, recompute: Recompute) -> Iterator[tuple[ScheduleName, int]]:
+    """Fewer microbatches than stages leave most of a pipeline empty. Layers that are recomputed make the gradients of
+    weights and inputs together."""
     if pp == 1:
         yield "none", 1
         return
     yield "1f1b", 1
-    if microbatches % pp == 0:
-        for chunks in range(2, min(MOST_CHUNKS, bounds.layers // pp) + 1):
-            if bounds.layers % (pp * chunks) == 0 or (bounds.layers + 2) % (pp * chunks) == 0:
-                yield "interleaved", chunks
+    if microbatches % pp:
+        return
+    can_defer = bounds.can_defer and recompute == "none"
+    if can_defer:
+        yield "zero-bubble", 1
+    for chunks in range(2, min(MOST_CHUNKS, bounds.layers // pp) + 1):
+        if bounds.layers % (pp * chunks) == 0 or (bounds.layers + 2) % (pp * chunks) == 0:
+            yield "interleaved", chunks
+            if can_defer:
+                yield "zero-bubble", chunks
 
 
 def _gathers(pp: int, shards: int, microbatches: int) -> tuple[GatherTime, ...]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from flopmeter.ask.plan.experts import experts_of
 from flopmeter.ask.plan.splits import PlanError
 from flopmeter.models import BUILTINS, Trainable
 from flopmeter.models.gpt2 import GPT2, GPT2Config
@@ -36,6 +38,7 @@ class Subject(NamedTuple):
     parameters: int
     longest: int | None  # tokens of a sequence that its config allows; None: it does not say
     has_experts: bool
+    experts: int | None  # of each layer that has some; None: none that can be split over ranks
 
     def model(self, layers: list[int] | None = None) -> nn.Module:
         """The model on meta, with only these layers; None: with all."""
@@ -72,6 +75,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
     blocks = list(model.get_submodule(layers).children())
     config = getattr(model, "config", None)
     kinds = [_kind(block, config, index) for index, block in enumerate(blocks)]
+    counts = {module.num_experts for module in experts_of(model)}
     subject = Subject(
         make=make,
         name=_named(build, model),
@@ -83,6 +87,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         longest=_first_number(config, ("max_position_embeddings", "positions")),
         has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
+        experts=gcd(*counts) or None,
     )
     return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)
 
@@ -90,7 +95,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
 def _maker(build: Any) -> Callable[[], nn.Module]:
     if isinstance(build, str):
         if build.startswith("hf:"):
-            return partial(model_of, _causal(hub_config(build.removeprefix("hf:"))), torch.float32)
+            return partial(_of_config, _causal(hub_config(build.removeprefix("hf:"))))
         if build in BUILTINS:
             return partial(_builtin, build)
         raise PlanError(f"{build!r} is no model: give {', '.join(BUILTINS)}, hf:TYPE or hf:CONFIG.json")
@@ -98,7 +103,7 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
         if isinstance(build, config):
             return partial(make, build)
     if hasattr(build, "get_text_config"):
-        return partial(model_of, _causal(copy.deepcopy(build)), torch.float32)
+        return partial(_of_config, _causal(copy.deepcopy(build)))
     if isinstance(build, nn.Module):
         return partial(copy.deepcopy, build)
     if callable(build):
@@ -106,6 +111,12 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
     raise PlanError(
         f"plan takes a model's name, a config, a module or a function that makes the model, not {type(build).__name__}"
     )
+
+
+def _of_config(config: Any) -> nn.Module:
+    """The model has a config of its own, which `_tell_config` changes."""
+    model: nn.Module = model_of(copy.deepcopy(config), torch.float32)
+    return model
 
 
 def _builtin(name: str) -> nn.Module:

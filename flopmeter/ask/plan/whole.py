@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.ask.plan.compose import Bound
+from flopmeter.ask.plan.experts import with_routing
 from flopmeter.ask.plan.program import backward, optimizer_step, shard, split_layers
 from flopmeter.ask.plan.splits import Split
 from flopmeter.ask.plan.subject import Subject
@@ -40,22 +41,29 @@ class Whole(NamedTuple):
 
 
 def meter_whole(job: WholeJob) -> Whole:
-    """A split without a pipeline: one microbatch and the optimizer's step are metered, and the microbatch counts as
-    often as it runs."""
+    """A split without a pipeline: the optimizer's step and one microbatch, or, where parameters stay gathered between
+    microbatches, the first, one between and the last; and one of them so often again as a step has more."""
     subject, split = job.subject, job.split
     with world(math.prod(split.mesh.values()), split.mesh, gpus_per_node=job.cluster.gpus_per_node) as mesh:
         model = subject.model()
-        split_layers(subject, model, mesh, split.recompute)
+        split_layers(subject, model, mesh, split.recompute, split.expert_ranks)
         shard(subject, model, mesh, split)
         step = optimizer_step(model.parameters())
         tokens = torch.empty(split.microbatch, job.length, dtype=torch.long, device="meta")
-        with FlopMeter(job.hardware, cluster=job.cluster, **job.meter_options) as meter:
-            backward(subject, model, mesh, tokens)
-            passes = range(len(meter.trace.ops))
+        with FlopMeter(job.hardware, cluster=job.cluster, **with_routing(split.ep, job.meter_options)) as meter:
+            count = min(job.microbatches, 3) if split.gather == "step" else 1
+            passes: list[range] = []
+            for number in range(count):
+                is_last = number == count - 1
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                model.set_reshard_after_backward(is_last)  # type: ignore[operator]
+                start = len(meter.trace.ops)
+                backward(subject, model, mesh, tokens)
+                passes.append(range(start, len(meter.trace.ops)))
             step()
         report = meter.report(mode=job.mode)
-        again = job.microbatches - 1
-        more = meter.report(mode=job.mode, ops=passes).seconds_by_regime if again else {}
+        again = job.microbatches - count
+        more = meter.report(mode=job.mode, ops=passes[len(passes) // 2]).seconds_by_regime if again else {}
     by_bound: dict[Bound, float] = {
         bound: seconds + again * more.get(bound, 0.0) for bound, seconds in report.seconds_by_regime.items()
     }

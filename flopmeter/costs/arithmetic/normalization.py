@@ -147,9 +147,17 @@ def batch_norm_backward(call: Call) -> Cost:
 
 @rule(aten.batch_norm_stats)
 def batch_norm_stats(call: Call) -> Cost:
-    """Of nn.SyncBatchNorm, as are the next three: sum 1, sum of squares 2, for each channel."""
+    """Of nn.SyncBatchNorm, as are the next four: sum 1, sum of squares 2, for each channel."""
     (x,) = call.inputs
     return make_cost(call, NORMALIZATION, 3 * x.numel)
+
+
+@rule(aten.batch_norm_gather_stats_with_counts)
+def batch_norm_gather_stats(call: Call) -> Cost:
+    """Of each rank and channel: its variance, weighted, 4; weights of both sides 2; the variance of both 7; the mean of
+    both 5; the count 1. The input says only which type."""
+    means = call.argument("mean")
+    return make_cost(call, NORMALIZATION, 19 * means.numel, read=call.inputs[1:])
 
 
 @rule(aten.batch_norm_elemt)
