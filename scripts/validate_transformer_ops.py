@@ -2,8 +2,8 @@
 
 vidur measured the layers of Sarathi-Serve, whose norms, rotary embedding and gated activation are vLLM's kernels of
 2023: one block of threads a token, elements of two bytes loaded one by one. Here they are operators with cost rules of
-their own; embedding, layer norm, GELU and add are torch's. The file has times in whole microseconds, so that a row of
-t µs says nothing finer than 0.25 / t on average.
+their own, as is torch 2.1's embedding; layer norm, GELU and add are torch's. The file has times in whole microseconds,
+so that a row of t µs says nothing finer than 0.25 / t on average.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from validate_kernels import LEAST_SECONDS, Program, kernel_row
 
 from flopmeter import register_cost
 from flopmeter.costs import make_cost
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, Call, Cost, Reread
+from flopmeter.records import ELEMENTWISE, INDEXING, NORMALIZATION, Call, Cost, Region, Reread
 
 # Threads of a block at most, and what vLLM's kernels (csrc/layernorm_kernels.cu, pos_encoding_kernels.cu and
 # activation_kernels.cu of 2023) do beside their arithmetic: integer operations for each element, on the way to its
@@ -28,6 +28,9 @@ from flopmeter.records import ELEMENTWISE, NORMALIZATION, Call, Cost, Reread
 # the rows that are not held out gives the same for norms and rotary, and 40 to 50 for the activation.
 ROW_THREADS, ROTARY_THREADS = 1024, 512
 NORM_INTEGERS, ACTIVATION_INTEGERS, ROTARY_INTEGERS = 40, 40, 70
+# Which row and which column, and where both lie in two tensors: four divisions of 20 instructions, of which
+# three (integer to float, reciprocal, float to integer) go to a unit with a quarter of the lanes.
+SELECT_INTEGERS = 4 * (17 + 3 * 4)
 NORM_OPERATIONS = 60  # a sum over 32 lanes, and over 32 warps
 
 
@@ -47,6 +50,26 @@ def rotary(positions: Tensor, query: Tensor, key: Tensor, cos_sin: Tensor) -> No
 def silu_and_mul(gate_and_up: Tensor) -> Tensor:
     """[tokens, 2 x width] to [tokens, width]."""
     raise NotImplementedError
+
+
+@torch.library.custom_op("torch_2_1::embedding", mutates_args=())
+def embedding(table: Tensor, ids: Tensor) -> Tensor:
+    """table [vocabulary, width], ids [tokens]."""
+    raise NotImplementedError
+
+
+@embedding.register_fake
+def _(table: Tensor, ids: Tensor) -> Tensor:
+    return table.new_empty(*ids.shape, table.shape[1])
+
+
+@register_cost(embedding)
+def _embedding_cost(call: Call) -> Cost:
+    """indexSelectLargeIndex of aten/src/ATen/native/cuda/Indexing.cu, until torch 2.7: an element at a time."""
+    (out,) = call.outputs
+    table, ids = call.inputs
+    rows = Region(table, out.nbytes)
+    return make_cost(call, INDEXING, read=(rows, ids), access="stream", index_operations=SELECT_INTEGERS * out.numel)
 
 
 @rms_norm.register_fake
@@ -138,7 +161,7 @@ _half = functools.partial(torch.empty, dtype=torch.float16)
 def _embedding(line: Line) -> Measured:
     tokens, width, _ = _numbers(line)
     table, ids = _half(int(line["vocab_size"]), width), torch.empty(tokens, dtype=torch.int64)
-    return (ids,), lambda: F.embedding(ids, table)
+    return (ids,), lambda: embedding(table, ids)
 
 
 def _norm(line: Line) -> Measured:

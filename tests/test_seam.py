@@ -80,6 +80,7 @@ def odds_and_ends() -> None:
         torch._weight_int4pack_mm(
             meta(rows, 128, dtype=BF16), meta(2, 1, 32, 4, dtype=torch.int32), 32, meta(4, 16, 2, dtype=BF16)
         )
+    torch._weight_int8pack_mm(meta(2, 32, dtype=BF16), meta(16, 32, dtype=torch.int8), meta(16, dtype=BF16))
     torch.addcmul(meta(8), meta(8), meta(8)[None, :2].expand(4, 2).flatten())
     torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2), (4,)).to("meta")
     ends = on_meta(torch.tensor([1, 4], dtype=torch.int32))
@@ -186,6 +187,7 @@ def catalogue() -> tuple[Report, ...]:
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp())),
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp()), compile="rules"),
         metered(torch.compile(attend_with_scores_changed), compile="rules"),
+        metered(lambda: torch.compile(lambda narrow: narrow.to(BF16) * 2)(meta(8, 16, dtype=torch.int8))),
     ]
     with world(4, rank=1):
         meters.append(metered(communicate))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+
 from flopmeter.compiler.plan import compiled_kernel
 from flopmeter.costs import make_cost
 from flopmeter.costs.rules import rule
@@ -43,7 +45,17 @@ def fused(call: Call) -> Cost:
         name=kernel.name,
         flops_by_class=tuple((name, count) for name, count in flops.items() if count or name == op_class),
         transcendentals=sum(origin.transcendentals for origin in kernel.origins),
+        conversions=_conversions(kernel) if any(flops.values()) else 0,
         work=VectorWork(_rereads(kernel)),  # no index arithmetic: sizes are constants of a compiled kernel
+    )
+
+
+def _conversions(kernel: CompiledKernel) -> int:
+    """Elements of one byte that it computes with: numbers, not truth values."""
+    return sum(
+        region.nbytes
+        for region in kernel.reads
+        if region.spec and region.spec.dtype.itemsize == 1 and region.spec.dtype is not torch.bool
     )
 
 

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, index_operations
+from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, FLOAT8_OPERATIONS, index_operations
 from flopmeter.records import Access, Call, TensorSpec
 from flopmeter.torch_names.operators import aten
 
+_HALVES = (torch.float16, torch.bfloat16)
 _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.copy)
 _ACCESS: dict[OpOverloadPacket, Access] = {
     **dict.fromkeys(
@@ -82,14 +83,16 @@ def _copy(call: Call) -> Walk:
     if source.device != target.device:
         return Walk(link_bytes=source.nbytes, blocks_host=not call.argument("non_blocking"))
     is_strided = source.numel > 1 and _order(source) != _order(target)
-    operations = index_operations((target, source))
-    if _asks_for_types(source.dtype, target.dtype):
-        operations += CAST_OPERATIONS * target.numel
+    operations = index_operations((target, source)) + _cast_operations(source.dtype, target.dtype) * target.numel
     return Walk("strided" if is_strided else None, operations)
 
 
-def _asks_for_types(source: torch.dtype, target: torch.dtype) -> bool:
-    return source != target and not (source == torch.float32 and target in (torch.float16, torch.bfloat16))
+def _cast_operations(source: torch.dtype, target: torch.dtype) -> int:
+    """For each element."""
+    if source == target or (source == torch.float32 and target in _HALVES):
+        return 0
+    is_float8 = target.is_floating_point and target.itemsize == 1
+    return FLOAT8_OPERATIONS if is_float8 and source in (torch.float32, *_HALVES) else CAST_OPERATIONS
 
 
 def _order(spec: TensorSpec) -> list[int]:

@@ -28,6 +28,9 @@ SINGLE_OPERATIONS = 8
 # from fp32 to fp16 and bf16, which have kernels of their own (Copy.cu). 9.2 million elements from bf16 to fp32 take
 # 29 µs on an H100, the other way 18 (trace in AMD-AGI/TraceLens).
 CAST_OPERATIONS = 40
+# Types of 8 bits have kernels of their own (float8_copy_kernel_cuda in Copy.cu), which take four elements at a time and
+# convert by shifts, additions and comparisons (c10/util/Float8_e4m3fn.h).
+FLOAT8_OPERATIONS = 16
 
 # `cat` divides by numbers that it learns at run time (CatArrayBatchedCopy in Shape.cu): 'up to 20 instructions' (CUDA
 # C++ Programming Guide, Arithmetic Instructions), of which a loop finds the reciprocal once; then the remainder and a

@@ -13,6 +13,7 @@ in real ones: an operation that is neither (a function, a factorization) counts 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Literal
 
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -174,9 +175,11 @@ def make_grouped_contraction(
     return _multiplying(call, work, extra=extra, read=read, written=written)
 
 
-def make_unpacking_contraction(call: Call, matmul: Matmul, *, extra: tuple[tuple[str, int], ...]) -> Cost:
-    """A matmul of weights of 4 bits that its kernel unpacks."""
-    return _multiplying(call, UnpackingMatmulWork(matmul, _macs(call, [matmul])), extra=extra, read=None)
+def make_unpacking_contraction(
+    call: Call, matmul: Matmul, bits: Literal[4, 8], *, extra: tuple[tuple[str, int], ...]
+) -> Cost:
+    """A matmul of weights of so many bits that its kernel converts."""
+    return _multiplying(call, UnpackingMatmulWork(matmul, _macs(call, [matmul]), bits), extra=extra, read=None)
 
 
 def make_convolution(

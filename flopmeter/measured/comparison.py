@@ -26,7 +26,7 @@ from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, HostCopy, Switches
 from flopmeter.report.quantities import in_ms
 from flopmeter.timing import cpu, kernels
-from flopmeter.timing.gemm_kernels import as_found_by
+from flopmeter.timing.gemm_kernels import as_found_by, legacy_mma_share
 from flopmeter.timing.timeline import op_seconds
 
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
@@ -216,7 +216,8 @@ class _Pricer:
         if _sharers(self.device, self.profile.ranks) > 1:
             yield "assumed: ranks copy from the host at the same time, over a link that their devices share"
         if any(key[-1] for key, _ in self._predictions()):
-            yield "kernels with Ampere's instructions, by their names, are priced as such: .63 of the peak here"
+            share = f"{100 * legacy_mma_share(self.device):.0f} %"
+            yield f"kernels with Ampere's instructions, by their names, are priced as such: {share} of the peak here"
         if self.profile.is_cuda:
             yield "measured: the time of an op's kernels; predicted: the same, without launching them"
         else:

@@ -101,10 +101,11 @@ class GroupedMatmulWork(NamedTuple):
 
 
 class UnpackingMatmulWork(NamedTuple):
-    """A matmul whose kernel unpacks weights of 4 bits between its loads and its multiply-adds."""
+    """A matmul whose kernel converts narrow weights between its loads and its multiply-adds."""
 
     matmul: Matmul
     macs: int
+    bits: Literal[4, 8]  # of a weight
 
 
 class RecurrentWork(NamedTuple):

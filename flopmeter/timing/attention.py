@@ -17,11 +17,11 @@ from flopmeter.records import AttentionBackend, AttentionShape, AttentionWork, C
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import cache_bytes_per_s, cycles_to_seconds
 from flopmeter.timing.constants import AttentionKernel
+from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.matmul import Busy, fastest, overlap
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
-_LEGACY_MMA_CAPABILITIES = (9, 10, 12)  # majors whose full rate needs newer code than Ampere's
 _FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys
 
 
@@ -164,7 +164,8 @@ def score_seconds(
     the rate that is left by the power limit (padding of the head dimension takes time but little power), and by
     GeForce's half rate for sums in fp32, which hides the softmax.
     """
-    shape, legacy, sms = work.shape, legacy_share(work.backend, hardware), hardware.sm_count
+    shape, sms = work.shape, hardware.sm_count
+    legacy = 1.0 if work.backend == "cudnn" else legacy_mma_share(hardware)
     pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
     padded, plain = (_flops_per_score(shape, pads=pads) for pads in (True, False))
     cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
@@ -197,13 +198,6 @@ def _padded(head_dim: int) -> int:
     short, long = constants.HEAD_DIMENSION_MULTIPLES
     multiple = short if head_dim <= 128 else long
     return ceil(head_dim / multiple) * multiple
-
-
-def legacy_share(backend: AttentionBackend, hardware: Hardware) -> float:
-    """The share of the matrix rate that the backend's instructions reach on the device."""
-    capability = hardware.compute_capability
-    needs_newer = capability is not None and capability[0] in _LEGACY_MMA_CAPABILITIES and backend != "cudnn"
-    return constants.LEGACY_MMA_SHARE if needs_newer else 1.0
 
 
 def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> float:

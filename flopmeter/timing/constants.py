@@ -46,6 +46,11 @@ INDEX_OVERLAP = 2.0
 # throughput of native instructions: 64 for compute capability 7.0 to 9.0).
 INTEGER_LANES_PER_SM = 64
 
+# Conversions of an SM per clock cycle, as from int8 to fp32 (the same guide, 'all other type conversions': 16 on
+# Ampere; taken for all NVIDIA GPUs). What inductor makes of int8 weights and one row waits for them: gpt-fast decodes
+# Llama-2-7B in int8 at 1.07 TB/s on an A100, in bf16 at 1.40 (its README).
+CONVERSIONS_PER_CYCLE = 16
+
 # Instructions that a compute unit of AMD starts for single elements in a cycle: 4 SIMDs of 16 lanes. From CDNA2 on the
 # fp32 peak counts packed instructions of two elements ('CDNA 2 Architecture', AMD, 2021), which reductions do not have.
 AMD_LANES_PER_COMPUTE_UNIT = 64
@@ -76,13 +81,21 @@ SPLIT_K_CYCLES = 4500
 # rows an expert [aiconfigurator]; CUTLASS's kernels reach .85 to .95, Triton's .65 to .8.
 GROUPED_RATE_SHARE = 0.8
 
-# torch's kernel for weights of 4 bits (aten/src/ATen/native/cuda/int4mm.cu): outputs of a thread block, depth that a
-# warp unpacks at a time, and cycles of an SM for that. The source has 32 instructions of a warp: 8 loads of
+
+class UnpackingKernel(NamedTuple):
+    """A kernel of torch's own whose loads or conversions of narrow weights take longer than its multiply-adds."""
+
+    tile: tuple[int, int]  # rows and columns of the output that a block, or a warp, computes
+    depth: int  # that it takes at a time
+    cycles: float  # of an SM, for that
+
+
+# By the bits of a weight. 4 (aten/src/ATen/native/cuda/int4mm.cu): the source has 32 instructions of a warp: 8 loads of
 # activations, 3 of weights and scales, 11 to unpack, 2 of the matrix unit, 8 additions (the scaling counts as FLOPs).
-# Four of them issue in a cycle.
-UNPACKING_TILE = (16, 8)
-UNPACKING_DEPTH = 32
-UNPACKING_CYCLES = 32 / 4
+# Four of them issue in a cycle. 8 (int8mm.cu): each thread adds up one output, element by element. The 32 threads of a
+# warp have 2 rows and 16 columns; columns lie a row of weights apart, so that one load touches 16 lines of the L1 cache
+# and 2 more for the activations, and the cache looks up one line in a cycle. Not measured.
+UNPACKING = {4: UnpackingKernel((16, 8), 32, 32 / 4), 8: UnpackingKernel((2, 16), 1, 16 + 2)}
 
 # A matrix unit loads rows 16 bytes at a time. A matmul whose rows are an odd number of 2-byte elements long runs at .31
 # of the rate; alignments between follow a power law. Source: padding GPT-2's vocabulary from 50257 to 50304 made
@@ -103,6 +116,11 @@ RECURRENT_STEP_SECONDS = 3.8e-6
 HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
+
+# Bytes of channels that the main loop of cuDNN's matrix kernels takes at a time. Filters over fewer channels, such as
+# those over an image's three, run on kernels with Ampere's instructions on newer GPUs too (torch.profiler's trace of a
+# ViT in bf16 on an H100, AMD-AGI/TraceLens: s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8).
+CONVOLUTION_DEPTH_BYTES = 64
 
 # Kernels that MIOpen launches beside each 16-bit convolution in NCHW. Its kernels work on NHWC: three transpose input,
 # weight and result, one clears the result and one casts it from fp32. (torch.profiler's trace of a ResNet in bf16 on an
@@ -202,11 +220,15 @@ COMBINE_SECONDS = 4e-6
 # Multiples to which head dimensions are padded, up to 128 and above.
 HEAD_DIMENSION_MULTIPLES = (32, 64)
 
-# Share of the matrix peak of Hopper and data-centre Blackwell that Ampere's `mma` instructions reach there;
-# torch's flash kernels use them (Luo et al., 'Benchmarking and Dissecting the Nvidia Hopper GPU
-# Architecture', arXiv 2402.13499: 62.9 % on average). On RTX Blackwell cuBLAS reaches the peak with `mma`, but vision
-# transformers on an RTX 5090 ([timm], torch 2.9) show that the flash kernels do not: 1.2 to 1.8 times the time.
+# Share of an H100's matrix peak that Ampere's `mma` instructions reach there; torch's flash kernels use them (Luo et
+# al., 'Benchmarking and Dissecting the Nvidia Hopper GPU Architecture', arXiv 2402.13499: 62.9 % on average). Their
+# operands come from registers, not from shared memory as those of `wgmma` and `tcgen05`. So the registers bound the
+# FLOPs of an SM in a cycle (of the boost clock), on every part of compute capability 9 and 10: data-centre Blackwell is
+# taken to read its registers no faster (.31 of its peak), and an H20, whose peak is below that, loses nothing. Neither
+# was measured. On RTX Blackwell cuBLAS reaches the peak with `mma`, but vision transformers on an RTX 5090 ([timm],
+# torch 2.9) show that the flash kernels do not: 1.2 to 1.8 times the time.
 LEGACY_MMA_SHARE = 0.63
+LEGACY_MMA_FLOP_PER_CYCLE = LEGACY_MMA_SHARE * 989.4e12 / (132 * 1980e6)
 
 # Lanes for fp32 of the SMs that these cycles are for (CUDA C++ Programming Guide: 64 or 128).
 LANES_OF_SM = 128

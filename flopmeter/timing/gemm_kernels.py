@@ -73,6 +73,18 @@ CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles
 
 _ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that `cp.async` came with
 _WARP_SPECIALIZED_MAJORS = (9, 10)  # data-centre Hopper and Blackwell; 12.0 has Ampere's `mma`
+_LEGACY_MMA_MAJORS = (9, 10, 12)  # whose full rate needs newer code than Ampere's
+
+
+def legacy_mma_share(hardware: Hardware) -> float:
+    """The share of the matrix peak that Ampere's `mma` instructions reach on the device."""
+    capability, peak = hardware.compute_capability, hardware.matrix_tflop_per_s.get("fp16")
+    if capability is None or capability[0] not in _LEGACY_MMA_MAJORS:
+        return 1.0
+    if capability[0] not in _WARP_SPECIALIZED_MAJORS or peak is None or hardware.boost_clock_mhz is None:
+        return constants.LEGACY_MMA_SHARE
+    flop_per_cycle = peak * 1e12 / (hardware.sm_count * hardware.boost_clock_mhz * 1e6)
+    return min(1.0, constants.LEGACY_MMA_FLOP_PER_CYCLE / flop_per_cycle)
 
 
 # What the instructions of Ampere's kernels (`mma`, m16n8k16, and `wmma`) are in the names of CUTLASS and cuDNN.
@@ -81,12 +93,13 @@ _AMPERE_INSTRUCTIONS = ("16816", "161616")
 
 def as_found_by(kernel_name: str, hardware: Hardware) -> Hardware:
     """The device to the kernel of a library that has this name. cuBLAS takes Ampere's kernels on Hopper too, for small
-    products until its version 12.8; their instructions reach .63 of the peak there."""
+    products until its version 12.8."""
     capability = hardware.compute_capability
     is_newer = capability is not None and capability[0] in _WARP_SPECIALIZED_MAJORS
     if not is_newer or not any(shape in kernel_name for shape in _AMPERE_INSTRUCTIONS):
         return hardware
-    rates = {dtype: constants.LEGACY_MMA_SHARE * rate for dtype, rate in hardware.matrix_tflop_per_s.items()}
+    share = legacy_mma_share(hardware)
+    rates = {dtype: share * rate for dtype, rate in hardware.matrix_tflop_per_s.items()}
     return hardware.replace(compute_capability=_ASYNCHRONOUS_COPIES, matrix_tflop_per_s=rates)
 
 

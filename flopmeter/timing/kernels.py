@@ -34,7 +34,7 @@ from flopmeter.timing.bandwidth import (
     threads_of,
 )
 from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
-from flopmeter.timing.gemm_kernels import gemm_kernels
+from flopmeter.timing.gemm_kernels import gemm_kernels, legacy_mma_share
 from flopmeter.timing.matmul import (
     Busy,
     MatmulBytes,
@@ -104,8 +104,9 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
     if isinstance(work, ConvolutionWork):
         return _convolution(work, moved, rates, hardware, peak)
     if isinstance(work, UnpackingMatmulWork):
-        way = unpacking if peak.unit == "matrix" else price_matmul
-        return way(work.matmul, moved, rates), "small product"
+        if peak.unit != "matrix":
+            return price_matmul(work.matmul, moved, rates), "small product"
+        return unpacking(work.matmul, constants.UNPACKING[work.bits], moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
     return _aligned(cost, work, moved, rates) if peak.unit == "matrix" else _sum_of_matmuls(work, moved, rates)
@@ -118,6 +119,8 @@ def _convolution(
     if is_depthwise(shape, implicit):
         fp32 = hardware.vector_peak("fp32").flop_per_s
         return depthwise(shape, implicit, moved, fp32, rates.bytes_per_s), "depthwise convolution"
+    if shape.channels * moved.item_bytes < constants.CONVOLUTION_DEPTH_BYTES and implicit.batch == 1:
+        rates = rates.slowed(legacy_mma_share(hardware))
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     extra = conversions(shape, moved, hardware)
     busy = busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)
@@ -169,14 +172,15 @@ def alignment_share(alignment_bytes: int) -> float:
 
 
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
-    """All other work than matmuls, at the rate of the vector units."""
+    """All other work than matmuls, at the rate of the vector units, beside which another unit converts."""
     flops = cost.flops - 2 * cost.macs
     if cost.op_class == ELEMENTWISE and cost.access != "fused":
         flops += (constants.FUNCTION_OPERATIONS - 1) * cost.transcendentals
-    if not flops:
-        return 0.0
     share = 1.0 if cost.fused_multiply_add else constants.PLAIN_ARITHMETIC_SHARE
-    return flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share)
+    arithmetic = flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share) if flops else 0.0
+    is_slow = hardware.vendor == "nvidia"
+    lanes = constants.CONVERSIONS_PER_CYCLE if is_slow else constants.AMD_LANES_PER_COMPUTE_UNIT
+    return overlap(arithmetic, _narrow_unit_seconds(cost.conversions, lanes, hardware), constants.VECTOR_OVERLAP)
 
 
 def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
@@ -226,13 +230,18 @@ def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
 
 
 def index_seconds(work: VectorWork, hardware: Hardware) -> float:
-    """Time to compute addresses, on the integer units. A device without SMs (a TPU) is taken to have half as many lanes
-    for integers as for fp32, like most GPUs."""
-    if not work.index_operations:
+    """Time to compute addresses, on the integer units."""
+    return _narrow_unit_seconds(work.index_operations, constants.INTEGER_LANES_PER_SM, hardware)
+
+
+def _narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
+    """On a unit with so many lanes. A device without SMs (a TPU) is taken to have as many beside those for fp32 as an
+    SM, whose integer units are half of them."""
+    if not operations:
         return 0.0
-    cycles = work.index_operations / (constants.INTEGER_LANES_PER_SM * hardware.sm_count)
-    half_of_lanes = hardware.vector_peak("fp32").flop_per_s / 4
-    return min(cycles_to_seconds(cycles, hardware), work.index_operations / half_of_lanes)
+    cycles = operations / (lanes_per_sm * hardware.sm_count)
+    per_lane = constants.LANES_OF_SM * operations / lanes_per_sm  # if one lane for fp32 did all
+    return min(cycles_to_seconds(cycles, hardware), per_lane / (hardware.vector_peak("fp32").flop_per_s / 2))
 
 
 def _vector_class(cost: Cost) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from flopmeter.records import Matmul
 from flopmeter.timing import constants
+from flopmeter.timing.constants import UnpackingKernel
 from flopmeter.timing.gemm_kernels import SYNCHRONOUS_MMA, GemmKernels
 
 
@@ -120,13 +121,13 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
     return fastest(ways)
 
 
-def unpacking(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
-    """With weights of 4 bits, by the kernel that torch has for them (aten/src/ATen/native/cuda/int4mm.cu): a thread
-    block makes 16 x 8 outputs. Its warps load weights to registers, unpack and multiply in turns, as kernels before
-    `cp.async` do, and what they issue takes longer than the matrix unit. Each 16 rows unpack all weights again."""
-    tiles = ceil(shape.m / constants.UNPACKING_TILE[0]) * ceil(shape.n / constants.UNPACKING_TILE[1])
-    waves = shape.batch * ceil(tiles / rates.sm_count)
-    cycles = waves * ceil(shape.k / constants.UNPACKING_DEPTH) * constants.UNPACKING_CYCLES
+def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates: Rates) -> Busy:
+    """With weights of 4 or 8 bits, by the kernel that torch has for them. It loads weights to registers, converts and
+    multiplies in turns, as kernels before `cp.async` do, and what it issues takes longer than the arithmetic. Each tile
+    of rows converts all weights again."""
+    rows, columns = kernel.tile
+    waves = shape.batch * ceil(ceil(shape.m / rows) * ceil(shape.n / columns) / rates.sm_count)
+    cycles = waves * ceil(shape.k / kernel.depth) * kernel.cycles
     compute = cycles / rates.clock_hz
     memory = moved.memory_bytes / rates.bytes_per_s
     work = overlap(compute, memory, SYNCHRONOUS_MMA.overlap_exponent)

@@ -100,17 +100,16 @@ def _share(spec: TensorSpec, part: int, whole: int) -> Region:
 
 @rule(aten._weight_int8pack_mm)
 def int8_weight_mm(call: Call) -> Cost:
-    """x @ w^T with w int8, times one scale for each column."""
-    x, out = call.inputs[0], call.outputs[0]
-    product = Matmul(1, x.shape[0], out.shape[1], x.shape[1])
-    return make_contraction(call, [product], extra=((ELEMENTWISE, out.numel),))
+    """x @ w^T with w int8, times one scale for each column. The kernels that cast x, the scales and the result from and
+    to fp32 are left out."""
+    return make_unpacking_contraction(call, _of_rows(call), 8, extra=((ELEMENTWISE, call.outputs[0].numel),))
 
 
 @rule(aten._weight_int4pack_mm)
 def int4_weight_mm(call: Call) -> Cost:
     """x @ w^T with w unpacked on the way: a scale and a zero point for each weight."""
     matmul = _of_rows(call)
-    return make_unpacking_contraction(call, matmul, extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
+    return make_unpacking_contraction(call, matmul, 4, extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
 
 
 @rule(

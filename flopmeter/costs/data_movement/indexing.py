@@ -11,10 +11,12 @@ from flopmeter.costs.traffic import distinct_bytes
 from flopmeter.records import ELEMENTWISE, INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
 
-# Integer operations for each element of indexSelectLargeIndex (Indexing.cu), which an embedding runs: which row and
-# which column, then where both lie in two tensors, with four divisions of 20. 9.2 million elements take 52 µs on an
-# H100 and 21 on an MI300X (traces in AMD-AGI/TraceLens), of which their bytes take 13 and 9.
-SELECT_OPERATIONS = 80
+# From torch 2.8 on, an embedding and index_select of more than 16 rows are a gather (index_select_out_cuda_impl of
+# aten/src/ATen/native/cuda/Indexing.cu). Rows of a multiple of 16 bytes are copied by vectors, with hardly any address
+# to compute (vectorized_gather_kernel in IndexKernelUtils.cu). Of others each element is looked up: a division tells
+# row from column, and both lie in three tensors.
+VECTOR_BYTES = 16
+LOOKUP_OPERATIONS = 20
 
 
 @rule(aten.embedding, aten.index_select, aten.gather, aten.take, aten.index, aten._unsafe_index, aten.masked_select)
@@ -23,12 +25,14 @@ def gather(call: Call) -> Cost:
     source, (out,) = call.inputs[0], call.outputs
     is_compiled = call.func.overloadpacket is not aten.masked_select  # its result has no known size
     selects_rows = call.func.overloadpacket in (aten.embedding, aten.index_select)
+    by_vectors = source.shape[-1:] and source.shape[-1] * source.dtype.itemsize % VECTOR_BYTES == 0
+    looked_up = 0 if by_vectors else LOOKUP_OPERATIONS * out.numel
     return make_cost(
         call,
         INDEXING,
         read=(_rows(out.numel, source), *call.inputs[1:]),
         access="gather" if is_compiled else None,
-        index_operations=SELECT_OPERATIONS * out.numel if selects_rows else None,
+        index_operations=looked_up if selects_rows else None,
     )
 
 
