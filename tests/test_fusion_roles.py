@@ -37,7 +37,7 @@ LOOPS = {
         lambda: aten.native_layer_norm(T(5, 4, 6), [4, 6], None, None, 1e-5), Loops(5, 24, True)
     ),
     "group norm": (lambda: aten.native_group_norm(T(5, 4, 6), None, None, 5, 4, 6, 2, 1e-5), Loops(10, 12, True)),
-    "batch norm": (batch_norm(True), Loops(3, 32, False)),
+    "batch norm": (batch_norm(True), Loops(3, 32, True)),
     "batch norm in evaluation": (batch_norm(False), None),
     "sum": (lambda: aten.sum(T(4, 6)), Loops(1, 24, True)),
     "sum of rows": (lambda: aten.sum(T(4, 6), [1]), Loops(4, 6, True)),
@@ -88,12 +88,19 @@ def test_element_wise_foreach_ops_fuse_with_those_on_as_many_tensors(program):
 
 
 @pytest.mark.parametrize(
-    ("kept", "reduced", "joins"),
-    [(4, 8192, True), (4, 8193, False), (215, 9000, False), (216, 9000, True)],
-)
-def test_a_long_reduction_to_fewer_results_than_two_an_sm_is_split(kept, reduced, joins):
-    """`Reduction.num_splits` of inductor, on the 108 SMs of an A100: what reads the result needs another kernel."""
-    assert role(lambda: aten.sum(T(kept, reduced), [1])).joins_consumers == joins
+    ("kept", "reduced", "dim", "is_split"),
+    [
+        (4, 8192, 1, False), (4, 8193, 1, True), (215, 9000, 1, True), (216, 9000, 1, False),
+        (6911, 129, 0, True), (6912, 129, 0, False), (512, 128, 0, False),
+    ],
+)  # fmt: skip
+def test_a_long_reduction_to_few_results_is_split(kept, reduced, dim, is_split):
+    """`Reduction.num_splits` of inductor, on the 108 SMs of an A100: another kernel adds up the partial results."""
+    x = T(kept, reduced) if dim == 1 else T(reduced, kept)
+    kernels = fused(lambda: aten.sum(x, [dim]))
+    assert len(kernels) == 1 + is_split
+    assert kernels[0][1] == x.nbytes
+    assert kernels[-1][2] == kept * 4
 
 
 def test_what_reads_windows_joins_its_readers_alone():
@@ -174,7 +181,10 @@ def test_the_gradient_of_a_convolutions_bias_reads_the_gradient_alone():
         return image.grad, weight.grad, bias.grad
 
     large, small = 2 * 8 * 16 * 16 * 4, 8 * 4
-    assert fused(program)[-1][1:] == (large, small)
+    *_, partial, total = fused(program)
+    splits = 4  # of 512 elements for each channel, in parts of 128
+    assert partial[1:] == (large, splits * small)
+    assert total[1:] == (splits * small, small)
 
 
 def test_fused_kernels_have_no_quirks_of_eager_ones():

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROFILES = len(list((ROOT / "hardware").glob("*.yaml")))
-RUN_TIME = {"torch", "tabulate", "pyyaml"}
+RUN_TIME = {"torch", "tabulate", "pyyaml", "networkx"}
 
 
 def run(*arguments, cwd):

@@ -2,20 +2,19 @@
 
 Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one
 kernel; matmuls, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
-or cuDNN by default). roles.py says what fuses, graphs.py where a compiled graph ends, dataflow.py who reads
-what, layout.py which convolutions run channels-last, grouping.py which kernels become one, dequantize.py which
-casts of weights go into a matmul; here they are put together and priced.
+or cuDNN by default). In order: layout.py says which convolutions run channels-last, graphs.py where a compiled graph
+ends, roles.py what may fuse; parts.py cuts kernels as inductor schedules them, recompute.py says what backward computes
+again, inlining.py what each reader computes for itself; dataflow.py follows who reads what, grouping.py makes the
+kernels, traffic.py counts their bytes, and dequantize.py puts casts of weights into matmuls.
 
 A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
 backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody
 reads counts as a result if it outlived the graph's last kernel, so that a program may drop its output.
-FLOPs are conserved; bytes and kernels never grow.
+FLOPs are conserved: what is computed again counts once, and adds only the bytes that it reads.
 
 Simplifications against inductor. The bias of an addmm stays with the matmul (inductor may move it into the
 element-wise kernel that follows; its bytes are a vector's). Foreach ops on lists of one length become one kernel
-(inductor splits it at 250 arguments, as eager PyTorch splits its own), and none with an op on single tensors. A
-normalization over other than the last dimensions stays one kernel (inductor: one for the statistics, one to apply
-them). Where an eager op is one kernel and inductor has two (the gradients of a layer norm's weights), it stays one.
+(inductor splits it at 250 arguments, as eager PyTorch splits its own), and none with an op on single tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +26,10 @@ from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.dequantize import casts_inside, with_cast
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, modules_compiled, whole_program
 from flopmeter.launch.fusion.grouping import Groups
+from flopmeter.launch.fusion.inlining import inlined
 from flopmeter.launch.fusion.layout import in_chosen_layout
+from flopmeter.launch.fusion.parts import Part, parts_of
+from flopmeter.launch.fusion.recompute import with_recomputation
 from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.records import (
@@ -37,6 +39,7 @@ from flopmeter.records import (
     Cost,
     Kernel,
     MatmulWork,
+    Op,
     Region,
     Reread,
     Trace,
@@ -47,10 +50,7 @@ from flopmeter.torch_names.operators import aten
 
 __all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "modules_compiled", "padded", "whole_program"]
 
-NOTE = (
-    "compiled: fusion by inductor's default rules; recomputation of saved activations "
-    "(the min-cut partitioner) is left out"
-)
+NOTE = "compiled: fusion by inductor's default rules, and what backward computes again by those of its partitioner"
 
 MOST_NAMES = 6  # of ops in the name of a fused kernel
 
@@ -62,37 +62,54 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     carry no views and no module calls: the host runs none. Raises ValueError for kernels of another trace.
     """
     kernels = in_chosen_layout(kernels, region)
-    graphs = graphs_of(kernels, region)
-    flow = flow_of(kernels)
-    groups = Groups(kernels, graphs, flow)
-    traffic = Traffic(kernels, trace, graphs, flow, groups)
+    parts = parts_of(kernels, graphs_of(kernels, region), _places(kernels, trace))
+    parts = inlined(with_recomputation(parts, trace), trace)
+    flow = flow_of(parts)
+    groups = Groups(parts, flow)
+    traffic = Traffic(parts, trace, flow, groups)
     costs: dict[tuple[tuple[Cost, ...], int, int], Cost] = {}
     libraries: dict[Cost, Cost] = {}
-    taken_in = casts_inside(kernels, flow, groups, traffic)
+    taken_in = casts_inside(parts, flow, groups, traffic)
     casts: dict[int, list[list[int]]] = {}  # the groups that a product takes in, by its place
     fused = []
-    for members in groups.in_order():
-        first = kernels[members[0]]
-        if graphs[members[0]] is None:
-            fused.append(first)
+    for group in groups.in_order():
+        members = sorted(group, key=lambda member: parts[member].source)
+        first = parts[members[0]]
+        ops = tuple({id(op): op for op in (_op(parts[member], kernels) for member in members)}.values())
+        if first.graph is None:
+            fused.append(kernels[first.source])
             continue
         product = taken_in.get(groups.of(members[0]))
         if product is not None:
             casts.setdefault(product, []).append(members)
             continue
-        if flow.roles[members[0]] is OPAQUE:
-            cost, ops_of_product = padded(first, libraries), first.ops
+        if first.role is OPAQUE:
+            cost = padded(kernels[first.source], libraries)
             for cast in casts.get(members[0], ()):
-                cost = with_cast(cost, [kernels[member].cost for member in cast], *traffic.of_group(cast))
-                ops_of_product += tuple(kernels[member].ops[0] for member in cast)
-            fused.append(Kernel(ops_of_product, cost, 0, 0))
+                cost = with_cast(cost, [parts[member].cost for member in cast], *traffic.of_group(cast))
+                ops += tuple(_op(parts[member], kernels) for member in cast)
+            fused.append(Kernel(ops, cost, 0, 0))
             continue
-        key = (tuple(kernels[member].cost for member in members), *traffic.of_group(members))
+        key = (tuple(parts[member].cost for member in members), *traffic.of_group(members))
         if key not in costs:
             costs[key] = _fused_cost(*key)
-        ops = {id(op): op for member in members for op in kernels[member].ops}
-        fused.append(Kernel(tuple(ops.values()), costs[key], 0, 0))
+        fused.append(Kernel(ops, costs[key], 0, 0))
     return fused
+
+
+def _op(part: Part, kernels: list[Kernel]) -> Op:
+    """The program's own op, of the pass that the part runs in."""
+    op = kernels[part.source].op
+    return op if op.phase == part.op.phase else op._replace(phase=part.op.phase)
+
+
+def _places(kernels: list[Kernel], trace: Trace) -> list[int]:
+    """The place in the trace of each kernel's op."""
+    place = {id(op): index for index, op in enumerate(trace.ops)}
+    try:
+        return [place[id(kernel.op)] for kernel in kernels]
+    except KeyError:
+        raise ValueError("fuse() takes the kernels of the trace that is given with them: kernels_of(trace)") from None
 
 
 def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) -> Cost:
@@ -102,6 +119,7 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
     sizes are constants). Second reads stay, of rows too long to be held.
     """
     main = max(parts, key=lambda part: part.bytes)
+    has_statistics = any(part.op_class in (NORMALIZATION, REDUCTION) for part in parts)
     op_class = _class_of(parts) or main.op_class
     flops = {op_class: 0}
     for name, count in (item for part in parts for item in part.flops_by_class):
@@ -117,7 +135,7 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
         transcendentals=sum(part.transcendentals for part in parts),
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
         access="fused",
-        work=VectorWork(tuple(reread for part in parts for reread in _long_rereads(part))),
+        work=VectorWork(tuple(reread for part in parts if has_statistics for reread in _long_rereads(part))),
     )
 
 
@@ -144,7 +162,7 @@ def _class_of(parts: tuple[Cost, ...]) -> str | None:
 
 def _name(parts: tuple[Cost, ...]) -> str:
     names = list(dict.fromkeys(part.name for part in parts))
-    if len(parts) == 1:
+    if len(names) == 1:
         return names[0]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     return f"fused({', '.join(names[:MOST_NAMES] + more)})"

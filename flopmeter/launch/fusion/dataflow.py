@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flopmeter.launch.fusion.roles import Role, role_of
-from flopmeter.records import Cost, Kernel, Op, Region, TensorSpec
+from flopmeter.launch.fusion.parts import Part
+from flopmeter.launch.fusion.roles import Role
+from flopmeter.records import Cost, Op, Region, TensorSpec
 
 # A storage that is written in more parts than this (a cache filled token by token) is followed as a whole from then
 # on, so that the time for a long program stays linear in its kernels.
 MOST_REGIONS = 16
-MOST_SCRATCH = 16  # tensors that the kernels of one op hand to one another
 
 
 class Touch(NamedTuple):
@@ -52,14 +52,6 @@ class Flow:
     peers: list[list[int]] = field(default_factory=list)  # the last ones to read the very same value
 
 
-class _Facts(NamedTuple):
-    """What all kernels with the same cost share. Storages are the call's own numbers."""
-
-    role: Role
-    reads: tuple[Touch, ...]
-    writes: tuple[Touch, ...]
-
-
 @dataclass(slots=True)
 class _Followed:
     """The state of one storage."""
@@ -69,30 +61,28 @@ class _Followed:
     last_reader: dict[Touch, int] = field(default_factory=dict)
 
 
-def flow_of(kernels: list[Kernel]) -> Flow:
-    """Follow every storage through the kernels, in one pass."""
+def flow_of(parts: list[Part]) -> Flow:
+    """Follow every storage through the parts, in one pass."""
     flow = Flow()
     storages: defaultdict[int, _Followed] = defaultdict(_Followed)
-    facts: dict[Cost, _Facts] = {}
-    firsts: dict[int, int] = {}  # by op, its first kernel
-    for index, (ops, cost, _, _) in enumerate(kernels):
-        (op,) = ops
-        first = firsts.setdefault(id(op), index)
-        known = facts.get(cost)
-        if known is None:
-            known = facts[cost] = _Facts(role_of(op.call, cost), _touches(cost.reads), _touches(cost.writes))
-        flow.roles.append(known.role)
+    known: dict[Cost, tuple[tuple[Touch, ...], tuple[Touch, ...]]] = {}  # storages are the call's own numbers
+    for index, part in enumerate(parts):
+        op, cost = part.op, part.cost
+        if cost not in known:
+            known[cost] = _touches(cost.reads), _touches(cost.writes)
+        reads, writes = known[cost]
+        flow.roles.append(part.role)
         flow.peers.append([])
         flow.befores.append([])
-        flow.reads.append([_read(flow, storages, index, _placed(touch, op, first)) for touch in known.reads])
-        flow.writes.append([_write(flow, storages, index, _placed(touch, op, first)) for touch in known.writes])
+        flow.reads.append([_read(flow, storages, index, _placed(touch, op)) for touch in reads])
+        flow.writes.append([_write(flow, storages, index, _placed(touch, op)) for touch in writes])
     return flow
 
 
-def _placed(touch: Touch, op: Op, first_kernel: int) -> Touch:
-    """With the storage's number in the trace; scratch has one below 0 that no other op has."""
+def _placed(touch: Touch, op: Op) -> Touch:
+    """With the storage's number in the trace."""
     storage, *region = touch
-    return Touch(op.storages[storage] if storage >= 0 else storage - MOST_SCRATCH * first_kernel, *region)
+    return Touch(op.storages[storage], *region)
 
 
 def _read(flow: Flow, storages: defaultdict[int, _Followed], index: int, touch: Touch) -> tuple[Touch, list[Value]]:

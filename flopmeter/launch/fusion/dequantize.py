@@ -17,9 +17,10 @@ import torch
 
 from flopmeter.launch.fusion.dataflow import Flow, Value
 from flopmeter.launch.fusion.grouping import Groups
+from flopmeter.launch.fusion.parts import Part
 from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
-from flopmeter.records import ConvolutionWork, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region
+from flopmeter.records import ConvolutionWork, Cost, GroupedMatmulWork, MatmulWork, Region
 from flopmeter.torch_names.operators import aten
 
 MOST_ROWS = 32
@@ -27,19 +28,19 @@ _PRODUCTS = (aten.mm, aten.addmm, aten.bmm)
 _NARROW = (torch.int8, torch.uint8)  # two numbers of 4 bits share an element
 
 
-def casts_inside(kernels: list[Kernel], flow: Flow, groups: Groups, traffic: Traffic) -> dict[int, int]:
+def casts_inside(parts: list[Part], flow: Flow, groups: Groups, traffic: Traffic) -> dict[int, int]:
     """For each group that casts a weight, the place of the matmul that does the cast itself."""
     members: dict[int, list[int]] = {}
-    for place in range(len(kernels)):
+    for place in range(len(parts)):
         members.setdefault(groups.of(place), []).append(place)
     found: dict[int, int] = {}
-    for product, kernel in enumerate(kernels):
-        if kernel.ops[0].call.func.overloadpacket not in _PRODUCTS or not _has_few_rows(kernel.cost):
+    for product, part in enumerate(parts):
+        if part.op.call.func.overloadpacket not in _PRODUCTS or not _has_few_rows(part.cost):
             continue
         for _, values in flow.reads[product]:
             for value in values:
                 group = groups.of(value.kernel)
-                if _is_cast(members[group], kernels, flow) and _is_only_for(product, value, members[group], traffic):
+                if _is_cast(members[group], parts, flow) and _is_only_for(product, value, members[group], traffic):
                     found[group] = product
     return found
 
@@ -66,11 +67,11 @@ def _has_few_rows(cost: Cost) -> bool:
     return False
 
 
-def _is_cast(members: list[int], kernels: list[Kernel], flow: Flow) -> bool:
+def _is_cast(members: list[int], parts: list[Part], flow: Flow) -> bool:
     """Whether a group only makes a wide tensor of a narrow one: element-wise, and its largest input is narrow."""
     if any(flow.roles[member] is OPAQUE or flow.roles[member].loops for member in members):
         return False
-    inputs = [spec for member in members for spec in kernels[member].ops[0].call.inputs]
+    inputs = [spec for member in members for spec in parts[member].op.call.inputs]
     largest = max(inputs, key=lambda spec: spec.numel, default=None)
     return largest is not None and any(spec.dtype in _NARROW and 2 * spec.numel >= largest.numel for spec in inputs)
 

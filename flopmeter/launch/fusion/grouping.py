@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flopmeter.launch.fusion.dataflow import Flow
+from flopmeter.launch.fusion.parts import Part
 from flopmeter.launch.fusion.roles import Loops, Role
-from flopmeter.records import Kernel
 
 
 class _Edge(NamedTuple):
@@ -30,15 +30,24 @@ class _Edge(NamedTuple):
 class Groups:
     """A partition of the kernels, by union-find; a group is named by one of its members."""
 
-    def __init__(self, kernels: list[Kernel], graphs: list[int | None], flow: Flow):
-        self._kernels, self._graphs, self._flow = kernels, graphs, flow
-        self._parent = list(range(len(kernels)))
-        self._level = [0] * len(kernels)
+    def __init__(self, parts: list[Part], flow: Flow):
+        self._parts, self._graphs, self._flow = parts, [part.graph for part in parts], flow
+        self._parent = list(range(len(parts)))
+        self._level = [0] * len(parts)
         self._loops: list[Loops | None] = [role.loops for role in flow.roles]
-        self._updated = [math.inf] * len(kernels)  # elements of the smallest input of the graph that is changed
+        self._updated = [math.inf] * len(parts)  # elements of the smallest input of the graph that is changed
         self._edges: list[_Edge] = []
-        for kernel, graph in enumerate(graphs):
-            if graph is not None:
+        self._own = [[place] for place in range(len(parts))]  # with the parts inlined into it
+        self._into = list(range(len(parts)))  # the part that one is inlined into
+        waiting: list[int] = []
+        for kernel, part in enumerate(parts):
+            waiting.append(kernel)
+            if part.is_inlined:
+                continue
+            self._own[kernel], waiting = waiting, []
+            for inner in self._own[kernel]:
+                self._into[inner] = kernel
+            if part.graph is not None:
                 self._place(kernel)
         self._delay()
 
@@ -52,7 +61,7 @@ class Groups:
         """The members of each group; groups in an order that respects every dependency, close to the
         program's. Graphs stay as they are, one after another."""
         members: defaultdict[int, list[int]] = defaultdict(list)
-        for kernel in range(len(self._kernels)):
+        for kernel in range(len(self._parts)):
             members[self.of(kernel)].append(kernel)
         waits = dict.fromkeys(members, 0)
         followers: defaultdict[int, list[int]] = defaultdict(list)
@@ -86,18 +95,20 @@ class Groups:
         if not self._fits(self._flow.roles[kernel], partners):
             level, partners = level + 1, set()
         self._level[kernel] = level
-        for peer in self._flow.peers[kernel]:
+        for peer in {self._into[peer] for own in self._own[kernel] for peer in self._flow.peers[own]} - {kernel}:
             if self._are_alike(kernel, peer) and self._fits(self._flow.roles[kernel], {*partners, self.of(peer)}):
                 partners.add(self.of(peer))
-        self._unite({kernel, *partners}, level)
+        self._unite({*self._own[kernel], *partners}, level)
 
     def _edges_into(self, kernel: int) -> list[_Edge]:
-        joins: dict[int, bool] = dict.fromkeys(self._flow.befores[kernel], True)
         wants_inlined = self._flow.roles[kernel].wants_inlined
-        for _, values in self._flow.reads[kernel]:
-            for value in values:
-                is_private = not wants_inlined or value.readers == [kernel]
-                joins[value.kernel] = joins.get(value.kernel, True) and is_private
+        joins: dict[int, bool] = {}
+        for own in self._own[kernel]:
+            for before in self._flow.befores[own]:
+                joins.setdefault(self._into[before], True)
+            for value in (value for _, values in self._flow.reads[own] for value in values):
+                is_private = not wants_inlined or value.readers == [own]
+                joins[self._into[value.kernel]] = joins.get(self._into[value.kernel], True) and is_private
         graph = self._graphs[kernel]
         return [
             _Edge(before, kernel, can and self._can_join(before, kernel))
@@ -111,7 +122,7 @@ class Groups:
             first.joins_consumers
             and second.joins_producers
             and first.lists == second.lists
-            and self._kernels[before].op.phase == self._kernels[after].op.phase
+            and self._parts[before].op.phase == self._parts[after].op.phase
             and self._updated[self.of(before)] >= second.elements
         )
 
@@ -130,7 +141,7 @@ class Groups:
         role, other = self._flow.roles[kernel], self._flow.roles[peer]
         return (
             self._graphs[kernel] == self._graphs[peer]
-            and self._kernels[kernel].op.phase == self._kernels[peer].op.phase
+            and self._parts[kernel].op.phase == self._parts[peer].op.phase
             and self._level[kernel] == self._level[self.of(peer)]
             and role.joins_producers
             and other.joins_producers
@@ -142,12 +153,12 @@ class Groups:
         loops = {self._loops[group] for group in groups} - {None}
         if role.loops is None:
             return len(loops) == 0 or (len(loops) == 1 and _iterates(role, loops.pop()))
-        return loops <= {role.loops}
+        return loops <= {role.loops} or (len(loops) == 1 and _adopts(role.loops, loops.pop()))
 
     def _unite(self, groups: set[int], level: int) -> None:
         roots = {self.of(group) for group in groups}
         root = min(roots)
-        self._loops[root] = next((self._loops[other] for other in roots if self._loops[other]), None)
+        self._loops[root] = max((loops for other in roots if (loops := self._loops[other])), default=None)
         self._level[root] = level
         self._updated[root] = min(self._updated[other] for other in roots)
         for other in roots:
@@ -170,6 +181,11 @@ class Groups:
             hosts = {targets[edge.after] for edge in first}
             if fits and len({self._loops[member] for member in (group, *hosts)} - {None}) <= 1:
                 self._unite({group, *hosts}, level)
+
+
+def _adopts(own: Loops, loops: Loops | None) -> bool:
+    """Whether the sum of all elements takes partial results of the rows that a producer goes through."""
+    return loops is not None and own.kept == 1 and own.reduced == loops.kept * loops.reduced and loops.is_inner
 
 
 def _iterates(role: Role, loops: Loops | None) -> bool:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from flopmeter.launch.fusion.graphs import CompiledRegion
-from flopmeter.records import NORMALIZATION, ConvolutionWork, Cost, Kernel
+from flopmeter.records import MOVEMENT, NORMALIZATION, ConvolutionWork, Cost, Kernel, Region, TensorSpec, VectorWork
+from flopmeter.records.memory_format import is_channels_last
 
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
 GROUPED, DEFAULT, NARROWING, SMALL = 1.358, 0.823, 0.725, 0.783
@@ -50,7 +51,10 @@ class _Filters(NamedTuple):
 
 
 def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kernel]:
-    """The kernels; in every region that inductor converts, the convolutions are in channels-last."""
+    """The kernels, with the convolutions of every region that inductor converts in channels-last.
+
+    What such a region is given otherwise is copied at each forward pass: the image, and filters larger than one pixel.
+    """
     by_region: defaultdict[Hashable, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         name = region(kernel.op)
@@ -59,17 +63,53 @@ def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kern
     converted = {name for name, members in by_region.items() if _chooses_channels_last(members)}
     if not converted:
         return kernels
-    costs: dict[Cost, Cost] = {}
-    return [_converted(kernel, costs) if region(kernel.op) in converted else kernel for kernel in kernels]
+    costs: dict[tuple[Cost, tuple[bool, ...]], tuple[Cost, ...]] = {}
+    made: list[Kernel] = []
+    written: set[int] = set()
+    for kernel in kernels:
+        if region(kernel.op) not in converted:
+            made.append(kernel)
+            continue
+        given = tuple(kernel.op.storages[spec.storage] not in written for spec in kernel.op.call.inputs)
+        key = kernel.cost, given
+        if key not in costs:
+            costs[key] = tuple(_converted(kernel, given))
+        made += [kernel._replace(cost=cost) for cost in costs[key]]
+        written.update(kernel.op.storages[spec.storage] for spec in kernel.op.call.outputs)
+    return made
 
 
-def _converted(kernel: Kernel, costs: dict[Cost, Cost]) -> Kernel:
-    cost, work = kernel.cost, kernel.cost.work
+def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
+    """What the kernel becomes. `given`: which inputs the region did not make itself."""
+    cost, work, op = kernel.cost, kernel.cost.work, kernel.op
+    if op.phase == "forward" and cost.access == "statistics":
+        yield replace(cost, access="normalize")  # of channels that lie next to one another
+        return
     if not isinstance(work, ConvolutionWork) or work.shape.channels_last:
-        return kernel
-    if cost not in costs:
-        costs[cost] = replace(cost, work=work._replace(shape=work.shape._replace(channels_last=True)))
-    return kernel._replace(cost=costs[cost])
+        yield cost
+        return
+    copied: dict[TensorSpec, TensorSpec] = {}
+    if op.phase == "forward":
+        for number, (spec, is_given) in enumerate(zip(op.call.inputs[:2], given[:2], strict=True)):
+            if is_given and _changes_order(spec):
+                copied[spec] = spec._replace(storage=-1 - number)
+                yield replace(
+                    cost,
+                    name="clone",
+                    op_class=MOVEMENT,
+                    flops_by_class=((MOVEMENT, 0),),
+                    reads=(Region(spec, spec.nbytes),),
+                    writes=(Region(copied[spec], spec.nbytes),),
+                    work=VectorWork(()),
+                )
+    reads = tuple(each._replace(spec=copied.get(each.spec, each.spec)) if each.spec else each for each in cost.reads)
+    yield replace(cost, reads=reads, work=work._replace(shape=work.shape._replace(channels_last=True)))
+
+
+def _changes_order(spec: TensorSpec) -> bool:
+    """Whether its elements lie elsewhere in channels-last."""
+    has_one = spec.shape[1] == 1 or spec.numel == spec.shape[0] * spec.shape[1]  # channel, or pixel
+    return not has_one and not is_channels_last(spec.shape, spec.stride)
 
 
 def _chooses_channels_last(kernels: list[Kernel]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,10 @@ from flopmeter.records import (
     REDUCTION,
     Call,
     Cost,
+    Region,
     VectorWork,
 )
+from flopmeter.records.memory_format import is_channels_last
 from flopmeter.torch_names.operators import aten
 
 
@@ -37,6 +39,7 @@ class Role(NamedTuple):
     loops: Loops | None = None
     elements: int = 0  # that it computes
     lists: int = 0  # of so many tensors each, in a foreach op
+    repeats: bool = True  # computed again it is the same: no random numbers
 
     @property
     def wants_inlined(self) -> bool:
@@ -85,10 +88,13 @@ _FOREACH = _packets(
 _WITH_NUMBERS = _packets("_foreach_lerp _foreach_lerp_")
 
 # A reduction with too few results to fill a device, and many elements for each, is split into two kernels
-# (`Reduction.num_splits` in torch/_inductor/ir.py: over 8192 elements, under two results per SM; taken here
-# for the 108 SMs of an A100). What reads its result then needs another kernel.
+# (`Reduction.num_splits` in torch/_inductor/ir.py and `reduction_split_factor` in choices.py; taken here for the 108
+# SMs of an A100): rows of over 8192 elements (on Blackwell 524,288) with under two results per SM; columns of over 4
+# times 32 elements with under 64 results per SM. What reads its result then needs another kernel.
 SPLIT_REDUCED_ELEMENTS = 8192
 SPLIT_KEPT_ELEMENTS = 2 * 108
+SPLIT_OUTER_ELEMENTS = 4 * 32
+SPLIT_OUTER_KEPT_ELEMENTS = 64 * 108
 
 
 def role_of(call: Call, cost: Cost) -> Role:
@@ -107,12 +113,14 @@ def role_of(call: Call, cost: Cost) -> Role:
     if packet in _WINDOWS:
         return Role(False, True, elements=elements)
     if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or cost.access == "gather":  # a load at a computed place
-        return Role(True, True, elements=elements)
+        return Role(True, True, elements=elements, repeats=cost.op_class != RANDOM)
     if cost.op_class == NORMALIZATION:
         return Role(True, True, _loops_of_normalization(call, cost, elements), elements)
+    if cost.op_class == REDUCTION and _reduces_nothing(call, cost, elements):
+        return Role(True, True, elements=elements)
     if cost.op_class == REDUCTION:
-        loops = _loops_of_reduction(call, elements)
-        return Role(True, loops.is_inner and not _is_split(loops), loops, elements)
+        loops = _loops_of_reduction(call, cost, elements)
+        return Role(True, loops.is_inner, loops, elements)
     return OPAQUE
 
 
@@ -144,16 +152,33 @@ def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | Non
         return Loops(rows, x.numel // max(rows, 1), True)
     has_rows = isinstance(cost.work, VectorWork) and bool(cost.work.rereads)
     is_elementwise = not has_rows and results >= x.numel
-    return None if is_elementwise else _loops(x.shape, _all_but_channels(x.shape))
+    if is_elementwise:
+        return None
+    of_planes = cost.access == "statistics" and not is_channels_last(x.shape, x.stride)  # each in one piece
+    return _loops(x.shape, _all_but_channels(x.shape))._replace(is_inner=of_planes)
 
 
-def _loops_of_reduction(call: Call, results: int) -> Loops:
+def _reduces_nothing(call: Call, cost: Cost, results: int) -> bool:
+    """A loss for each element, and the gradient of one that reads what its targets name."""
+    names = {argument.name for argument in call.func._schema.arguments}
+    is_unreduced = "reduction" in names and call.argument("reduction") == 0
+    return is_unreduced or results > sum(map(_elements_read, cost.reads))
+
+
+def _elements_read(region: Region) -> int:
+    return region.nbytes // region.spec.dtype.itemsize if region.spec is not None else 0
+
+
+def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
     """Over the dimensions that the op is told; else over all, or all but the channels where each has a result."""
     names = {argument.name for argument in call.func._schema.arguments}
     dims = call.argument("dim") if "dim" in names else None
     if isinstance(dims, int):
         dims = (dims,)
     shape = call.inputs[0].shape
+    picked = max(map(_elements_read, cost.reads), default=0)
+    if not dims and picked < prod(shape):  # a loss reads what its targets name
+        return Loops(results, picked // max(results, 1), True)
     if not dims and results > 1 and shape[1:2] == (results,):
         dims = _all_but_channels(shape)
     return _loops(shape, tuple(dims) if dims else tuple(range(len(shape))))
@@ -170,5 +195,15 @@ def _loops(shape: tuple[int, ...], dims: tuple[int, ...]) -> Loops:
     return Loops(prod(shape) // max(count, 1), count, reduced == set(range(rank - len(reduced), rank)))
 
 
-def _is_split(loops: Loops) -> bool:
-    return loops.reduced > SPLIT_REDUCED_ELEMENTS and loops.kept < SPLIT_KEPT_ELEMENTS
+def splits_of(loops: Loops) -> int:
+    """Into how many parts inductor splits a reduction, whose results another kernel adds up; 1: it does not."""
+    if loops.is_inner:
+        is_split = loops.reduced > SPLIT_REDUCED_ELEMENTS and loops.kept < SPLIT_KEPT_ELEMENTS
+        return ceil(loops.reduced / SPLIT_REDUCED_ELEMENTS) if is_split else 1
+    is_split = loops.reduced > SPLIT_OUTER_ELEMENTS and loops.kept < SPLIT_OUTER_KEPT_ELEMENTS
+    return ceil(loops.reduced / SPLIT_OUTER_ELEMENTS) if is_split else 1
+
+
+def is_pointwise(role: Role) -> bool:
+    """Whether each element of the result follows from a few elements of the inputs, so that a reader can compute it."""
+    return role.joins_producers and role.joins_consumers and role.loops is None and not role.lists and role.repeats

@@ -6,18 +6,45 @@ from collections import defaultdict
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value
 from flopmeter.launch.fusion.grouping import Groups
-from flopmeter.records import Kernel, Storage, Trace
+from flopmeter.launch.fusion.parts import Part
+from flopmeter.records import Storage, Trace
+
+
+class Lifetimes:
+    """Which values of a trace have to be in memory when their graph has ended."""
+
+    def __init__(self, parts: list[Part], trace: Trace):
+        self._parts, self._storages = parts, trace.storages
+        self.last = {part.graph: part.place for part in parts}  # for each graph, the op of its last kernel
+        ends = [*(part.place for part in parts), len(trace.ops)][1:]
+        self._end = {part.graph: end for part, end in zip(parts, ends, strict=True)}  # and of the next one after it
+
+    def outlives_graph(self, value: Value) -> bool:
+        """Whether the value has to be in memory when its graph has ended.
+
+        What a Python object holds at that time is a result of the graph. A local variable of the forward function dies
+        with the function, before the next graph runs its first op. So does an output that the caller drops; but nobody
+        has read that one.
+        """
+        graph = self._parts[value.kernel].graph
+        if value.is_pinned:
+            return True
+        if value.touch.storage < 0:  # handed from part to part
+            return False
+        if value.overwritten_by is not None and self._parts[value.overwritten_by].graph == graph:
+            return False
+        died = self._storages[value.touch.storage].died
+        if died is None or died > self._end[graph]:
+            return True
+        return not value.readers and died > self.last[graph]
 
 
 class Traffic:
     """Who needs what from memory, in one trace."""
 
-    def __init__(self, kernels: list[Kernel], trace: Trace, graphs: list[int | None], flow: Flow, groups: Groups):
-        self._kernels, self._storages, self._graphs = kernels, trace.storages, graphs
-        self._flow, self._groups = flow, groups
-        places = _places(kernels, trace)
-        self._last = dict(zip(graphs, places, strict=True))  # for each graph, the op of its last kernel
-        self._end = dict(zip(graphs, [*places, len(trace.ops)][1:], strict=True))  # and of the next one after it
+    def __init__(self, parts: list[Part], trace: Trace, flow: Flow, groups: Groups):
+        self._storages, self._flow, self._groups = trace.storages, flow, groups
+        self.outlives_graph = Lifetimes(parts, trace).outlives_graph
 
     def of_group(self, members: list[int]) -> tuple[int, int]:
         """Bytes read and bytes written by the kernels as one."""
@@ -51,25 +78,6 @@ class Traffic:
         inside = self._groups.of(value.kernel)
         return any(self._groups.of(reader) != inside for reader in value.readers) or self.outlives_graph(value)
 
-    def outlives_graph(self, value: Value) -> bool:
-        """Whether the value has to be in memory when its graph has ended.
-
-        What a Python object holds at that time is a result of the graph. A local variable of the forward function dies
-        with the function, before the next graph runs its first op. So does an output that the caller drops; but nobody
-        has read that one.
-        """
-        graph = self._graphs[value.kernel]
-        if value.is_pinned:
-            return True
-        if value.touch.storage < 0:  # scratch
-            return False
-        if value.overwritten_by is not None and self._graphs[value.overwritten_by] == graph:
-            return False
-        died = self._storages[value.touch.storage].died
-        if died is None or died > self._end[graph]:
-            return True
-        return not value.readers and died > self._last[graph]
-
 
 class _Charges:
     """Bytes by storage: a kernel need not move more of one than there is."""
@@ -97,12 +105,3 @@ def _common(a: Touch, b: Touch) -> int:
     if b_is_dense and b.start <= a.start and a.stop <= b.stop:
         return a.nbytes
     return max(0, min(a.stop, b.stop) - max(a.start, b.start)) if a_is_dense and b_is_dense else 0
-
-
-def _places(kernels: list[Kernel], trace: Trace) -> list[int]:
-    """The place in the trace of each kernel's op."""
-    place = {id(op): index for index, op in enumerate(trace.ops)}
-    try:
-        return [place[id(kernel.op)] for kernel in kernels]
-    except KeyError:
-        raise ValueError("fuse() takes the kernels of the trace that is given with them: kernels_of(trace)") from None

@@ -1,0 +1,126 @@
+"""Element-wise values that inductor computes in each loop that reads them, rather than once in memory.
+
+As GraphLowering.run_node of torch/_inductor/graph.py decides it: a value goes to memory if a library reads it, if it is
+a result of the graph, if several loops read it and it takes more than four reads to compute, or if it takes more than
+eight. The loops of one kernel compute it once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flopmeter.launch.fusion.dataflow import Flow, Touch, flow_of
+from flopmeter.launch.fusion.parts import Part, fresh_storage
+from flopmeter.launch.fusion.roles import is_pointwise
+from flopmeter.launch.fusion.traffic import Lifetimes
+from flopmeter.records import Cost, Op, Trace
+from flopmeter.torch_names.operators import aten
+
+MOST_READS_SHARED = 4  # realize_reads_threshold in torch/_inductor/config.py
+MOST_READS = 8  # realize_acc_reads_threshold
+_STORED = aten.present("cat", "stack")  # each operand is written to its place
+
+
+def inlined(parts: list[Part], trace: Trace) -> list[Part]:
+    """The parts, with a copy of such a value before each that reads it."""
+    flow = flow_of(parts)
+    inline = _inlined(parts, flow, Lifetimes(parts, trace))
+    copies, made = Copies(), []
+    for reader, part in enumerate(parts):
+        if reader in inline:
+            continue
+        share = {reader: 1.0}  # of its elements that the reader wants, which may pick some of them
+        waiting, fresh = [-reader], {}
+        while waiting:
+            place = -heapq.heappop(waiting)
+            for touch, values in flow.reads[place]:
+                for value in values:
+                    if value.kernel in inline:
+                        if value.kernel not in share:
+                            heapq.heappush(waiting, -value.kernel)
+                            fresh[touch.storage] = fresh_storage()
+                        wanted = share[place] * touch.charged / touch.nbytes
+                        share[value.kernel] = max(share.get(value.kernel, 0.0), wanted)
+        for place in sorted(share):
+            copy = copies.of(parts[place], part, fresh, share[place])
+            made.append(copy._replace(is_inlined=place != reader))
+    return made
+
+
+class Copies:
+    """Of parts; the FLOPs of a part count in the first one alone."""
+
+    def __init__(self) -> None:
+        self._costs: dict[tuple[Cost, bool, float], Cost] = {}
+        self._seen: set[tuple[int, Cost]] = set()
+
+    def of(self, part: Part, reader: Part, renamed: Mapping[int, int], share: float = 1.0) -> Part:
+        """A part as it runs for the reader, with the storages renamed that it is handed there."""
+        key = (part.source, part.cost)
+        cost, is_again = part.cost, key in self._seen
+        self._seen.add(key)
+        if is_again or share < 1:
+            cost = self._costs.setdefault((cost, is_again, share), _copy(cost, is_again=is_again, share=share))
+        role = part.role if share == 1 else part.role._replace(elements=round(part.role.elements * share))
+        op = renamed_op(part.op, renamed)._replace(phase=reader.op.phase)
+        return Part(op, cost, role, part.source, reader.graph, reader.place)
+
+
+def renamed_op(op: Op, storages: Mapping[int, int]) -> Op:
+    if not any(storage in storages for storage in op.storages):
+        return op
+    return op._replace(storages=tuple(storages.get(storage, storage) for storage in op.storages))
+
+
+def _copy(cost: Cost, *, is_again: bool, share: float) -> Cost:
+    if share < 1:
+        reads, writes = (
+            tuple(region._replace(nbytes=round(region.nbytes * share)) for region in regions)
+            for regions in (cost.reads, cost.writes)
+        )
+        cost = replace(cost, reads=reads, writes=writes)
+    if is_again:
+        silent = tuple((name, 0) for name, _ in cost.flops_by_class)
+        cost = replace(cost, flops_by_class=silent, transcendentals=0)
+    return cost
+
+
+def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
+    """The places of the parts that no loop of their own computes."""
+    last_write: dict[tuple[int, int | None], int] = {}
+    writers: defaultdict[int, set[int]] = defaultdict(set)
+    for place, values in enumerate(flow.writes):
+        for value in values:
+            last_write[value.touch.storage, parts[place].graph] = place
+            writers[value.touch.storage].add(place)
+    found: set[int] = set()
+    leaves: dict[int, set[Touch]] = {}
+    for place, part in enumerate(parts):
+        if part.graph is None or not is_pointwise(part.role) or not flow.writes[place]:
+            continue
+        if part.op.call.func.overloadpacket in _STORED or any(
+            last_write.get((touch.storage, part.graph), -1) >= place for touch, _ in flow.reads[place]
+        ):
+            continue
+        values = flow.writes[place]
+        readers = {reader for value in values for reader in value.readers}
+        if len(writers[values[0].touch.storage]) > 1 or len({value.touch.storage for value in values}) > 1:
+            continue
+        if not readers or any(lifetimes.outlives_graph(value) for value in values):
+            continue
+        if not all(_joins(parts[reader], part) for reader in readers):
+            continue
+        leaves[place] = set()
+        for touch, made in flow.reads[place]:
+            inner = [value.kernel for value in made if value.kernel in found]
+            leaves[place] |= leaves[inner[0]] if inner else {touch}
+        if len(leaves[place]) <= (MOST_READS_SHARED if len(readers) > 1 else MOST_READS):
+            found.add(place)
+    return found
+
+
+def _joins(reader: Part, part: Part) -> bool:
+    return reader.role.joins_producers and reader.role.lists == 0 and reader.graph == part.graph

@@ -1,0 +1,121 @@
+"""What the stages of fusion hand to one another: the program's kernels, cut into the parts that inductor schedules.
+
+A statistical normalization is two parts or three: the statistics of its rows or channels (a reduction), what is done
+with them to each element (element-wise), and in backward the gradients of the weights (sums over the rows). They may
+end up in one kernel or in several. A part may also be a copy: what inductor computes again where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple
+
+import torch
+
+from flopmeter.launch.fusion.roles import Loops, Role, role_of, splits_of
+from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, Op, Region, TensorSpec, VectorWork
+
+MOST_SCRATCH = 16  # tensors that the kernels of one op hand to one another
+_PRIVATE = 1 + MOST_SCRATCH + 8  # statistics, scratch, and partial results
+_FRESH = count(-(10**9), -1)  # numbers of storages that no trace has, below those of its calls
+
+
+class Part(NamedTuple):
+    """A kernel of the program, a part of one, or a copy."""
+
+    op: Op  # its storages renamed where a copy hands something on
+    cost: Cost
+    role: Role
+    source: int  # the place of its kernel among the program's
+    graph: int | None
+    place: int  # in the trace, of the op where it runs
+    is_inlined: bool = False  # computed in the loops of the next part that is not
+
+
+def fresh_storage() -> int:
+    """Of a value that is in memory only if a kernel of the graph reads it there."""
+    return next(_FRESH)
+
+
+def parts_of(kernels: list[Kernel], graphs: list[int | None], places: list[int]) -> list[Part]:
+    """In the program's order."""
+    made: dict[tuple[Cost, bool], tuple[tuple[Cost, Role], ...]] = {}
+    own: dict[int, Op] = {}  # by op: with the storages that its parts hand to one another
+    parts = []
+    for source, (kernel, graph, place) in enumerate(zip(kernels, graphs, places, strict=True)):
+        op, cost, is_eager = kernel.op, kernel.cost, graph is None
+        if id(op) not in own:
+            own[id(op)] = op._replace(storages=(*op.storages, *(fresh_storage() for _ in range(_PRIVATE))))
+        if (cost, is_eager) not in made:
+            role, numbered = role_of(op.call, cost), _numbered(cost, len(op.storages))
+            apart = [(numbered, role)] if is_eager else _apart(op, numbered, role)
+            made[cost, is_eager] = tuple(stage for part in apart for stage in _stages(op, *part, is_eager))
+        parts += [Part(own[id(op)], *part, source, graph, place) for part in made[cost, is_eager]]
+    return parts
+
+
+def _numbered(cost: Cost, storages: int) -> Cost:
+    """With scratch numbered as further storages of the op, after one for statistics."""
+
+    def region(each: Region) -> Region:
+        if each.spec is None or each.spec.storage >= 0:
+            return each
+        return each._replace(spec=each.spec._replace(storage=storages - each.spec.storage))
+
+    regions = (*cost.reads, *cost.writes)
+    if all(each.spec is None or each.spec.storage >= 0 for each in regions):
+        return cost
+    return replace(cost, reads=tuple(map(region, cost.reads)), writes=tuple(map(region, cost.writes)))
+
+
+def _apart(op: Op, cost: Cost, role: Role) -> Iterable[tuple[Cost, Role]]:
+    """The parts of a normalization that has results for each element; other kernels are one part."""
+    x = op.call.inputs[0] if op.call.inputs else None
+    large = tuple(region for region in cost.writes if x and region.spec and region.spec.numel >= x.numel)
+    if x is None or role.loops is None or cost.op_class != NORMALIZATION or not large:
+        yield cost, role
+        return
+    kept = role.loops.kept
+    spec = TensorSpec((kept,), (1,), torch.float32, len(op.storages), 0, x.device)
+    statistics = Region(spec, spec.nbytes)
+    small = [region for region in cost.writes if region not in large]
+    of_weights = [each for each in small if role.loops.is_inner and each.spec and each.spec.numel != kept]
+    sums = tuple(region for region in small if region not in of_weights)
+    main = replace(cost, writes=(statistics, *sums), work=VectorWork(()))
+    yield main, Role(True, role.loops.is_inner, role.loops, kept)
+    silent = replace(cost, op_class=ELEMENTWISE, flops_by_class=((ELEMENTWISE, 0),), transcendentals=0)
+    if of_weights:
+        columns = max(region.spec.numel for region in of_weights if region.spec)
+        loops = Loops(columns, x.numel // max(columns, 1), False)
+        sums_of_columns = replace(silent, op_class=REDUCTION, writes=tuple(of_weights), work=VectorWork(()))
+        yield sums_of_columns, Role(True, False, loops, columns)
+    yield (
+        replace(silent, reads=(*cost.reads, statistics), writes=large),
+        Role(True, True, None, max(region.spec.numel for region in large if region.spec)),
+    )
+
+
+def _stages(op: Op, cost: Cost, role: Role, is_eager: bool) -> Iterable[tuple[Cost, Role]]:
+    """A reduction whose loops are split is two kernels or more: the first makes partial results, and one for each of
+    its results adds them up, with what follows."""
+    splits = splits_of(role.loops) if role.loops is not None else 1
+    if is_eager or role.loops is None or splits == 1 or any(region.spec is None for region in cost.writes):
+        yield cost, role
+        return
+    kept = role.loops.kept
+    results = [cost.writes] if cost.op_class == NORMALIZATION else [(region,) for region in cost.writes]
+    partials = []
+    for number, result in enumerate(results):
+        storage = len(op.storages) + 1 + MOST_SCRATCH + number
+        shape = (kept, splits, len(result))
+        assert result[0].spec is not None
+        spec = TensorSpec(
+            shape, (splits * len(result), len(result), 1), torch.float32, storage, 0, result[0].spec.device
+        )
+        partials.append(Region(spec, spec.nbytes))
+    yield replace(cost, writes=tuple(partials)), role._replace(joins_consumers=False)
+    silent = replace(cost, flops_by_class=((cost.op_class, 0),), transcendentals=0, work=VectorWork(()))
+    for partial, result in zip(partials, results, strict=True):
+        yield replace(silent, reads=(partial,), writes=tuple(result)), Role(True, True, Loops(kept, splits, True), kept)
