@@ -35,7 +35,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def own_node(operation: Any) -> Any:
-    """The FX node that a library call is of; None where inductor made it up."""
+    """The FX node from which a library call comes; None if inductor made the call up."""
     own = operation.get_origin_node()
     overload = getattr(operation, "op_overload", None)
     found = [own] if own is not None else [node for node in operation.origins if node.target is overload]
@@ -43,8 +43,8 @@ def own_node(operation: Any) -> Any:
 
 
 def op_without_node(operation: Any) -> OpOverload | None:
-    """The op of a library call that a pattern of inductor's put in the place of the program's ops, such as the matmul
-    with int8 weights; None where there is no op of aten's, or one that takes lists of tensors or writes into one."""
+    """The op of a library call that a pattern of inductor put in the place of the program's ops, such as the matmul
+    with int8 weights. None if there is no such op of aten, or if it takes lists of tensors or writes into one."""
     found = getattr(operation, "op_overload", None)
     if found is None:
         name = (getattr(operation, "python_kernel_name", None) or "").rpartition(".")[2]
@@ -56,7 +56,7 @@ def op_without_node(operation: Any) -> OpOverload | None:
 
 
 def is_work(node: Any) -> bool:
-    """Whether the node is an op that is no view."""
+    """Whether the node is an op other than a view."""
     return isinstance(node.target, OpOverload) and not is_view(node.target)
 
 
@@ -73,20 +73,20 @@ def least_steps(node: Any, origin: Origin, sizes: Callable[[Any], int]) -> int:
 
 
 def origin_without_node(call: Call) -> Origin:
-    """Of a library call that no node of the graph tells of: its module and source line are not known."""
+    """The origin of a library call that no node of the graph stands for: its module and source line are not known."""
     op_class, flops, transcendentals = _by_rule(call)
     nbytes = sum(spec.nbytes for spec in call.outputs)
     return Origin(call.name, op_class, flops, transcendentals, "", None, nbytes, is_recomputed=False)
 
 
 def uncounted_origin(operation: Any) -> Origin:
-    """Of a library call that has no op: a row of the report, since nobody knows its FLOPs."""
+    """The origin of a library call without an op. The report lists it, since its FLOPs are not known."""
     name = getattr(operation, "python_kernel_name", None) or type(operation).__name__
     return Origin(name, UNCOUNTED, (), 0, "", None, 0, is_recomputed=False)
 
 
 def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
-    """`call` is the node's, where the caller has it."""
+    """The origin of a node's work. `call` is the node's call, if the caller has it."""
     original = node.meta.get("original_aten")
     op_class, flops, transcendentals = _work(node, call)
     if op_class not in (CONTRACTION, UNCOUNTED) and _is_normalization(original):
@@ -144,7 +144,7 @@ def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, DataDependentError):
         if reads_nothing(node):
             return MOVEMENT, (), 0
-        return UNCOUNTED, (), 0  # an op of the compiler's own, in a form that no rule knows
+        return UNCOUNTED, (), 0  # an op of the compiler, in a form that no rule knows
 
 
 def _by_rule(call: Call) -> tuple[str, tuple[tuple[str, int], ...], int]:
@@ -190,7 +190,7 @@ def _is_normalization(original: Any) -> bool:
 
 
 def op_name(node: Any) -> str:
-    """Of the program's op, before it was decomposed."""
+    """The name of the program's op, before it was decomposed."""
     original = node.meta.get("original_aten")
     op = original if isinstance(original, OpOverload) else node.target
     name: str = op.overloadpacket.__name__

@@ -1,7 +1,7 @@
-"""What stands between torch.distributed and meta tensors, set aside while a world is open.
+"""Removes what keeps torch.distributed from running on meta tensors, while a world is open.
 
-Works around: DDP, FSDP2 and DTensor, which read values, or refuse parameters, that are on meta.
-Until: they take the meta device as one that programs run on.
+Works around: DDP, FSDP2 and DTensor read values that are on meta, or refuse parameters there.
+Until: they accept meta as a device that programs run on.
 
 Each patch says what the original does there. None changes which kernels or collectives run on a GPU.
 """
@@ -37,7 +37,7 @@ def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
             mock.patch.object(torch, "meta", meta_device(gpus_per_node, rank), create=True),
             # Programs ask for meshes of the device that they run on.
             mock.patch.object(DeviceMesh, "__init__", _on_meta(DeviceMesh.__init__)),
-            # FSDP2 refuses parameters on meta, which on a GPU somebody forgot to make.
+            # FSDP2 refuses parameters on meta, since on a GPU somebody would have forgotten to initialize them.
             mock.patch.object(private.FSDPParamGroup, "_validate_no_meta_params", _skip),
             # DDP compares the parameters' shapes among ranks, by values that meta tensors do not have.
             mock.patch.object(torch.nn.parallel.distributed, private.VERIFY_PARAMETERS, _skip),
@@ -102,7 +102,7 @@ def _check_sizes(whole: Tensor, part: Tensor, group: torch.ScriptObject) -> None
 
 
 def _done(tensors: list[Tensor]) -> torch.ScriptObject:
-    """The handle of a collective that has these results."""
+    """The handle of a finished collective that has these results."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
     handle: torch.ScriptObject = private.work_of_future(future).boxed()
@@ -110,7 +110,8 @@ def _done(tensors: list[Tensor]) -> torch.ScriptObject:
 
 
 def _waits_on_first_use(tensor: Tensor) -> Tensor:
-    """What the op does on devices. torch's own Meta kernel returns a plain tensor, and then the program never waits."""
+    """Waits when the result is first used, as on devices. torch's own Meta kernel returns a plain tensor, so the
+    program would never wait."""
     waiting: Tensor = private.functional_collectives.AsyncCollectiveTensor(tensor)
     return waiting
 
@@ -173,4 +174,4 @@ def _heard_resize(resize: Any) -> Any:
 
 
 def _skip(*args: Any) -> None:
-    """Instead of a check."""
+    """Takes the place of a check and does nothing."""

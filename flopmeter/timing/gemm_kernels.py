@@ -27,15 +27,15 @@ class GemmKernels(NamedTuple):
     depth_step_bytes: int  # bytes of a row of an operand that the main loop takes at a time
     latency_cycles: float  # once a kernel: its arguments, the first loads, the last stores
     wave_cycles: float  # once a wave: tiles start, and fill their pipeline of loads
-    memory_share: float  # of the bandwidth that a copy reaches, which the loads of operands reach
-    stores_each_tile: bool  # an SM writes a tile before it begins the next one; else it writes only the last one so
-    only_tiles: bool = True  # matrix units have no other way
+    memory_share: float  # the loads of operands reach this share of the bandwidth of a copy
+    stores_each_tile: bool  # an SM writes a tile before it begins the next one; else only the last write is not hidden
+    only_tiles: bool = True  # False: there are kernels without tiles too, which matrix units lack
 
 
 _CUBLAS_TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64))
 
 # Of vector units. Set on [NeuSight], where .2 to .3 for tiles and 1.5 to 3 for the overlap are equally good. Latency
-# was not measured: rows of less than 100 µs tell of the host there.
+# was not measured: rows of less than 100 µs there measure the host.
 SIMT = GemmKernels(
     tiles=((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (32, 128), (32, 32), (64, 16), (16, 64)),
     tile_exponent=0.2,
@@ -71,7 +71,7 @@ HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # computes while another waits. Set on [timm].
 CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles=True)
 
-_ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that `cp.async` came with
+_ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that brought `cp.async`
 _WARP_SPECIALIZED_MAJORS = (9, 10)  # data-centre Hopper and Blackwell; 12.0 has Ampere's `mma`
 _LEGACY_MMA_MAJORS = (9, 10, 12)  # whose full rate needs newer code than Ampere's
 
@@ -87,12 +87,12 @@ def legacy_mma_share(hardware: Hardware) -> float:
     return min(1.0, constants.LEGACY_MMA_FLOP_PER_CYCLE / flop_per_cycle)
 
 
-# What the instructions of Ampere's kernels (`mma`, m16n8k16, and `wmma`) are in the names of CUTLASS and cuDNN.
+# How CUTLASS and cuDNN name the instructions of Ampere's kernels (`mma`, m16n8k16, and `wmma`).
 _AMPERE_INSTRUCTIONS = ("16816", "161616")
 
 
 def as_found_by(kernel_name: str, hardware: Hardware) -> Hardware:
-    """The device to the kernel of a library that has this name. cuBLAS takes Ampere's kernels on Hopper too, for small
+    """The device as a library kernel of this name sees it. cuBLAS takes Ampere's kernels on Hopper too, for small
     products until its version 12.8."""
     capability = hardware.compute_capability
     is_newer = capability is not None and capability[0] in _WARP_SPECIALIZED_MAJORS

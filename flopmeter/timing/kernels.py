@@ -58,8 +58,8 @@ class Price(NamedTuple):
 
 
 def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: float = 0.0) -> Price:
-    """Raises HardwareError where the device lacks the kernel's dtype. `cached_bytes`: of the kernel's bytes, those that
-    the L2 cache holds from kernels before it.
+    """The price of a kernel. `cached_bytes`: how many of its bytes the L2 cache holds from earlier kernels. Raises
+    HardwareError if the device lacks its dtype.
 
     No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its other bytes
     at the spec bandwidth.
@@ -85,7 +85,7 @@ def _unit(dtype: str, peak: Peak) -> str:
 def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cached_bytes: float) -> tuple[Busy, str]:
     """The time of a kernel's matmuls, and the kind of kernel that runs them."""
     library = gemm_kernels(hardware, peak, convolves=isinstance(work, ConvolutionWork))
-    if isinstance(work, FormulaWork):  # taken as a matmul that fills the device
+    if isinstance(work, FormulaWork):  # timed like a matmul that fills the device
         compute = 2 * work.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, library.overlap_exponent)), "product"
@@ -128,7 +128,8 @@ def _convolution(
 
 
 def _aligned(cost: Cost, work: _Products, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
-    """With the operands as they are; or, if it is faster and compiled code may, on copies with aligned rows."""
+    """The time with the operands as they are or, if that is faster and compiled code may do it, on copies with aligned
+    rows."""
     share = alignment_share(work.alignment_bytes)
     as_they_are, kind = _sum_of_matmuls(work, moved, rates.slowed(share))
     may_pad = isinstance(work, MatmulWork) and work.may_pad
@@ -155,7 +156,8 @@ def _sum_of_matmuls(work: _Products, moved: MatmulBytes, rates: Rates) -> tuple[
 
 
 def _in_steps(recurrence: Recurrence, together: Busy, moved: MatmulBytes, rates: Rates) -> Busy:
-    """No faster than one step after the other, with the weights kept on the chip."""
+    """The time of a recurrent kernel: no less than that of its steps one after another, with the weights kept on the
+    chip."""
     on_chip = MatmulBytes(0.0, 0.0, moved.item_bytes)
     of_step = [price_matmul(shape, on_chip, rates).compute_seconds for shape in recurrence.matmuls]
     compute = recurrence.steps * sum(of_step)
@@ -199,8 +201,8 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
 
 
 def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tuple[float, float]:
-    """How long the first rows (or elements) wait for memory and for each other's results, which no other work hides,
-    and all rows after them, if they had to wait as long."""
+    """Two times: how long the first rows (or elements) wait for memory and for each other's results, which no other
+    work hides; and how long all later rows would, if each waited as long."""
     access = access_seconds(cached_share, hardware)
     first, others = access, 0.0
     for rows in work.rereads:

@@ -20,7 +20,7 @@ class Rates(NamedTuple):
     """What a device sustains for one kind of matmul, and the kernels that run it."""
 
     flop_per_s: float  # of a large, well-shaped one
-    issue_flop_per_s: float  # of main loops, if power does not limit the clock: the larger of both
+    issue_flop_per_s: float  # the rate of main loops when power does not limit the clock; at least `flop_per_s`
     bytes_per_s: float
     sm_count: int
     clock_hz: float
@@ -28,24 +28,24 @@ class Rates(NamedTuple):
 
     @property
     def cache_bytes_per_s(self) -> float:
-        """From and to the L2 cache."""
+        """Bandwidth from and to the L2 cache."""
         return constants.MATMUL_CACHE_BYTES_PER_CYCLE * self.sm_count * self.clock_hz
 
     def slowed(self, share: float) -> Rates:
-        """With this share of the arithmetic rates."""
+        """The same with the arithmetic rates times `share`."""
         return self._replace(flop_per_s=self.flop_per_s * share, issue_flop_per_s=self.issue_flop_per_s * share)
 
 
 class MatmulBytes(NamedTuple):
-    """What a kernel moves: from and to memory (a byte from the cache counts as the part of one that takes as long), how
-    much of all that it writes, and the bytes of an element of its operands."""
+    """The bytes that a kernel moves from and to memory (a byte from the cache counts as the part of a byte from memory
+    that takes as long), the bytes that it writes, and the bytes of an operand's element."""
 
     memory_bytes: float
     written_bytes: float
     item_bytes: float
 
     def share(self, parts: int) -> MatmulBytes:
-        """Of each of several matmuls in one kernel."""
+        """The bytes of each of several matmuls in one kernel."""
         return self._replace(memory_bytes=self.memory_bytes / parts, written_bytes=self.written_bytes / parts)
 
 
@@ -60,13 +60,13 @@ class Busy(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it; no kernel takes less than the device's kernel floor beside."""
+        """All of it, without the device's kernel floor."""
         return self.work_seconds + self.latency_seconds
 
 
 @functools.cache
 def _tiles(kernels: GemmKernels, least_side: int) -> list[tuple[int, int, float]]:
-    """Tiles of at least such sides, each with its share of the full tile's rate."""
+    """The family's tiles with sides of at least `least_side`, each with its share of the full tile's rate."""
     return [
         (rows, columns, min(1.0, rows * columns / constants.FULL_TILE_ELEMENTS) ** kernels.tile_exponent)
         for rows, columns in kernels.tiles
@@ -104,7 +104,7 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
             way = _in_waves(tiles * slices, _Tile(rows * columns, share, stored), depth, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             if k <= slices * constants.LEAST_SLICE_DEPTH:
-                break  # more slices would be no shallower
+                break  # more slices would not be shallower
     return fastest(ways)
 
 
@@ -137,7 +137,7 @@ def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates:
 class _Tile(NamedTuple):
     elements: int
     rate_share: float  # of the rate of a full tile
-    stored_bytes: float  # of a tile that no edge cuts
+    stored_bytes: float  # those of a tile that no edge cuts
 
 
 def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
@@ -158,14 +158,14 @@ def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: 
 
 
 def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
-    """With the time to write the partial sums of all slices, and to read and add them in another kernel."""
+    """Adds the time to write the partial sums of all slices, and to read and add them in another kernel."""
     seconds = 2 * constants.PARTIAL_SUM_BYTES * partial_sums / rates.bytes_per_s
     extra = seconds + constants.SPLIT_K_CYCLES / rates.clock_hz
     return way._replace(memory_seconds=way.memory_seconds + seconds, work_seconds=way.work_seconds + extra)
 
 
 def fastest(ways: Iterable[Busy]) -> Busy:
-    """What a library chooses of several ways to do the same."""
+    """The fastest of several ways to do the same, which a library chooses."""
     return min(ways, key=lambda busy: busy.work_seconds)
 
 

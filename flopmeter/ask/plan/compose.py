@@ -24,16 +24,16 @@ from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 Bound = Literal["compute", "memory", "communication", "overhead", "bubble"]
 GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in fp32
-STATE_BYTES = 16  # of a parameter of the shard: it, its gradient, and Adam's two averages, all in fp32
+STATE_BYTES = 16  # of a parameter in the shard: itself, its gradient, and Adam's two averages, all in fp32
 # Streams of FSDP2, beside the one that computes.
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
-ROUNDS = 2  # of the pipeline's length: from so many microbatches on a step grows by the same time for each
+ROUNDS = 2  # multiples of the pipeline's length: from this number of microbatches on, each adds the same time to a step
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A step of one split. Of the rank of the pipeline that has the most to do, but for memory."""
+    """A step of one split: the figures of the rank of the pipeline that has the most to do, except for memory."""
 
     seconds: float
     seconds_by_bound: Mapping[Bound, float]
@@ -43,7 +43,7 @@ class Composed:
 
 
 class SplitWork(NamedTuple):
-    """What is composed, and on what."""
+    """One split of the work, the costs of its layers, and the machine."""
 
     split: Split
     kinds: Sequence[int]  # of each layer
@@ -57,7 +57,7 @@ class SplitWork(NamedTuple):
         return self.batch // self.split.replicas // self.split.microbatch
 
     def parts(self, stage: int) -> list[PartCost]:
-        """Of that stage of the pipeline, in order."""
+        """The parts of that stage of the pipeline, in order."""
         counts = layers_by_stage(len(self.kinds), self.split.stages)
         start = sum(counts[:stage])
         parts = [self.costs.layers[kind] for kind in self.kinds[start : start + counts[stage]]]
@@ -80,7 +80,8 @@ class SplitWork(NamedTuple):
 
 
 def layers_by_stage(layers: int, stages: int) -> list[int]:
-    """As even as can be; of the stages, the last and the first, which have other work too, get the fewer."""
+    """The layers of each stage, as evenly as possible. The last and the first stage have other work too, so they get
+    fewer if it does not come out even."""
     least, more = divmod(layers, stages)
     if not least and layers < stages:
         raise ValueError(f"{layers} layers are too few for {stages} stages")
@@ -115,8 +116,8 @@ def compose(work: SplitWork) -> Composed:
 
 
 def least_seconds(work: SplitWork) -> float:
-    """No step of that split takes less: what the busiest rank computes, while the first and the last microbatch are
-    on the other ranks."""
+    """A lower bound of the step: what the busiest rank computes, and the time in which the first and the last
+    microbatch are on other ranks."""
     split = work.split
     ranks = [list(itertools.chain(*work.chunks(rank))) for rank in range(split.pp)]
     own = [sum(part.forward.seconds + part.backward.seconds for part in parts) for parts in ranks]
@@ -136,7 +137,7 @@ def _longer(fewer: Shares, more: Shares, times: float) -> Shares:
 
 
 def _simulated(work: SplitWork, microbatches: int) -> Shares:
-    """The wall-clock of the rank that has the most to do, by what it goes to."""
+    """The wall-clock of the rank that has the most to do, divided by cause."""
     ranks = {number: _RankOfSplit(work, number, microbatches) for number in range(work.split.pp)}
     stretches = run_concurrently({rank.world_rank: rank.activities for rank in ranks.values()})
     shares = [rank.shares(stretches[rank.world_rank]) for rank in ranks.values()]
@@ -257,7 +258,7 @@ class _RankOfSplit:
         self._scatters = [*self._last_scatter, *after]
 
     def _receive(self, each: Pass) -> tuple[int, ...]:
-        """What the pass needs of a neighbour."""
+        """The message from a neighbour that the pass needs."""
         if each.kind == "weights":
             return ()
         stage = each.chunk * self._split.pp + self._rank
@@ -318,7 +319,7 @@ class _RankOfSplit:
     # --- what came of it ---
 
     def shares(self, stretches: list[Stretch]) -> Shares:
-        """Until this rank has ended, by what the computing stream does or waits for."""
+        """The time until this rank has ended, divided by what the computing stream does or waits for."""
         shares: Shares = dict.fromkeys(("compute", "memory", "communication", "overhead", "bubble"), 0.0)
         end = 0.0
         for number, (activity, cost, stretch) in enumerate(zip(self.activities, self._costs, stretches, strict=True)):
@@ -340,7 +341,7 @@ class _RankOfSplit:
 
 
 def most_memory_bytes(work: SplitWork) -> int:
-    """Of the fullest rank."""
+    """Memory of the rank that needs the most."""
     return max(memory_bytes(work, rank) for rank in range(work.split.pp))
 
 

@@ -22,7 +22,7 @@ from flopmeter.meter import FlopMeter, Mode
 from flopmeter.records import DEFAULT_STREAM, Op
 from flopmeter.report.report import Report
 
-BEFORE, AFTER = -1, -2  # in the place of a layer's number: the embedding; the norm, the head and the loss
+BEFORE, AFTER = -1, -2  # instead of a layer's number: the embedding; and the norm, the head and the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PartCost(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """All that splits of one shape need to know."""
+    """Everything that the splits of one shape need to know."""
 
     layers: Mapping[int, PartCost]  # by kind
     before: PartCost
@@ -146,7 +146,7 @@ def _watch_boundary(block: nn.Module) -> list[int]:
 
 
 def _optimizer(block: nn.Module, job: LayersJob) -> float:
-    """Of one layer's parameters in fp32, whole; that of a shard is taken to be its share."""
+    """Optimizer seconds for each parameter, from a whole layer in fp32; a shard is assumed to take its share."""
     shards = [torch.empty(_local(each).shape, device="meta", requires_grad=True) for each in block.parameters()]
     step = optimizer_step(shards)
     for _ in range(2):  # the first one makes the state
@@ -206,7 +206,7 @@ class _PartsOfReport:
         return {part: sum(trace.storages[each].nbytes for each in held) for part, held in found.items()}
 
     def _spans(self) -> Iterator[tuple[int, PassKind, PassCost]]:
-        """The computing stream, cut where a kernel ends: what goes before a kernel is that kernel's."""
+        """The computing stream, cut at the end of each kernel: the wait before a kernel belongs to that kernel."""
         report, place = self._report, _Place(self._prefix)
         end = 0.0
         for kernel, timing, hidden in zip(report.kernels, report.timings, self._hidden, strict=True):
@@ -236,8 +236,8 @@ class _PartsOfReport:
             end = timing.end_seconds
 
     def _memory(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Of each part, what it made in its forward pass that is alive when the loss has been computed; and the most
-        that is alive beside activations while it runs."""
+        """For each part, the bytes from its forward pass that are alive when the loss has been computed, and the most
+        bytes that are alive beside activations while it runs."""
         memory, place = self._report.memory, _Place(self._prefix)
         ops = memory.trace.ops
         parts = [place(op.module, op.phase)[0] for op in ops]

@@ -34,7 +34,7 @@ from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 How = Literal["composed", "whole"]
-USUAL_LENGTH = 8192  # tokens of a sequence, where nobody says it and the model takes as many
+USUAL_LENGTH = 8192  # tokens of a sequence, if nobody says it and the model takes as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class SplitRow:
         return f"{sequences}, {kept[split.recompute]}{schedule[split.schedule]}{stages}"
 
     def share(self, bound: Bound) -> float:
-        """Of the step."""
+        """The share of the step."""
         return self.seconds_by_bound[bound] / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,11 +121,11 @@ class ParallelPlan(Shown):
 
     @property
     def best(self) -> SplitRow | None:
-        """The fastest that fits; None where nothing does."""
+        """The fastest split that fits; None if none does."""
         return next((row for row in self.rows if row.fits is not False), None)
 
     def with_note(self, note: str) -> ParallelPlan:
-        """The same with a line more under the table; an empty one adds none."""
+        """The same with one more line under the table; an empty note adds none."""
         return replace(self, notes=(*self.notes, note)) if note else self
 
     def _document(self) -> Document:
@@ -256,7 +256,7 @@ def plan(
     )
 
 
-_Runner = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]  # gives what a function makes of each job
+_Runner = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]  # runs a function on each job
 
 
 class _Found(NamedTuple):
@@ -278,7 +278,7 @@ class _Search:
         self.considered = self.fitting = 0
 
     def best(self, wishes: Mapping[str, tuple[object, ...]], rows: int, run: _Runner) -> list[_Found]:
-        """The fastest that fit, else those that need the least memory."""
+        """The fastest splits that fit, else those that need the least memory."""
         candidates = list(splits(self._bounds, wishes))
         self.considered = len(candidates)
         if not candidates:
@@ -303,7 +303,7 @@ class _Search:
         return self._bounds.length, self._device, self._cluster, self._mode, self._meter_options
 
     def _may_fit(self, split: Split) -> bool:
-        """Whether the state alone does."""
+        """Whether parameters, gradients and optimizer state alone fit."""
         share = split.tp * split.pp * split.shards
         return self._usable is None or STATE_BYTES * self._subject.parameters / share <= self._usable
 
@@ -338,8 +338,8 @@ class _Search:
 
 
 def _fastest(works: list[SplitWork], rows: int) -> list[_Found]:
-    """Put together in the order of what they take at least, until no other one can be among the fastest. Of splits
-    that only share replicas otherwise between dp and fsdp there is the fastest."""
+    """The fastest splits. They are composed in the order of their lower bounds, until no other one can be among the
+    fastest. Of splits that differ only in how replicas are divided between dp and fsdp, only the fastest is kept."""
     best: dict[object, _Found] = {}
     for least, work in sorted(((least_seconds(work), work) for work in works), key=lambda pair: pair[0]):
         found = sorted(best.values(), key=lambda each: each.step.seconds)[:rows]

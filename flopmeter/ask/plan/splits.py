@@ -48,7 +48,7 @@ class Split:
 
     @property
     def replicas(self) -> int:
-        """Ranks that work on other sequences."""
+        """How many groups of ranks work on sequences of their own."""
         return self.dp * self.fsdp
 
     @property
@@ -62,7 +62,7 @@ class Split:
 
     @property
     def shape(self) -> Shape:
-        """What decides the shapes of a layer's tensors."""
+        """The part of a split that decides the shapes of a layer's tensors."""
         return Shape(self.tp, self.cp, self.ep, self.microbatch, self.recompute)
 
     @property
@@ -123,7 +123,7 @@ _CHOICES = {"recompute": get_args(Recompute), "schedule": get_args(ScheduleName)
 
 
 def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
-    """Values that each name may have. Raises PlanError for a name or a value that is none."""
+    """The values that each name may have. Raises PlanError for an unknown name or value."""
     wishes = {}
     for name, wanted in only.items():
         if name not in WISHES:
@@ -140,7 +140,7 @@ def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
 
 
 def splits(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[Split]:
-    """All that divide the work evenly and are known to make sense, of those that `wishes` allows."""
+    """All splits that `wishes` allows, that divide the work evenly, and that are known to make sense."""
     for split in _all(bounds, wishes):
         if all(getattr(split, name) in values for name, values in wishes.items()):
             yield split
@@ -164,7 +164,7 @@ def _all(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[S
 
 
 def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
-    """Within a node, unless somebody wishes for more."""
+    """Sizes of tensor parallelism: within a node, unless somebody wishes for more."""
     if bounds.heads is None:
         return [1]
     most = bounds.world if "tp" in wishes else bounds.gpus_per_node
@@ -172,7 +172,8 @@ def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[in
 
 
 def _context(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
-    """Each rank has two parts of the sequence, an early and a late one, so that masks leave all the same work."""
+    """Sizes of context parallelism. Each rank has two parts of the sequence, an early and a late one, so that a causal
+    mask leaves all ranks the same work."""
     least = 2 if "cp" in wishes else LEAST_LENGTH
     return [cp for cp in divisors(bounds.length // 2) if cp == 1 or bounds.length // cp >= least]
 
@@ -189,8 +190,8 @@ def _experts(bounds: Bounds, shards: int, cp: int, wishes: Mapping[str, tuple[ob
 
 
 def _schedules(bounds: Bounds, pp: int, microbatches: int, recompute: Recompute) -> Iterator[tuple[ScheduleName, int]]:
-    """Fewer microbatches than stages leave most of a pipeline empty. Layers that are recomputed make the gradients of
-    weights and inputs together."""
+    """Schedules of a pipeline. With fewer microbatches than stages most of it would be empty. Layers that are
+    recomputed make the gradients of weights and inputs together."""
     if pp == 1:
         yield "none", 1
         return
@@ -208,7 +209,7 @@ def _schedules(bounds: Bounds, pp: int, microbatches: int, recompute: Recompute)
 
 
 def _gathers(pp: int, shards: int, microbatches: int) -> tuple[GatherTime, ...]:
-    """Where there is a choice: a pipeline that gathered for each microbatch would wait for it at each."""
+    """When FSDP may gather. A pipeline gathers once a step, since it would have to wait for each gather."""
     if pp > 1 or shards == 1:
         return ("step",)
     return ("microbatch",) if microbatches == 1 else ("microbatch", "step")

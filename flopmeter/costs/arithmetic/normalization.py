@@ -33,7 +33,8 @@ AMD_SOFTMAX_THREADS = 1024
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025) are flat from 250 to 450, on five
 # cards; image models on RTX 3090 and 4090 (pytorch-image-models, results/) ask for 300.
 OPERATIONS_TO_COMBINE = 350
-# And those on each of its elements: the mean and the sum of squares so far, with a reciprocal (cuWelfordOnlineSum).
+# Operations of a thread on each of its elements: it updates the mean and the sum of squares, with a reciprocal
+# (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
 
 
@@ -186,7 +187,7 @@ def _with_given_statistics(call: Call, flops: int) -> Cost:
 
 
 def _is_training(call: Call) -> bool:
-    """The no-training overloads have no such argument."""
+    """Whether the batch's statistics are used. The no-training overloads have no such argument."""
     packet = call.func.overloadpacket
     if packet is aten._batch_norm_with_update:
         return True

@@ -12,9 +12,9 @@ backward) and what a Python object still holds after the graph has ended: a resu
 reads counts as a result if it outlived the graph's last kernel, so that a program may drop its output.
 FLOPs are conserved: what is computed again counts once, and adds only the bytes that it reads.
 
-Simplifications against inductor. The bias of an addmm stays with the matmul (inductor may move it into the
-element-wise kernel that follows; its bytes are a vector's). Foreach ops on lists of one length become one kernel
-(inductor splits it at 250 arguments, as eager PyTorch splits its own), and none with an op on single tensors.
+Simplifications against inductor. The bias of an addmm stays with the matmul (inductor may move it into the element-wise
+kernel that follows; its bytes are a vector's). Foreach ops on lists of one length become one kernel (inductor splits it
+at 250 arguments, as eager PyTorch splits its own); they do not fuse with ops on single tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     costs: dict[tuple[tuple[Cost, ...], int, int], Cost] = {}
     libraries: dict[Cost, Cost] = {}
     taken_in = casts_inside(parts, flow, groups, traffic)
-    casts: dict[int, list[list[int]]] = {}  # the groups that a product takes in, by its place
+    casts: dict[int, list[list[int]]] = {}  # by matmul: the groups of casts that it does itself
     fused = []
     for group in groups.in_order():
         members = sorted(group, key=lambda member: parts[member].source)
@@ -115,8 +115,8 @@ def _places(kernels: list[Kernel], trace: Trace) -> list[int]:
 def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) -> Cost:
     """One kernel of inductor's for all parts. FLOPs keep their classes, those of the kernel's own class first.
 
-    What is particular to eager kernels goes: how they walk memory, serial loops, index arithmetic (in a compiled kernel
-    sizes are constants). Second reads stay, of rows too long to be held.
+    Some traits of eager kernels are dropped: how they walk memory, serial loops, index arithmetic (in a compiled kernel
+    sizes are constants). Second reads of rows too long for registers stay.
     """
     main = max(parts, key=lambda part: part.bytes)
     has_statistics = any(part.op_class in (NORMALIZATION, REDUCTION) for part in parts)
@@ -155,7 +155,7 @@ def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
 
 
 def _class_of(parts: tuple[Cost, ...]) -> str | None:
-    """What makes a kernel slow first; None where it only moves, gathers or draws."""
+    """The class that slows the kernel most; None if it only moves, gathers or draws random numbers."""
     classes = {part.op_class for part in parts}
     return next((name for name in (NORMALIZATION, REDUCTION, ELEMENTWISE) if name in classes), None)
 

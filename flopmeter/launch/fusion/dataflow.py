@@ -1,7 +1,7 @@
 """Which kernel reads what another wrote: regions of storages, so that views and in-place ops come out right.
 
-Two regions of a storage conflict where their spans of bytes overlap. That may join what is apart (the even and
-the odd columns of one tensor), never the other way round.
+Two regions of a storage conflict where their spans of bytes overlap. So regions may seem to conflict that do not (the
+even and the odd columns of one tensor), but no conflict is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Touch(NamedTuple):
     start: int
     stop: int
     nbytes: int  # of its distinct elements: less than the span where the region has gaps
-    charged: int  # how many of these the kernel's cost holds (a gather: the rows that it reads)
+    charged: int  # how many of these the kernel's cost charges (a gather: the rows that it reads)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +115,7 @@ def _write(flow: Flow, storages: defaultdict[int, _Followed], index: int, touch:
     befores += [reader for read, reader in followed.readers if is_crowded or _overlap(read, touch)]
     followed.readers = [] if is_crowded else [entry for entry in followed.readers if not _covers(touch, entry[0])]
     followed.last_reader = {}
-    if is_crowded:  # the newest value stands for the whole: what comes after it comes after all
+    if is_crowded:  # the newest value stands for the whole storage: what comes after it comes after all
         spans = [touch, *(old.touch for old in followed.values)]
         value.touch = touch._replace(start=min(t.start for t in spans), stop=max(t.stop for t in spans))
     followed.values = [*remaining, value]
@@ -127,7 +127,7 @@ def _overlap(a: Touch, b: Touch) -> bool:
 
 
 def _covers(a: Touch, b: Touch) -> bool:
-    """Whether writing `a` leaves nothing of `b`: all of `a` is written, and it has no gaps or is the same region."""
+    """Whether writing `a` overwrites all of `b`: all of `a` is written, and it has no gaps or is the same region."""
     if a.charged < a.nbytes:
         return False
     if (a.start, a.stop) == (b.start, b.stop):
@@ -136,7 +136,7 @@ def _covers(a: Touch, b: Touch) -> bool:
 
 
 def _touches(regions: Iterable[Region]) -> tuple[Touch, ...]:
-    """The spans of the tensors; bytes of no tensor are an eager kernel's own affair."""
+    """The spans of the tensors. Bytes that belong to no tensor concern only the eager kernel."""
     return tuple(_touch(region.spec, region.nbytes) for region in regions if region.spec and region.spec.nbytes)
 
 

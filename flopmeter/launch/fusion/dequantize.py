@@ -29,7 +29,7 @@ _NARROW = (torch.int8, torch.uint8)  # two numbers of 4 bits share an element
 
 
 def casts_inside(parts: list[Part], flow: Flow, groups: Groups, traffic: Traffic) -> dict[int, int]:
-    """For each group that casts a weight, the place of the matmul that does the cast itself."""
+    """For each group that only casts a weight, the matmul that does the cast itself."""
     members: dict[int, list[int]] = {}
     for place in range(len(parts)):
         members.setdefault(groups.of(place), []).append(place)
@@ -46,7 +46,7 @@ def casts_inside(parts: list[Part], flow: Flow, groups: Groups, traffic: Traffic
 
 
 def with_cast(product: Cost, cast: Iterable[Cost], bytes_read: int, bytes_written: int) -> Cost:
-    """The matmul's kernel, which reads what the cast read instead of what it wrote."""
+    """The matmul's kernel when it does the cast: it reads the input of the cast instead of its output."""
     left = bytes_written
     reads = []
     for region in product.reads:
@@ -68,7 +68,7 @@ def _has_few_rows(cost: Cost) -> bool:
 
 
 def _is_cast(members: list[int], parts: list[Part], flow: Flow) -> bool:
-    """Whether a group only makes a wide tensor of a narrow one: element-wise, and its largest input is narrow."""
+    """Whether a group only casts a narrow tensor to a wide one: it is element-wise, and its largest input is narrow."""
     if any(flow.roles[member] is OPAQUE or flow.roles[member].loops for member in members):
         return False
     inputs = [spec for member in members for spec in parts[member].op.call.inputs]

@@ -34,11 +34,11 @@ class Loops(NamedTuple):
 class Role(NamedTuple):
     """What an op may share its kernel with."""
 
-    joins_producers: bool  # with what computes its inputs
-    joins_consumers: bool  # with what reads its outputs
+    joins_producers: bool  # with the kernels that compute its inputs
+    joins_consumers: bool  # with the kernels that read its outputs
     loops: Loops | None = None
     elements: int = 0  # that it computes
-    lists: int = 0  # of so many tensors each, in a foreach op
+    lists: int = 0  # how many tensors each list of a foreach op has
     repeats: bool = True  # computed again it is the same: no random numbers
 
     @property
@@ -125,8 +125,8 @@ def role_of(call: Call, cost: Cost) -> Role:
 
 
 def _is_for_library(cost: Cost) -> bool:
-    """A copy that a library's kernel reads, such as that of a slice for a convolution. It stays apart: so the
-    published compiled times of mixnet, res2net and cspresnet (timm) fit better."""
+    """A copy that a library's kernel reads, such as that of a slice for a convolution. It does not fuse: then the
+    published compiled times of mixnet, res2net and cspresnet (timm) are predicted better."""
     written = [region.spec for region in cost.writes if region.spec is not None]
     return bool(written) and all(spec.storage < 0 for spec in written)
 
@@ -139,7 +139,7 @@ def _takes_lists(call: Call) -> bool:
 
 
 def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | None:
-    """None where statistics are given, as in a batch norm in evaluation: that is element-wise."""
+    """None if the statistics are given, as for a batch norm in evaluation, which is element-wise."""
     names = {argument.name for argument in call.func._schema.arguments}
     x = call.inputs[0]
     if "dim" in names:
@@ -170,7 +170,8 @@ def _elements_read(region: Region) -> int:
 
 
 def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
-    """Over the dimensions that the op is told; else over all, or all but the channels where each has a result."""
+    """The loops run over the dimensions that the op is given; without any over all, or all but the channels if each
+    channel has a result."""
     names = {argument.name for argument in call.func._schema.arguments}
     dims = call.argument("dim") if "dim" in names else None
     if isinstance(dims, int):
