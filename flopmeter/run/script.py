@@ -152,7 +152,7 @@ def _about_import(error: ImportError) -> str:
     name = (error.name or "").partition(".")[0]
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and not _is_there(name):
         return f"install it in the environment that runs flopmeter (pip install {name})"
     if "shared object" in str(error) or "undefined symbol" in str(error):
         return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"
