@@ -1,8 +1,8 @@
 """Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, measured, unit, ...).
 
-Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill and decoding) and
-of gpt-fast (decoding), the steps of build-nanogpt's GPT-2 124M, image models of transformers' docs, and NVIDIA's
-ResNet-50.
+Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill, decoding and
+training) and of gpt-fast (decoding), the steps of build-nanogpt's GPT-2 124M, image models of transformers' docs, and
+NVIDIA's ResNet-50.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import llama_of_transformers
 import torch
+from llama_of_transformers import tokens
 from measured_programs import GptFastLlama, Int4Linear, Int8Linear, NanoGPT, quantise
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from validate import Line, Row, roofline_seconds
 
@@ -36,7 +37,7 @@ LIMITS_W = {"HF optimum-benchmark": 275}
 # Of transformers' docs: T4, V100 and A100 in a cloud, whose virtual Xeons are slower than a DGX's CPU; torch 2.0.1.
 CLOUD_WITH_TORCH_2_0 = Host(relative_time=1.4, triton_launch_seconds=14e-6, source="a cloud's Xeon, torch 2.0")
 QUANTISED: dict[str, type[Int8Linear | Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}  # gpt-fast's layers
-Metered = tuple[FlopMeter, float]  # and how many units of the line's measure a run makes (tokens; 1 for a time)
+Metered = tuple[FlopMeter, float]  # and how many tokens or samples a run makes; 1 where the line has a time
 
 
 def runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
@@ -45,8 +46,18 @@ def runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
     for line in csv.DictReader(path.open()):
         meter = _meter(line)
         if meter is not None:
-            tables.setdefault(f"{line['model']}, {line['workload'].split()[0]}", []).append(_row(line, meter))
+            tables.setdefault(_title(line), []).append(_row(line, meter))
     yield from tables.items()
+
+
+def _title(line: Line) -> str:
+    attention = _attention(line["other_config"])
+    return ", ".join((line["model"], line["workload"].partition(" (")[0], *filter(None, [attention])))
+
+
+def _attention(config: str) -> str:
+    """How attention ran, where the line says it."""
+    return next((name for name in ("eager attention", "BetterTransformer", "FlashAttention-2") if name in config), "")
 
 
 def uses_transformers(path: Path) -> bool:
@@ -55,7 +66,7 @@ def uses_transformers(path: Path) -> bool:
 
 
 def _row(line: Line, metered: Metered) -> Row:
-    meter, tokens = metered
+    meter, units = metered
     device = _device(line)
     mode = _mode(line)
     report = meter.report(hardware=device, mode=mode)
@@ -66,7 +77,7 @@ def _row(line: Line, metered: Metered) -> Row:
     return Row(
         group=line["mode"],
         gpu=line["gpu"],
-        measured=tokens / figure if line["unit"].startswith("tokens") else figure * 1e-3,
+        measured=units / figure if line["unit"].split()[0].endswith("/s") else figure * 1e-3,
         predicted=report.seconds,
         low=bounds.low,
         high=bounds.high,
@@ -120,16 +131,14 @@ def _meter(line: Line) -> Metered | None:
     return program(line) if program else None
 
 
-def _llama(line: Line) -> Metered | None:
-    if "eager attention" not in line["other_config"] or not line["workload"].startswith(("prefill", "decode")):
-        return None
-    batch, prompt = int(line["batch"]), 256
-    model = _llama_2_7b(torch.float16, "eager")
-    if line["workload"].startswith("decode"):
-        return _next_token(model, line, batch, cached=2 * prompt)
-    with torch.inference_mode(), FlopMeter(_device(line)) as meter:
-        model(input_ids=_tokens(batch, prompt), use_cache=False).logits.float()  # in 4.35 a first cache took no copy
-    return meter, 1
+def _llama(line: Line) -> Metered:
+    batch, workload = int(line["batch"]), line["workload"]
+    if workload.startswith("train"):
+        return llama_of_transformers.training_step(_device(line), batch, lora="LoRA" in workload), batch
+    decodes = workload.startswith("decode")
+    cached = 2 * llama_of_transformers.PROMPT if decodes else 0  # half-way to the last token
+    meter = llama_of_transformers.inference(_device(line), _attention(line["other_config"]), batch, cached)
+    return meter, batch if decodes else 1
 
 
 def _gpt_fast(line: Line) -> Metered | None:
@@ -144,28 +153,8 @@ def _gpt_fast(line: Line) -> Metered | None:
         quantise(model, layer)
     position = torch.empty(1, dtype=torch.int32, device="meta")
     with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), FlopMeter(_device(line)) as meter:
-        model(_tokens(1, 1), position)
+        model(tokens(1, 1), position)
     return meter, 1
-
-
-def _llama_2_7b(dtype: torch.dtype, attention: str) -> nn.Module:
-    transformers = import_module("transformers")
-    config = transformers.LlamaConfig(attn_implementation=attention, dtype=dtype)  # its defaults are Llama-2-7B's
-    with torch.device("meta"):
-        model: nn.Module = transformers.LlamaForCausalLM(config).to(dtype).eval()
-    return model
-
-
-def _next_token(model: nn.Module, line: Line, batch: int, cached: int) -> Metered:
-    with torch.inference_mode():
-        cache = model(input_ids=_tokens(batch, cached), use_cache=True).past_key_values
-        with FlopMeter(_device(line)) as meter:
-            model(input_ids=_tokens(batch, 1), past_key_values=cache, use_cache=True)
-    return meter, batch
-
-
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.zeros(batch, length, dtype=torch.long, device="meta")
 
 
 def _gpt2(line: Line) -> Metered | None:

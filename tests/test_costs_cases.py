@@ -196,7 +196,14 @@ NORMS_AND_REDUCTIONS: dict[str, Case] = {
     "sum int": (lambda: aten.sum(i64(4, 6)), 0, 192, 8),
     "mean dim": (lambda: aten.mean.dim(T(4, 6), [1]), 24 + 4, 96, 16),
     "var": (lambda: aten.var.correction(T(4, 6), [1]), 24 * 3 + 4 * 4, 96, 16),
-    "logsumexp": (lambda: aten.logsumexp(T(4, 6), [1]), 24 * 3 + 4 * 2, 96, 16),
+    # The maxima and their |x|, == inf and masked_fill_; x less the maxima, exp_, sum; log_ and add_: in bytes, x 96, a
+    # number for each row 16, a flag 4.
+    "logsumexp": (
+        lambda: aten.logsumexp(T(4, 6), [1]),
+        24 * 3 + 4 * 3,
+        (96 + 16 + 16 + 20) + (112 + 96 + 96) + (16 + 32),
+        (16 + 16 + 4 + 16) + (96 + 96 + 16) + (16 + 16),
+    ),
     "amax": (lambda: aten.amax(T(4, 6), [1]), 0, 96, 16),
     "max dim": (lambda: aten.max(T(4, 6), 1), 0, 96, 16 + 32),
     "argmax": (lambda: aten.argmax(T(4, 6), 1), 0, 96, 32),
@@ -234,9 +241,10 @@ NORMS_AND_REDUCTIONS: dict[str, Case] = {
         3 * 24 + 2 * 30 + 2 * 4 * 5 * 8 + 20, 4 * 54 + 4 * 72 + 80, 4 * 72 + 80 + 80,
     ),
     "_pdist_forward": (lambda: aten._pdist_forward(T(4, 6)), 6 * (6 * 3 + 1), 96, 24),
-    "mse_loss": (lambda: aten.mse_loss(T(6), T(6)), 18 + 1, 48, 4),
+    "mse_loss": (lambda: aten.mse_loss(T(6), T(6)), 18 + 1, 48 + 24, 24 + 4),  # the terms, then their mean
     "mse_loss none": (lambda: aten.mse_loss(T(6), T(6), 0), 12, 48, 24),
-    "soft_margin_loss": (lambda: aten.soft_margin_loss(T(6), T(6)), 30 + 1, 48, 4),
+    # neg, mul_, exp_, log1p_, then the mean
+    "soft_margin_loss": (lambda: aten.soft_margin_loss(T(6), T(6)), 30 + 1, 24 + 48 + 24 + 24 + 24, 4 * 24 + 4),
     "binary_cross_entropy_with_logits": (
         lambda: aten.binary_cross_entropy_with_logits(T(6), T(6)), 6 * (1 + 1 + 3 + 1 + 1) + 1, 24 * 7, 24 * 4 + 4
     ),

@@ -50,7 +50,7 @@ REDUCTIONS: dict[str, Case] = {
     "cumprod_": (lambda: aten.cumprod_(T(4, 6), 1), 24, 0),
     "cumsum_": (lambda: aten.cumsum_(T(4, 6), 1), 24, 0),
     "logcumsumexp": (lambda: aten.logcumsumexp(T(4, 6), 1), 24 * 4, 24 * 2),
-    "logsumexp": (lambda: aten.logsumexp(T(4, 6), [1]), 24 * 3 + 4 * 2, 24 + 4),
+    "logsumexp": (lambda: aten.logsumexp(T(4, 6), [1]), 24 * 3 + 4 * 3, 24 + 4),  # of a row |maximum|, log, add
     "var": (lambda: aten.var.correction(T(4, 6), [1]), 24 * 3 + 4 * 4, 0),
     "var_mean": (lambda: aten.var_mean.correction(T(4, 6), [1]), 24 * 3 + 4 * 4, 0),
     "std": (lambda: aten.std.correction(T(4, 6), [1]), 24 * 3 + 4 * 5, 4),
@@ -594,8 +594,8 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
     # each kernel reads its operands, weights and biases: q, k and v 896; attention 240; 352; residual 160; norm 80;
     # 624; 688; residual and norm
     "an encoder layer": (encoder_layer(1), 4 * (896 + 240 + 352 + 240 + 624 + 688 + 240), 4 * (240 + 7 * 80 + 160)),
-    "a softmax of masked rows": (  # x twice, the mask, the result; it is written twice
-        by_hand(aten._safe_softmax.default, (T(4, 6), -1), T(4, 6)), 2 * 96 + 24 + 96, 2 * 96 + 24
+    "a softmax of masked rows": (  # x twice, the mask, the result, a flag of each row; the result is written twice
+        by_hand(aten._safe_softmax.default, (T(4, 6), -1), T(4, 6)), 2 * 96 + 24 + 96 + 4, 2 * 96 + 24 + 4
     ),
     "rows of a table whose rows are all one": (
         lambda: aten.index_select(T(1, 6).expand(50, 6), 0, i64(10)), 24 + 80, 240
@@ -622,8 +622,8 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
     "a fill at a mask, as large as its target": (
         lambda: aten.index_put_(T(4, 6), [meta(4, 6, dtype=torch.bool)], T()), 24 + 4, 96
     ),
-    "a copy at a mask of rows": (
-        lambda: aten.masked_scatter_(T(4, 6), meta(4, 6, dtype=torch.bool), T(24)), 24 + 96, 96
+    "a copy at a mask of rows": (  # the mask twice, its numbers of 8 bytes, what is written
+        lambda: aten.masked_scatter_(T(4, 6), meta(4, 6, dtype=torch.bool), T(24)), 24 + 24 + 192 + 96, 192 + 96
     ),
     "two positions of a cache": (lambda: aten.index_put_(T(2, 64, 6), [None, i64(2)], T(2, 2, 6)), 16 + 96, 96),
     "a number at two positions of a cache": (lambda: aten.index_put_(T(2, 64, 6), [None, i64(2)], T()), 16 + 4, 96),

@@ -46,7 +46,7 @@ NEWER = (
 
 # Not exercised: each shares its rule with ops that are, and has the same arguments.
 NOT_REACHED = {
-    "aten._flash_attention_forward_no_dropout_inplace", "aten._cudnn_attention_forward_no_dropout_inplace",
+    "aten._flash_attention_forward_no_dropout_inplace",
     "aten._reshape_alias_copy", "aten._sample_dirichlet",
     "aten.lift_fresh_copy",
     "aten._standard_gamma", "aten._unique", "aten.native_channel_shuffle", "aten._foreach_zero",

@@ -37,6 +37,11 @@ MOST_BYTES_PER_TOUCHED = 3
 SEVERAL_KERNELS = {
     "aten.convolution_backward.default",  # three, and copies of what is not dense
     "aten.binary_cross_entropy_with_logits.default",
+    "aten.soft_margin_loss.default",
+    "aten.logsumexp.default",
+    "aten._safe_softmax.default",
+    "aten.masked_scatter.default",  # which numbers what the mask holds, in 8 bytes an element
+    "aten.masked_scatter_.default",
     "aten._cdist_forward.default",
     "aten._euclidean_dist.default",
 }

@@ -132,3 +132,9 @@ def test_worlds_in_a_row_have_equal_meshes_with_groups_of_their_own():
             model(tokens).sum().backward()
         groups = {kernel.cost.collective.ranks for kernel in meter.report().kernels if kernel.cost.collective}
         assert groups == {(0, 1, 2, 3)}
+
+
+def test_a_program_is_told_that_nccl_carries_its_messages():
+    with world(4):
+        assert dist.get_backend() == "nccl"
+        assert torch.cuda.nccl.version()[0] == 2

@@ -163,6 +163,17 @@ def test_a_cast_weight_stays_in_memory_where_many_rows_or_another_reader_want_it
     assert compiled(lambda: F.linear(few, half.to(few.dtype))).names == ["_to_copy", "mm"]  # no narrower
 
 
+def test_a_narrow_cache_of_keys_is_widened_by_a_kernel_of_its_own():
+    """Only products of few rows take casts in: fused attention does not."""
+    q, narrow = meta(1, 4, 8, 64, dtype=torch.bfloat16), meta(1, 4, 8, 64, dtype=torch.int8)
+
+    def attention():
+        wide = narrow.to(q.dtype)
+        return aten._scaled_dot_product_flash_attention(q, wide, wide)[0]
+
+    assert compiled(attention).names == ["_to_copy", "_scaled_dot_product_flash_attention"]
+
+
 def test_unfused_attention_has_one_kernel_between_its_products():
     q, mask = meta(8, 16, 32), meta(16, 16)
 

@@ -108,6 +108,7 @@ FINITE: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     "none differs from itself": (lambda x: bool((x != x).any()), False),
     "isnan of a scalar": (lambda x: bool(torch.isnan(x.sum())), False),
     "isfinite of a scalar": (lambda x: bool(torch.isfinite(x.mean())), True),
+    "any of isposinf or isneginf": (lambda x: bool(torch.isposinf(x).any() or torch.isneginf(x).any()), False),
     "isinf of a scalar": (lambda x: torch.isinf(x.mean()).item(), False),
 }
 

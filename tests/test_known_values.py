@@ -254,6 +254,14 @@ def test_backward_of_ctc_loss_is_refused_by_name():
             loss.backward()
 
 
+def test_a_tensor_of_one_number_has_it_everywhere_whatever_part_is_read():
+    with metered():
+        sevens = torch.full((300, 400), 7, device="meta")
+        assert sevens.sum().item() == 7 * 300 * 400
+        assert sevens[298:, 398:].tolist() == [[7, 7], [7, 7]]
+        assert sevens.t()[399].unique().tolist() == [7]
+
+
 @pytest.mark.parametrize("ask", [bool, int, float, lambda t: [0][t], lambda t: torch.arange(t), lambda t: 1 in t])
 def test_every_way_to_ask_for_one_number_fails_alike(ask: Callable[[Tensor], Any]):
     with metered(), pytest.raises(DataDependentError):

@@ -51,15 +51,23 @@ def counted_on_cpu(name: str, *arguments: str) -> int:
     return counter.get_total_flops()
 
 
+def counts_attention_on_cpu() -> bool:
+    x = torch.zeros(1, 1, 8, 8)
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    return counter.get_total_flops() > 0
+
+
 def test_a_step_has_the_flops_that_torch_counts_in_the_same_script_on_the_cpu(tmp_path):
     size = ("--dtype", "float32", "--out", str(tmp_path), "--accumulate", "2")
     report, _ = run_program("train_gpt.py", *size)
     with mock.patch.object(torch.cuda, "synchronize"):
         two, one = (counted_on_cpu("train_gpt.py", "--device", "cpu", "--steps", steps, *size) for steps in "21")
-    # torch's counter leaves out the CPU's attention: 2 products forward and 5 backward of 2 layers, in 2 micro-batches.
+    # Before 2.15 torch's counter leaves out the CPU's attention: 2 products forward and 5 backward of 2 layers, in 2
+    # micro-batches.
     batch, length, width = 4, 32, 64
     attention = 2 * 2 * (2 + 5) * 2 * batch * length**2 * width
-    assert 2 * report.step.macs == two - one + attention
+    assert 2 * report.step.macs == two - one + (0 if counts_attention_on_cpu() else attention)
 
 
 def test_precision_compilation_and_dropout_leave_the_products_as_they_are(tmp_path):

@@ -61,6 +61,21 @@ def put_on_device(module: Any) -> None:
     module.recompile()
 
 
+def constants_there(graph: Any, mode: Any) -> Callable[[str, torch.device | None], str]:
+    """In place of a graph's `constant_name`, which copies a constant to the device that a kernel needs it on."""
+    plain = graph.constant_name
+
+    def constant_name(name: str, device: torch.device | None) -> str:
+        constant = graph.constants[name]
+        if device is None or device.type != CUDA.type or constant.device.type == CUDA.type:
+            return str(plain(name, device))
+        there = f"{name}_there"
+        graph.constants.setdefault(there, _there(constant, mode))
+        return there
+
+    return constant_name
+
+
 def _there(constant: torch.Tensor, mode: Any) -> Any:
     """Its twin on the device, which tells inductor its numbers."""
     with mode:

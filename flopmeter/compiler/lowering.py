@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flopmeter.compiler.constants import put_on_device
+from flopmeter.compiler.constants import constants_there, put_on_device
 from flopmeter.compiler.posing import pose
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.private import no_dispatch_modes
@@ -52,6 +52,7 @@ def lower(module: Any, options: dict[str, Any]) -> Lowered:
                 is_backward=is_backward,
                 get_decomp_fn=options["get_decomp_fn"],
             )
+            graph.constant_name = constants_there(graph, fake_mode)
             graph.freeze_runtime_asserts()
             with virtualized.set_graph_handler(graph), virtualized.set_extern_kernel_nodes([]):
                 graph.run(*inputs)

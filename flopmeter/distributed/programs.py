@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flopmeter.distributed.errors import WorldError
 from flopmeter.torch_names import distributed as private
 
+NCCL_VERSION = (2, 27, 0)  # what programs are told; nothing that is counted depends on it
 _REFUSED: dict[type, str] = {
     FullyShardedDataParallel: "FSDP1 (FullyShardedDataParallel) asks for an accelerator and does not run on meta: "
     "shard with fully_shard (FSDP2), which sends the same bytes",
@@ -46,9 +48,17 @@ def patches() -> Iterator[Any]:
 
 
 def init_patches() -> Iterator[Any]:
-    """After a world was opened: a program that opens it, too, goes on in it."""
+    """After a world was opened: a program that opens it, too, goes on in it, and is told that NCCL carries it."""
+    yield mock.patch.object(dist, "get_backend", backend_of_gpus)
+    yield mock.patch.object(torch.cuda.nccl, "version", return_value=NCCL_VERSION)  # torch logs it with an error
     for module in (dist, distributed_c10d):
         yield mock.patch.object(module, "init_process_group", _already_open(dist.init_process_group))
+
+
+def backend_of_gpus(group: Any = None) -> str:
+    """torch.distributed.get_backend(), as on GPUs: the fake group stands for NCCL's."""
+    name = distributed_c10d.get_backend(group)
+    return "nccl" if name == "fake" else str(name)
 
 
 def _refusal(why: str) -> Callable[..., None]:

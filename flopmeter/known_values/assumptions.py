@@ -35,8 +35,9 @@ class Assumption:
 
 # What to do where the program itself computed the values, by the name of the op that asks.
 _WAYS_OUT = {
-    "_local_scalar_dense": "keep logging and convergence tests (`.item()`, `float()`, `if`) outside of the meter, or "
-    'state FlopMeter(checks="hold") for tests that all is finite',
+    "_local_scalar_dense": "keep logging and convergence tests (`.item()`, `float()`, `if`) outside of the meter, "
+    'state FlopMeter(checks="hold") for tests on tensors that all is finite, or meter the script with `flopmeter run` '
+    "or flopmeter.cuda(...), which answer with a stand-in and list the line",
     "_to_copy": "meter the part before values go to the host (`.cpu()`, `.numpy()`), or put a stand-in that gives "
     "tensors of the same shapes in place of what works on them there (a matcher that pairs first with first, a metric)"
     ', or state FlopMeter(routing="balanced") for tokens and experts picked by score',

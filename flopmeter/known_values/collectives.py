@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from flopmeter.known_values import messages
 from flopmeter.known_values.replay import Invocation, Knowledge
@@ -78,7 +79,7 @@ def exchange(known: Knowledge, call: Invocation) -> Any:
         return call.argument(names.index(name), name) if name is not None and name in names else None
 
     group = _group(argument(op.group))
-    if torch.distributed.get_backend(group) != "fake":
+    if distributed_c10d.get_backend(group) != "fake":
         return call.run()  # a real group, which exchanges real tensors
     sources = _tensors(argument(op.sent))
     is_known = known.knows_all(sources) and not any(map(known.values.is_blank, sources))
@@ -103,7 +104,7 @@ def send(known: Knowledge, call: Invocation) -> Any:
     """A message to one other rank."""
     result, argument = call.run(), _arguments(call)
     group = _group(argument("process_group"))
-    if messages.mailbox is not None and torch.distributed.get_backend(group) == "fake":
+    if messages.mailbox is not None and distributed_c10d.get_backend(group) == "fake":
         (tensor,) = argument("tensors")
         content: Any = messages.UNKNOWN
         if is_discrete(tensor) and known.values.knows(tensor) and known.is_small(tensor):
@@ -118,7 +119,7 @@ def receive(known: Knowledge, call: Invocation) -> Any:
     """A message from one other rank. Its value is there once the program waits for it."""
     result, argument = call.run(), _arguments(call)
     group = _group(argument("process_group"))
-    if torch.distributed.get_backend(group) != "fake":
+    if distributed_c10d.get_backend(group) != "fake":
         return result
     (tensor,) = argument("tensors")
     known.forget([tensor])

@@ -490,7 +490,8 @@ ROUTES: dict[OpOverload, int | None] = {
 
 _EQUALS = (aten.eq.Tensor, aten.eq.Scalar)
 _DIFFERS = (aten.ne.Tensor, aten.ne.Scalar)
-FINITE_CHECKS = (aten.isnan.default, aten.isinf.default, *_EQUALS, *_DIFFERS)
+_FINITE = (aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default)
+FINITE_CHECKS = (*_FINITE, *_EQUALS, *_DIFFERS)
 
 CHECKS: dict[OpOverload, Handler] = {
     aten.all.default: holds,

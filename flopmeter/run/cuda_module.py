@@ -77,7 +77,8 @@ class CudaModule:
             yield Patch(torch.cuda, name, value, why)
         for name in torch.cuda.__all__:
             if name not in answers and name not in _AS_THEY_ARE:
-                yield Patch(torch.cuda, name, _absent(f"torch.cuda.{name}"), "says that it is not there")
+                absent = _absent(f"torch.cuda.{name}", getattr(torch.cuda, name))
+                yield Patch(torch.cuda, name, absent, "says that it is not there")
         for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
             for name in answers.keys() & vars(module).keys():
                 yield Patch(module, name, answers[name], "the same function, where torch defines it")
@@ -312,11 +313,16 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """What needs no answer: nothing waits, and nothing is cached."""
 
 
-def _absent(name: str) -> Callable[..., Any]:
+def _absent(name: str, original: Any = None) -> Any:
+    """In place of what the module has by that name. A class stays one and a function one with its `__wrapped__`: Dynamo
+    compares values with them."""
+
     def absent(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{name} is not there under flopmeter: no GPU runs, and its model does not tell it")
 
-    return absent
+    if isinstance(original, type):
+        return type(name, (), {"__new__": absent})
+    return functools.wraps(original)(absent) if callable(original) else absent
 
 
 def _seed(*args: Any) -> None:

@@ -46,7 +46,9 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if a.dtype is not b.dtype or a.dtype not in (torch.float16, torch.float32) or out_dtype not in (None, a.dtype):
+    if a.dtype is not b.dtype:  # the meta kernel of torch 2.15 takes them
+        raise RuntimeError(f"grouped_mm: expected two matrices of one type, not {a.dtype} and {b.dtype}")
+    if a.dtype not in (torch.float16, torch.float32) or out_dtype not in (None, a.dtype):
         result: Tensor = private.META_GROUPED_MM.value(a, b, offs, bias, out_dtype)
         return result
     if (offs is None) != (a.dim() == b.dim() == 3) or a.size(-1) != b.size(-2) or bias is not None:

@@ -24,7 +24,9 @@ _LOSSES: dict[OpOverloadPacket, PerTerm] = {
     aten.huber_loss: PerTerm(3),  # 0.5 * (x - y)²; the data knows what lies beyond delta, as for smooth_l1_loss
     # -(y * log x + (1 - y) * log(1 - x)): two logs, two products, two differences, add, negate
     aten.binary_cross_entropy: PerTerm(8, 2),
-    aten.soft_margin_loss: PerTerm(4, 2),  # log1p(exp(-x * y))
+}
+
+_LOSSES_OF_ROWS: dict[OpOverloadPacket, PerTerm] = {
     aten.multi_margin_loss: PerTerm(4),  # max(0, margin - x[y] + x)**p, added over the classes
     aten.multilabel_margin_loss_forward: PerTerm(4),  # as if each row had one label: the data knows better
 }
@@ -37,9 +39,45 @@ _GRADIENTS: dict[OpOverloadPacket, PerTerm] = {
 
 
 @rule(*_LOSSES)
-def loss(call: Call) -> Cost:
+def loss(call: Call) -> tuple[Cost, ...]:
+    """So many operations for each element of the prediction; then a sum or mean, which is a kernel of its own
+    (aten/src/ATen/native/BinaryOps.cpp, Loss.cpp; `apply_loss_reduction`)."""
+    x, (flops, transcendentals) = call.inputs[0], _LOSSES[call.func.overloadpacket]
+    terms = _terms(call)
+    each = make_cost(call, ELEMENTWISE, flops * x.numel, transcendentals=transcendentals * x.numel, written=(terms,))
+    return (each, *_reduced(call, terms))
+
+
+@rule(aten.soft_margin_loss)
+def soft_margin_loss(call: Call) -> tuple[Cost, ...]:
+    """log1p(exp(-x * y)), each step a kernel that works in place after the first (Loss.cpp)."""
+    x, target = call.inputs
+    terms = _terms(call)
+    steps = [((x,), 0), ((terms, target), 0), ((terms,), x.numel), ((terms,), x.numel)]
+    return (
+        *(
+            make_cost(call, ELEMENTWISE, x.numel, transcendentals=functions, read=read, written=(terms,))
+            for read, functions in steps
+        ),
+        *_reduced(call, terms),
+    )
+
+
+def _terms(call: Call) -> TensorSpec:
+    """Where the terms are written that are added up: the result if the caller keeps each."""
+    return call.outputs[0] if call.argument("reduction") == _NONE else scratch(call.inputs[0])
+
+
+def _reduced(call: Call, terms: TensorSpec) -> tuple[Cost, ...]:
+    if call.argument("reduction") == _NONE:
+        return ()
+    return (make_cost(call, REDUCTION, _reduction_flops(call, terms.numel), read=(terms,)),)
+
+
+@rule(*_LOSSES_OF_ROWS)
+def loss_of_rows(call: Call) -> Cost:
     """So many operations for each element of the prediction, and one to add it up; a mean divides the sum."""
-    n, (flops, transcendentals) = call.inputs[0].numel, _LOSSES[call.func.overloadpacket]
+    n, (flops, transcendentals) = call.inputs[0].numel, _LOSSES_OF_ROWS[call.func.overloadpacket]
     flops = flops * n + _reduction_flops(call, n)
     return make_cost(call, REDUCTION, flops, transcendentals=transcendentals * n)
 

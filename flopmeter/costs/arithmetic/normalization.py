@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from math import ceil, prod
 
-from flopmeter.costs.rules import make_cost, rule
-from flopmeter.records import NORMALIZATION, Access, Call, Cost, Region, Reread, TensorSpec
+import torch
+
+from flopmeter.costs.rules import make_cost, rule, scratch
+from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Access, Call, Cost, Reread, TensorSpec
 from flopmeter.records.memory_format import is_channels_last
 from flopmeter.torch_names.operators import aten
 
@@ -43,18 +45,20 @@ def softmax(call: Call) -> Cost:
 
 
 @rule(aten._safe_softmax)
-def safe_softmax(call: Call) -> Cost:
-    """Softmax whose fully masked rows become 0. CUDA runs it as softmax, then eq, all and where:
-    x is read by the softmax and by eq, the result read and written again by where."""
+def safe_softmax(call: Call) -> tuple[Cost, ...]:
+    """A softmax, then 0 for each row that is masked throughout: which elements are -inf, which rows have no others,
+    and the choice (aten/src/ATen/native/SoftMax.cpp)."""
     (x,), (out,) = call.inputs, call.outputs
-    again, mask_bytes = x.nbytes + out.nbytes, x.numel
-    return make_cost(
-        call,
-        NORMALIZATION,
-        4 * x.numel,
-        transcendentals=x.numel,
-        read=(x, Region(None, again + mask_bytes)),
-        written=(out, Region(None, out.nbytes + mask_bytes)),
+    made, masked = scratch(out, 1), scratch(x._replace(dtype=torch.bool), 2)
+    dim = call.argument("dim") % max(1, len(x.shape))
+    of_row = (size if place != dim else 1 for place, size in enumerate(x.shape))
+    rows = scratch(masked._replace(shape=tuple(of_row)), 3)
+    rereads = _softmax_rereads(call, x, 2)
+    return (
+        make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, written=(made,), rereads=rereads),
+        make_cost(call, ELEMENTWISE, read=(x,), written=(masked,)),
+        make_cost(call, REDUCTION, read=(masked,), written=(rows,)),
+        make_cost(call, ELEMENTWISE, read=(made, rows), written=(out,)),
     )
 
 

@@ -19,6 +19,7 @@ from flopmeter.costs.rules import (
     is_complex,
     make_cost,
     rule,
+    scratch,
 )
 from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost
 from flopmeter.torch_names.operators import aten
@@ -39,7 +40,7 @@ def _words(text: str) -> list[str]:
 
 
 _COMPARISONS_AND_SELECTIONS = _words("""
-    eq ne lt le gt ge isnan isinf isposinf isneginf signbit sign sgn logical_and logical_or logical_not
+    eq ne lt le gt ge isnan isposinf isneginf signbit sign sgn logical_and logical_or logical_not
     logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift __lshift__
     __rshift__ __ilshift__ __irshift__ where masked_fill_ clamp clamp_min clamp_max max min maximum minimum fmax
     fmin relu hardtanh hardtanh_backward threshold threshold_backward heaviside copysign nextafter nan_to_num
@@ -232,6 +233,15 @@ def glu_backward(call: Call) -> Cost:
     """For each pair a, b, with s = sigmoid(b) (4): dy·s for a, that times a·(1 - s) for b."""
     pairs = call.inputs[0].numel
     return make_cost(call, ELEMENTWISE, 8 * pairs, transcendentals=pairs)
+
+
+@rule(aten.isinf)
+def isinf(call: Call) -> tuple[Cost, Cost]:
+    """|x| == inf, the absolute value by a kernel of its own (aten/src/ATen/native/TensorCompare.cpp)."""
+    (x,) = call.inputs
+    size = scratch(x)
+    absolute = make_cost(call, ELEMENTWISE, x.numel, complex_factor=1, written=(size,))
+    return absolute, make_cost(call, ELEMENTWISE, read=(size,))
 
 
 @rule(aten.polar)

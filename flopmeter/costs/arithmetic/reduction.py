@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf, prod
 from typing import NamedTuple
 
+import torch
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.rules import (
@@ -43,7 +44,6 @@ _PER_INPUT: dict[OpOverloadPacket, PerInput] = {
     aten.nansum: PerInput(1),
     aten.mean: PerInput(1, output_flops=1),  # sum, then one division
     aten.prod: PerInput(1),
-    aten.logsumexp: PerInput(3, 1, 2, 1),  # subtract the maximum, exp, sum; log and add back
     aten.var: PerInput(3, 0, 4),  # sum 1, sum of squares 2; mean, its square, subtract, divide
     aten.var_mean: PerInput(3, 0, 4),
     aten.std: PerInput(3, 0, 5, 1),  # and a root
@@ -78,6 +78,32 @@ def reduction(call: Call) -> Cost:
 
 
 rule(*_PER_INPUT)(reduction)
+
+
+@rule(aten.logsumexp)
+def logsumexp(call: Call) -> tuple[Cost, ...]:
+    """The maximum of each row, 0 in place of an infinite one; x less that; exp; sum; log; the maximum added back: each
+    step a kernel (aten/src/ATen/native/ReduceOps.cpp)."""
+    (x,), (out,) = call.inputs, call.outputs
+    maxima, sizes, terms = scratch(out, 1), scratch(out, 2), scratch(x._replace(dtype=out.dtype), 4)
+    infinite = scratch(out._replace(dtype=torch.bool), 3)
+
+    def step(read: tuple[TensorSpec, ...], written: TensorSpec, flops: int = 0, functions: int = 0) -> Cost:
+        reduces = read[0].numel > written.numel
+        op_class = REDUCTION if reduces else ELEMENTWISE
+        return make_cost(call, op_class, flops, transcendentals=functions, read=read, written=(written,))
+
+    return (
+        step((x,), maxima),
+        step((maxima,), sizes, out.numel),
+        step((sizes,), infinite),
+        step((maxima, infinite), maxima),
+        step((x, maxima), terms, x.numel),
+        step((terms,), terms, x.numel, x.numel),
+        step((terms,), out, x.numel),
+        step((out,), out, out.numel, out.numel),
+        step((out, maxima), out, out.numel),
+    )
 
 
 @rule(aten_overloads.max.dim, aten_overloads.min.dim, aten_overloads.max.default, aten_overloads.min.default)

@@ -6,7 +6,7 @@ from math import ceil, log2, prod
 
 import torch
 
-from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, is_complex, make_cost, rule
+from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, is_complex, make_cost, rule, scratch
 from flopmeter.costs.traffic import distinct_bytes
 from flopmeter.records import ELEMENTWISE, INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
@@ -95,22 +95,26 @@ def embedding_renorm(call: Call) -> Cost:
     aten.masked_scatter_, aten.put, aten.put_, aten.index_reduce, aten.index_reduce_,
     aten._unsafe_masked_index_put_accumulate,
 )  # fmt: skip
-def scatter(call: Call) -> Cost:
-    """Writes the elements that the indices name; a functional form copies the whole tensor first.
-    Where it accumulates, the old elements are read and one operation each is done (none for a maximum; two where
-    `alpha` scales what is added)."""
+def scatter(call: Call) -> tuple[Cost, ...]:
+    """Writes the elements that the indices name; a functional form copies the whole tensor first, by a kernel of its
+    own. Where it accumulates, the old elements are read and one operation each is done (none for a maximum; two where
+    `alpha` scales what is added). masked_scatter first numbers what the mask holds (8 bytes an element)."""
     target, source = call.inputs[0], _source(call)
     touched = _touched_elements(call, source)
     in_place = not call.outputs or call.outputs[0].storage == target.storage
     out = target if in_place else call.outputs[0]
     named = Region(out, min(touched, target.numel) * target.dtype.itemsize)
     accumulates = _accumulates(call)
-    copied = () if in_place else (Region(target, min(out.nbytes, target.nbytes)),)  # masked_scatter broadcasts it
-    read = (*copied, *call.inputs[1:], *(named,) * accumulates)
     flops = touched * _accumulation(call) if accumulates else 0
     if _reduction(call) == "mean":
         flops += target.numel  # the sums, over how many went into each
-    return make_cost(call, INDEXING, flops, read=read, written=(*(out,) * (not in_place), named), complex_factor=1)
+    first = [] if in_place else [make_cost(call, MOVEMENT, read=(target,), written=(out,))]
+    read: list[TensorSpec | Region] = [*call.inputs[1:], *(named,) * accumulates]
+    if call.func.overloadpacket in (aten.masked_scatter, aten.masked_scatter_):
+        numbers = scratch(out._replace(dtype=torch.int64))
+        first.append(make_cost(call, INDEXING, read=call.inputs[1:2], written=(numbers,)))
+        read.append(numbers)
+    return (*first, make_cost(call, INDEXING, flops, read=read, written=(named,), complex_factor=1))
 
 
 def accumulate_into_zeros(call: Call) -> tuple[Cost, Cost]:
