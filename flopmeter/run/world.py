@@ -24,8 +24,6 @@ from flopmeter.torch_names import distributed as private
 
 _ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "flopmeter"}
 
-NCCL_VERSION = (2, 30, 7)  # what programs compare with an older one: the CUDA wheel of torch 2.15 requires this one
-
 
 @contextmanager
 def opened(world_size: int, gpus_per_node: int) -> Iterator[None]:
@@ -70,7 +68,6 @@ def _patches(world_size: int) -> Iterator[Patch]:
         yield Patch(owner, "is_nccl_available", lambda: True, "CUDA wheels bring NCCL")
         yield Patch(owner, "ProcessGroupNCCL", ProcessGroupNCCL, "what is_nccl_available() promises")
         yield Patch(owner, "is_torchelastic_launched", lambda: "TORCHELASTIC_RUN_ID" in os.environ, "as after torchrun")
-    yield Patch(torch.cuda.nccl, "version", lambda: NCCL_VERSION, "CUDA wheels bring NCCL")
     for name in ("_set_pg_timeout", "set_timeout"):
         if hasattr(distributed_c10d, name):
             yield Patch(distributed_c10d, name, lambda timeout, group=None: None, "no rank waits for another")
