@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules import module as hooks
 from watched_scheduler import watched_scheduler
 
@@ -116,6 +118,42 @@ def test_products_are_counted_alike_and_what_fusion_leaves_moves_fewer_bytes() -
     assert products[0] == products[1]
     assert compiled.bytes_read + compiled.bytes_written < eager.bytes_read + eager.bytes_written
     assert compiled.flops == pytest.approx(eager.flops, rel=0.05)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["matrices", "batched"])
+def test_a_matrix_times_itself_is_counted_as_a_product_each_time(batch: tuple[int, ...]) -> None:
+    """A step of Newton and Schulz, as Muon takes it: four products of 16 x 16 matrices."""
+
+    @torch.compile
+    def orthogonalized(x: Tensor) -> Tensor:
+        squared = x @ x.mT
+        return x + (2 * squared + squared @ squared) @ x @ x
+
+    _, report = metered(lambda: orthogonalized(meta(*batch, 16, 16)))
+    products = 4 * 2 * 16**3 * (batch[0] if batch else 1)
+    assert 2 * report.macs == products
+
+
+def test_a_thread_that_goes_on_beside_the_program_makes_nothing_compile_again() -> None:
+    goes_on = threading.Event()
+    with FlopMeter() as meter:
+        thread = threading.Thread(target=goes_on.wait)
+        thread.start()
+        try:
+            compiled = torch.compile(torch.sin)
+            for _ in range(3):
+                compiled(meta(4, 4).cos())
+        finally:
+            goes_on.set()
+            thread.join()
+    assert [graph.calls for graph in meter.trace.compilation.graphs] == [3]
+
+
+def test_flex_attention_is_not_compiled_and_a_note_says_why() -> None:
+    x, compiled = meta(1, 2, 128, 16), torch.compile(flex_attention)
+    _, report = metered(lambda: compiled(x, x, x))
+    assert any("flex_attention" in note and session.FLEX_NEEDS_DRIVER in note for note in report.notes)
+    assert not any("other threads" in note for note in report.notes)  # what reads its score function is no thread
 
 
 def test_cheap_activations_are_computed_again_instead_of_kept() -> None:

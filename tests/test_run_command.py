@@ -63,6 +63,17 @@ def test_a_module_runs_with_m(script, capsys, tmp_path, monkeypatch):
     assert "arguments ['--x'] __main__" in capsys.readouterr().out
 
 
+def test_packages_of_a_module_are_imported_when_its_arguments_are_there(tmp_path, capsys, monkeypatch):
+    """torchtitan's settings are read where its package is imported."""
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "reads_its_arguments"
+    package.mkdir()
+    (package / "__init__.py").write_text("import sys, torch\nfound = sys.argv[1:], torch.cuda.is_available()")
+    (package / "train.py").write_text(TRAINS + "\nfrom reads_its_arguments import found\nprint(found)")
+    assert main(["run", "--steps", "20", "-m", "reads_its_arguments.train", "--x"]) == 0
+    assert "(['--x'], True)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -96,6 +107,8 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import flash_attn_3_nowhere", 1, "pip install"),
         ("import apex", 1, "apex is compiled for CUDA, and not installed: let flopmeter stand in with --shim apex"),
         ("from os import nothing_there", 1, "does not have it: install the version that the script wants"),
+        ("import json.nothing_there", 1, "this version of json does not have it"),
+        ("import sys; sys.exit(2)", 2, "--synthetic went to the script: options of flopmeter run come before its name"),
         ("open('data/train.bin')", 1, "data/train.bin is not here; the script needs its data"),
         ("raise RuntimeError('Dataset not found.')", 1, "or --synthetic for data sets"),
         ("import torch; torch.cuda.utilization()", 1, "the device named cuda does not do this"),
@@ -106,7 +119,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
     ],
 )
 def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys, text, code, told):
-    assert main(["run", script(text)]) == code
+    assert main(["run", script(text), "--synthetic", "first"]) == code
     err = capsys.readouterr().err
     assert told in err.splitlines()[-1]
     if "Traceback" in err:

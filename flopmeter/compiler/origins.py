@@ -35,8 +35,11 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def own_node(operation: Any) -> Any:
-    """The FX node from which a library call comes; None if inductor made the call up."""
+    """The FX node that a library call is of; None where inductor made it up. Inductor notes the last node that has the
+    buffer for its result, which may be a view that changes nothing: `expand`, between two batched matmuls."""
     own = operation.get_origin_node()
+    while own is not None and isinstance(own.target, OpOverload) and is_view(own.target):
+        own = own.args[0]
     overload = getattr(operation, "op_overload", None)
     found = [own] if own is not None else [node for node in operation.origins if node.target is overload]
     return found[0] if len(found) == 1 and isinstance(found[0].target, OpOverload) else None

@@ -34,12 +34,13 @@ from flopmeter.records.compiled import GraphPass
 from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
-from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
+from flopmeter.torch_names.private import FLEX_OPERATOR, PrivateName, no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
 # Settings that need a device to measure on, or that keep compiled code on disk.
 WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
 AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
+FLEX_NEEDS_DRIVER = "inductor writes flex_attention from a template, for which it asks the driver of the GPU"
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
 # torch warns of hooks on all modules. They are the meter's, which a compiled call does not see (_hooks_hidden).
@@ -218,6 +219,9 @@ class Session:
             self._not_measured |= dict.fromkeys(name for name in MEASURES if settings.get(name, getattr(asked, name)))
             settings |= dict.fromkeys(MEASURES, False)
             function, reason, self._reason = _function(), self._reason, None
+            if as_it_was is not None and _has_flex_attention(as_it_was):
+                self._compilation.failures[f"{function}: {FLEX_NEEDS_DRIVER}"] = None
+                return self._eagerly(as_it_was)
             start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
             inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
             graphs = len(self._compilation.graphs)
@@ -471,6 +475,10 @@ def _hooks_hidden() -> Iterator[None]:
             added = {key: hook for key, hook in registry.items() if key not in hooks}
             registry.clear()
             registry.update(hooks | added)
+
+
+def _has_flex_attention(model: GraphModule) -> bool:
+    return any(node.target is FLEX_OPERATOR.value for node in model.graph.nodes)
 
 
 def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:

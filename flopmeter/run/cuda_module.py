@@ -63,6 +63,7 @@ class CudaModule:
     """The answers, for a device of which `named.count` are there."""
 
     def __init__(self, hardware: Hardware, target: CudaTarget, named: NamedCuda, memory: DeviceMemory, clock: Any):
+        self._note = clock.note
         self._hardware, self._target, self._named, self._memory = hardware, target, named, memory
         self.name = hardware.aliases[0] if hardware.aliases else hardware.title
         self._event = type("Event", (streams.CudaEvent,), {"clock": clock})
@@ -94,6 +95,11 @@ class CudaModule:
         yield Patch(cudnn, "version", lambda: self._target.cudnn_version, "the one that CUDA wheels bring")
         yield Patch(cudnn, "is_acceptable", lambda tensor: False, "weights of RNNs are not flattened: they are on meta")
         yield Patch(torch.backends.cuda, "is_built", lambda: True, why)
+        yield Patch(torch.compiler, "cudagraph_mark_step_begin", _nothing, "imports what CUDA builds have")
+        for name in ("_record_memory_history", "_dump_snapshot"):
+            yield Patch(torch.cuda.memory, name, self._leave_out(f"torch.cuda.memory.{name}"), "there is no allocator")
+        profiler = torch.autograd.profiler.profile
+        yield Patch(profiler, "__init__", self._host_alone(profiler.__init__), "there is no device to profile")
 
     def answers(self) -> dict[str, Any]:
         """The answers by their name in torch.cuda."""
@@ -160,6 +166,7 @@ class CudaModule:
             "set_stream": streams.set_stream,
             "CUDAGraph": self._graph,
             "graph": streams.captured,
+            "make_graphed_callables": self._graphed_callables,
             "graph_pool_handle": lambda: (0, 0),
             "is_current_stream_capturing": lambda: streams.CudaGraph.capturing,
         }
@@ -214,6 +221,25 @@ class CudaModule:
             facts |= {"shared_memory_per_multiprocessor": shared * KB, "shared_memory_per_block": 48 * KB}
             facts["shared_memory_per_block_optin"] = block * KB
         return DeviceProperties(**facts)
+
+    def _leave_out(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: self._note(f"{name} was left out: no GPU runs")
+
+    def _host_alone(self, make: Callable[..., None]) -> Callable[..., None]:
+        """torch.profiler without the activities of the device, of which it would warn at each op."""
+
+        @functools.wraps(make)
+        def init(profile: Any, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
+                self._note("torch.profiler tells of the host alone: no GPU runs")
+                kwargs |= {"use_device": None, "use_cuda": False}
+            make(profile, *args, **kwargs)
+
+        return init
+
+    def _graphed_callables(self, callables: Any, *args: Any, **kwargs: Any) -> Any:
+        self._note("torch.cuda.make_graphed_callables: its modules ran eagerly, launch by launch")
+        return callables
 
     def _memory_stats(self) -> OrderedDict[str, int]:
         memory = self._memory

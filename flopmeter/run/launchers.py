@@ -58,7 +58,7 @@ def launch_of(words: Sequence[str], gpus: int) -> CommandLine:
 
 def _installed(name: str) -> str:
     """The path of a command that a package has installed, where it is a Python script; else the name as it is."""
-    found = None if os.path.exists(name) else shutil.which(name)
+    found = None if _is_ours(name) else shutil.which(name)
     if found is None:
         return name
     with open(found, "rb") as file:
@@ -66,6 +66,11 @@ def _installed(name: str) -> str:
     if first.startswith(b"#!") and b"python" in first:
         return found
     raise ValueError(f"{name} is no Python script: give flopmeter run the script that it starts")
+
+
+def _is_ours(name: str) -> bool:
+    """Whether it is a script in this folder, or a folder that runs; a command may have the name of another folder."""
+    return os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py"))
 
 
 def _refuse_what_is_no_script(words: Sequence[str]) -> None:
@@ -77,7 +82,7 @@ def _refuse_what_is_no_script(words: Sequence[str]) -> None:
         raise ValueError("python -c: put the code into a file, or use flopmeter.cuda")
     if name in _STARTERS and not os.path.exists(word):
         raise ValueError(f"{name} {_STARTERS[name]}")
-    if os.path.isdir(word) and not os.path.exists(os.path.join(word, "__main__.py")):
+    if os.path.isdir(word) and not _is_ours(word) and shutil.which(word) is None:
         raise ValueError(f"{word} is a folder: name the script in it")
     advice = _NO_SCRIPTS.get(os.path.splitext(name)[1])
     if advice is not None and os.path.exists(word):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import os
 import runpy
@@ -35,16 +36,28 @@ class Script:
     def check(self) -> None:
         """Raises ValueError if there is no such script."""
         if self.is_module:
-            try:
-                found = importlib.util.find_spec(self.target)
-            except (ImportError, ValueError):
-                found = None
-            if found is None:
+            if not _is_there(self.target):
                 raise ValueError(f"no module named {self.target}: install it here, or run this in its folder")
         elif not os.path.exists(self.target):
             raise ValueError(
                 f"no such script: {self.target} (arguments of flopmeter run come before the script's name)"
             )
+
+
+def _is_there(module: str) -> bool:
+    """Looks for the file, in this folder first, without importing the packages that the module is in: they are the
+    program's, and may look at its arguments and at the GPU when they are imported."""
+    package, *below = module.split(".")
+    in_path = importlib.machinery.PathFinder.find_spec
+    try:
+        found = in_path(package, [os.getcwd()]) or importlib.util.find_spec(package)
+    except ValueError:
+        return False
+    for name in below:
+        if found is None or found.submodule_search_locations is None:
+            return False
+        found = in_path(name, list(found.submodule_search_locations))
+    return found is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +152,7 @@ def _about_import(error: ImportError) -> str:
     name = (error.name or "").partition(".")[0]
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and not _is_there(name):
         return f"install it in the environment that runs flopmeter (pip install {name})"
     if "shared object" in str(error) or "undefined symbol" in str(error):
         return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"

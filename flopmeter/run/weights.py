@@ -26,7 +26,8 @@ class WeightFiles:
 
     def __init__(self, named: NamedCuda, note: Callable[[str], None]) -> None:
         self._named, self._note = named, note
-        self._saved: dict[str | None, Any] = {}
+        self._saved: dict[str | int, Any] = {}
+        self._buffers: list[Any] = []  # in memory: kept, so that none gets the id of another
 
     def patches(self) -> Iterator[Patch]:
         serialization = torch.serialization
@@ -47,8 +48,9 @@ class WeightFiles:
             path = kwargs.pop("filename", f) if f is None else f
             if not self._named.is_open or not self._has_no_data(obj):
                 return original(obj, path, *args, **kwargs)
-            if (place := _place(path)) is not None:
-                self._saved[place] = obj
+            if isinstance(place := _place(path), int):
+                self._buffers.append(path)
+            self._saved[place] = obj
             self._note("weights were not saved: they have no data")
             return None
 
@@ -82,7 +84,7 @@ class WeightFiles:
         return any(self._has_no_data(leaf) for leaf in leaves if isinstance(leaf, nn.Module))
 
 
-def _place(file: Any) -> str | None:
-    """The absolute path of a path or of an open file; None for a buffer in memory."""
+def _place(file: Any) -> str | int:
+    """The absolute path of a path or of an open file; the id of a buffer in memory."""
     name = getattr(file, "name", file)
-    return os.path.abspath(name) if isinstance(name, (str, os.PathLike)) else None
+    return os.path.abspath(name) if isinstance(name, (str, os.PathLike)) else id(file)

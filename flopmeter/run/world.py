@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,8 +66,22 @@ def _patches(world_size: int) -> Iterator[Patch]:
     yield Patch(torch.cuda.nccl, "version", lambda: NCCL_VERSION, "CUDA wheels bring NCCL")
     for owner in (dist, distributed_c10d):
         yield Patch(owner, "is_nccl_available", lambda: True, "CUDA wheels bring NCCL")
+        yield Patch(owner, "ProcessGroupNCCL", ProcessGroupNCCL, "what is_nccl_available() promises")
         yield Patch(owner, "is_torchelastic_launched", lambda: "TORCHELASTIC_RUN_ID" in os.environ, "as after torchrun")
+    for name in ("_set_pg_timeout", "set_timeout"):
+        if hasattr(distributed_c10d, name):
+            yield Patch(distributed_c10d, name, lambda timeout, group=None: None, "no rank waits for another")
+            if hasattr(dist, name):
+                yield Patch(dist, name, getattr(distributed_c10d, name), "the same function")
     yield Patch(torch.multiprocessing, "spawn", _spawn, "rank 0 runs in this process, the others do not")
+
+
+class ProcessGroupNCCL:
+    """A build for CPUs has none. No group is one; its options may be asked for, and say nothing to a rank alone."""
+
+    class Options(SimpleNamespace):
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
 
 def _init_process_group(original: Callable[..., None], default_size: int) -> Callable[..., None]:

@@ -7,6 +7,7 @@ So nothing is attached to the user's tensors or modules, and custom autograd fun
 
 from __future__ import annotations
 
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from flopmeter.torch_names.private import COMPILED_MODULE, next_node_number
 class ModulePaths:
     """A context that knows the path of the running module, such as `Bert.encoder.layers.0`.
 
-    The hooks see modules of all threads. A module call in a thread where `is_on()` is false is counted in `missed`.
+    The hooks see modules of all threads. A module call in another thread where `is_on()` is false is counted in
+    `missed`; in this one it is a function of the program that flopmeter looks into.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class ModulePaths:
         self.path = ""  # of the innermost module whose forward runs; '' outside of modules
         self.calls = 0  # module calls so far
         self.missed = 0
+        self._thread = threading.get_ident()
         self._stack: list[tuple[str, nn.Module]] = []
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}  # id -> last path
         self._below: dict[int, tuple[weakref.ref[nn.Module], dict[int, str]]] = {}  # id -> names of those below, by id
@@ -44,6 +47,7 @@ class ModulePaths:
         self._undo = ExitStack()
 
     def __enter__(self) -> ModulePaths:
+        self._thread = threading.get_ident()
         self._log()
         pre = register_module_forward_pre_hook(self._enter_module)
         post = register_module_forward_hook(self._leave_module, always_call=True)
@@ -75,7 +79,7 @@ class ModulePaths:
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         if not self._is_on():
-            self.missed += 1
+            self.missed += threading.get_ident() != self._thread
             return
         self.calls += 1
         self.path = self._path(module)

@@ -112,6 +112,11 @@ class _Count(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._counters = counters
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch keeps one flag for all threads of whether some mode does not; guards of compiled functions read it."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -1,0 +1,57 @@
+"""What scripts ask that only a CUDA build of torch, or a GPU, could answer: they go on, the report says so."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+import flopmeter
+
+A100 = "a100-sxm4-80gb"
+
+
+def test_a_profiler_that_is_left_in_a_script_tells_of_the_host_without_a_warning(capfd, recwarn):
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with flopmeter.cuda(A100) as device, torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        torch.zeros(8, 8, device="cuda") @ torch.zeros(8, 8, device="cuda")
+    assert "aten::mm" in {event.key for event in profile.key_averages()}
+    assert device.report().step.macs == 8**3
+    assert "torch.profiler tells of the host alone: no GPU runs" in device.report().step.notes
+    assert "CUDA" not in capfd.readouterr().err
+    assert not [warning for warning in recwarn if "CUDA" in str(warning.message)]
+
+
+def test_graphed_callables_run_as_they_are_and_a_note_says_so():
+    with flopmeter.cuda(A100) as device:
+        x, model = torch.zeros(8, 8, device="cuda"), nn.Linear(8, 8).cuda()
+        assert torch.cuda.make_graphed_callables(model, (x,))(x).shape == (8, 8)
+    assert any("make_graphed_callables" in note for note in device.report().step.notes)
+
+
+def test_the_history_of_memory_is_left_out_and_no_file_is_written(tmp_path):
+    with flopmeter.cuda(A100) as device:
+        torch.cuda.memory._record_memory_history(max_entries=100)
+        torch.zeros(8, device="cuda").sin()
+        torch.cuda.memory._dump_snapshot(tmp_path / "memory.pickle")
+    assert list(tmp_path.iterdir()) == []
+    assert any("_dump_snapshot was left out" in note for note in device.report().step.notes)
+
+
+def test_each_step_of_a_compiled_inference_may_be_marked():
+    with flopmeter.cuda(A100):
+        torch.compiler.cudagraph_mark_step_begin()
+
+
+def test_nccl_is_there_to_be_asked_for():
+    with flopmeter.cuda(A100, gpus=2):
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group("nccl", pg_options=options)
+        group = dist.group.WORLD
+        distributed_c10d._set_pg_timeout(timedelta(seconds=100), group)
+        assert not isinstance(group, dist.ProcessGroupNCCL)
+        assert torch.cuda.nccl.version() > (2, 10)
+    assert not hasattr(dist, "ProcessGroupNCCL")

@@ -1,0 +1,74 @@
+"""Where a program's steps begin and end: setup, first step, steady step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import flopmeter
+from flopmeter.run.session import Wishes
+
+A100 = "a100-sxm4-80gb"
+
+
+def test_setup_first_step_and_steady_step_are_told_apart():
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(64, 64).to(device)
+        with torch.no_grad():
+            model(torch.zeros(1, 64, device=device))  # an evaluation before training is setup
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = device.report()
+    assert list(report.by_part) == ["setup", "first step", "steady step"]
+    assert report.by_part["setup"].macs == 64 * 64
+    assert report.by_part["first step"].macs == report.by_part["steady step"].macs == 2 * 8 * 64 * 64
+    assert len(report.by_part["first step"].kernels) > len(report.by_part["steady step"].kernels)  # Adam's state
+
+
+def test_of_two_optimizers_a_step_has_one_turn_of_each():
+    with flopmeter.cuda(A100) as device:
+        nets = [nn.Linear(64, 64, bias=False).to(device) for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        for _ in range(3):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                net(torch.zeros(8, 64, device=device)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert device.report().step.macs == 2 * (2 * 8 * 64 * 64)
+
+
+def test_an_update_that_runs_no_op_is_no_step_and_is_told():
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(8, 8).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.zeros(8, 8, device=device))
+        optimizer.step()  # no gradients
+    report = device.report()
+    assert report.parts.count == 1
+    assert "calls of Linear" in report.headline
+    assert "1 calls of optimizer.step() ran no op, and do not count as steps" in report.step.notes
+
+
+def test_inference_goes_by_the_calls_of_the_outermost_module():
+    with flopmeter.cuda(A100) as device, torch.no_grad():
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU()).to(device)
+        for batch in (8, 16):
+            model(torch.zeros(batch, 64, device=device))
+    report = device.report()
+    assert report.parts.marked_by == "calls of Sequential"
+    assert report.step.macs == 16 * 64 * 64
+
+
+def test_steps_may_be_marked_by_an_nvtx_range_which_is_a_row_too():
+    wishes = Wishes(marker="nvtx:step")
+    with flopmeter.cuda(A100, steps=2, wishes=wishes) as device:
+        for _ in range(5):
+            with torch.cuda.nvtx.range("step"):
+                torch.ones(1000, device=device).exp()
+    report = device.report()
+    assert (report.parts.count, report.parts.marked_by) == (2, "nvtx:step")
+    assert report.ranges["step"][0] == 1
+    assert "nvtx range" in str(report)
