@@ -22,9 +22,7 @@ class ModuleCount(NamedTuple):
 
     name: str  # the path in the model; '' is the model itself
     kind: str  # the class
-    output: (
-        tuple[tuple[int, ...], ...] | None
-    )  # shapes of its output tensors at its first call; None: it was not called
+    output: tuple[tuple[int, ...], ...] | None  # shapes at its first call; None: it was not called
     parameters: int  # each once, however often it is shared
     flops: int | None  # None: neither it nor what is inside of it was called
 

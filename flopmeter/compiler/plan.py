@@ -198,9 +198,10 @@ class _Planner:
             return inputs[-1]
 
         args = tuple(map(argument, op._schema.arguments))
-        placed = self._placed(self.base(kernel.get_name()))
-        output = placed.spec(numbers.setdefault(placed.buffer, len(numbers)))
-        return Call(op, args, {}, tuple(inputs), (output,)), tuple(numbers)
+        results = self._parts.get(kernel.get_name()) or [kernel]  # an op with several results has each in a buffer
+        placed = [self._placed(self.base(each.get_name())) for each in results]
+        outputs = tuple(each.spec(numbers.setdefault(each.buffer, len(numbers))) for each in placed)
+        return Call(op, args, {}, tuple(inputs), outputs), tuple(numbers)
 
     def _results(self, kernel: Any, fx: Any) -> Iterator[Placed]:
         """What the op returns, unread results included."""

@@ -120,12 +120,7 @@ class DiT(nn.Module):
 @dataclass(frozen=True)
 class UNetConfig:
     width: int
-    multipliers: tuple[int, ...] = (
-        1,
-        2,
-        4,
-        4,
-    )  # channels of each level, in `width`s; all but the deepest have attention
+    multipliers: tuple[int, ...] = (1, 2, 4, 4)  # channels of each level, in `width`s; all but the last have attention
     blocks: int = 2  # residual blocks a level on the way down, one more on the way up
     heads: int = 8
     context_width: int = 768  # of the text encoder, CLIP ViT-L/14
