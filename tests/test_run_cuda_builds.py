@@ -47,6 +47,7 @@ def test_each_step_of_a_compiled_inference_may_be_marked():
 
 
 def test_nccl_is_there_to_be_asked_for():
+    before = getattr(dist, "ProcessGroupNCCL", None)  # a CUDA build has it
     with flopmeter.cuda(A100, gpus=2):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         dist.init_process_group("nccl", pg_options=options)
@@ -54,4 +55,4 @@ def test_nccl_is_there_to_be_asked_for():
         distributed_c10d._set_pg_timeout(timedelta(seconds=100), group)
         assert not isinstance(group, dist.ProcessGroupNCCL)
         assert torch.cuda.nccl.version() > (2, 10)
-    assert not hasattr(dist, "ProcessGroupNCCL")
+    assert getattr(dist, "ProcessGroupNCCL", None) is before

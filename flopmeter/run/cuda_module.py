@@ -232,7 +232,7 @@ class CudaModule:
         def init(profile: Any, *args: Any, **kwargs: Any) -> None:
             if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
                 self._note("torch.profiler tells of the host alone: no GPU runs")
-                kwargs |= {"use_device": None, "use_cuda": False}
+                kwargs |= {"use_device": None} | ({"use_cuda": False} if "use_cuda" in kwargs else {})
             make(profile, *args, **kwargs)
 
         return init
