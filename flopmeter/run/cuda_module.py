@@ -52,6 +52,9 @@ _AS_THEY_ARE = {
 }  # fmt: skip
 
 
+CUDA_VERSION = "13.0"  # what a program is told on a CPU build; nothing that is counted depends on it
+
+
 class DeviceProperties(types.SimpleNamespace):
     """torch.cuda.get_device_properties(): facts of the profile and of its compute capability."""
 
@@ -95,6 +98,7 @@ class CudaModule:
         yield Patch(cudnn, "version", lambda: self._target.cudnn_version, "the one that CUDA wheels bring")
         yield Patch(cudnn, "is_acceptable", lambda tensor: False, "weights of RNNs are not flattened: they are on meta")
         yield Patch(torch.backends.cuda, "is_built", lambda: True, why)
+        yield Patch(torch.version, "cuda", torch.version.cuda or CUDA_VERSION, "a CPU build has none")
         yield Patch(torch.compiler, "cudagraph_mark_step_begin", _nothing, "imports what CUDA builds have")
         for name in ("_record_memory_history", "_dump_snapshot"):
             yield Patch(torch.cuda.memory, name, self._leave_out(f"torch.cuda.memory.{name}"), "there is no allocator")
