@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -163,7 +164,8 @@ def test_interrupted_it_reports_what_ran(script):
     environment = {**os.environ, "PYTHONPATH": str(PROGRAMS.parents[1]), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "flopmeter", "run", "--steps", "100000000", "train.py"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (background jobs ignore it)
     )  # fmt: skip
     assert process.stdout is not None
     while "step 3" not in process.stdout.readline():
