@@ -163,9 +163,9 @@ def test_interrupted_it_reports_what_ran(script):
     script(TRAINS.replace("range(10)", "range(1000000)"))
     environment = {**os.environ, "PYTHONPATH": str(PROGRAMS.parents[1]), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "flopmeter", "run", "--steps", "100000000", "train.py"]
+    heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # as no job in the background
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (background jobs ignore it)
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heeds_interrupts
     )  # fmt: skip
     assert process.stdout is not None
     while "step 3" not in process.stdout.readline():
