@@ -46,17 +46,17 @@ def patches() -> Iterator[Any]:
     for module in (dist, distributed_c10d):
         # NCCL is not built into torch for the CPU; the fake group stands for any backend.
         yield mock.patch.object(module, "new_group", _of_any_backend(dist.new_group))
+    yield mock.patch.object(dist, "get_backend", _backend_of_gpus)
+    yield mock.patch.object(torch.cuda.nccl, "version", return_value=NCCL_VERSION)  # torch logs it with an error
 
 
 def init_patches() -> Iterator[Any]:
-    """After a world was opened: a program that opens it, too, goes on in it, and is told that NCCL carries it."""
-    yield mock.patch.object(dist, "get_backend", backend_of_gpus)
-    yield mock.patch.object(torch.cuda.nccl, "version", return_value=NCCL_VERSION)  # torch logs it with an error
+    """After a world was opened: a program that opens it, too, goes on in it."""
     for module in (dist, distributed_c10d):
         yield mock.patch.object(module, "init_process_group", _already_open(dist.init_process_group))
 
 
-def backend_of_gpus(group: Any = None) -> str:
+def _backend_of_gpus(group: Any = None) -> str:
     """torch.distributed.get_backend(), as on GPUs: the fake group stands for NCCL's."""
     name = distributed_c10d.get_backend(group)
     return "nccl" if name == "fake" else str(name)

@@ -18,7 +18,6 @@ import torch.multiprocessing
 from torch.distributed import device_mesh, distributed_c10d
 
 from flopmeter.distributed.meta import runs_on_meta
-from flopmeter.distributed.programs import NCCL_VERSION, backend_of_gpus
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names import distributed as private
 
@@ -62,8 +61,6 @@ def _patches(world_size: int) -> Iterator[Patch]:
     init = _init_process_group(dist.init_process_group, world_size)
     for owner in (dist, distributed_c10d, device_mesh):
         yield Patch(owner, "init_process_group", init, "collectives of a rank whose peers do not run")
-    yield Patch(dist, "get_backend", backend_of_gpus, "the fake group stands for NCCL's")
-    yield Patch(torch.cuda.nccl, "version", lambda: NCCL_VERSION, "CUDA wheels bring NCCL")
     for owner in (dist, distributed_c10d):
         yield Patch(owner, "is_nccl_available", lambda: True, "CUDA wheels bring NCCL")
         yield Patch(owner, "ProcessGroupNCCL", ProcessGroupNCCL, "what is_nccl_available() promises")
