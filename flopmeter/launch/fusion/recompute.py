@@ -27,6 +27,8 @@ _KEPT = aten.present("cat", "stack", "embedding", "constant_pad_nd", "index_sele
 
 def with_recomputation(parts: list[Part], trace: Trace) -> list[Part]:
     """The parts, with copies in each backward graph of those that it computes again."""
+    if not any(map(_is_backward, parts)):
+        return parts
     flow = flow_of(parts)
     forward: defaultdict[int, list[int]] = defaultdict(list)
     for place, part in enumerate(parts):
