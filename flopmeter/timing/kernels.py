@@ -120,7 +120,8 @@ def _convolution(
         fp32 = hardware.vector_peak("fp32").flop_per_s
         return depthwise(shape, implicit, moved, fp32, rates.bytes_per_s), "depthwise convolution"
     if shape.channels * moved.item_bytes < constants.CONVOLUTION_DEPTH_BYTES and implicit.batch == 1:
-        rates = rates.slowed(legacy_mma_share(hardware))
+        # Registers bound these at the boost clock; at half the FLOPs, the power limit leaves more of the clock.
+        rates = rates.within(peak.flop_per_s * peak.burst * legacy_mma_share(hardware))
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     extra = conversions(shape, moved, hardware)
     busy = busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)

@@ -31,6 +31,11 @@ class Rates(NamedTuple):
         """Bandwidth from and to the L2 cache."""
         return constants.MATMUL_CACHE_BYTES_PER_CYCLE * self.sm_count * self.clock_hz
 
+    def within(self, flop_per_s: float) -> Rates:
+        """The same with arithmetic rates of at most `flop_per_s`."""
+        flop_per_s, issue = min(self.flop_per_s, flop_per_s), min(self.issue_flop_per_s, flop_per_s)
+        return self._replace(flop_per_s=flop_per_s, issue_flop_per_s=issue)
+
     def slowed(self, share: float) -> Rates:
         """The same with the arithmetic rates times `share`."""
         return self._replace(flop_per_s=self.flop_per_s * share, issue_flop_per_s=self.issue_flop_per_s * share)
