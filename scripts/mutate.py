@@ -75,7 +75,6 @@ EQUIVALENT = {
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
     ),
-    "flopmeter/distributed/meta.py: deleted: return run(*args)": "two that keep values know the same",
 }
 # Tests that do not count, and why.
 LEFT_OUT = {
@@ -296,24 +295,45 @@ def run_tests(files: Iterable[str], *options: str, plugin: object) -> int:
         return int(pytest.main(arguments, plugins=[plugin]))
 
 
-def measure(copy: Path, found: Path, only: list[str]) -> int:
-    """Run every test that counts, and write what it reaches. Those that fail without a mutant do not count."""
+def measure_all(copy: Path, only: list[str], jobs: int) -> Reached:
+    """What every test that counts reaches. Each of the processes takes its share of the files of tests."""
+    every = (path for path in sorted((copy / "tests").glob("test_*.py")) if path.stem not in LEFT_OUT)
+    files = [f"tests/{path.name}" for path in every if not only or path.name in only]
+    parts = [copy / f"reached-{number}.json" for number in range(jobs)]
+    running = [in_child(functools.partial(measure, copy, part, files[n::jobs])) for n, part in enumerate(parts)]
+    statuses = [os.waitpid(pid, 0)[1] for pid in running]
+    if any(statuses):
+        sys.exit("what tests reach: a process ended early")
+    return merged(Reached(*json.loads(part.read_text(encoding="utf-8"))) for part in parts)
+
+
+def merged(parts: Iterable[Reached]) -> Reached:
+    seconds, lines = dict[str, float](), defaultdict[str, dict[str, list[str]]](dict)
+    for part in parts:
+        seconds |= part.seconds
+        for file, found in part.lines.items():
+            for line, tests in found.items():
+                lines[file].setdefault(line, []).extend(tests)
+    return Reached(seconds, lines)
+
+
+def measure(copy: Path, found: Path, files: list[str]) -> int:
+    """Run these tests, and write what each reaches. Those that fail without a mutant do not count."""
     import coverage
 
     measured = coverage.Coverage(data_file=None, source=[str(copy / "flopmeter")], config_file=False)
     measured.set_option("run:core", "ctrace")  # which can tell contexts
     plugin = _Contexts(measured)
-    every = (path for path in sorted((copy / "tests").glob("test_*.py")) if path.stem not in LEFT_OUT)
-    files = [f"tests/{path.name}" for path in every if not only or path.name in only]
     measured.start()
-    run_tests(files, plugin=plugin)
+    if files:
+        run_tests(files, plugin=plugin)
     measured.stop()
     for test in plugin.left_out & plugin.seconds.keys():
         del plugin.seconds[test]
     data = measured.get_data()
     lines = {str(Path(file).relative_to(copy)): data.contexts_by_lineno(file) for file in sorted(data.measured_files())}
     found.write_text(json.dumps(Reached(plugin.seconds, lines)), encoding="utf-8")
-    return int(not plugin.seconds)
+    return 0
 
 
 def attempt(mutant: Mutant, tests: list[str], seconds: float) -> int:
@@ -405,11 +425,11 @@ def main() -> int:
         found = chosen.reached or copy / "reached.json"
         if not found.exists():
             start = time.monotonic()
-            _, status = os.waitpid(in_child(functools.partial(measure, copy, found, chosen.tests)), 0)
+            found.write_text(json.dumps(measure_all(copy, chosen.tests, chosen.jobs)), encoding="utf-8")
             print(f"what tests reach: {time.monotonic() - start:.0f} s", file=sys.stderr)
-            if status:
-                sys.exit("no test passes without a mutant")
         reached = Reached(*json.loads(found.read_text(encoding="utf-8")))
+        if not reached.seconds:
+            sys.exit("no test passes without a mutant")
         verdicts = []
         for verdict in verdicts_on(drawn, reached, chosen.jobs):
             verdicts.append(verdict)

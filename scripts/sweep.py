@@ -3,7 +3,8 @@
     make sweep                            # or: python scripts/sweep.py; about an hour on two cores
     python scripts/sweep.py -- -k wheel   # some of them, printed and not written
 
-Runs the tests marked `slow`. Those over torch's op_db tell how many entries, samples and ops they ran: every sample
+Runs the tests marked `slow`, and those that search for an example that breaks a law: `make test` lets hypothesis draw
+the same examples each time, so that no search stops somebody else's change; this draws new ones. Those over torch's op_db tell how many entries, samples and ops they ran: every sample
 of every entry, forward and, where there is one, backward. Exit status 1 if any test fails; the page names it.
 """
 
@@ -61,7 +62,7 @@ def run(arguments: list[str]) -> list[Result]:
             "--dist",
             "worksteal",
             "-m",
-            "slow",
+            "slow or hypothesis",
             f"--junitxml={path}",
             *arguments,
         ]
@@ -95,7 +96,7 @@ def page(results: list[Result]) -> str:
         "## Compiled programs",
         COMPILED_LEGEND,
         tabulate(compiled, headers=("program", *COMPILED), tablefmt="github"),
-        "## All tests marked slow",
+        "## All tests marked slow, and searches by hypothesis",
         tabulate(by_file, headers=("file", "passed", "skipped", "failed"), tablefmt="github"),
         "\n".join(["Failures:", "", *failed]) if failed else "Failures: none.",
     )) + "\n"  # fmt: skip

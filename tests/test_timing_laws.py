@@ -23,12 +23,17 @@ from flopmeter.records import (
     Convolution,
     ConvolutionWork,
     Cost,
+    FormulaWork,
+    GroupedMatmulWork,
     Mask,
     Matmul,
     MatmulWork,
+    Recurrence,
+    RecurrentWork,
     Region,
     Reread,
     Switches,
+    UnpackingMatmulWork,
     VectorWork,
 )
 from flopmeter.timing.kernels import price
@@ -119,6 +124,29 @@ def attention_cost(shape, backend="flash", dtype="fp16"):
 
 
 @st.composite
+def several_products(draw):
+    """Kernels of more than one matmul, and those whose weights are narrow."""
+    shapes = draw(st.lists(st.builds(Matmul, st.integers(1, 8), sizes, sizes, sizes), min_size=1, max_size=4))
+    macs, dtype = sum(map(prod, shapes)), draw(dtypes)
+    read = ITEM_BYTES[dtype] * sum(batch * (m * k + k * n) for batch, m, n, k in shapes)
+    written = ITEM_BYTES[dtype] * sum(batch * m * n for batch, m, n, _ in shapes)
+    steps, inner = draw(st.integers(1, 500)), Matmul(1, *draw(st.tuples(sizes, sizes, sizes)))
+    recurrent = RecurrentWork((*shapes, inner), macs + steps * prod(inner), 16, Recurrence(steps, (inner,)))
+    work = draw(
+        st.sampled_from(
+            (
+                GroupedMatmulWork(tuple(shapes), macs),
+                UnpackingMatmulWork(shapes[0], prod(shapes[0]), draw(st.sampled_from((4, 8)))),
+                FormulaWork(macs),
+                recurrent,
+            )
+        )
+    )
+    touched = {"reads": (Region(None, read),), "writes": (Region(None, written),)}
+    return product_cost(shapes[0], dtype, work=work, flops_by_class=((CONTRACTION, 2 * work.macs),), **touched)
+
+
+@st.composite
 def plain_kernels(draw):
     op_class = draw(st.sampled_from((ELEMENTWISE, NORMALIZATION, REDUCTION, MOVEMENT, INDEXING, SORTING)))
     nbytes = draw(st.integers(0, 10**9))
@@ -129,7 +157,7 @@ def plain_kernels(draw):
     return plain_cost(op_class, flops, nbytes, draw(dtypes), rereads=rereads, access=access)
 
 
-kernels = st.one_of(products(), convolutions(), attentions(), plain_kernels())
+kernels = st.one_of(products(), several_products(), convolutions(), attentions(), plain_kernels())
 
 
 def work(cost, device):

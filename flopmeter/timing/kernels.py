@@ -160,7 +160,7 @@ def _in_steps(recurrence: Recurrence, together: Busy, moved: MatmulBytes, rates:
     """The time of a recurrent kernel: no less than that of its steps one after another, with the weights kept on the
     chip."""
     on_chip = MatmulBytes(0.0, 0.0, moved.item_bytes)
-    of_step = [price_matmul(shape, on_chip, rates).compute_seconds for shape in recurrence.matmuls]
+    of_step = [price_matmul(shape, on_chip, rates).work_seconds for shape in recurrence.matmuls]
     compute = recurrence.steps * sum(of_step)
     barriers = recurrence.steps * len(of_step) * constants.RECURRENT_STEP_SECONDS
     return together._replace(

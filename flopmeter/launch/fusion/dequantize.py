@@ -20,7 +20,7 @@ from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.parts import Part
 from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
-from flopmeter.records import ConvolutionWork, Cost, GroupedMatmulWork, MatmulWork, Region
+from flopmeter.records import Cost, MatmulWork, Region
 from flopmeter.torch_names.operators import aten
 
 MOST_ROWS = 32
@@ -61,10 +61,7 @@ def with_cast(product: Cost, cast: Iterable[Cost], bytes_read: int, bytes_writte
 
 
 def _has_few_rows(cost: Cost) -> bool:
-    match cost.work:
-        case MatmulWork(matmuls=(matmul,)) | GroupedMatmulWork(matmuls=(matmul,)) | ConvolutionWork(implicit=matmul):
-            return matmul.m <= MOST_ROWS
-    return False
+    return isinstance(cost.work, MatmulWork) and all(matmul.m <= MOST_ROWS for matmul in cost.work.matmuls)
 
 
 def _is_cast(members: list[int], parts: list[Part], flow: Flow) -> bool:
