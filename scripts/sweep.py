@@ -4,8 +4,9 @@
     python scripts/sweep.py -- -k wheel   # some of them, printed and not written
 
 Runs the tests marked `slow`, and those that search for an example that breaks a law: `make test` lets hypothesis draw
-the same examples each time, so that no search stops somebody else's change; this draws new ones. Those over torch's op_db tell how many entries, samples and ops they ran: every sample
-of every entry, forward and, where there is one, backward. Exit status 1 if any test fails; the page names it.
+the same examples each time, so that no search stops somebody else's change; this draws new ones. Those over torch's
+op_db tell how many entries, samples and ops they ran: every sample of every entry, forward and, where there is one,
+backward. Exit status 1 if any test fails; the page names it.
 """
 
 from __future__ import annotations
