@@ -7,9 +7,9 @@
 A mutant is the package with one change of one of the kinds in scripts/mutations.py: `--kinds arithmetic` changes
 constants and operators, `--kinds structure` what is passed, read, done and returned. They are drawn by seed. First the
 tests run once under coverage, which tells the tests that reach each line; a mutant then runs the tests that reach its
-statement, the fastest first, until one fails or a limit of CPU time ends it (an endless loop counts as noticed). Tests
-that expect what flopmeter itself printed earlier do not count. Prints the survivors, then the rate, and writes both to
-docs/mutants.md where all modules were drawn from; exit status 1 if the rate is below 93 %.
+statement, quick and narrow ones first, until one fails or a limit of CPU time ends it (an endless loop counts as
+noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the survivors, then the rate, and
+writes both to docs/mutants.md where all modules were drawn from; exit status 1 if the rate is below 93 %.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -31,12 +32,13 @@ import signal
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import date
 from importlib.metadata import version
 from importlib.util import spec_from_file_location
-from itertools import islice, zip_longest
+from itertools import accumulate, islice, zip_longest
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -85,13 +87,15 @@ LEFT_OUT = {
     "test_leaks": "holds nothing of cost or time",
     "test_hugging_face": "needs transformers",
     "test_wheel": "an installed copy",
+    "test_page_browser": "starts a browser, which takes longer than all else",
     "test_makefile": "runs make, which installs an environment, and needs the Makefile",
 }
 # Recorded prices count, since they run wherever the tests do. They say nothing of the truth, so they are told apart.
 RECORDS, BY_A_RECORD = "test_recorded_prices", 71
 # Imported once, before the processes of the mutants are forked from this one.
 PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invocations", "matplotlib.pyplot")
-ENOUGH_SECONDS = 60.0  # of CPU for one mutant: of the tests that reach it, the slowest are left out beyond
+ENOUGH_SECONDS = 40.0  # of CPU for one mutant: of the tests that reach it, those in front
+LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
 MEMORY_BYTES = 8 * 2**30  # that a mutant may ask for
 
 
@@ -180,7 +184,7 @@ class Reached(NamedTuple):
     seconds: dict[str, float]  # of each test
     lines: dict[str, dict[str, list[str]]]  # file -> line -> tests, or files of tests whose fixtures reach it
 
-    def tests(self, mutant: Mutant) -> list[str]:
+    def tests(self, mutant: Mutant) -> set[str]:
         """The tests that reach the change; for one that runs on import those that reach its file, or its folder."""
         known = [(file, str(line)) for file, line in mutant.used if str(line) in self.lines.get(file, {})]
         found = self._of(self.lines[file][line] for file, line in known)
@@ -189,20 +193,15 @@ class Reached(NamedTuple):
             found = self._of(self.lines.get(mutant.file, {}).values()) or self._of(
                 tests for lines in beside for tests in lines.values()
             )
-        return self._fastest(found)
+        return found
 
     def _of(self, contexts: Iterable[Iterable[str]]) -> set[str]:
         named = {name for names in contexts for name in names if name}
         return {test for test in self.seconds if test in named or test.partition("::")[0] in named}
 
-    def _fastest(self, tests: set[str]) -> list[str]:
-        chosen, total = [], 0.0
-        for test in sorted(tests, key=self.seconds.__getitem__):
-            total += self.seconds[test]
-            if total > ENOUGH_SECONDS:
-                break
-            chosen.append(test)
-        return chosen
+    def lines_of_tests(self) -> Counter[str]:
+        """How many lines each test reaches by itself, without the fixtures of its file."""
+        return Counter(name for lines in self.lines.values() for names in lines.values() for name in names)
 
 
 class _Contexts:
@@ -214,12 +213,12 @@ class _Contexts:
         self.start = 0.0
 
     def pytest_runtest_setup(self, item: Any) -> None:
+        self.start = time.process_time()  # other work on the machine is none of the test's
         self.coverage.switch_context(item.nodeid.partition("::")[0])  # a fixture may serve all tests of its file
 
     def pytest_runtest_call(self, item: Any) -> None:
         _clear_caches()
         self.coverage.switch_context(item.nodeid)
-        self.start = time.process_time()  # other work on the machine is none of the test's
 
     def pytest_runtest_teardown(self, item: Any) -> None:
         self.seconds[item.nodeid] = time.process_time() - self.start
@@ -376,22 +375,43 @@ class Verdict(NamedTuple):
         return {0: "SURVIVED", BY_A_RECORD: "recorded"}.get(self.status, "noticed ")
 
 
-def verdicts_on(drawn: list[Mutant], reached: Reached, jobs: int) -> Iterator[Verdict]:
+class Trial(NamedTuple):
+    """A mutant, the tests that are to notice it, and the CPU seconds after which it counts as endless."""
+
+    mutant: Mutant
+    tests: list[str]
+    seconds: float
+
+
+def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
+    lines = reached.lines_of_tests()
+    # Those come first that are quick, and about little else.
+    ranks = {test: (seconds + LEAST_SECONDS) * lines[test] for test, seconds in reached.seconds.items()}
+    trials = []
+    for mutant in drawn:
+        tests = sorted(reached.tests(mutant), key=ranks.__getitem__)
+        ends = list(accumulate(reached.seconds[test] for test in tests))
+        tests = tests[: bisect_right(ends, ENOUGH_SECONDS)]
+        trials.append(Trial(mutant, tests, 30 + 4 * sum(map(reached.seconds.__getitem__, tests))))
+    return trials
+
+
+def verdicts_on(trials: list[Trial], jobs: int) -> Iterator[Verdict]:
     """In the order in which they come."""
-    waiting, running = list(reversed(drawn)), dict[int, tuple[Mutant, int]]()
+    waiting, running = list(reversed(trials)), dict[int, tuple[Mutant, int]]()
     done = 0
+    gc.collect()
+    gc.freeze()  # else each collection in a child walks, and so copies, what this process holds
     while waiting or running:
         if waiting and len(running) < jobs:
-            mutant = waiting.pop()
-            tests = reached.tests(mutant)
-            limit = 30 + 4 * sum(map(reached.seconds.__getitem__, tests))
-            work = functools.partial(attempt, mutant, tests, limit) if tests else int
-            running[in_child(work)] = (mutant, len(tests))
+            trial = waiting.pop()
+            work = functools.partial(attempt, *trial) if trial.tests else int
+            running[in_child(work)] = (trial.mutant, len(trial.tests))
             continue
         pid, status = os.wait()
         verdict = Verdict(*running.pop(pid), os.waitstatus_to_exitcode(status))
         done += 1
-        print(f"{done}/{len(drawn)} {verdict.word} {verdict.mutant}", file=sys.stderr, flush=True)
+        print(f"{done}/{len(trials)} {verdict.word} {verdict.mutant}", file=sys.stderr, flush=True)
         yield verdict
 
 
@@ -430,8 +450,9 @@ def main() -> int:
         reached = Reached(*json.loads(found.read_text(encoding="utf-8")))
         if not reached.seconds:
             sys.exit("no test passes without a mutant")
-        verdicts = []
-        for verdict in verdicts_on(drawn, reached, chosen.jobs):
+        trials, verdicts = trials_of(drawn, reached), []
+        del reached
+        for verdict in verdicts_on(trials, chosen.jobs):
             verdicts.append(verdict)
             if not verdict.status:
                 print(f"survived: {verdict.mutant} ({verdict.tests} tests)", flush=True)
