@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.optim.adadelta import _single_tensor_adadelta
 
 import flopmeter
 
@@ -56,3 +57,21 @@ def test_nccl_is_there_to_be_asked_for():
         assert not isinstance(group, dist.ProcessGroupNCCL)
         assert torch.cuda.nccl.version() > (2, 10)
     assert getattr(dist, "ProcessGroupNCCL", None) is before
+
+
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    half = torch.tensor(0.5)
+    return torch.tanh(x) * half.to(x.device) + torch.zeros(x.shape[-1], device=x.device)
+
+
+def test_torchscript_is_compiled_of_torchs_own_functions():
+    """torch.distributed.optim compiles its optimizers when it is imported."""
+    with flopmeter.cuda(A100) as device:
+        eager = scripted(torch.ones(4, 8, device="cuda"))
+        torch.jit.script(_single_tensor_adadelta)  # asks for torch's list of devices, which a meter replaces
+        assert torch.jit.script(scripted)(torch.ones(4, 8, device="cuda")).shape == eager.shape
+    calls = {row.name: row.calls for row in device.report().step.rows("op")}
+    assert calls["tanh"] == calls["zeros"] == 2
+    with flopmeter.FlopMeter(A100) as meter:
+        torch.jit.script(scripted)(torch.ones(4, 8, device="meta"))
+    assert {row.name: row.calls for row in meter.report().rows("op")}["tanh"] == 1

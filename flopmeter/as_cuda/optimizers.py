@@ -34,6 +34,7 @@ def _optimizer_modules() -> tuple[str, ...]:
 
 
 def _with_meta(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    @functools.wraps(devices)  # TorchScript, which compiles torch.distributed.optim, reads the source of the original
     def supported_devices(*args: Any, **kwargs: Any) -> list[str]:
         return [*devices(*args, **kwargs), "meta"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -98,8 +98,22 @@ def _install() -> ExitStack:
         for name, wrap in (("__format__", _formatting), ("numpy", _to_numpy)):
             _originals.append((Tensor, name, getattr(Tensor, name)))
             undo.enter_context(mock.patch.object(Tensor, name, wrap(getattr(Tensor, name))))
+        scripting = scripting_inside(as_torch_has_them, torch.jit.script)
+        undo.enter_context(mock.patch.object(torch.jit, "script", scripting))
         undo.callback(_originals.clear)
         return undo.pop_all()
+
+
+def scripting_inside(around: Callable[[], AbstractContextManager[Any]], script: Callable[..., Any]) -> Any:
+    """torch.jit.script inside of `around`: it knows torch's own functions alone. It looks names up in the frame of its
+    caller, which is one further away."""
+
+    @functools.wraps(script)
+    def scripting(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
+        with around():
+            return script(obj, optimize, _frames_up + 1, *args, **kwargs)
+
+    return scripting
 
 
 def _item(tensor: Tensor) -> Any:

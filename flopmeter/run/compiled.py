@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.compiler.session import made_inside
+from flopmeter.known_values.entry_points import scripting_inside
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.named_types import META
 from flopmeter.run.patches import Patch, applied, hidden
@@ -47,15 +48,17 @@ class Tracing:
             self._is_hidden = False
 
     def tables(self, answers: list[Patch]) -> list[Patch]:
-        """What makes Dynamo's tables with torch as it is, also without the `answers` of torch.cuda."""
+        """What makes Dynamo's tables, and compiles TorchScript, with torch as it is, also without the `answers` of
+        torch.cuda."""
 
         @contextmanager
         def around() -> Iterator[None]:
             with self(), hidden(answers):
                 yield
 
-        why = "Dynamo knows torch's functions alone"
-        return [
+        why = "compilers know torch's own functions alone"
+        scripting = Patch(torch.jit, "script", scripting_inside(around, torch.jit.script), why)
+        return [scripting] + [
             Patch(name.parent, name.attribute.rpartition(".")[2], made_inside(around, name.value), why)
             for name in (names.RULES, names.HANDLERS)
             if name.present()

@@ -33,11 +33,13 @@ def applied(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
 
 @contextmanager
 def hidden(undoing: list[Patch]) -> Iterator[None]:
-    """In this context everything that `applied` has replaced is as it was."""
+    """In this context everything that `applied` has replaced is as it was. Contexts may be nested."""
     with ExitStack() as redo:
         for patch in reversed(undoing):
-            redo.callback(_put, Patch(patch.owner, patch.name, vars(patch.owner)[patch.name], patch.reason))
-            _put(patch)
+            now = vars(patch.owner).get(patch.name, _ABSENT)
+            if now is not patch.value:
+                redo.callback(_put, Patch(patch.owner, patch.name, now, patch.reason))
+                _put(patch)
         yield
 
 
