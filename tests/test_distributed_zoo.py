@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -140,6 +148,37 @@ def test_fsdp1_gathers_for_each_pass_for_one_or_never(strategy: str):
         assert found["c10d::_reduce_scatter_base_"] == NUMEL * FP32 // 4  # written: a shard
     else:
         assert found["c10d::allreduce_"] == NUMEL * FP32
+
+
+def test_fsdp2_without_a_mesh_shards_over_the_world():
+    def program(mesh: DeviceMesh) -> Callable[[], object]:
+        model = layers()
+        for layer in (*model, model):
+            fully_shard(layer)
+        return lambda: model(x()).sum().backward()
+
+    assert sent(program)["c10d::_allgather_base_"] == 2 * NUMEL * FP32  # forward and backward
+
+
+def test_fsdp1_moves_a_module_that_was_made_on_the_cpu_and_sends_it_to_all_ranks():
+    def program(mesh: DeviceMesh) -> Callable[[], object]:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = FullyShardedDataParallel(model, device_id=0, sync_module_states=True)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        with FullyShardedDataParallel.state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)
+        ):
+            assert sum(weight.numel() for weight in model.state_dict().values()) == NUMEL
+        return lambda: model(x()).sum().backward()
+
+    assert sent(program)["c10d::_allgather_base_"] == NUMEL * FP32  # the outermost stays whole until the backward pass
+
+
+@pytest.mark.parametrize(("placement", "shape"), [(Shard(0), (3, 7)), (Replicate(), (10, 7))])
+def test_random_dtensors_have_the_shape_of_their_part(placement: Placement, shape: tuple[int, int]):
+    with world(4) as mesh:
+        made = torch.distributed.tensor.randn((10, 7), device_mesh=mesh, placements=[placement])
+    assert made.to_local().shape == shape
 
 
 @pytest.mark.parametrize(

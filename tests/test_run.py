@@ -6,6 +6,7 @@ import contextlib
 import io
 import runpy
 import sys
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -125,6 +126,15 @@ def test_tied_weights_stay_one():
         model.cuda()
         assert model[0].weight is model[1].weight
         assert len(list(model.parameters())) == 1
+
+
+def test_a_parameter_that_something_looks_at_moves_too():
+    """torch.export leaves weak references, with which torch does not swap tensors."""
+    with flopmeter.cuda(A100):
+        model = nn.Linear(4, 4)
+        looks = weakref.ref(model.weight)
+        assert model.cuda().weight.is_cuda
+        assert looks is not None
 
 
 def test_a_context_ends_after_its_steps_and_goes_on_behind():

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_sharded_data_parallel
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +37,11 @@ _META = torch.device("meta")
 def patches() -> Iterator[Any]:
     """To be entered while a world is open."""
     yield mock.patch.object(CPUOffloadPolicy, "__init__", _refusal(_OFFLOADED.format("CPUOffloadPolicy")))
+    # FSDP2 without a mesh shards over the accelerator that torch was built for, else over CPUs.
+    yield mock.patch.object(private.bindings, private.ACCELERATOR, return_value=_META)
+    # DTensor keeps the state of the generator of the device, whose values decide nothing here.
+    yield mock.patch.object(private.tensor_random, private.RNG_SUPPORTED, return_value=False)
+    yield mock.patch.object(private.tensor_random, private.RNG_TRACKER, _StatelessGenerator())
     yield from _of_fsdp1()
     # Meta tensors have no index of a device to be on.
     yield mock.patch.object(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
@@ -66,27 +72,53 @@ def _of_fsdp1() -> Iterator[Any]:
     """FSDP1 asks for an accelerator, whose module is here torch.meta; makes parameters that are on meta anew; and takes
     memory without an address for memory that was given back."""
     init = FullyShardedDataParallel.__init__
-    yield mock.patch.object(FullyShardedDataParallel, "__init__", _without_device_id(init))
+    yield mock.patch.object(FullyShardedDataParallel, "__init__", _without_offload(init))
     yield mock.patch.object(fully_sharded_data_parallel, private.FSDP1_DEVICE, _handle_of_meta)
     yield mock.patch.object(private.fsdp1_init, private.FSDP1_COMPUTES_ON, return_value=_META)
+    yield mock.patch.object(
+        private.fsdp1_init, private.FSDP1_DEVICE_ID, lambda asked, *_: None if asked is None else _META
+    )
+    yield mock.patch.object(private.fsdp1_init, private.FSDP1_MOVES, _move)
+    # A state dict for the host would move the flat parameter there and back; here it has no data.
+    yield mock.patch.object(private.fsdp1_flat.FlatParamHandle, "flat_param_to")
     yield mock.patch.object(private.fsdp1_init, private.FSDP1_MATERIALIZES, return_value=(False, False))
     yield mock.patch.object(
         private.fsdp1_flat, private.FSDP1_IS_ALLOCATED, lambda each: each.untyped_storage().nbytes() > 0
     )
 
 
-def _without_device_id(init: Any) -> Any:
+class _StatelessGenerator:
+    """Stands for DTensor's tracker of random states."""
+
+    distribute_region_enabled = False
+
+    def _distribute_region(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _without_offload(init: Any) -> Any:
     signature = inspect.signature(init)
 
     @functools.wraps(init)
     def made(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        if getattr(given.arguments.get("cpu_offload"), "offload_params", False):
+        if getattr(signature.bind(*args, **kwargs).arguments.get("cpu_offload"), "offload_params", False):
             raise WorldError(_OFFLOADED.format("cpu_offload"))
-        given.arguments.pop("device_id", None)
-        init(*given.args, **given.kwargs)
+        init(*args, **kwargs)
 
     return made
+
+
+def _device_asked_for(device_id: Any, *_: Any) -> torch.device | None:
+    return None if device_id is None else _META
+
+
+def _move(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], device: torch.device) -> None:
+    """Moves a module that was made on the CPU. torch assigns `.data`, which it refuses between the CPU and meta."""
+    for parameter in parameters:
+        moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, moved)
+    for buffer in buffers:
+        torch.utils.swap_tensors(buffer, buffer.to(device))
 
 
 def _handle_of_meta(state: Any, *args: Any) -> Any:

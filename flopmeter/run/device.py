@@ -287,8 +287,13 @@ class NamedCuda:
             args = tuple(each.device if isinstance(each, CudaDevice) else each for each in args)
             if isinstance(kwargs.get("device"), (int, CudaDevice)):
                 kwargs["device"] = torch.device("cuda", getattr(kwargs["device"], "index", kwargs["device"]))
-            with _parameters_keep_identity(module):
-                return original(module, *args, **kwargs)
+            try:
+                with _parameters_keep_identity(module):
+                    return original(module, *args, **kwargs)
+            except RuntimeError as error:
+                if "Couldn't swap" not in str(error):
+                    raise
+                return original(module, *args, **kwargs)  # something looks at a parameter, as torch.export does
 
         return to
 

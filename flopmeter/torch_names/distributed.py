@@ -49,13 +49,21 @@ FSDPDeviceHandle = _needed("torch.distributed.fsdp._common_utils", "_FSDPDeviceH
 FSDP1_DEVICE = "_init_device_handle"
 _needed("torch.distributed.fsdp.fully_sharded_data_parallel", FSDP1_DEVICE, _FSDP1)
 FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES = "_get_compute_device", "_need_to_materialize_module"
-for _name in (FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES):
+FSDP1_DEVICE_ID, FSDP1_MOVES = "_get_device_from_device_id", "_move_states_to_device"
+for _name in (FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES, FSDP1_DEVICE_ID, FSDP1_MOVES):
     _needed("torch.distributed.fsdp._init_utils", _name, _FSDP1)
 FSDP1_IS_ALLOCATED = "_data_ptr_allocated"
 _needed("torch.distributed.fsdp._flat_param", FSDP1_IS_ALLOCATED, _FSDP1)
-bindings = _needed("torch", "_C", "how SyncBatchNorm runs on meta")
+bindings = _needed("torch", "_C", "how SyncBatchNorm runs, and FSDP2 without a mesh, on meta")
 PRIVATEUSE1 = "_get_privateuse1_backend_name"
 _needed("torch._C", PRIVATEUSE1, "how SyncBatchNorm runs on meta")
+ACCELERATOR = "_get_accelerator"
+_needed("torch._C", ACCELERATOR, "which device FSDP2 shards over without a mesh")
+_RANDOM = "how DTensor makes random tensors on meta"
+tensor_random = _needed("torch.distributed.tensor", "_random", _RANDOM)
+RNG_TRACKER, RNG_SUPPORTED = "_rng_tracker", "is_rng_supported_mesh"
+for _name in (RNG_TRACKER, RNG_SUPPORTED):
+    _needed("torch.distributed.tensor._random", _name, _RANDOM)
 forget_shardings = _needed(
     "torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "how worlds in a row use DTensor"
 )
