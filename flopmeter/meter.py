@@ -410,14 +410,18 @@ class FlopMeter:
         return tuple(f"{use.rule} for {use.op} at {use.where} ({use.count}x)" for use in uses)
 
 
-def reports_together(meters: Mapping[int, FlopMeter], mode: Mode = "eager") -> dict[int, Report]:
-    """The reports of ranks that send each other messages, by global rank, on one clock.
+def reports_together(
+    meters: Mapping[int, FlopMeter], mode: Mode | None = "eager", ops: Mapping[int, range] | None = None
+) -> dict[int, Report]:
+    """The reports of ranks that send each other messages, by global rank, on one clock. `mode` and `ops`, by rank, are
+    those of FlopMeter.report.
 
     Raises ValueError for an unknown mode, HangError where ranks would wait for each other for ever, and HardwareError
     where the cluster is too small.
     """
-    runs = {rank: meter._run(meter.trace, meter.hardware, meter._cluster) for rank, meter in meters.items()}
-    launched = {rank: run.launched(mode) for rank, run in runs.items()}
+    traces = {rank: meter.trace if ops is None else part_of(meter.trace, ops[rank]) for rank, meter in meters.items()}
+    runs = {rank: meter._run(traces[rank], meter.hardware, meter._cluster) for rank, meter in meters.items()}
+    launched = {rank: run.launched(mode or mode_of(traces[rank])) for rank, run in runs.items()}
     ranks = {
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
         for rank, run in runs.items()

@@ -30,7 +30,7 @@ from flopmeter.report.page.markup import tag
 from flopmeter.report.page.tables import plain_table
 from flopmeter.report.quantities import figure, in_ms, percent
 from flopmeter.report.report import Report
-from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
+from flopmeter.report.tables import ColumnOf, Document, Shown, Table, table_of
 
 STEPS = 2  # the last one is metered; in the first one stages tell each other shapes, and optimizers make state
 
@@ -104,21 +104,34 @@ class Pipeline(Shown):
             section("Notes", tag("ul", *(tag("li", note) for note in shown.notes), class_="notes")),
         )
 
-    def _document(self) -> Document:
-        records = [row.as_dict() for row in self.rows]
+    def as_dict(self) -> dict[str, Any]:
+        """The figures in plain types and SI units."""
+        rows = [row.as_dict() for row in self.rows]
+        return {"seconds": self.seconds, "bubble_share": self.bubble_share, "mfu": self.mfu, "rows": rows}
+
+    @property
+    def table(self) -> Table:
+        """A row for each rank."""
+        return table_of(_COLUMNS, self.rows)
+
+    @property
+    def lines(self) -> list[str]:
+        """The step, and who is the slowest."""
         slowest, mean = self.slowest, sum(map(_own_seconds, self.rows)) / len(self.rows)
-        lines = [
+        return [
             f"step {in_ms(self.seconds)} ms · bubble {percent(self.bubble_share, 1)} % · MFU {percent(self.mfu, 1)} %",
             f"slowest: rank {slowest.rank}, which has {in_ms(_own_seconds(slowest))} ms to do; "
             f"the average is {in_ms(mean)} ms",
         ]
+
+    def _document(self) -> Document:
         return Document(
             kind="pipeline",
             title=self.title,
-            tables=[table_of(_COLUMNS, self.rows)],
-            notes=[*lines, *self.notes],
-            data={"seconds": self.seconds, "bubble_share": self.bubble_share, "mfu": self.mfu, "rows": records},
-            records=records,
+            tables=[self.table],
+            notes=[*self.lines, *self.notes],
+            data=self.as_dict(),
+            records=[row.as_dict() for row in self.rows],
         )
 
 
@@ -180,7 +193,7 @@ def time_pipeline(
                     step()
         return meter
 
-    return _pipeline(reports_together(run_ranks(ranks, run), mode), links)
+    return pipeline_of(reports_together(run_ranks(ranks, run), mode), links)
 
 
 def pipeline_ranks(mesh: Mapping[str, int], stages: str) -> range:
@@ -192,7 +205,8 @@ def pipeline_ranks(mesh: Mapping[str, int], stages: str) -> range:
     return range(0, stride * mesh[stages], stride)
 
 
-def _pipeline(reports: Mapping[int, Report], links: Cluster) -> Pipeline:
+def pipeline_of(reports: Mapping[int, Report], links: Cluster) -> Pipeline:
+    """The pipeline of ranks whose reports are on one clock, by global rank."""
     end = max(report.seconds for report in reports.values())
     rows = tuple(_row(place, rank, report, end) for place, (rank, report) in enumerate(reports.items()))
     first = next(iter(reports.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -12,11 +13,11 @@ from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.run.launchers import CommandLine, launch_of
+from flopmeter.run.ranks import RankRun, report_of, run_as_ranks
 from flopmeter.run.report import RunReport
-from flopmeter.run.script import Ending, Script, run, what_to_do
-from flopmeter.run.session import ScriptSession, Wishes
+from flopmeter.run.script import Ending, Script, what_to_do
+from flopmeter.run.session import Wishes
 from flopmeter.run.shims import SHIMS
-from flopmeter.run.world import environment
 
 DEFAULT_STEPS = 3
 EPILOG = """\
@@ -49,11 +50,10 @@ def _run(options: argparse.Namespace) -> int:
         shims=tuple(options.shim),
         synthetic=options.synthetic,
     )
-    session = ScriptSession(options.hardware, wishes)
-    with session.open(), environment(launch.environment):
-        ending = run(script, session)
-        with Progress("pricing the step"):
-            report = _report(session, script, ending)
+    runs = run_as_ranks(script, options.hardware, wishes, launch.environment)
+    ending = next((each.ending for each in runs.values() if each.ending.error is not None), runs[0].ending)
+    with Progress("pricing the step"):
+        report = _report(runs, script, ending)
     sys.stdout.flush()
     if ending.error is not None:
         print(f"flopmeter: {what_to_do(script, ending)}", file=sys.stderr)
@@ -78,11 +78,11 @@ def _launch(options: argparse.Namespace) -> CommandLine:
     return launch
 
 
-def _report(session: ScriptSession, script: Script, ending: Ending) -> RunReport | None:
+def _report(runs: Mapping[int, RankRun], script: Script, ending: Ending) -> RunReport | None:
     """The report of what ran until the last step, the end or Ctrl-C; None if the script failed."""
     if ending.error is not None and not isinstance(ending.error, KeyboardInterrupt):
         return None
-    return session.report(script.name)
+    return report_of(runs, script.name)
 
 
 def _show(report: RunReport, options: argparse.Namespace) -> None:

@@ -48,7 +48,7 @@ def received(receive: Callable[..., Any]) -> Callable[..., Any]:
             return receive(*args, **kwargs)
         ranks = dist.get_process_group_ranks(given.get("group"))
         sender = _peer(ranks, given.get("src"), given.get("group_src"))
-        if box is None or sender not in box.ranks:
+        if box is None or not box.reaches(sender):
             raise _of_another_rank("recv_object_list")
         given["object_list"][:] = box.open(box.expect(tuple(ranks), sender, has_objects=True))
         return sender

@@ -18,14 +18,16 @@ from flopmeter.known_values.messages import Mailbox, NotSentYet, Ticket, exchang
 T = TypeVar("T")
 
 
-def run_ranks(ranks: Iterable[int], run: Callable[[int], T]) -> dict[int, T]:
+def run_ranks(ranks: Iterable[int], run: Callable[[int], T], *, grows: bool = False) -> dict[int, T]:
     """What `run(rank)` returns, for each rank in order. It opens the world of its rank itself.
+
+    `grows`: ranks that the given ones wait for run, too.
 
     Raises WorldError where each rank waits for a message that no other one will send.
     """
     waits: dict[int, Ticket | None] = dict.fromkeys(ranks)  # what each rank that has not ended waits for
-    order, results = tuple(waits), dict[int, T]()
-    mailbox = Mailbox(order)
+    results = dict[int, T]()
+    mailbox = Mailbox(tuple(waits), grows=grows)
     while waits:
         ready = [rank for rank, ticket in waits.items() if ticket is None or mailbox.holds(ticket)]
         if not ready:
@@ -38,7 +40,9 @@ def run_ranks(ranks: Iterable[int], run: Callable[[int], T]) -> dict[int, T]:
                 del waits[rank]
             except NotSentYet as missing:
                 waits[rank] = missing.ticket
-    return {rank: results[rank] for rank in order}
+                if missing.ticket.route.sender not in results:
+                    waits.setdefault(missing.ticket.route.sender, None)
+    return {rank: results[rank] for rank in sorted(results)}
 
 
 def _stuck(tickets: list[Ticket], ended: Iterable[int]) -> str:

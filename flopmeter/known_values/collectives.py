@@ -126,7 +126,7 @@ def receive(known: Knowledge, call: Invocation) -> Any:
     (tensor,) = argument("tensors")
     known.forget([tensor])
     ranks, box = torch.distributed.get_process_group_ranks(group), messages.mailbox
-    if box is not None and ranks[argument("src")] in box.ranks:
+    if box is not None and box.reaches(ranks[argument("src")]):
         ticket = box.expect(tuple(ranks), ranks[argument("src")])
         if is_discrete(tensor) and known.is_small(tensor):
             handle = torch.distributed.Work.unbox(result)

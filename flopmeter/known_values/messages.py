@@ -46,13 +46,20 @@ class NotSentYet(BaseException):
 
 
 class Mailbox:
-    """The messages among `ranks`, while one of them runs after another. A rank that starts again sends the same."""
+    """The messages among `ranks`, while one of them runs after another. A rank that starts again sends the same.
 
-    def __init__(self, ranks: Collection[int]) -> None:
-        self.ranks = frozenset(ranks)
+    `grows`: any other rank joins once a message of it is waited for.
+    """
+
+    def __init__(self, ranks: Collection[int], *, grows: bool = False) -> None:
+        self._ranks, self._grows = frozenset(ranks), grows
         self.rank = -1  # that runs
         self._sent: dict[Route, list[Any]] = {}
         self._places: Counter[Route] = Counter()  # in this run of the rank
+
+    def reaches(self, rank: int) -> bool:
+        """Whether messages of that rank come through here."""
+        return self._grows or rank in self._ranks
 
     def begin(self, rank: int) -> None:
         """The rank starts, or starts again."""

@@ -115,6 +115,7 @@ def part_of(trace: Trace, ops: range) -> Trace:
         stream_use=StreamUse(
             {op - start: stream for op, stream in stream_use.streams.items() if op in ops},
             [each for sync in stream_use.syncs for each in _shifted(sync, start) if sync.op in ops],
+            {op - start: messages for op, messages in stream_use.batches.items() if op in ops},
         ),
         templates=[
             TemplateRun(run.start - start, run.stop - start, run.op)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flopmeter.ask.pipeline import Pipeline
 from flopmeter.report.formats import as_dict, summary, table
 from flopmeter.report.quantities import figure, in_gb, in_ms
 from flopmeter.report.report import Report
@@ -27,6 +28,7 @@ class RunReport:
     parts: Parts
     by_part: Mapping[str, Report]  # 'setup', 'first step', 'steady step', as far as they ran
     ranges: Mapping[str, tuple[int, float]]  # nvtx: calls and seconds in the step
+    pipeline: Pipeline | None = None  # where ranks wait for each other: all that ran, the step's rank among them
 
     @property
     def headline(self) -> str:
@@ -50,6 +52,8 @@ class RunReport:
         style, title = ("simple", "{}") if format == "text" else ("github", "**{}**")
         grids = [grid(each, style) for each in self._tables()]
         lines = summary(self.step) if format == "text" else [f"- {line}" for line in summary(self.step)]
+        if self.pipeline is not None:
+            lines = [*(f"pipeline: {line}" for line in self.pipeline.lines), *lines]
         body = table(self.step, self.step.rows(), "class", style)
         heads = (title.format(self.headline), self.step.headline)
         return "\n\n".join(("\n".join(heads), body, *grids, "\n".join(lines)))
@@ -67,6 +71,8 @@ class RunReport:
             },
             "nvtx": {name: {"calls": calls, "seconds": seconds} for name, (calls, seconds) in self.ranges.items()},
         }
+        if self.pipeline is not None:
+            run["pipeline"] = self.pipeline.as_dict()
         return {**as_dict(self.step), "run": run}
 
     def __str__(self) -> str:
@@ -82,6 +88,8 @@ class RunReport:
             for name, part in self.by_part.items()
         ]
         tables = [Table(columns, rows)]
+        if self.pipeline is not None:
+            tables.append(self.pipeline.table)
         if self.ranges:
             heads = [Column("nvtx range", "<"), Column("calls"), Column("ms")]
             tables.append(Table(heads, [(name, str(calls), in_ms(s)) for name, (calls, s) in self.ranges.items()]))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from flopmeter.known_values import DataDependentError
+from flopmeter.known_values.messages import NotSentYet
 from flopmeter.run.device import OtherDeviceError
 from flopmeter.run.session import ScriptSession
 from flopmeter.run.shims import SHIMS
@@ -82,6 +83,8 @@ def run(script: Script, session: ScriptSession) -> Ending:
             return Ending(130, stop)  # 128 + SIGINT, as a shell tells it
         except SystemExit as stop:
             return Ending(_exit_code(stop), stop if _exit_code(stop) else None)
+        except NotSentYet:
+            raise
         except BaseException as error:
             _print_own_traceback(error)
             return Ending(1, error)

@@ -56,10 +56,10 @@ class Wishes:
 
 
 class ScriptSession:
-    """An open run. `report()` prices what ran so far."""
+    """An open run, as one rank. `report()` prices what ran so far."""
 
-    def __init__(self, hardware: str | os.PathLike[str] | Hardware, wishes: Wishes) -> None:
-        self.hardware, self.wishes = load_hardware(hardware), wishes
+    def __init__(self, hardware: str | os.PathLike[str] | Hardware, wishes: Wishes, rank: int = 0) -> None:
+        self.hardware, self.wishes, self.rank = load_hardware(hardware), wishes, rank
         if self.hardware.is_cpu:
             raise ValueError(f"{self.hardware.name} is a CPU: name a GPU for the device named cuda")
         self.meter = FlopMeter(
@@ -72,7 +72,7 @@ class ScriptSession:
         self.memory = DeviceMemory(self.hardware, wishes.on_out_of_memory)
         self.meter.storage_listener = self.memory
         self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or wishes.gpus)
-        self.named = NamedCuda(self.gpus_per_node)
+        self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
         self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward)
         self.cuda.nvtx.on_end = self.steps.on_range_end
@@ -121,9 +121,10 @@ class ScriptSession:
                 undo.enter_context(applied(list(synthetic.patches())))
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
-            undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node))
+            undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node, self.rank))
             if self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None:
-                undo.enter_context(world.environment(world.of_torchrun(self.wishes.gpus, self.gpus_per_node)))
+                variables = world.of_torchrun(self.wishes.gpus, self.gpus_per_node, self.rank)
+                undo.enter_context(world.environment(variables))
             self.meter.around_tracing = tracing = Tracing(self.named, undoing)
             undo.enter_context(applied(tracing.tables(answers)))
             self.meter.on_compiled_call = self.steps.on_compiled_call
@@ -138,12 +139,21 @@ class ScriptSession:
         if "meta" not in self.meter.trace.devices:
             raise NothingRanError(NOTHING_RAN)
         parts = self.steps.parts(self.now())
-        self.meter.trace.switches = switches_now()  # a script sets them after the run has begun
+        self.note_switches()
         ranges = {"setup": parts.setup, "first step": parts.first, "steady step": parts.steady}
         mode = mode or self.wishes.mode
         reports = {name: self._part(ops, mode) for name, ops in ranges.items() if ops}
         step = reports.get("steady step") or reports.get("first step") or reports["setup"]
         return RunReport(program, step, parts, reports, self._nvtx(parts))
+
+    def note_switches(self) -> None:
+        """A script sets them after the run has begun."""
+        self.meter.trace.switches = switches_now()
+
+    def step_ops(self) -> range:
+        """The ops of one steady step, or of the part that ran instead."""
+        parts = self.steps.parts(self.now())
+        return parts.steady or parts.first or parts.setup
 
     def _part(self, ops: range, mode: Mode | None) -> Report:
         report = self.meter.report(ops=ops, mode=mode)

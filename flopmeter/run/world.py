@@ -1,4 +1,4 @@
-"""The world of a script that a launcher starts on many GPUs: rank 0 runs here, the others are assumed to do the same.
+"""The world of a script that a launcher starts on many GPUs: one rank runs here, the others are assumed to do the same.
 
 Works around: torch.distributed waits for the other ranks, and torch.multiprocessing starts them.
 Until: never; one process meters one rank.
@@ -7,6 +7,7 @@ Until: never; one process meters one rank.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -25,12 +26,13 @@ _ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RU
 
 
 @contextmanager
-def opened(world_size: int, gpus_per_node: int) -> Iterator[None]:
+def opened(world_size: int, gpus_per_node: int, rank: int) -> Iterator[None]:
     """In this context torch.distributed opens a world of that size whenever the script asks for one."""
     with ExitStack() as undo:
-        undo.enter_context(runs_on_meta(gpus_per_node, rank=0))
+        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own and leaves it
+        undo.enter_context(runs_on_meta(gpus_per_node, rank))
         undo.callback(_close)
-        undo.enter_context(applied(_patches(world_size)))
+        undo.enter_context(applied(_patches(world_size, rank)))
         yield
 
 
@@ -49,16 +51,17 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def of_torchrun(world_size: int, gpus_per_node: int) -> dict[str, str]:
-    """The variables that torchrun sets for rank 0."""
-    numbers = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "ROLE_RANK": 0}
+def of_torchrun(world_size: int, gpus_per_node: int, rank: int) -> dict[str, str]:
+    """The variables that torchrun sets for that rank."""
+    node, on_node = divmod(rank, gpus_per_node)
+    numbers = {"RANK": rank, "LOCAL_RANK": on_node, "GROUP_RANK": node, "ROLE_RANK": rank}
     numbers |= {"WORLD_SIZE": world_size, "ROLE_WORLD_SIZE": world_size}
     numbers |= {"LOCAL_WORLD_SIZE": gpus_per_node, "GROUP_WORLD_SIZE": world_size // gpus_per_node}
     return {**_ADDRESS, **{name: str(value) for name, value in numbers.items()}}
 
 
-def _patches(world_size: int) -> Iterator[Patch]:
-    init = _init_process_group(dist.init_process_group, world_size)
+def _patches(world_size: int, rank: int) -> Iterator[Patch]:
+    init = _init_process_group(dist.init_process_group, world_size, rank)
     for owner in (dist, distributed_c10d, device_mesh):
         yield Patch(owner, "init_process_group", init, "collectives of a rank whose peers do not run")
     for owner in (dist, distributed_c10d):
@@ -70,7 +73,7 @@ def _patches(world_size: int) -> Iterator[Patch]:
             yield Patch(distributed_c10d, name, lambda timeout, group=None: None, "no rank waits for another")
             if hasattr(dist, name):
                 yield Patch(dist, name, getattr(distributed_c10d, name), "the same function")
-    yield Patch(torch.multiprocessing, "spawn", _spawn, "rank 0 runs in this process, the others do not")
+    yield Patch(torch.multiprocessing, "spawn", _spawning(rank), "one rank runs in this process, the others do not")
 
 
 class ProcessGroupNCCL:
@@ -81,7 +84,7 @@ class ProcessGroupNCCL:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
 
-def _init_process_group(original: Callable[..., None], default_size: int) -> Callable[..., None]:
+def _init_process_group(original: Callable[..., None], default_size: int, own: int) -> Callable[..., None]:
     def init_process_group(
         backend: Any = None,
         init_method: Any = None,
@@ -92,15 +95,19 @@ def _init_process_group(original: Callable[..., None], default_size: int) -> Cal
         **kwargs: Any,
     ) -> None:
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", default_size))
-        original("fake", rank=max(rank, 0), world_size=size, store=private.FakeStore())
+        original("fake", rank=rank if rank >= 0 else own, world_size=size, store=private.FakeStore())
 
     return init_process_group
 
 
-def _spawn(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, **kwargs: Any) -> None:
-    fn(0, *args)
+def _spawning(rank: int) -> Callable[..., None]:
+    def spawn(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, **kwargs: Any) -> None:
+        fn(rank, *args)
+
+    return spawn
 
 
 def _close() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    private.forget_shardings()  # the next world has groups of other names

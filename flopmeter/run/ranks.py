@@ -1,0 +1,107 @@
+"""A script as rank 0, and as each rank that it waits for: stages of a pipeline tell each other what they send.
+
+The ranks run one after another in this process (distributed/ranks.py). A rank that waits for another one starts again
+once that one has come so far, so a script must do the same each time.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+from flopmeter.ask.pipeline import pipeline_of
+from flopmeter.device.cluster import cluster_of
+from flopmeter.device.hardware import Hardware
+from flopmeter.distributed.ranks import run_ranks
+from flopmeter.meter import Mode, reports_together
+from flopmeter.run.report import RunReport
+from flopmeter.run.script import Ending, Script, run
+from flopmeter.run.session import ScriptSession, Wishes
+from flopmeter.run.world import environment
+
+
+@dataclass(frozen=True, slots=True)
+class RankRun:
+    """One rank that has run."""
+
+    session: ScriptSession
+    ending: Ending
+
+
+def run_as_ranks(
+    script: Script, hardware: str | os.PathLike[str] | Hardware, wishes: Wishes, variables: Mapping[str, str]
+) -> dict[int, RankRun]:
+    """Run the script with these variables of the environment. What is shown is what rank 0 writes.
+
+    Raises WorldError where ranks wait for each other for ever.
+    """
+    shown = _Shown(sys.stdout), _Shown(sys.stderr)
+
+    def run_rank(rank: int) -> RankRun:
+        session = ScriptSession(hardware, wishes, rank)
+        with session.open(), environment(variables), _output_of(rank, shown):
+            ending = run(script, session)
+            session.note_switches()
+        return RankRun(session, ending)
+
+    return run_ranks([0], run_rank, grows=True)
+
+
+def report_of(runs: Mapping[int, RankRun], program: str, mode: Mode | None = None) -> RunReport:
+    """The report of rank 0, on the clock of all ranks. Raises NothingRanError, and HangError where messages do not
+    meet."""
+    session = runs[0].session
+    report = session.report(program, mode)
+    if len(runs) == 1:
+        return report
+    sessions = {rank: each.session for rank, each in runs.items()}
+    meters = {rank: each.meter for rank, each in sessions.items()}
+    together = reports_together(
+        meters, mode or session.wishes.mode, {rank: each.step_ops() for rank, each in sessions.items()}
+    )
+    step = replace(together[0], notes=report.step.notes)
+    by_part = {name: step if part is report.step else part for name, part in report.by_part.items()}
+    pipeline = pipeline_of(together, cluster_of(session.hardware))
+    return replace(report, step=step, by_part=by_part, pipeline=pipeline)
+
+
+class _Shown(io.TextIOBase):
+    """A stream of rank 0. What it wrote before it started again is not written twice."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._length = self._place = 0  # characters that were shown, and where this run of the rank is in them
+
+    def start(self) -> None:
+        self._place = 0
+
+    def write(self, text: str) -> int:
+        new = text[max(self._length - self._place, 0) :]
+        self._place += len(text)
+        self._length = max(self._length, self._place)
+        self._stream.write(new)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+@contextmanager
+def _output_of(rank: int, shown: tuple[_Shown, _Shown]) -> Iterator[None]:
+    """The output of other ranks goes nowhere, except the traceback of one that fails."""
+    out, errors = shown if rank == 0 else (io.StringIO(), shown[1])
+    for stream in shown if rank == 0 else ():
+        stream.start()
+    with redirect_stdout(out), redirect_stderr(errors):
+        yield
