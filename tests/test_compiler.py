@@ -250,6 +250,18 @@ def test_another_shape_compiles_again_and_a_third_does_not() -> None:
     assert [kernel.cost.bytes_read for kernel in report.kernels] == [4 * 8 * rows for rows in (4, 6, 10)]
 
 
+def test_dynamic_shapes_are_compiled_once_though_dynamo_starts_again_on_the_way() -> None:
+    """Numbers of Python in a graph, such as the eps of a norm, make Dynamo restart its trace."""
+    layers = torch.compile(on_meta(lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))), dynamic=True)
+    with FlopMeter() as meter, torch.no_grad():
+        for length in (128, 160):
+            layers(meta(4, length, 64))
+    assert not meter.trace.compilation.failures
+    (graph,) = meter.report().graphs
+    assert graph.calls == 2
+    assert meter.report().macs == 4 * (128 + 160) * 64 * 64
+
+
 def test_equal_blocks_are_compiled_once_and_keep_their_own_paths() -> None:
     model = on_meta(lambda: nn.Sequential(Mlp(), Mlp(), Mlp()))
     for block in model:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from datetime import timedelta
 
 import torch
@@ -57,6 +59,14 @@ def test_nccl_is_there_to_be_asked_for():
         assert not isinstance(group, dist.ProcessGroupNCCL)
         assert torch.cuda.nccl.version() > (2, 10)
     assert getattr(dist, "ProcessGroupNCCL", None) is before
+
+
+def test_modules_of_the_compiler_import_what_a_build_without_cuda_has(monkeypatch):
+    """torch imports this one for compiled autograd, where it sees a GPU."""
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    with flopmeter.cuda(A100):
+        assert torch.backends.cuda.is_built()
+        importlib.import_module("torch._inductor.cudagraph_trees")
 
 
 def scripted(x: torch.Tensor) -> torch.Tensor:

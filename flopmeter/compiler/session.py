@@ -229,6 +229,9 @@ class Session:
                 # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
                 with self._as_torch_is(), no_dispatch_modes(), names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
                     return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
+            except names.RESTART_ANALYSIS.value:
+                self._reason = reason
+                raise
             except Exception as error:
                 if as_it_was is None:
                     raise

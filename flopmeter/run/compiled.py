@@ -68,9 +68,6 @@ class Tracing:
         facts, graphs, fake = names.TENSOR_FACTS, names.CREATE_PROXY, names.AVOID_DEVICE_INIT.parent
         yield Patch(fake, "avoid_device_init", property(lambda _: True), "there is no driver to start")
         yield Patch(
-            torch.backends.cuda, "is_built", lambda: False, "modules of the compiler import what CUDA builds have"
-        )
-        yield Patch(
             facts.parent, "method_attr_is_meta", lambda tensor, _: self._is_meta(tensor), "tells the name to programs"
         )
         yield Patch(facts.parent, "specialize", staticmethod(self._telling(facts.value)), "tells the name to programs")

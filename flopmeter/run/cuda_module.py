@@ -9,6 +9,7 @@ Each answer is one entry of `CudaModule.answers`; the rest of torch.cuda says by
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory
 from flopmeter.run.named_types import LegacyType
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.private import INDUCTOR
 
 # Threads and kB of shared memory of an SM, and kB that one block may ask for, by compute capability. Source: CUDA C++
 # Programming Guide, "Technical Specifications per Compute Capability".
@@ -97,7 +99,7 @@ class CudaModule:
         yield Patch(cudnn, "is_available", lambda: True, "CUDA wheels bring cuDNN")
         yield Patch(cudnn, "version", lambda: self._target.cudnn_version, "the one that CUDA wheels bring")
         yield Patch(cudnn, "is_acceptable", lambda tensor: False, "weights of RNNs are not flattened: they are on meta")
-        yield Patch(torch.backends.cuda, "is_built", lambda: True, why)
+        yield Patch(torch.backends.cuda, "is_built", _is_built, why)
         yield Patch(torch.version, "cuda", torch.version.cuda or CUDA_VERSION, "a CPU build has none")
         yield Patch(torch.compiler, "cudagraph_mark_step_begin", _nothing, "imports what CUDA builds have")
         for name in ("_record_memory_history", "_dump_snapshot"):
@@ -349,3 +351,8 @@ _ABOUT_RANDOM: Mapping[str, Any] = {
     "set_rng_state": _seed,
     "set_rng_state_all": _seed,
 }
+
+
+def _is_built() -> bool:
+    """False for the compiler, whose modules import then what only CUDA builds have."""
+    return not str(sys._getframe(1).f_globals.get("__name__", "")).startswith(INDUCTOR)

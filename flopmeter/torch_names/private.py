@@ -231,6 +231,7 @@ needed("torch.utils._device", "DeviceContext", "the default device")
 lazy_type = needed("torch.nn.parameter", "UninitializedTensorMixin", "which parameters have no shape yet")
 needed("torch.nn.parameter", "UninitializedTensorMixin._allowed_methods", "what those may be asked")
 torch_device = importlib.import_module("torch.utils._device")
+INDUCTOR = "torch._inductor"
 BELOW_DISPATCHER = (
     "torch._meta_registrations",
     "torch._refs",
@@ -239,7 +240,7 @@ BELOW_DISPATCHER = (
     "torch._subclasses",
     "torch._dynamo",
     "torch._functorch",
-    "torch._inductor",
+    INDUCTOR,
     "torch._tensor_str",
     "torch.distributed",
 )
