@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -14,6 +14,7 @@ from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.compiler import AroundTracing, OnCompiledCall, PosedDevice, Session, nothing_around
 from flopmeter.costs import CallCosts, costs_of, kernels_of
 from flopmeter.costs.contractions.varlen import packed_notes
+from flopmeter.costs.data_movement.communication import message_notes
 from flopmeter.costs.triton_kernels import uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
@@ -365,14 +366,16 @@ class FlopMeter:
             nothing = "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
             raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
 
-    def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None) -> _Run:
+    def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None, running: Collection[int] = ()) -> _Run:
+        """`running`: the ranks that are metered together with this one."""
         known, on_device = _Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
         if not any(kernel.cost.collective for kernel in kernels):
             cluster = None
         elif cluster is None:
             cluster = cluster_of(device)
-        notes = (*self._notes(device), *packed_notes(kernels), *uncounted_notes(kernels))
+        about = (*packed_notes(kernels), *uncounted_notes(kernels), *message_notes(kernels, running))
+        notes = (*self._notes(device), *about)
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = self._assumptions()
         return _Run(
@@ -420,7 +423,7 @@ def reports_together(
     where the cluster is too small.
     """
     traces = {rank: meter.trace if ops is None else part_of(meter.trace, ops[rank]) for rank, meter in meters.items()}
-    runs = {rank: meter._run(traces[rank], meter.hardware, meter._cluster) for rank, meter in meters.items()}
+    runs = {rank: meter._run(traces[rank], meter.hardware, meter._cluster, meters) for rank, meter in meters.items()}
     launched = {rank: run.launched(mode or mode_of(traces[rank])) for rank, run in runs.items()}
     ranks = {
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)

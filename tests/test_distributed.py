@@ -219,6 +219,15 @@ def test_functional_collectives_say_the_same(run, expected):
     assert collectives_of(run) == [(*expected, EVERYONE)]
 
 
+def test_a_rank_that_does_not_run_is_named_where_its_messages_are_not_waited_for():
+    x = torch.empty(8, device="meta")
+    with world(8, rank=2), FlopMeter("h100-sxm5-80gb") as meter:
+        dist.send(x, 3)
+        dist.recv(x, 1)
+    (note,) = (note for note in meter.report().notes if note.startswith("messages with rank"))
+    assert note.startswith("messages with rank 1, 3: ")
+
+
 def test_a_barrier_holds_the_host():
     with world(2), FlopMeter() as meter:
         dist.barrier()

@@ -34,3 +34,4 @@ def test_a_script_of_a_pipeline_has_the_bubble_and_the_microbatches_in_flight_of
     assert pipeline["seconds"] == pytest.approx(json.loads(err)["totals"]["seconds"], rel=0.05)
     assert out.splitlines() == [f"rank 0 of {RANKS}", "a step", "a step"]  # once, though rank 0 ran several times
     assert sys.excepthook is before
+    assert not [note for note in json.loads(err)["notes"] if note.startswith("messages with rank")]  # all of them ran

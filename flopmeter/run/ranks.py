@@ -64,7 +64,7 @@ def report_of(runs: Mapping[int, RankRun], program: str, mode: Mode | None = Non
     together = reports_together(
         meters, mode or session.wishes.mode, {rank: each.step_ops() for rank, each in sessions.items()}
     )
-    step = replace(together[0], notes=report.step.notes)
+    step = replace(together[0], notes=tuple(dict.fromkeys((*together[0].notes, *session.own_notes()))))
     by_part = {name: step if part is report.step else part for name, part in report.by_part.items()}
     pipeline = pipeline_of(together, cluster_of(session.hardware))
     return replace(report, step=step, by_part=by_part, pipeline=pipeline)

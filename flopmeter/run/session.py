@@ -157,9 +157,9 @@ class ScriptSession:
 
     def _part(self, ops: range, mode: Mode | None) -> Report:
         report = self.meter.report(ops=ops, mode=mode)
-        return replace(report, notes=(*report.notes, *self._notes()))
+        return replace(report, notes=(*report.notes, *self.own_notes()))
 
-    def _notes(self) -> Iterator[str]:
+    def own_notes(self) -> Iterator[str]:
         yield from self.notes
         if self.memory.overflow:
             yield f"does not fit: {self.memory.overflow}"

@@ -6,7 +6,7 @@ are not counted: the links bound it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +92,20 @@ def message_ends(kernel: Kernel) -> tuple[int, int]:
     own = group.ranks[group.rank]
     (peer,) = set(pair) - {own} or {own}
     return (own, peer) if kernel.cost.collective.kind == "send" else (peer, own)
+
+
+def message_notes(kernels: Iterable[Kernel], running: Collection[int]) -> list[str]:
+    """That nobody waits for messages of ranks that are not `running`."""
+    messages = [kernel for kernel in kernels if is_message(kernel.cost)]
+    groups = (group_of(kernel.op.call) for kernel in messages)
+    ends = {end for kernel in messages for end in message_ends(kernel)} - {group.ranks[group.rank] for group in groups}
+    peers = ", ".join(map(str, sorted(ends - set(running))))
+    if not peers:
+        return []
+    return [
+        f"messages with rank {peers}: it does not run here and is taken to be ready, so waits for it (the bubble of a "
+        "pipeline) are left out; flopmeter.time_pipeline meters the stages together"
+    ]
 
 
 def _peer(call: Call, known: KnownOp) -> int:
