@@ -89,7 +89,7 @@ def _of_another_rank(name: str) -> WorldError:
     return WorldError(
         f"{name}: the objects are those of another rank, which does not run. Give this rank the objects, make the "
         "sender the rank that is metered: world(..., rank=...), or run the stages of a pipeline together: "
-        "flopmeter.time_pipeline(...)"
+        "flopmeter.time_pipeline(...), or flopmeter run for a script"
     )
 
 
