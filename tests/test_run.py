@@ -12,8 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import flopmeter
@@ -354,6 +358,23 @@ def test_weights_are_loaded_onto_the_device_and_saved_ones_come_back(tmp_path):
         torch.save(model.state_dict(), tmp_path / "new.pt")
         assert not (tmp_path / "new.pt").exists()
         assert torch.load(tmp_path / "new.pt")["bias"].is_cuda
+
+
+def test_distributed_checkpoints_write_no_file_and_training_goes_on(tmp_path):
+    with flopmeter.cuda(A100, gpus=4) as device:
+        dist.init_process_group("nccl")
+        model = nn.Linear(8, 8).cuda()
+        fully_shard(model)
+        for _ in range(2):
+            state = get_model_state_dict(model)
+            checkpoint.save({"model": state}, checkpoint_id=tmp_path / "a")
+            checkpoint.async_save({"model": state}, checkpoint_id=tmp_path / "b").result()
+            checkpoint.load({"model": state}, checkpoint_id=tmp_path / "a")
+            set_model_state_dict(model, state)
+            model(torch.zeros(2, 8, device="cuda")).sum().backward()
+    assert list(tmp_path.iterdir()) == []
+    assert device.report().step.macs == 2 * (2 * 8 * 8)  # of a step: the input needs no gradient
+    assert any(note.startswith("checkpoints were neither") for note in device.report().step.notes)
 
 
 def test_weights_that_are_saved_into_memory_come_back_from_there():

@@ -11,10 +11,13 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves
 
 from flopmeter.run.device import NamedCuda
@@ -41,6 +44,52 @@ class WeightFiles:
             import safetensors.torch
 
             yield Patch(safetensors.torch, "save_file", self._save(safetensors.torch.save_file), "weights without data")
+
+        for owner in (checkpoint, checkpoint.state_dict_saver, checkpoint.state_dict_loader):
+            for name, stand_in in self._checkpoints().items():
+                if hasattr(owner, name):
+                    yield Patch(owner, name, stand_in(getattr(owner, name)), "checkpoints without data")
+
+    def _checkpoints(self) -> dict[str, Callable[..., Any]]:
+        """torch.distributed.checkpoint: state dicts are made, with their collectives, and no file is."""
+
+        def instead(do: Callable[..., Any]) -> Callable[..., Any]:
+            def standing_in(original: Callable[..., Any]) -> Callable[..., Any]:
+                @functools.wraps(original)
+                def run(state_dict: Any, *args: Any, **options: Any) -> Any:
+                    made = {
+                        name: each.state_dict() if isinstance(each, Stateful) else each
+                        for name, each in state_dict.items()
+                    }
+                    if not self._named.is_open or not self._has_no_data(made):
+                        return original(state_dict, *args, **options)
+                    self._note(
+                        "checkpoints were neither written nor read: weights have no data; copies are not counted"
+                    )
+                    return do(state_dict, made, options)
+
+                return run
+
+            return standing_in
+
+        def save(_: Any, made: Any, options: Any) -> Any:
+            return checkpoint.Metadata({})
+
+        def async_save(_: Any, made: Any, options: Any) -> Any:
+            done: Future[Any] = Future()
+            done.set_result(None)
+            return (
+                done
+                if options.get("async_stager") is None
+                else checkpoint.state_dict_saver.AsyncSaveResponse(done, done)
+            )
+
+        def load(state_dict: Any, made: Any, options: Any) -> None:
+            for name, each in state_dict.items():
+                if isinstance(each, Stateful):
+                    each.load_state_dict(made[name])
+
+        return {"save": instead(save), "async_save": instead(async_save), "load": instead(load)}
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
