@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_leaves
 
@@ -73,7 +74,7 @@ class WeightFiles:
             return standing_in
 
         def save(_: Any, made: Any, options: Any) -> Any:
-            return checkpoint.Metadata({})
+            return Metadata({})
 
         def async_save(_: Any, made: Any, options: Any) -> Any:
             done: Future[Any] = Future()
