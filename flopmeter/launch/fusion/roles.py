@@ -44,9 +44,9 @@ class Role(NamedTuple):
 
     @property
     def wants_inlined(self) -> bool:
-        """Loops over other than the innermost dimensions fuse with a producer only by computing it inside them,
+        """Split loops over other than the innermost dimensions fuse with a producer only by computing it inside them,
         which inductor does where nothing else needs the value."""
-        return self.loops is not None and not self.loops.is_inner
+        return self.loops is not None and not self.loops.is_inner and splits_of(self.loops) > 1
 
 
 OPAQUE = Role(False, False)
@@ -121,7 +121,7 @@ def role_of(call: Call, cost: Cost) -> Role:
         return Role(True, True, elements=elements)
     if cost.op_class == REDUCTION:
         loops = _loops_of_reduction(call, cost, elements)
-        return Role(True, loops.is_inner, loops, elements)
+        return Role(True, True, loops, elements)
     return OPAQUE
 
 
