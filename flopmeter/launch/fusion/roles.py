@@ -40,7 +40,7 @@ class Role(NamedTuple):
     loops: Loops | None = None
     elements: int = 0  # that it computes
     lists: int = 0  # how many tensors each list of a foreach op has
-    repeats: bool = True  # computed again it is the same: no random numbers
+    repeats: bool = True  # recomputation gives the same numbers: they are not random
 
     @property
     def wants_inlined(self) -> bool:
