@@ -169,7 +169,7 @@ def check_advice(report):
         assert heading.startswith("where to win")
     else:
         assert heading.startswith(FLOORS)
-        assert "no change that flopmeter can price wins 3%" in heading
+        assert "no change that flopmeter can price wins 3 %" in heading
         assert report.compiled.seconds > (1 - LEAST_GAIN) * report.seconds
 
 
@@ -198,7 +198,7 @@ def test_a_program_near_its_floor_is_told_so_with_the_floor():
         x.sin_()
     report = meter.report()
     assert report.advice == ()
-    heading = "near its floor, its bytes at the datasheet's bandwidth: no change that flopmeter can price wins 3%"
+    heading = "near its floor, its bytes at the datasheet's bandwidth: no change that flopmeter can price wins 3 %"
     assert heading in str(report)
     floor = 2 * 2 * 2**28 / 3.35e12  # read and written once, at the datasheet's bandwidth
     assert report.hot_spots[0].floor_seconds == pytest.approx(floor)
