@@ -26,7 +26,7 @@ def install(scope: Scope) -> None:
         return _sparse(tensor, tensor._indices().clone(), tensor._values().clone(), is_coalesced=True)
 
     def mm(left: Tensor, right: Tensor) -> Tensor:
-        if left.is_sparse and not left._nnz():
+        if left.is_sparse and not left._values().numel():
             scope.note(_NO_ELEMENTS)
         return product(left, right)
 
