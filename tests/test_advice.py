@@ -231,3 +231,14 @@ def test_a_source_line_is_told_where_the_trace_has_it():
     with FlopMeter(H100, source=True) as meter:
         FAULTS["eager attention"].program(False)()
     assert "faults.py:" in meter.report().advice[0].where
+
+
+@pytest.mark.parametrize(("device", "is_told"), [("meta", True), ("cpu", False)])
+def test_only_reading_a_value_of_the_device_is_said_to_stop_the_host(device, is_told):
+    with FlopMeter(H100) as meter:
+        x = torch.empty(64, 64, device="meta")
+        numbers = torch.arange(64, device=device)
+        for number in range(64):
+            x = x.exp()
+            numbers[number].item()
+    assert any("keep the values on the device" in each.remedy for each in meter.report().advice) == is_told
