@@ -13,7 +13,7 @@ from flopmeter.cli.progress import Progress
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.run.launchers import CommandLine, launch_of
-from flopmeter.run.ranks import RankRun, report_of, run_as_ranks
+from flopmeter.run.ranks import RanAsRank, report_of, run_as_ranks
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, what_to_do
 from flopmeter.run.session import Wishes
@@ -78,7 +78,7 @@ def _launch(options: argparse.Namespace) -> CommandLine:
     return launch
 
 
-def _report(runs: Mapping[int, RankRun], script: Script, ending: Ending) -> RunReport | None:
+def _report(runs: Mapping[int, RanAsRank], script: Script, ending: Ending) -> RunReport | None:
     """The report of what ran until the last step, the end or Ctrl-C; None if the script failed."""
     if ending.error is not None and not isinstance(ending.error, KeyboardInterrupt):
         return None

@@ -26,7 +26,7 @@ from flopmeter.run.world import environment
 
 
 @dataclass(frozen=True, slots=True)
-class RankRun:
+class RanAsRank:
     """One rank that has run."""
 
     session: ScriptSession
@@ -35,24 +35,24 @@ class RankRun:
 
 def run_as_ranks(
     script: Script, hardware: str | os.PathLike[str] | Hardware, wishes: Wishes, variables: Mapping[str, str]
-) -> dict[int, RankRun]:
+) -> dict[int, RanAsRank]:
     """Run the script with these variables of the environment. What is shown is what rank 0 writes.
 
     Raises WorldError where ranks wait for each other for ever.
     """
     shown = _Shown(sys.stdout), _Shown(sys.stderr)
 
-    def run_rank(rank: int) -> RankRun:
+    def run_rank(rank: int) -> RanAsRank:
         session = ScriptSession(hardware, wishes, rank)
         with session.open(), environment(variables), _output_of(rank, shown):
             ending = run(script, session)
             session.note_switches()
-        return RankRun(session, ending)
+        return RanAsRank(session, ending)
 
     return run_ranks([0], run_rank, grows=True)
 
 
-def report_of(runs: Mapping[int, RankRun], program: str, mode: Mode | None = None) -> RunReport:
+def report_of(runs: Mapping[int, RanAsRank], program: str, mode: Mode | None = None) -> RunReport:
     """The report of rank 0, on the clock of all ranks. Raises NothingRanError, and HangError where messages do not
     meet."""
     session = runs[0].session
