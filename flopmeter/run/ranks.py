@@ -40,7 +40,7 @@ def run_as_ranks(
 
     Raises WorldError where ranks wait for each other for ever.
     """
-    shown = _Shown(sys.stdout), _Shown(sys.stderr)
+    shown = _WrittenOnce(sys.stdout), _WrittenOnce(sys.stderr)
 
     def run_rank(rank: int) -> RanAsRank:
         session = ScriptSession(hardware, wishes, rank)
@@ -70,7 +70,7 @@ def report_of(runs: Mapping[int, RanAsRank], program: str, mode: Mode | None = N
     return replace(report, step=step, by_part=by_part, pipeline=pipeline)
 
 
-class _Shown(io.TextIOBase):
+class _WrittenOnce(io.TextIOBase):
     """A stream of rank 0. What it wrote before it started again is not written twice."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -98,7 +98,7 @@ class _Shown(io.TextIOBase):
 
 
 @contextmanager
-def _output_of(rank: int, shown: tuple[_Shown, _Shown]) -> Iterator[None]:
+def _output_of(rank: int, shown: tuple[_WrittenOnce, _WrittenOnce]) -> Iterator[None]:
     """The output of other ranks goes nowhere, except the traceback of one that fails."""
     out, errors = shown if rank == 0 else (io.StringIO(), shown[1])
     for stream in shown if rank == 0 else ():
