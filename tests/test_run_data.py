@@ -199,3 +199,20 @@ def test_memory_may_be_asked_for_pinned():
         assert torch.empty(4, pin_memory=True).is_pinned()
         assert torch.empty(4, pin_memory=True).to("cuda", non_blocking=True).is_cuda
         assert not torch.empty(4).is_pinned()
+
+
+def test_a_program_may_split_a_data_set_that_is_not_there_by_the_length_that_it_knows():
+    with flopmeter.cuda(A100, wishes=Wishes(synthetic="4,:10")):
+
+        class Missing(Dataset):
+            def __init__(self) -> None:
+                raise FileNotFoundError
+
+            def __len__(self) -> int:
+                raise AssertionError
+
+            def __getitem__(self, index: int) -> None: ...
+
+        train, test = torch.utils.data.random_split(Missing(), [900, 100])
+        assert (len(train), len(test)) == (900, 100)
+        assert train[0][0].shape == (4,)

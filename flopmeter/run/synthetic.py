@@ -110,6 +110,9 @@ class SyntheticData:
         for kind in dict.fromkeys(_subclasses(Dataset)):
             yield from self._standing_in(kind)
         yield Patch(Dataset, "__init_subclass__", classmethod(self._on_subclass), "classes of the program's own")
+        for owner in (torch.utils.data, torch.utils.data.dataset):
+            split = self._random_split(torch.utils.data.random_split)
+            yield Patch(owner, "random_split", split, "programs know how many samples a data set has that is not there")
         if self._sample is not None:
             yield from self._of_numpy()
             if importlib.util.find_spec("datasets") is not None:
@@ -154,6 +157,9 @@ class SyntheticData:
     def _is_absent(self, data: Any) -> bool:
         return self._is_open and getattr(data, "flopmeter_absent", False)
 
+    def _stands_in(self, data: Any) -> bool:
+        return self._is_absent(data) or (self._is_open and self._sample is None)
+
     def _getitem(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def getitem(data: Any, index: Any) -> Any:
@@ -171,10 +177,22 @@ class SyntheticData:
     def _len(self, original: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(original)
         def length(data: Any) -> int:
-            stands_in = self._is_absent(data) or (self._is_open and self._sample is None)
-            return SAMPLES if stands_in else original(data)
+            if self._stands_in(data):
+                return getattr(data, "flopmeter_length", SAMPLES)
+            return original(data)
 
         return length
+
+    def _random_split(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Splits a data set that is not there into parts of the lengths that the program knows it to have."""
+
+        @functools.wraps(original)
+        def random_split(dataset: Any, lengths: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._stands_in(dataset) and all(type(length) is int for length in lengths):
+                dataset.flopmeter_length = sum(lengths)
+            return original(dataset, lengths, *args, **kwargs)
+
+        return random_split
 
     def _iter(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         @functools.wraps(original)

@@ -1,6 +1,7 @@
 """The world of a script that a launcher starts on many GPUs: rank 0 runs here, the others are assumed to do the same.
 
-Works around: torch.distributed waits for the other ranks, and torch.multiprocessing starts them.
+Works around: torch.distributed waits for the other ranks, and torch.multiprocessing starts them; processes that were
+started are not metered.
 Until: never; one process meters one rank.
 """
 
@@ -9,13 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor, nn
 from torch.distributed import device_mesh, distributed_c10d
+from torch.utils._pytree import tree_leaves
 
 from flopmeter.distributed.meta import runs_on_meta
 from flopmeter.run.patches import Patch, applied
@@ -25,12 +29,12 @@ _ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RU
 
 
 @contextmanager
-def opened(world_size: int, gpus_per_node: int) -> Iterator[None]:
+def opened(world_size: int, gpus_per_node: int, on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
     """In this context torch.distributed opens a world of that size whenever the script asks for one."""
     with ExitStack() as undo:
         undo.enter_context(runs_on_meta(gpus_per_node, rank=0))
         undo.callback(_close)
-        undo.enter_context(applied(_patches(world_size)))
+        undo.enter_context(applied(_patches(world_size, on_gpu)))
         yield
 
 
@@ -57,7 +61,7 @@ def of_torchrun(world_size: int, gpus_per_node: int) -> dict[str, str]:
     return {**_ADDRESS, **{name: str(value) for name, value in numbers.items()}}
 
 
-def _patches(world_size: int) -> Iterator[Patch]:
+def _patches(world_size: int, on_gpu: Callable[[Tensor], bool]) -> Iterator[Patch]:
     init = _init_process_group(dist.init_process_group, world_size)
     for owner in (dist, distributed_c10d, device_mesh):
         yield Patch(owner, "init_process_group", init, "collectives of a rank whose peers do not run")
@@ -71,6 +75,8 @@ def _patches(world_size: int) -> Iterator[Patch]:
             if hasattr(dist, name):
                 yield Patch(dist, name, getattr(distributed_c10d, name), "the same function")
     yield Patch(torch.multiprocessing, "spawn", _spawn, "rank 0 runs in this process, the others do not")
+    start = _start(BaseProcess.start, world_size, on_gpu)
+    yield Patch(BaseProcess, "start", start, "the same, where a program starts them itself")
 
 
 class ProcessGroupNCCL:
@@ -99,6 +105,49 @@ def _init_process_group(original: Callable[..., None], default_size: int) -> Cal
 
 def _spawn(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, **kwargs: Any) -> None:
     fn(0, *args)
+
+
+def _start(original: Callable[[Any], None], world_size: int, on_gpu: Callable[[Tensor], bool]) -> Callable[..., None]:
+    """Processes that are ranks, or that are given tensors on the GPU: the first of each kind runs here, and the others
+    count as ended. Other processes are started."""
+    ran: set[Any] = set()
+
+    def start(process: Any) -> None:
+        if not _is_rank(process, world_size, on_gpu):
+            return original(process)
+        process._popen, process._sentinel = _EndedProcess(), 0
+        if process._target not in ran:
+            ran.add(process._target)
+            process.run()
+
+    return start
+
+
+def _is_rank(process: Any, world_size: int, on_gpu: Callable[[Tensor], bool]) -> bool:
+    """Programs name a rank by (rank, size of the world, ...)."""
+    given = getattr(process, "_args", ())
+    numbers = given[:2] if all(type(each) is int for each in given[:2]) else ()
+    if world_size > 1 and numbers in [(rank, world_size) for rank in range(world_size)]:
+        return True
+    leaves = tree_leaves((given, process._kwargs))
+    tensors = [*leaves, *(each for leaf in leaves if isinstance(leaf, nn.Module) for each in leaf.parameters())]
+    return any(isinstance(each, Tensor) and on_gpu(each) for each in tensors)
+
+
+class _EndedProcess:
+    """What multiprocessing asks of a process that was started."""
+
+    returncode, pid = 0, 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.returncode
+
+    def poll(self) -> int:
+        return self.returncode
+
+    def close(self) -> None: ...
+
+    kill = terminate = close
 
 
 def _close() -> None:

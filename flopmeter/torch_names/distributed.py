@@ -30,6 +30,7 @@ functional_collectives = _needed(
 )
 VERIFY_PARAMETERS = "_verify_param_shape_across_processes"
 _needed("torch.nn.parallel.distributed", VERIFY_PARAMETERS, "how DDP runs on meta")
+index_of_device = _needed("torch._utils", "_get_device_index", "where DDP brings a batch from the host")
 CHECK_HOOK = "_check_comm_hook"
 _needed("torch.nn.parallel", f"DistributedDataParallel.{CHECK_HOOK}", "how DDP's bf16 hook runs on meta")
 FLATTEN = "_flatten"
@@ -56,6 +57,8 @@ _needed("torch.distributed.fsdp._flat_param", FSDP1_IS_ALLOCATED, _FSDP1)
 bindings = _needed("torch", "_C", "how SyncBatchNorm runs on meta")
 PRIVATEUSE1 = "_get_privateuse1_backend_name"
 _needed("torch._C", PRIVATEUSE1, "how SyncBatchNorm runs on meta")
+ACCELERATOR = "_get_accelerator"
+_needed("torch._C", ACCELERATOR, "which device FSDP2 makes its mesh for")
 forget_shardings = _needed(
     "torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "how worlds in a row use DTensor"
 )
