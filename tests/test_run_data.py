@@ -216,3 +216,14 @@ def test_a_program_may_split_a_data_set_that_is_not_there_by_the_length_that_it_
         train, test = torch.utils.data.random_split(Missing(), [900, 100])
         assert (len(train), len(test)) == (900, 100)
         assert train[0][0].shape == (4,)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_are_not_forked_do_not_make_synthetic_batches(persistent):
+    with flopmeter.cuda(A100, wishes=Wishes(synthetic="first")):
+        spawned = {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": persistent}
+        loader = DataLoader(Counting(), batch_size=8, timeout=5, **spawned)
+        for _ in range(2):
+            assert next(iter(loader)).shape == (8, 4)
+        assert (loader.num_workers, loader.timeout) == (2, 5)
+    assert Counting.read > 0

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from flopmeter.run.patches import Patch
-from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 
 FIRST = "first"
 SAMPLES = 2**20  # length of a data set that is missing; more than the steps of a run read
@@ -113,6 +113,7 @@ class SyntheticData:
         for owner in (torch.utils.data, torch.utils.data.dataset):
             split = self._random_split(torch.utils.data.random_split)
             yield Patch(owner, "random_split", split, "programs know how many samples a data set has that is not there")
+        yield Patch(DataLoader, BATCHES, _in_process(getattr(DataLoader, BATCHES)), "workers that do not know of this")
         if self._sample is not None:
             yield from self._of_numpy()
             if importlib.util.find_spec("datasets") is not None:
@@ -252,6 +253,25 @@ class SyntheticData:
                 return table if split is not None else _splits(hub, table, streaming)
 
         return load_dataset
+
+
+def _in_process(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Workers that are not forked import the classes of data sets anew, without what stands in for them: this process
+    makes the batches in their place."""
+
+    @functools.wraps(original)
+    def batches(loader: Any) -> Iterator[Any]:
+        context = loader.multiprocessing_context or torch.multiprocessing
+        if not loader.num_workers or context.get_start_method() == "fork":
+            return original(loader)
+        asked = loader.num_workers, loader.timeout
+        loader.num_workers = loader.timeout = 0
+        try:
+            return original(loader)
+        finally:
+            loader.num_workers, loader.timeout = asked
+
+    return batches
 
 
 def _splits(hub: Any, table: Any, streaming: bool) -> Any:

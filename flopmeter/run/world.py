@@ -114,7 +114,8 @@ def _start(original: Callable[[Any], None], world_size: int, on_gpu: Callable[[T
 
     def start(process: Any) -> None:
         if not _is_rank(process, world_size, on_gpu):
-            return original(process)
+            original(process)
+            return
         process._popen, process._sentinel = _EndedProcess(), 0
         if process._target not in ran:
             ran.add(process._target)
