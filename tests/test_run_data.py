@@ -227,3 +227,20 @@ def test_workers_that_are_not_forked_do_not_make_synthetic_batches(persistent):
             assert next(iter(loader)).shape == (8, 4)
         assert (loader.num_workers, loader.timeout) == (2, 5)
     assert Counting.read > 0
+
+
+def test_weights_that_cannot_be_downloaded_leave_those_that_the_model_was_made_with(tmp_path):
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(8, 4)
+        made = model.weight.clone()
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})
+        for _ in range(2):
+            weights = torch.hub.load_state_dict_from_url("file:///nowhere/net-1.pth", model_dir=str(tmp_path))
+            assert "weight" not in weights
+            model.load_state_dict(weights["model"])
+        assert torch.equal(model.weight, made)
+            model.load_state_dict(dict(weights))
+        model.cuda()(torch.zeros(2, 8, device="cuda"))
+    (note,) = (note for note in device.report().step.notes if "net-1.pth" in note)
+    assert "keeps the weights that it was made with" in note
