@@ -239,8 +239,8 @@ def test_weights_that_cannot_be_downloaded_leave_those_that_the_model_was_made_w
             weights = torch.hub.load_state_dict_from_url("file:///nowhere/net-1.pth", model_dir=str(tmp_path))
             assert "weight" not in weights
             model.load_state_dict(weights["model"])
-        assert torch.equal(model.weight, made)
             model.load_state_dict(dict(weights))
+        assert torch.equal(model.weight, made)
         model.cuda()(torch.zeros(2, 8, device="cuda"))
     (note,) = (note for note in device.report().step.notes if "net-1.pth" in note)
     assert "keeps the weights that it was made with" in note
