@@ -27,6 +27,8 @@ def test_fsdp2_without_a_mesh_shards_over_all_gpus():
     with flopmeter.cuda(A100, gpus=4) as device:
         dist.init_process_group("nccl")
         assert torch.get_device_module() is torch.cuda
+        dist.barrier()
+        dist.barrier(device_ids=[0])
         model = fully_shard(nn.Linear(8, 4, bias=False).cuda())
         model(torch.zeros(2, 8, device="cuda"))
     collectives = [kernel.cost.collective for kernel in device.report().step.kernels if kernel.cost.collective]

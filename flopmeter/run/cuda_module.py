@@ -24,7 +24,6 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory
 from flopmeter.run.named_types import LegacyType
 from flopmeter.run.patches import Patch
-from flopmeter.torch_names import distributed as private
 
 # Threads and kB of shared memory of an SM, and kB that one block may ask for, by compute capability. Source: CUDA C++
 # Programming Guide, "Technical Specifications per Compute Capability".
@@ -90,9 +89,6 @@ class CudaModule:
         yield Patch(torch, "Event", self._event, "the event of whichever accelerator there is")
         for name, value in self._accelerator().items():
             yield Patch(torch.accelerator, name, value, why)
-        yield Patch(
-            private.bindings, private.ACCELERATOR, lambda: torch.device("cuda"), "meshes of FSDP2 are made for it"
-        )
         for name, value in self.nvtx.answers().items():
             yield Patch(torch.cuda.nvtx, name, value, "ranges are rows of the report")
         for name, dtype in _DTYPES.items():

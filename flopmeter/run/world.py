@@ -7,6 +7,7 @@ Until: never; one process meters one rank.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -69,6 +70,14 @@ def _patches(world_size: int, on_gpu: Callable[[Tensor], bool]) -> Iterator[Patc
         yield Patch(owner, "is_nccl_available", lambda: True, "CUDA wheels bring NCCL")
         yield Patch(owner, "ProcessGroupNCCL", ProcessGroupNCCL, "what is_nccl_available() promises")
         yield Patch(owner, "is_torchelastic_launched", lambda: "TORCHELASTIC_RUN_ID" in os.environ, "as after torchrun")
+    accelerator = getattr(private.bindings, private.ACCELERATOR)
+    cuda = Patch(private.bindings, private.ACCELERATOR, lambda: torch.device("cuda"), "FSDP2 makes its mesh for it")
+    barrier = _barrier(
+        dist.barrier, Patch(cuda.owner, cuda.name, accelerator, "the device of the fake group's barrier")
+    )
+    yield cuda
+    for owner in (dist, distributed_c10d):
+        yield Patch(owner, "barrier", barrier, "there is no other rank to wait for")
     for name in ("_set_pg_timeout", "set_timeout"):
         if hasattr(distributed_c10d, name):
             yield Patch(distributed_c10d, name, lambda timeout, group=None: None, "no rank waits for another")
@@ -85,6 +94,15 @@ class ProcessGroupNCCL:
     class Options(SimpleNamespace):
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+
+def _barrier(original: Callable[..., Any], on_host: Patch) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        with applied([on_host]):
+            return original(*args, **kwargs)
+
+    return barrier
 
 
 def _init_process_group(original: Callable[..., None], default_size: int) -> Callable[..., None]:
