@@ -199,3 +199,48 @@ def test_memory_may_be_asked_for_pinned():
         assert torch.empty(4, pin_memory=True).is_pinned()
         assert torch.empty(4, pin_memory=True).to("cuda", non_blocking=True).is_cuda
         assert not torch.empty(4).is_pinned()
+
+
+def test_a_program_may_split_a_data_set_that_is_not_there_by_the_length_that_it_knows():
+    with flopmeter.cuda(A100, wishes=Wishes(synthetic="4,:10")):
+
+        class Missing(Dataset):
+            def __init__(self) -> None:
+                raise FileNotFoundError
+
+            def __len__(self) -> int:
+                raise AssertionError
+
+            def __getitem__(self, index: int) -> None: ...
+
+        train, test = torch.utils.data.random_split(Missing(), [900, 100])
+        assert (len(train), len(test)) == (900, 100)
+        assert train[0][0].shape == (4,)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_are_not_forked_do_not_make_synthetic_batches(persistent):
+    with flopmeter.cuda(A100, wishes=Wishes(synthetic="first")):
+        spawned = {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": persistent}
+        loader = DataLoader(Counting(), batch_size=8, timeout=5, **spawned)
+        for _ in range(2):
+            assert next(iter(loader)).shape == (8, 4)
+        assert (loader.num_workers, loader.timeout) == (2, 5)
+    assert Counting.read > 0
+
+
+def test_weights_that_cannot_be_downloaded_leave_those_that_the_model_was_made_with(tmp_path):
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(8, 4)
+        made = model.weight.clone()
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})
+        for _ in range(2):
+            weights = torch.hub.load_state_dict_from_url("file:///nowhere/net-1.pth", model_dir=str(tmp_path))
+            assert "weight" not in weights
+            model.load_state_dict(weights["model"])
+            model.load_state_dict(dict(weights))
+        assert torch.equal(model.weight, made)
+        model.cuda()(torch.zeros(2, 8, device="cuda"))
+    (note,) = (note for note in device.report().step.notes if "net-1.pth" in note)
+    assert "keeps the weights that it was made with" in note

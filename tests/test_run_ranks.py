@@ -1,37 +1,73 @@
-"""Scripts whose ranks wait for each other: every rank of the pipeline runs, and rank 0 is on the clock of all."""
+"""Programs of several ranks under `flopmeter run`: how their batches reach the GPU, which mesh they get, what starts
+them."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-import pytest
+import flopmeter
 
-from flopmeter.cli import main
-
-PROGRAM = str(Path(__file__).parent / "programs" / "pipeline_train.py")
-RANKS, MICROBATCHES = 3, 8
+A100 = "a100-sxm4-80gb"
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_a_script_of_a_pipeline_has_the_bubble_and_the_microbatches_in_flight_of_the_papers(schedule, capsys):
-    """Equal stages wait (p - 1) of m + p - 1 times. GPipe keeps all microbatches, 1F1B as many as stages follow.
+def test_ddp_brings_a_batch_from_the_host_to_the_gpu_of_its_device_ids():
+    with flopmeter.cuda(A100, gpus=2):
+        dist.init_process_group("nccl")
+        model = DistributedDataParallel(nn.Linear(8, 4).cuda(), device_ids=[torch.device("cuda", 0)])
+        assert model(torch.zeros(2, 8)).is_cuda
+        assert model.device_ids == [0]
 
-    Stages are equal but for the first one, which makes no gradient of its input (a twelfth less), and the last."""
-    before = sys.excepthook
-    arguments = ["run", "--hardware", "h100-sxm5-80gb", "--gpus", str(RANKS), "--format", "json", PROGRAM, schedule]
-    assert main(arguments) == 0
-    out, err = capsys.readouterr()
-    pipeline = json.loads(err)["run"]["pipeline"]
-    assert pipeline["bubble_share"] == pytest.approx((RANKS - 1) / (MICROBATCHES + RANKS - 1), abs=0.03)
-    # In outputs of one layer: the batch is eight, a forward pass of four layers leaves four. The last stage of 1F1B
-    # also keeps the seven outputs whose backward pass is over.
-    held = [8 + 8 * 4] * RANKS if schedule == "GPipe" else [8 + 3 * 4, 8 + 2 * 4, 8 + 4 + 7]
-    assert [row["in_flight"] for row in pipeline["rows"]] == pytest.approx(
-        [units / (8 + 4) for units in held], rel=0.01
-    )
-    assert pipeline["seconds"] == pytest.approx(json.loads(err)["totals"]["seconds"], rel=0.05)
-    assert out.splitlines() == [f"rank 0 of {RANKS}", "a step", "a step"]  # once, though rank 0 ran several times
-    assert sys.excepthook is before
-    assert not [note for note in json.loads(err)["notes"] if note.startswith("messages with rank")]  # all of them ran
+
+def test_fsdp2_without_a_mesh_shards_over_all_gpus():
+    with flopmeter.cuda(A100, gpus=4) as device:
+        dist.init_process_group("nccl")
+        assert torch.get_device_module() is torch.cuda
+        dist.barrier()
+        dist.barrier(device_ids=[0])
+        model = fully_shard(nn.Linear(8, 4, bias=False).cuda())
+        model(torch.zeros(2, 8, device="cuda"))
+    collectives = [kernel.cost.collective for kernel in device.report().step.kernels if kernel.cost.collective]
+    assert [(each.kind, each.nbytes, each.ranks) for each in collectives] == [("all_gather", 4 * 8 * 4, (0, 1, 2, 3))]
+
+
+def learn(rank: int, model: nn.Module) -> None:
+    assert rank == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        model(torch.zeros(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+
+
+def test_of_processes_that_share_a_model_on_the_gpu_the_first_runs_and_is_metered():
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Linear(8, 4, bias=False).cuda().share_memory()
+        assert model.weight.is_shared()
+        for rank in range(2):
+            mp.get_context("spawn").Process(target=learn, args=(rank, model)).start()
+    assert device.report().step.macs == 2 * 2 * 8 * 4
+
+
+def start_rank(rank: int, size: int, ran: list[int]) -> None:
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    dist.all_reduce(torch.zeros(256, device="cuda"))
+    ran.append(dist.get_world_size())
+
+
+def test_of_ranks_that_a_program_starts_itself_the_first_runs_and_is_metered():
+    ran: list[int] = []
+    with flopmeter.cuda(A100, gpus=4) as device:
+        ranks = [mp.Process(target=start_rank, args=(rank, 4, ran)) for rank in range(4)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+            assert (rank.exitcode, rank.is_alive()) == (0, False)
+    assert ran == [4]
+    assert [kernel.cost.collective.kind for kernel in device.report().step.kernels if kernel.cost.collective] == [
+        "all_reduce"
+    ]

@@ -43,8 +43,8 @@ def patches() -> Iterator[Any]:
     yield mock.patch.object(private.tensor_random, private.RNG_SUPPORTED, return_value=False)
     yield mock.patch.object(private.tensor_random, private.RNG_TRACKER, _StatelessGenerator())
     yield from _of_fsdp1()
-    # Meta tensors have no index of a device to be on.
-    yield mock.patch.object(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
+    # It takes an index of a device for tensors that have one.
+    yield mock.patch.object(DistributedDataParallel, "__init__", _ids_on_meta(DistributedDataParallel.__init__))
     # It asks which CUDA and NCCL the bf16 hook would run on.
     yield mock.patch.object(DistributedDataParallel, private.CHECK_HOOK)
     # It takes tensors on GPUs only, and drops ranks without rows by counts that all send each other.
@@ -133,10 +133,14 @@ def _refusal(why: str) -> Callable[..., None]:
     return refuse
 
 
-def _without_device_ids(init: Any) -> Any:
+def _ids_on_meta(init: Any) -> Any:
+    """By these ids DDP brings a batch from the host to the GPU, where tensors have a GPU's name."""
+
     @functools.wraps(init)
     def made(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
         init(self, module, **kwargs)
+        if self.device_type == "cuda" and device_ids:
+            self.device_ids = [private.index_of_device(device_ids[0])]
 
     return made
 

@@ -104,6 +104,11 @@ class NamedCuda:
         yield Patch(Tensor, "pin_memory", self._pin(), "there is no driver that pins memory")
         yield Patch(Tensor, "is_pinned", self._is_pinned(), "there is no driver that pins memory")
         yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
+        storage = torch.UntypedStorage
+        yield Patch(
+            storage, "share_memory_", self._share(storage.share_memory_), "memory of the GPU is shared as it is"
+        )
+        yield Patch(storage, "is_shared", self._is_shared(storage.is_shared), "memory of the GPU is shared as it is")
         yield Patch(Module, "cuda", self._module_cuda(), takes)
         yield Patch(Module, "cpu", lambda module: module.to("cpu"), takes)
         yield Patch(Module, "to", self._module_to(Module.to), takes)
@@ -276,6 +281,12 @@ class NamedCuda:
 
     def _is_pinned(self) -> Callable[..., bool]:
         return lambda tensor, device=None: address(tensor) in self._pinned
+
+    def _share(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda storage: storage if storage.device.type == "meta" else original(storage)
+
+    def _is_shared(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda storage: storage.device.type == "meta" or original(storage)
 
     def _module_cuda(self) -> Callable[..., Module]:
         return lambda module, device=None: module.to(self.name if device is None else device)

@@ -136,7 +136,7 @@ def what_to_do(script: Script, ending: Ending) -> str:
         return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), or leave --strict-values out"
     if isinstance(error, ImportError):
         return f"{head}: {_about_import(error)}"
-    if isinstance(error, OSError) or "ataset not found" in str(error):  # torchvision raises a RuntimeError
+    if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION):
         what = getattr(error, "filename", None) or "what it reads or downloads"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
     if isinstance(error, (NotImplementedError, OtherDeviceError)) and _is_of_flopmeter(error):
@@ -179,6 +179,9 @@ OPTIONS_OF_OURS = (
     "--synthetic",
 )
 """Options of flopmeter run that few scripts have."""
+
+OF_TORCHVISION = ("ataset not found", "Error downloading")
+"""What its RuntimeErrors say where a data set is missing."""
 
 CUDA_EXTENSIONS = {
     **{package: f"let flopmeter stand in with --shim {package}" for package in SHIMS},

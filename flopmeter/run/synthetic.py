@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from flopmeter.run.patches import Patch
-from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 
 FIRST = "first"
 SAMPLES = 2**20  # length of a data set that is missing; more than the steps of a run read
@@ -110,6 +110,10 @@ class SyntheticData:
         for kind in dict.fromkeys(_subclasses(Dataset)):
             yield from self._standing_in(kind)
         yield Patch(Dataset, "__init_subclass__", classmethod(self._on_subclass), "classes of the program's own")
+        for owner in (torch.utils.data, torch.utils.data.dataset):
+            split = self._random_split(torch.utils.data.random_split)
+            yield Patch(owner, "random_split", split, "programs know how many samples a data set has that is not there")
+        yield Patch(DataLoader, BATCHES, _in_process(getattr(DataLoader, BATCHES)), "workers that do not know of this")
         if self._sample is not None:
             yield from self._of_numpy()
             if importlib.util.find_spec("datasets") is not None:
@@ -154,6 +158,9 @@ class SyntheticData:
     def _is_absent(self, data: Any) -> bool:
         return self._is_open and getattr(data, "flopmeter_absent", False)
 
+    def _stands_in(self, data: Any) -> bool:
+        return self._is_absent(data) or (self._is_open and self._sample is None)
+
     def _getitem(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def getitem(data: Any, index: Any) -> Any:
@@ -171,10 +178,22 @@ class SyntheticData:
     def _len(self, original: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(original)
         def length(data: Any) -> int:
-            stands_in = self._is_absent(data) or (self._is_open and self._sample is None)
-            return SAMPLES if stands_in else original(data)
+            if self._stands_in(data):
+                return getattr(data, "flopmeter_length", SAMPLES)
+            return original(data)
 
         return length
+
+    def _random_split(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Splits a data set that is not there into parts of the lengths that the program knows it to have."""
+
+        @functools.wraps(original)
+        def random_split(dataset: Any, lengths: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._stands_in(dataset) and all(type(length) is int for length in lengths):
+                dataset.flopmeter_length = sum(lengths)
+            return original(dataset, lengths, *args, **kwargs)
+
+        return random_split
 
     def _iter(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         @functools.wraps(original)
@@ -234,6 +253,25 @@ class SyntheticData:
                 return table if split is not None else _splits(hub, table, streaming)
 
         return load_dataset
+
+
+def _in_process(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Workers that are not forked import the classes of data sets anew, without what stands in for them: this process
+    makes the batches in their place."""
+
+    @functools.wraps(original)
+    def batches(loader: Any) -> Iterator[Any]:
+        context = loader.multiprocessing_context or torch.multiprocessing
+        if not loader.num_workers or context.get_start_method() == "fork":
+            return original(loader)
+        asked = loader.num_workers, loader.timeout
+        loader.num_workers = loader.timeout = 0
+        try:
+            return original(loader)
+        finally:
+            loader.num_workers, loader.timeout = asked
+
+    return batches
 
 
 def _splits(hub: Any, table: Any, streaming: bool) -> Any:

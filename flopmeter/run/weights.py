@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -24,6 +25,16 @@ from torch.utils._pytree import tree_leaves
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.patches import Patch
 
+OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+"""Endings of names of files."""
+
+
+class AbsentWeights(OrderedDict[str, Any]):
+    """What a file of weights has that is not here: nothing, and no less in each of its parts."""
+
+    def __missing__(self, key: str) -> AbsentWeights:
+        return self
+
 
 class WeightFiles:
     """What the program saves is kept by its path, so that it can be loaded again."""
@@ -31,6 +42,7 @@ class WeightFiles:
     def __init__(self, named: NamedCuda, note: Callable[[str], None]) -> None:
         self._named, self._note = named, note
         self._saved: dict[str | int, Any] = {}
+        self._any_absent = False
         self._buffers: list[Any] = []  # in memory: kept, so that none gets the id of another
 
     def patches(self) -> Iterator[Patch]:
@@ -40,11 +52,20 @@ class WeightFiles:
         for owner in (torch, serialization):
             yield Patch(owner, "save", save, "weights without data are not saved")
             yield Patch(owner, "load", load, "what was saved in this run is loaded again")
+        hub = torch.hub
+        yield Patch(hub, "download_url_to_file", self._download(hub.download_url_to_file), "weights that are not here")
+        yield Patch(
+            nn.Module, "load_state_dict", self._load_into(nn.Module.load_state_dict), "weights that are not here"
+        )
+        if importlib.util.find_spec("huggingface_hub") is not None:
+            hf: Any = importlib.import_module("huggingface_hub")
+            yield Patch(hf, "hf_hub_download", self._from_hub(hf.hf_hub_download), "weights that are not here")
         yield Patch(serialization, "default_restore_location", self._restore(restore), "loads onto the named device")
         if importlib.util.find_spec("safetensors") is not None:
             import safetensors.torch
 
             yield Patch(safetensors.torch, "save_file", self._save(safetensors.torch.save_file), "weights without data")
+            yield Patch(safetensors.torch, "load_file", self._load(safetensors.torch.load_file), "weights without data")
 
         for owner in (checkpoint, checkpoint.state_dict_saver, checkpoint.state_dict_loader):
             for name, stand_in in self._checkpoints().items():
@@ -114,6 +135,51 @@ class WeightFiles:
             return original(f, *args, **kwargs)
 
         return load
+
+    def _download(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.hub's download. Where it cannot be reached, a model keeps the weights that it was made with."""
+
+        @functools.wraps(original)
+        def download(url: str, dst: str, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(url, dst, *args, **kwargs)
+            except OSError as error:
+                if not self._named.is_open:
+                    raise
+                self._is_absent(dst, url, error)
+
+        return download
+
+    def _from_hub(self, original: Callable[..., str]) -> Callable[..., str]:
+        """The same for a file of weights on the hub of Hugging Face, which timm loads by its name."""
+
+        @functools.wraps(original)
+        def download(repo_id: str, filename: str, *args: Any, **kwargs: Any) -> str:
+            try:
+                return original(repo_id, filename, *args, **kwargs)
+            except OSError as error:
+                if not self._named.is_open or not filename.endswith(OF_WEIGHTS):
+                    raise
+                path = os.path.join(repo_id, filename)
+                self._is_absent(path, path, error)
+                return path
+
+        return download
+
+    def _is_absent(self, file: str, name: str, error: OSError) -> None:
+        self._any_absent = True
+        self._saved[_place(file)] = AbsentWeights()
+        why = str(error).partition("\n")[0]
+        self._note(f"{name} cannot be downloaded ({why}): its model keeps the weights that it was made with")
+
+    def _load_into(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_state_dict(module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(state_dict, AbsentWeights) or (self._any_absent and not state_dict):  # sorted by a program
+                state_dict = module.state_dict()
+            return original(module, state_dict, *args, **kwargs)
+
+        return load_state_dict
 
     def _restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

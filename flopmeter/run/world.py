@@ -1,22 +1,27 @@
 """The world of a script that a launcher starts on many GPUs: one rank runs here, the others are assumed to do the same.
 
-Works around: torch.distributed waits for the other ranks, and torch.multiprocessing starts them.
+Works around: torch.distributed waits for the other ranks, and torch.multiprocessing starts them; processes that were
+started are not metered.
 Until: never; one process meters one rank.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor, nn
 from torch.distributed import device_mesh, distributed_c10d
+from torch.utils._pytree import tree_leaves
 
 from flopmeter.distributed.meta import runs_on_meta
 from flopmeter.run.patches import Patch, applied
@@ -26,13 +31,13 @@ _ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RU
 
 
 @contextmanager
-def opened(world_size: int, gpus_per_node: int, rank: int) -> Iterator[None]:
+def opened(world_size: int, gpus_per_node: int, rank: int, on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
     """In this context torch.distributed opens a world of that size whenever the script asks for one."""
     with ExitStack() as undo:
         undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own and leaves it
         undo.enter_context(runs_on_meta(gpus_per_node, rank))
         undo.callback(_close)
-        undo.enter_context(applied(_patches(world_size, rank)))
+        undo.enter_context(applied(_patches(world_size, rank, on_gpu)))
         yield
 
 
@@ -60,7 +65,7 @@ def of_torchrun(world_size: int, gpus_per_node: int, rank: int) -> dict[str, str
     return {**_ADDRESS, **{name: str(value) for name, value in numbers.items()}}
 
 
-def _patches(world_size: int, rank: int) -> Iterator[Patch]:
+def _patches(world_size: int, rank: int, on_gpu: Callable[[Tensor], bool]) -> Iterator[Patch]:
     init = _init_process_group(dist.init_process_group, world_size, rank)
     for owner in (dist, distributed_c10d, device_mesh):
         yield Patch(owner, "init_process_group", init, "collectives of a rank whose peers do not run")
@@ -68,12 +73,22 @@ def _patches(world_size: int, rank: int) -> Iterator[Patch]:
         yield Patch(owner, "is_nccl_available", lambda: True, "CUDA wheels bring NCCL")
         yield Patch(owner, "ProcessGroupNCCL", ProcessGroupNCCL, "what is_nccl_available() promises")
         yield Patch(owner, "is_torchelastic_launched", lambda: "TORCHELASTIC_RUN_ID" in os.environ, "as after torchrun")
+    accelerator = getattr(private.bindings, private.ACCELERATOR)
+    cuda = Patch(private.bindings, private.ACCELERATOR, lambda: torch.device("cuda"), "FSDP2 makes its mesh for it")
+    barrier = _barrier(
+        dist.barrier, Patch(cuda.owner, cuda.name, accelerator, "the device of the fake group's barrier")
+    )
+    yield cuda
+    for owner in (dist, distributed_c10d):
+        yield Patch(owner, "barrier", barrier, "there is no other rank to wait for")
     for name in ("_set_pg_timeout", "set_timeout"):
         if hasattr(distributed_c10d, name):
             yield Patch(distributed_c10d, name, lambda timeout, group=None: None, "no rank waits for another")
             if hasattr(dist, name):
                 yield Patch(dist, name, getattr(distributed_c10d, name), "the same function")
     yield Patch(torch.multiprocessing, "spawn", _spawning(rank), "one rank runs in this process, the others do not")
+    start = _start(BaseProcess.start, world_size, rank, on_gpu)
+    yield Patch(BaseProcess, "start", start, "the same, where a program starts them itself")
 
 
 class ProcessGroupNCCL:
@@ -82,6 +97,15 @@ class ProcessGroupNCCL:
     class Options(SimpleNamespace):
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             super().__init__(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+
+def _barrier(original: Callable[..., Any], on_host: Patch) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        with applied([on_host]):
+            return original(*args, **kwargs)
+
+    return barrier
 
 
 def _init_process_group(original: Callable[..., None], default_size: int, own: int) -> Callable[..., None]:
@@ -105,6 +129,55 @@ def _spawning(rank: int) -> Callable[..., None]:
         fn(rank, *args)
 
     return spawn
+
+
+def _start(
+    original: Callable[[Any], None], world_size: int, own: int, on_gpu: Callable[[Tensor], bool]
+) -> Callable[..., None]:
+    """Of processes that are ranks, this rank's runs here; of those that are given tensors on the GPU, the first of each
+    kind. The others count as ended. Other processes are started."""
+    ran: set[Any] = set()
+
+    def start(process: Any) -> None:
+        rank = _rank_of(process, world_size)
+        if rank is None and not _holds_gpu(process, on_gpu):
+            original(process)
+            return
+        process._popen, process._sentinel = _EndedProcess(), 0
+        if process._target not in ran and rank in (None, own):
+            ran.add(process._target)
+            process.run()
+
+    return start
+
+
+def _rank_of(process: Any, world_size: int) -> int | None:
+    """Programs name a rank by (rank, size of the world, ...)."""
+    given = getattr(process, "_args", ())[:2]
+    is_rank = world_size > 1 and [type(each) for each in given] == [int, int] and given[1] == world_size
+    return int(given[0]) if is_rank and 0 <= given[0] < world_size else None
+
+
+def _holds_gpu(process: Any, on_gpu: Callable[[Tensor], bool]) -> bool:
+    leaves = tree_leaves((getattr(process, "_args", ()), getattr(process, "_kwargs", {})))
+    tensors = [*leaves, *(each for leaf in leaves if isinstance(leaf, nn.Module) for each in leaf.parameters())]
+    return any(isinstance(each, Tensor) and on_gpu(each) for each in tensors)
+
+
+class _EndedProcess:
+    """What multiprocessing asks of a process that was started."""
+
+    returncode, pid = 0, 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.returncode
+
+    def poll(self) -> int:
+        return self.returncode
+
+    def close(self) -> None: ...
+
+    kill = terminate = close
 
 
 def _close() -> None:

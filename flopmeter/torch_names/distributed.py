@@ -30,6 +30,7 @@ functional_collectives = _needed(
 )
 VERIFY_PARAMETERS = "_verify_param_shape_across_processes"
 _needed("torch.nn.parallel.distributed", VERIFY_PARAMETERS, "how DDP runs on meta")
+index_of_device = _needed("torch._utils", "_get_device_index", "where DDP brings a batch from the host")
 CHECK_HOOK = "_check_comm_hook"
 _needed("torch.nn.parallel", f"DistributedDataParallel.{CHECK_HOOK}", "how DDP's bf16 hook runs on meta")
 FLATTEN = "_flatten"

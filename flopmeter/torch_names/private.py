@@ -231,6 +231,8 @@ all_schemas = needed("torch._C", "_jit_get_all_schemas", "which functions take a
 needed("torch.utils._device", "DeviceContext", "the default device")
 lazy_type = needed("torch.nn.parameter", "UninitializedTensorMixin", "which parameters have no shape yet")
 needed("torch.nn.parameter", "UninitializedTensorMixin._allowed_methods", "what those may be asked")
+BATCHES = "_get_iterator"
+needed("torch.utils.data", f"DataLoader.{BATCHES}", "which processes make batches")
 torch_device = importlib.import_module("torch.utils._device")
 INDUCTOR = "torch._inductor"
 BELOW_DISPATCHER = (

@@ -1,0 +1,37 @@
+"""Scripts whose ranks wait for each other: every rank of the pipeline runs, and rank 0 is on the clock of all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from flopmeter.cli import main
+
+PROGRAM = str(Path(__file__).parent / "programs" / "pipeline_train.py")
+RANKS, MICROBATCHES = 3, 8
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_a_script_of_a_pipeline_has_the_bubble_and_the_microbatches_in_flight_of_the_papers(schedule, capsys):
+    """Equal stages wait (p - 1) of m + p - 1 times. GPipe keeps all microbatches, 1F1B as many as stages follow.
+
+    Stages are equal but for the first one, which makes no gradient of its input (a twelfth less), and the last."""
+    before = sys.excepthook
+    arguments = ["run", "--hardware", "h100-sxm5-80gb", "--gpus", str(RANKS), "--format", "json", PROGRAM, schedule]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    pipeline = json.loads(err)["run"]["pipeline"]
+    assert pipeline["bubble_share"] == pytest.approx((RANKS - 1) / (MICROBATCHES + RANKS - 1), abs=0.03)
+    # In outputs of one layer: the batch is eight, a forward pass of four layers leaves four. The last stage of 1F1B
+    # also keeps the seven outputs whose backward pass is over.
+    held = [8 + 8 * 4] * RANKS if schedule == "GPipe" else [8 + 3 * 4, 8 + 2 * 4, 8 + 4 + 7]
+    assert [row["in_flight"] for row in pipeline["rows"]] == pytest.approx(
+        [units / (8 + 4) for units in held], rel=0.01
+    )
+    assert pipeline["seconds"] == pytest.approx(json.loads(err)["totals"]["seconds"], rel=0.05)
+    assert out.splitlines() == [f"rank 0 of {RANKS}", "a step", "a step"]  # once, though rank 0 ran several times
+    assert sys.excepthook is before
+    assert not [note for note in json.loads(err)["notes"] if note.startswith("messages with rank")]  # all of them ran
