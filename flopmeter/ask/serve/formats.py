@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, HardwareError
+from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.records import ATTENTION, Cost, Kernel, Region, Trace
 
 HEAD = "lm_head"  # scores the vocabulary; it stays as it is, like embeddings and norms
@@ -31,8 +32,8 @@ KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
 
 
 def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weights: str, kv: str) -> list[Kernel]:
-    """The kernels of a step with weights and cache in these formats. Where a device has no products of the type, the
-    weights are unpacked in the product."""
+    """The kernels of a step with weights and cache in these formats, the experts of a layer in one kernel. Where a device
+    has no products of the type, the weights are unpacked in the product."""
     chosen, known = WEIGHTS[weights], dict[tuple[Cost, tuple[int, ...]], Cost]()
     product = chosen.product if chosen.product and has_product(device, chosen.product) else None
 
@@ -53,7 +54,7 @@ def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weight
         )
         return kernel._replace(cost=known[cost, storages])
 
-    return [changed(kernel) for kernel in kernels]
+    return [changed(kernel) for kernel in in_one_kernel(kernels)]
 
 
 def has_product(device: Hardware, dtype: str) -> bool:
