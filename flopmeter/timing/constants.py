@@ -201,6 +201,10 @@ EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
 # AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
 # causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
 AOTRITON = FLASH_2._replace(small_tiles=None, score_cycles=0.35, backward_score_cycles=1.3, speed=0.44)
+# For few queries ROCm's kernels have tiles of 16 rows, the height of its matrix instructions, and split the keys in
+# parts of 256; heads with the same keys share a block (vLLM's csrc/rocm/attention.cu, AITER's paged attention:
+# `mfma16`, grid of sequences x parts x key heads). Not measured: the other figures are FlashAttention-2's.
+AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, block_cycles=8000, shared_queries=1)
 
 # Where blocks differ in length, the SMs run out of work at different times: the last ends so much of the longest block
 # after the mean. Simulated for FlashAttention-2's grids with two blocks on an SM: .6 to 1.2, lower for long sequences.
