@@ -57,11 +57,9 @@ AMD_LANES_PER_COMPUTE_UNIT = 64
 
 # --- matmuls -----------------------------------------------------------------------------------------------
 
-# The tile whose rate counts as full (gemm_kernels.py). Batched matmuls have only tiles with sides of 64 or more, which
-# fits [NeuSight] best.
+# The tile whose rate counts as full (gemm_kernels.py).
 FULL_TILE_SIDE = 128
 FULL_TILE_ELEMENTS = FULL_TILE_SIDE**2
-LEAST_BATCHED_SIDE = 64
 
 # Bytes that an SM moves from and to the L2 cache in a clock cycle: it stores a tile of 128 x 128 in 2 bytes in 4,096
 # cycles. 7 to 9 with any GPU of [aiconfigurator] left out; GEMMs whose weights stay in the cache of an L40S ask for
