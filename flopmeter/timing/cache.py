@@ -59,7 +59,7 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
         found.append(hits)
         written_so_far, fetched_so_far = written_so_far + written, fetched_so_far + moved - hits
         for part in _touched(kernel):
-            others = [each for each in seen.get(part.storage, ()) if not each.part.share_of(part) == 1.0]
+            others = [each for each in seen.get(part.storage, ()) if each.part.share_of(part) != 1.0]
             seen[part.storage] = [*others, _Seen(part, written_so_far, fetched_so_far)]
     return found
 
@@ -91,7 +91,7 @@ def _writes(kernel: Kernel) -> Iterator[tuple[_Part, int]]:
 
 
 def _reads(kernel: Kernel) -> Iterator[tuple[_Part, int]]:
-    """Parts of storages that the kernel reads, with the bytes. For a fused kernel only the sum of the bytes is known."""
+    """Parts of storages that the kernel reads, with the bytes. Of a fused kernel only the sum of the bytes is known."""
     if len(kernel.ops) == 1:
         yield from _in_storages(kernel.ops[0], kernel.cost.reads)
         return
@@ -106,13 +106,12 @@ def _reads(kernel: Kernel) -> Iterator[tuple[_Part, int]]:
 def _touched(kernel: Kernel) -> Iterator[_Part]:
     """What the kernel leaves in the cache. Of a tensor of which it touches a part, such as one expert's weights, it is
     not known which."""
-    partly = {region.spec for region in (*kernel.cost.reads, *kernel.cost.writes) if _is_partial(region)}
+    regions = (*kernel.cost.reads, *kernel.cost.writes)
+    partly = {region.spec for region in regions if region.spec is not None and region.nbytes < region.spec.nbytes}
+    named = {region.spec for region in regions} if len(kernel.ops) == 1 else set()
     for op in kernel.ops:
-        yield from (_part(op, spec) for spec in (*op.call.inputs, *op.call.outputs) if spec not in partly)
-
-
-def _is_partial(region: Region) -> bool:
-    return region.spec is not None and region.nbytes < region.spec.nbytes
+        specs = (spec for spec in (*op.call.inputs, *op.call.outputs) if not named or spec in named or None in named)
+        yield from (_part(op, spec) for spec in specs if spec not in partly)
 
 
 def _part(op: Op, spec: TensorSpec) -> _Part:

@@ -33,8 +33,8 @@ KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
 
 
 def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weights: str, kv: str) -> list[Kernel]:
-    """The kernels of a step with weights and cache in these formats, the experts of a layer in one kernel. Where a device
-    has no products of the type, the weights are unpacked in the product."""
+    """The kernels of a step with weights and cache in these formats, the experts of a layer in one kernel. Where a
+    device has no products of the type, the weights are unpacked in the product."""
     chosen, known = WEIGHTS[weights], dict[tuple[Cost, tuple[int, ...]], Cost]()
     product = chosen.product if chosen.product and has_product(device, chosen.product) else None
 

@@ -60,10 +60,10 @@ def _place(kernel: Kernel, region: CompiledRegion) -> Hashable | None:
 
 
 def _breaks_graph(call: Call) -> bool:
-    """Whether the values decide what runs next. torch tags all overloads alike, but the result of an index has its shape
-    from the indices unless one is a mask, and that of repeat_interleave where the caller gives its length."""
+    """Whether the values decide what runs next. torch's tags do not tell an index by a mask from others, whose result
+    has its shape from the indices, nor a repeat_interleave whose caller gives its length."""
     if call.func.overloadpacket is aten.index:
-        return any(spec.dtype in _MASKS for spec in call.inputs[1:])
+        return call.groups is not None or any(spec.dtype in _MASKS for spec in call.inputs[1:])
     if call.func is aten.repeat_interleave.Tensor and call.argument("output_size") is not None:
         return False
     return any(tag in call.func.tags for tag in _GRAPH_BREAKS)
