@@ -199,8 +199,8 @@ class FlopMeter:
     compile: True compiles, by torch's compiler, each module that the program calls and each optimizer's step, as if
         the program did; False what the program compiles itself; 'rules' runs that eagerly, fused by rules, so that
         every mode can be asked for.
-    clocks: 'sustained' prices a run that goes on for seconds, at the clock that the power limit leaves on average over
-        the run; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
+    clocks: 'sustained' prices a run that goes on for seconds, each kernel at the clock that the power limit leaves
+        it; 'burst' one of less than about 20 ms on a cool device, at the boost clock.
     dollars_per_kwh: the price of energy, so that reports say what the energy of a run costs; no price is assumed.
 
     The same meter can be entered again: it starts afresh. Entering it inside itself changes nothing.

@@ -169,7 +169,7 @@ def check_advice(report):
         assert heading.startswith("where to win")
     else:
         assert heading.startswith(FLOORS)
-        assert "no change that flopmeter can price wins 3%" in heading
+        assert "no change that flopmeter can price wins 3 %" in heading
         assert report.compiled.seconds > (1 - LEAST_GAIN) * report.seconds
 
 
@@ -198,7 +198,7 @@ def test_a_program_near_its_floor_is_told_so_with_the_floor():
         x.sin_()
     report = meter.report()
     assert report.advice == ()
-    heading = "near its floor, its bytes at the datasheet's bandwidth: no change that flopmeter can price wins 3%"
+    heading = "near its floor, its bytes at the datasheet's bandwidth: no change that flopmeter can price wins 3 %"
     assert heading in str(report)
     floor = 2 * 2 * 2**28 / 3.35e12  # read and written once, at the datasheet's bandwidth
     assert report.hot_spots[0].floor_seconds == pytest.approx(floor)
@@ -250,3 +250,14 @@ def test_bf16_where_only_fp16_has_matrix_units_is_told_to_take_fp16():
     products = [sum(timing.work_seconds for kernel, timing in zip(each.kernels, each.timings, strict=True)
                     if kernel.cost.name == "mm") for each in (report, run(torch.float16))]  # fmt: skip
     assert products[0] > 8 * products[1]
+
+
+@pytest.mark.parametrize(("device", "is_told"), [("meta", True), ("cpu", False)])
+def test_only_reading_a_value_of_the_device_is_said_to_stop_the_host(device, is_told):
+    with FlopMeter(H100) as meter:
+        x = torch.empty(64, 64, device="meta")
+        numbers = torch.arange(64, device=device)
+        for number in range(64):
+            x = x.exp()
+            numbers[number].item()
+    assert any("keep the values on the device" in each.remedy for each in meter.report().advice) == is_told

@@ -19,7 +19,7 @@ from as_cuda_stream import Stream, bf16, f16, f32, module, ops_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flopmeter import FlopMeter
+from flopmeter import FlopMeter, StreamError
 from flopmeter.as_cuda import CudaTarget, emulate_cuda
 from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, RULES, SdpaCall, choose, cudnn_decodes, rules_for
 from flopmeter.torch_names.dispatcher import running_version
@@ -177,18 +177,6 @@ def test_an_unaligned_view_is_efficient_up_to_torch_2_12() -> None:
     odd = f32(1 + 2 * 8 * 128 * 64)[1:].view(2, 8, 128, 64)
     assert by_rules((2, 12), 80, odd, odd, odd) == "efficient"
     assert by_rules((2, 13), 80, odd, odd, odd) == "math"
-
-
-@pytest.mark.skipif(RUNNING < (2, 14), reason="before it, only a batch is fused")
-def test_attention_without_a_batch_is_fused_as_a_batch_of_one() -> None:
-    q = bf16(8, 128, 64)
-    with emulate_cuda(CudaTarget((9, 0))), Calls() as calls:
-        output = F.scaled_dot_product_attention(q, q, q, attn_mask=mask(8, 128, 128))
-    ((args, _),) = calls.arguments
-    assert "_scaled_dot_product_cudnn_attention" in calls.names
-    assert args[0].shape == (1, 8, 128, 64)
-    assert args[3].shape == (1, 8, 128, 128)
-    assert output.shape == (8, 128, 64)
 
 
 # --- the random calls that torch 2.15 was recorded with ------------------------------------------------------------
@@ -496,3 +484,27 @@ def test_cudnn_is_not_asked_for_a_single_query_on_blackwell_where_its_version_fa
     assert [by_rules((2, 14), sm, *two) for sm in (90, 100)] == ["cudnn", "cudnn"]
     decodes = [cudnn_decodes(SdpaCall.of(one, *DEFAULTS.values(), target(sm, 92400))) for sm in (90, 100, 110, 120)]
     assert decodes == [True, False, False, True]
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_torch_2_15_gives_tokens_without_a_batch_a_batch_of_one(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr("flopmeter.torch_names.dispatcher.running_version", lambda: (2, 15))
+    q, k, v = tensors(BF16, (8, 128, 64), (8, 32, 64))
+    added = mask(*(8, 128, 32)[-rank:], dtype=BF16)
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=added)
+        out.sum().backward()
+    calls = [op.call for op in meter.trace.ops if "efficient_attention" in op.call.name]
+    assert out.shape == (8, 128, 64)
+    assert [[spec.shape for spec in call.inputs[:4]] for call in calls[:1]] == [
+        [(1, 8, 128, 64), (1, 8, 32, 64), (1, 8, 32, 64), (1, 8, 128, 32)]
+    ]
+    assert (q.grad is not None, q.grad.shape) == (True, q.shape)
+
+
+def test_no_report_is_made_for_a_device_without_the_kernel_that_was_asked_for() -> None:
+    with FlopMeter("a100-sxm4-80gb") as meter, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        F.scaled_dot_product_attention(*tensors(HALF))
+    assert meter.report(hardware="h100-sxm5-80gb").flops
+    with pytest.raises(StreamError, match=r"v100-sxm2-32gb would run other ops .* FLASH_ATTENTION here, none there"):
+        meter.report(hardware="v100-sxm2-32gb")

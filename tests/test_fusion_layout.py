@@ -77,3 +77,21 @@ def test_a_graph_of_many_nodes_for_each_convolution_is_not_worth_a_conversion():
     assert followed_by(298, nn.Tanh) == [False]
     assert followed_by(33, lambda: nn.BatchNorm2d(128)) == [True]  # 2 + 33·9 = 299
     assert followed_by(34, lambda: nn.BatchNorm2d(128)) == [False]
+
+
+@pytest.mark.parametrize(("pixels", "kernels"), [(20, ["mean", "fused(mean, silu)"]), (10, ["fused(mean, silu)"])])
+def test_a_mean_over_many_pixels_is_split_where_the_channels_lie_innermost(pixels, kernels):
+    """Inductor splits a reduction over more than 4 * 32 elements that lie apart, if it has few results: here 8 * 128
+    means over 400 pixels, or over 100."""
+
+    class Squeeze(nn.Module):
+        def forward(self, x):
+            return nn.functional.silu(x.mean((2, 3)))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(128, 128, 1, bias=False), Squeeze())
+    with torch.inference_mode(), FlopMeter("a100-sxm4-80gb") as meter:
+        model(torch.empty(8, 128, pixels, pixels, device="meta"))
+    report = meter.report(mode="compiled")
+    (place,) = (number for number, each in enumerate(report.kernels) if isinstance(each.cost.work, ConvolutionWork))
+    assert [kernel.cost.name for kernel in report.kernels[place + 1 :]] == kernels

@@ -198,7 +198,7 @@ def test_text_prints_the_table_and_the_lines_under_it(report):
 def test_the_switches_decide_the_unit_and_are_printed():
     x = torch.empty(4096, 4096, device="meta")
     fp32 = report_of(lambda: x @ x)
-    assert "fp32 products do not use TF32" in fp32.render()
+    assert "TF32 is off for fp32 matmuls" in fp32.render()
     before = torch.backends.cuda.matmul.allow_tf32
     try:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -207,7 +207,7 @@ def test_the_switches_decide_the_unit_and_are_printed():
         torch.backends.cuda.matmul.allow_tf32 = before
     assert (fp32.main_dtype, tf32.main_dtype) == ("fp32", "tf32")
     assert tf32.seconds < fp32.seconds / 4
-    assert "fp32 products may use TF32" in tf32.render()
+    assert "TF32 is on for fp32 matmuls" in tf32.render()
 
 
 def test_a_report_can_be_read_while_the_program_runs():

@@ -45,7 +45,8 @@ KNOWN_ERRORS = (ValueError, DataDependentError, UncountedError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0; 1 for a `diff` or `fit` whose answer is no; 2 for an error, told in one line."""
+    """Run the command. Returns 0; 1 where the answer is no (`diff --fail-above`, `fit`, `serve`, `plan`); 2 for an
+    error, told in one line."""
     show_traceback = False
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)

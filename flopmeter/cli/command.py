@@ -34,7 +34,7 @@ Begin with one of
   flopmeter compare gpt2-124m --train --hardware l4,a100-sxm4-80gb          the same on several devices
 
 `flopmeter COMMAND --help` has the options of a command and an example.
-Exit codes: 0; 1 where the answer is no (diff --fail-above, fit, serve); 2 for an error.
+Exit codes: 0; 1 where the answer is no (diff --fail-above, fit, serve, plan); 2 for an error.
 """
 
 

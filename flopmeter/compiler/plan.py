@@ -3,7 +3,7 @@ and those that are freed after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from flopmeter.compiler.origins import (
     uncounted_origin,
 )
 from flopmeter.compiler.regions import Regions, Sizes
+from flopmeter.costs.fused import name_of
 from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
 from flopmeter.torch_names import compiler as names
@@ -129,7 +130,7 @@ class _Planner:
             for part in touched
         )
         reduced = self._sizes(node.group[1][1]) if getattr(node, "group", None) and len(node.group[1]) == 2 else 1
-        name = _name([origin.op for origin in origins] or names_of(node)) or kind
+        name = name_of([origin.op for origin in origins] or names_of(node)) or kind
         kernel = CompiledKernel(name, kind, reads, writes, origins, scheduler_bytes, max(reduced, 1))
         read, written = (tuple(region.spec for region in part if region.spec) for part in (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
@@ -313,13 +314,6 @@ def names_of(node: Any) -> list[str]:
     """The names of the ops behind a kernel without work of its own, such as the second stage of a reduction."""
     nodes = {fx: None for part in node.get_nodes() if part.node is not None for fx in part.node.origins}
     return [op_name(fx) for fx in sorted(nodes) if is_work(fx)]
-
-
-def _name(ops: Iterable[str], most: int = 6) -> str:
-    """As the rules of launch/fusion name a fused kernel."""
-    ops = list(dict.fromkeys(ops))
-    more = [f"{len(ops) - most} more"] if len(ops) > most else []
-    return ops[0] if len(ops) == 1 else f"fused({', '.join(ops[:most] + more)})" if ops else ""
 
 
 def _has_memory(buffer: Any, ir: Any) -> bool:

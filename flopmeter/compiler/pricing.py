@@ -9,43 +9,34 @@ import torch
 
 from flopmeter.compiler.plan import compiled_kernel
 from flopmeter.costs import make_cost
+from flopmeter.costs.fused import HELD_ROW_ELEMENTS, flops_of, slowest_class
 from flopmeter.costs.rules import rule
 from flopmeter.records import (
-    ELEMENTWISE,
     MOVEMENT,
-    NORMALIZATION,
-    REDUCTION,
     UNCOUNTED,
     Call,
     CompiledKernel,
     Cost,
-    Origin,
     Reread,
     VectorWork,
 )
-
-# Inductor holds rows of up to so many elements in registers (should_use_persistent_reduction in
-# torch/_inductor/choices.py); longer ones are read again by what follows their reduction in the kernel.
-HELD_ROW_ELEMENTS = 1024
 
 
 @rule(compiled_kernel)
 def fused(call: Call) -> Cost:
     """The cost of a kernel. FLOPs keep the classes of the ops, with those of the kernel's own class first."""
     kernel: CompiledKernel = call.kwargs["kernel"]
-    op_class = _class_of(kernel.origins)
-    flops = {op_class: 0}
-    for origin in kernel.origins:
-        for name, count in origin.flops_by_class:
-            if name != UNCOUNTED:
-                flops[name] = flops.get(name, 0) + count
+    classes = [origin.op_class for origin in kernel.origins if origin.op_class != UNCOUNTED]
+    op_class = slowest_class(classes) or next(iter(classes), MOVEMENT)
+    counted = [[item for item in origin.flops_by_class if item[0] != UNCOUNTED] for origin in kernel.origins]
+    flops = flops_of(op_class, counted)
     cost = make_cost(call, op_class, 0, read=kernel.reads, written=kernel.writes, access="fused")
     return replace(
         cost,
         name=kernel.name,
-        flops_by_class=tuple((name, count) for name, count in flops.items() if count or name == op_class),
+        flops_by_class=flops,
         transcendentals=sum(origin.transcendentals for origin in kernel.origins),
-        conversions=_conversions(kernel) if any(flops.values()) else 0,
+        conversions=_conversions(kernel) if any(count for _, count in flops) else 0,
         work=VectorWork(_rereads(kernel)),  # no index arithmetic: sizes are constants of a compiled kernel
     )
 
@@ -57,13 +48,6 @@ def _conversions(kernel: CompiledKernel) -> int:
         for region in kernel.reads
         if region.spec and region.spec.dtype.itemsize == 1 and region.spec.dtype is not torch.bool
     )
-
-
-def _class_of(origins: Iterable[Origin]) -> str:
-    """The class of the kernel: that of the op which slows it most."""
-    classes = [origin.op_class for origin in origins if origin.op_class != UNCOUNTED]
-    first = next((name for name in (NORMALIZATION, REDUCTION, ELEMENTWISE) if name in classes), None)
-    return first or next(iter(classes), MOVEMENT)
 
 
 def _rereads(kernel: CompiledKernel) -> tuple[Reread, ...]:

@@ -11,7 +11,6 @@ import functools
 import os
 import sys
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -24,6 +23,7 @@ from torch.fx import GraphModule
 from flopmeter.as_cuda.kernels.convolution import runs_channels_last
 from flopmeter.compiler import constants
 from flopmeter.compiler.composites import composites_differentiate
+from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
 from flopmeter.compiler.lowering import lower
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose
@@ -43,7 +43,7 @@ AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization
 FLEX_NEEDS_DRIVER = "inductor writes flex_attention from a template, for which it asks the driver of the GPU"
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
-# torch warns of hooks on all modules. They are the meter's, which a compiled call does not see (_hooks_hidden).
+# torch warns of hooks on all modules. They are the meter's, which a compiled call does not see (hooks_hidden).
 _WARNING_OF_HOOKS = r"(?s).*Using `torch.compile\(module\)` when there are global hooks"
 _WARNING_OF_TF32 = r"TensorFloat32 tensor cores .* available but not enabled"  # the report says so
 
@@ -97,7 +97,7 @@ class Session:
 
     def __enter__(self) -> Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
-        self._undo.callback(_ignore_warning(_WARNING_OF_HOOKS))
+        self._undo.callback(ignore_warning(_WARNING_OF_HOOKS))
         if self._outermost:
             self._install()
         else:
@@ -179,7 +179,7 @@ class Session:
         self._keep_compiler_state()
         self._undo.enter_context(composites_differentiate())
         self._undo.callback(self._hidden.close)
-        self._undo.callback(_ignore_warning(_WARNING_OF_TF32))
+        self._undo.callback(ignore_warning(_WARNING_OF_TF32))
 
     def _keep_compiler_state(self) -> None:
         """Functions compiled from now on are forgotten in the end; what the compiler counts is as before."""
@@ -383,7 +383,7 @@ class Session:
                 return plain(setting)
             if self._depth == 0:
                 self._reason = None
-                self._hidden.enter_context(_hooks_hidden())
+                self._hidden.enter_context(hooks_hidden())
                 if self._outermost:
                     self._hidden.enter_context(self._outermost.hidden())
             self._depth += 1
@@ -421,30 +421,6 @@ class Session:
         self._compilation.failures[f"{function}: {_text(error)}"] = None
 
 
-def _ignore_warning(message: str) -> Callable[[], None]:
-    """The function returned brings the warning back; other filters stay as the program sets them meanwhile."""
-    warnings.filterwarnings("ignore", message=message)
-    filters: Any = warnings.filters
-    own = filters[0]
-
-    def undo() -> None:
-        if own in filters:  # a catch_warnings of the program's may have put it away
-            filters.remove(own)
-
-    return undo
-
-
-def made_inside(around: Callable[[], AbstractContextManager[Any]], plain: Any) -> Callable[[], Any]:
-    """Dynamo makes its tables of torch's functions when it first needs them; this makes one inside of `around`."""
-
-    def table(*_: Any) -> Any:
-        with contextlib.nullcontext() if plain.cache_info().currsize else around():
-            return plain()
-
-    table.cache_clear, table.cache_info = plain.cache_clear, plain.cache_info  # type: ignore[attr-defined]
-    return table
-
-
 def _text(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
@@ -458,23 +434,6 @@ class _Entered:
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
-
-
-@contextlib.contextmanager
-def _hooks_hidden() -> Iterator[None]:
-    """Without the hooks that flopmeter has on all modules and optimizers: Dynamo would trace into them."""
-    registries = [name.value for name in names.NO_HOOKS]
-    before = [dict(registry) for registry in registries]
-    for registry in registries:
-        for key in [key for key, hook in registry.items() if str(hook.__module__).startswith("flopmeter.")]:
-            del registry[key]
-    try:
-        yield
-    finally:
-        for registry, hooks in zip(registries, before, strict=True):
-            added = {key: hook for key, hook in registry.items() if key not in hooks}
-            registry.clear()
-            registry.update(hooks | added)
 
 
 def _has_flex_attention(model: GraphModule) -> bool:

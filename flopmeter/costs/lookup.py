@@ -56,7 +56,8 @@ def find_rule(call: Call) -> Rule | None:
     """The rule that prices the call, or None."""
     func = call.func
     if not is_view(func) and not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
-        return SPARSE.get(func) or SPARSE.get(func.overloadpacket)  # others: for others the work depends on the values
+        # None: the work of other sparse ops depends on their values.
+        return SPARSE.get(func) or SPARSE.get(func.overloadpacket)
     own = RULES.get(func) or RULES.get(func.overloadpacket) or _BY_NAME.get(func._schema.name)
     if own is not None:
         return own

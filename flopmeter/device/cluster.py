@@ -208,9 +208,9 @@ class CollectivePrice(NamedTuple):
 def price_collective(collective: Collective, cluster: Cluster) -> CollectivePrice:
     """What the collective takes in the way that NCCL chooses. Raises HardwareError where the cluster is too small.
 
-    Between nodes that is taken to be the quickest way, since no measurement says otherwise. Within a node NCCL may
-    choose so badly that a larger message would take less time. More bytes never take less time here: such a message
-    takes what the largest message before the switch of protocols takes.
+    Between nodes that is taken to be the quickest way, since no measurement says otherwise. Within a node NCCL's
+    choice is not monotonic: a larger message may take less time. Here more bytes never take less: such a message takes
+    what the largest message before the switch of protocols takes.
     """
     shape = cluster.shape(collective.ranks, collective.gpus_per_node)
     links = _links_of(collective, cluster)

@@ -1,8 +1,8 @@
 """How NCCL runs a collective: which algorithm and protocol it chooses, the bytes on the wire, and the latency.
 
 NCCL does not take the fastest way, but the one that its own estimate calls the fastest (nccl/src/graph/tuning.cc): a
-latency, and bytes over a rate, from the constants of NCCL 2.30. That is `preferred` here. What a way then really takes
-is another law, whose constants were measured: NCCL's own are 2 to 4 times too small for LL128 and Simple, so that a
+latency, and bytes over a rate, from the constants of NCCL 2.30. `preferred` reproduces this choice. The time that it
+really takes is modelled apart, from measurements: NCCL's own are 2 to 4 times too small for LL128 and Simple, so that a
 message just past a switch takes twice the time of one just before. Between nodes nothing was measured: the cheapest way
 is taken, with NCCL's constants for what the network adds.
 """

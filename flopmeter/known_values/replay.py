@@ -146,7 +146,7 @@ class Knowledge:
         with no_modes():
             inputs = {address(self.values.read(tensor)) for tensor in call.tensors}
             for output, result in zip(outputs, results, strict=True):
-                if output.is_meta and address(output) not in self.values.cells:
+                if output.is_meta and (place := address(output)) and place not in self.values.cells:
                     self.set(output, result.clone() if address(result) in inputs else result)
 
     def _real(self, argument: Any) -> Any:

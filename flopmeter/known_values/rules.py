@@ -109,8 +109,19 @@ def to_copy(known: Knowledge, call: Invocation) -> Any:
         raise DataDependentError(str(call.func))
     if target.type != "meta":
         return call.run()
+    if source.layout is torch.sparse_coo and not source.is_meta:
+        return _sparse_on_meta(source, call.kwargs.get("dtype") or source.dtype)
     to_discrete = (dtype := call.kwargs.get("dtype")) is not None and not dtype.is_floating_point
     return known.replay(call) if source.is_meta or to_discrete or _brings_values(source) else call.run()
+
+
+def _sparse_on_meta(source: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch's own copy to meta has no elements."""
+    with no_modes():
+        indices, values = source._indices().to("meta"), source._values().to("meta", dtype)
+        return torch.sparse_coo_tensor(
+            indices, values, source.shape, is_coalesced=source.is_coalesced(), check_invariants=False
+        )
 
 
 def _brings_values(source: Tensor) -> bool:

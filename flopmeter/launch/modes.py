@@ -97,7 +97,7 @@ def launches(
     is_one_graph: bool = False,
 ) -> Launches:
     """The kernels of a trace as the mode launches them. `region` marks what is compiled or captured by the rules; what
-    the compiler compiled keeps its kernels. `is_one_graph`: calls of its graphs that follow each other are one call.
+    the compiler compiled keeps its kernels. `is_one_graph`: consecutive calls of compiled graphs are merged.
 
     Raises ValueError where the mode is an eager one and the program ran compiled.
     """

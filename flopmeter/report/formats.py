@@ -14,7 +14,7 @@ from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, VIEWS, draws
 from flopmeter.report.page import page
 from flopmeter.report.page.first_screen import for_notebook
-from flopmeter.report.quantities import duration, figure, percent_of, with_prefix
+from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv
 from flopmeter.report.winning import in_lines, where_to_win
@@ -77,7 +77,8 @@ def summary(report: Report) -> list[str]:
         f"predicted {duration(report.seconds)} ({duration(report.seconds_low)} to {duration(report.seconds_high)})"
         f" · device busy {duration(report.kernel_seconds)}, host {duration(report.launch_seconds)},"
         f" idle {percent_of(report.idle_seconds, report.seconds):.0f} %"
-        f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s, MFU {report.mfu:.1%}"
+        f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s,"
+        f" MFU {percent(report.mfu, 1)} %"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
         *in_lines(where_to_win(report)),
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
@@ -90,8 +91,8 @@ def summary(report: Report) -> list[str]:
         f" {device.bandwidth_bytes_per_s / 1e9:g} GB/s) · uncounted: {uncounted}"
         f" · assumed: {'; '.join(report.assumptions) or 'nothing'}",
         f"multiply-add = 2 FLOP · attention counted {_CAUSAL[report.causal]}"
-        f" · fp32 products {'may' if switches.matmul_tf32 else 'do not'} use TF32, convolutions"
-        f" {'may' if switches.cudnn_tf32 else 'do not'}",
+        f" · TF32 is {'on' if switches.matmul_tf32 else 'off'} for fp32 matmuls,"
+        f" {'on' if switches.cudnn_tf32 else 'off'} for fp32 convolutions",
         *in_short(report.graphs),
         "bound by: most of the row's device time; overhead is launch and drain of kernels too small for the device",
         *report.notes,
@@ -107,7 +108,7 @@ def _shares(report: Report) -> str:
 def _power(report: Report) -> str:
     """The power that the device draws, and the clock at which that lets it run."""
     clock = report.clock
-    at = "boost" if clock.ratio == 1 else f"{clock.ratio:.0%} of boost"
+    at = "boost" if clock.ratio == 1 else f"{percent(clock.ratio)} % of boost"
     if report.watts is None or report.joules is None:
         return f"power unknown (the profile has no limit) · {clock.clocks} clocks: {at}"
     return (
@@ -146,8 +147,8 @@ def _band(report: Report) -> str:
     )
     extrapolated = f" ({'; '.join(known.extrapolated)})" if known.extrapolated else ""
     return (
-        f"kernels of classes validated on this device {here:.0f} % of the device's time, on others {elsewhere:.0f} %,"
-        f" extrapolated {nowhere:.0f} %{extrapolated}"
+        f"device time in kernel classes validated on this device {here:.0f} %, on other devices {elsewhere:.0f} %,"
+        f" on none {nowhere:.0f} %{extrapolated}"
     )
 
 

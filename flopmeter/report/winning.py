@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flopmeter.records import Regime
-from flopmeter.report.quantities import duration, percent_of
+from flopmeter.report.quantities import duration, percent, percent_of
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN, WAITS, WHOLE, Advice, HotSpot
 
@@ -43,7 +43,7 @@ def where_to_win(report: Report) -> WhereToWin | None:
     return WhereToWin(
         _heading(report),
         [Remedied(each.remedy, _gain(each, report), f"{_about(each)}: {each.why}") for each in advice],
-        "most time over the floor, with no remedy of its own:" if advice else "most time over it:",
+        "furthest above the floor, with no remedy of its own:" if advice else "furthest above it:",
         [f"{_about(spot)}: {spot.why}" for spot in spots],
     )
 
@@ -73,7 +73,7 @@ def floor_seconds(report: Report) -> float:
 
 def _heading(report: Report) -> str:
     if report.advice:
-        return "where to win (wall-clock; each change priced alone by the model, as sure as the time above):"
+        return "where to win (wall-clock; each change predicted alone, with the uncertainty of the time above):"
     floor = floor_seconds(report)
     of_floor = (
         f"its FLOPs and bytes at the datasheet's rates take {duration(floor)},"
@@ -81,7 +81,7 @@ def _heading(report: Report) -> str:
     )
     if report.in_mode is None:
         return f"where time is lost (no change is priced for one rank of several): {of_floor}"
-    return f"{_nearness(report, floor)}: no change that flopmeter can price wins {LEAST_GAIN:.0%}; {of_floor}"
+    return f"{_nearness(report, floor)}: no change that flopmeter can price wins {percent(LEAST_GAIN)} %; {of_floor}"
 
 
 def _nearness(report: Report, floor: float) -> str:

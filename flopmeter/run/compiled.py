@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from flopmeter.compiler.session import made_inside
+from flopmeter.compiler.hidden import made_inside
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.named_types import META
 from flopmeter.run.patches import Patch, applied, hidden

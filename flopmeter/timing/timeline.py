@@ -176,12 +176,6 @@ class LaunchPrices:
         return price
 
 
-def end_seconds(timings: list[Timing], launches: Launches, host: Host) -> float:
-    """When the last kernel has ended and the host has launched all: the wall-clock of the run."""
-    last = {timing.stream: timing.end_seconds for timing in timings}
-    return max(host_seconds(launches, host), *last.values()) if last else host_seconds(launches, host)
-
-
 def host_seconds(launches: Launches, host: Host) -> float:
     """How long the host takes to launch all kernels, without the time in which it waits for the device."""
     return sum(_host_steps(launches, host))

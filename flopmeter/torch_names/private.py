@@ -39,6 +39,7 @@ SCALED = "scaled products into a given tensor (_scaled_mm.out)"
 INT4 = "the shape of int4 weight-only matrix products"
 CTC_LOSS = "the backward of ctc_loss"
 SPARSE = "sparse gradients of embeddings"
+SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
 
 
 @dataclass(frozen=True)

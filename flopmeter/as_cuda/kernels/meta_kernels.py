@@ -138,6 +138,10 @@ def in_place(*args: Any, **kwargs: Any) -> None:
     """An op that only writes into its arguments."""
 
 
+def like_first(first: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return torch.empty_like(first)
+
+
 KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     # With a composite kernel and an autograd formula: the formula is taken once the backend has a kernel.
     private.COMPOSITES: {"_fused_rms_norm": fused_rms_norm, "mish_backward": mish_backward},
@@ -152,5 +156,8 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     private.MHA_FAST_PATH: {"_transformer_encoder_layer_fwd": transformer_encoder_layer},
     private.SCALED: {"_scaled_mm.out": scaled_mm_out},
     private.CTC_LOSS: dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), ctc_loss_backward),
+    private.SAMPLES: dict.fromkeys(
+        ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad", "binomial"), like_first
+    ),
 }
 """By the feature that needs them."""

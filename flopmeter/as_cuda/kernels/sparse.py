@@ -1,4 +1,5 @@
-"""Sparse (COO) gradients on meta: torch's own kernels lose indices and values, or read memory that does not exist."""
+"""Sparse (COO) tensors on meta, as gradients and as the adjacency of a graph. Torch's own kernels lose indices and
+values, read memory that does not exist, or are missing."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from flopmeter.as_cuda.scope import DispatcherKernel, Scope
 aten = torch.ops.aten
 _KEY = "SparseMeta"
 _DISTINCT = "sparse gradients: the rows that coalesce() joins are not known, so as many are left as came in"
+_NO_ELEMENTS = (
+    "a sparse tensor without elements is multiplied: torch's own copy to meta drops them; copy it inside of the meter"
+)
 
 
 def install(scope: Scope) -> None:
@@ -21,8 +25,17 @@ def install(scope: Scope) -> None:
         scope.note(_DISTINCT)
         return _sparse(tensor, tensor._indices().clone(), tensor._values().clone(), is_coalesced=True)
 
+    def mm(left: Tensor, right: Tensor) -> Tensor:
+        if left.is_sparse and not left._values().numel():
+            scope.note(_NO_ELEMENTS)
+        return product(left, right)
+
+    def addmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return mm(left, right)
+
     kernels: dict[str, DispatcherKernel] = {
         "clone": clone, "_coalesce": coalesce, "sparse_mask": sparse_mask, "add.Tensor": add, "add_.Tensor": add_,
+        "mm": mm, "addmm": addmm, "_to_dense": to_dense,
     }  # fmt: skip
     for name, kernel in kernels.items():
         scope.kernel(f"aten::{name}", kernel, _KEY)
@@ -54,6 +67,20 @@ def add_(tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     if tensor.is_sparse:
         aten.copy_sparse_to_sparse_(tensor, add(tensor, other))
     return tensor
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Sparse times dense is dense."""
+    if right.is_sparse:
+        raise NotImplementedError(
+            "a matmul with a sparse tensor on its right has as many elements as its values decide, or needs another "
+            "kernel: make that tensor dense (to_dense()), or transpose the matmul"
+        )
+    return right.new_empty((left.size(0), right.size(1)))
+
+
+def to_dense(tensor: Tensor, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
 
 
 def _sparse(like: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool) -> Tensor:

@@ -25,8 +25,8 @@ def no_kernel(call: Call) -> tuple[Cost, ...]:
 
 @rule(
     aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.full, aten.full_like, aten.new_zeros, aten.new_ones,
-    aten.new_full, aten.arange, aten.linspace, aten.logspace, aten.eye, aten.scalar_tensor, aten.tril_indices,
-    aten.triu_indices,
+    aten._new_zeros_with_same_feature_meta, aten.new_full, aten.arange, aten.linspace, aten.logspace, aten.eye,
+    aten.scalar_tensor, aten.tril_indices, aten.triu_indices,
 )  # fmt: skip
 def factory(call: Call) -> Cost:
     """Writes its output; a tensor that only gives the shape is not read."""

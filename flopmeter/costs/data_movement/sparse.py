@@ -1,4 +1,4 @@
-"""Sparse (COO) gradients: their values and indices are read whole, of a dense tensor only the elements that they name.
+"""Sparse (COO) tensors: their values and indices are read whole, of a dense tensor only the elements that they name.
 
 These rules are for sparse arguments; the same ops have another rule for dense ones. An op that is not here is
 uncounted.
@@ -10,7 +10,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs.arithmetic.pointwise import of_numbers, sum_of_scaled
 from flopmeter.costs.rules import FREE, Rule, make_cost
-from flopmeter.records import INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
+from flopmeter.records import CONTRACTION, INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 
@@ -61,6 +61,27 @@ def mask(call: Call) -> Cost:
     return make_cost(call, INDEXING, read=(named, indices), written=(Region(values, nbytes),), access="gather")
 
 
+def product(call: Call) -> Cost:
+    """Sparse times dense: a multiply-add of a row of the dense operand for each value, by cuSPARSE on vector units
+    (SparseCUDABlas.cpp). `addmm` adds beta·c."""
+    *added, sparse, dense = call.inputs
+    beta, columns = (call.argument("beta") if added else 0), dense.shape[1]
+    flops = 2 * _values(sparse) * columns + (call.outputs[0].numel if beta else 0)
+    rows = Region(dense, min(dense.nbytes, _values(sparse) * columns * dense.dtype.itemsize))
+    read = (sparse, rows, *(added if beta else ()))
+    return make_cost(call, CONTRACTION, flops, complex_factor=4, read=read, access="gather")
+
+
+def to_dense(call: Call) -> tuple[Cost, Cost]:
+    """Fills the result with zeros, and adds the values at their places."""
+    values, out = call.inputs[0], call.outputs[0]
+    named = Region(out, min(out.nbytes, _values(values) * out.dtype.itemsize))
+    return (
+        make_cost(call, MOVEMENT, read=(), written=(out,)),
+        make_cost(call, INDEXING, _values(values), read=(values, named), written=(named,), access="scatter"),
+    )
+
+
 def bag_gradient(call: Call) -> Cost:
     """Each bag's gradient goes to each row that went in, weighted or, for a mean, divided by their number. The indices
     are the given ones."""
@@ -93,6 +114,8 @@ SPARSE: dict[OpOverloadPacket | OpOverload, Rule] = {
     **dict.fromkeys(_present("_coalesce"), coalesce),
     **dict.fromkeys(_present("sparse_mask"), mask),
     **dict.fromkeys(_present("_embedding_bag_backward"), bag_gradient),
+    **dict.fromkeys(_present("mm", "addmm", "_sparse_addmm"), product),
+    **dict.fromkeys(_present("_to_dense"), to_dense),
     aten_overloads.add.Tensor: add,
     aten_overloads.add_.Tensor: add,
 }  # fmt: skip

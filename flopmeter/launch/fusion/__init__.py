@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flopmeter.compiler.pricing import HELD_ROW_ELEMENTS
+from flopmeter.costs.fused import HELD_ROW_ELEMENTS, flops_of, name_of, slowest_class
 from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.dequantize import casts_inside, with_cast
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, modules_compiled, whole_program
@@ -33,7 +33,6 @@ from flopmeter.launch.fusion.recompute import with_recomputation
 from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.records import (
-    ELEMENTWISE,
     NORMALIZATION,
     REDUCTION,
     Cost,
@@ -51,8 +50,6 @@ from flopmeter.torch_names.operators import aten
 __all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "modules_compiled", "padded", "whole_program"]
 
 NOTE = "compiled: fusion by inductor's default rules, and what backward computes again by those of its partitioner"
-
-MOST_NAMES = 6  # of ops in the name of a fused kernel
 
 
 def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_program) -> list[Kernel]:
@@ -120,15 +117,12 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
     """
     main = max(parts, key=lambda part: part.bytes)
     has_statistics = any(part.op_class in (NORMALIZATION, REDUCTION) for part in parts)
-    op_class = _class_of(parts) or main.op_class
-    flops = {op_class: 0}
-    for name, count in (item for part in parts for item in part.flops_by_class):
-        flops[name] = flops.get(name, 0) + count
+    op_class = slowest_class([part.op_class for part in parts]) or main.op_class
     return replace(
         main,
-        name=_name(parts),
+        name=name_of(part.name for part in parts),
         op_class=op_class,
-        flops_by_class=tuple((name, count) for name, count in flops.items() if count or name == op_class),
+        flops_by_class=flops_of(op_class, (part.flops_by_class for part in parts)),
         reads=(Region(None, bytes_read),),
         writes=(Region(None, bytes_written),),
         dtype=max(parts, key=lambda part: (part.flops, part.bytes)).dtype,
@@ -152,17 +146,3 @@ def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:
     if cost not in known:
         known[cost] = replace(cost, work=work._replace(may_pad=True))
     return known[cost]
-
-
-def _class_of(parts: tuple[Cost, ...]) -> str | None:
-    """The class that slows the kernel most; None if it only moves, gathers or draws random numbers."""
-    classes = {part.op_class for part in parts}
-    return next((name for name in (NORMALIZATION, REDUCTION, ELEMENTWISE) if name in classes), None)
-
-
-def _name(parts: tuple[Cost, ...]) -> str:
-    names = list(dict.fromkeys(part.name for part in parts))
-    if len(names) == 1:
-        return names[0]
-    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
-    return f"fused({', '.join(names[:MOST_NAMES] + more)})"

@@ -11,8 +11,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flopmeter.launch.fusion.graphs import CompiledRegion
-from flopmeter.records import MOVEMENT, NORMALIZATION, ConvolutionWork, Cost, Kernel, Region, TensorSpec, VectorWork
-from flopmeter.records.memory_format import is_channels_last
+from flopmeter.records import (
+    MOVEMENT,
+    NORMALIZATION,
+    REDUCTION,
+    ConvolutionWork,
+    Cost,
+    Kernel,
+    Region,
+    TensorSpec,
+    VectorWork,
+)
+from flopmeter.records.memory_format import CHANNELS_LAST, dense_strides, is_channels_last, is_dense
 
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
 GROUPED, DEFAULT, NARROWING, SMALL = 1.358, 0.823, 0.725, 0.783
@@ -85,6 +95,9 @@ def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     if op.phase == "forward" and cost.access == "statistics":
         yield replace(cost, access="normalize")  # of channels that lie next to one another
         return
+    if cost.op_class == REDUCTION:
+        yield replace(cost, reads=tuple(map(_in_channels_last, cost.reads)))
+        return
     if not isinstance(work, ConvolutionWork) or work.shape.channels_last:
         yield cost
         return
@@ -106,8 +119,17 @@ def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     yield replace(cost, reads=reads, work=work._replace(shape=work.shape._replace(channels_last=True)))
 
 
+def _in_channels_last(region: Region) -> Region:
+    spec = region.spec
+    if spec is None or not is_dense(spec.shape, spec.stride, channels_last=False) or not _changes_order(spec):
+        return region
+    return region._replace(spec=spec._replace(stride=dense_strides(spec.shape, channels_last=True)))
+
+
 def _changes_order(spec: TensorSpec) -> bool:
     """Whether its elements lie elsewhere in channels-last."""
+    if len(spec.shape) not in CHANNELS_LAST:
+        return False
     has_one = spec.shape[1] == 1 or spec.numel == spec.shape[0] * spec.shape[1]  # channel, or pixel
     return not has_one and not is_channels_last(spec.shape, spec.stride)
 

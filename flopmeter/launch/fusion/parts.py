@@ -84,7 +84,7 @@ def _apart(op: Op, cost: Cost, role: Role) -> Iterable[tuple[Cost, Role]]:
     of_weights = [each for each in small if role.loops.is_inner and each.spec and each.spec.numel != kept]
     sums = tuple(region for region in small if region not in of_weights)
     main = replace(cost, writes=(statistics, *sums), work=VectorWork(()))
-    yield main, Role(True, role.loops.is_inner, role.loops, kept)
+    yield main, Role(True, True, role.loops, kept)
     silent = replace(cost, op_class=ELEMENTWISE, flops_by_class=((ELEMENTWISE, 0),), transcendentals=0)
     if of_weights:
         columns = max(region.spec.numel for region in of_weights if region.spec)

@@ -17,6 +17,7 @@ from flopmeter.records import (
     Call,
     Cost,
     Region,
+    TensorSpec,
     VectorWork,
 )
 from flopmeter.records.memory_format import is_channels_last
@@ -28,7 +29,7 @@ class Loops(NamedTuple):
 
     kept: int
     reduced: int
-    is_inner: bool  # over the last dimensions, so that a row of the tensor makes one result
+    is_inner: bool  # over the innermost dimensions, so that a row of the tensor makes one result
 
 
 class Role(NamedTuple):
@@ -39,13 +40,13 @@ class Role(NamedTuple):
     loops: Loops | None = None
     elements: int = 0  # that it computes
     lists: int = 0  # how many tensors each list of a foreach op has
-    repeats: bool = True  # computed again it is the same: no random numbers
+    repeats: bool = True  # recomputation gives the same numbers: they are not random
 
     @property
     def wants_inlined(self) -> bool:
-        """Loops over other than the last dimensions fuse with a producer only by computing it inside them,
+        """Split loops over other than the innermost dimensions fuse with a producer only by computing it inside them,
         which inductor does where nothing else needs the value."""
-        return self.loops is not None and not self.loops.is_inner
+        return self.loops is not None and not self.loops.is_inner and splits_of(self.loops) > 1
 
 
 OPAQUE = Role(False, False)
@@ -120,7 +121,7 @@ def role_of(call: Call, cost: Cost) -> Role:
         return Role(True, True, elements=elements)
     if cost.op_class == REDUCTION:
         loops = _loops_of_reduction(call, cost, elements)
-        return Role(True, loops.is_inner, loops, elements)
+        return Role(True, True, loops, elements)
     return OPAQUE
 
 
@@ -182,18 +183,23 @@ def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
         return Loops(results, picked // max(results, 1), True)
     if not dims and results > 1 and shape[1:2] == (results,):
         dims = _all_but_channels(shape)
-    return _loops(shape, tuple(dims) if dims else tuple(range(len(shape))))
+    read = next((region.spec for region in cost.reads if region.spec is not None and region.spec.shape == shape), None)
+    return _loops(shape, tuple(dims) if dims else tuple(range(len(shape))), read)
 
 
 def _all_but_channels(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dim for dim in range(len(shape)) if dim != 1)
 
 
-def _loops(shape: tuple[int, ...], dims: tuple[int, ...]) -> Loops:
+def _loops(shape: tuple[int, ...], dims: tuple[int, ...], spec: TensorSpec | None = None) -> Loops:
+    """`spec`: that of the tensor in memory; without one its last dimension lies innermost."""
     rank = len(shape)
     reduced = {dim % rank for dim in dims} if rank else set()
     count = prod(shape[dim] for dim in reduced)
-    return Loops(prod(shape) // max(count, 1), count, reduced == set(range(rank - len(reduced), rank)))
+    outermost_first = list(range(rank))
+    if spec is not None and is_channels_last(spec.shape, spec.stride):
+        outermost_first.append(outermost_first.pop(1))
+    return Loops(prod(shape) // max(count, 1), count, reduced == set(outermost_first[rank - len(reduced) :]))
 
 
 def splits_of(loops: Loops) -> int:

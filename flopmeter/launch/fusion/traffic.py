@@ -40,7 +40,7 @@ class Lifetimes:
 
 
 class Traffic:
-    """Who needs what from memory, in one trace."""
+    """The bytes that each fused group reads and writes."""
 
     def __init__(self, parts: list[Part], trace: Trace, flow: Flow, groups: Groups):
         self._storages, self._flow, self._groups = trace.storages, flow, groups

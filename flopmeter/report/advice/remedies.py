@@ -125,10 +125,11 @@ def one_graph(report: Report) -> Iterator[Proposal]:
 def waits_for_values(report: Report) -> Iterator[Proposal]:
     """`.item()` and copies to the host, which stop the host until the device is done."""
     trace = trace_of(report)
-    asks = {index for index, op in enumerate(trace.ops) if op.call.func.overloadpacket is aten._local_scalar_dense}
+    about = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
+    of_device = {id(kernel.op) for kernel in about}  # to read a tensor of the host stops nobody
+    asks = {index for index, op in enumerate(trace.ops) if id(op) in of_device}
     if not asks or not may_drop_ops(trace):
         return
-    about = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
     yield Proposal(
         f"all that the host sends after {len(about)} reads of a value", everything,
         f"the host stops {len(asks)} times until the device is done (.item(), float(), print, if)",

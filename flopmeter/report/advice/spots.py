@@ -21,7 +21,7 @@ from flopmeter.records import (
     VectorWork,
 )
 from flopmeter.records.dtypes import item_bytes_of
-from flopmeter.report.quantities import figure, percent_of
+from flopmeter.report.quantities import figure, percent, percent_of
 from flopmeter.report.report import OUTSIDE, Report
 from flopmeter.report.wins import WAITS, HotSpot
 from flopmeter.timing import constants
@@ -146,7 +146,7 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     if tiles and tiles < device.sm_count:
         return f"few tiles: {tiles} for {device.sm_count} SMs"
     share = percent_of(2 * cost.macs - cost.masked_flops, timing.seconds * peak.flop_per_s) / 100
-    return f"at {share:.0%} of the peak" + (", as such kernels get" if share > NEAR_PEAK else "")
+    return f"at {percent(share)} % of the peak" + (", as such kernels get" if share > NEAR_PEAK else "")
 
 
 def matmuls_of(cost: Cost) -> tuple[Matmul, ...]:
@@ -185,10 +185,10 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
     if timing.compute_seconds > timing.memory_seconds and share < NEAR_PEAK:
         return "its threads combine results more than they move bytes"
     if share > NEAR_PEAK:
-        return f"bound by memory, at {share:.0%} of the bandwidth: only fewer bytes help"
+        return f"bound by memory, at {percent(share)} % of the bandwidth: only fewer bytes help"
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
     if sum(reread.nbytes for reread in work.rereads):
         return "second reads of rows too long to be held"
     if cost.access == "strided" or work.index_operations:
         return "it goes through memory in another order than its input lies"
-    return f"bound by memory, at {share:.0%} of the bandwidth"
+    return f"bound by memory, at {percent(share)} % of the bandwidth"

@@ -1,0 +1,112 @@
+"""Fusion by rules beside torch's own compiler, which runs up to its Scheduler as for an A100, on small programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flopmeter import FlopMeter
+from flopmeter.records import Kernel
+
+
+def kernels_by_phase(program: Callable[..., Tensor], inputs: list[Tensor], way: str | bool) -> list[list[Kernel]]:
+    """Forward and backward, without matmuls: some of those take an addition in."""
+    torch._dynamo.reset()
+    with FlopMeter("a100-sxm4-80gb", compile=way) as meter:
+        out = torch.compile(program)(*inputs)
+        if out.requires_grad:
+            out.backward(torch.empty_like(out))
+    assert not meter.trace.compilation or not meter.trace.compilation.failures
+    kernels = [kernel for kernel in meter.report(mode="compiled").kernels if not kernel.cost.macs]
+    return [[kernel for kernel in kernels if kernel.op.phase == phase] for phase in ("forward", "backward")]
+
+
+def moved(kernels: list[Kernel]) -> int:
+    return sum(kernel.cost.bytes_read + kernel.cost.bytes_written for kernel in kernels)
+
+
+def both(program: Callable[..., Tensor], shapes: list[tuple[int, ...]], *, trains: bool) -> list[list[list[Kernel]]]:
+    """By the compiler, and by the rules."""
+    ways: tuple[str | bool, ...] = (True, "rules")
+    inputs = [[torch.empty(shape, device="meta", requires_grad=trains) for shape in shapes] for _ in ways]
+    return [kernels_by_phase(program, own, way) for own, way in zip(inputs, ways, strict=True)]
+
+
+def attention_block(x: Tensor, w1: Tensor, w2: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    h = F.layer_norm(x, (64,), w, b)
+    qkv = (h @ w1).view(4, 32, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv[0], qkv[1], qkv[2]  # not unpacked: on the CPU inductor stacks the gradients in kernels apart
+    weights = torch.softmax(q @ k.transpose(-1, -2) * 0.25, -1)
+    x = x + (weights @ v).transpose(1, 2).reshape(4, 32, 64)
+    return x + F.gelu(F.layer_norm(x, (64,), w, b) @ w2) @ w2.t()
+
+
+def llama_block(
+    x: Tensor, w: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, w4: Tensor, w5: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    def rms_norm(h: Tensor) -> Tensor:
+        return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    q = (rms_norm(x) @ w1).view(2, 16, 4, 16).transpose(1, 2)
+    left, right = q.chunk(2, -1)
+    q = q * cos + torch.cat((-right, left), -1) * sin
+    weights = torch.softmax(q @ q.transpose(-1, -2) / 4, -1)
+    x = x + (weights @ q).transpose(1, 2).reshape(2, 16, 64) @ w2
+    h = rms_norm(x)
+    return x + (F.silu(h @ w3) * (h @ w4)) @ w5.t()
+
+
+def swiglu(x: Tensor, w: Tensor) -> Tensor:
+    a, b = (x @ w).chunk(2, -1)
+    return F.silu(a) * b
+
+
+def mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w, b)), w2, b2).relu()
+
+
+def norm_of_sum(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x + y, (64,), w, w)
+
+
+SMALL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "two cosines": (lambda x: x.cos().cos(), [(64, 64)]),
+    "residual and norm": (norm_of_sum, [(64, 64), (64, 64), (64,)]),
+    "rms norm": (lambda x, w: w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5), [(64, 64), (64,)]),
+    "products around gelu": (lambda x, w: F.gelu(x @ w) @ w, [(64, 64), (64, 64)]),
+    "two readers of a product": (lambda x, w: ((y := x @ w).relu() @ w) * y.sigmoid(), [(64, 64), (64, 64)]),
+    "relu and column sums": (lambda x: x.relu().sum(0), [(64, 64)]),
+    "relu for a product and column sums": (lambda x, w: (y := (x @ w).relu()).sum(0) * (y @ w), [(64, 64), (64, 64)]),
+    "late residual": (lambda x, w: x.relu() + (x @ w).relu() @ w, [(64, 64), (64, 64)]),
+    "swiglu": (swiglu, [(64, 64), (64, 64)]),
+    "mlp": (mlp, [(64, 64), (64, 64), (64,), (64, 64), (64,)]),
+    "norm and column sums": (lambda x: F.layer_norm(x, (64,)).sum(0), [(64, 64)]),
+}
+
+BLOCKS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "attention block": (attention_block, [(4, 32, 64), (64, 192), (64, 128), (64,), (64,)]),
+    "llama block": (
+        llama_block,
+        [(2, 16, 64), (64,), (64, 64), (64, 64), (64, 128), (64, 128), (64, 128), (16, 16), (16, 16)],
+    ),
+    "mlp": (mlp, [(64, 64), (64, 64), (64,), (64, 64), (64,)]),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_programs_have_as_many_kernels_as_inductor_generates(name: str):
+    compiled, ruled = both(*SMALL[name], trains=False)
+    assert list(map(len, ruled)) == list(map(len, compiled))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("trains", [False, True])
+def test_blocks_move_the_bytes_that_inductor_moves(name: str, trains: bool):
+    """Within a fifth, forward and backward apart, and within four kernels."""
+    compiled, ruled = both(*BLOCKS[name], trains=trains)
+    assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.2)
+    assert list(map(len, ruled)) == pytest.approx(list(map(len, compiled)), abs=4)

@@ -1,0 +1,74 @@
+"""Sparse (COO) matrices times dense ones, as in graph networks: counted by the elements that they hold."""
+
+import pytest
+import torch
+
+import flopmeter
+from flopmeter import FlopMeter
+
+ROWS, COLUMNS, WIDTH, ELEMENTS = 4, 5, 16, 4
+INDICES = torch.tensor([[0, 0, 1, 3], [1, 2, 0, 3]])
+
+
+def adjacency():
+    return torch.sparse_coo_tensor(INDICES, torch.rand(ELEMENTS), (ROWS, COLUMNS)).coalesce()
+
+
+WAYS = {
+    "torch.sparse.mm": torch.sparse.mm,
+    "torch.mm": torch.mm,
+    "@": torch.matmul,
+    "torch.spmm": torch.spmm,
+    "addmm": lambda a, w: torch.addmm(torch.zeros(ROWS, WIDTH, device="meta"), a, w, beta=0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_product_multiplies_and_adds_a_row_for_each_element_forward_and_backward(way):
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        weight = torch.empty(COLUMNS, WIDTH, device="meta", requires_grad=True)
+        out = WAYS[way](adjacency().to("meta"), weight)
+        out.sum().backward()
+    report = meter.report()
+    assert out.shape == (ROWS, WIDTH)
+    assert weight.grad.shape == weight.shape
+    products = [kernel.cost for kernel in report.kernels if kernel.cost.op_class == "tensor contraction"]
+    assert [cost.flops for cost in products] == [2 * ELEMENTS * WIDTH] * 2
+    # Two indices of 8 bytes and a value of 4 for each element; a row of the weight for each, one of the result.
+    assert products[0].bytes_read == ELEMENTS * (2 * 8 + 4) + ELEMENTS * WIDTH * 4
+    assert products[0].bytes_written == ROWS * WIDTH * 4
+    assert not report.uncounted
+
+
+def test_the_device_named_cuda_keeps_the_elements_of_a_sparse_tensor():
+    with flopmeter.cuda("h100-sxm5-80gb"):
+        for sparse in (adjacency().cuda(), torch.sparse_coo_tensor(INDICES, torch.rand(ELEMENTS), device="cuda")):
+            assert sparse._nnz() == ELEMENTS
+            assert (sparse @ torch.rand(sparse.shape[1], 3, device="cuda")).shape == (ROWS, 3)
+
+
+def test_a_cast_on_the_way_keeps_the_elements():
+    with FlopMeter("h100-sxm5-80gb"):
+        sparse = adjacency().to("meta", torch.float16)
+    assert (sparse.dtype, sparse._nnz(), sparse.is_coalesced()) == (torch.float16, ELEMENTS, True)
+
+
+def test_a_dense_copy_is_filled_with_zeros_and_then_with_the_elements():
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        dense = adjacency().to("meta").to_dense()
+    assert (dense.shape, dense.layout) == ((ROWS, COLUMNS), torch.strided)
+    assert [kernel.cost.bytes_written for kernel in meter.report().kernels[-2:]] == [ROWS * COLUMNS * 4, ELEMENTS * 4]
+
+
+def test_a_sparse_tensor_that_lost_its_elements_before_the_meter_is_told_of():
+    lost = adjacency().to("meta")
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.mm(lost, torch.empty(COLUMNS, WIDTH, device="meta"))
+    assert "copy it inside of the meter" in str(meter.report())
+
+
+def test_a_sparse_tensor_on_the_right_is_one_clear_error():
+    with FlopMeter("h100-sxm5-80gb"):
+        sparse = adjacency().to("meta")
+        with pytest.raises(NotImplementedError, match=r"make that tensor dense \(to_dense\(\)\)"):
+            torch.mm(sparse, sparse.t())

@@ -1,0 +1,62 @@
+"""What a program reads in place of an unknown value with `unknown="stand-in"`, and what the report says of it."""
+
+import re
+
+import pytest
+import torch
+
+from flopmeter import FlopMeter
+
+FLOAT = "stand-in 1.0 for an unknown float"
+INTEGER = "stand-in 0 for an unknown integer"
+CONDITION = "an unknown condition does not hold"
+READ, COPY_TO, COPY_INTO = "aten._local_scalar_dense.default", "aten._to_copy.default", "aten.copy_.default"
+
+
+def read(run):
+    """What the program got from unknown numbers, and what the report says is assumed, without the lines."""
+    with FlopMeter("h100-sxm5-80gb", unknown="stand-in") as meter:
+        got = run(torch.empty(3, device="meta").exp())
+    return got, [re.sub(r" at \S+:\d+", "", text) for text in meter.report().assumptions]
+
+
+@pytest.mark.parametrize(
+    ("run", "expected", "rule"),
+    [
+        (lambda x: x.sum().item(), 1.0, FLOAT),
+        (lambda x: torch.complex(x, x)[0].item(), 1.0, FLOAT),
+        (lambda x: x.argmax().item(), 0, INTEGER),
+        (lambda x: (x > 0).any().item(), False, CONDITION),
+        (lambda x: 5 if x.sum() > 2 else 7, 7, CONDITION),
+    ],
+)
+def test_each_kind_of_number_has_its_stand_in(run, expected, rule):
+    got, assumed = read(run)
+    assert (got, type(got)) == (expected, type(expected))
+    assert assumed == [f"{rule} for {READ} (1x)"]
+
+
+def test_a_copy_to_the_host_is_full_of_stand_ins_in_the_type_asked_for():
+    got, assumed = read(lambda x: x.half().to("cpu", torch.float64))
+    assert (got.dtype, got.device.type) == (torch.float64, "cpu")
+    assert got.tolist() == [1.0] * 3
+    assert assumed == [f"{FLOAT} for {COPY_TO} (1x)"]
+
+
+def test_a_copy_into_a_tensor_of_the_host_overwrites_it_with_stand_ins():
+    host = torch.full((3,), 9)
+    got, assumed = read(lambda x: host.copy_(x.argsort()))
+    assert got is host
+    assert host.tolist() == [0, 0, 0]
+    assert assumed == [f"{INTEGER} for {COPY_INTO} (1x)"]
+
+
+def test_the_stand_in_of_a_copy_is_that_of_the_type_it_comes_from():
+    host = torch.full((3,), 9.0)
+    _, assumed = read(lambda x: host.copy_(x > 0))
+    assert host.tolist() == [0.0, 0.0, 0.0]
+    assert assumed == [f"{CONDITION} for {COPY_INTO} (1x)"]
+
+
+def test_known_numbers_need_no_stand_in():
+    assert read(lambda x: torch.arange(5, device="meta").sum().item()) == (10, [])
