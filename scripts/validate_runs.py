@@ -205,7 +205,7 @@ def _stable_diffusion(line: Line) -> Metered:
     out. torch 2.0 and 2.1 had FlashAttention-1, about half as fast as -2 (arXiv 2307.08691), whose curves there are
     those of CUTLASS's memory-efficient kernels; a V100 has only these."""
     model, inputs = BUILTINS["unet"](batch=2 * int(line["batch"]), dtype=torch.float16)
-    model.eval().to(memory_format=torch.channels_last)
+    model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     efficient = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
     with torch.inference_mode(), efficient, FlopMeter(_device(line), host=CLOUD_WITH_TORCH_2_0) as meter:
         model(*inputs)

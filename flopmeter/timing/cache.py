@@ -16,14 +16,14 @@ from flopmeter.records import Kernel, Op, Region, TensorSpec
 from flopmeter.timing import constants
 
 
-class _Span(NamedTuple):
+class _ByteRange(NamedTuple):
     """A part of a storage, from byte `begin` to `end`."""
 
     storage: int
     begin: int
     end: int
 
-    def share_of(self, other: _Span) -> float:
+    def share_of(self, other: _ByteRange) -> float:
         """Which share of this part is in the other one."""
         within = min(self.end, other.end) - max(self.begin, other.begin)
         return max(0, within) / max(self.end - self.begin, 1)
@@ -33,7 +33,7 @@ class _Seen(NamedTuple):
     """The moment when a kernel was last done with a part of a storage, as two counts: the bytes that all kernels had
     written so far, and the bytes that they had fetched into the cache (touched and not found there)."""
 
-    part: _Span
+    part: _ByteRange
     written: int
     fetched: float
 
@@ -64,7 +64,7 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
     return found
 
 
-def _held(part: _Span, seen: Mapping[int, Sequence[_Seen]], still: Callable[[_Seen], float]) -> float:
+def _held(part: _ByteRange, seen: Mapping[int, Sequence[_Seen]], still: Callable[[_Seen], float]) -> float:
     """The share of a part that is in the cache, where `still` is the share of what was seen that is still there."""
     return min(1.0, sum(part.share_of(each.part) * still(each) for each in seen.get(part.storage, ())))
 
@@ -84,13 +84,13 @@ def _share(passed: float, cache: int) -> float:
     return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
 
 
-def _writes(kernel: Kernel) -> Iterator[tuple[_Span, int]]:
+def _writes(kernel: Kernel) -> Iterator[tuple[_ByteRange, int]]:
     """Parts of storages that the kernel of one op writes, with the bytes."""
     if len(kernel.ops) == 1:
         yield from _in_storages(kernel.ops[0], kernel.cost.writes)
 
 
-def _reads(kernel: Kernel) -> Iterator[tuple[_Span, int]]:
+def _reads(kernel: Kernel) -> Iterator[tuple[_ByteRange, int]]:
     """Parts of storages that the kernel reads, with the bytes. Of a fused kernel only the sum of the bytes is known."""
     if len(kernel.ops) == 1:
         yield from _in_storages(kernel.ops[0], kernel.cost.reads)
@@ -99,11 +99,11 @@ def _reads(kernel: Kernel) -> Iterator[tuple[_Span, int]]:
     storages = {part.storage for part in parts}
     for storage in storages:
         own = [part for part in parts if part.storage == storage]
-        whole = _Span(storage, min(part.begin for part in own), max(part.end for part in own))
+        whole = _ByteRange(storage, min(part.begin for part in own), max(part.end for part in own))
         yield whole, kernel.cost.bytes_read // len(storages)
 
 
-def _touched(kernel: Kernel) -> Iterator[_Span]:
+def _touched(kernel: Kernel) -> Iterator[_ByteRange]:
     """What the kernel leaves in the cache. Of a tensor of which it touches a part, such as one expert's weights, it is
     not known which."""
     regions = (*kernel.cost.reads, *kernel.cost.writes)
@@ -114,14 +114,14 @@ def _touched(kernel: Kernel) -> Iterator[_Span]:
         yield from (_part(op, spec) for spec in specs if spec not in partly)
 
 
-def _part(op: Op, spec: TensorSpec) -> _Span:
+def _part(op: Op, spec: TensorSpec) -> _ByteRange:
     item = spec.dtype.itemsize
     reach = sum((size - 1) * abs(stride) for size, stride in zip(spec.shape, spec.stride, strict=True)) + 1
     begin = spec.offset * item if spec.is_strided else 0
-    return _Span(op.storages[spec.storage], begin, begin + (reach * item if spec.is_strided else spec.nbytes))
+    return _ByteRange(op.storages[spec.storage], begin, begin + (reach * item if spec.is_strided else spec.nbytes))
 
 
-def _in_storages(op: Op, regions: Sequence[Region]) -> Iterator[tuple[_Span, int]]:
+def _in_storages(op: Op, regions: Sequence[Region]) -> Iterator[tuple[_ByteRange, int]]:
     for spec, nbytes in regions:
         if spec is not None and spec.storage >= 0:
             yield _part(op, spec), nbytes
