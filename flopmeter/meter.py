@@ -24,6 +24,7 @@ from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE, whole_program
 from flopmeter.launch.modes import MODES, Mode, compiled_region, launches, mode_of
+from flopmeter.launch.scaled_matmul import check_scales
 from flopmeter.launch.templates import with_templates
 from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
 from flopmeter.records.traces import part_of
@@ -455,7 +456,9 @@ def target_of(hardware: Hardware) -> CudaTarget:
 
 
 def _kernels_on(device: Hardware, strict: bool, trace: Trace, known: CallCosts) -> list[Kernel]:
-    return grouped.on_device(kernels_of(trace, strict=strict, known=known), device)
+    kernels = kernels_of(trace, strict=strict, known=known)
+    check_scales(kernels, device)
+    return grouped.on_device(kernels, device)
 
 
 def _check(call: Call) -> None:

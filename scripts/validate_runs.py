@@ -1,8 +1,8 @@
 """Published end-to-end runs, one a line (id, model, gpu, n_gpus, dtype, mode, workload, batch, measured, unit, ...).
 
 Predicted are the lines that one GPU ran on a model defined here: Llama-2-7B of Hugging Face (prefill, decoding and
-training) and of gpt-fast (decoding), the steps of build-nanogpt's GPT-2 124M, image models of transformers' docs, and
-NVIDIA's ResNet-50.
+training) and of gpt-fast (decoding), the steps of build-nanogpt's GPT-2 124M, image models of transformers' docs,
+NVIDIA's ResNet-50, and the UNet of diffusers' Stable Diffusion 1.5.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _row(line: Line, metered: Metered) -> Row:
     return Row(
         group=line["mode"],
         gpu=line["gpu"],
-        measured=units / figure if line["unit"].split()[0].endswith("/s") else figure * 1e-3,
+        measured=units / figure if line["unit"].partition(" (")[0].endswith("/s") else figure * 1e-3,
         predicted=report.seconds,
         low=bounds.low,
         high=bounds.high,
@@ -200,6 +200,18 @@ def _resnet(line: Line) -> Metered:
     return meter, 1
 
 
+def _stable_diffusion(line: Line) -> Metered:
+    """The UNet of a denoising step, on each latent with its prompt and without; the scheduler's few small ops are left
+    out. torch 2.0 and 2.1 had FlashAttention-1, about half as fast as -2 (arXiv 2307.08691), whose curves there are
+    those of CUTLASS's memory-efficient kernels; a V100 has only these."""
+    model, inputs = BUILTINS["unet"](batch=2 * int(line["batch"]), dtype=torch.float16)
+    model.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    efficient = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    with torch.inference_mode(), efficient, FlopMeter(_device(line), host=CLOUD_WITH_TORCH_2_0) as meter:
+        model(*inputs)
+    return meter, 1
+
+
 # Of transformers' docs, by the first word of the model: class, configuration, side of the image, what differs.
 IMAGE_MODELS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "vit": ("ViTForImageClassification", "ViTConfig", 224, {"attn_implementation": "eager"}),
@@ -235,4 +247,5 @@ PROGRAMS: dict[str, Callable[[Line], Metered | None]] = {
     "google/deeplab": _vision,
     "nvidia/segformer": _vision,
     "ResNet-50": _resnet,
+    "SD1.5 txt2img": _stable_diffusion,
 }

@@ -233,6 +233,25 @@ def test_a_source_line_is_told_where_the_trace_has_it():
     assert "faults.py:" in meter.report().advice[0].where
 
 
+def test_bf16_where_only_fp16_has_matrix_units_is_told_to_take_fp16():
+    """SDPA has no kernel for bf16 there either: what it does op by op is no fault of the program."""
+
+    def run(dtype):
+        q = torch.empty(1, 8, 1024, 64, dtype=dtype, device="meta")
+        weight = torch.empty(4096, 4096, dtype=dtype, device="meta")
+        with FlopMeter("t4") as meter:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q)
+            weight @ weight
+        return meter.report()
+
+    report = run(torch.bfloat16)
+    assert report.advice[0].remedy == "float16: model.to(torch.float16)"
+    assert not any("scaled_dot_product" in each.remedy for each in report.advice)
+    products = [sum(timing.work_seconds for kernel, timing in zip(each.kernels, each.timings, strict=True)
+                    if kernel.cost.name == "mm") for each in (report, run(torch.float16))]  # fmt: skip
+    assert products[0] > 8 * products[1]
+
+
 @pytest.mark.parametrize(("device", "is_told"), [("meta", True), ("cpu", False)])
 def test_only_reading_a_value_of_the_device_is_said_to_stop_the_host(device, is_told):
     with FlopMeter(H100) as meter:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from costs_support import call_by_hand, meta
 from torch import Tensor
 
+from flopmeter import FlopMeter
 from flopmeter.costs import kernels_of
 from flopmeter.launch.fusion import fuse
 from flopmeter.records import Op, Storage, Trace
@@ -108,3 +109,21 @@ def test_a_gather_fuses_with_what_makes_its_operand_and_with_what_reads_its_resu
     x, rows = meta(ROWS, WIDTH), meta(ROWS, dtype=torch.long)
     kernels = compiled(lambda: aten._unsafe_index(x.cos(), [rows]).sin())
     assert kernels == [("fused(cos, _unsafe_index, sin)", NBYTES + 8 * ROWS, NBYTES)]
+
+
+@pytest.mark.parametrize(("by_mask", "graphs"), [(False, 1), (True, 2)])
+def test_only_an_index_by_a_mask_breaks_a_graph(by_mask: bool, graphs: int):
+    x = torch.empty(64, 64, device="meta")
+    index = torch.empty(64, dtype=torch.bool if by_mask else torch.long, device="meta")
+    with FlopMeter("h100-sxm5-80gb", mask_fraction=0.5, compile="rules") as meter:
+        (x.exp()[index] + 1).exp()
+    report = meter.report(mode="compiled")
+    assert len({graph for graph in report.launches.graphs if graph is not None}) == graphs
+
+
+def test_repeats_of_a_stated_length_break_no_graph():
+    x, times = torch.empty(64, 64, device="meta"), torch.empty(64, dtype=torch.long, device="meta")
+    with FlopMeter("h100-sxm5-80gb", compile="rules") as meter:
+        torch.repeat_interleave(x.exp(), times, dim=0, output_size=128).exp()
+    report = meter.report(mode="compiled")
+    assert None not in report.launches.graphs

@@ -168,6 +168,75 @@ def test_latent_attention_keeps_its_latent():
     assert own.kv_bytes(10, 2) == 10 * 2 * (512 + 64) * 2
 
 
+def test_decoding_with_latent_attention_reads_latents_and_projects_new_tokens_only():
+    latent = transformers.DeepseekV3Config(num_hidden_layers=1, first_k_dense_replace=1)
+    own = StepModel(decoder(latent), "eager", "bf16", "bf16", {})
+    short, long = (own.report(load_hardware(H100), 8, 1, cached) for cached in (4096, 8192))
+    assert long.bytes_read - short.bytes_read == pytest.approx(8 * 4096 * (512 + 64) * 2, rel=0.01)
+    # Each of 128 heads multiplies a query by keys of 576 and weights by values of 512.
+    assert long.flops - short.flops == pytest.approx(8 * 4096 * 128 * 2 * (576 + 512), rel=0.01)
+
+
+def test_a_long_chunk_of_latent_attention_expands_its_keys():
+    latent = transformers.DeepseekV3Config(num_hidden_layers=1, first_k_dense_replace=1)
+    own = StepModel(decoder(latent), "eager", "bf16", "bf16", {})
+    short, long = (own.report(load_hardware(H100), 1, 512, cached) for cached in (4096, 8192))
+    expanded = 2 * 4096 * 512 * 128 * (128 + 128)
+    assert long.flops - short.flops == pytest.approx(512 * 4096 * 128 * 2 * (192 + 128) + expanded, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def experts():
+    mixture = transformers.MixtralConfig(
+        hidden_size=2048, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4,
+        num_local_experts=64, vocab_size=8192, sliding_window=None,
+    )  # fmt: skip
+    return {kind: StepModel(decoder(mixture), "cudagraph", kind, "bf16", {}) for kind in ("bf16", "int4")}
+
+
+@pytest.mark.parametrize("name", [H100, L40S, A100, "mi300x"])
+def test_a_server_runs_all_experts_in_one_kernel_and_within_the_bandwidth(experts, name):
+    device = load_hardware(name)
+    report = experts["bf16"].report(device, 64, 1, 512)
+    assert sum(kernel.cost.name == "_grouped_mm" for kernel in report.kernels) == 2 * 2
+    assert report.seconds > (report.bytes_read + report.bytes_written) / device.bandwidth_bytes_per_s
+    assert report.seconds < 2 * (report.bytes_read + report.bytes_written) / device.bandwidth_bytes_per_s + 1e-3
+
+
+def test_a_layer_of_experts_replays_as_one_graph(experts):
+    report = experts["bf16"].report(load_hardware(H100), 4, 1, 512)
+    assert report.idle_seconds < 1e-3
+    assert report.seconds == pytest.approx(report.kernel_seconds + report.idle_seconds)
+    assert not any(timing.wait_seconds for timing in report.timings[1:])
+
+
+@pytest.mark.parametrize("name", [A100, L40S, H100, "b200-sxm-180gb"])
+def test_unpacked_weights_are_bound_by_memory_for_few_rows(name):
+    device, large = load_hardware(name), {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    wide, narrow = (steps("cudagraph", kind, **large).report(device, 16, 1, 64) for kind in ("bf16", "int4"))
+    products = [sum(timing.work_seconds for kernel, timing in zip(run.kernels, run.timings, strict=True)
+                    if kernel.cost.macs and "mlp" in kernel.op.module) for run in (wide, narrow)]  # fmt: skip
+    assert 2.2 < products[0] / products[1] < 16 / 4.125
+
+
+def test_decoding_on_amd_reads_its_cache_at_more_than_a_third_of_the_bandwidth():
+    device, own = load_hardware("mi300x"), steps("eager")
+    runs = [own.report(device, 64, 1, cached) for cached in (4096, 8192)]
+    seconds = runs[1].kernel_seconds - runs[0].kernel_seconds
+    least = 64 * 4096 * KV_OF_TOKEN / device.bandwidth_bytes_per_s
+    assert least < seconds < 3 * least
+
+
+def test_nvfp4_multiplies_in_fp4_where_the_device_can_and_is_unpacked_elsewhere():
+    def prefill(name, weights):
+        return steps("cudagraph", weights).report(load_hardware(name), 1, 4096, 0)
+
+    assert prefill("b200-sxm-180gb", "nvfp4").seconds < prefill("b200-sxm-180gb", "fp8").seconds
+    hopper = {kind: prefill(H100, kind) for kind in ("bf16", "mxfp4", "nvfp4")}
+    assert not any(kernel.cost.dtype == "fp4" for kernel in hopper["nvfp4"].kernels)
+    assert hopper["mxfp4"].seconds <= hopper["nvfp4"].seconds <= hopper["bf16"].seconds
+
+
 # --- queue -----------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ def test_tiles_and_slices_are_powers_of_two_as_those_of_cuda_libraries():
     assert (on_vector_units, on_matrix_units) == ({16, 32, 64, 128}, {64, 128, 256})
     assert max(map(prod, SIMT.tiles)) == constants.FULL_TILE_ELEMENTS == 128 * 128
     assert list(constants.SPLIT_K) == [2**power for power in range(len(constants.SPLIT_K))]
-    assert constants.LEAST_BATCHED_SIDE in on_vector_units & on_matrix_units
+    assert {SIMT.least_batched_side, MMA.least_batched_side} <= on_vector_units & on_matrix_units
     assert constants.LEAST_SLICE_DEPTH.bit_count() == 1
 
 

@@ -71,7 +71,10 @@ def index(known: Knowledge, call: Invocation) -> Any:
         for item in indices:
             positions += _positions(known, item) if any(item is mask for mask in masks) else [item]
         call = known.rewritten(call, call.func, (features, positions, *call.args[2:]))
-    elif not call.writes and call.func in GATHERS:
+        result = known.replay(call)
+        known.groups = (next(item.numel() for item in positions if item is not None),)
+        return result
+    if not call.writes and call.func in GATHERS:
         raise DataDependentError(str(call.func))
     return known.replay(call)
 

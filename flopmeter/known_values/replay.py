@@ -66,7 +66,7 @@ class Knowledge:
         self.on_new: Callable[[Tensor], object] = lambda tensor: None  # called for meta tensors made without an op
         # The calls that the last `run` made instead of the given one, as (func, args, kwargs); () if it made that one.
         self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
-        # The length of each group of a grouped matmul in the last `run`; None without groups, or if not known.
+        # `Call.groups` of the last `run`; None without groups, or if not known.
         self.groups: tuple[int, ...] | None = None
 
     def forget(self, tensors: Iterable[Tensor]) -> None:

@@ -7,10 +7,10 @@ Elsewhere the op copies the offsets to the host, which waits for them, and launc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from flopmeter.costs import make_cost
+from flopmeter.costs import costs_of, make_cost
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import (
     CONTRACTION,
@@ -26,10 +26,12 @@ from flopmeter.records import (
     VectorWork,
 )
 from flopmeter.records.dtypes import item_bytes_of
+from flopmeter.torch_names.operators import aten
 
 KERNEL_CAPABILITIES = (9, 10)  # majors
 KERNEL_TYPES = ("bf16", "fp8", "fp4")  # scaled ones, in fp8 and fp4, exist only as a grouped kernel
 ALIGNMENT_BYTES = 16  # of the rows of all operands: torch takes no others
+_GROUPED = aten.present("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
 VIEWS_PER_GROUP = 3  # one of each operand's part and one of the output's
 
 
@@ -50,6 +52,17 @@ def on_device(kernels: list[Kernel], hardware: Hardware) -> list[Kernel]:
         for number, cost in enumerate(apart[kernel.cost]):
             launched.append(kernel._replace(cost=cost) if not number else Kernel(kernel.ops, cost, VIEWS_PER_GROUP, 0))
     return launched
+
+
+def in_one_kernel(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """The kernels of a server of language models, which brings a grouped kernel for each device (Triton, CUTLASS)."""
+    whole: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.op.call.func.overloadpacket not in _GROUPED:
+            whole.append(kernel)
+        elif not whole or whole[-1].op is not kernel.op:
+            whole.append(kernel._replace(cost=costs_of(kernel.op.call)[0]))
+    return whole
 
 
 def _has_kernel(cost: Cost, hardware: Hardware) -> bool:

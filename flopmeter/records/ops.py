@@ -26,7 +26,8 @@ class Call:
     kwargs: Mapping[str, Any]
     inputs: tuple[TensorSpec, ...]  # every tensor argument in order, duplicates kept
     outputs: tuple[TensorSpec, ...]
-    groups: tuple[int, ...] | None = None  # the length of each group of a grouped matmul, if its offsets are known
+    # The length of each group of a grouped matmul, if its offsets are known; of an index by masks, what they select.
+    groups: tuple[int, ...] | None = None
     body: FlexBody | TritonBody | None = None  # of a kernel that was generated for this program
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -90,6 +90,7 @@ class MatmulWork(NamedTuple):
     alignment_bytes: int  # of the rows of the operands: the largest power of two, at most 16
     tf32_switch: Tf32Switch
     may_pad: bool = False  # inductor copies unaligned operands to aligned rows where that pays
+    unpacks_weights: bool = False  # by a server's kernel, from fewer bits than it multiplies
 
 
 class GroupedMatmulWork(NamedTuple):
@@ -98,6 +99,7 @@ class GroupedMatmulWork(NamedTuple):
 
     matmuls: tuple[Matmul, ...]
     macs: int
+    unpacks_weights: bool = False
 
 
 class UnpackingMatmulWork(NamedTuple):

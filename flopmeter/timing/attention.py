@@ -22,6 +22,7 @@ from flopmeter.timing.matmul import Busy, fastest, overlap
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
+_WITH_SPLIT_KEYS = ("nvidia", "amd")  # vendors
 _FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys
 
 
@@ -81,7 +82,7 @@ def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units:
         is_old = hardware.compute_capability is not None and hardware.compute_capability < _AMPERE
         return constants.EFFICIENT_BEFORE_AMPERE if is_old and on_matrix_units else constants.EFFICIENT
     if hardware.vendor == "amd":
-        return constants.AOTRITON
+        return constants.AMD_SPLIT if splits else constants.AOTRITON
     if backend == "cudnn" and (hardware.compute_capability or _HOPPER)[0] in _WARPGROUP_CAPABILITIES:
         return constants.FLASH_3_SPLIT if splits else constants.FLASH_3
     return constants.FLASH_2_SPLIT if splits else constants.FLASH_2
@@ -93,7 +94,7 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
     on_matrix_units = peak.unit == "matrix"
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=False)
     whole = _covered(shape, kernel, hardware)
-    if backend not in _FLASH_LIBRARY or shape.is_backward or hardware.vendor != "nvidia":
+    if backend not in _FLASH_LIBRARY or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
         return [whole]
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
     split = _covered(shape, kernel, hardware)

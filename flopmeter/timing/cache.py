@@ -8,17 +8,32 @@ on the L40S of [aiconfigurator]).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flopmeter.records import Kernel, Op, Region
+from flopmeter.records import Kernel, Op, Region, TensorSpec
 from flopmeter.timing import constants
 
 
-class _Seen(NamedTuple):
-    """The moment when a kernel was last done with a storage, as two counts: the bytes that all kernels had written so
-    far, and the bytes that they had fetched into the cache (touched and not found there)."""
+class _ByteRange(NamedTuple):
+    """A part of a storage, from byte `begin` to `end`."""
 
+    storage: int
+    begin: int
+    end: int
+
+    def share_of(self, other: _ByteRange) -> float:
+        """Which share of this part is in the other one."""
+        within = min(self.end, other.end) - max(self.begin, other.begin)
+        return max(0, within) / max(self.end - self.begin, 1)
+
+
+class _Seen(NamedTuple):
+    """The moment when a kernel was last done with a part of a storage, as two counts: the bytes that all kernels had
+    written so far, and the bytes that they had fetched into the cache (touched and not found there)."""
+
+    part: _ByteRange
     written: int
     fetched: float
 
@@ -26,56 +41,87 @@ class _Seen(NamedTuple):
 def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
     """For each kernel in order, how many of the bytes that it reads and writes stay in a cache of this size. Bytes that
     it writes stay there if it found some of its inputs there, since the memory that it writes to was in use before too.
-    Bytes that a matmul writes stay only if a kernel touched that very storage before."""
+    Bytes that a matmul writes stay only if a kernel touched that very memory before."""
     if not cache:
         return [0.0] * len(kernels)
-    now = _Seen(0, 0.0)
-    seen: dict[int, _Seen] = {}  # by storage
+    written_so_far, fetched_so_far = 0, 0.0
+    seen: dict[int, list[_Seen]] = {}  # by storage
     found: list[float] = []
     for kernel in kernels:
         moved, written = kernel.cost.bytes, kernel.cost.bytes_written
         if kernel.cost.macs:
-            hits: float = sum(
-                nbytes
-                for storage, nbytes in (*_reads(kernel), *_writes(kernel))
-                if storage in seen and moved + now.fetched - seen[storage].fetched <= cache
-            )
+            still = functools.partial(_is_whole, moved + fetched_so_far, cache)
+            hits = sum(nbytes * _held(part, seen, still) for part, nbytes in (*_reads(kernel), *_writes(kernel)))
         else:
-            hits = sum(
-                nbytes * _share(moved + now.written - seen[storage].written, cache)
-                for storage, nbytes in _reads(kernel)
-                if storage in seen
-            )
+            still = functools.partial(_left, moved + written_so_far, cache)
+            hits = sum(nbytes * _held(part, seen, still) for part, nbytes in _reads(kernel))
             hits += written * _share(moved, cache) if hits else 0.0
         found.append(hits)
-        now = _Seen(now.written + written, now.fetched + moved - hits)
-        seen.update((storage, now) for op in kernel.ops for storage in op.storages)
+        written_so_far, fetched_so_far = written_so_far + written, fetched_so_far + moved - hits
+        for part in _touched(kernel):
+            others = [each for each in seen.get(part.storage, ()) if each.part.share_of(part) != 1.0]
+            seen[part.storage] = [*others, _Seen(part, written_so_far, fetched_so_far)]
     return found
 
 
-def _share(passed: int, cache: int) -> float:
+def _held(part: _ByteRange, seen: Mapping[int, Sequence[_Seen]], still: Callable[[_Seen], float]) -> float:
+    """The share of a part that is in the cache, where `still` is the share of what was seen that is still there."""
+    return min(1.0, sum(part.share_of(each.part) * still(each) for each in seen.get(part.storage, ())))
+
+
+def _is_whole(fetched: float, cache: int, each: _Seen) -> float:
+    """Whether a matmul finds it: all or nothing. `fetched`: by all kernels, that matmul included."""
+    return float(fetched - each.fetched <= cache)
+
+
+def _left(written: float, cache: int, each: _Seen) -> float:
+    return _share(written - each.written, cache)
+
+
+def _share(passed: float, cache: int) -> float:
     """The share of a tensor that is still in the cache after so many bytes, this kernel's included, passed it."""
     beyond = passed / cache - constants.CACHE_SHARE_WITHOUT_MISSES
     return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
 
 
-def _writes(kernel: Kernel) -> Iterator[tuple[int, int]]:
-    """Storages that the kernel of one op writes, with the bytes."""
+def _writes(kernel: Kernel) -> Iterator[tuple[_ByteRange, int]]:
+    """Parts of storages that the kernel of one op writes, with the bytes."""
     if len(kernel.ops) == 1:
         yield from _in_storages(kernel.ops[0], kernel.cost.writes)
 
 
-def _reads(kernel: Kernel) -> Iterator[tuple[int, int]]:
-    """Storages that the kernel reads, with the bytes. For a fused kernel only the sum of the bytes is known."""
+def _reads(kernel: Kernel) -> Iterator[tuple[_ByteRange, int]]:
+    """Parts of storages that the kernel reads, with the bytes. Of a fused kernel only the sum of the bytes is known."""
     if len(kernel.ops) == 1:
         yield from _in_storages(kernel.ops[0], kernel.cost.reads)
         return
-    storages = {op.storages[spec.storage] for op in kernel.ops for spec in op.call.inputs}
+    parts = {_part(op, spec) for op in kernel.ops for spec in op.call.inputs}
+    storages = {part.storage for part in parts}
     for storage in storages:
-        yield storage, kernel.cost.bytes_read // len(storages)
+        own = [part for part in parts if part.storage == storage]
+        whole = _ByteRange(storage, min(part.begin for part in own), max(part.end for part in own))
+        yield whole, kernel.cost.bytes_read // len(storages)
 
 
-def _in_storages(op: Op, regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
+def _touched(kernel: Kernel) -> Iterator[_ByteRange]:
+    """What the kernel leaves in the cache. Of a tensor of which it touches a part, such as one expert's weights, it is
+    not known which."""
+    regions = (*kernel.cost.reads, *kernel.cost.writes)
+    partly = {region.spec for region in regions if region.spec is not None and region.nbytes < region.spec.nbytes}
+    named = {region.spec for region in regions} if len(kernel.ops) == 1 else set()
+    for op in kernel.ops:
+        specs = (spec for spec in (*op.call.inputs, *op.call.outputs) if not named or spec in named or None in named)
+        yield from (_part(op, spec) for spec in specs if spec not in partly)
+
+
+def _part(op: Op, spec: TensorSpec) -> _ByteRange:
+    item = spec.dtype.itemsize
+    reach = sum((size - 1) * abs(stride) for size, stride in zip(spec.shape, spec.stride, strict=True)) + 1
+    begin = spec.offset * item if spec.is_strided else 0
+    return _ByteRange(op.storages[spec.storage], begin, begin + (reach * item if spec.is_strided else spec.nbytes))
+
+
+def _in_storages(op: Op, regions: Sequence[Region]) -> Iterator[tuple[_ByteRange, int]]:
     for spec, nbytes in regions:
         if spec is not None and spec.storage >= 0:
-            yield op.storages[spec.storage], nbytes
+            yield _part(op, spec), nbytes

@@ -57,11 +57,9 @@ AMD_LANES_PER_COMPUTE_UNIT = 64
 
 # --- matmuls -----------------------------------------------------------------------------------------------
 
-# The tile whose rate counts as full (gemm_kernels.py). Batched matmuls have only tiles with sides of 64 or more, which
-# fits [NeuSight] best.
+# The tile whose rate counts as full (gemm_kernels.py).
 FULL_TILE_SIDE = 128
 FULL_TILE_ELEMENTS = FULL_TILE_SIDE**2
-LEAST_BATCHED_SIDE = 64
 
 # Bytes that an SM moves from and to the L2 cache in a clock cycle: it stores a tile of 128 x 128 in 2 bytes in 4,096
 # cycles. 7 to 9 with any GPU of [aiconfigurator] left out; GEMMs whose weights stay in the cache of an L40S ask for
@@ -201,6 +199,10 @@ EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
 # AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
 # causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
 AOTRITON = FLASH_2._replace(small_tiles=None, score_cycles=0.35, backward_score_cycles=1.3, speed=0.44)
+# For few queries ROCm's kernels have tiles of 16 rows, the height of its matrix instructions, and split the keys in
+# parts of 256; heads with the same keys share a block (vLLM's csrc/rocm/attention.cu, AITER's paged attention:
+# `mfma16`, grid of sequences x parts x key heads). Not measured: the other figures are FlashAttention-2's.
+AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, block_cycles=8000, shared_queries=1)
 
 # Where blocks differ in length, the SMs run out of work at different times: the last ends so much of the longest block
 # after the mean. Simulated for FlashAttention-2's grids with two blocks on an SM: .6 to 1.2, lower for long sequences.

@@ -29,6 +29,7 @@ class GemmKernels(NamedTuple):
     wave_cycles: float  # once a wave: tiles start, and fill their pipeline of loads
     memory_share: float  # the loads of operands reach this share of the bandwidth of a copy
     stores_each_tile: bool  # an SM writes a tile before it begins the next one; else only the last write is not hidden
+    least_batched_side: int = 64  # of the tiles of batched and grouped matmuls, which fits [NeuSight] best
     only_tiles: bool = True  # False: there are kernels without tiles too, which matrix units lack
 
 
@@ -71,6 +72,11 @@ HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # computes while another waits. Set on [timm].
 CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles=True)
 
+# Rows and columns that kernels for weights of few bits have beside the tiles above, since they are for few rows: an
+# `mma` has 16 (Marlin, github.com/IST-DASLab/marlin; Triton's kernels for experts, BLOCK_SIZE_M from 16 on). Weights of
+# 16 bits take longer to read than a tile of 64 rows to multiply.
+_FEW_ROWS = ((16, 256), (16, 128), (32, 256), (32, 128))
+
 _ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that brought `cp.async`
 _WARP_SPECIALIZED_MAJORS = (9, 10)  # data-centre Hopper and Blackwell; 12.0 has Ampere's `mma`
 _LEGACY_MMA_MAJORS = (9, 10, 12)  # whose full rate needs newer code than Ampere's
@@ -103,8 +109,13 @@ def as_found_by(kernel_name: str, hardware: Hardware) -> Hardware:
     return hardware.replace(compute_capability=_ASYNCHRONOUS_COPIES, matrix_tflop_per_s=rates)
 
 
-def gemm_kernels(hardware: Hardware, peak: Peak, *, convolves: bool = False) -> GemmKernels:
+def gemm_kernels(
+    hardware: Hardware, peak: Peak, *, convolves: bool = False, unpacks_weights: bool = False
+) -> GemmKernels:
     """The family that the device's library has for this unit. One without a compute capability counts as Ampere."""
+    if unpacks_weights and peak.unit == "matrix":
+        family = gemm_kernels(hardware, peak)
+        return family._replace(tiles=_FEW_ROWS + family.tiles, least_batched_side=min(_FEW_ROWS)[0])
     if peak.unit != "matrix":
         return SIMT
     if convolves:

@@ -99,7 +99,7 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
         compute = 2 * batch * m * n * k / rates.flop_per_s
         memory = moved.memory_bytes / rates.bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
-    least_side, splits = (constants.LEAST_BATCHED_SIDE, (1,)) if batch > 1 else (0, constants.SPLIT_K)
+    least_side, splits = (rates.kernels.least_batched_side, (1,)) if batch > 1 else (0, constants.SPLIT_K)
     ways = []
     for rows, columns, share in _tiles(rates.kernels, least_side):
         tiles = batch * ceil(m / rows) * ceil(n / columns)
@@ -118,7 +118,7 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
     groups have the same tile shape, one of those for batched matmuls."""
     rates = rates.slowed(constants.GROUPED_RATE_SHARE)
     ways = []
-    for rows, columns, share in _tiles(rates.kernels, constants.LEAST_BATCHED_SIDE):
+    for rows, columns, share in _tiles(rates.kernels, rates.kernels.least_batched_side):
         counts = [shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns) for shape in shapes]
         depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / max(sum(counts), 1)
         tile = _Tile(rows * columns, share, moved.written_bytes / max(sum(counts), 1))

@@ -8,8 +8,10 @@ keeps what transformers does by default: a cache that is copied at each step, an
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, get_args
@@ -24,6 +26,7 @@ CacheKind = Literal["paged", "transformers"]
 """Who holds keys and values: a server, in memory of its own, or transformers' DynamicCache."""
 
 PAGED = "flopmeter_paged"  # the start of the names under which transformers knows the attention below
+MOST_ABSORBED_TOKENS = 16  # of a step of decoding with a draft; a longer chunk expands the latents
 FLASH_3_CAPABILITIES = (9, 10)  # majors, on which servers run FlashAttention-3 or the like; elsewhere FlashAttention-2
 
 
@@ -63,9 +66,15 @@ class Decoder:
         return sum(min(tokens, window) for window in windows) * kv_width(config, self.cache) * element_bytes
 
     def metered_kv_bytes(self, tokens: int) -> float:
-        """The same as a metered step holds it: expanded, in the model's type, whatever the window."""
-        width = kv_width(self.config, "transformers")
+        """The same as a metered step holds it: in the model's type, whatever the window. Versions of transformers that
+        expand latents before they are cached hold the keys and values of all heads."""
+        width = kv_width(self.config, "paged" if self._latent_layers else "transformers")
         return float(self.config.num_hidden_layers * tokens * width * self.model.dtype.itemsize)
+
+    @property
+    def _latent_layers(self) -> list[Any]:
+        """Multi-head latent attentions that cache the latent."""
+        return [module for module in self.model.modules() if hasattr(module, "expand_kv")]
 
     def step(self, batch: int, new: int, cached: int, logits: int = 1, kernel: str = "flash") -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
@@ -80,7 +89,8 @@ class Decoder:
                 f"{PAGED}_{kernel}" if self.cache == "paged" else "sdpa"
             )
             kv = caches.Cache(layers=[layer(cached) for _ in range(self.config.num_hidden_layers)])
-            with torch.no_grad():
+            absorbed = self._latent_layers if self.cache == "paged" and new <= MOST_ABSORBED_TOKENS else []
+            with torch.no_grad(), _absorbed(absorbed, new):
                 self.model(input_ids=ids, past_key_values=kv, use_cache=True, logits_to_keep=logits)
 
         return run
@@ -218,6 +228,37 @@ def _paged(cached: int, new: Tensor) -> Tensor:
     return held
 
 
+@contextlib.contextmanager
+def _absorbed(layers: list[Any], new: int) -> Iterator[None]:
+    """In these layers attention reads the latents themselves, as one head that all queries share (DeepSeek-V2, arXiv
+    2405.04434, section 2.1.2). The projection that would expand each cached latent turns queries into latents and
+    results back instead: as many FLOPs as to expand the new tokens alone."""
+
+    def latents(layer: Any, nope: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        layer.kv_b_proj(nope[:, :, -new:])
+        key = nope.new_empty(*nope.shape[:-1], nope.shape[-1] + rope.shape[-1])
+        return key, key[..., : nope.shape[-1]]
+
+    for layer in layers:
+        layer.expand_kv = functools.partial(latents, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.expand_kv
+
+
+def _in_latents(query: Tensor, key: Tensor) -> Tensor:
+    """The queries as wide as the keys: wider than the module has them where it reads latents."""
+    return query if query.shape[-1] == key.shape[-1] else query.new_empty(*query.shape[:-1], key.shape[-1])
+
+
+def _as_values(out: Tensor, module: Any, value: Tensor) -> Tensor:
+    """Results [B, new, heads, ...] as wide as the module's values."""
+    width = getattr(module, "v_head_dim", value.shape[-1])
+    return out[..., :width] if width == value.shape[-1] else out.new_empty(*out.shape[:-1], width)
+
+
 def _copied(cached: int, new: Tensor) -> Tensor:
     """transformers' own cache: at each step old and new tokens are copied together."""
     batch, heads, _, width = new.shape
@@ -243,6 +284,7 @@ def cudnn_attention(
     """FlashAttention-3, priced as cuDNN's kernel, the one of torch that reaches as much: scripts/validate_attention.py.
     cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls."""
     new, cached = query.shape[2], key.shape[2] - query.shape[2]
+    query = _in_latents(query, key)
     if options.get("sliding_window"):
         return flash_attention(module, query, key, value, *rest, **options)
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -250,7 +292,7 @@ def cudnn_attention(
     for part in parts:
         is_causal = new > 1 and part != slice(cached)
         out = attend(query, key[:, :, part], value[:, :, part], None, False, 0.0, is_causal)[0]
-    return out.transpose(1, 2), None
+    return _as_values(out.transpose(1, 2), module, value), None
 
 
 def flash_attention(
@@ -258,13 +300,13 @@ def flash_attention(
 ) -> tuple[Tensor, None]:
     """FlashAttention-2, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads, tokens, D]; gives
     [B, new, heads, D] and no weights."""
-    q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+    q, k, v = (each.transpose(1, 2) for each in (_in_latents(query, key), key, value))
     window = options.get("sliding_window") or None
     size = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=options.get("scaling"), **size
     )[0]
-    return out[..., : v.shape[-1]], None
+    return _as_values(out, module, value), None
 
 
 PAGED_KERNELS = {"flash": flash_attention, "cudnn": cudnn_attention}

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, HardwareError
-from flopmeter.records import ATTENTION, Cost, Kernel, Region, Trace
+from flopmeter.launch.grouped_matmul import in_one_kernel
+from flopmeter.records import ATTENTION, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region, Trace
 
 HEAD = "lm_head"  # scores the vocabulary; it stays as it is, like embeddings and norms
 
@@ -26,13 +27,14 @@ WEIGHTS = {
     "int8": WeightFormat(8, "int8", "products in int8, activations quantised in the kernel before"),
     "int4": WeightFormat(4 + 16 / 128, None, "a 16-bit scale for 128 weights, unpacked in the product"),
     "mxfp4": WeightFormat(4 + 8 / 32, None, "an 8-bit scale for 32 weights (OCP MX), unpacked in the product"),
+    "nvfp4": WeightFormat(4 + 8 / 16, "fp4", "an 8-bit scale for 16 numbers, products in fp4, activations alike"),
 }
 KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
 
 
 def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weights: str, kv: str) -> list[Kernel]:
-    """The kernels of a step with weights and cache in these formats. Where a device has no products of the type, the
-    weights are unpacked in the product."""
+    """The kernels of a step with weights and cache in these formats, the experts of a layer in one kernel. Where a
+    device has no products of the type, the weights are unpacked in the product."""
     chosen, known = WEIGHTS[weights], dict[tuple[Cost, tuple[int, ...]], Cost]()
     product = chosen.product if chosen.product and has_product(device, chosen.product) else None
 
@@ -53,7 +55,7 @@ def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weight
         )
         return kernel._replace(cost=known[cost, storages])
 
-    return [changed(kernel) for kernel in kernels]
+    return [changed(kernel) for kernel in in_one_kernel(kernels)]
 
 
 def has_product(device: Hardware, dtype: str) -> bool:
@@ -71,14 +73,16 @@ def weight_storages(kernel: Kernel, trace: Trace) -> set[int]:
 
 
 def _with_narrow_weights(cost: Cost, held: set[int], share: float, product: str | None) -> Cost:
-    """The call with narrow weights. If the product is in another type, its other operand has as few bits."""
+    """The call with narrow weights. If the product is in another type, its other operand is in the same format."""
 
     def read(region: Region) -> Region:
         is_weight = region.spec is not None and region.spec.storage in held
-        factor = share if is_weight else 0.5 if product else 1.0
-        return region._replace(nbytes=round(region.nbytes * factor))
+        return region._replace(nbytes=round(region.nbytes * share)) if is_weight or product else region
 
-    return replace(cost, reads=tuple(map(read, cost.reads)), dtype=product or cost.dtype)
+    work = cost.work
+    if product is None and isinstance(work, MatmulWork | GroupedMatmulWork):
+        work = work._replace(unpacks_weights=True)
+    return replace(cost, reads=tuple(map(read, cost.reads)), dtype=product or cost.dtype, work=work)
 
 
 def _with_narrow_cache(cost: Cost, share: float) -> Cost:

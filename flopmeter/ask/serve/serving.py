@@ -188,7 +188,7 @@ def serving(
     slo: latencies to keep to, as 'ttft=500ms,tpot=30ms' or in seconds, {'ttft': 0.5, 'tpot': 0.03}.
     gpus: that share one copy of the model, as tensor parallel ranks.
     mode: how a step is launched; 'cudagraph' is what servers do.
-    weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4' or 'mxfp4'. kv: the cache, 'bf16' or 'fp8'.
+    weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4', 'mxfp4' or 'nvfp4'. kv: the cache, 'bf16' or 'fp8'.
     chunk: tokens of a prompt that run in one step with decoding; None: prefill stops decoding.
     prefix: share of each prompt whose keys and values are in the cache already.
     draft: a smaller model (as `target`) that proposes `draft_tokens` tokens (4), each accepted with `acceptance` (0.7).

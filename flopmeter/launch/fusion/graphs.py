@@ -6,14 +6,15 @@ import functools
 from collections.abc import Callable, Hashable
 
 import torch
-from torch._ops import OpOverload
 
-from flopmeter.records import UNCOUNTED, Kernel, Op
+from flopmeter.records import UNCOUNTED, Call, Kernel, Op
+from flopmeter.torch_names.operators import aten
 
 CompiledRegion = Callable[[Op], Hashable | None]
 """Names the compiled region that an op belongs to; None for what runs eagerly."""
 
 _GRAPH_BREAKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_MASKS = (torch.bool, torch.uint8)
 
 
 def whole_program(op: Op) -> Hashable | None:
@@ -42,10 +43,10 @@ def graphs_of(kernels: list[Kernel], region: CompiledRegion = whole_program) -> 
     Fusing changes neither the number of graphs nor their order.
     """
     graphs: list[int | None] = []
-    breaks = functools.cache(_breaks_graph)
+    breaks = functools.cache(_breaks_graph)  # calls are compared by identity
     number, previous = -1, None
     for kernel in kernels:
-        place = None if breaks(kernel.op.call.func) else _place(kernel, region)
+        place = None if breaks(kernel.op.call) else _place(kernel, region)
         if place is not None and place != previous:
             number += 1
         graphs.append(None if place is None else number)
@@ -58,5 +59,11 @@ def _place(kernel: Kernel, region: CompiledRegion) -> Hashable | None:
     return None if name is None else (name, "backward" if kernel.op.phase == "recompute" else kernel.op.phase)
 
 
-def _breaks_graph(func: OpOverload) -> bool:
-    return any(tag in func.tags for tag in _GRAPH_BREAKS)
+def _breaks_graph(call: Call) -> bool:
+    """Whether the values decide what runs next. torch's tags do not tell an index by a mask from others, whose result
+    has its shape from the indices, nor a repeat_interleave whose caller gives its length."""
+    if call.func.overloadpacket is aten.index:
+        return call.groups is not None or any(spec.dtype in _MASKS for spec in call.inputs[1:])
+    if call.func is aten.repeat_interleave.Tensor and call.argument("output_size") is not None:
+        return False
+    return any(tag in call.func.tags for tag in _GRAPH_BREAKS)

@@ -27,7 +27,11 @@ from flopmeter.torch_names.operators import aten, aten_overloads
 _SOFTMAX = (aten._softmax, aten._safe_softmax)
 _PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
 _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
-_BACKENDS = {SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.CUDNN_ATTENTION: "cudnn"}
+_BACKENDS = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+}
 
 
 @remedy
@@ -46,9 +50,12 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
         attention = _around(trace, uses, index)
         if attention is None or attention.ops & dropped:
             continue
+        try:
+            put_in |= _fused(trace, attention, report.hardware)
+        except _NoKernelError:
+            continue
         found.append(op)
         dropped |= attention.ops
-        put_in |= _fused(trace, attention, report.hardware)
     if not found or not are_in_torch(put_in.values()):
         return
     *_, queries, keys = found[0].inputs[0].shape
@@ -218,14 +225,21 @@ def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase
 Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
 
 
+class _NoKernelError(Exception):
+    """scaled_dot_product_attention would do the same op by op, as in bf16 on a T4."""
+
+
 def _backend(qkv: Operands, is_causal: bool, device: Hardware) -> str:
-    """The kernel that CUDA would choose, by the rules of the running torch."""
+    """The kernel that CUDA would choose, by the rules of the running torch. Raises _NoKernelError where it has none."""
     capability = device.compute_capability
     target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
     q, k, v = (Operand(spec.shape, spec.stride, spec.dtype, 0, False) for spec in qkv)
     settings = Settings.now()._replace(grad=False)
     call = SdpaCall(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1], settings, target)
-    return _BACKENDS.get(choose(call, rules_for(running_version())), "efficient")
+    chosen = choose(call, rules_for(running_version()))
+    if chosen is SDPBackend.MATH:
+        raise _NoKernelError
+    return _BACKENDS[chosen]
 
 
 def _forward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:

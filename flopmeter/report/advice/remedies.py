@@ -184,22 +184,27 @@ def tf32(report: Report) -> Iterator[Proposal]:
 
 @remedy
 def sixteen_bits(report: Report) -> Iterator[Proposal]:
-    """The whole program in fp32, where the device has matrix units for 16 bits."""
+    """The whole program in fp32, or in a 16-bit type without matrix units (bf16 before Ampere), where the device has
+    matrix units for 16 bits."""
     narrow = _narrow_type(report.hardware)
-    if report.main_dtype not in ("fp32", "tf32") or narrow is None or not any(k.cost.macs for k in report.kernels):
+    wide = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}.get(report.main_dtype)
+    if narrow in (None, wide) or wide is None or not any(k.cost.macs for k in report.kernels):
         return
-    types = {torch.float32: narrow}
+    if wide is torch.bfloat16 and report.hardware.contraction_peak("bf16").unit == "matrix":
+        return
 
     def narrowed(spec: TensorSpec, _: object) -> TensorSpec:
-        is_float = spec.dtype == torch.float32 and spec.device != "cpu"
-        return spec._replace(dtype=narrow) if is_float else spec
+        is_wide = spec.dtype == wide and spec.device != "cpu"
+        return spec._replace(dtype=narrow) if is_wide else spec
 
-    name = str(narrow).removeprefix("torch.")
-    why = f"weights and data are fp32: twice the bytes of {name}, and no matrix units for it"
+    name, bytes_too = str(narrow).removeprefix("torch."), wide is torch.float32
+    why = f"weights and data are fp32: twice the bytes of {name}, and" if bytes_too else "weights and data are bf16:"
+    how = f"{name}: model.to(torch.{name})" + (
+        ", or torch.autocast where weights have to stay fp32" if bytes_too else ""
+    )
     yield Proposal(
-        f"all {len(report.kernels)} kernels", everything, why,
-        f"{name}: model.to(torch.{name}), or torch.autocast where weights have to stay fp32",
-        priced(report, with_tensors(trace_of(report), narrowed, dtypes=types)),
+        f"all {len(report.kernels)} kernels", everything, f"{why} no matrix units for it", how,
+        priced(report, with_tensors(trace_of(report), narrowed, dtypes={wide: narrow})),
     )  # fmt: skip
 
 
