@@ -112,6 +112,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import sys; sys.exit(2)", 2, "--synthetic went to the script: options of flopmeter run come before its name"),
         ("open('data/train.bin')", 1, "data/train.bin is not here; the script needs its data"),
         ("raise RuntimeError('Dataset not found.')", 1, "or --synthetic for data sets"),
+        ("raise RuntimeError('operator torchvision::nms does not exist')", 1, "install the two of one release"),
         ("raise RuntimeError('Error downloading train-images')", 1, "or --synthetic for data sets"),
         ("import torch; torch.cuda.utilization()", 1, "the device named cuda does not do this"),
         ("import torch; torch.empty(1 << 40, device='cuda')", 1, "--oom=report goes on"),

@@ -136,6 +136,8 @@ def what_to_do(script: Script, ending: Ending) -> str:
         return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), or leave --strict-values out"
     if isinstance(error, ImportError):
         return f"{head}: {_about_import(error)}"
+    if "operator torchvision::" in str(error):
+        return f"{head}: torchvision is built for another torch: install the two of one release, both for the CPU"
     if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION):
         what = getattr(error, "filename", None) or "what it reads or downloads"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
