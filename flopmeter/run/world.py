@@ -153,9 +153,10 @@ def _start(
 
 def _rank_of(process: Any, world_size: int) -> int | None:
     """Programs name a rank by (rank, size of the world, ...)."""
-    given = getattr(process, "_args", ())[:2]
-    is_rank = world_size > 1 and [type(each) for each in given] == [int, int] and given[1] == world_size
-    return int(given[0]) if is_rank and 0 <= given[0] < world_size else None
+    given: list[Any] = list(getattr(process, "_args", ())[:2])
+    if world_size == 1 or [type(each) for each in given] != [int, int] or given[1] != world_size:
+        return None
+    return given[0] if 0 <= given[0] < world_size else None
 
 
 def _holds_gpu(process: Any, on_gpu: Callable[[Tensor], bool]) -> bool:
