@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -59,3 +61,28 @@ PATCHES = re.compile(r"\bmock\.patch|\bscope\.patch|\bpatch\.object")
 def test_a_file_that_patches_a_library_says_what_it_works_around_and_until_when(name):
     opening = ast.get_docstring(ast.parse(FILES[name].read_text("utf-8"))) or ""
     assert re.search(r"^Works around: .+\n(.+\n)*Until: ", opening, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("arguments", [["table", "gpt2-124m", "--batch", "2"], ["run", "SCRIPT"]])
+def test_the_command_needs_no_package_that_it_does_not_depend_on(tmp_path, arguments):
+    """In an empty environment torch, tabulate, PyYAML and networkx are there, and NumPy is not."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(8, 8).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "for _ in range(5):\n"
+        "    model(torch.rand(2, 8, device='cuda')).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    given = [str(script) if each == "SCRIPT" else each for each in arguments]
+    program = (
+        "import sys\n"
+        "for name in ('numpy', 'matplotlib', 'transformers', 'triton', 'scipy', 'distributed', 'shtab'):\n"
+        "    sys.modules[name] = None\n"
+        "from flopmeter.cli import main\n"
+        f"sys.exit(main({[given[0], '--hardware', 'l4', *given[1:]]!r}))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "predicted" in ran.stdout + ran.stderr

@@ -65,9 +65,15 @@ tensor_random = _needed("torch.distributed.tensor", "_random", _RANDOM)
 RNG_TRACKER, RNG_SUPPORTED = "_rng_tracker", "is_rng_supported_mesh"
 for _name in (RNG_TRACKER, RNG_SUPPORTED):
     _needed("torch.distributed.tensor._random", _name, _RANDOM)
-forget_shardings = _needed(
-    "torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "how worlds in a row use DTensor"
-)
+_SHARDINGS = "how worlds in a row use DTensor"
+_op_dispatcher = _needed("torch.distributed.tensor", "DTensor._op_dispatcher", _SHARDINGS)
+_forget_in_cpp = _needed("torch._C", "_clear_DTensor_sharding_propagator_cache", _SHARDINGS)
+
+
+def forget_shardings() -> None:
+    """What DTensor remembers of its ops. (torch's own function for that stands in a file that imports NumPy.)"""
+    _op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    _forget_in_cpp()
 
 
 def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> list[Library]:
