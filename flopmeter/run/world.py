@@ -153,14 +153,14 @@ def _start(
 
 def _rank_of(process: Any, world_size: int) -> int | None:
     """Programs name a rank by (rank, size of the world, ...)."""
-    given: list[Any] = list(getattr(process, "_args", ())[:2])
+    given: list[Any] = list(process._args[:2])
     if world_size == 1 or [type(each) for each in given] != [int, int] or given[1] != world_size:
         return None
     return given[0] if 0 <= given[0] < world_size else None
 
 
 def _holds_gpu(process: Any, on_gpu: Callable[[Tensor], bool]) -> bool:
-    leaves = tree_leaves((getattr(process, "_args", ()), getattr(process, "_kwargs", {})))
+    leaves = tree_leaves((process._args, process._kwargs))
     tensors = [*leaves, *(each for leaf in leaves if isinstance(leaf, nn.Module) for each in leaf.parameters())]
     return any(isinstance(each, Tensor) and on_gpu(each) for each in tensors)
 

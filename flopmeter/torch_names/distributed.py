@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.library import Library
 
-from flopmeter.torch_names.private import WORLDS, needed
+from flopmeter.torch_names.private import NAMES, WORLDS, PrivateName, needed
 
 
 def _needed(module: str, attribute: str, used: str) -> Any:
@@ -68,6 +68,10 @@ for _name in (RNG_TRACKER, RNG_SUPPORTED):
 _SHARDINGS = "how worlds in a row use DTensor"
 _op_dispatcher = _needed("torch.distributed.tensor", "DTensor._op_dispatcher", _SHARDINGS)
 _forget_in_cpp = _needed("torch._C", "_clear_DTensor_sharding_propagator_cache", _SHARDINGS)
+NAMES[WORLDS] += tuple(
+    PrivateName("multiprocessing.process", f"BaseProcess.{name}", "which rank a process is", on_instances=True)
+    for name in ("_target", "_args", "_kwargs")
+)
 
 
 def forget_shardings() -> None:
