@@ -45,6 +45,7 @@ def test_names_that_only_instances_have_are_there():
         "Module": torch.nn.Module(),
         "autocast": torch.autocast("cpu", enabled=False),
         "CustomOpDef": op,
+        "BaseProcess": torch.multiprocessing.Process(),
     }
     made["OpOverload"] = torch.ops.aten.mm.default
     for name in (name for names in NAMES.values() for name in names if name.on_instances):
