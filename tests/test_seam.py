@@ -25,7 +25,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from flopmeter import FlopMeter, on_meta, records
+from flopmeter import FlopMeter, load_hardware, on_meta, records
+from flopmeter.ask.serve.formats import in_formats
 from flopmeter.distributed import world
 from flopmeter.report.report import Report
 
@@ -111,6 +112,22 @@ def counted_by_formulas() -> Report:
                 patch.setitem(flop_registry, op, lambda *_, flops=flops, **__: flops)
                 op(meta(8))
         return meter.report()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Parameter(meta(2, 64, 32, dtype=BF16)), nn.Linear(32, 8, dtype=BF16, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.grouped_mm(x, self.up, offs=torch.tensor([3, 4], dtype=torch.int32)))
+
+
+def in_four_bits() -> list[records.Kernel]:
+    """Kernels of a server whose weights are in fewer bits than it multiplies."""
+    net = Experts()
+    meter = metered(lambda: net(meta(4, 64, dtype=BF16)), "h100-sxm5-80gb")
+    return in_formats(meter.report().kernels, meter.trace, load_hardware("h100-sxm5-80gb"), "int4", "bf16")
 
 
 def recur() -> None:
@@ -238,10 +255,10 @@ def said() -> dict[tuple[str, str], set[str]]:
     """What each field held, as it prints."""
     values: dict[tuple[str, str], set[str]] = defaultdict(set)
     seen: set[int] = set()
-    for report in catalogue():
-        for record in walk([report.kernels, report.timings, report.switches], seen):
-            for name in RECORDS[type(record)]:
-                values[type(record).__name__, name].add(_print(getattr(record, name)))
+    found = [(report.kernels, report.timings, report.switches) for report in catalogue()]
+    for record in walk([*found, in_four_bits()], seen):
+        for name in RECORDS[type(record)]:
+            values[type(record).__name__, name].add(_print(getattr(record, name)))
     return values
 
 

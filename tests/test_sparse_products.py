@@ -1,4 +1,4 @@
-"""Sparse (COO) matrices times dense ones, as in graph networks: counted by the elements that they hold."""
+"""Sparse matrices times dense ones, as in graph networks: counted by the elements that they hold."""
 
 import pytest
 import torch
@@ -38,6 +38,16 @@ def test_a_product_multiplies_and_adds_a_row_for_each_element_forward_and_backwa
     assert products[0].bytes_read == ELEMENTS * (2 * 8 + 4) + ELEMENTS * WIDTH * 4
     assert products[0].bytes_written == ROWS * WIDTH * 4
     assert not report.uncounted
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_a_product_is_counted_in_each_layout_and_order(layout):
+    sparse, left, right = getattr(adjacency().to_dense(), layout)(), torch.ones(WIDTH, ROWS), torch.ones(COLUMNS, WIDTH)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        left @ sparse
+        sparse @ right
+    products = [kernel.cost.flops for kernel in meter.report().kernels if kernel.cost.op_class == "tensor contraction"]
+    assert products == [2 * ELEMENTS * WIDTH] * 2
 
 
 def test_the_device_named_cuda_keeps_the_elements_of_a_sparse_tensor():

@@ -82,8 +82,9 @@ def _mark_regions(scope: Scope) -> None:
             return around_call(setting.setting)
         scope.note(RAN_EAGERLY)
         before = _running.region
-        count += 1
-        number = count if before is None else before.number  # a compiled call inside of one is inlined
+        if before is None:  # a compiled call inside of one is inlined: the same region
+            count += 1
+        number = count if before is None else before.number
         _running.region = _CompiledCall(number, before, around_call(setting))
         return _running.region
 

@@ -15,7 +15,7 @@ from flopmeter.costs.arithmetic.reduction import reduction
 from flopmeter.costs.contractions.varlen import VARLEN
 from flopmeter.costs.custom import torch_formula
 from flopmeter.costs.data_movement.indexing import accumulate_into_zeros
-from flopmeter.costs.data_movement.sparse import SPARSE
+from flopmeter.costs.data_movement.sparse import sparse_rule
 from flopmeter.costs.prims import as_aten
 from flopmeter.costs.rules import FREE, RULES, Rule, make_cost
 from flopmeter.costs.traffic import is_view, writes_nothing
@@ -56,8 +56,7 @@ def find_rule(call: Call) -> Rule | None:
     """The rule that prices the call, or None."""
     func = call.func
     if not is_view(func) and not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
-        # None: the work of other sparse ops depends on their values.
-        return SPARSE.get(func) or SPARSE.get(func.overloadpacket)
+        return sparse_rule(call)
     own = RULES.get(func) or RULES.get(func.overloadpacket) or _BY_NAME.get(func._schema.name)
     if own is not None:
         return own

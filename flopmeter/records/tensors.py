@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ class TensorSpec(NamedTuple):
     offset: int
     device: str  # device type
     held_bytes: int | None = None  # by a sparse or nested tensor: values and indices; the strides are dense ones
-    held_values: int | None = None  # elements among them, of a sparse (COO) tensor
+    held_values: int | None = None  # elements among them, of a sparse tensor; a block counts each of its own
 
     @property
     def numel(self) -> int:
@@ -36,7 +37,7 @@ class TensorSpec(NamedTuple):
     def distinct_elements(self) -> int:
         """How many elements of the storage the region covers: an expanded (stride 0) dimension counts once, and so does
         an element that several windows share."""
-        return 0 if 0 in self.shape else count_one(dims_of(self.shape, self.stride))
+        return _distinct_elements(self.shape, self.stride)
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +49,11 @@ class TensorSpec(NamedTuple):
     @property
     def is_floating(self) -> bool:
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+@lru_cache(maxsize=4096)
+def _distinct_elements(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    return 0 if 0 in shape else count_one(dims_of(shape, stride))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

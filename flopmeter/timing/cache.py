@@ -9,33 +9,39 @@ on the L40S of [aiconfigurator]).
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flopmeter.records import Kernel, Op, Region, TensorSpec
+from flopmeter.records import Call, Cost, Kernel, Op, Region, TensorSpec
 from flopmeter.timing import constants
 
+REMEMBERED = 10_000  # tensors and costs: those of a large model, whose layers repeat them
 
-class _ByteRange(NamedTuple):
+
+class _Extent(NamedTuple):
     """A part of a storage, from byte `begin` to `end`."""
 
-    storage: int
     begin: int
     end: int
 
-    def share_of(self, other: _ByteRange) -> float:
-        """Which share of this part is in the other one."""
+    def share_of(self, other: _Extent) -> float:
+        """Which share of this part is in the other one of the same storage."""
+        if self == other:
+            return 1.0
         within = min(self.end, other.end) - max(self.begin, other.begin)
         return max(0, within) / max(self.end - self.begin, 1)
 
 
-class _Seen(NamedTuple):
-    """The moment when a kernel was last done with a part of a storage, as two counts: the bytes that all kernels had
-    written so far, and the bytes that they had fetched into the cache (touched and not found there)."""
+class _Moment(NamedTuple):
+    """When a kernel was last done with a part of a storage, as two counts: the bytes that all kernels had written so
+    far, and the bytes that they had fetched into the cache (touched and not found there)."""
 
-    part: _ByteRange
     written: int
     fetched: float
+
+
+_Seen = dict[_Extent, _Moment]  # the parts of one storage
 
 
 def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
@@ -44,38 +50,50 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
     Bytes that a matmul writes stay only if a kernel touched that very memory before."""
     if not cache:
         return [0.0] * len(kernels)
-    written_so_far, fetched_so_far = 0, 0.0
-    seen: dict[int, list[_Seen]] = {}  # by storage
+    now = _Moment(0, 0.0)
+    seen: defaultdict[int, _Seen] = defaultdict(dict)  # by storage
     found: list[float] = []
     for kernel in kernels:
-        moved, written = kernel.cost.bytes, kernel.cost.bytes_written
-        if kernel.cost.macs:
-            still = functools.partial(_is_whole, moved + fetched_so_far, cache)
-            hits = sum(nbytes * _held(part, seen, still) for part, nbytes in (*_reads(kernel), *_writes(kernel)))
+        cost = kernel.cost
+        moved, written = cost.bytes, cost.bytes_written
+        if cost.macs:
+            still = functools.partial(_is_whole, moved + now.fetched, cache)
+            hits = _found((*_reads(kernel), *_writes(kernel)), seen, still)
         else:
-            still = functools.partial(_left, moved + written_so_far, cache)
-            hits = sum(nbytes * _held(part, seen, still) for part, nbytes in _reads(kernel))
+            still = functools.partial(_left, moved + now.written, cache)
+            hits = _found(_reads(kernel), seen, still)
             hits += written * _share(moved, cache) if hits else 0.0
         found.append(hits)
-        written_so_far, fetched_so_far = written_so_far + written, fetched_so_far + moved - hits
-        for part in _touched(kernel):
-            others = [each for each in seen.get(part.storage, ()) if each.part.share_of(part) != 1.0]
-            seen[part.storage] = [*others, _Seen(part, written_so_far, fetched_so_far)]
+        now = _Moment(now.written + written, now.fetched + moved - hits)
+        for storage, part in _touched(kernel):
+            parts = seen[storage]
+            if len(parts) > (part in parts):
+                for inner in [each for each in parts if each.share_of(part) == 1.0]:
+                    del parts[inner]
+            parts[part] = now
     return found
 
 
-def _held(part: _ByteRange, seen: Mapping[int, Sequence[_Seen]], still: Callable[[_Seen], float]) -> float:
-    """The share of a part that is in the cache, where `still` is the share of what was seen that is still there."""
-    return min(1.0, sum(part.share_of(each.part) * still(each) for each in seen.get(part.storage, ())))
+def _found(
+    parts: Sequence[tuple[int, _Extent, int]], seen: Mapping[int, _Seen], still: Callable[[_Moment], float]
+) -> float:
+    """How many bytes of these parts of storages are in the cache, where `still` is the share of what was seen at a
+    moment that is still there."""
+    hits = 0.0
+    for storage, part, nbytes in parts:
+        if storage in seen:
+            held = [part.share_of(other) * still(moment) for other, moment in seen[storage].items()]
+            hits += nbytes * min(1.0, sum(held))
+    return hits
 
 
-def _is_whole(fetched: float, cache: int, each: _Seen) -> float:
+def _is_whole(fetched: float, cache: int, moment: _Moment) -> float:
     """Whether a matmul finds it: all or nothing. `fetched`: by all kernels, that matmul included."""
-    return float(fetched - each.fetched <= cache)
+    return float(fetched - moment.fetched <= cache)
 
 
-def _left(written: float, cache: int, each: _Seen) -> float:
-    return _share(written - each.written, cache)
+def _left(written: float, cache: int, moment: _Moment) -> float:
+    return _share(written - moment.written, cache)
 
 
 def _share(passed: float, cache: int) -> float:
@@ -84,44 +102,63 @@ def _share(passed: float, cache: int) -> float:
     return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
 
 
-def _writes(kernel: Kernel) -> Iterator[tuple[_ByteRange, int]]:
-    """Parts of storages that the kernel of one op writes, with the bytes."""
+def _reads(kernel: Kernel) -> Sequence[tuple[int, _Extent, int]]:
+    """Storages and the parts of them that the kernel reads, with the bytes. Of a fused kernel only the sum of the bytes
+    is known."""
     if len(kernel.ops) == 1:
-        yield from _in_storages(kernel.ops[0], kernel.cost.writes)
-
-
-def _reads(kernel: Kernel) -> Iterator[tuple[_ByteRange, int]]:
-    """Parts of storages that the kernel reads, with the bytes. Of a fused kernel only the sum of the bytes is known."""
-    if len(kernel.ops) == 1:
-        yield from _in_storages(kernel.ops[0], kernel.cost.reads)
-        return
-    parts = {_part(op, spec) for op in kernel.ops for spec in op.call.inputs}
-    storages = {part.storage for part in parts}
-    for storage in storages:
-        own = [part for part in parts if part.storage == storage]
-        whole = _ByteRange(storage, min(part.begin for part in own), max(part.end for part in own))
-        yield whole, kernel.cost.bytes_read // len(storages)
-
-
-def _touched(kernel: Kernel) -> Iterator[_ByteRange]:
-    """What the kernel leaves in the cache. Of a tensor of which it touches a part, such as one expert's weights, it is
-    not known which."""
-    regions = (*kernel.cost.reads, *kernel.cost.writes)
-    partly = {region.spec for region in regions if region.spec is not None and region.nbytes < region.spec.nbytes}
-    named = {region.spec for region in regions} if len(kernel.ops) == 1 else set()
+        return _numbered(kernel.ops[0], _parts(kernel.cost.reads))
+    parts: dict[int, list[_Extent]] = {}
     for op in kernel.ops:
-        specs = (spec for spec in (*op.call.inputs, *op.call.outputs) if not named or spec in named or None in named)
-        yield from (_part(op, spec) for spec in specs if spec not in partly)
+        for spec in op.call.inputs:
+            if 0 not in spec.shape:
+                parts.setdefault(op.storages[spec.storage], []).append(_extent(spec))
+    nbytes = kernel.cost.bytes_read // max(len(parts), 1)
+    return [
+        (storage, _Extent(min(part.begin for part in own), max(part.end for part in own)), nbytes)
+        for storage, own in parts.items()
+    ]
 
 
-def _part(op: Op, spec: TensorSpec) -> _ByteRange:
-    item = spec.dtype.itemsize
+def _writes(kernel: Kernel) -> Sequence[tuple[int, _Extent, int]]:
+    """Storages and the parts of them that the kernel of one op writes, with the bytes."""
+    return _numbered(kernel.ops[0], _parts(kernel.cost.writes)) if len(kernel.ops) == 1 else []
+
+
+def _numbered(op: Op, parts: Sequence[tuple[int, _Extent, int]]) -> Sequence[tuple[int, _Extent, int]]:
+    """The parts with the storages' numbers in the trace, instead of those in the call."""
+    storages = op.storages
+    return [(storages[place], part, nbytes) for place, part, nbytes in parts]
+
+
+@functools.lru_cache(REMEMBERED)
+def _parts(regions: Sequence[Region]) -> Sequence[tuple[int, _Extent, int]]:
+    known = ((spec, nbytes) for spec, nbytes in regions if spec is not None and spec.storage >= 0)
+    return [(spec.storage, _extent(spec), nbytes) for spec, nbytes in known]
+
+
+def _touched(kernel: Kernel) -> Iterator[tuple[int, _Extent]]:
+    """What the kernel leaves in the cache."""
+    for op in kernel.ops:
+        for place, part in _touched_by(op.call, kernel.cost, is_all=len(kernel.ops) > 1):
+            yield op.storages[place], part
+
+
+@functools.lru_cache(REMEMBERED)
+def _touched_by(call: Call, cost: Cost, *, is_all: bool) -> Sequence[tuple[int, _Extent]]:
+    """Of a tensor of which the kernel touches a part, such as one expert's weights, it is not known which. `is_all`:
+    the kernel touches each other tensor of the call, and not those alone that its regions name."""
+    regions = (*cost.reads, *cost.writes)
+    partly = {region.spec for region in regions if region.spec is not None and region.nbytes < region.spec.nbytes}
+    named = {region.spec for region in regions}
+    is_all = is_all or not named or None in named
+    specs = (spec for spec in (*call.inputs, *call.outputs) if spec not in partly and (is_all or spec in named))
+    return [(spec.storage, _extent(spec)) for spec in specs]
+
+
+@functools.lru_cache(REMEMBERED)
+def _extent(spec: TensorSpec) -> _Extent:
+    if not spec.is_strided:
+        return _Extent(0, spec.nbytes)
+    begin, item = spec.offset * spec.dtype.itemsize, spec.dtype.itemsize
     reach = sum((size - 1) * abs(stride) for size, stride in zip(spec.shape, spec.stride, strict=True)) + 1
-    begin = spec.offset * item if spec.is_strided else 0
-    return _ByteRange(op.storages[spec.storage], begin, begin + (reach * item if spec.is_strided else spec.nbytes))
-
-
-def _in_storages(op: Op, regions: Sequence[Region]) -> Iterator[tuple[_ByteRange, int]]:
-    for spec, nbytes in regions:
-        if spec is not None and spec.storage >= 0:
-            yield _part(op, spec), nbytes
+    return _Extent(begin, begin + reach * item)

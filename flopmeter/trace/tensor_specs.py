@@ -16,6 +16,7 @@ from flopmeter.known_values.values import no_modes
 from flopmeter.records import Call, FlexBody, TensorSpec, TritonBody
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+_NUMBERS = frozenset((int, float, bool))
 
 
 def has_strides(tensor: Tensor) -> bool:
@@ -52,10 +53,10 @@ def unstrided_spec(tensor: Tensor, storage: int) -> TensorSpec:
 
 
 def _held_values(tensor: Tensor) -> int | None:
-    if tensor.layout is not torch.sparse_coo:
-        return None
     with no_modes():
-        return tensor._values().numel()
+        if tensor.layout is torch.sparse_coo:
+            return tensor._values().numel()
+        return tensor.values().numel() if tensor.layout in _COMPRESSED else None
 
 
 def _held_bytes(tensor: Tensor) -> int:
@@ -81,6 +82,8 @@ def plain(value: Any, asked_by: object) -> Any:
     Raises DataDependentError for a symbol without a hint, such as the number of nonzero elements.
     """
     if isinstance(value, (list, tuple)):
+        if _NUMBERS.issuperset(map(type, value)):  # nearly always, and then it is the fastest way
+            return tuple(value)
         return tuple(plain(item, asked_by) for item in value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if not value.node.has_hint():

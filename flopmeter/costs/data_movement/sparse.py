@@ -1,4 +1,4 @@
-"""Sparse (COO) tensors: their values and indices are read whole, of a dense tensor only the elements that they name.
+"""Sparse tensors: their values and indices are read whole, of a dense tensor only the elements that they name.
 
 These rules are for sparse arguments; the same ops have another rule for dense ones. An op that is not here is
 uncounted.
@@ -62,12 +62,13 @@ def mask(call: Call) -> Cost:
 
 
 def product(call: Call) -> Cost:
-    """Sparse times dense: a multiply-add of a row of the dense operand for each value, by cuSPARSE on vector units
-    (SparseCUDABlas.cpp). `addmm` adds beta·c."""
-    *added, sparse, dense = call.inputs
-    beta, columns = (call.argument("beta") if added else 0), dense.shape[1]
-    flops = 2 * _values(sparse) * columns + (call.outputs[0].numel if beta else 0)
-    rows = Region(dense, min(dense.nbytes, _values(sparse) * columns * dense.dtype.itemsize))
+    """Of a sparse and a dense matrix, in either order: for each value a multiply-add of a row or column of the dense
+    one, by cuSPARSE on vector units (SparseCUDABlas.cpp). `addmm` adds beta·c."""
+    *added, left, right = call.inputs
+    sparse, dense, width = (right, left, left.shape[0]) if left.is_strided else (left, right, right.shape[1])
+    beta = call.argument("beta") if added else 0
+    flops = 2 * _values(sparse) * width + (call.outputs[0].numel if beta else 0)
+    rows = Region(dense, min(dense.nbytes, _values(sparse) * width * dense.dtype.itemsize))
     read = (sparse, rows, *(added if beta else ()))
     return make_cost(call, CONTRACTION, flops, complex_factor=4, read=read, access="gather")
 
@@ -92,6 +93,13 @@ def bag_gradient(call: Call) -> Cost:
     flops = rows * ((weights is not None) + is_mean)
     written = Region(call.outputs[0], rows * grad.dtype.itemsize)
     return make_cost(call, INDEXING, flops, read=read, written=(written,), access="gather")
+
+
+def sparse_rule(call: Call) -> Rule | None:
+    """The rule of a call with a sparse argument. None: its work depends on values, as in the product of two sparse
+    matrices, where it counts which of them meet."""
+    rule = SPARSE.get(call.func) or SPARSE.get(call.func.overloadpacket)
+    return None if rule is product and not any(spec.is_strided for spec in call.inputs[-2:]) else rule
 
 
 def _values(spec: TensorSpec) -> int:

@@ -64,6 +64,6 @@ def _breaks_graph(call: Call) -> bool:
     has its shape from the indices, nor a repeat_interleave whose caller gives its length."""
     if call.func.overloadpacket is aten.index:
         return call.groups is not None or any(spec.dtype in _MASKS for spec in call.inputs[1:])
-    if call.func is aten.repeat_interleave.Tensor and call.argument("output_size") is not None:
+    if call.func.overloadpacket is aten.repeat_interleave and call.argument("output_size") is not None:
         return False
     return any(tag in call.func.tags for tag in _GRAPH_BREAKS)
