@@ -140,12 +140,19 @@ def test_importing_flopmeter_adds_little_to_torch(python):
         "gc.collect();"  # of torch's own garbage, which is due after its import
         "start = now(); import flopmeter; print((now() - start) / of_torch)"
     )
-    assert min(float(python(code)) for _ in range(3)) < 0.2  # measured: 0.06
+    assert min(float(python(code)) for _ in range(3)) < 0.2  # measured: 0.12
 
 
 def test_importing_flopmeter_imports_no_models_and_no_compiler(python):
     imported = python(
         "import torch, sys; before = set(sys.modules); import flopmeter; print(*set(sys.modules) - before)"
     )
-    slow = ("flopmeter.models", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transformers")
+    slow = (
+        "flopmeter.models",
+        "triton",
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.tensor",
+        "transformers",
+    )
     assert not [name for name in imported.split() if name.startswith(slow)]

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils.flop_counter import flop_registry
 
 from flopmeter.costs.rules import Rule, make_cost, rule
 from flopmeter.records import ATTENTION, CONTRACTION, ELEMENTWISE, Call, Cost, FormulaWork, TensorSpec
@@ -49,6 +48,8 @@ def torch_formula(call: Call) -> Rule | None:
 
     torch counts nothing but matmuls there, so the FLOPs are those of a contraction; bytes follow from the law.
     """
+    from torch.utils.flop_counter import flop_registry  # not before it is asked for, since it imports triton
+
     formula = flop_registry.get(call.func.overloadpacket) or flop_registry.get(call.func)
     if formula is None:
         return None

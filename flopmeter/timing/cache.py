@@ -19,13 +19,13 @@ from flopmeter.timing import constants
 REMEMBERED = 10_000  # tensors and costs: those of a large model, whose layers repeat them
 
 
-class _Extent(NamedTuple):
+class _ByteRange(NamedTuple):
     """A part of a storage, from byte `begin` to `end`."""
 
     begin: int
     end: int
 
-    def share_of(self, other: _Extent) -> float:
+    def share_of(self, other: _ByteRange) -> float:
         """Which share of this part is in the other one of the same storage."""
         if self == other:
             return 1.0
@@ -41,7 +41,8 @@ class _Moment(NamedTuple):
     fetched: float
 
 
-_Seen = dict[_Extent, _Moment]  # the parts of one storage
+_Seen = dict[_ByteRange, _Moment]  # the parts of one storage
+_TouchedBy = Callable[[Call, Cost, bool], Sequence[tuple[int, _ByteRange]]]
 
 
 def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
@@ -53,6 +54,7 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
     now = _Moment(0, 0.0)
     seen: defaultdict[int, _Seen] = defaultdict(dict)  # by storage
     found: list[float] = []
+    touched_by = functools.cache(_touched_by)  # for this trace alone: the next one's calls are others
     for kernel in kernels:
         cost = kernel.cost
         moved, written = cost.bytes, cost.bytes_written
@@ -65,7 +67,7 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
             hits += written * _share(moved, cache) if hits else 0.0
         found.append(hits)
         now = _Moment(now.written + written, now.fetched + moved - hits)
-        for storage, part in _touched(kernel):
+        for storage, part in _touched(kernel, touched_by):
             parts = seen[storage]
             if len(parts) > (part in parts):
                 for inner in [each for each in parts if each.share_of(part) == 1.0]:
@@ -75,7 +77,7 @@ def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
 
 
 def _found(
-    parts: Sequence[tuple[int, _Extent, int]], seen: Mapping[int, _Seen], still: Callable[[_Moment], float]
+    parts: Sequence[tuple[int, _ByteRange, int]], seen: Mapping[int, _Seen], still: Callable[[_Moment], float]
 ) -> float:
     """How many bytes of these parts of storages are in the cache, where `still` is the share of what was seen at a
     moment that is still there."""
@@ -102,49 +104,48 @@ def _share(passed: float, cache: int) -> float:
     return min(1.0, max(0.0, 1.0 - beyond / constants.CACHES_UNTIL_ALL_MISS))
 
 
-def _reads(kernel: Kernel) -> Sequence[tuple[int, _Extent, int]]:
+def _reads(kernel: Kernel) -> Sequence[tuple[int, _ByteRange, int]]:
     """Storages and the parts of them that the kernel reads, with the bytes. Of a fused kernel only the sum of the bytes
     is known."""
     if len(kernel.ops) == 1:
         return _numbered(kernel.ops[0], _parts(kernel.cost.reads))
-    parts: dict[int, list[_Extent]] = {}
+    parts: dict[int, list[_ByteRange]] = {}
     for op in kernel.ops:
         for spec in op.call.inputs:
             if 0 not in spec.shape:
                 parts.setdefault(op.storages[spec.storage], []).append(_extent(spec))
     nbytes = kernel.cost.bytes_read // max(len(parts), 1)
     return [
-        (storage, _Extent(min(part.begin for part in own), max(part.end for part in own)), nbytes)
+        (storage, _ByteRange(min(part.begin for part in own), max(part.end for part in own)), nbytes)
         for storage, own in parts.items()
     ]
 
 
-def _writes(kernel: Kernel) -> Sequence[tuple[int, _Extent, int]]:
+def _writes(kernel: Kernel) -> Sequence[tuple[int, _ByteRange, int]]:
     """Storages and the parts of them that the kernel of one op writes, with the bytes."""
     return _numbered(kernel.ops[0], _parts(kernel.cost.writes)) if len(kernel.ops) == 1 else []
 
 
-def _numbered(op: Op, parts: Sequence[tuple[int, _Extent, int]]) -> Sequence[tuple[int, _Extent, int]]:
+def _numbered(op: Op, parts: Sequence[tuple[int, _ByteRange, int]]) -> Sequence[tuple[int, _ByteRange, int]]:
     """The parts with the storages' numbers in the trace, instead of those in the call."""
     storages = op.storages
     return [(storages[place], part, nbytes) for place, part, nbytes in parts]
 
 
 @functools.lru_cache(REMEMBERED)
-def _parts(regions: Sequence[Region]) -> Sequence[tuple[int, _Extent, int]]:
+def _parts(regions: Sequence[Region]) -> Sequence[tuple[int, _ByteRange, int]]:
     known = ((spec, nbytes) for spec, nbytes in regions if spec is not None and spec.storage >= 0)
     return [(spec.storage, _extent(spec), nbytes) for spec, nbytes in known]
 
 
-def _touched(kernel: Kernel) -> Iterator[tuple[int, _Extent]]:
+def _touched(kernel: Kernel, touched_by: _TouchedBy) -> Iterator[tuple[int, _ByteRange]]:
     """What the kernel leaves in the cache."""
     for op in kernel.ops:
-        for place, part in _touched_by(op.call, kernel.cost, is_all=len(kernel.ops) > 1):
+        for place, part in touched_by(op.call, kernel.cost, len(kernel.ops) > 1):
             yield op.storages[place], part
 
 
-@functools.lru_cache(REMEMBERED)
-def _touched_by(call: Call, cost: Cost, *, is_all: bool) -> Sequence[tuple[int, _Extent]]:
+def _touched_by(call: Call, cost: Cost, is_all: bool) -> Sequence[tuple[int, _ByteRange]]:
     """Of a tensor of which the kernel touches a part, such as one expert's weights, it is not known which. `is_all`:
     the kernel touches each other tensor of the call, and not those alone that its regions name."""
     regions = (*cost.reads, *cost.writes)
@@ -156,9 +157,9 @@ def _touched_by(call: Call, cost: Cost, *, is_all: bool) -> Sequence[tuple[int, 
 
 
 @functools.lru_cache(REMEMBERED)
-def _extent(spec: TensorSpec) -> _Extent:
+def _extent(spec: TensorSpec) -> _ByteRange:
     if not spec.is_strided:
-        return _Extent(0, spec.nbytes)
+        return _ByteRange(0, spec.nbytes)
     begin, item = spec.offset * spec.dtype.itemsize, spec.dtype.itemsize
     reach = sum((size - 1) * abs(stride) for size, stride in zip(spec.shape, spec.stride, strict=True)) + 1
-    return _Extent(begin, begin + reach * item)
+    return _ByteRange(begin, begin + reach * item)
