@@ -261,3 +261,13 @@ def test_only_reading_a_value_of_the_device_is_said_to_stop_the_host(device, is_
             x = x.exp()
             numbers[number].item()
     assert any("keep the values on the device" in each.remedy for each in meter.report().advice) == is_told
+
+
+@pytest.mark.parametrize(("rows", "columns", "reason"), [(65_536, 32, "short or few"), (512, 1_000_000, "too long")])
+def test_short_rows_are_not_said_to_be_too_long_for_the_cache(rows, columns, reason):
+    norm = nn.LayerNorm(columns, device="meta")
+    x = torch.empty(rows, columns, device="meta")
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        for _ in range(20):
+            norm(x)
+    assert reason in meter.report(mode="cudagraph").hot_spots[0].why

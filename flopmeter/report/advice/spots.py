@@ -25,10 +25,12 @@ from flopmeter.report.quantities import figure, percent, percent_of
 from flopmeter.report.report import OUTSIDE, Report
 from flopmeter.report.wins import WAITS, HotSpot
 from flopmeter.timing import constants
+from flopmeter.timing.bandwidth import miss_share
 from flopmeter.timing.matmul import tile_count
 
 MOST_PLACES = 2  # modules that a row names
 NEAR_PEAK = 0.7  # of the rate that bounds a kernel: above this share a kernel is as good as such kernels get
+MANY_SECOND_READS = 0.1  # of a kernel's bytes: above this share it is named as the reason
 
 Timed = tuple[Kernel, Timing]
 
@@ -187,8 +189,11 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
     if share > NEAR_PEAK:
         return f"bound by memory, at {percent(share)} % of the bandwidth: only fewer bytes help"
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
-    if sum(reread.nbytes for reread in work.rereads):
+    missed = sum(reread.nbytes * miss_share(reread, report.hardware) for reread in work.rereads)
+    if missed > MANY_SECOND_READS * cost.bytes:
         return "second reads of rows too long to be held"
+    if work.rereads:
+        return "the threads of a row wait for memory and for each other: its rows are short or few"
     if cost.access == "strided" or work.index_operations:
         return "it goes through memory in another order than its input lies"
     return f"bound by memory, at {percent(share)} % of the bandwidth"
