@@ -8,12 +8,14 @@ NVIDIA's ResNet-50, and the UNet of diffusers' Stable Diffusion 1.5.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import llama_of_transformers
 import torch
@@ -24,6 +26,7 @@ from validate import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, Hardware, Report, load_hardware, on_meta
 from flopmeter.costs.index_arithmetic import cat_operations
+from flopmeter.launch.fusion import layout
 from flopmeter.launch.modes import Mode
 from flopmeter.models import BUILTINS
 from flopmeter.records import Cost, Kernel, VectorWork
@@ -69,7 +72,10 @@ def _row(line: Line, metered: Metered) -> Row:
     meter, units = metered
     device = _device(line)
     mode = _mode(line)
-    report = meter.report(hardware=device, mode=mode)
+    # Channels-last by inductor's own choice is in torch since 2.1 (layout_optimization in torch/_inductor/config.py).
+    chooses_layout = "torch 2.0" not in line["other_config"]
+    with mock.patch.dict(os.environ, {layout.SWITCH: str(int(chooses_layout))}):
+        report = meter.report(hardware=device, mode=mode)
     if "torch 2.1" in line["other_config"]:
         report = as_in_torch_2_1(report)
     bounds = uncertainty(report.timings, report.seconds, device)

@@ -46,6 +46,14 @@ def test_every_convolution_of_a_region_is_converted_and_its_other_products_stay(
     assert products[0].macs == 8 * 256 * 10
 
 
+def test_torchs_own_switch_turns_the_choice_off(monkeypatch):
+    with torch.device("meta"):
+        model = nn.Conv2d(128, 128, 3)
+    assert compiled(model, 8, 128, 20, 20)[0] == [True]
+    monkeypatch.setenv("TORCHINDUCTOR_LAYOUT_OPTIMIZATION", "0")
+    assert compiled(model, 8, 128, 20, 20)[0] == [False]
+
+
 def test_what_runs_in_channels_last_already_stays():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(128, 128, 3), nn.Conv2d(128, 256, 3)).to(memory_format=torch.channels_last)

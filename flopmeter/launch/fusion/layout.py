@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from flopmeter.records.memory_format import CHANNELS_LAST, dense_strides, is_cha
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
 GROUPED, DEFAULT, NARROWING, SMALL = 1.358, 0.823, 0.725, 0.783
 SMALL_CHANNELS = 64
+SWITCH = "TORCHINDUCTOR_LAYOUT_OPTIMIZATION"  # the environment variable with which torch turns it on (1) and off
 MOST_NODES_PER_CONVOLUTION = 300  # of the graph: with fewer convolutions the conversion is not worth it
 # Nodes of a normalization in the decomposed graph (var_mean and its two results, sub, add, rsqrt, two mul, add); of
 # most other ops there is one. Views have one each.
@@ -65,6 +67,8 @@ def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kern
 
     What such a region is given otherwise is copied at each forward pass: the image, and filters larger than one pixel.
     """
+    if os.environ.get(SWITCH, "1") != "1":
+        return kernels
     by_region: defaultdict[Hashable, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         name = region(kernel.op)
