@@ -63,11 +63,11 @@ def grouped_mm(call: Call) -> Cost:
     by_rows, by_columns = len(a.shape) < len(b.shape), len(a.shape) > len(b.shape)
     whole = a.shape[-2] if by_rows else b.shape[-1] if by_columns else a.shape[-1]
     ends = call.argument("offs")
-    sizes = _equal_groups(whole, ends.numel) if call.groups is None else call.groups
+    sizes = equal_groups(whole, ends.numel) if call.groups is None else call.groups
     filled, held = sum(size > 0 for size in sizes), sum(sizes)
-    of_b = _share(b, filled if by_rows else held, b.shape[0] if by_rows else whole)
-    of_a = _share(a, filled if by_columns else held, a.shape[0] if by_columns else whole)
-    of_out = _share(out, held, whole) if by_rows or by_columns else Region(out, out.nbytes)
+    of_b = share_of(b, filled if by_rows else held, b.shape[0] if by_rows else whole)
+    of_a = share_of(a, filled if by_columns else held, a.shape[0] if by_columns else whole)
+    of_out = share_of(out, held, whole) if by_rows or by_columns else Region(out, out.nbytes)
     others = [Region(spec, spec.nbytes) for spec in dict.fromkeys(call.inputs[2:]) if spec is not ends]
     products = [
         Matmul(count, size, n, k)
@@ -87,13 +87,13 @@ def grouped_mm(call: Call) -> Cost:
     )
 
 
-def _equal_groups(whole: int, count: int) -> tuple[int, ...]:
+def equal_groups(whole: int, count: int) -> tuple[int, ...]:
     """The lengths of this many groups, as equal as possible."""
     size, rest = divmod(whole, max(count, 1))
     return (size + 1,) * rest + (size,) * (count - rest)
 
 
-def _share(spec: TensorSpec, part: int, whole: int) -> Region:
+def share_of(spec: TensorSpec, part: int, whole: int) -> Region:
     """The part of a tensor that `part` of its `whole` rows, columns or matrices make up."""
     return Region(spec, spec.nbytes * part // max(whole, 1))
 
