@@ -7,6 +7,7 @@ fp8 matmul, and weights packed to int4 or int8 under bf16 activations are a bf16
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
@@ -19,7 +20,7 @@ from flopmeter.costs.rules import (
     make_unpacking_contraction,
     rule,
 )
-from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Region, TensorSpec
+from flopmeter.records import CONTRACTION, ELEMENTWISE, Call, Cost, Kernel, Matmul, Region, TensorSpec
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
@@ -85,6 +86,21 @@ def grouped_mm(call: Call) -> Cost:
         read=(of_a, of_b, Region(ends, ends.nbytes), *others),
         written=(of_out,),
     )
+
+
+def group_assumptions(kernels: Iterable[Kernel]) -> list[str]:
+    """What is assumed about the groups of compiled matmuls: the compiler knows no values of offsets. (Of an eager op
+    the assumption is listed with its line.)"""
+    calls = {
+        kernel.op.call for kernel in kernels if kernel.op.graph is not None and kernel.cost.op_class == CONTRACTION
+    }
+    names = sorted({call.name for call in calls if call.groups is None and _has_groups(call)})
+    return [f"groups of equal length for {', '.join(names)} in compiled graphs"] if names else []
+
+
+def _has_groups(call: Call) -> bool:
+    has_offsets = any(argument.name == "offs" for argument in call.func._schema.arguments)
+    return has_offsets and call.argument("offs") is not None
 
 
 def equal_groups(whole: int, count: int) -> tuple[int, ...]:
