@@ -414,6 +414,12 @@ def test_the_links_that_carry_tokens_between_gpus_are_named():
     assert "links: " not in str(served([L40S]))
 
 
+def test_requests_longer_than_the_positions_of_the_config_are_told_of():
+    short = config(max_position_embeddings=64, num_hidden_layers=1)
+    told = [str(serving(short, [L40S], prompt=60, output=output)) for output in (4, 5)]
+    assert ["the config has 64 positions" in text for text in told] == [False, True]
+
+
 def test_prefill_apart_never_stops_decoding():
     apart, together = (served(disaggregated=is_apart, chunk=None).rows[0].points[-1] for is_apart in (True, False))
     assert apart.batch == together.batch

@@ -283,8 +283,7 @@ class _Server:
 
     @property
     def _chunk(self) -> int:
-        new = self._plan.prompt - self._plan.cached
-        return new if self._plan.chunk is None else min(new, self._plan.chunk)
+        return min(self._plan.prompt - self._plan.cached, self._plan.chunk or self._plan.prompt)
 
     @property
     def _chunks(self) -> float:
@@ -383,7 +382,7 @@ class _Server:
             full = (
                 f"{most} requests fill the memory" if most <= MOST_REQUESTS else f"{MOST_REQUESTS} are the most metered"
             )
-            return full + _sizes(best)
+            return f"{full} (TTFT {duration(best.ttft_seconds)}, TPOT {duration(best.tpot_seconds)})"
         after = next((each for each in possible if each.batch == best.batch + 1), None)
         if after is None:
             return f"prefill: with more than {best.batch} requests there are more chunks than steps"
@@ -424,10 +423,6 @@ class _Server:
         elif plan.chunk is not None:
             prefill = max(0.0, prefill + self._chunks * (decode / batch - alone.joules))
         return plan.gpus * (prefill + (plan.output - 1) / self._tokens * decode / batch)
-
-
-def _sizes(best: Load) -> str:
-    return f" (TTFT {duration(best.ttft_seconds)}, TPOT {duration(best.tpot_seconds)})"
 
 
 def _doublings(most: int) -> set[int]:
@@ -481,6 +476,11 @@ def _notes(plan: ServingPlan, own: StepModel, draft: StepModel | None, devices: 
     notes.append("GPUs of their own for prefill" if plan.is_disaggregated else chunks)
     if plan.gpus > 1 or plan.is_disaggregated:
         notes += [f"links: {device.name} as in {cluster_of(device).title}" for device in devices]
+    positions = getattr(own.decoder.config, "max_position_embeddings", None)
+    if positions and plan.prompt + plan.output > positions:
+        notes.append(
+            f"the config has {positions} positions: requests of {plan.prompt} + {plan.output} tokens need more"
+        )
     if plan.prefix:
         notes.append(f"{plan.cached} of {plan.prompt} tokens of each prompt are in the cache")
     if draft is not None:
