@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.compiler import AroundTracing, OnCompiledCall, PosedDevice, Session, nothing_around
 from flopmeter.costs import CallCosts, costs_of, kernels_of
-from flopmeter.costs.contractions.varlen import packed_notes
+from flopmeter.costs.contractions.quantized import group_assumptions
+from flopmeter.costs.contractions.varlen import packed_assumptions
 from flopmeter.costs.data_movement.communication import message_notes
 from flopmeter.costs.triton_kernels import uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
@@ -375,10 +376,9 @@ class FlopMeter:
             cluster = None
         elif cluster is None:
             cluster = cluster_of(device)
-        about = (*packed_notes(kernels), *uncounted_notes(kernels), *message_notes(kernels, running))
-        notes = (*self._notes(device), *about)
+        notes = (*self._notes(device), *uncounted_notes(kernels), *message_notes(kernels, running))
         host, ran = self._host or device.host, ran_of(trace, device)
-        assumed = self._assumptions()
+        assumed = (*self._assumptions(), *packed_assumptions(kernels), *group_assumptions(kernels))
         return _Run(
             trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known,
             self._dollars_per_kwh,

@@ -97,15 +97,28 @@ def test_a_fused_kernel_keeps_flops_apart_by_class():
 def test_bias_activation_and_dropout_become_one_kernel():
     x, bias, weight = meta(ROWS, WIDTH), meta(WIDTH), meta(WIDTH, WIDTH)
     _, fused, _ = compiled(lambda: aten.native_dropout(F.gelu(x + bias), 0.1, True)[0] @ weight)
-    assert [kernel.cost.name for kernel in fused] == ["fused(add, gelu, native_dropout)", "mm"]
-    assert fused[0].cost.bytes == 2 * NBYTES + WIDTH * 4  # the mask is dropped: nobody keeps it
+    assert [kernel.cost.name for kernel in fused] == ["inductor_seeds", "fused(add, gelu, native_dropout)", "mm"]
+    assert fused[1].cost.bytes == 2 * NBYTES + WIDTH * 4  # the mask is dropped: nobody keeps it
 
 
 def test_dropout_drawn_before_its_input_exists_fuses_with_its_use():
     """Raw meta tensors draw the mask with bernoulli_, which depends on nothing."""
     x, weight = meta(ROWS, WIDTH), meta(WIDTH, WIDTH)
     names = compiled(lambda: F.dropout(F.relu(x @ weight), 0.1)).names
-    assert names == ["mm", "fused(relu, bernoulli_, div_, mul)"]
+    assert names == ["mm", "inductor_seeds", "fused(relu, bernoulli_, div_, mul)"]
+
+
+def test_one_kernel_makes_the_seeds_of_all_random_numbers_of_a_graph():
+    """As inductor does: one `randint` of 64-bit numbers, one number for each dropout."""
+    x, weight = meta(ROWS, WIDTH, grad=True), meta(WIDTH, WIDTH)
+
+    def program():
+        first = aten.native_dropout(x.sin(), 0.1, True)[0] @ weight
+        aten.native_dropout(first.cos(), 0.1, True)[0].sum().backward()
+
+    _, fused, _ = compiled(program)
+    seeds = [kernel.cost for kernel in fused if kernel.cost.name == "inductor_seeds"]
+    assert [(cost.bytes_read, cost.bytes_written, cost.flops) for cost in seeds] == [(0, 2 * 8, 0)]
 
 
 def test_residual_and_layer_norm_fuse_and_the_other_reader_adds_again():
@@ -184,9 +197,10 @@ def test_unfused_attention_has_one_kernel_between_its_products():
         return torch.bmm(weights, q)
 
     _, fused, _ = compiled(attention)
-    assert [kernel.cost.name for kernel in fused] == ["bmm", "fused(mul, add, _softmax, native_dropout)", "bmm"]
-    assert fused[1].cost.bytes == (2 * 8 * 16 * 16 + 16 * 16) * 4
-    assert fused[1].cost.op_class == NORMALIZATION
+    names = ["bmm", "inductor_seeds", "fused(mul, add, _softmax, native_dropout)", "bmm"]
+    assert [kernel.cost.name for kernel in fused] == names
+    assert fused[2].cost.bytes == (2 * 8 * 16 * 16 + 16 * 16) * 4
+    assert fused[2].cost.op_class == NORMALIZATION
 
 
 def test_an_rms_norm_written_out_is_one_kernel():
@@ -241,7 +255,7 @@ def test_random_numbers_and_reductions_are_kept_and_what_follows_from_them_is_no
     """A dropout keeps its mask of one byte an element; a log-softmax the statistics of its rows."""
     x, names = meta(ROWS, WIDTH, grad=True), torch.empty(ROWS, dtype=torch.int64, device="meta")
     _, dropped, _ = compiled(lambda: aten.native_dropout(x.sin(), 0.5, True)[0].sum(-1).backward(meta(ROWS)))
-    assert dropped[0].cost.bytes_written == NBYTES // 4 + ROWS * 4
+    assert dropped[1].cost.bytes_written == NBYTES // 4 + ROWS * 4
     logits = meta(ROWS, WIDTH, grad=True)
     _, losses, _ = compiled(lambda: F.cross_entropy(logits, names).backward())
     assert sum(kernel.cost.bytes for kernel in losses) == pytest.approx(
@@ -613,12 +627,15 @@ def elements(spec: TensorSpec) -> Iterator[Element]:
 @settings(max_examples=30, deadline=None)
 @given(PROGRAMS)
 def test_fusing_twice_the_program_fuses_twice_the_kernels(choices: list[int]):
-    """Two copies of a program on data of their own share nothing but their costs."""
+    """Two copies of a program on data of their own share nothing but their costs, and the kernel that makes seeds."""
+
+    def without_seeds(fused):
+        return [kernel for kernel in fused if kernel.cost.name != "inductor_seeds"]
 
     once = random_program(choices)
     both = compiled(lambda: (Machine(choices).run(), Machine(choices).run()))
     assert moved(both.fused) == 2 * moved(once.fused)
-    assert len(both.fused) == 2 * len(once.fused)
+    assert len(without_seeds(both.fused)) == 2 * len(without_seeds(once.fused))
 
 
 def test_equal_layers_share_their_fused_costs():

@@ -12,6 +12,7 @@ import torch
 
 from flopmeter.costs.arithmetic.pointwise import pointwise
 from flopmeter.costs.arithmetic.reduction import reduction
+from flopmeter.costs.contractions.expert_loops import EXPERT_LOOPS
 from flopmeter.costs.contractions.varlen import VARLEN
 from flopmeter.costs.custom import torch_formula
 from flopmeter.costs.data_movement.indexing import accumulate_into_zeros
@@ -22,8 +23,8 @@ from flopmeter.costs.traffic import is_view, writes_nothing
 from flopmeter.costs.triton_kernels import why_uncounted
 from flopmeter.records import UNCOUNTED, Call, Cost, TritonBody
 
-_BY_NAME: dict[str, Rule] = {**VARLEN, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
-"""Rules of ops that exist once a program has imported a module of torch that takes seconds."""
+_BY_NAME: dict[str, Rule] = {**VARLEN, **EXPERT_LOOPS, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
+"""Rules of ops that exist once a program has imported transformers, or a module of torch that takes seconds."""
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
 
 

@@ -36,7 +36,7 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
     arguments = func._schema.arguments
     aliased = [(i, a.name, a.alias_info) for i, a in enumerate(arguments) if a.alias_info is not None]
     writes = tuple((i, a.name) for i, a in enumerate(arguments) if _is_written(a))
-    if handler := assumed_handler(func, assumptions) or SPECIAL.get(func):
+    if handler := assumed_handler(func, assumptions) or SPECIAL.get(func) or _BY_NAME.get(func._schema.name):
         return ValueRule(handler, True, writes)
     if exchange := collectives.handler_of(func):
         return ValueRule(exchange, True)
@@ -204,6 +204,10 @@ def histogram(known: Knowledge, call: Invocation) -> Any:
 
 
 _GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")  # the last since torch 2.10
+# Of transformers: the op is there once a program has imported it.
+_BY_NAME: dict[str, Handler] = dict.fromkeys(
+    ("transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"), grouped
+)
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 
 SPECIAL: dict[OpOverload, Handler] = {

@@ -7,6 +7,7 @@ fp8 matmul, and weights packed to int4 or int8 under bf16 activations are a bf16
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
@@ -19,7 +20,7 @@ from flopmeter.costs.rules import (
     make_unpacking_contraction,
     rule,
 )
-from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Region, TensorSpec
+from flopmeter.records import CONTRACTION, ELEMENTWISE, Call, Cost, Kernel, Matmul, Region, TensorSpec
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
@@ -63,11 +64,11 @@ def grouped_mm(call: Call) -> Cost:
     by_rows, by_columns = len(a.shape) < len(b.shape), len(a.shape) > len(b.shape)
     whole = a.shape[-2] if by_rows else b.shape[-1] if by_columns else a.shape[-1]
     ends = call.argument("offs")
-    sizes = _equal_groups(whole, ends.numel) if call.groups is None else call.groups
+    sizes = equal_groups(whole, ends.numel) if call.groups is None else call.groups
     filled, held = sum(size > 0 for size in sizes), sum(sizes)
-    of_b = _share(b, filled if by_rows else held, b.shape[0] if by_rows else whole)
-    of_a = _share(a, filled if by_columns else held, a.shape[0] if by_columns else whole)
-    of_out = _share(out, held, whole) if by_rows or by_columns else Region(out, out.nbytes)
+    of_b = share_of(b, filled if by_rows else held, b.shape[0] if by_rows else whole)
+    of_a = share_of(a, filled if by_columns else held, a.shape[0] if by_columns else whole)
+    of_out = share_of(out, held, whole) if by_rows or by_columns else Region(out, out.nbytes)
     others = [Region(spec, spec.nbytes) for spec in dict.fromkeys(call.inputs[2:]) if spec is not ends]
     products = [
         Matmul(count, size, n, k)
@@ -87,13 +88,28 @@ def grouped_mm(call: Call) -> Cost:
     )
 
 
-def _equal_groups(whole: int, count: int) -> tuple[int, ...]:
+def group_assumptions(kernels: Iterable[Kernel]) -> list[str]:
+    """What is assumed about the groups of compiled matmuls: the compiler knows no values of offsets. (Of an eager op
+    the assumption is listed with its line.)"""
+    calls = {
+        kernel.op.call for kernel in kernels if kernel.op.graph is not None and kernel.cost.op_class == CONTRACTION
+    }
+    names = sorted({call.name for call in calls if call.groups is None and _has_groups(call)})
+    return [f"groups of equal length for {', '.join(names)} in compiled graphs"] if names else []
+
+
+def _has_groups(call: Call) -> bool:
+    has_offsets = any(argument.name == "offs" for argument in call.func._schema.arguments)
+    return has_offsets and call.argument("offs") is not None
+
+
+def equal_groups(whole: int, count: int) -> tuple[int, ...]:
     """The lengths of this many groups, as equal as possible."""
     size, rest = divmod(whole, max(count, 1))
     return (size + 1,) * rest + (size,) * (count - rest)
 
 
-def _share(spec: TensorSpec, part: int, whole: int) -> Region:
+def share_of(spec: TensorSpec, part: int, whole: int) -> Region:
     """The part of a tensor that `part` of its `whole` rows, columns or matrices make up."""
     return Region(spec, spec.nbytes * part // max(whole, 1))
 

@@ -44,11 +44,11 @@ VARLEN: dict[str, Rule] = {
 }
 
 
-def packed_notes(kernels: Iterable[Kernel]) -> list[str]:
+def packed_assumptions(kernels: Iterable[Kernel]) -> list[str]:
     """What is assumed about the lengths of packed sequences, which are data."""
     calls = {kernel.op.call for kernel in kernels if kernel.cost.op_class == ATTENTION}
     names = sorted({call.name for call in calls if any(_given(call, name) is not None for name in _STARTS)})
-    return [f"assumed: sequences packed for {', '.join(names)} are all as long as the longest"] if names else []
+    return [f"sequences packed for {', '.join(names)} are all as long as the longest"] if names else []
 
 
 def _of_flash(call: Call, func: OpOverload) -> Call:

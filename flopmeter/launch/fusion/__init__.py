@@ -19,8 +19,12 @@ at 250 arguments, as eager PyTorch splits its own); they do not fuse with ops on
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+import torch
+
+from flopmeter.costs import make_cost
 from flopmeter.costs.fused import HELD_ROW_ELEMENTS, flops_of, name_of, slowest_class
 from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.dequantize import casts_inside, with_cast
@@ -34,6 +38,7 @@ from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.records import (
     NORMALIZATION,
+    RANDOM,
     REDUCTION,
     Cost,
     Kernel,
@@ -67,6 +72,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     costs: dict[tuple[tuple[Cost, ...], int, int], Cost] = {}
     libraries: dict[Cost, Cost] = {}
     taken_in = casts_inside(parts, flow, groups, traffic)
+    draws = _draws_of(parts)
     casts: dict[int, list[list[int]]] = {}  # by matmul: the groups of casts that it does itself
     fused = []
     for group in groups.in_order():
@@ -87,11 +93,31 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
                 ops += tuple(_op(parts[member], kernels) for member in cast)
             fused.append(Kernel(ops, cost, 0, 0))
             continue
+        if first.graph in draws and any(_draws(parts[member]) for member in members):
+            fused.append(_seeds(ops[0], draws.pop(first.graph)))
         key = (tuple(parts[member].cost for member in members), *traffic.of_group(members))
         if key not in costs:
             costs[key] = _fused_cost(*key)
         fused.append(Kernel(ops, costs[key], 0, 0))
     return fused
+
+
+def _draws(part: Part) -> bool:
+    """Whether the part draws random numbers. Backward draws none: what it computes again takes the seed of forward."""
+    is_seeded = torch.Tag.nondeterministic_seeded in part.op.call.func.tags
+    return is_seeded and part.role is not OPAQUE and part.op.phase == "forward"
+
+
+def _draws_of(parts: list[Part]) -> dict[int, int]:
+    """How many ops of each graph draw random numbers."""
+    sources = {(part.graph, part.source) for part in parts if part.graph is not None and _draws(part)}
+    return Counter(graph for graph, _ in sources if graph is not None)
+
+
+def _seeds(op: Op, draws: int) -> Kernel:
+    """One kernel makes a graph's seeds, of 64 bits each (torch/_inductor/fx_passes/replace_random.py)."""
+    cost = make_cost(op.call, RANDOM, read=(), written=(Region(None, 8 * draws),), work=VectorWork())
+    return Kernel((op,), replace(cost, name="inductor_seeds"), 0, 0)
 
 
 def _op(part: Part, kernels: list[Kernel]) -> Op:
