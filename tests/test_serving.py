@@ -242,7 +242,7 @@ def test_nvfp4_multiplies_in_fp4_where_the_device_can_and_is_unpacked_elsewhere(
 
 def work(**changes):
     facts = {
-        "output": 100,
+        "output": 101,
         "decode": lambda batch: 0.01,
         "tokens_per_step": 1.0,
         "prefill": 0.2,
@@ -252,25 +252,49 @@ def work(**changes):
     return RequestWork(**facts | changes)
 
 
-def test_one_request_alone_waits_for_nobody():
-    alone = load(work(), 1)
-    assert alone.ttft_seconds == pytest.approx(0.2)
-    assert alone.tpot_seconds == pytest.approx(0.01 + 0.2 / 100)
-    assert alone.requests_per_s == pytest.approx(1 / (100 * 0.01 + 0.2))
+def test_one_request_alone_waits_for_nobody_whole_or_in_chunks():
+    """101 tokens: the prefill's own and 100 steps of 10 ms. Nobody else's prefill stops them, and no step of others
+    reads the weights for its chunks."""
+    for chunks in (0, 4):
+        alone = load(work(chunks=chunks), 1)
+        assert alone.ttft_seconds == pytest.approx(0.2)
+        assert alone.tpot_seconds == pytest.approx(0.01)
+        assert alone.requests_per_s == pytest.approx(1 / (0.2 + 100 * 0.01))
 
 
 def test_many_requests_by_hand():
+    """While one makes its tokens, nine others begin."""
     ten = load(work(), 10)
-    tpot = 0.01 + 10 * 0.2 / 100
-    rate = 10 / (100 * tpot)
-    rho = rate * 0.2
-    assert (ten.tpot_seconds, ten.requests_per_s) == (pytest.approx(tpot), pytest.approx(rate))
+    assert ten.tpot_seconds == pytest.approx(0.01 + 9 * 0.2 / 100)
+    assert ten.requests_per_s == pytest.approx(10 / (100 * 0.01 + 10 * 0.2))
+    rho = ten.requests_per_s * 0.2
     assert ten.ttft_seconds == pytest.approx(0.2 + 0.01 / 2 * 0.9 + rho * 0.2 / (2 * (1 - rho)))
+
+
+@pytest.mark.parametrize("chunks", [0, 2.5, 4])
+@pytest.mark.parametrize("batch", [1, 3, 10])
+def test_requests_at_work_are_their_rate_times_their_time(chunks, batch):
+    """Little's law, with the seconds of one whole turn counted step by step: `batch` prefills and the steps of one
+    request's own tokens and chunks, of which each chunk saves the reading of the weights."""
+    served = load(work(chunks=chunks), batch)
+    turn = batch * (0.2 - chunks * 0.01) + (100 + chunks) * 0.01
+    assert served.requests_per_s == pytest.approx(batch / turn)
+
+
+def test_requests_of_one_token_are_prefills_one_after_the_other():
+    for batch in (1, 7):
+        assert load(work(output=1), batch).requests_per_s == pytest.approx(1 / 0.2)
 
 
 def test_chunks_read_the_weights_with_decoding():
     cut = load(work(chunks=4), 10)
-    assert cut.tpot_seconds == pytest.approx(0.01 + 10 * (0.2 - 4 * 0.01) / 100)
+    assert cut.tpot_seconds == pytest.approx(0.01 + 9 * (0.2 - 4 * 0.01) / 100)
+
+
+def test_the_power_limit_bounds_the_rate():
+    """3 joules of each request at 2 watts: no more than two requests in three seconds."""
+    bound = load(work(by_power=lambda batch: 3 * batch / 2), 4)
+    assert bound.requests_per_s == pytest.approx(2 / 3)
 
 
 def test_expected_tokens_of_a_draft():
@@ -279,14 +303,15 @@ def test_expected_tokens_of_a_draft():
     assert expected_tokens(2, 0.5) == pytest.approx(1 + 0.5 + 0.25)
 
 
-def test_more_chunks_than_steps_are_no_load():
-    assert load(work(chunks=8, output=4), 4) is None
+def test_more_chunks_than_steps_are_no_load_for_more_than_one_request():
+    assert load(work(chunks=8, output=5), 4) is None
+    assert load(work(chunks=8, output=5), 1).requests_per_s == pytest.approx(1 / (0.2 + 4 * 0.01))
 
 
 def test_short_prompts_share_a_chunk():
-    crowded = {at_once: load(work(chunks=1, output=4, prefill=0.01, at_once=at_once), 16) for at_once in (1, 8)}
+    crowded = {at_once: load(work(chunks=1, output=5, prefill=0.01, at_once=at_once), 16) for at_once in (1, 8)}
     assert crowded[1] is None
-    assert crowded[8].requests_per_s == pytest.approx(16 / (4 * 0.01))
+    assert crowded[8].requests_per_s == pytest.approx(16 / (5 * 0.01))
 
 
 def test_a_model_whose_config_does_not_split_is_refused():
@@ -359,6 +384,42 @@ def test_a_draft_that_is_always_right_makes_tokens_faster_and_one_that_never_is_
     assert times[1] < served().rows[0].points[0].tpot_seconds < times[0]
 
 
+def test_a_draft_reads_the_prompt_too():
+    small = config(num_hidden_layers=1)
+    with_draft, without = (served(draft=draft).rows[0].prefill_seconds for draft in (small, None))
+    assert 1.5 * without < with_draft < 2 * without  # one more layer after two, and the vocabulary again
+
+
+def test_a_longer_prompt_is_never_served_faster_beyond_a_chunk_either():
+    rows = [served(prompt=prompt).rows[0] for prompt in (2040, 2048, 2049)]
+    for values in ([row.best.tokens_per_s for row in rows], [-row.points[-1].tpot_seconds for row in rows]):
+        assert values == pytest.approx(sorted(values, reverse=True), rel=1e-3)
+
+
+def test_a_prompt_of_more_chunks_than_tokens_wanted_is_served_one_at_a_time():
+    row = served(prompt=8192, output=4, slo={"ttft": 1e-6}).rows[0]
+    assert row.best is None
+    assert row.points[0].requests_per_s == pytest.approx(1 / (row.prefill_seconds + 3 * row.step_seconds))
+
+
+def test_alone_a_token_takes_one_step(result):
+    for row in result.rows:
+        assert row.points[0].tpot_seconds == pytest.approx(row.step_seconds)
+        assert row.points[0].ttft_seconds == pytest.approx(row.prefill_seconds)
+
+
+def test_the_links_that_carry_tokens_between_gpus_are_named():
+    for options in ({"gpus": 2}, {"disaggregated": True}):
+        assert "links: l40s as in 8 L40S on PCIe 4" in str(served([L40S], **options))
+    assert "links: " not in str(served([L40S]))
+
+
+def test_requests_longer_than_the_positions_of_the_config_are_told_of():
+    short = config(max_position_embeddings=64, num_hidden_layers=1)
+    told = [str(serving(short, [L40S], prompt=60, output=output)) for output in (4, 5)]
+    assert ["the config has 64 positions" in text for text in told] == [False, True]
+
+
 def test_prefill_apart_never_stops_decoding():
     apart, together = (served(disaggregated=is_apart, chunk=None).rows[0].points[-1] for is_apart in (True, False))
     assert apart.batch == together.batch
@@ -398,6 +459,7 @@ def test_the_picture_has_a_curve_for_each_device(result):
         ({"prompt": 0}, "prompt must be a positive whole number"),
         ({"slo": "latency=3s"}, "unknown latency 'latency'; known: ttft, tpot"),
         ({"slo": "ttft=fast"}, "a latency is a time such as 500ms"),
+        ({"slo": "ttft=9us"}, "not '9us'"),
         ({"weights": "int3"}, "unknown weights 'int3'; known: bf16"),
         ({"kv": "int4"}, "unknown kv 'int4'"),
         ({"mode": "fast"}, "unknown mode 'fast'"),
@@ -405,6 +467,7 @@ def test_the_picture_has_a_curve_for_each_device(result):
         ({"chunk": 0}, "chunk must be a positive number"),
         ({"cache": "disk"}, "unknown cache 'disk'"),
         ({"gpus": 5}, "cannot be split over 5 GPUs"),
+        ({"disaggregated": True, "output": 1}, "have nothing to decode"),
         ({"hardware": []}, "at least one device"),
     ],
 )

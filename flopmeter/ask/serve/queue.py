@@ -1,28 +1,31 @@
 """The arithmetic on top of the steps: what a server that works on several requests at a time gives each of them.
 
-A request brings `prompt` tokens and wants `output` tokens. With b requests at a time, a step of decoding gives each of
-them E tokens in D(b) seconds: E is 1, or with a draft of k tokens that are each accepted with probability a
+A request brings `prompt` tokens and wants `output` tokens, the first of which its prefill gives. With b requests at a
+time, a step of decoding gives each of them E tokens in D(b) seconds: E is 1, or with a draft of k tokens that are each
+accepted with probability a
 
     E = (1 - a^(k+1)) / (1 - a),  D(b) = k * draft step + step with k + 1 new tokens     (Leviathan et al. 2023)
 
-In the time in which it makes one token, each request lets b / output others begin, whose prefill costs x seconds:
+A request is at work for T, its own prefill, and then for output - 1 tokens. In that time each of the b - 1 others
+finishes once and lets another one begin, whose prefill costs x seconds; by Little's law:
 
-    time per output token        TPOT = D / E + x * b / output
-    requests a second            r = b / (output * TPOT)
+    time per output token        TPOT = D / E + x (b - 1) / (output - 1)
+    requests a second            r = b / (T + (output - 1) * TPOT)
 
-TPOT is no less than the time in which the power limit gives the energy of what is done in it.
+No request is faster than the power limit gives the energy of all b.
 
 Prefill as one step of P seconds stops decoding: x = P, and the request's own prefill takes T = P. Cut into n chunks of
 p seconds that run in the same steps as decoding, it reads the weights with it, which is d of each, the step of one
-sequence alone: x = n (p - d), and T = n (p + (D - d) (b - 1) / b). In front of it stand half a step of decoding and
-the prefills of others: of random arrivals (M/D/1), but no more than all others at once.
+sequence alone: x = n (p - d), and T = n (p + (D - d) (b - 1) / b). A last chunk that is not full is shared with the
+next prompt, so n is no whole number. In front of it stand half a step of decoding and the prefills of others: of
+random arrivals (M/D/1), but no more than all others at once.
 
     time to first token          TTFT = T + D / 2 * (b - 1) / b + min(rho T / 2 (1 - rho), (b - 1) T),  rho = r T / c
 
 where c is how many prompts go into one chunk.
 
-With pools of their own for prefill and for decoding, decoding is never stopped (x = 0), prefill GPUs are so many that
-rho is `PREFILL_LOAD`, and the cache of a prompt goes over a link.
+With pools of their own for prefill and for decoding, decoding is never stopped (x = 0) and does not wait for T,
+prefill GPUs are so many that rho is `PREFILL_LOAD`, and the cache of a prompt goes over a link.
 """
 
 from __future__ import annotations
@@ -37,15 +40,15 @@ PREFILL_LOAD = 0.7  # of the time: how busy GPUs that only prefill are kept
 class RequestWork(NamedTuple):
     """One request, in seconds of a server's steps."""
 
-    output: int  # tokens
+    output: int  # tokens; two and more if prefill is apart
     decode: Callable[[float], float]  # seconds of a decoding step by how many requests share it
     tokens_per_step: float  # E above
     prefill: float  # seconds of all its chunks, or of one step
-    chunks: int  # 0: prefill stops decoding
+    chunks: float  # n above; 0: prefill stops decoding
     alone: float  # d above
     is_apart: bool = False  # GPUs of their own for prefill
-    by_power: Callable[[int], float] = lambda _: 0.0  # least seconds a token under the power limit, by the batch
-    at_once: int = 1  # prompts that go into one chunk: c above
+    by_power: Callable[[int], float] = lambda _: 0.0  # least seconds of all b requests under the power limit, by b
+    at_once: float = 1.0  # prompts that go into one chunk: c above
     transfer: float = 0.0  # of the prompt's cache, to the GPUs that decode
 
 
@@ -69,18 +72,18 @@ def expected_tokens(draft_tokens: int, acceptance: float) -> float:
 def load(work: RequestWork, batch: int) -> Load | None:
     """The server's load; None if prefill alone needs more than the server has."""
     step = work.decode(batch)
-    extra = max(0.0, work.prefill - work.chunks * work.alone)
-    if work.is_apart:
-        extra = 0.0
     others = (batch - 1) / batch
     own = work.prefill + work.chunks * max(0.0, step - work.alone) * others
-    tpot = step / work.tokens_per_step + extra * batch / work.output
-    tpot = max(tpot, work.by_power(batch))
-    rate = batch / (work.output * tpot)
+    extra = 0.0 if work.is_apart else max(0.0, work.prefill - work.chunks * work.alone)
+    before = 0.0 if work.is_apart else own  # what a request spends on the GPUs that decode, before they do
+    after = work.output - 1
+    decoding = max(after * step / work.tokens_per_step + extra * (batch - 1), work.by_power(batch) - before)
+    rate = batch / (before + decoding)
     rho = PREFILL_LOAD if work.is_apart else rate * own / work.at_once
-    if rho >= 1 and work.chunks:
+    if rho >= 1 and work.chunks and batch > 1:
         return None  # more chunks than steps: the server does nothing but prefill, and its queue only grows
     waits = rho * own / (2 * (1 - rho)) if rho < 1 else math.inf
     wait = waits if work.is_apart else min(waits, (batch - 1) * own) + step / 2 * others
     servers = rate * own / PREFILL_LOAD if work.is_apart else 0.0
+    tpot = decoding / after if after else step / work.tokens_per_step
     return Load(batch, own + wait + work.transfer, tpot, rate, servers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -140,7 +141,7 @@ class ServingPlan:
     @property
     def cached(self) -> int:
         """Tokens of a prompt that are in the cache already."""
-        return min(int(self.prefix * self.prompt), self.prompt - 1)
+        return min(round(self.prefix * self.prompt), self.prompt - 1)
 
     def check(self) -> None:
         """Raises ServingError for what makes no sense."""
@@ -149,6 +150,8 @@ class ServingPlan:
                 raise ServingError(f"{name} must be a positive whole number, not {getattr(self, name)!r}")
         if self.chunk is not None and self.chunk < 1:
             raise ServingError(f"chunk must be a positive number of tokens or None, not {self.chunk!r}")
+        if self.is_disaggregated and self.output == 1:
+            raise ServingError("prefill gives the one token that is wanted: GPUs of their own have nothing to decode")
         for name in ("prefix", "acceptance"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ServingError(f"{name} is a share from 0 to 1, not {getattr(self, name)!r}")
@@ -192,7 +195,7 @@ def serving(
     chunk: tokens of a prompt that run in one step with decoding; None: prefill stops decoding.
     prefix: share of each prompt whose keys and values are in the cache already.
     draft: a smaller model (as `target`) that proposes `draft_tokens` tokens (4), each accepted with `acceptance` (0.7).
-    disaggregated: GPUs of their own for prefill.
+    disaggregated: GPUs of their own for prefill, which is not cut into chunks.
     cache: 'paged' as servers hold it, or 'transformers' as its generate() does.
     prices: dollars per GPU and hour, by device. dollars_per_kwh: what energy costs.
     meter_options: of FlopMeter.
@@ -203,8 +206,8 @@ def serving(
     if draft is None and (acceptance is not None or draft_tokens is not None):
         raise ServingError("acceptance and draft_tokens are of a draft: give its model as draft")
     plan = ServingPlan(
-        prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, mode=mode, weights=weights, kv=kv, chunk=chunk,
-        prefix=prefix, draft_tokens=4 if draft_tokens is None else draft_tokens,
+        prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, mode=mode, weights=weights, kv=kv,
+        chunk=None if disaggregated else chunk, prefix=prefix, draft_tokens=4 if draft_tokens is None else draft_tokens,
         acceptance=0.7 if acceptance is None else acceptance, is_disaggregated=disaggregated,
         dollars_per_kwh=checked_energy_price(dollars_per_kwh), meter_options=meter_options,
     )  # fmt: skip
@@ -236,7 +239,7 @@ class _Server:
         self._tokens = expected_tokens(plan.draft_tokens, plan.acceptance) if draft else 1.0
 
     def row(self) -> ServingRow:
-        plan, most = self._plan, self._most_requests()
+        plan, most = self._plan, self._most
         if not most:
             raise HardwareError(
                 f"{self._device.name}: not even one request of {plan.prompt} + {plan.output} tokens fits beside"
@@ -245,7 +248,7 @@ class _Server:
             )
         loads = {batch: load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)}
         possible = [each for each in loads.values() if each is not None]
-        kept = [each for each in possible if self._keeps(each)]
+        kept = [each for each in possible if not self._over(each)]
         best = max(kept, key=lambda each: each.requests_per_s, default=None)
         shown = [each for each in possible if each.batch in _doublings(most)]
         servers = best.prefill_servers if best else 0.0
@@ -253,7 +256,7 @@ class _Server:
             hardware=self._device.name,
             gpus=plan.gpus,
             weight_bytes=self._weight_bytes,
-            kv_bytes_per_request=self._kv_bytes,
+            kv_bytes_per_request=self._kv_bytes(plan.prompt + plan.output),
             most_requests=most,
             prefill_seconds=self._work.prefill,
             step_seconds=self._work.decode(1),
@@ -267,21 +270,20 @@ class _Server:
     def _weight_bytes(self) -> int:
         return self._steps.weight_bytes(self._device) + (self._draft.weight_bytes(self._device) if self._draft else 0)
 
-    @property
-    def _kv_bytes(self) -> float:
-        tokens, element = self._plan.prompt + self._plan.output, KV_BYTES[self._plan.kv]
-        own = self._steps.decoder.kv_bytes(tokens, element)
-        return own + (self._draft.decoder.kv_bytes(tokens, element) if self._draft else 0.0)
+    def _kv_bytes(self, tokens: int) -> float:
+        """The caches of one request, that of the draft too."""
+        models = (self._steps, self._draft) if self._draft else (self._steps,)
+        return sum(model.decoder.kv_bytes(tokens, KV_BYTES[self._plan.kv]) for model in models)
 
-    def _most_requests(self) -> int:
+    @functools.cached_property
+    def _most(self) -> int:
         """How many requests fit beside the weights and the memory of a step, each with all of its tokens."""
         room = usable_bytes(self._device) - self._weight_bytes - self._prefill_chunk.working_bytes
-        return max(0, int(room / self._kv_bytes))
+        return max(0, int(room / self._kv_bytes(self._plan.prompt + self._plan.output)))
 
     @property
     def _chunk(self) -> int:
-        new = self._plan.prompt - self._plan.cached
-        return new if self._plan.chunk is None else min(new, self._plan.chunk)
+        return min(self._plan.prompt - self._plan.cached, self._plan.chunk or self._plan.prompt)
 
     @property
     def _chunks(self) -> float:
@@ -289,9 +291,18 @@ class _Server:
 
     @property
     def _prefill_chunk(self) -> StepCost:
-        """A chunk in the middle of the prompt, which stands for all: attention grows evenly from chunk to chunk."""
+        """A chunk in the middle of the prompt, which stands for all: attention grows evenly from chunk to chunk. A
+        draft reads the prompt as well, after the model."""
         before = self._plan.cached + (self._plan.prompt - self._plan.cached - self._chunk) // 2
-        return self._steps.cost(self._device, 1, self._chunk, before)
+        own = self._steps.cost(self._device, 1, self._chunk, before)
+        if self._draft is None:
+            return own
+        draft = self._draft.cost(self._device, 1, self._chunk, before)
+        return StepCost(
+            own.seconds + draft.seconds,
+            None if own.joules is None or draft.joules is None else own.joules + draft.joules,
+            max(own.working_bytes, draft.working_bytes),
+        )
 
     def _decode(self, batch: float) -> tuple[float, float | None]:
         """Seconds and joules of a step, in the middle of a request's output; between metered batches on a line.
@@ -308,8 +319,10 @@ class _Server:
         return seconds, low.joules + share * (high.joules - low.joules)
 
     def _padded_step(self, batch: int) -> StepCost:
-        sizes = (batch, 2 * batch) if 2 * batch <= MOST_REQUESTS else (batch,)
-        return min((self._step(size) for size in sizes), key=lambda cost: cost.seconds)
+        step = self._step(batch)
+        if batch >= min(self._most, MOST_REQUESTS):
+            return step
+        return min(step, self._padded_step(2 * batch), key=lambda cost: cost.seconds)
 
     def _step(self, batch: int) -> StepCost:
         """One cycle of decoding, with the draft's steps if there is one."""
@@ -328,20 +341,18 @@ class _Server:
         plan = self._plan
         transfer = 0.0
         if plan.is_disaggregated:
-            nbytes = self._steps.decoder.kv_bytes(plan.prompt, KV_BYTES[plan.kv])
             links = cluster_of(self._device)
-            transfer = nbytes / ((links.inter or links.intra).bandwidth_gb_per_s * 1e9)
-        is_cut = plan.chunk is not None and not plan.is_disaggregated
+            transfer = self._kv_bytes(plan.prompt) / ((links.inter or links.intra).bandwidth_gb_per_s * 1e9)
         return RequestWork(
             output=plan.output,
             decode=lambda batch: self._decode(batch)[0],
             tokens_per_step=self._tokens,
             prefill=self._chunks * self._prefill_chunk.seconds,
-            chunks=math.ceil(self._chunks) if is_cut else 0,
+            chunks=self._chunks if plan.chunk else 0,
             alone=self._alone.seconds,
             is_apart=plan.is_disaggregated,
             by_power=self._seconds_by_power,
-            at_once=max(1, plan.chunk // self._chunk) if is_cut and plan.chunk else 1,
+            at_once=plan.chunk / self._chunk if plan.chunk else 1.0,
             transfer=transfer,
         )
 
@@ -349,14 +360,11 @@ class _Server:
         joules, watts = self._joules(batch), self._device.limit_watts
         if joules is None or watts is None or self._plan.is_disaggregated:
             return 0.0
-        return joules * batch / (self._plan.output * self._plan.gpus * watts)
+        return joules * batch / (self._plan.gpus * watts)
 
     @property
     def _alone(self) -> StepCost:
         return self._steps.cost(self._device, 1, 1, self._plan.prompt + self._plan.output // 2)
-
-    def _keeps(self, each: Load) -> bool:
-        return not self._over(each)
 
     def _over(self, each: Load) -> list[str]:
         """The latencies that were asked for and that this load does not keep to."""
@@ -374,7 +382,7 @@ class _Server:
             full = (
                 f"{most} requests fill the memory" if most <= MOST_REQUESTS else f"{MOST_REQUESTS} are the most metered"
             )
-            return full + _sizes(best)
+            return f"{full} (TTFT {duration(best.ttft_seconds)}, TPOT {duration(best.tpot_seconds)})"
         after = next((each for each in possible if each.batch == best.batch + 1), None)
         if after is None:
             return f"prefill: with more than {best.batch} requests there are more chunks than steps"
@@ -406,20 +414,15 @@ class _Server:
     def _joules(self, batch: int) -> float | None:
         """Joules of one request, on all GPUs: its prefill, and its share of the steps of decoding. GPUs of prefill
         alone also draw their idle power while they wait."""
-        plan, chunk, alone = self._plan, self._prefill_chunk, self._alone
-        decode = self._decode(batch)[1]
+        plan, chunk, alone, decode = self._plan, self._prefill_chunk, self._alone, self._decode(batch)[1]
         if decode is None or chunk.joules is None or alone.joules is None:
             return None
         prefill = self._chunks * chunk.joules
         if plan.is_disaggregated:
             prefill += self._device.idle_watts * self._work.prefill * (1 / PREFILL_LOAD - 1)
         elif plan.chunk is not None:
-            prefill = max(0.0, prefill - math.ceil(self._chunks) * alone.joules)
-        return plan.gpus * (prefill + plan.output / self._tokens * decode / batch)
-
-
-def _sizes(best: Load) -> str:
-    return f" (TTFT {duration(best.ttft_seconds)}, TPOT {duration(best.tpot_seconds)})"
+            prefill = max(0.0, prefill + self._chunks * (decode / batch - alone.joules))
+        return plan.gpus * (prefill + (plan.output - 1) / self._tokens * decode / batch)
 
 
 def _doublings(most: int) -> set[int]:
@@ -444,11 +447,11 @@ def read_slo(text: str | Mapping[str, float] | None) -> dict[str, float]:
 
 
 def _seconds(value: str | float) -> float:
-    scale = 1.0
+    number, scale = value, 1.0
     if isinstance(value, str):
-        value, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.removesuffix("s"), 1.0)
+        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.removesuffix("s"), 1.0)
     try:
-        seconds = float(value) * scale
+        seconds = float(number) * scale
     except ValueError:
         seconds = math.nan
     if not (seconds > 0 and math.isfinite(seconds)):
@@ -471,6 +474,13 @@ def _notes(plan: ServingPlan, own: StepModel, draft: StepModel | None, devices: 
     ]
     chunks = "prefill stops decoding" if plan.chunk is None else f"prompts in chunks of {plan.chunk} tokens"
     notes.append("GPUs of their own for prefill" if plan.is_disaggregated else chunks)
+    if plan.gpus > 1 or plan.is_disaggregated:
+        notes += [f"links: {device.name} as in {cluster_of(device).title}" for device in devices]
+    positions = getattr(own.decoder.config, "max_position_embeddings", None)
+    if positions and plan.prompt + plan.output > positions:
+        notes.append(
+            f"the config has {positions} positions: requests of {plan.prompt} + {plan.output} tokens need more"
+        )
     if plan.prefix:
         notes.append(f"{plan.cached} of {plan.prompt} tokens of each prompt are in the cache")
     if draft is not None:
@@ -482,8 +492,7 @@ def _notes(plan: ServingPlan, own: StepModel, draft: StepModel | None, devices: 
     chosen = WEIGHTS[plan.weights]
     if plan.weights != "bf16":
         notes.append(f"weights in {plan.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is")
-    product = chosen.product
-    if product:
+    if product := chosen.product:
         lack = [device.name for device in devices if not has_product(device, product)]
         notes += (
             [f"no products in {product} on {', '.join(lack)}: weights are unpacked in bf16 products"] if lack else []
