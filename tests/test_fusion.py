@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from work import instructions
@@ -535,6 +535,10 @@ def random_program(choices: list[int]) -> Compiled:
     return compiled(Machine(choices).run)
 
 
+def without_seeds(fused: list[Kernel]) -> list[Kernel]:
+    return [kernel for kernel in fused if kernel.cost.name != "inductor_seeds"]
+
+
 PROGRAMS = st.lists(st.integers(0, 1000), min_size=3, max_size=60)
 
 
@@ -553,10 +557,14 @@ def test_fusing_keeps_flops_and_never_adds_kernels(choices: list[int]):
 
 
 @settings(max_examples=100, deadline=None)
+@example([0, 0, 0, 0, 0, 0, 0, 0, 0, 102])  # a dropout after what nobody reads
 @given(PROGRAMS)
 def test_every_op_reads_what_it_read_before_and_what_is_needed_is_still_moved(choices: list[int]):
-    """Both orders are played element by element; a kernel moves at least the elements that cross its bounds."""
+    """Both orders are played element by element; a kernel moves at least the elements that cross its bounds.
+
+    The kernel that makes seeds runs no op of the program."""
     eager, fused, trace = random_program(choices)
+    fused = without_seeds(fused)
     expected = {id(op): seen for op, seen in play(kernel.ops for kernel in eager)}
     assert {id(op): seen for op, seen in play(kernel.ops for kernel in fused)} == expected
 
@@ -628,10 +636,6 @@ def elements(spec: TensorSpec) -> Iterator[Element]:
 @given(PROGRAMS)
 def test_fusing_twice_the_program_fuses_twice_the_kernels(choices: list[int]):
     """Two copies of a program on data of their own share nothing but their costs, and the kernel that makes seeds."""
-
-    def without_seeds(fused):
-        return [kernel for kernel in fused if kernel.cost.name != "inductor_seeds"]
-
     once = random_program(choices)
     both = compiled(lambda: (Machine(choices).run(), Machine(choices).run()))
     assert moved(both.fused) == 2 * moved(once.fused)

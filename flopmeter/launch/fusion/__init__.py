@@ -93,8 +93,9 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
                 ops += tuple(_op(parts[member], kernels) for member in cast)
             fused.append(Kernel(ops, cost, 0, 0))
             continue
-        if first.graph in draws and any(_draws(parts[member]) for member in members):
-            fused.append(_seeds(ops[0], draws.pop(first.graph)))
+        drawing = [parts[member].op for member in members if _draws(parts[member])]
+        if drawing and first.graph in draws:
+            fused.append(_seeds(drawing[0], draws.pop(first.graph)))
         key = (tuple(parts[member].cost for member in members), *traffic.of_group(members))
         if key not in costs:
             costs[key] = _fused_cost(*key)
@@ -115,7 +116,9 @@ def _draws_of(parts: list[Part]) -> dict[int, int]:
 
 
 def _seeds(op: Op, draws: int) -> Kernel:
-    """One kernel makes a graph's seeds, of 64 bits each (torch/_inductor/fx_passes/replace_random.py)."""
+    """One kernel makes a graph's seeds, of 64 bits each (torch/_inductor/fx_passes/replace_random.py).
+
+    It stands for the first op that draws, which runs in a later kernel."""
     cost = make_cost(op.call, RANDOM, read=(), written=(Region(None, 8 * draws),), work=VectorWork())
     return Kernel((op,), replace(cost, name="inductor_seeds"), 0, 0)
 
