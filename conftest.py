@@ -1,6 +1,13 @@
 """README.md is a doctest where its reports are those of a torch whose streams were compared: on others they say so."""
 
+from hypothesis.internal.conjecture import providers
+
 from flopmeter.torch_names.dispatcher import COMPARED_VERSIONS, running_version
 
 collect_ignore = [] if running_version() in COMPARED_VERSIONS else ["README.md"]
 collect_ignore_glob = ["tests/programs/*"]  # scripts that tests run, which import more than the tests need
+
+# Hypothesis mixes in constants of whichever modules are imported by then, so its examples depend on the tests that a
+# worker ran before. Without them a seed gives the same examples in each run.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = lambda: providers._local_constants
