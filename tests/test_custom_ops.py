@@ -92,12 +92,12 @@ def test_an_op_costs_the_kernels_of_its_implementation():
 
 
 def test_the_program_sees_one_op_and_its_implementation_runs_once_for_each_geometry():
-    x, weight = meta(ROWS, INSIDE), meta(INSIDE, WIDTH)
+    x, row, weight = meta(ROWS, INSIDE), meta(1, INSIDE), meta(INSIDE, WIDTH)
     before = len(runs)
     with FlopMeter("h100-sxm5-80gb") as meter:
         for _ in range(3):
             mm_gelu(x, weight)
-        mm_gelu(meta(1, INSIDE), weight)
+        mm_gelu(row, weight)
     assert [op.call.name for op in meter.trace.ops] == ["flopmeter_python::mm_gelu"] * 4
     assert len(runs) - before == 2
     assert len(meter.report().kernels) == 8
