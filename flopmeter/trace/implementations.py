@@ -5,35 +5,41 @@ which torch shows none on meta tensors: there it runs the op's fake implementati
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from flopmeter.records import Call, OpsBody, TensorSpec
+from flopmeter.records import Call, OpsBody, TensorSpec, Trace
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.private import DYNAMO, PYTHON_KERNELS, PYTHON_OPS, DispatchKey, lost
 from flopmeter.trace.tensor_specs import as_tensors
 
-if TYPE_CHECKING:
-    from flopmeter.trace.recorder import Recorder
-
 _KEYS = ("CUDA", "CompositeExplicitAutograd")  # where Python registers for GPUs, and for every device
-_OF_TORCH = ("aten", "prims", "_c10d_functional", "_dtensor")  # other namespaces may be the program's
+# Namespaces whose kernels are no Python, and those whose Python makes nothing but shapes. Others may be the program's.
+_OTHERS = ("aten", "prims", "_c10d_functional", "_dtensor", "flopmeter", "flopmeter_shims")
+
+
+class OpRecorder(AbstractContextManager[Any], Protocol):
+    """A recorder that has recorded nothing yet."""
+
+    trace: Trace
+
+    def number_of(self, tensor: Tensor) -> int: ...
 
 
 def python_key(func: OpOverload) -> str | None:
     """The dispatch key under which a Python function implements the op on a GPU; None if none does."""
-    if func.namespace in _OF_TORCH or lost(PYTHON_OPS):
+    if func.namespace in _OTHERS or lost(PYTHON_OPS):
         return None
     name = func.name().replace("::", "/")
     return next((key for key in _KEYS if f"{name}/{key}" in PYTHON_KERNELS.value), None)
 
 
-def body_of(call: Call, recorder: Recorder) -> OpsBody | None:
+def body_of(call: Call, recorder: OpRecorder) -> OpsBody | None:
     """What the Python function that implements the op runs on meta tensors like those of the call; None if there is no
-    such function. `recorder` is a new one."""
+    such function."""
     key = python_key(call.func)
     if key is None:
         return None
