@@ -15,6 +15,7 @@ from flopmeter.compiler import AroundTracing, OnCompiledCall, PosedDevice, Sessi
 from flopmeter.costs import CallCosts, costs_of, kernels_of
 from flopmeter.costs.contractions.quantized import group_assumptions
 from flopmeter.costs.contractions.varlen import packed_assumptions
+from flopmeter.costs.custom_ops import implementation_assumptions, uncounted_implementations
 from flopmeter.costs.data_movement.communication import message_notes
 from flopmeter.costs.triton_kernels import uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
@@ -34,7 +35,7 @@ from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
 from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, host_seconds, time_run, time_runs
 from flopmeter.timing.peak_memory import memory_of
-from flopmeter.torch_names.private import BUFFERS, DOUBLE_BACKWARD, PROPAGATION, lost
+from flopmeter.torch_names.private import BUFFERS, DOUBLE_BACKWARD, PROPAGATION, PYTHON_OPS, lost
 from flopmeter.trace import overlap
 from flopmeter.trace.dtensor import unseen_propagation
 from flopmeter.trace.other_threads import OtherThreads
@@ -376,9 +377,13 @@ class FlopMeter:
             cluster = None
         elif cluster is None:
             cluster = cluster_of(device)
-        notes = (*self._notes(device), *uncounted_notes(kernels), *message_notes(kernels, running))
+        uncounted = (*uncounted_notes(kernels), *uncounted_implementations(kernels))
+        notes = (*self._notes(device), *uncounted, *message_notes(kernels, running))
         host, ran = self._host or device.host, ran_of(trace, device)
-        assumed = (*self._assumptions(), *packed_assumptions(kernels), *group_assumptions(kernels))
+        assumed = (
+            *self._assumptions(), *packed_assumptions(kernels), *group_assumptions(kernels),
+            *implementation_assumptions(kernels),
+        )  # fmt: skip
         return _Run(
             trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known,
             self._dollars_per_kwh,
@@ -390,7 +395,7 @@ class FlopMeter:
             notes += [*self._emulation.notes, *target_of(device).notes, *unfused_notes(self._emulation)]
         if self._session:
             notes += self._session.notes
-        notes += [*self._not_metered(), *lost(PROPAGATION, BUFFERS, DOUBLE_BACKWARD)]
+        notes += [*self._not_metered(), *lost(PROPAGATION, BUFFERS, DOUBLE_BACKWARD, PYTHON_OPS)]
         return tuple(dict.fromkeys(notes))
 
     def _not_metered(self) -> Iterator[str]:

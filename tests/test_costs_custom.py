@@ -16,7 +16,7 @@ from flopmeter.trace.recorder import Recorder
 
 @torch.library.custom_op("flopmeter_tests::swiglu", mutates_args=())
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate) * up
+    raise NotImplementedError("the kernel of an extension that is not here")
 
 
 @swiglu.register_fake

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from costs_support import meta
+from test_custom_ops import by_value, mm_gelu
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
@@ -201,6 +202,7 @@ def catalogue() -> tuple[Report, ...]:
         metered(attend_in_a_window),
         metered(odds_and_ends, "h100-sxm5-80gb"),
         metered(recur),
+        metered(lambda: by_value(mm_gelu(meta(4, 8), meta(8, 4)))),
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp())),
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp()), compile="rules"),
         metered(torch.compile(attend_with_scores_changed), compile="rules"),

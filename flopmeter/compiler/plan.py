@@ -29,6 +29,7 @@ from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.trace.recorder import Recorder
 
 compiled_kernel = Overloads(own).compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
@@ -80,14 +81,15 @@ class Plan(NamedTuple):
         return tuple(kernel for call, kernel in calls if kernel and call and call.func is compiled_kernel)
 
 
-def plan_of(lowered: Lowered, sizes: Sizes, *, is_backward: bool) -> Plan:
+def plan_of(lowered: Lowered, sizes: Sizes, recorder: Recorder, *, is_backward: bool) -> Plan:
+    """`recorder`: that of the program, which knows what custom ops run."""
     with names.VIRTUALIZED.value.set_graph_handler(lowered.graph), no_dispatch_modes():
-        return _Planner(lowered, sizes, is_backward).plan()
+        return _Planner(lowered, sizes, recorder, is_backward).plan()
 
 
 class _Planner:
-    def __init__(self, lowered: Lowered, sizes: Sizes, is_backward: bool):
-        self._lowered, self._sizes, self._is_backward = lowered, sizes, is_backward
+    def __init__(self, lowered: Lowered, sizes: Sizes, recorder: Recorder, is_backward: bool):
+        self._lowered, self._sizes, self._recorder, self._is_backward = lowered, sizes, recorder, is_backward
         self._graph, self._scheduler = lowered.graph, lowered.graph.scheduler
         self._ir = names.IR.owner
         self._regions = Regions(self._graph, sizes, self.base)
@@ -147,6 +149,7 @@ class _Planner:
             return self._written(node, "library", origins, scheduler_bytes)
         else:
             call, buffers = self._call(node.node, fx)
+            call = self._recorder.with_implementation(call)
             origin = origin_of(fx, call, is_backward=self._is_backward)
         reads = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.inputs))
         writes = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.outputs))

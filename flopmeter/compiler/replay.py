@@ -85,7 +85,9 @@ class Replay:
         plan = self._plans.get(symbols)
         if plan is None:
             is_backward = self._graph.part == "backward"
-            plan = self._plans[symbols] = plan_of(self._lowered, Sizes(dict(symbols)), is_backward=is_backward)
+            plan = self._plans[symbols] = plan_of(
+                self._lowered, Sizes(dict(symbols)), self._recorder, is_backward=is_backward
+            )
             if not self._graph.kernels:
                 self._graph.kernels, self._graph.uncounted = plan.kernels, uncounted_in(plan.written)
         return plan

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import torch
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs.rules import Rule, make_cost, rule
 from flopmeter.records import ATTENTION, CONTRACTION, ELEMENTWISE, Call, Cost, FormulaWork, TensorSpec
 from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.trace.tensor_specs import as_tensors
 
 CustomRule = Callable[[Call], "int | Cost | tuple[Cost, ...]"]
 
@@ -55,9 +56,10 @@ def torch_formula(call: Call) -> Rule | None:
         return None
 
     def by_formula(call: Call) -> Cost:
+        made: dict[TensorSpec, Tensor] = {}
         with no_dispatch_modes():  # the formula may look at tensors, which must not be metered
-            args, kwargs = _as_tensors((call.args, dict(call.kwargs)))
-            returned = _as_tensors(call.outputs)
+            args, kwargs = as_tensors((call.args, dict(call.kwargs)), made)
+            returned = as_tensors(call.outputs, made)
             flops = int(formula(*args, **kwargs, out_val=returned[0] if len(returned) == 1 else returned))
         is_integer_work = not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs)
         flops = 0 if is_integer_work else flops  # products of bytes run on the int8 unit, as in make_contraction
@@ -87,14 +89,3 @@ def _checked(function: CustomRule, op_class: str) -> Rule:
 
     checked.__name__, checked.__module__ = function.__name__, function.__module__
     return checked
-
-
-def _as_tensors(value: Any) -> Any:
-    """The same arguments with meta tensors in place of specs."""
-    if isinstance(value, TensorSpec):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-    if isinstance(value, tuple):
-        return tuple(_as_tensors(item) for item in value)
-    if isinstance(value, dict):
-        return {name: _as_tensors(item) for name, item in value.items()}
-    return cast(Any, value)

@@ -1,5 +1,6 @@
-"""Which rule prices a call. Look-up order: the op's own rule; a formula registered with `torch.utils.flop_counter`;
-then the defaults: a view by its schema is free, an op that torch tags as pointwise or as a reduction is counted as one.
+"""Which rule prices a call. Look-up order: the op's own rule; a formula registered with `torch.utils.flop_counter`; for
+a custom op in Python what its implementation runs; then the defaults: a view by its schema is free, an op that torch
+tags as pointwise or as a reduction is counted as one.
 Whatever is left is *uncounted*: a kernel with bytes and without FLOPs that the report lists. Calls to which a rule
 gives that class are uncounted too, such as matmuls of wide integers.
 """
@@ -21,7 +22,7 @@ from flopmeter.costs.prims import as_aten
 from flopmeter.costs.rules import FREE, RULES, Rule, make_cost
 from flopmeter.costs.traffic import is_view, writes_nothing
 from flopmeter.costs.triton_kernels import why_uncounted
-from flopmeter.records import UNCOUNTED, Call, Cost, TritonBody
+from flopmeter.records import UNCOUNTED, Call, Cost, OpsBody, Region, TritonBody
 
 _BY_NAME: dict[str, Rule] = {**VARLEN, **EXPERT_LOOPS, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
 """Rules of ops that exist once a program has imported transformers, or a module of torch that takes seconds."""
@@ -64,6 +65,8 @@ def find_rule(call: Call) -> Rule | None:
     by_formula = torch_formula(call)
     if by_formula is not None:
         return by_formula
+    if isinstance(call.body, OpsBody) and not call.body.error:
+        return by_implementation
     if is_view(func):
         return lambda _: FREE
     if (twin := as_aten(call)) is not None and (rule := find_rule(twin)) is not None:
@@ -73,6 +76,26 @@ def find_rule(call: Call) -> Rule | None:
     if _REDUCTION_TAG is not None and _REDUCTION_TAG in func.tags:
         return reduction
     return None
+
+
+def by_implementation(call: Call) -> tuple[Cost, ...]:
+    """The kernels that the Python implementation of a custom op launches."""
+    assert isinstance(call.body, OpsBody)
+    inner = ((op, cost) for op in call.body.ops for cost in costs_of(op.call))
+    return tuple(_inside(call.name, cost, op.storages) for op, cost in inner)
+
+
+def _inside(name: str, cost: Cost, storages: tuple[int, ...]) -> Cost:
+    """The cost as one of a call that numbers its storages so. What the implementation makes for itself is bytes of no
+    tensor of the program."""
+
+    def renumbered(region: Region) -> Region:
+        number = -1 if region.spec is None or region.spec.storage < 0 else storages[region.spec.storage]
+        spec = region.spec._replace(storage=number) if region.spec is not None and number >= 0 else None
+        return Region(spec, region.nbytes)
+
+    reads, writes = tuple(map(renumbered, cost.reads)), tuple(map(renumbered, cost.writes))
+    return replace(cost, name=f"{name}({cost.name})", reads=reads, writes=writes)
 
 
 def _renamed(costs: Cost | tuple[Cost, ...], name: str) -> tuple[Cost, ...]:

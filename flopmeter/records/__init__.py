@@ -27,7 +27,7 @@ from flopmeter.records.costs import (
     Switches,
 )
 from flopmeter.records.launches import Kernel, Launches, LaunchMode, Placement
-from flopmeter.records.ops import Call, Op, Phase, RankGroup
+from flopmeter.records.ops import Call, Op, OpsBody, Phase, RankGroup
 from flopmeter.records.tensors import TensorSpec
 from flopmeter.records.timings import UNKNOWN_POWER, Clocks, Regime, RunClock, Timing
 from flopmeter.records.traces import (

@@ -28,7 +28,7 @@ class Call:
     outputs: tuple[TensorSpec, ...]
     # The length of each group of a grouped matmul, if its offsets are known; of an index by masks, what they select.
     groups: tuple[int, ...] | None = None
-    body: FlexBody | TritonBody | None = None  # of a kernel that was generated for this program
+    body: FlexBody | TritonBody | OpsBody | None = None  # of a kernel, or an op, that belongs to this program
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the name of the op: torch's op objects cannot be sent to another process."""
@@ -76,6 +76,13 @@ class Op(NamedTuple):
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         return tuple(spec._replace(storage=self.storages[spec.storage]) for spec in self.call.outputs)
+
+
+class OpsBody(NamedTuple):
+    """The ops that the Python implementation of a custom op runs."""
+
+    ops: tuple[Op, ...]  # storages have the numbers of the custom op's call; those of the implementation's own are -1
+    error: str = ""  # why there are none: what the implementation raised on meta tensors
 
 
 @dataclass(frozen=True, slots=True)

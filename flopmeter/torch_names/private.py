@@ -21,6 +21,7 @@ PROPAGATION = "metering DTensors without what they run on the host to learn shap
 BUFFERS = "the values of buffers that Hugging Face models compute when they are made"
 DOUBLE_BACKWARD = "backward passes with create_graph=True, told from recomputation by a checkpoint"
 CUSTOM_OPS = "register_cost of what torch.library.custom_op returns"
+PYTHON_OPS = "the kernels of custom ops in Python"
 MODEL_HUBS = "targets such as hf:llama"
 DISPATCHER = "everything"  # of the emulation
 ATTENTION = "the attention backend (scaled_dot_product_attention)"
@@ -129,6 +130,7 @@ TRITON_OPERATORS = PrivateName("torch._library.triton", "triton_ops_to_kernels",
 AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
+PYTHON_KERNELS = PrivateName("torch.library", "_impls", "which ops have a Python function as a kernel")
 COMPILED_MODULE = "_orig_mod"
 DYNAMO = PrivateName("torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
 
@@ -154,6 +156,7 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     ),
     DOUBLE_BACKWARD: (PrivateName("torch.autograd.graph", "_engine_run_backward", "with what it was called"),),
     CUSTOM_OPS: (PrivateName("torch._library.custom_ops", "CustomOpDef._opoverload", "its op", on_instances=True),),
+    PYTHON_OPS: (PYTHON_KERNELS,),
     MODEL_HUBS: (PrivateName("transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model"),),
     DISPATCHER: (OP_DK, SCHEMA, DESTROY, HAS_KERNEL),
     ATTENTION: (SDP_PRIORITY_ORDER,),

@@ -6,6 +6,7 @@ gradients that it otherwise adds in place (38 ops instead of 31 in a small net).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
 from flopmeter.trace.attribution import Attribution
 from flopmeter.trace.flex_attention import template_of
 from flopmeter.trace.handling import FRESH, Handling, Handlings
+from flopmeter.trace.implementations import body_of, python_key
 from flopmeter.trace.module_paths import ModulePaths
 from flopmeter.trace.process_groups import ProcessGroups, without_handles
 from flopmeter.trace.result_cache import ResultMaker, reaches_kernel_directly, result_maker
@@ -174,6 +176,16 @@ class Recorder(TorchDispatchMode):
         if streams.current() != DEFAULT_STREAM:
             trace.stream_use.streams[len(trace.ops)] = streams.current()
         trace.ops.append(Op(call, numbers, module, phase, source if self._source else None, None, graph))
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number in the trace of the tensor's storage, while the recorder is on."""
+        return self._number(tensor, BEFORE, [])
+
+    def with_implementation(self, call: Call) -> Call:
+        """The call with what its op runs, where that is a custom op in Python."""
+        if python_key(call.func) is None:
+            return call
+        return dataclasses.replace(call, body=body_of(call, Recorder(overrides=self._overrides)))
 
     def on_event(self, event: int, stream: int) -> None:
         self.trace.stream_use.syncs.append(Sync(len(self.trace.ops), stream, "record", event))
@@ -389,7 +401,9 @@ class Recorder(TorchDispatchMode):
         def number(tensor: Tensor) -> int:
             return numbers[self._number(tensor, BEFORE, [])]
 
-        call = build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body)
+        call = self.with_implementation(
+            build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body)
+        )
         mixed_devices.check(call, tensors, self.modules.outermost)
         self.trace.devices.update(mixed_devices.touched(self.trace.devices, call))
         if self._on_new_call is not None:

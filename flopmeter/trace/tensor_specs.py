@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from flopmeter.known_values import DataDependentError
 from flopmeter.known_values.values import no_modes
-from flopmeter.records import Call, FlexBody, TensorSpec, TritonBody
+from flopmeter.records import Call, FlexBody, OpsBody, TensorSpec, TritonBody
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 _NUMBERS = frozenset((int, float, bool))
@@ -111,7 +111,7 @@ def build_call(
     result: Any,
     number: Callable[[Tensor], int],
     groups: tuple[int, ...] | None = None,
-    body: FlexBody | TritonBody | None = None,
+    body: FlexBody | TritonBody | OpsBody | None = None,
 ) -> Call:
     """The record of a call. `number` gives the number of a tensor's storage within the call."""
     inputs: list[TensorSpec] = []
@@ -130,3 +130,16 @@ def _freeze(value: Any, func: OpOverload, number: Callable[[Tensor], int], specs
     if isinstance(value, (list, tuple)):
         return tuple(_freeze(item, func, number, specs) for item in value)
     return plain(value, func)
+
+
+def as_tensors(value: Any, made: dict[TensorSpec, Tensor]) -> Any:
+    """The same arguments with a meta tensor in place of each spec; `made` has those that there are."""
+    if isinstance(value, TensorSpec):
+        if value not in made:
+            made[value] = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        return made[value]
+    if isinstance(value, tuple):
+        return tuple(as_tensors(item, made) for item in value)
+    if isinstance(value, dict):
+        return {name: as_tensors(item, made) for name, item in value.items()}
+    return value

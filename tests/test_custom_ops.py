@@ -1,0 +1,164 @@
+"""Custom ops implemented in Python: one op of the program, with the kernels that the implementation launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from costs_support import meta
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from flopmeter import FlopMeter
+
+ROWS, INSIDE, WIDTH = 64, 128, 256
+runs: list[str] = []
+
+
+@torch.library.custom_op("flopmeter_python::mm_gelu", mutates_args=())
+def mm_gelu(x: Tensor, weight: Tensor) -> Tensor:
+    runs.append("mm_gelu")
+    return F.gelu(x @ weight)
+
+
+@mm_gelu.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("flopmeter_python::add_all", mutates_args={"total"})
+def add_all(total: Tensor, others: list[Tensor]) -> None:
+    for other in others:
+        total.add_(other)
+
+
+@torch.library.custom_op("flopmeter_python::by_value", mutates_args=())
+def by_value(x: Tensor) -> Tensor:
+    return x * 2 if x.sum().item() > 0 else x.clone()
+
+
+@by_value.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("flopmeter_python::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("flopmeter_python::compiled_inside", mutates_args=())
+def compiled_inside(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.compile(lambda x: x @ weight)(x)
+
+
+@compiled_inside.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+library = torch.library.Library("flopmeter_python_library", "DEF")
+library.define("square(Tensor x) -> Tensor")
+library.impl("square", lambda x: x @ x, "CUDA")
+library.impl("square", lambda x: torch.empty_like(x), "Meta")
+
+
+def metered(program, **options):
+    with FlopMeter("h100-sxm5-80gb", **options) as meter:
+        program()
+    return meter.report()
+
+
+def moved(report):
+    return [(k.cost.name.partition("(")[2], k.cost.bytes_read, k.cost.bytes_written) for k in report.kernels]
+
+
+def test_an_op_costs_the_kernels_of_its_implementation():
+    x, weight = meta(ROWS, INSIDE), meta(INSIDE, WIDTH)
+    report = metered(lambda: mm_gelu(x, weight))
+    inside = metered(lambda: F.gelu(x @ weight))
+    with FlopCounterMode(display=False) as counter:
+        F.gelu(x @ weight)
+    assert report.flops == inside.flops > counter.get_total_flops() == 2 * ROWS * INSIDE * WIDTH
+    hidden = 4 * ROWS * WIDTH
+    assert moved(report) == [("mm)", 4 * (ROWS * INSIDE + INSIDE * WIDTH), hidden), ("gelu)", hidden, hidden)]
+    assert not report.uncounted
+    assert any("flopmeter_python::mm_gelu" in line for line in report.assumptions)
+
+
+def test_the_program_sees_one_op_and_its_implementation_runs_once_for_each_geometry():
+    x, row, weight = meta(ROWS, INSIDE), meta(1, INSIDE), meta(INSIDE, WIDTH)
+    before = len(runs)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        for _ in range(3):
+            mm_gelu(x, weight)
+        mm_gelu(row, weight)
+    assert [op.call.name for op in meter.trace.ops] == ["flopmeter_python::mm_gelu"] * 4
+    assert len(runs) - before == 2
+    assert len(meter.report().kernels) == 8
+
+
+def test_an_op_that_writes_into_its_arguments_writes_them_for_each():
+    total, other = meta(ROWS), meta(ROWS)
+    report = metered(lambda: add_all(total, [other, other]))
+    assert moved(report) == [("add_)", 2 * 4 * ROWS, 4 * ROWS)] * 2
+
+
+def test_an_implementation_that_needs_values_is_uncounted_and_the_report_says_why():
+    report = metered(lambda: by_value(meta(ROWS)))
+    assert [row.name for row in report.uncounted] == ["flopmeter_python::by_value"]
+    assert any(line.startswith("uncounted: flopmeter_python::by_value, whose Python") for line in report.notes)
+
+
+def test_attention_inside_takes_the_backend_of_the_device():
+    q, k, v = (meta(2, 8, 512, 64, dtype=torch.bfloat16) for _ in range(3))
+    inside = metered(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    report = metered(lambda: attend(q, k, v))
+    assert [name for name, _, _ in moved(report)] == [f"{kernel.cost.name})" for kernel in inside.kernels]
+    assert report.flops == inside.flops
+
+
+def test_a_function_compiled_inside_an_op_is_recorded_op_by_op():
+    x, weight = meta(ROWS, INSIDE), meta(INSIDE, WIDTH)
+    assert metered(lambda: compiled_inside(x, weight)).flops == 2 * ROWS * INSIDE * WIDTH
+
+
+@pytest.mark.parametrize("compile", [True, "rules"])
+def test_the_compiler_fuses_nothing_with_what_is_inside_an_op(compile):
+    x, weight = meta(ROWS, INSIDE), meta(INSIDE, WIDTH)
+
+    @torch.compile
+    def program(x):
+        return (mm_gelu(x.sin(), weight) * 2).cos()
+
+    with FlopMeter("h100-sxm5-80gb", compile=compile) as meter:
+        program(x)
+    kernels = meter.report(mode="compiled" if compile == "rules" else None).kernels
+    op = "flopmeter_python::mm_gelu"
+    assert [kernel.cost.name for kernel in kernels] == ["sin", f"{op}(mm)", f"{op}(gelu)", "fused(mul, cos)"]
+
+
+def test_a_kernel_that_a_library_registers_for_cuda_in_python_counts_too():
+    report = metered(lambda: torch.ops.flopmeter_python_library.square(meta(ROWS, ROWS)))
+    assert report.flops == 2 * ROWS**3
+
+
+def test_gradients_of_an_op_flow_as_without_the_meter():
+    weight = meta(INSIDE, WIDTH)
+    product = torch.library.custom_op(
+        "flopmeter_python::product", lambda x, w: x @ w, mutates_args=(), schema="(Tensor x, Tensor w) -> Tensor"
+    )
+    product.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
+    product.register_autograd(
+        lambda ctx, grad: (product(grad, ctx.saved_tensors[0].t()), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+    )
+    x = meta(ROWS, INSIDE).requires_grad_()
+    report = metered(lambda: product(x, weight).sum().backward())
+    assert x.grad is not None
+    assert sum(k.cost.flops for k in report.kernels if "product" in k.cost.name) == 2 * 2 * ROWS * INSIDE * WIDTH
