@@ -95,6 +95,7 @@ RECORDS, BY_A_RECORD = "test_recorded_prices", 71
 # Imported once, before the processes of the mutants are forked from this one.
 PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invocations", "matplotlib.pyplot")
 ENOUGH_SECONDS = 40.0  # of CPU for one mutant: of the tests that reach it, those in front
+FIRST_SECONDS = 2.0  # of CPU: tests that run before the files of the others are imported, which often takes longer
 LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
 MEMORY_BYTES = 8 * 2**30  # that a mutant may ask for
 
@@ -335,7 +336,7 @@ def measure(copy: Path, found: Path, files: list[str]) -> int:
     return 0
 
 
-def attempt(mutant: Mutant, tests: list[str], seconds: float) -> int:
+def attempt(mutant: Mutant, parts: tuple[list[str], list[str]], seconds: float) -> int:
     """0 if the tests pass on the mutant, BY_A_RECORD if a recorded price is the first that fails."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -344,9 +345,11 @@ def attempt(mutant: Mutant, tests: list[str], seconds: float) -> int:
     path = Path(mutant.file).absolute()
     source = mutated(path.read_text(encoding="utf-8"), mutant.kind, mutant.place)
     sys.meta_path.insert(0, _Import(_module(mutant.file), path, source))
-    chosen = _Chosen(tests)
-    status = run_tests(sorted({test.partition("::")[0] for test in tests}), "-x", plugin=chosen)
-    return BY_A_RECORD if Path(chosen.noticed_by.partition("::")[0]).stem == RECORDS else status
+    for tests in filter(None, parts):
+        chosen = _Chosen(tests)
+        if status := run_tests(sorted({test.partition("::")[0] for test in tests}), "-x", plugin=chosen):
+            return BY_A_RECORD if Path(chosen.noticed_by.partition("::")[0]).stem == RECORDS else status
+    return 0
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -379,7 +382,7 @@ class Trial(NamedTuple):
     """A mutant, the tests that are to notice it, and the CPU seconds after which it counts as endless."""
 
     mutant: Mutant
-    tests: list[str]
+    tests: tuple[list[str], list[str]]  # those that run first, and the others
     seconds: float
 
 
@@ -391,8 +394,9 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
     for mutant in drawn:
         tests = sorted(reached.tests(mutant), key=ranks.__getitem__)
         ends = list(accumulate(reached.seconds[test] for test in tests))
-        tests = tests[: bisect_right(ends, ENOUGH_SECONDS)]
-        trials.append(Trial(mutant, tests, 30 + 4 * sum(map(reached.seconds.__getitem__, tests))))
+        first, last = bisect_right(ends, FIRST_SECONDS), bisect_right(ends, ENOUGH_SECONDS)
+        seconds = ends[last - 1] if last else 0.0
+        trials.append(Trial(mutant, (tests[:first], tests[first:last]), 30 + 4 * seconds))
     return trials
 
 
@@ -405,8 +409,7 @@ def verdicts_on(trials: list[Trial], jobs: int) -> Iterator[Verdict]:
     while waiting or running:
         if waiting and len(running) < jobs:
             trial = waiting.pop()
-            work = functools.partial(attempt, *trial) if trial.tests else int
-            running[in_child(work)] = (trial.mutant, len(trial.tests))
+            running[in_child(functools.partial(attempt, *trial))] = (trial.mutant, sum(map(len, trial.tests)))
             continue
         pid, status = os.wait()
         verdict = Verdict(*running.pop(pid), os.waitstatus_to_exitcode(status))
