@@ -2,7 +2,8 @@
 
     python scripts/examples/custom_op.py
 
-Without a rule the report lists the op as uncounted, with its bytes; with one it is counted and timed like any other.
+Without a rule it costs the kernels that its Python launches, here two; a rule says that it is one kernel, which reads
+each input once. An op whose Python cannot run without a GPU is listed as uncounted until it has a rule.
 """
 
 from __future__ import annotations
