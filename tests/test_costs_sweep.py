@@ -11,16 +11,12 @@ from costs_support import Swept, integer_sweep, meta_sweep, sweep, uncounted
 
 from flopmeter.costs import costs_of
 from flopmeter.costs.traffic import regions, writes_nothing
-from flopmeter.records import Call
+from flopmeter.records import Call, OpsBody
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the database uses deprecated forms on purpose
 
 # Python loops inside one opaque op (chunks of a vocabulary), whose gradients are made in the forward pass.
-UNCOUNTED = {
-    "torch_nn._linear_cross_entropy_batch_chunked.default",
-    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default",
-}
-UNCOUNTED_ON_CPU = UNCOUNTED | {"aten.allclose.default"}
+UNCOUNTED_ON_CPU = {"aten.allclose.default"}
 # No kernel for meta tensors, or a shape that depends on the data.
 DO_NOT_RUN_ON_META = {
     "item", "allclose", "equal", "sparse.sampled_addmm", "sparse.mm.reduce", "geqrf", "masked_select", "to",
@@ -52,7 +48,12 @@ def entries(samples: tuple[Swept, ...]) -> set[str]:
 
 
 def check_bytes(call: Call) -> None:
-    """At least the outputs, at most a small multiple of everything that the call can see."""
+    """At least the outputs, at most a small multiple of everything that the call can see. Of a custom op in Python that
+    holds for each op that it runs."""
+    if isinstance(call.body, OpsBody):
+        for op in call.body.ops:
+            check_bytes(op.call)
+        return
     read, written = regions(call)
     costs = costs_of(call)
     if not costs or writes_nothing(call):
@@ -79,11 +80,8 @@ def test_the_entries_that_do_not_run_on_meta_are_known():
     assert every - entries(meta_sweep()) <= DO_NOT_RUN_ON_META
 
 
-def test_what_is_uncounted_is_known_and_rare():
-    found = set().union(*(uncounted(swept.calls) for swept in meta_sweep()))
-    touched = {swept.entry for swept in meta_sweep() if uncounted(swept.calls)}
-    assert found <= UNCOUNTED
-    assert len(touched) <= 0.05 * len(entries(meta_sweep()))
+def test_nothing_that_runs_on_meta_is_uncounted():
+    assert set().union(*(uncounted(swept.calls) for swept in meta_sweep())) == set()
 
 
 def test_integer_work_is_no_flops():
