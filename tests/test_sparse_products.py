@@ -82,3 +82,24 @@ def test_a_sparse_tensor_on_the_right_is_one_clear_error():
         sparse = adjacency().to("meta")
         with pytest.raises(NotImplementedError, match=r"make that tensor dense \(to_dense\(\)\)"):
             torch.mm(sparse, sparse.t())
+
+
+@pytest.mark.parametrize("layout", ["to_sparse_csr", "to_sparse_csc"])
+def test_a_compressed_tensor_keeps_its_values_on_meta_and_is_multiplied_by_them(layout):
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        sparse = getattr(adjacency().to_dense(), layout)().to("meta")
+        assert (sparse @ torch.empty(COLUMNS, WIDTH, device="meta")).shape == (ROWS, WIDTH)
+        assert (torch.empty(WIDTH, ROWS, device="meta") @ sparse).shape == (WIDTH, COLUMNS)
+        assert (sparse @ torch.empty(COLUMNS, device="meta")).shape == (ROWS,)
+    products = [kernel.cost for kernel in meter.report().kernels if kernel.cost.op_class == "tensor contraction"]
+    assert [cost.flops for cost in products] == [2 * ELEMENTS * WIDTH] * 2 + [2 * ELEMENTS]
+    # A value and an index for each element, a pointer for each row or column and one more; a row of the dense matrix.
+    pointers = (ROWS if layout == "to_sparse_csr" else COLUMNS) + 1
+    assert products[0].bytes_read == ELEMENTS * (4 + 8) + pointers * 8 + ELEMENTS * WIDTH * 4
+    assert not meter.report().uncounted
+
+
+def test_coordinates_become_rows_without_losing_elements():
+    with FlopMeter("h100-sxm5-80gb"):
+        rows = adjacency().to("meta").to_sparse_csr()
+    assert (rows.layout, rows.values().numel(), rows.crow_indices().numel()) == (torch.sparse_csr, ELEMENTS, ROWS + 1)

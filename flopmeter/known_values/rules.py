@@ -18,6 +18,7 @@ from flopmeter.known_values.assumptions import Assumptions, DataDependentError
 from flopmeter.known_values.data_dependent import GATHERS, ask, index, index_put, masked_select, scatter, shape
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
 from flopmeter.known_values.values import address, is_discrete, is_weight, no_modes, spans_storage
+from flopmeter.records.sparse_layouts import COMPRESSED, pointers_and_indices
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 
@@ -109,7 +110,7 @@ def to_copy(known: Knowledge, call: Invocation) -> Any:
         raise DataDependentError(str(call.func))
     if target.type != "meta":
         return call.run()
-    if source.layout is torch.sparse_coo and not source.is_meta:
+    if source.layout in (torch.sparse_coo, *COMPRESSED) and not source.is_meta:
         return _sparse_on_meta(source, call.kwargs.get("dtype") or source.dtype)
     to_discrete = (dtype := call.kwargs.get("dtype")) is not None and not dtype.is_floating_point
     return known.replay(call) if source.is_meta or to_discrete or _brings_values(source) else call.run()
@@ -118,9 +119,15 @@ def to_copy(known: Knowledge, call: Invocation) -> Any:
 def _sparse_on_meta(source: Tensor, dtype: torch.dtype) -> Tensor:
     """torch's own copy to meta has no elements."""
     with no_modes():
-        indices, values = source._indices().to("meta"), source._values().to("meta", dtype)
-        return torch.sparse_coo_tensor(
-            indices, values, source.shape, is_coalesced=source.is_coalesced(), check_invariants=False
+        if source.layout is torch.sparse_coo:
+            indices, values = source._indices().to("meta"), source._values().to("meta", dtype)
+            return torch.sparse_coo_tensor(
+                indices, values, source.shape, is_coalesced=source.is_coalesced(), check_invariants=False
+            )
+        pointers, indices = (part.to("meta") for part in pointers_and_indices(source))
+        values, shape = source.values().to("meta", dtype), list(source.shape)
+        return torch.sparse_compressed_tensor(
+            pointers, indices, values, shape, layout=source.layout, check_invariants=False
         )
 
 

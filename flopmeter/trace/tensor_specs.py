@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 from flopmeter.known_values import DataDependentError
 from flopmeter.known_values.values import no_modes
 from flopmeter.records import Call, FlexBody, OpsBody, TensorSpec, TritonBody
+from flopmeter.records.sparse_layouts import COMPRESSED, held_values, pointers_and_indices
 
-_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 _NUMBERS = frozenset((int, float, bool))
 
 
@@ -40,7 +40,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     with no_modes():
         if tensor.layout is torch.sparse_coo:
             return tensor._values().untyped_storage()
-        return tensor.values().untyped_storage() if tensor.layout in _COMPRESSED else None
+        return tensor.values().untyped_storage() if tensor.layout in COMPRESSED else None
 
 
 def unstrided_spec(tensor: Tensor, storage: int) -> TensorSpec:
@@ -48,30 +48,17 @@ def unstrided_spec(tensor: Tensor, storage: int) -> TensorSpec:
     tensor counts as one row."""
     shape = (tensor.numel(),) if tensor.is_nested else tuple(tensor.shape)
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    held = _held_bytes(tensor), _held_values(tensor)
-    return TensorSpec(shape, stride, tensor.dtype, storage, 0, tensor.device.type, *held)
-
-
-def _held_values(tensor: Tensor) -> int | None:
     with no_modes():
-        if tensor.layout is torch.sparse_coo:
-            return tensor._values().numel()
-        return tensor.values().numel() if tensor.layout in _COMPRESSED else None
+        held = _held_bytes(tensor), held_values(tensor)
+    return TensorSpec(shape, stride, tensor.dtype, storage, 0, tensor.device.type, *held)
 
 
 def _held_bytes(tensor: Tensor) -> int:
     """Bytes of a sparse tensor's values and indices, or of all elements of another."""
-    with no_modes():
-        if tensor.layout is torch.sparse_coo:
-            return tensor._values().nbytes + tensor._indices().nbytes
-        if tensor.layout in _COMPRESSED:
-            by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-            starts, indices = (
-                (tensor.crow_indices(), tensor.col_indices())
-                if by_row
-                else (tensor.ccol_indices(), tensor.row_indices())
-            )
-            return tensor.values().nbytes + starts.nbytes + indices.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    if tensor.layout in COMPRESSED:
+        return tensor.values().nbytes + sum(part.nbytes for part in pointers_and_indices(tensor))
     return tensor.numel() * tensor.element_size()
 
 

@@ -1,5 +1,5 @@
-"""Sparse (COO) tensors on meta, as gradients and as the adjacency of a graph. Torch's own kernels lose indices and
-values, read memory that does not exist, or are missing."""
+"""Sparse tensors on meta, as gradients and as the adjacency of a graph. Torch's own kernels lose indices and values,
+read memory that does not exist, or are missing. `_COMPRESSED` is the key of CSR, CSC, BSR and BSC."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flopmeter.as_cuda.scope import DispatcherKernel, Scope
+from flopmeter.records.sparse_layouts import held_values
 
 aten = torch.ops.aten
-_KEY = "SparseMeta"
+_KEY, _COMPRESSED = "SparseMeta", "SparseCsrMeta"
 _DISTINCT = "sparse gradients: the rows that coalesce() joins are not known, so as many are left as came in"
 _NO_ELEMENTS = (
     "a sparse tensor without elements is multiplied: torch's own copy to meta drops them; copy it inside of the meter"
@@ -26,7 +27,7 @@ def install(scope: Scope) -> None:
         return _sparse(tensor, tensor._indices().clone(), tensor._values().clone(), is_coalesced=True)
 
     def mm(left: Tensor, right: Tensor) -> Tensor:
-        if left.is_sparse and not left._values().numel():
+        if not all(held_values(sparse) for sparse in (left, right) if sparse.layout is not torch.strided):
             scope.note(_NO_ELEMENTS)
         return product(left, right)
 
@@ -39,6 +40,10 @@ def install(scope: Scope) -> None:
     }  # fmt: skip
     for name, kernel in kernels.items():
         scope.kernel(f"aten::{name}", kernel, _KEY)
+    compressed: dict[str, DispatcherKernel] = {"mm": mm, "addmm": addmm, "mv": mm, "addmv": addmm}
+    for name, kernel in compressed.items():
+        scope.kernel(f"aten::{name}", kernel, _COMPRESSED)
+    scope.kernel("aten::_to_sparse_csr", to_csr, _KEY)
     setattr(torch.Tensor, "new", _new)  # noqa: B010 (it is inherited)
     scope.on_close(delattr, torch.Tensor, "new")
 
@@ -70,13 +75,21 @@ def add_(tensor: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Sparse times dense is dense."""
-    if right.is_sparse:
+    """Sparse times dense is dense. A compressed tensor may stand on the right of a dense one (SparseBlasImpl.cpp)."""
+    if right.is_sparse or torch.strided not in (left.layout, right.layout):
         raise NotImplementedError(
             "a matmul with a sparse tensor on its right has as many elements as its values decide, or needs another "
             "kernel: make that tensor dense (to_dense()), or transpose the matmul"
         )
-    return right.new_empty((left.size(0), right.size(1)))
+    return torch.empty((left.size(0), *right.shape[1:]), dtype=right.dtype, device="meta")
+
+
+def to_csr(tensor: Tensor, dense_dim: int | None = None) -> Tensor:
+    """A pointer for each row, and the columns and values as they were."""
+    rows = torch.empty(tensor.size(0) + 1, dtype=torch.int64, device="meta")
+    return torch.sparse_csr_tensor(
+        rows, tensor._indices()[1].clone(), tensor._values().clone(), tensor.shape, check_invariants=False
+    )
 
 
 def to_dense(tensor: Tensor, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> Tensor:

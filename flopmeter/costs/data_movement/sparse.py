@@ -6,6 +6,8 @@ uncounted.
 
 from __future__ import annotations
 
+from math import prod
+
 from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs.arithmetic.pointwise import of_numbers, sum_of_scaled
@@ -65,7 +67,7 @@ def product(call: Call) -> Cost:
     """Of a sparse and a dense matrix, in either order: for each value a multiply-add of a row or column of the dense
     one, by cuSPARSE on vector units (SparseCUDABlas.cpp). `addmm` adds beta·c."""
     *added, left, right = call.inputs
-    sparse, dense, width = (right, left, left.shape[0]) if left.is_strided else (left, right, right.shape[1])
+    sparse, dense, width = (right, left, left.shape[0]) if left.is_strided else (left, right, prod(right.shape[1:]))
     beta = call.argument("beta") if added else 0
     flops = 2 * _values(sparse) * width + (call.outputs[0].numel if beta else 0)
     rows = Region(dense, min(dense.nbytes, _values(sparse) * width * dense.dtype.itemsize))
@@ -113,16 +115,17 @@ def _present(*names: str) -> list[OpOverloadPacket]:
 SPARSE: dict[OpOverloadPacket | OpOverload, Rule] = {
     **dict.fromkeys(
         _present(
-            "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim",
-            "_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_unsafe",
+            "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim", "values", "crow_indices", "col_indices",
+            "ccol_indices", "row_indices", "_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims",
+            "_sparse_coo_tensor_unsafe",
         ),
         no_kernel,
     ),
-    **dict.fromkeys(_present("clone", "copy_sparse_to_sparse_", "_to_copy"), copy),
+    **dict.fromkeys(_present("clone", "copy_sparse_to_sparse_", "_to_copy", "_to_sparse_csr"), copy),
     **dict.fromkeys(_present("_coalesce"), coalesce),
     **dict.fromkeys(_present("sparse_mask"), mask),
     **dict.fromkeys(_present("_embedding_bag_backward"), bag_gradient),
-    **dict.fromkeys(_present("mm", "addmm", "_sparse_addmm"), product),
+    **dict.fromkeys(_present("mm", "addmm", "_sparse_addmm", "mv", "addmv"), product),
     **dict.fromkeys(_present("_to_dense"), to_dense),
     aten_overloads.add.Tensor: add,
     aten_overloads.add_.Tensor: add,
