@@ -438,6 +438,7 @@ def main() -> int:
         return 0
     drawn = draw(mutants, chosen.mutants, random.Random(chosen.seed))
     os.environ.update(OMP_NUM_THREADS="1")
+    sys.dont_write_bytecode = False  # in the copy: else each mutant's process compiles the package and the tests
     for name in PRELOADED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
