@@ -96,6 +96,7 @@ RECORDS, BY_A_RECORD = "test_recorded_prices", 71
 PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invocations", "matplotlib.pyplot")
 ENOUGH_SECONDS = 40.0  # of CPU for one mutant: of the tests that reach it, those in front
 FIRST_SECONDS = 2.0  # of CPU: tests that run before the files of the others are imported, which often takes longer
+RECORDS_SECONDS = 15.0  # of CPU: recorded prices that run next; they reach much, and would else come last
 LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
 MEMORY_BYTES = 8 * 2**30  # that a mutant may ask for
 
@@ -393,11 +394,19 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
     trials = []
     for mutant in drawn:
         tests = sorted(reached.tests(mutant), key=ranks.__getitem__)
-        ends = list(accumulate(reached.seconds[test] for test in tests))
-        first, last = bisect_right(ends, FIRST_SECONDS), bisect_right(ends, ENOUGH_SECONDS)
-        seconds = ends[last - 1] if last else 0.0
-        trials.append(Trial(mutant, (tests[:first], tests[first:last]), 30 + 4 * seconds))
+        first = _within(tests, FIRST_SECONDS, reached)
+        records = [test for test in tests[len(first) :] if Path(test.partition("::")[0]).stem == RECORDS]
+        records = _within(records, RECORDS_SECONDS, reached)
+        before = {*first, *records}
+        others = _within([*records, *(test for test in tests if test not in before)], ENOUGH_SECONDS, reached)
+        seconds = sum(reached.seconds[test] for test in (*first, *others))
+        trials.append(Trial(mutant, (first, others), 30 + 4 * seconds))
     return trials
+
+
+def _within(tests: list[str], seconds: float, reached: Reached) -> list[str]:
+    """Those in front that take so long together."""
+    return tests[: bisect_right(list(accumulate(reached.seconds[test] for test in tests)), seconds)]
 
 
 def verdicts_on(trials: list[Trial], jobs: int) -> Iterator[Verdict]:
