@@ -102,7 +102,7 @@ def _number_dots(panel: Any, shown: Roofline, named: Sequence[Dot], heights: Seq
         (right - across * per_point, panel.transData.transform((1.0, height))[1] + 6 * per_point)
         for height in heights
         for across in range(0, 130, 8)
-    ]
+    ] + [(x, panel.bbox.y1 + 2 * per_point) for x in range(int(panel.bbox.x0), int(right), 8)]  # not on the title
     for number, (dot, (x, y), (a, b)) in enumerate(
         zip(named, points, beside(points, radii, 12 * per_point, texts), strict=True), 1
     ):
