@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
@@ -356,8 +357,11 @@ class FlopMeter:
         """
         device = self.hardware if hardware is None else load_hardware(hardware)
         self.check_ran()
-        if not isinstance(ops, range | None) or (ops is not None and not ops):
-            raise ValueError(f"ops must be a range of trace.ops that is not empty, such as range(10, 20), not {ops!r}")
+        if ops is not None and not _is_part(ops, len(self.trace.ops)):
+            raise ValueError(
+                f"ops must be a range of trace.ops in a row that is not empty, such as range(10, 20), not {ops!r} of "
+                f"{len(self.trace.ops)} ops"
+            )
         self._check_stream(device)
         trace = self.trace if ops is None else part_of(self.trace, ops)
         run = self._run(trace, device, self._cluster if cluster is None else load_cluster(cluster))
@@ -439,6 +443,11 @@ def reports_together(
     return {rank: run.report(*launched[rank], timed[rank], None) for rank, run in runs.items()}
 
 
+def _is_part(ops: object, count: int) -> bool:
+    """Whether these are some of so many ops, in a row."""
+    return isinstance(ops, range) and ops.step == 1 and 0 <= ops.start < ops.stop <= count
+
+
 def _mode_called(name: str) -> LaunchMode:
     """The mode of that name. Raises ValueError for an unknown name."""
     if name not in tuple(MODES):  # whatever type it has
@@ -448,7 +457,8 @@ def _mode_called(name: str) -> LaunchMode:
 
 def checked_energy_price(dollars_per_kwh: float | None) -> float | None:
     """Raises ValueError for anything but a price."""
-    if dollars_per_kwh is None or 0 <= dollars_per_kwh < math.inf:
+    is_number = type(dollars_per_kwh) is not bool and isinstance(dollars_per_kwh, Real)
+    if dollars_per_kwh is None or (is_number and 0 <= dollars_per_kwh < math.inf):
         return dollars_per_kwh
     raise ValueError(f"the price of energy must be dollars per kWh, such as 0.3, not {dollars_per_kwh!r}")
 

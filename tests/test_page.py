@@ -215,6 +215,7 @@ def test_numbers_keep_off_each_other_and_off_the_dots():
 def test_advice_stands_before_all_else_and_its_first_remedy_is_that_of_the_report(report, text):
     assert text.index("Where to win") < text.index("What the time goes to") < text.index("Roofline")
     assert f'<ol class="wins"><li><b>{escape(report.advice[0].remedy, quote=True)}</b>' in text
+    assert text.count(escape(report.advice[0].remedy, quote=True)) == 1  # and is not told again among the notes
 
 
 def test_what_a_screen_reader_needs_is_there(text):

@@ -32,7 +32,7 @@ from flopmeter.costs.data_movement.communication import is_message, message_ends
 from flopmeter.device.cluster import Cluster, Link
 from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
-from flopmeter.report.page.gantt import _exposed_and_hidden, lanes_of
+from flopmeter.report.page.gantt import _LEFT, _exposed_and_hidden, lanes_of
 from flopmeter.timing import HangError, Host
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -393,3 +393,8 @@ def test_the_page_of_a_pipeline_shows_every_rank_and_fetches_nothing():
     assert not re.search(r"""(src|href)=["'](?!#|data:,)""", text)
     with pytest.raises(ValueError, match="unknown format"):
         ideal(ScheduleGPipe, 2, 4).render("pdf")
+
+
+def test_the_name_of_a_lane_has_room_left_of_the_chart_on_a_phone_too():
+    """There text is 15 pixels high (page.css), and a letter about .58 of that wide."""
+    assert len("communication 10") * 15 * 0.58 <= _LEFT - 8

@@ -453,7 +453,7 @@ def test_a_config_of_transformers_brings_its_own_plan():
         ({"build": "llama-4"}, "is no model: give .*llama-3-70b"),
         ({"build": 3}, "a model's name, a config, a module or a function"),
         ({"build": lambda: nn.Linear(2, 2)}, "Linear has no ModuleList"),
-        ({"world": 0}, "world has to be a whole number"),
+        ({"world": 0}, "world must be a positive whole number"),
         ({"batch": 7}, "no split of 8 GPUs divides 7 sequences"),
         ({"memory": -1.0}, "memory must be a positive number"),
         ({"only": {"gpus": 3}}, "known are pp, dp, fsdp"),

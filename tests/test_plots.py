@@ -64,13 +64,50 @@ def test_dots_take_the_space_that_kernels_take_of_the_time(matplotlib, meter):
 def test_the_roofline_names_the_longest_kernels_and_is_as_wide_as_the_data(matplotlib, meter):
     report = meter.report()
     (panel,) = roofline(report).axes
-    (key,) = (text.get_text() for text in panel.texts if "\n" in text.get_text())
+    key = panel.get_legend().get_title().get_text()
     longest = max(dots(report), key=lambda dot: dot.seconds)
-    assert key.startswith(f"1  {longest.name}")
+    lines = [line for line in key.splitlines() if line[:1].isdigit()]
+    assert any(f"  {longest.name} " in line for line in lines)
+    shares = [int(line.split()[-2]) for line in lines]
+    assert shares == sorted(shares, reverse=True)
     low, high = panel.get_xlim()
     intensities = [dot.intensity for dot in dots(report)]
     assert max(0.01, min(intensities) / 3) <= low <= min(intensities)
     assert max(intensities) <= high
+
+
+def boxes(figure):
+    """What the figure shows beside its axes, in pixels."""
+    figure.draw_without_rendering()
+    return [panel.get_legend().get_window_extent() for panel in figure.axes if panel.get_legend()] + [
+        legend.get_window_extent() for legend in figure.legends
+    ]
+
+
+def test_no_key_is_cut_off_or_takes_the_place_of_dots_however_long_a_fused_kernel_is(matplotlib):
+    with FlopMeter("a100-sxm4-80gb", compile="rules") as metered:
+        x = torch.empty(4096, 4096, device="meta")
+        for function in (torch.sin, torch.cos, torch.tanh, torch.exp, torch.sqrt, torch.sigmoid, torch.erf) * 4:
+            x = function(x)
+    figure = roofline([metered.report(mode="eager"), metered.report(mode="compiled")])
+    whole = figure.bbox
+    for panel, key in zip(figure.axes, boxes(figure), strict=True):
+        assert whole.x0 <= key.x0
+        assert key.x1 <= whole.x1
+        assert whole.y0 <= key.y0
+        assert key.y1 < panel.get_window_extent().y0
+        assert panel.get_window_extent().width > 0.35 * whole.width
+
+
+def test_the_legend_of_bars_with_every_regime_is_in_the_picture(matplotlib):
+    with FlopMeter("a100-sxm4-80gb") as metered:
+        products(8192)
+        torch.empty(2**26, device="meta").sin()
+        torch.empty(4, device="meta").sin()
+    figure = bars(metered.report(), "kernel")
+    (legend,) = boxes(figure)
+    assert len(figure.legends[0].get_texts()) == 4  # FLOPs and three regimes
+    assert figure.bbox.x0 <= legend.x0
 
 
 def test_two_modes_are_two_panels_on_the_same_axes(matplotlib, meter):

@@ -252,3 +252,18 @@ def test_sparse_operands_are_uncounted_with_the_bytes_that_they_hold():
     values, indices = 4 * 4, 8 * 2 * 4
     assert (row.name, row.flops) == ("mm", 0)
     assert (row.bytes_read, row.bytes_written) == (values + indices, values + indices)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["/x/bin/flopmeter", "run", "a b.py"], "flopmeter run 'a b.py'"),
+        (["/x/flopmeter/__main__.py", "run"], "python -m flopmeter run"),
+        (["-c"], "python"),
+    ],
+)
+def test_a_report_says_how_the_process_was_started(argv, told, monkeypatch):
+    monkeypatch.setattr("sys.argv", argv)
+    with FlopMeter() as meter:
+        torch.empty(4, device="meta").sin()
+    assert f"ran: {told} · " in meter.report().ran.line

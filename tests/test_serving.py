@@ -14,7 +14,7 @@ from flopmeter import ServingError, load_hardware, serving  # noqa: E402
 from flopmeter.ask.serve.decoder import decoder  # noqa: E402
 from flopmeter.ask.serve.formats import WEIGHTS  # noqa: E402
 from flopmeter.ask.serve.queue import RequestWork, expected_tokens, load  # noqa: E402
-from flopmeter.ask.serve.serving import read_slo  # noqa: E402
+from flopmeter.ask.serve.slo import read_slo  # noqa: E402
 from flopmeter.ask.serve.steps import StepModel  # noqa: E402
 
 H100, L40S, A100 = "h100-sxm5-80gb", "l40s", "a100-sxm4-80gb"
@@ -421,7 +421,7 @@ def test_requests_longer_than_the_positions_of_the_config_are_told_of():
 
 
 def test_prefill_apart_never_stops_decoding():
-    apart, together = (served(disaggregated=is_apart, chunk=None).rows[0].points[-1] for is_apart in (True, False))
+    apart, together = (served(**options).rows[0].points[-1] for options in ({"disaggregated": True}, {"chunk": None}))
     assert apart.batch == together.batch
     assert apart.tpot_seconds < together.tpot_seconds
 
@@ -464,7 +464,7 @@ def test_the_picture_has_a_curve_for_each_device(result):
         ({"kv": "int4"}, "unknown kv 'int4'"),
         ({"mode": "fast"}, "unknown mode 'fast'"),
         ({"prefix": 2.0}, "prefix is a share from 0 to 1"),
-        ({"chunk": 0}, "chunk must be a positive number"),
+        ({"chunk": 0}, "chunk must be a positive whole number"),
         ({"cache": "disk"}, "unknown cache 'disk'"),
         ({"gpus": 5}, "cannot be split over 5 GPUs"),
         ({"disaggregated": True, "output": 1}, "have nothing to decode"),

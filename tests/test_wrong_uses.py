@@ -13,9 +13,23 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import flopmeter
-from flopmeter import FlopMeter, compare, count, largest_batch, load_hardware, on_meta, serving, sweep, time_generation
+from flopmeter import (
+    FlopMeter,
+    compare,
+    count,
+    largest_batch,
+    load_hardware,
+    on_meta,
+    plan,
+    serving,
+    sweep,
+    time_generation,
+    time_pipeline,
+)
+from flopmeter.ask.scaling import scale
 from flopmeter.cli import main
 from flopmeter.cli.progress import Progress
+from flopmeter.distributed import world
 
 FILES = {
     "mine.py": "import torch\ndef build(batch=2):\n    return torch.nn.Linear(8, 8), torch.zeros(batch, 8)\n",
@@ -48,7 +62,14 @@ COMMANDS = {
     "sweep encoder-layer --batch 1,2 --seq 32,64": "give one value for the other",
     "serve hf:llama --prompt 5 --output 5 --acceptance .5": "give its model with --draft",
     "serve hf:llama --prompt 5 --output 5 --disaggregated --no-chunks": "exclude each other",
-    "serve hf:llama --prompt 5 --output 5 --slo ttft=1,ttft=2": "give it once",
+    "serve hf:llama --prompt 5 --output 5 --slo ttft=1s,ttft=2s": "give it once",
+    "serve hf:llama --prompt 5 --output 5 --disaggregated --chunk 4": "exclude each other",
+    "serve hf:llama --prompt 5 --output 1 --slo tpot=10ms": "leave tpot out",
+    "plan llama-3-8b --gpus 8 --only tp=2 tp=4": "give it once, with a comma between its values",
+    "plan llama-3-8b --gpus 8 --whole 20": "give rows=20 too",
+    "measure --show run.json --clock cpu": "leave --clock out",
+    "measure --show run.json --device cpu": "leave --device out",
+    "table encoder-layer --speed-up -o x.html": "--speed-up has no html; it has text, markdown, csv, json",
     "run train.py --hardware l4": "put it before the script's name",
     "run --gpus 8 torchrun --nproc-per-node 4 train.py": "leave --gpus out",
     # what has the wrong form
@@ -67,10 +88,18 @@ COMMANDS = {
     "diff a.json b.json --fail-above 5": "a percentage such as 5%",
     "calibrate -o x.txt": "must end in .yaml",
     "serve hf:llama --prompt 5 --output 5 --slo ttft": "such as 500ms",
+    "serve hf:llama --prompt 5 --output 5 --slo ttft=500": "such as 500ms or 0.5s, not '500'",
+    "plan llama-3-8b --gpus 8 --memory -5": "expected a positive number, not '-5'",
+    "plan llama-3-8b --gpus 8 --whole -1": "whole must be a whole number from 0 on",
+    "plan llama-3-8b --gpus 8 --only recompute=some": "none of none, selective, full",
+    "measure -o x.txt": "must end in .json",
+    "run --step-marker nvtx: train.py": "give optimizer, forward, nvtx:NAME or module:function",
+    "run torchrun --nproc-per-node": "write torchrun [its options] train.py",
     "run --steps 0 train.py": "a positive whole number",
     "run --step-marker banana train.py": "give optimizer, forward, nvtx:NAME or module:function",
     # what is not there
     "-x": "unrecognized arguments: -x",
+    "--hardware l4": "the command comes first",
     "tabel encoder-layer": "near to it: table",
     "table encoder-layer --bacth 2": "did you mean --batch?",
     "table encoder-layer extra": "unrecognized arguments: extra",
@@ -91,6 +120,7 @@ COMMANDS = {
     "run nothere.py": "no such script",
     "run ''": "name a script",
     "run .": "name the script in it",
+    "serve hf:bert --prompt 5 --output 5": "take a causal language model",
     "serve encoder-layer --prompt 5 --output 5": "give hf:CONFIG.json or hf:TYPE",
 }
 
@@ -129,6 +159,10 @@ def small():
     return meta(4).sin()
 
 
+def served(**options):
+    return serving("hf:llama", hardware=["l4"], **{"prompt": 5, "output": 5, **options})
+
+
 INTERFACE = {
     "FlopMeter('h100')": "h100-sxm5-80gb",
     "FlopMeter(['l4'])": "expected the name of a device",
@@ -142,19 +176,27 @@ INTERFACE = {
     "FlopMeter(mask_fraction=2)": "a number from 0 to 1",
     "FlopMeter(cluster='dgx')": "known: dgx-a100",
     "FlopMeter(moed='eager')": "unexpected keyword argument 'moed'",
+    "FlopMeter(dollars_per_kwh='0.3')": "dollars per kWh, such as 0.3",
     "FlopMeter().report()": "run the program inside `with meter:` first",
     "metered().report(mode='fast')": "known: eager, compiled",
     "metered().report(ops=3)": "a range of trace.ops",
+    "metered().report(ops=range(5, 9))": "range(5, 9) of 3 ops",
+    "metered().report(ops=range(0, 1, 2))": "in a row",
     "metered().report().render('pdf')": "known: text, markdown, csv, json, html",
     "metered().report().rows('colour')": "known: class, op, module, phase, kernel",
     "metered().report().rows('op', depth=1)": "depth is how deep rows('module') goes",
     "metered().report().rows('module', depth=0)": "1 or more",
+    "metered().report().rows('module', depth='2')": "1 or more",
     "metered().report().save_trace('x.txt')": ".json or .json.gz",
     "metered().report().explain_compile()": "model = torch.compile(model)",
     "metered().report(mode='compiled').speed_up()": "from an eager report",
     "compare(small, 'l4')": "such as ['l4']",
     "compare(small, [])": "see available_hardware()",
     "compare(small, ['l4', 'l4'])": "name each device once",
+    "compare(small, {'l4': 1})": "a list of devices",
+    "compare(small, ['l4'], 'fast')": "unknown mode 'fast'; known: eager",
+    "compare(small, ['l4'], prices=1.0)": "prices must be a mapping such as {'l4': 0.8}",
+    "compare(small, ['l4'], prices={'l4': True})": "dollars per hour, not True",
     "compare(small, ['l4'], sort='cost')": "give prices",
     "compare(small, ['l4'], prices={'t4': 1})": "not among the devices l4",
     "compare(small, ['l4'], prices={'l4': '1'})": "dollars per hour, not '1'",
@@ -165,9 +207,14 @@ INTERFACE = {
     "sweep(small, [True])": "positive whole numbers",
     "sweep(3, [1])": "a function of the batch",
     "sweep(meta, [1], items=-1)": "more than 0",
+    "sweep(meta, [1], items='one')": "more than 0",
+    "sweep(meta, [1], mode='fast')": "unknown mode 'fast'",
     "largest_batch(3, 'l4')": "a function of the batch",
     "largest_batch(lambda batch: None, 'l4')": "ran no op of torch",
     "largest_batch(meta, 'cpu-i7-12700h')": "hardware.replace(memory_gb=...)",
+    "largest_batch(meta, 'l4', limit='8')": "limit must be a positive whole number, not '8'",
+    "count(nn.Linear, meta(2, 8))": "Linear is its class: make one, Linear(...)",
+    "count(nn.Linear(8, 8), meta(2, 8)).down_to('2')": "depth must be a whole number from 0 on",
     "count('gpt2')": "count(model, x)",
     "count(nn.Linear(8, 8))": "missing 1 required positional argument",
     "count(lambda: None)": "ran no op of torch",
@@ -177,8 +224,43 @@ INTERFACE = {
     "load_hardware('l4').contraction_peak('fp3')": "it has: fp64",
     "flopmeter.register_cost(3)": "an op such as torch.ops.mine.op",
     "time_generation(lambda n: None, 1, 'l4')": "at least two new tokens",
+    "time_generation(lambda n: None, 2.5, 'l4')": "at least two new tokens",
+    "time_generation(3, 4, 'l4')": "a function of how many tokens to make, not 3",
+    "time_generation(lambda n: None, 4, 'l4', sequences=0)": "sequences must be a positive whole number",
+    "served(disaggregated=True, chunk=512)": "chunk and disaggregated exclude each other",
+    "served(disaggregated=True, chunk=None)": "chunk and disaggregated exclude each other",
+    "served(disaggregated='yes')": "disaggregated must be True or False",
+    "served(chunk='512')": "chunk must be a positive whole number, not '512'",
+    "served(chunk=1.5)": "chunk must be a positive whole number",
+    "served(prompt=True)": "prompt must be a positive whole number",
+    "served(prefix='half')": "prefix is a share from 0 to 1, not 'half'",
+    "served(slo=0.5)": "such as 'ttft=500ms,tpot=30ms'",
+    "served(prices=1.0)": "prices must be a mapping",
+    "serving('hf:llama', hardware=['l4', 'l4'], prompt=5, output=5)": "name each device once",
+    "serving('hf:llama', hardware=3, prompt=5, output=5)": "a list of devices",
     "serving('hf:llama', hardware=['l4'], prompt=0, output=5)": "prompt must be a positive whole number",
     "serving('hf:llama', hardware=['l4'], prompt=5, output=5, acceptance=.5)": "give its model as draft",
+    "plan('llama-3-8b', '8')": "world must be a positive whole number",
+    "plan('llama-3-8b', 8, mode='fast')": "unknown mode 'fast'",
+    "plan('llama-3-8b', 8, memory='80')": "memory must be a positive number, not '80'",
+    "plan('llama-3-8b', 8, whole=-1)": "whole must be a whole number from 0 on",
+    "plan('llama-3-8b', 8, async_tp='yes')": "async_tp must be True or False",
+    "plan('llama-3-8b', 8, workers=0)": "workers must be a positive whole number",
+    "plan('llama-3-8b', 8, only=['tp'])": "only must be a mapping such as {'tp': [4, 8]}",
+    "plan('llama-3-8b', 8, only={'tp': []})": "name a value, or leave it out",
+    "plan('llama-3-8b', 8, loss='mean')": "a function of the model and token ids, not 'mean'",
+    "scale(3, [{'dp': 2}])": "a function of the mesh, which returns the step, not 3",
+    "scale(lambda mesh: small, {'dp': 2})": "such as [{'dp': 2}]",
+    "scale(lambda mesh: small, ['dp'])": 'a mapping such as {"dp": 8}',
+    "scale(lambda mesh: small, [{'dp': 2}], mode='fast')": "unknown mode 'fast'",
+    "scale(lambda mesh: small, [{'dp': 2}], items='4')": "items must be a positive number",
+    "scale(lambda mesh: 3, [{'dp': 2}])": "return the step, a function without arguments, not 3",
+    "time_pipeline(3, {'pp': 2})": "a function of the mesh, which returns the step, not 3",
+    "time_pipeline(lambda mesh: small, 2)": "mesh must be a mapping",
+    "time_pipeline(lambda mesh: small, {'pp': 2}, mode='fast')": "unknown mode 'fast'",
+    "world(8, ['dp']).__enter__()": "write names and sizes of its dimensions",
+    "flopmeter.cuda('l4', gpus=0).__enter__()": "gpus must be a positive whole number",
+    "flopmeter.cuda('l4', steps=0).__enter__()": "steps must be a positive whole number",
     "flopmeter.check('nothere.json')": "cannot be read",
 }
 
@@ -198,7 +280,8 @@ def test_a_wrong_use_of_the_interface_is_one_line_that_names_the_mend(use, folde
 def test_both_tables_hold_forty_and_more_of_every_part_that_is_public():
     assert len(COMMANDS) >= 40
     assert len(INTERFACE) >= 40
-    used = (compare, count, largest_batch, load_hardware, on_meta, serving, sweep, time_generation)
+    used = (compare, count, largest_batch, load_hardware, on_meta, plan, serving, sweep, time_generation)
+    used += (scale, time_pipeline, world)
     assert all(any(each.__name__ in use for use in INTERFACE) for each in used)
 
 

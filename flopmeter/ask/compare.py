@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.as_cuda import CudaTarget
+from flopmeter.ask.checks import check_callable, check_mapping, check_mode, is_number, is_positive
 from flopmeter.ask.steps import (
     BOUND_BY,
     ENERGY_PRICE,
@@ -23,7 +23,6 @@ from flopmeter.ask.steps import (
     USABLE,
     WATTS,
     Step,
-    is_positive,
     million,
     step_figures,
 )
@@ -172,13 +171,8 @@ def compare(
     A device that lacks a data type of the program is listed in `unable`. Raises HardwareError for an unknown device
     and ValueError or TypeError for options that make no sense or a program that runs nothing on the device.
     """
-    _check_options(fn, hardware, items, unit, sort)
-    devices = [load_hardware(name) for name in hardware]
-    if not devices:
-        raise ValueError("compare needs at least one device: see available_hardware()")
-    names = [device.name for device in devices]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]} is compared with itself: name each device once")
+    _check_options(fn, mode, items, unit, sort)
+    devices = checked_devices(hardware)
     dollars = checked_prices(prices or {}, devices)
     if sort == "cost" and not dollars:
         raise ValueError("to sort by cost, give prices: dollars per hour of each device")
@@ -196,18 +190,14 @@ def compare(
     )
 
 
-def _check_options(
-    fn: Callable[[], object], hardware: Iterable[AnyHardware], items: float | None, unit: str, sort: Sort
-) -> None:
+def _check_options(fn: Callable[[], object], mode: Mode, items: float | None, unit: str, sort: Sort) -> None:
     """Raises ValueError or TypeError for what makes no sense, before anything runs."""
     if sort not in get_args(Sort):
         raise ValueError(f"unknown order {sort!r}; known: {', '.join(get_args(Sort))}")
-    if items is not None and (not isinstance(items, int | float) or not is_positive(items)):
+    check_mode(mode)
+    if items is not None and not is_positive(items):
         raise ValueError(f"items must be a positive number of {unit} in a step, not {items!r}")
-    if isinstance(hardware, str | os.PathLike | Hardware):
-        raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
-    if not callable(fn):
-        raise TypeError(f"compare runs a function without arguments for each device, not {fn!r}")
+    check_callable("compare runs a function without arguments for each device", fn)
 
 
 class _DeviceJob(NamedTuple):
@@ -277,12 +267,26 @@ def _row(report: Report, items: float | None, dollars_per_hour: float | None, ch
     )
 
 
+def checked_devices(hardware: Iterable[AnyHardware], error: type[ValueError] = ValueError) -> list[Hardware]:
+    """Their profiles. Raises the error for none, and for a device that stands there twice."""
+    if isinstance(hardware, str | os.PathLike | Hardware | Mapping) or not isinstance(hardware, Iterable):
+        raise TypeError(f"hardware must be a list of devices, such as [{hardware!r}]")
+    devices = [load_hardware(name) for name in hardware]
+    if not devices:
+        raise error("hardware must be at least one device: see available_hardware()")
+    names = [device.name for device in devices]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise error(f"hardware has {twice[0]} twice: name each device once")
+    return devices
+
+
 def checked_prices(prices: Mapping[str, float], devices: Iterable[Hardware]) -> dict[str, float]:
     """The prices by the profile's own name, whatever alias the caller used."""
+    check_mapping("{'l4': 0.8}", prices=prices)
     own_names = {device.name for device in devices}
     checked = {}
     for name, dollars in prices.items():
-        if not (isinstance(dollars, (int, float)) and dollars >= 0 and math.isfinite(dollars)):
+        if not (is_number(dollars) and dollars >= 0):
             raise ValueError(f"the price of {name} must be dollars per hour, not {dollars!r}")
         own = name if name in own_names else load_hardware(name).name
         if own not in own_names:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from flopmeter.ask.checks import check_whole
 from flopmeter.known_values import on_meta
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter
 from flopmeter.report.quantities import UNKNOWN, with_prefix
@@ -51,6 +52,7 @@ class FlopCount(Shown):
 
     def down_to(self, depth: int) -> FlopCount:
         """The same without the modules that are deeper than `depth` (0: the model alone)."""
+        check_whole(least=0, depth=depth)
         kept = tuple(each for each in self.modules if each.depth <= depth)
         return FlopCount(self.flops, self.macs, self.bytes, self.parameters, kept)
 
@@ -76,6 +78,8 @@ def count(model: Callable[..., Any], *inputs: Any, **options: Any) -> FlopCount:
 
     Raises TypeError for what cannot be called, and EmptyProgramError where the model runs no op.
     """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"count runs a module, and {model.__name__} is its class: make one, {model.__name__}(...)")
     if not callable(model):
         raise TypeError(f"count runs a module or a function of tensors, not {model!r}: count(model, x)")
     twin, inputs, options = on_meta((model, inputs, options))

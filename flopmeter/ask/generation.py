@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from flopmeter.ask.checks import check_callable, check_mode, check_whole, is_whole
 from flopmeter.device.hardware import Hardware
 from flopmeter.meter import FlopMeter, Mode
 from flopmeter.report.report import Report
@@ -39,8 +40,11 @@ def time_generation(
     The tokens that a model on meta samples are unknown; flopmeter assumes that none ends its sequence, and
     the reports say so. Raises ValueError for fewer than two new tokens.
     """
-    if new_tokens < 2:
-        raise ValueError(f"expected at least two new tokens, to tell the first from the rest; got {new_tokens}")
+    check_callable("time_generation runs a function of how many tokens to make", generate)
+    if not is_whole(new_tokens, 2):
+        raise ValueError(f"expected at least two new tokens, to tell the first from the rest; got {new_tokens!r}")
+    check_whole(sequences=sequences)
+    check_mode(mode)
     reports = []
     for tokens in (1, new_tokens):
         with FlopMeter(hardware, **meter_options) as meter:

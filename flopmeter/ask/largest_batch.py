@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from flopmeter.ask.checks import check_callable, check_flags, check_whole
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter
 from flopmeter.timing.peak_memory import memory_of, usable_bytes
@@ -30,10 +31,9 @@ def largest_batch(
     Raises HardwareError where the device's memory is unknown, ValueError for a limit below 1, and EmptyProgramError
     where the function runs no op.
     """
-    if not callable(fn_of_batch):
-        raise TypeError(f"largest_batch runs a function of the batch, not {fn_of_batch!r}")
-    if limit < 1:
-        raise ValueError(f"limit must be at least 1, not {limit}")
+    check_callable("largest_batch runs a function of the batch", fn_of_batch)
+    check_whole(limit=limit)
+    check_flags(allocator=allocator)
     device = load_hardware(hardware)
     usable_bytes(device)  # a device of unknown memory is an error before anything runs
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from flopmeter.ask.checks import check_callable, check_mapping, check_mode
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import FITS, PEAK, USABLE, Step, step_figures
 from flopmeter.costs.data_movement.communication import is_message
@@ -178,6 +179,9 @@ def time_pipeline(
     Raises WorldError for a mesh that is impossible and for a program that would hang, HardwareError for an unknown
     device or a cluster that is too small, and ValueError for an unknown mode.
     """
+    check_callable("time_pipeline calls a function of the mesh, which returns the step", program)
+    check_mapping('{"pp": 4}', mesh=mesh)
+    check_mode(mode)
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
     ranks = pipeline_ranks(mesh, stages)
@@ -187,6 +191,7 @@ def time_pipeline(
     def run(rank: int) -> FlopMeter:
         with world(size, mesh, rank, gpus_per_node=links.gpus_per_node) as device_mesh:
             step = program(device_mesh)
+            check_callable("the function of the mesh has to return the step, a function without arguments", step)
             meter = FlopMeter(device, cluster=links, **meter_options)
             for _ in range(STEPS):
                 with meter:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from flopmeter.ask.checks import check_callable, check_mapping, check_mode, check_positive
 from flopmeter.ask.compare import AnyHardware, step_dollars
-from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, is_positive, step_figures
+from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, step_figures
 from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
@@ -179,15 +180,20 @@ def scale(
     A layout that torch refuses or that the cluster has no room for is listed in `unable`. Raises HardwareError for an
     unknown device or cluster, and ValueError for options that make no sense and where no layout can run.
     """
-    meshes = [dict(layout) for layout in layouts]
+    check_callable("scale calls a function of the mesh, which returns the step", program)
+    if isinstance(layouts, Mapping):
+        raise TypeError(f"layouts must be a list of meshes, such as [{layouts!r}]")
+    meshes = list(layouts)
     if not meshes:
         raise ValueError('scale needs at least one layout, such as {"dp": 8}')
-    _check_positive("items", None if callable(items) else items)
-    _check_positive("dollars_per_gpu_hour", dollars_per_gpu_hour)
+    for layout in meshes:
+        check_mapping('{"dp": 8}', layout=layout)
+    check_positive(items=None if callable(items) else items, dollars_per_gpu_hour=dollars_per_gpu_hour)
+    check_mode(mode)
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
     job = _Job(program, device, links, mode, items, dollars_per_gpu_hour, meter_options)
-    outcomes = results_of(partial(_outcome, job), meshes, workers, executor, progress)
+    outcomes = results_of(partial(_outcome, job), [dict(layout) for layout in meshes], workers, executor, progress)
     rows = tuple(outcome.row for outcome in outcomes if outcome.row is not None)
     unable = {_name(mesh): outcome.title for mesh, outcome in zip(meshes, outcomes, strict=True) if outcome.row is None}
     if not rows:
@@ -222,6 +228,7 @@ def _metered(job: _Job, layout: dict[str, int]) -> Report:
     job.cluster.check_size(size)
     with world(size, layout, gpus_per_node=job.cluster.gpus_per_node) as mesh:
         step = job.program(mesh)
+        check_callable("the function of the mesh has to return the step, a function without arguments", step)
         with FlopMeter(job.hardware, cluster=job.cluster, **job.meter_options) as meter:
             step()
         return meter.report(mode=job.mode)
@@ -229,8 +236,3 @@ def _metered(job: _Job, layout: dict[str, int]) -> Report:
 
 def _name(layout: Layout) -> str:
     return " x ".join(f"{dimension} {ranks}" for dimension, ranks in layout.items())
-
-
-def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not is_positive(value):
-        raise ValueError(f"{name} must be a positive number, not {value}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
 
@@ -66,10 +65,6 @@ def step_figures(report: Report) -> StepFigures:
 def million(value: float | None) -> float | None:
     """Dollars of a million such steps."""
     return None if value is None else 1e6 * value
-
-
-def is_positive(value: float) -> bool:
-    return value > 0 and math.isfinite(value)
 
 
 TIME = ColumnOf[Step]("ms", lambda step: step.seconds, in_ms)

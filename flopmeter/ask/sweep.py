@@ -16,6 +16,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from flopmeter.ask.checks import check_callable, check_mode, is_positive
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import BOUND_BY, ENERGY_PRICE, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
 from flopmeter.ask.workers import results_of
@@ -164,15 +165,15 @@ def sweep(
     Raises HardwareError for an unknown device or one that lacks a data type of the program, and ValueError for
     sizes that make no sense or a program that runs nothing on the device.
     """
-    if not callable(fn_of_batch):
-        raise TypeError(f"sweep runs a function of the {over}, not {fn_of_batch!r}")
+    check_callable(f"sweep runs a function of the {over}", fn_of_batch)
+    check_mode(mode)
     sizes_given: Any = batches
     if isinstance(sizes_given, str) or not isinstance(sizes_given, Iterable):
         raise TypeError(f"sizes must be a list such as [1, 2, 4], not {batches!r}")
     given = list(batches)
     if not given or not all(type(size) is int and size > 0 for size in given):
         raise ValueError(f"sizes must be positive whole numbers, at least one, not {given}")
-    if items <= 0:
+    if not is_positive(items):
         raise ValueError(f"items must be how many {unit} a size of 1 has, more than 0, not {items!r}")
     sizes = sorted(set(given))
     job = partial(_measured, fn_of_batch, load_hardware(hardware), mode, over, items, meter_options)

@@ -25,7 +25,7 @@ def sweep_curve(result: Sweep) -> Any:
     time.set_yscale("log")
     _plain_log_ticks(time.yaxis)
     _draw_curve(rate, result, [point.items_per_s for point in result.points], f"throughput ({result.unit}/s)")
-    rate.set_ylim(bottom=0)
+    rate.set_ylim(0, 1.08 * max(point.items_per_s for point in result.points))
     rate.yaxis.set_major_formatter(import_module("matplotlib.ticker").EngFormatter())
     if result.knee is not None:
         rate.axvline(result.knee, color="black", ls="--", lw=1)

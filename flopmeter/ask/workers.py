@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+from flopmeter.ask.checks import check_whole
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -32,8 +34,7 @@ def results_of(
     progress: wraps the jobs, as `tqdm` does.
     Raises ValueError for fewer workers than one.
     """
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, not {workers}")
+    check_whole(workers=workers)
     started = None
     if executor is None and workers > 1 and len(jobs) > 1:
         # Spawned, not forked: torch has threads by now.

@@ -97,6 +97,8 @@ def parsed(commands: Mapping[str, Command], given: Sequence[str]) -> argparse.Na
     if not first.startswith("-") and first not in commands:
         near = difflib.get_close_matches(first, commands, n=2) or list(commands)
         parser.error(f"no command is named {first!r}; near to it: {', '.join(near)}")
+    if first.startswith("-") and first not in ("-h", "--help", "--version"):
+        parser.error(f"unrecognized arguments: {first}; the command comes first, as in flopmeter table gpt2-124m")
     options, unknown = parser.parse_known_args(given or ["--help"])
     own: argparse.ArgumentParser = getattr(options, "parser", parser)
     if unknown:
@@ -201,6 +203,15 @@ def number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text[:20]) <= MOST:
         raise argparse.ArgumentTypeError(f"expected a positive whole number, at most {MOST:,}, not {text[:40]!r}")
     return int(text)
+
+
+def positive(text: str) -> float:
+    try:
+        if not 0 < float(text) < math.inf:
+            raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a positive number, not {text!r}") from None
+    return float(text)
 
 
 def dollars(text: str) -> float:

@@ -18,13 +18,15 @@ from flopmeter.measured.suite.runner import measure
 
 def _measure(options: argparse.Namespace) -> int:
     if options.show is not None:
-        for name in ("output", "quick", "cases", "resume"):
+        for name in ("output", "device", "quick", "cases", "clock", "resume"):
             if getattr(options, name):
                 raise ValueError(f"--show measures nothing: leave --{name} out")
         _show(read_run(options.show), options.hardware)
         return 0
     if options.output is None:
         raise ValueError("give a file to write (-o runs/this-gpu.json), or one to look at (--show FILE)")
+    if not options.output.endswith(".json"):
+        raise ValueError(f"{options.output} must end in .json: that is what the file holds")
     if options.hardware is not None:
         load_hardware(options.hardware)  # an unknown device is an error before the measurement
     run = measure(
@@ -32,7 +34,7 @@ def _measure(options: argparse.Namespace) -> int:
         options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         quick=options.quick,
         kinds=options.cases,
-        clock=options.clock,
+        clock=options.clock or "wall",
         resume=options.resume,
         progress=options.progress.over,
     )
@@ -62,8 +64,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--cases", metavar="KIND,KIND", type=lambda text: text.split(","), default=[], help="only these kinds"
     )
     parser.add_argument(
-        "--clock", choices=tuple(CLOCKS), default="wall",
-        help="cpu: the CPU time of one thread, by which other programs do not count (default: %(default)s)",
+        "--clock", choices=tuple(CLOCKS),
+        help="cpu: the CPU time of one thread, by which other programs do not count (default: wall)",
     )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="go on with the file that is there")
     parser.add_argument("--show", metavar="FILE.json", help="measure nothing: show what a file holds")

@@ -85,6 +85,8 @@ def _check_table(options: argparse.Namespace) -> None:
         raise ValueError("--speed-up sets eager beside compiled: leave --mode out")
     if options.picture and not options.plot:
         raise ValueError("--picture says what --plot draws: add --plot FILE.png")
+    if options.speed_up and options.format not in FORMATS:
+        raise ValueError(f"--speed-up has no {options.format}; it has {', '.join(FORMATS)}")
     if options.by and options.speed_up:
         raise ValueError("--speed-up has rows of its own: leave --by out")
     if options.by and options.format in ("json", "html"):

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from flopmeter.ask.plan import PlanError, plan
 from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.splits import WISHES
-from flopmeter.cli.command import Command, add_device, add_format, number, show
+from flopmeter.cli.command import Command, add_device, add_format, number, positive, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.targets import Target, load_target
 from flopmeter.device.hardware import load_hardware
@@ -31,7 +31,7 @@ def _plan(options: argparse.Namespace) -> int:
         length=options.seq,
         cluster=options.cluster,
         mode=options.mode,
-        only=dict(map(_wish, options.only)),
+        only=_wishes(options.only),
         async_tp=options.async_tp,
         rows=options.rows,
         whole=options.whole,
@@ -63,6 +63,15 @@ class _MadeBy:
         return made[0] if isinstance(made, tuple) else made
 
 
+def _wishes(texts: list[str]) -> dict[str, list[Any]]:
+    wishes: dict[str, list[Any]] = {}
+    for name, values in map(_wish, texts):
+        if name in wishes:
+            raise PlanError(f"--only names {name} twice: give it once, with a comma between its values")
+        wishes[name] = values
+    return wishes
+
+
 def _wish(text: str) -> tuple[str, list[Any]]:
     """'tp=4,8' or 'recompute=full'."""
     name, _, values = text.partition("=")
@@ -79,7 +88,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--gpus", metavar="N", type=number, required=True, help="how many GPUs train the model")
     add_device(parser, mode=False)
-    add("--memory", metavar="GB", type=float, help="of each GPU for tensors (default: what the device has)")
+    add("--memory", metavar="GB", type=positive, help="of each GPU for tensors (default: what the device has)")
     add("--batch", metavar="N", type=number, help="sequences of a step, of all GPUs (default: one for each)")
     add("--seq", metavar="N", type=number, help="tokens of a sequence (default: the config's, up to 8,192)")
     add("--cluster", metavar="NAME", help="links between GPUs (default: those that the device comes in)")

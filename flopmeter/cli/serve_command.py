@@ -9,7 +9,8 @@ from flopmeter.ask.serve import serving
 from flopmeter.ask.serve.decoder import CacheKind
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.picture import serving_curves
-from flopmeter.ask.serve.serving import read_slo
+from flopmeter.ask.serve.serving import USUAL_CHUNK
+from flopmeter.ask.serve.slo import read_slo
 from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.meter import Mode
@@ -20,12 +21,6 @@ from flopmeter.report.tables import FORMATS
 def _serve(options: argparse.Namespace) -> int:
     if options.draft is None and (options.acceptance is not None or options.draft_tokens is not None):
         raise ValueError("--acceptance and --draft-tokens are of a draft: give its model with --draft")
-    if options.disaggregated and options.chunk is not None:
-        raise ValueError("--chunk and --disaggregated exclude each other: with GPUs of its own prefill is not cut")
-    if options.disaggregated and options.no_chunks:
-        raise ValueError(
-            "--no-chunks and --disaggregated exclude each other: with GPUs of its own prefill stops no step"
-        )
     devices = device_list(options.hardware)
     prices = load_prices(options.price, devices)
     result = serving(
@@ -38,7 +33,7 @@ def _serve(options: argparse.Namespace) -> int:
         mode=options.mode,
         weights=options.weights,
         kv=options.kv,
-        chunk=None if options.no_chunks else options.chunk or DEFAULT_CHUNK,
+        chunk=None if options.no_chunks else options.chunk or "usual",
         prefix=options.prefix or 0.0,
         draft=options.draft,
         draft_tokens=options.draft_tokens,
@@ -53,9 +48,6 @@ def _serve(options: argparse.Namespace) -> int:
     if options.plot:
         save(serving_curves(result), options.plot)
     return 0 if any(row.best for row in result.rows) else 1
-
-
-DEFAULT_CHUNK = 2048
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +69,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv", choices=KV_BYTES, default="bf16", help="how the cache is kept (default: %(default)s)")
     cuts = parser.add_mutually_exclusive_group()
     cuts.add_argument(
-        "--chunk", metavar="N", type=number, help=f"tokens of a prompt in a step (default: {DEFAULT_CHUNK})"
+        "--chunk", metavar="N", type=number, help=f"tokens of a prompt in a step (default: {USUAL_CHUNK})"
     )
     cuts.add_argument("--no-chunks", action="store_true", help="prefill stops decoding")
     add("--prefix", metavar="SHARE", type=share, help="of each prompt, what the cache has already (0 to 1)")

@@ -50,6 +50,8 @@ def world(
 
     Raises WorldError for sizes that do not fit, and if a world is open already.
     """
+    if not isinstance(mesh, Mapping | None):
+        raise WorldError(f"the mesh {mesh!r} is no mapping: write names and sizes of its dimensions, {{'dp': {size}}}")
     shape = {"world": size} if mesh is None else dict(mesh)
     _check(size, shape, rank, gpus_per_node)
     with ExitStack() as undo:

@@ -6,8 +6,8 @@ read in black and white.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
 from math import cos, dist, pi, sin
 from typing import NamedTuple
 
@@ -189,6 +189,23 @@ def ranges(rooflines: Sequence[Roofline]) -> tuple[Range, Range]:
     intensities = [*ridges, *(dot.intensity for dot in shown)]
     intensity = Range(max(LEAST_INTENSITY, min(intensities) / _MARGIN), max(intensities) * _NAME_ROOM)
     return intensity, Range(min(slowest, lowest_ridge) / _MARGIN, peak * _LABEL_ROOM)
+
+
+def merged(shown: Sequence[Dot], at: Callable[[Dot], tuple[float, float]]) -> list[Dot]:
+    """Dots of one class on one pixel as one; the most time first. `at`: where a dot is, in pixels."""
+
+    def place(dot: Dot) -> tuple[str, int, int]:
+        x, y = at(dot)
+        return dot.op_class, round(x), round(y)
+
+    found = []
+    for _, several in groupby(sorted(shown, key=place), key=place):
+        first, *others = sorted(several, key=lambda dot: -dot.seconds)
+        names = dict.fromkeys(dot.name for dot in (first, *others))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        calls, seconds = (first.calls + sum(d.calls for d in others), first.seconds + sum(d.seconds for d in others))
+        found.append(first._replace(name=first.name + more, calls=calls, seconds=seconds))
+    return sorted(found, key=lambda dot: -dot.seconds)
 
 
 def longest_dots(shown: Sequence[Dot], kernel_seconds: float) -> list[Dot]:

@@ -69,6 +69,12 @@ def _cell(column: ReportColumn, report: Report, row: Row) -> Any:
 
 def summary(report: Report) -> list[str]:
     """The lines under the table: time, where to win, what the time goes to, device facts, conventions, what ran."""
+    time, *rest = facts(report)
+    return [time, *in_lines(where_to_win(report)), *rest]
+
+
+def facts(report: Report) -> list[str]:
+    """The lines under the table, without where to win."""
     device = report.hardware
     peak = device.contraction_peak(report.main_dtype)
     uncounted = ", ".join(f"{row.name} ({row.calls})" for row in report.uncounted) or "none"
@@ -80,7 +86,6 @@ def summary(report: Report) -> list[str]:
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s,"
         f" MFU {percent(report.mfu, 1)} %"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
-        *in_lines(where_to_win(report)),
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
         _power(report),
         _memory(report),
@@ -254,7 +259,7 @@ def _json(report: Report) -> str:
 
 @draws(FORMATS, "html")
 def _html(report: Report) -> str:
-    return page(report, summary(report))
+    return page(report, facts(report))
 
 
 @draws(VIEWS, "notebook")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,18 +13,21 @@ from flopmeter.report.figures import (
     CLASS_LOOKS,
     LEAST_INTENSITY,
     REGIME_LOOKS,
+    Dot,
     MemoryPicture,
     Range,
     Roofline,
     beside,
     longest_dots,
     memory_picture,
+    merged,
     ranges,
     roofline_of,
 )
 from flopmeter.report.quantities import duration, with_prefix
 from flopmeter.report.report import By, Report, Row
 
+_KEY_LETTERS = 88  # of a line below a panel
 _LARGEST_DOT = 900.0  # points², of a kernel that takes all of the time
 
 
@@ -40,24 +44,30 @@ def roofline(reports: Report | Sequence[Report]) -> Any:
     rooflines = [roofline_of(report) for report in several]
     if not any(each.dots for each in rooflines):
         raise PlotError("no kernel has FLOPs: there is nothing to place under a roofline")
-    figure = new_figure(6.4 * len(several), 6.2)
+    figure = new_figure(6.4 * len(several), 7.0)
     figure.get_layout_engine().set(wspace=0.04)
     panels = figure.subplots(1, len(several), sharex=True, sharey=True, squeeze=False)[0]
     intensity, rate = ranges(rooflines)
+    numbered: list[tuple[list[Dot], list[float]]] = []
     for panel, report, each in zip(panels, several, rooflines, strict=True):
         panel.set(xscale="log", yscale="log", xlim=intensity, ylim=rate)
-        _draw_roofs(panel, each, intensity)
-        _draw_dots(panel, each)
-        _number_dots(panel, each)
+        heights = _draw_roofs(panel, each, intensity)
+        named = longest_dots(merged(each.dots, partial(_pixel, panel)), each.kernel_seconds)
+        _draw_dots(panel, each, "\n".join(_key_line(number, dot, each) for number, dot in enumerate(named, 1)))
         panel.set_title(report.headline, fontsize=9, loc="left")
         panel.set_xlabel("arithmetic intensity (FLOP/B)")
         panel.grid(alpha=0.3, which="major")
-    panels[0].set_ylabel("achieved (FLOP/s)")
+        numbered.append((named, heights))
+    panels[0].set_ylabel("reached (FLOP/s)")
+    figure.draw_without_rendering()  # now every dot is where it will be
+    for panel, each, (named, heights) in zip(panels, rooflines, numbered, strict=True):
+        _number_dots(panel, each, named, heights)
     return figure
 
 
-def _draw_roofs(panel: Any, shown: Roofline, intensity: Range) -> None:
-    """Solid: the datasheet's; dashed: what is sustained. Roofs that leave no room for a text between them share one."""
+def _draw_roofs(panel: Any, shown: Roofline, intensity: Range) -> list[float]:
+    """Solid: the datasheet's; dashed: what is sustained. Roofs that leave no room for a text between them share one.
+    Returns the heights that have a text."""
     labels: dict[float, str] = {}  # by height
     for roof in (shown.products, shown.vector):
         panel.plot(*zip(*roof.line(*intensity), strict=True), "k-", lw=1.2)
@@ -74,16 +84,27 @@ def _draw_roofs(panel: Any, shown: Roofline, intensity: Range) -> None:
         f"{bandwidth / 1e9:g} GB/s", (on_slope, on_slope * bandwidth), (-6, 2), textcoords="offset points", ha="right",
         va="bottom", fontsize=8,
     )  # fmt: skip
+    return list(labels)
 
 
-def _number_dots(panel: Any, shown: Roofline) -> None:
-    """The kernels that take the most time have a number, whose meaning stands above the picture."""
-    named = longest_dots(shown.dots, shown.kernel_seconds)
-    points = [tuple(panel.transData.transform((dot.intensity, dot.flop_per_s))) for dot in named]
+def _pixel(panel: Any, dot: Dot) -> tuple[float, float]:
+    x, y = panel.transData.transform((dot.intensity, dot.flop_per_s))
+    return float(x), float(y)
+
+
+def _number_dots(panel: Any, shown: Roofline, named: Sequence[Dot], heights: Sequence[float]) -> None:
+    """A number beside each of these dots. `heights`: of roofs that have a text."""
     per_point = panel.figure.dpi / 72
+    points = [_pixel(panel, dot) for dot in named]
     radii = [per_point * (_dot_area(dot.seconds, shown) ** 0.5) / 2 for dot in named]
+    right = panel.bbox.x1
+    texts = [
+        (right - across * per_point, panel.transData.transform((1.0, height))[1] + 6 * per_point)
+        for height in heights
+        for across in range(0, 130, 8)
+    ] + [(x, panel.bbox.y1 + 2 * per_point) for x in range(int(panel.bbox.x0), int(right), 8)]  # not on the title
     for number, (dot, (x, y), (a, b)) in enumerate(
-        zip(named, points, beside(points, radii, 12 * per_point), strict=True), 1
+        zip(named, points, beside(points, radii, 12 * per_point, texts), strict=True), 1
     ):
         offset = (a - x) / per_point, (b - y) / per_point
         panel.annotate(
@@ -91,15 +112,16 @@ def _number_dots(panel: Any, shown: Roofline) -> None:
             fontsize=9, fontweight="bold", zorder=5,
             arrowprops={"arrowstyle": "-", "lw": 0.6, "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
-    key = "\n".join(
-        f"{number}  {dot.name}{f' ×{dot.calls}' if dot.calls > 1 else ''} in {dot.module},"
-        f" {dot.seconds / shown.kernel_seconds:.0%}"
-        for number, dot in enumerate(named, 1)
+
+
+def _key_line(number: int, dot: Dot, shown: Roofline) -> str:
+    """A fused kernel names every op in it: it is cut to what a panel is wide."""
+    rest = (
+        f"{f' ×{dot.calls}' if dot.calls > 1 else ''} in {dot.module}, {100 * dot.seconds / shown.kernel_seconds:.0f} %"
     )
-    panel.text(
-        0.98, 0.02, key, transform=panel.transAxes, fontsize=7.5, va="bottom", ha="right", multialignment="left",
-        zorder=4, bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2},
-    )  # fmt: skip
+    room = max(24, _KEY_LETTERS - len(rest))
+    name = dot.name if len(dot.name) <= room else dot.name[: room - 1] + "…"
+    return f"{number}  {name}{rest}"
 
 
 def _dot_area(seconds: float, shown: Roofline) -> float:
@@ -107,7 +129,8 @@ def _dot_area(seconds: float, shown: Roofline) -> float:
     return 12 + _LARGEST_DOT * seconds / shown.kernel_seconds
 
 
-def _draw_dots(panel: Any, shown: Roofline) -> None:
+def _draw_dots(panel: Any, shown: Roofline, key: str) -> None:
+    """`key`: what the numbers in the picture mean."""
     for op_class in sorted({dot.op_class for dot in shown.dots}, key=OP_CLASSES.index):
         colour, marker = CLASS_LOOKS[op_class]
         own = [dot for dot in shown.dots if dot.op_class == op_class]
@@ -117,11 +140,11 @@ def _draw_dots(panel: Any, shown: Roofline) -> None:
             [dot.flop_per_s for dot in own],
             s=[_dot_area(dot.seconds, shown) for dot in own],
             c=colour, marker=marker, alpha=0.7, edgecolors="black", linewidths=0.6,
-            label=f"{op_class}, {share:.1%} of the time", zorder=3,
+            label=f"{op_class}, {100 * share:.1f} % of the time", zorder=3,
         )  # fmt: skip
     title = (
-        f"area: share of the time · solid: datasheet, dashed: sustained\n"
-        f"without a place, under {LEAST_INTENSITY:g} FLOP/B: {shown.unplaced_share:.1%} of the time"
+        f"{key}\n\narea: share of the time · solid: datasheet, dashed: sustained\n"
+        f"without a place, under {LEAST_INTENSITY:g} FLOP/B: {100 * shown.unplaced_share:.1f} % of the time"
     )
     legend = panel.legend(
         loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, fontsize=8, title=title, title_fontsize=8,
@@ -157,7 +180,7 @@ def bars(report: Report, by: By = "class", *, most: int = 40) -> Any:
     panel.set(xlim=(0, 1.35 * max(*flops, *times, 1.0)), ylim=(len(rows) - 0.4, -0.6), xlabel="%")
     left_out = f"\n{len(rows)} of {len(all_rows)} rows" if len(rows) < len(all_rows) else ""
     figure.suptitle(report.headline + left_out, fontsize=9)
-    figure.legend(handles=_bar_legend(panel, rows), loc="outside lower right", fontsize=8, ncols=5, frameon=False)
+    figure.legend(handles=_bar_legend(panel, rows), loc="outside lower right", fontsize=8, ncols=3, frameon=False)
     return figure
 
 

@@ -63,6 +63,8 @@ def _started_as() -> str:
     """The script and its arguments, as the process was started."""
     script, *arguments = sys.argv or [""]
     name = Path(script).name
+    if name == "__main__.py":
+        return shlex.join(["python", "-m", Path(script).parent.name, *arguments])
     return shlex.join([name, *arguments]) if name not in ("", "-c", "-") else "python"
 
 

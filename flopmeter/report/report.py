@@ -343,7 +343,7 @@ class Report:
         """
         if by not in tuple(GROUPINGS):  # whatever type it has
             raise ValueError(f"unknown grouping {by!r}; known: {', '.join(GROUPINGS)}")
-        if depth is not None and (by != "module" or depth < 1):
+        if depth is not None and (by != "module" or type(depth) is not int or depth < 1):
             raise ValueError(f"depth is how deep rows('module') goes, 1 or more; not {depth!r} of rows({by!r})")
         names, order, splits_flops = GROUPINGS[by]
         kernel_names = (lambda kernel: names(kernel)[:depth]) if by == "module" else names

@@ -5,13 +5,14 @@ A launcher is one entry of LAUNCHERS: from its words to a CommandLine.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from flopmeter.run.script import Script
 
@@ -118,10 +119,20 @@ def _without_python(words: list[str]) -> list[str]:
     return words
 
 
+def _parsed(launcher: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """What the launcher's own parser makes of its words. Raises ValueError in the place of its usage."""
+
+    def fail(message: str) -> NoReturn:
+        raise ValueError(f"{launcher} would stop with: {message}; write {launcher} [its options] train.py ...")
+
+    parser.error = fail  # type: ignore[method-assign]
+    return parser.parse_args(list(words))
+
+
 def _torchrun(words: Sequence[str], gpus: int) -> CommandLine:
     from torch.distributed.run import get_args_parser
 
-    options = get_args_parser().parse_args(list(words))
+    options = _parsed("torchrun", get_args_parser(), words)
     nodes = int(str(options.nnodes).partition(":")[2] or options.nnodes)
     a_node = str(options.nproc_per_node)
     script = Script(options.training_script, tuple(options.training_script_args), is_module=options.module)
@@ -132,7 +143,7 @@ def _accelerate(words: Sequence[str], gpus: int) -> CommandLine:
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError("accelerate is not installed here: pip install accelerate")
     commands: Any = importlib.import_module("accelerate.commands.launch")
-    options = commands.launch_command_parser().parse_args(list(words))
+    options = _parsed("accelerate launch", commands.launch_command_parser(), words)
     nodes, processes = options.num_machines or 1, options.num_processes or gpus
     for feature in ("use_deepspeed", "use_megatron_lm", "tpu"):
         if getattr(options, feature, False):

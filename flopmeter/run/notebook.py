@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from flopmeter.ask.checks import check_whole
 from flopmeter.device.hardware import Hardware
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.run.device import CudaDevice
@@ -50,6 +51,7 @@ def cuda(
 
     Raises HardwareError for an unknown device, and ValueError for one that is a CPU.
     """
+    check_whole(gpus=gpus, steps=steps)
     session = ScriptSession(hardware, replace(wishes or Wishes(), gpus=gpus, steps=steps))
     with session.open():
         try:

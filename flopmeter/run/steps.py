@@ -94,7 +94,7 @@ class Steps:
                 undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             elif ":" in self._marker and not self._marker.startswith(NVTX):
                 undo.enter_context(applied([self._marked_function()]))
-            elif self._marker != FORWARD and not self._marker.startswith(NVTX):
+            elif self._marker == NVTX or (self._marker != FORWARD and not self._marker.startswith(NVTX)):
                 raise ValueError(
                     f"unknown step marker {self._marker!r}: give optimizer, forward, nvtx:NAME or module:function"
                 )

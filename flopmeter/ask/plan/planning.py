@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from flopmeter.ask.checks import check_callable, check_flags, check_mode, check_positive, check_whole
 from flopmeter.ask.compare import AnyHardware, step_dollars
 from flopmeter.ask.plan.compose import (
     STATE_BYTES,
@@ -24,7 +25,6 @@ from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
 from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, checked_wishes, splits
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
 from flopmeter.ask.plan.whole import Whole, WholeJob, meter_whole
-from flopmeter.ask.steps import is_positive
 from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
@@ -224,8 +224,11 @@ def plan(
     """
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
-    _check(world=world, rows=rows, batch=batch, length=length)
-    _check_positive(memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
+    _check(whole, rows, mode, loss)
+    check_whole(PlanError, world=world, batch=batch, length=length, workers=workers)
+    check_positive(PlanError, memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
+    check_flags(async_tp=async_tp)
+    wishes = checked_wishes(only or {})
     links.check_size(world)
     subject = subject_of(build, tensor_parallel, loss)
     sequences, tokens = batch or world, length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
@@ -236,7 +239,7 @@ def plan(
     )  # fmt: skip
     search = _Search(subject, bounds, device, links, mode, usable, meter_options, async_tp)
     run = partial(results_of, workers=workers, executor=executor, progress=progress)
-    found = search.best(checked_wishes(only or {}), rows, run)
+    found = search.best(wishes, rows, run)
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
     shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
     title = (
@@ -409,13 +412,12 @@ def _nothing(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:
     )
 
 
-def _check(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise PlanError(f"{name} has to be a whole number from 1 on, not {number!r}")
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not is_positive(value):
-            raise PlanError(f"{name} must be a positive number, not {value!r}")
+def _check(whole: int, rows: int, mode: Mode, loss: Loss | None) -> None:
+    """Raises PlanError for what makes no sense, before the model is built."""
+    check_whole(PlanError, rows=rows)
+    check_whole(PlanError, least=0, whole=whole)
+    if whole > rows:
+        raise PlanError(f"whole={whole} of {rows} rows cannot be metered: give rows={whole} too")
+    check_mode(mode, PlanError)
+    if loss is not None:
+        check_callable("loss must be a function of the model and token ids", loss)

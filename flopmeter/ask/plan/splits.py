@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, NamedTuple, get_args
 
+from flopmeter.ask.checks import check_mapping, is_whole
+
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = Literal["none", "1f1b", "interleaved", "zero-bubble"]
 GatherTime = Literal["microbatch", "step"]
@@ -124,16 +126,19 @@ _CHOICES = {"recompute": get_args(Recompute), "schedule": get_args(ScheduleName)
 
 def checked_wishes(only: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
     """The values that each name may have. Raises PlanError for an unknown name or value."""
+    check_mapping("{'tp': [4, 8]}", only=only)
     wishes = {}
     for name, wanted in only.items():
         if name not in WISHES:
             raise PlanError(f"only[{name!r}]: known are {', '.join(WISHES)}")
         values = (wanted,) if isinstance(wanted, str) or not isinstance(wanted, Iterable) else tuple(wanted)
+        if not values:
+            raise PlanError(f"only[{name!r}] is empty, so no split is allowed: name a value, or leave it out")
         known = _CHOICES.get(name)
         for value in values:
             if known and value not in known:
                 raise PlanError(f"only[{name!r}]: {value!r} is none of {', '.join(known)}")
-            if not known and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if not known and not is_whole(value):
                 raise PlanError(f"only[{name!r}]: {value!r} is no whole number from 1 on")
         wishes[name] = values
     return wishes

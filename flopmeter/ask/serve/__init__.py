@@ -1,5 +1,6 @@
 """Serving a language model: decoder.py has its steps, steps.py their prices, formats.py weights and caches in fewer
-bits, queue.py the arithmetic of many requests, serving.py the answer, picture.py its picture."""
+bits, slo.py the latencies to keep to, queue.py the arithmetic of many requests, serving.py the answer, picture.py its
+picture."""
 
 from flopmeter.ask.serve.decoder import ServingError
 from flopmeter.ask.serve.serving import Serving, ServingRow, serving

@@ -141,7 +141,13 @@ def _config_of(target: Any) -> Any:
 
 
 def _causal_class(config: Any) -> str:
-    names = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = import_module("transformers.models.auto.modeling_auto")
+    names = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise ServingError(
+            f"{config.model_type} is an encoder, which makes no text token by token: take a causal language model, or "
+            "a config with is_decoder=True"
+        )
     if config.model_type not in names:
         raise ServingError(f"transformers has no causal language model of type {config.model_type!r} to serve")
     return str(names[config.model_type])

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from flopmeter.ask.serve.serving import Serving
 from flopmeter.report.plots import PlotError, new_figure
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+_ROOM = 0.1  # of the highest rate
 _MARKERS = "osD^vP*X"
 
 
 def serving_curves(result: Serving) -> Any:
     """Time per token and time to the first one over tokens per second and GPU; each point is a number of requests at a
     time. A star is the point that the table has, a dashed line a latency that was asked for."""
+    tickers = import_module("matplotlib.ticker")
     if not result.rows:
         raise PlotError("no device can serve the model: there is nothing to draw")
     figure = new_figure(11.0, 4.6)
     figure.suptitle(result.title, fontsize=9)
     panels = figure.subplots(1, 2)
+    fastest = max(point.tokens_per_s_per_gpu for row in result.rows for point in row.points)
     for panel, name, label in zip(
         panels, ("tpot", "ttft"), ("time per output token", "time to first token"), strict=True
     ):
@@ -27,16 +31,24 @@ def serving_curves(result: Serving) -> Any:
             rates = [point.tokens_per_s_per_gpu for point in row.points]
             latencies = [getattr(point, f"{name}_seconds") * 1e3 for point in row.points]
             panel.plot(rates, latencies, color=colour, marker=marker, ms=4, lw=1.2, label=row.hardware)
-            for point, rate, latency in list(zip(row.points, rates, latencies, strict=True))[::2]:
-                panel.annotate(str(point.batch), (rate, latency), (3, 3), textcoords="offset points", fontsize=6)
+            for point, rate, latency in zip(row.points, rates, latencies, strict=True):
+                if rate >= _ROOM * fastest:  # left of it points are too close for numbers
+                    panel.annotate(
+                        str(point.batch), (rate, latency), (4, -8), textcoords="offset points", fontsize=7, color=colour
+                    )
             if row.best is not None:
                 best = getattr(row.best, f"{name}_seconds") * 1e3
                 panel.plot([row.best.tokens_per_s_per_gpu], [best], color=colour, marker="*", ms=12, mec="black")
         if name in result.slo:
             panel.axhline(result.slo[name] * 1e3, color="black", ls="--", lw=1)
         panel.set(xlabel="tokens/s per GPU", ylabel=f"{label} (ms)", yscale="log")
-        panel.set_xlim(left=0)
+        panel.set_xlim(0, 1.1 * fastest)
+        panel.xaxis.set_major_formatter(tickers.EngFormatter())
+        panel.yaxis.set_major_formatter(tickers.FuncFormatter(lambda value, _: f"{value:g}"))
         panel.grid(alpha=0.3)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=5, fontsize=8, frameon=False, title_fontsize=8,
+        title="numbers: requests at a time · star: what the table has",
+    )  # fmt: skip
     return figure

@@ -6,16 +6,17 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_prices
+from flopmeter.ask.checks import check_flags, check_mode, check_share, check_whole
+from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_devices, checked_prices
 from flopmeter.ask.serve.decoder import CacheKind, Decoder, ServingError, decoder
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS, has_product
 from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
+from flopmeter.ask.serve.slo import read_slo
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import cluster_of
-from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
-from flopmeter.launch.modes import MODES
+from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.meter import Mode, checked_energy_price
 from flopmeter.report.quantities import duration, figure, in_gb, in_ms
 from flopmeter.report.report import JOULES_PER_KWH
@@ -23,7 +24,7 @@ from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 from flopmeter.timing.peak_memory import usable_bytes
 
 MOST_REQUESTS = 512  # at a time: more are not metered
-SLOS = ("ttft", "tpot")
+USUAL_CHUNK = 2048  # tokens of a prompt in a step
 
 
 class ServingPoint(NamedTuple):
@@ -145,17 +146,15 @@ class ServingPlan:
 
     def check(self) -> None:
         """Raises ServingError for what makes no sense."""
-        for name in ("prompt", "output", "gpus", "draft_tokens"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ServingError(f"{name} must be a positive whole number, not {getattr(self, name)!r}")
-        if self.chunk is not None and self.chunk < 1:
-            raise ServingError(f"chunk must be a positive number of tokens or None, not {self.chunk!r}")
+        whole = ("prompt", "output", "gpus", "draft_tokens", "chunk")
+        check_whole(ServingError, **{name: getattr(self, name) for name in whole})
+        if self.output == 1 and "tpot" in self.slo:
+            raise ServingError("with one token wanted there is no time per token after the first: leave tpot out")
         if self.is_disaggregated and self.output == 1:
             raise ServingError("prefill gives the one token that is wanted: GPUs of their own have nothing to decode")
-        for name in ("prefix", "acceptance"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ServingError(f"{name} is a share from 0 to 1, not {getattr(self, name)!r}")
-        for name, known in (("weights", WEIGHTS), ("kv", KV_BYTES), ("mode", MODES)):
+        check_share(ServingError, prefix=self.prefix, acceptance=self.acceptance)
+        check_mode(self.mode, ServingError)
+        for name, known in (("weights", WEIGHTS), ("kv", KV_BYTES)):
             if getattr(self, name) not in tuple(known):
                 raise ServingError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
 
@@ -171,7 +170,7 @@ def serving(
     mode: Mode = "cudagraph",
     weights: str = "bf16",
     kv: str = "bf16",
-    chunk: int | None = 2048,
+    chunk: int | Literal["usual"] | None = "usual",
     prefix: float = 0.0,
     draft: Any = None,
     draft_tokens: int | None = None,
@@ -192,7 +191,7 @@ def serving(
     gpus: that share one copy of the model, as tensor parallel ranks.
     mode: how a step is launched; 'cudagraph' is what servers do.
     weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4', 'mxfp4' or 'nvfp4'. kv: the cache, 'bf16' or 'fp8'.
-    chunk: tokens of a prompt that run in one step with decoding; None: prefill stops decoding.
+    chunk: tokens of a prompt that run in one step with decoding, as a rule 2048; None: prefill stops decoding.
     prefix: share of each prompt whose keys and values are in the cache already.
     draft: a smaller model (as `target`) that proposes `draft_tokens` tokens (4), each accepted with `acceptance` (0.7).
     disaggregated: GPUs of their own for prefill, which is not cut into chunks.
@@ -205,16 +204,16 @@ def serving(
     """
     if draft is None and (acceptance is not None or draft_tokens is not None):
         raise ServingError("acceptance and draft_tokens are of a draft: give its model as draft")
+    check_flags(disaggregated=disaggregated)
     plan = ServingPlan(
         prompt=prompt, output=output, slo=read_slo(slo), gpus=gpus, mode=mode, weights=weights, kv=kv,
-        chunk=None if disaggregated else chunk, prefix=prefix, draft_tokens=4 if draft_tokens is None else draft_tokens,
+        chunk=_tokens_in_step(chunk, disaggregated), prefix=prefix,
+        draft_tokens=4 if draft_tokens is None else draft_tokens,
         acceptance=0.7 if acceptance is None else acceptance, is_disaggregated=disaggregated,
         dollars_per_kwh=checked_energy_price(dollars_per_kwh), meter_options=meter_options,
     )  # fmt: skip
     plan.check()
-    devices = [load_hardware(name) for name in ([hardware] if isinstance(hardware, str | Hardware) else hardware)]
-    if not devices:
-        raise ServingError("serving needs at least one device: see available_hardware()")
+    devices = checked_devices([hardware] if isinstance(hardware, str | Hardware) else hardware, ServingError)
     dollars = checked_prices(prices or {}, devices)
     own = StepModel(decoder(target, gpus, cache), mode, weights, kv, dict(meter_options))
     other = None if draft is None else StepModel(decoder(draft, gpus, cache), mode, weights, kv, dict(meter_options))
@@ -430,33 +429,13 @@ def _doublings(most: int) -> set[int]:
     return {1 << power for power in range(largest.bit_length()) if 1 << power <= largest} | {largest}
 
 
-def read_slo(text: str | Mapping[str, float] | None) -> dict[str, float]:
-    """Seconds by 'ttft' and 'tpot', from 'ttft=500ms,tpot=0.03s' or a mapping. Raises ServingError for others."""
-    if text is None:
-        return {}
-    pairs = text.items() if isinstance(text, Mapping) else (part.partition("=")[::2] for part in text.split(","))
-    found = {}
-    for name, value in pairs:
-        name = name.strip()
-        if name not in SLOS:
-            raise ServingError(f"unknown latency {name!r}; known: {', '.join(SLOS)} (as in ttft=500ms,tpot=30ms)")
-        if name in found:
-            raise ServingError(f"the latency {name} is given twice: give it once")
-        found[name] = _seconds(value)
-    return found
-
-
-def _seconds(value: str | float) -> float:
-    number, scale = value, 1.0
-    if isinstance(value, str):
-        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.removesuffix("s"), 1.0)
-    try:
-        seconds = float(number) * scale
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise ServingError(f"a latency is a time such as 500ms or 0.5s, not {value!r}")
-    return seconds
+def _tokens_in_step(chunk: int | Literal["usual"] | None, is_apart: bool) -> int | None:
+    """Of a prompt; None: all. Raises ServingError where the user says that of prefill on GPUs of its own."""
+    if is_apart and chunk != "usual":
+        raise ServingError(
+            "chunk and disaggregated exclude each other: GPUs of its own run a prompt whole, and it stops no step"
+        )
+    return None if is_apart else USUAL_CHUNK if chunk == "usual" else chunk
 
 
 def _title(plan: ServingPlan, model: Decoder) -> str:

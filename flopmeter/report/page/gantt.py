@@ -21,7 +21,7 @@ FILLS: dict[Kind, str] = {  # of Okabe and Ito
     "communication, hidden": "#999999",
     "communication, exposed": "#D55E00",
 }
-_WIDTH, _LEFT, _RIGHT, _TOP = 960.0, 128.0, 944.0, 8.0
+_WIDTH, _LEFT, _RIGHT, _TOP = 960.0, 152.0, 944.0, 8.0
 _LANE, _BAR, _STREAM_BAR, _AXIS = 22.0, 18.0, 10.0, 52.0  # pixels: of a lane, of its bars, below all lanes
 _FINEST = 2000  # bars of one kind that are closer than the picture's width over this are drawn as one
 

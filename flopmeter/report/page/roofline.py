@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from math import atan2, degrees, sqrt
 from typing import NamedTuple
 
-from flopmeter.report.figures import LEAST_INTENSITY, Dot, Roof, Roofline, beside, longest_dots, ranges
+from flopmeter.report.figures import LEAST_INTENSITY, Dot, Roof, Roofline, beside, longest_dots, merged, ranges
 from flopmeter.report.page.axes import Axis, horizontal, picture, vertical
 from flopmeter.report.page.marks import class_mark, mark
 from flopmeter.report.page.markup import Markup, join, tag
@@ -38,7 +37,7 @@ def draw_roofline(roofline: Roofline, mode: str, axes: Axes) -> Markup:
     """The picture, its longest kernels, and what it does not show; a note instead where no kernel has FLOPs."""
     if not roofline.dots:
         return tag("p", "No kernel has FLOPs: there is nothing to place under a roofline.")
-    shown = _merged(roofline.dots, axes)
+    shown = merged(roofline.dots, axes.at)  # so that a long program stays a small page
     named = longest_dots(shown, roofline.kernel_seconds)
     intensities, rates = ([tick(value) for value in axis.ticks] for axis in axes)
     body = picture(
@@ -69,27 +68,10 @@ def _about(dot: Dot, roofline: Roofline) -> tuple[str, ...]:
     calls = f" ×{dot.calls}" if dot.calls > 1 else ""
     share = dot.seconds / roofline.kernel_seconds
     figures = (
-        f"{with_prefix(dot.seconds, 's')}, {share:.0%} of the device's time · {with_prefix(dot.flop_per_s, 'FLOP/s')},"
-        f" {roofline.share_of_roof(dot):.0%} of its roof"
+        f"{with_prefix(dot.seconds, 's')}, {100 * share:.0f} % of the device's time ·"
+        f" {with_prefix(dot.flop_per_s, 'FLOP/s')}, {100 * roofline.share_of_roof(dot):.0f} % of its roof"
     )
     return class_mark(dot.op_class), tag("b", dot.name + calls), f" in {dot.module}: {figures}"
-
-
-def _merged(shown: list[Dot], axes: Axes) -> list[Dot]:
-    """Dots of one class on one pixel become one, so that a long program stays a small page; the most time first."""
-
-    def place(dot: Dot) -> tuple[str, int, int]:
-        x, y = axes.at(dot)
-        return dot.op_class, round(x), round(y)
-
-    merged = []
-    for _, several in groupby(sorted(shown, key=place), key=place):
-        first, *others = sorted(several, key=lambda dot: -dot.seconds)
-        names = dict.fromkeys(dot.name for dot in (first, *others))
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        calls, seconds = (first.calls + sum(d.calls for d in others), first.seconds + sum(d.seconds for d in others))
-        merged.append(first._replace(name=first.name + more, calls=calls, seconds=seconds))
-    return sorted(merged, key=lambda dot: -dot.seconds)
 
 
 def _radius(dot: Dot, kernel_seconds: float) -> float:
@@ -99,7 +81,7 @@ def _radius(dot: Dot, kernel_seconds: float) -> float:
 def _drawn(dot: Dot, kernel_seconds: float, axes: Axes) -> Markup:
     title = (
         f"{dot.name} ({dot.op_class})\n{dot.calls} kernels, {with_prefix(dot.seconds, 's')},"
-        f" {dot.seconds / kernel_seconds:.1%} of the time\n"
+        f" {100 * dot.seconds / kernel_seconds:.1f} % of the time\n"
         f"{dot.intensity:.3g} FLOP/B, {with_prefix(dot.flop_per_s, 'FLOP/s')}"
     )
     return mark(dot.op_class, *axes.at(dot), _radius(dot, kernel_seconds), title)
