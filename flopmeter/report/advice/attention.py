@@ -13,17 +13,21 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend
 
-from flopmeter.as_cuda import CudaTarget
-from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choose, rules_for
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Call, Op, Phase, TensorSpec, Trace
+from flopmeter.records import Op, Phase, TensorSpec, Trace
+from flopmeter.report.advice.fused_attention import (
+    NoKernelError,
+    Operands,
+    backend_of,
+    backward_call,
+    dense,
+    forward_call,
+)
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, may_drop_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
-from flopmeter.torch_names.dispatcher import running_version
-from flopmeter.torch_names.operators import aten, aten_overloads
+from flopmeter.torch_names.operators import aten
 
 _SOFTMAX = (aten._softmax, aten._safe_softmax)
 _PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
@@ -31,11 +35,6 @@ _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
 _RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
 _TRIANGLES = (aten.tril, aten.triu, aten.tril_, aten.triu_)
 _COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
-_BACKENDS = {
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.CUDNN_ATTENTION: "cudnn",
-    SDPBackend.EFFICIENT_ATTENTION: "efficient",
-}
 
 
 @remedy
@@ -57,7 +56,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
             continue
         try:
             put_in |= _fused(trace, attention, report.hardware)
-        except _NoKernelError:
+        except NoKernelError:
             continue
         found.append(op)
         dropped |= attention.ops
@@ -276,7 +275,7 @@ def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
     """Fused kernels write gradients with the width of a head innermost, whatever products of matrices did."""
     if not is_gradient or not is_dense(spec) or not spec.shape or spec.stride[-1] == 1:
         return spec
-    return spec._replace(stride=_dense(spec.shape, spec.dtype, spec.device).stride)
+    return spec._replace(stride=dense(spec.shape, spec.dtype, spec.device).stride)
 
 
 def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
@@ -295,12 +294,13 @@ def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase
     numbers = tuple(dict.fromkeys((q.storage, k.storage, v.storage, out.storage, sums)))
     place = {number: local for local, number in enumerate(numbers)}
     *heads, queries, _ = q.shape
-    result = _dense((*heads, queries, v.shape[-1]), out.dtype, out.device)._replace(storage=place[out.storage])
-    norms = _dense((*heads, queries), torch.float32, out.device)._replace(storage=place[sums])
+    result = dense((*heads, queries, v.shape[-1]), out.dtype, out.device)._replace(storage=place[out.storage])
+    norms = dense((*heads, queries), torch.float32, out.device)._replace(storage=place[sums])
     qkv = tuple(spec._replace(storage=place[spec.storage]) for spec in (q, k, v))
     assert len(qkv) == 3
-    build = _backward_call if phase == "backward" else _forward_call
-    call = build(qkv, result, norms, attention.is_causal, _backend(qkv, attention, device))
+    backend = backend_of(qkv, device, is_causal=attention.is_causal, dropout=attention.dropout)
+    build = backward_call if phase == "backward" else forward_call
+    call = build(qkv, result, norms, attention.is_causal, backend)
     return trace.ops[place_of]._replace(call=call, storages=numbers)
 
 
@@ -328,46 +328,5 @@ def _in_heads(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
 
 def _packed(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
     count = max(1, spec.distinct_elements // (rows * width))
-    own = _dense((1, count, rows, width), spec.dtype, spec.device)
+    own = dense((1, count, rows, width), spec.dtype, spec.device)
     return own._replace(storage=spec.storage, offset=spec.offset)
-
-
-Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
-
-
-class _NoKernelError(Exception):
-    """scaled_dot_product_attention would do the same op by op, as in bf16 on a T4."""
-
-
-def _backend(qkv: Operands, attention: _Materialised, device: Hardware) -> str:
-    """The kernel that CUDA would choose, by the rules of the running torch. Raises _NoKernelError where it has none."""
-    capability = device.compute_capability
-    target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
-    q, k, v = (Operand(spec.shape, spec.stride, spec.dtype, 0, False) for spec in qkv)
-    settings, is_grouped = Settings.now()._replace(grad=False), q.shape[1] != k.shape[1]
-    call = SdpaCall(q, k, v, None, attention.dropout, attention.is_causal, is_grouped, settings, target)
-    chosen = choose(call, rules_for(running_version()))
-    if chosen is SDPBackend.MATH:
-        raise _NoKernelError
-    return _BACKENDS[chosen]
-
-
-def _forward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
-    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention").default
-    return Call(func, qkv, {"dropout_p": 0.0, "is_causal": is_causal}, qkv, (out, sums))
-
-
-def _backward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
-    """The call of the backward kernel. Its results are as large as q, k and v, and are written over them, which does
-    not change the price."""
-    specs = (out, *qkv, out, sums)
-    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention_backward").default
-    return Call(func, specs, {"dropout_p": 0.0, "is_causal": is_causal}, specs, qkv)
-
-
-def _dense(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorSpec:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return TensorSpec(shape, tuple(reversed(strides)), dtype, 0, 0, device)

@@ -18,6 +18,7 @@ from flopmeter.launch.modes import modes_beyond
 from flopmeter.records import Convolution, ConvolutionWork, Kernel, LaunchMode, Op, TensorSpec, Trace
 from flopmeter.records.dtypes import item_bytes_of, name_of
 from flopmeter.records.memory_format import dense_strides, is_dense
+from flopmeter.report.advice.fused_attention import with_chosen_kernels
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width
 from flopmeter.report.quantities import percent_of, with_prefix
@@ -191,8 +192,8 @@ def sixteen_bits(report: Report) -> Iterator[Proposal]:
     wide = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}.get(report.main_dtype)
     if narrow in (None, wide) or wide is None or not any(k.cost.macs for k in report.kernels):
         return
-    has_units = device.contraction_peak(report.main_dtype).unit == "matrix"
-    if wide is torch.bfloat16 and has_units:
+    units = [device.contraction_peak(name).unit for name in (report.main_dtype, name_of(narrow))]
+    if wide is torch.bfloat16 and units[0] == "matrix":
         return
 
     def narrowed(spec: TensorSpec, _: object) -> TensorSpec:
@@ -200,14 +201,16 @@ def sixteen_bits(report: Report) -> Iterator[Proposal]:
         return spec._replace(dtype=narrow) if is_wide else spec
 
     name, bytes_too = str(narrow).removeprefix("torch."), wide is torch.float32
-    reasons = [f"twice the bytes of {name}"] * bytes_too + ["no matrix units for it"] * (not has_units)
+    reasons = [f"twice the bytes of {name}"] * bytes_too
+    reasons += ["no matrix units for it"] * (units[0] != "matrix" == units[1])
     how = f"{name}: model.to(torch.{name})" + (
         ", or torch.autocast where weights have to stay fp32" if bytes_too else ""
     )
+    then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), device)
     yield Proposal(
         f"all {len(report.kernels)} kernels", everything,
-        f"weights and data are {name_of(wide)}: {', and '.join(reasons)}", how,
-        priced(report, with_tensors(trace_of(report), narrowed, dtypes={wide: narrow})),
+        f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}", how,
+        priced(report, then),
     )  # fmt: skip
 
 
