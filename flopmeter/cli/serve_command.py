@@ -6,10 +6,10 @@ import argparse
 from typing import get_args
 
 from flopmeter.ask.serve import serving
+from flopmeter.ask.serve.asked import read_slo
 from flopmeter.ask.serve.decoder import CacheKind
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.picture import serving_curves
-from flopmeter.ask.serve.serving import read_slo
 from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.meter import Mode
@@ -45,6 +45,7 @@ def _serve(options: argparse.Namespace) -> int:
         acceptance=options.acceptance,
         disaggregated=options.disaggregated,
         cache=options.cache,
+        cluster=options.cluster,
         prices=prices.dollars_per_hour,
         dollars_per_kwh=options.dollars_per_kwh,
         progress=options.progress.over,
@@ -70,6 +71,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="N", type=number, required=True, dest="output_tokens", help="tokens that it wants")
     add("--slo", metavar="ttft=500ms,tpot=30ms", type=_slo, help="latencies to keep to: first token, each other token")
     add("--gpus", metavar="N", type=number, default=1, help="tensor parallel GPUs of one copy (default: %(default)s)")
+    add("--cluster", metavar="NAME|FILE", help="links between GPUs (default: those that each device comes in)")
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
     add_energy_price(parser)
     add("--mode", choices=get_args(Mode), default="cudagraph", help="how a step is launched (default: %(default)s)")
