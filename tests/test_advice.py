@@ -263,6 +263,17 @@ def test_a_floor_that_the_kernels_are_far_from_is_not_said_to_be_near():
     assert heading.startswith("near its floor, its bytes") == (floor >= 0.7 * report.seconds)
 
 
+@pytest.mark.parametrize("name", ["NCHW under AMP", "fp32 by accident"])
+def test_what_has_a_remedy_is_not_listed_as_without_one(name):
+    """Convolutions on NCHW images beside the advice to turn them, products in fp32 beside TF32."""
+    report = FAULTS[name].report(is_mended=False)
+    remedied = {place for advice in report.advice for place in advice.places}
+    rest = str(report).partition("with no remedy of its own:")[2].partition("-bound · of the wall-clock")[0]
+    listed = [line.partition(",")[0] for line in rest.splitlines() if line.startswith("   - ")]
+    assert any(place.startswith(("cudnn_convolution", "convolution", "addmm")) for place in remedied)
+    assert not any("convolution" in line or "addmm" in line for line in listed)
+
+
 def test_a_minor_fault_stands_by_what_it_wins():
     """An optimizer op by op wins less than a tenth here, and torch.compile more than that. (A fault that wins more than
     a tenth stands first whatever else wins: NCHW under AMP, above.)"""
