@@ -43,6 +43,55 @@ def test_each_advice_is_above_its_floor_and_worth_its_trouble(fault):
         assert each.why
 
 
+@pytest.mark.parametrize("device", ["b200-sxm-180gb", "mi300x"])
+@pytest.mark.parametrize("name", ["eager attention", "recompute without need", "fp32 by accident"])
+def test_the_gain_is_that_of_the_mended_program_on_devices_that_outrun_the_host(name, device):
+    """Views and module calls count there: the host is as slow as the device."""
+    fault = FAULTS[name]._replace(hardware=device)
+    before, mended = (fault.report(is_mended=is_mended) for is_mended in (False, True))
+    assert before.advice[0].remedy.startswith(fault.remedy)
+    assert before.advice[0].gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("device", ["a100-sxm4-80gb", "b200-sxm-180gb"])
+@pytest.mark.parametrize("name", ["GPT2LMHead", "LlamaForCausal"])
+def test_attention_of_transformers_wins_what_its_own_sdpa_does(name, device):
+    """With dropout, masks that are made of places for each sequence, and grouped heads in fp32 softmaxes."""
+    transformers = pytest.importorskip("transformers")
+
+    def report(implementation):
+        sizes = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 512, "num_hidden_layers": 2}
+        config = getattr(transformers, name.removesuffix("LMHead").removesuffix("ForCausal") + "Config")(
+            **sizes, attn_implementation=implementation, **({"num_key_value_heads": 2} if "Llama" in name else {})
+        )
+        with torch.device("meta"):
+            model = getattr(transformers, f"{name}Model" if "GPT2" in name else f"{name}LM")(config).to(HALF)
+            tokens = torch.empty(8, 1024, dtype=torch.long)
+        with FlopMeter(device, checks="hold") as meter:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        return meter.report()
+
+    eager, fused = report("eager"), report("sdpa")
+    (advice,) = (each for each in eager.advice if each.remedy.startswith("F.scaled_dot_product_attention"))
+    assert advice.gain_seconds == pytest.approx(eager.seconds - fused.seconds, rel=0.05)
+
+
+def test_sixteen_bits_are_told_also_where_they_win_bytes_alone():
+    """A P100 has no matrix units."""
+    reports = []
+    for dtype in (torch.float32, torch.float16):
+        model, inputs = BUILTINS["bert-base"](batch=8, dtype=dtype)
+        with FlopMeter("p100-pcie-16gb") as meter, torch.no_grad():
+            model(*inputs)
+        reports.append(meter.report())
+    before, mended = reports
+    (advice,) = (each for each in before.advice if each.remedy.startswith("float16: model.to(torch.float16)"))
+    assert advice.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.01)
+    assert "matrix units" not in advice.why
+    h100 = FAULTS["fp32 by accident"].report(is_mended=False).advice[0]
+    assert "no matrix units for it" in h100.why
+
+
 def test_the_mended_program_is_not_told_the_same_again(fault):
     fault, _ = fault
     assert not any(each.remedy.startswith(fault.remedy) for each in fault.report(is_mended=True).advice)
@@ -212,6 +261,17 @@ def test_a_floor_that_the_kernels_are_far_from_is_not_said_to_be_near():
     heading = next(line for line in str(report).splitlines() if line.startswith("near"))
     floor = 2 * 3 * 2**26 / 2.039e12
     assert heading.startswith("near its floor, its bytes") == (floor >= 0.7 * report.seconds)
+
+
+@pytest.mark.parametrize("name", ["NCHW under AMP", "fp32 by accident"])
+def test_what_has_a_remedy_is_not_listed_as_without_one(name):
+    """Convolutions on NCHW images beside the advice to turn them, products in fp32 beside TF32."""
+    report = FAULTS[name].report(is_mended=False)
+    remedied = {place for advice in report.advice for place in advice.places}
+    rest = str(report).partition("with no remedy of its own:")[2].partition("-bound · of the wall-clock")[0]
+    listed = [line.partition(",")[0] for line in rest.splitlines() if line.startswith("   - ")]
+    assert any(place.startswith(("cudnn_convolution", "convolution", "addmm")) for place in remedied)
+    assert not any("convolution" in line or "addmm" in line for line in listed)
 
 
 def test_a_minor_fault_stands_by_what_it_wins():

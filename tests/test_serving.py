@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 
 import pytest
 
@@ -376,6 +377,44 @@ def test_prefix_hits_shorten_the_time_to_the_first_token():
     hits, none = (served(prompt=8192, chunk=None, prefix=share).rows[0] for share in (0.9, 0.0))
     assert hits.prefill_seconds < 0.3 * none.prefill_seconds
     assert hits.points[0].ttft_seconds < none.points[0].ttft_seconds
+
+
+def test_a_prefix_that_all_share_is_held_once_in_a_paged_cache_and_by_each_in_one_of_transformers():
+    """Of 8192 + 128 tokens a request holds 128 + 819 itself where 7373 are shared."""
+    paged, copied = (served(prompt=8192, prefix=0.9, cache=cache) for cache in ("paged", "transformers"))
+    whole = served(prompt=8192).rows[0]
+    assert paged.rows[0].kv_bytes_per_request == (8192 + 128 - 7373) * KV_OF_TOKEN
+    assert copied.rows[0].kv_bytes_per_request == whole.kv_bytes_per_request == (8192 + 128) * KV_OF_TOKEN
+    room = load_hardware(H100).memory_bytes - 0.6e9 - paged.rows[0].weight_bytes - 7373 * KV_OF_TOKEN
+    held = paged.rows[0].most_requests * paged.rows[0].kv_bytes_per_request
+    assert 0.9 * room < held < room
+    assert "7373 of 8192 tokens of each prompt are in the cache, held once for all requests" in str(paged)
+    assert "each request holds" in str(copied)
+
+
+def test_a_draft_of_another_vocabulary_is_refused_and_one_that_is_padded_is_not():
+    small = {"num_hidden_layers": 1, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    with pytest.raises(ServingError, match="the draft has a vocabulary of 50257, the model one of 32000"):
+        served(draft=config(vocab_size=50257, **small))
+    assert served(draft=config(vocab_size=32064, **small)).rows[0].best
+
+
+def test_links_of_many_gpus_say_what_they_sustain_and_what_share_of_a_step_they_take():
+    """An L40S box carries 32 GB/s times 0.79 among two GPUs, 0.17 among four and 0.046 among eight."""
+    eight, device = served([L40S], gpus=8), load_hardware(L40S)
+    assert steps(ranks=4).cost(device, 1, 512, 0).seconds < steps(ranks=8).cost(device, 1, 512, 0).seconds
+    (line,) = (note for note in eight.notes if note.startswith("links: "))
+    assert "25.3 GB/s among 2, 5.44 GB/s among 4, 1.47 GB/s among 8 GPUs" in line
+    (share,) = re.findall(r"collectives take (\d+) % of a step of prefill", line)
+    alone = steps(ranks=8).report(device, 1, 512, 0).seconds
+    assert float(share) == pytest.approx(100 * (1 - alone / eight.rows[0].prefill_seconds), abs=1)
+
+
+def test_links_can_be_named_where_those_of_a_device_join_too_few():
+    assert "name a larger cluster" in served([L40S], gpus=16, output=1).unable[L40S]
+    named = served([L40S], gpus=16, output=1, cluster="dgx-h100")
+    assert named.rows[0].gpus == 16
+    assert "links: l40s as in NVIDIA DGX H100 or H200" in str(named)
 
 
 def test_a_draft_that_is_always_right_makes_tokens_faster_and_one_that_never_is_slower():

@@ -40,6 +40,7 @@ def _serve(options: argparse.Namespace) -> int:
         acceptance=options.acceptance,
         disaggregated=options.disaggregated,
         cache=options.cache,
+        cluster=options.cluster,
         prices=prices.dollars_per_hour,
         dollars_per_kwh=options.dollars_per_kwh,
         progress=options.progress.over,
@@ -62,6 +63,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="N", type=number, required=True, dest="output_tokens", help="tokens that it wants")
     add("--slo", metavar="ttft=500ms,tpot=30ms", type=_slo, help="latencies to keep to: first token, each other token")
     add("--gpus", metavar="N", type=number, default=1, help="tensor parallel GPUs of one copy (default: %(default)s)")
+    add("--cluster", metavar="NAME|FILE", help="links between GPUs (default: those that each device comes in)")
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
     add_energy_price(parser)
     add("--mode", choices=get_args(Mode), default="cudagraph", help="how a step is launched (default: %(default)s)")

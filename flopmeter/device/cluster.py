@@ -123,6 +123,11 @@ class Link(SchemaRecord):
         """The smallest block that holds a group of ranks with these numbers in their node."""
         return next((block for block in self.blocks if len({place // block.gpus for place in places}) == 1), None)
 
+    def sustained_among(self, places: set[int]) -> float:
+        """What a large collective of ranks with these numbers in their node reaches, in bytes/s."""
+        block = self.block_of(places)
+        return self.bandwidth_bytes_per_s * (self.achieved if block is None else block.achieved)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster(SchemaRecord):
@@ -242,7 +247,8 @@ class _Links(NamedTuple):
 def _links_of(collective: Collective, cluster: Cluster) -> _Links:
     intra, inter = cluster.intra, cluster.inter
     used = collective.gpus_per_node or cluster.gpus_per_node
-    block = intra.block_of({rank % used for rank in collective.ranks})
+    places = {rank % used for rank in collective.ranks}
+    block = intra.block_of(places)
     fabric = Fabric(
         transport=intra.transport,
         bytes_per_s=intra.bandwidth_bytes_per_s,
@@ -256,7 +262,7 @@ def _links_of(collective: Collective, cluster: Cluster) -> _Links:
     return _Links(
         fabric=fabric,
         names=(intra.name, "" if inter is None else inter.name),
-        intra=intra.bandwidth_bytes_per_s * (intra.achieved if block is None else block.achieved),
+        intra=intra.sustained_among(places),
         inter=0.0 if inter is None else inter.sustained_bytes_per_s,
         in_switch=intra.bandwidth_bytes_per_s * (intra.in_switch or 0.0),
     )

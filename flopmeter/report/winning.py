@@ -62,7 +62,10 @@ def in_lines(shown: WhereToWin | None) -> list[str]:
 
 def _is_news(spot: HotSpot, report: Report) -> bool:
     """Whether a hot spot is worth a line: it is large enough, and no advice is about it."""
-    told = any(each.where == spot.where or (each.where == WHOLE and spot.why == WAITS) for each in report.advice)
+    told = any(
+        each.where == spot.where or set(spot.places) <= set(each.places) or (each.where == WHOLE and spot.why == WAITS)
+        for each in report.advice
+    )
     return not told and spot.over_floor >= LEAST_GAIN * report.seconds
 
 

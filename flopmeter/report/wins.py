@@ -20,6 +20,7 @@ class HotSpot(NamedTuple):
     seconds_now: float  # what these kernels take, with the device's waits for the host before them
     floor_seconds: float  # what their FLOPs or bytes take at the rates of the datasheet
     why: str  # why they take longer than that floor
+    places: tuple[str, ...]  # the op and the modules, as advice about them names them
 
     @property
     def over_floor(self) -> float:
@@ -42,6 +43,7 @@ class Advice(NamedTuple):
     seconds_then: float
     run_seconds_then: float  # of the whole run
     is_fault: bool  # True: work that the program does without need; False: another way to run the same program
+    places: tuple[str, ...]  # op and module of each kernel that it is about; none if it is about all of them
 
     @property
     def gain_seconds(self) -> float:

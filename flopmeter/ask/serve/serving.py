@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from flopmeter.ask.checks import check_flags, check_mode, check_share, check_whole
+from flopmeter.ask.checks import check_flags
 from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_devices, checked_prices
-from flopmeter.ask.serve.decoder import CacheKind, Decoder, ServingError, decoder
-from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS, has_product
+from flopmeter.ask.serve.asked import ServingPlan, check_draft, links_of, notes_of, title_of
+from flopmeter.ask.serve.decoder import CacheKind, ServingError, decoder
+from flopmeter.ask.serve.formats import KV_BYTES
 from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
 from flopmeter.ask.serve.slo import read_slo
 from flopmeter.ask.serve.steps import StepCost, StepModel
-from flopmeter.device.cluster import cluster_of
+from flopmeter.device.cluster import Cluster, load_cluster
 from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.meter import Mode, checked_energy_price
 from flopmeter.report.quantities import duration, figure, in_gb, in_ms
@@ -49,7 +50,7 @@ class ServingRow:
     hardware: str
     gpus: int  # that one copy of the model is split over, and those of prefill alone for each copy
     weight_bytes: int  # on one GPU
-    kv_bytes_per_request: float  # on one GPU, when its last token is made
+    kv_bytes_per_request: float  # on one GPU, when its last token is made, without a prefix that all share
     most_requests: int  # at a time, that memory holds
     prefill_seconds: float  # of one prompt alone
     step_seconds: float  # of decoding, of one request alone
@@ -120,45 +121,6 @@ _COLUMNS: list[ColumnOf[ServingRow]] = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingPlan:
-    """What is served, and how."""
-
-    prompt: int
-    output: int
-    slo: Mapping[str, float]
-    gpus: int
-    mode: Mode
-    weights: str
-    kv: str
-    chunk: int | None
-    prefix: float
-    draft_tokens: int
-    acceptance: float
-    is_disaggregated: bool
-    dollars_per_kwh: float | None = None
-    meter_options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def cached(self) -> int:
-        """Tokens of a prompt that are in the cache already."""
-        return min(round(self.prefix * self.prompt), self.prompt - 1)
-
-    def check(self) -> None:
-        """Raises ServingError for what makes no sense."""
-        whole = ("prompt", "output", "gpus", "draft_tokens", "chunk")
-        check_whole(ServingError, **{name: getattr(self, name) for name in whole})
-        if self.output == 1 and "tpot" in self.slo:
-            raise ServingError("with one token wanted there is no time per token after the first: leave tpot out")
-        if self.is_disaggregated and self.output == 1:
-            raise ServingError("prefill gives the one token that is wanted: GPUs of their own have nothing to decode")
-        check_share(ServingError, prefix=self.prefix, acceptance=self.acceptance)
-        check_mode(self.mode, ServingError)
-        for name, known in (("weights", WEIGHTS), ("kv", KV_BYTES)):
-            if getattr(self, name) not in tuple(known):
-                raise ServingError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-
-
 def serving(
     target: Any,
     hardware: Iterable[AnyHardware],
@@ -177,6 +139,7 @@ def serving(
     acceptance: float | None = None,
     disaggregated: bool = False,
     cache: CacheKind = "paged",
+    cluster: str | Cluster | None = None,
     prices: Mapping[str, float] | None = None,
     dollars_per_kwh: float | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
@@ -192,10 +155,11 @@ def serving(
     mode: how a step is launched; 'cudagraph' is what servers do.
     weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4', 'mxfp4' or 'nvfp4'. kv: the cache, 'bf16' or 'fp8'.
     chunk: tokens of a prompt that run in one step with decoding, as a rule 2048; None: prefill stops decoding.
-    prefix: share of each prompt whose keys and values are in the cache already.
+    prefix: share of each prompt whose keys and values are in the cache already; a paged cache holds it once for all.
     draft: a smaller model (as `target`) that proposes `draft_tokens` tokens (4), each accepted with `acceptance` (0.7).
     disaggregated: GPUs of their own for prefill, which is not cut into chunks.
     cache: 'paged' as servers hold it, or 'transformers' as its generate() does.
+    cluster: the links between GPUs, by name, as a YAML file or a Cluster; None: those that each device comes in.
     prices: dollars per GPU and hour, by device. dollars_per_kwh: what energy costs.
     meter_options: of FlopMeter.
 
@@ -211,21 +175,27 @@ def serving(
         draft_tokens=4 if draft_tokens is None else draft_tokens,
         acceptance=0.7 if acceptance is None else acceptance, is_disaggregated=disaggregated,
         dollars_per_kwh=checked_energy_price(dollars_per_kwh), meter_options=meter_options,
+        cluster=None if cluster is None else load_cluster(cluster),
     )  # fmt: skip
     plan.check()
     devices = checked_devices([hardware] if isinstance(hardware, str | Hardware) else hardware, ServingError)
     dollars = checked_prices(prices or {}, devices)
-    own = StepModel(decoder(target, gpus, cache), mode, weights, kv, dict(meter_options))
-    other = None if draft is None else StepModel(decoder(draft, gpus, cache), mode, weights, kv, dict(meter_options))
-    rows, unable = [], {}
+    decoders = [decoder(each, gpus, cache) for each in (target, draft) if each is not None]
+    own, *others = (StepModel(each, mode, weights, kv, dict(meter_options), plan.cluster) for each in decoders)
+    other = next(iter(others), None)
+    if other is not None:
+        check_draft(own.decoder, other.decoder)
+    rows, links, unable = [], [], {}
     for device in progress(devices):
         try:
-            rows.append(_Server(plan, own, other, device, dollars.get(device.name)).row())
+            server = _Server(plan, own, other, device, dollars.get(device.name))
+            rows.append(server.row())
+            links.append(server.links())
         except HardwareError as error:
             unable[device.name] = str(error)
     rows.sort(key=lambda row: -row.best.tokens_per_s_per_gpu if row.best else 0.0)
-    notes = _notes(plan, own, other, devices)
-    return Serving(_title(plan, own.decoder), tuple(rows), unable, plan.slo, notes)
+    notes = notes_of(plan, own, other, devices, [each for each in links if each])
+    return Serving(title_of(plan, own.decoder), tuple(rows), unable, plan.slo, notes)
 
 
 class _Server:
@@ -255,7 +225,7 @@ class _Server:
             hardware=self._device.name,
             gpus=plan.gpus,
             weight_bytes=self._weight_bytes,
-            kv_bytes_per_request=self._kv_bytes(plan.prompt + plan.output),
+            kv_bytes_per_request=self._own_kv_bytes,
             most_requests=most,
             prefill_seconds=self._work.prefill,
             step_seconds=self._work.decode(1),
@@ -264,6 +234,9 @@ class _Server:
             limited_by=self._limit(best, most, possible),
             dollars_per_hour=None if self._price is None else self._price * plan.gpus * (1 + servers),
         )
+
+    def links(self) -> str:
+        return links_of(self._plan, self._device, self._prefill_chunk, self._step(1))
 
     @property
     def _weight_bytes(self) -> int:
@@ -278,7 +251,17 @@ class _Server:
     def _most(self) -> int:
         """How many requests fit beside the weights and the memory of a step, each with all of its tokens."""
         room = usable_bytes(self._device) - self._weight_bytes - self._prefill_chunk.working_bytes
-        return max(0, int(room / self._kv_bytes(self._plan.prompt + self._plan.output)))
+        return max(0, int((room - self._kv_bytes(self._shared)) / self._own_kv_bytes))
+
+    @property
+    def _shared(self) -> int:
+        """Tokens whose blocks a paged cache holds once for all requests."""
+        return self._plan.cached if self._steps.decoder.cache == "paged" else 0
+
+    @property
+    def _own_kv_bytes(self) -> float:
+        """The cache of a request when its last token is made, without what all share."""
+        return self._kv_bytes(self._plan.prompt + self._plan.output - self._shared)
 
     @property
     def _chunk(self) -> int:
@@ -301,6 +284,7 @@ class _Server:
             own.seconds + draft.seconds,
             None if own.joules is None or draft.joules is None else own.joules + draft.joules,
             max(own.working_bytes, draft.working_bytes),
+            own.link_seconds + draft.link_seconds,
         )
 
     def _decode(self, batch: float) -> tuple[float, float | None]:
@@ -333,15 +317,22 @@ class _Server:
         joules = None
         if draft.joules is not None and verify.joules is not None:
             joules = plan.draft_tokens * draft.joules + verify.joules
-        return StepCost(plan.draft_tokens * draft.seconds + verify.seconds, joules, verify.working_bytes)
+        return StepCost(
+            plan.draft_tokens * draft.seconds + verify.seconds,
+            joules,
+            verify.working_bytes,
+            plan.draft_tokens * draft.link_seconds + verify.link_seconds,
+        )
 
     @property
     def _work(self) -> RequestWork:
         plan = self._plan
         transfer = 0.0
         if plan.is_disaggregated:
-            links = cluster_of(self._device)
-            transfer = self._kv_bytes(plan.prompt) / ((links.inter or links.intra).bandwidth_gb_per_s * 1e9)
+            links = plan.links(self._device)
+            transfer = self._kv_bytes(plan.prompt - self._shared) / (
+                (links.inter or links.intra).bandwidth_gb_per_s * 1e9
+            )
         return RequestWork(
             output=plan.output,
             decode=lambda batch: self._decode(batch)[0],
@@ -436,44 +427,3 @@ def _tokens_in_step(chunk: int | Literal["usual"] | None, is_apart: bool) -> int
             "chunk and disaggregated exclude each other: GPUs of its own run a prompt whole, and it stops no step"
         )
     return None if is_apart else USUAL_CHUNK if chunk == "usual" else chunk
-
-
-def _title(plan: ServingPlan, model: Decoder) -> str:
-    how = f", {plan.gpus} tensor parallel GPUs" if plan.gpus > 1 else ""
-    slo = ", ".join(f"{name.upper()} up to {duration(seconds)}" for name, seconds in plan.slo.items())
-    return (
-        f"{model.title} · {plan.prompt} tokens in, {plan.output} out{how} · weights {plan.weights}, KV {plan.kv},"
-        f" {model.cache} cache · {plan.mode}" + (f" · {slo}" if slo else "")
-    )
-
-
-def _notes(plan: ServingPlan, own: StepModel, draft: StepModel | None, devices: Sequence[Hardware]) -> tuple[str, ...]:
-    notes = [
-        "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, sampling, network"
-    ]
-    chunks = "prefill stops decoding" if plan.chunk is None else f"prompts in chunks of {plan.chunk} tokens"
-    notes.append("GPUs of their own for prefill" if plan.is_disaggregated else chunks)
-    if plan.gpus > 1 or plan.is_disaggregated:
-        notes += [f"links: {device.name} as in {cluster_of(device).title}" for device in devices]
-    positions = getattr(own.decoder.config, "max_position_embeddings", None)
-    if positions and plan.prompt + plan.output > positions:
-        notes.append(
-            f"the config has {positions} positions: requests of {plan.prompt} + {plan.output} tokens need more"
-        )
-    if plan.prefix:
-        notes.append(f"{plan.cached} of {plan.prompt} tokens of each prompt are in the cache")
-    if draft is not None:
-        tokens = expected_tokens(plan.draft_tokens, plan.acceptance)
-        notes.append(
-            f"{draft.decoder.title} drafts {plan.draft_tokens} tokens, each accepted with {plan.acceptance:g}:"
-            f" {figure(tokens)} tokens a step"
-        )
-    chosen = WEIGHTS[plan.weights]
-    if plan.weights != "bf16":
-        notes.append(f"weights in {plan.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is")
-    if product := chosen.product:
-        lack = [device.name for device in devices if not has_product(device, product)]
-        notes += (
-            [f"no products in {product} on {', '.join(lack)}: weights are unpacked in bf16 products"] if lack else []
-        )
-    return tuple(notes)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flopmeter.ask.serve.decoder import Decoder, kernel_for
 from flopmeter.ask.serve.formats import in_formats, narrow_bytes
-from flopmeter.device.cluster import cluster_of, price_collective
+from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
 from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Collective
@@ -23,13 +23,22 @@ class StepCost(NamedTuple):
     seconds: float
     joules: float | None  # None where nobody knows what the device may draw
     working_bytes: int  # held beside weights and cache
+    link_seconds: float = 0.0  # of `seconds`: collectives, which nothing hides
 
 
 class StepModel:
     """The steps of one decoder; what was metered once is priced for every device that runs the same ops."""
 
-    def __init__(self, decoder: Decoder, mode: Mode, weights: str, kv: str, meter_options: dict[str, Any]):
-        self.decoder, self.mode, self.weights, self.kv = decoder, mode, weights, kv
+    def __init__(
+        self,
+        decoder: Decoder,
+        mode: Mode,
+        weights: str,
+        kv: str,
+        meter_options: dict[str, Any],
+        cluster: Cluster | None = None,
+    ):
+        self.decoder, self.mode, self.weights, self.kv, self._cluster = decoder, mode, weights, kv, cluster
         self._options = {"routing": "balanced", "checks": "hold", **meter_options}
         self._meters: dict[tuple[str, int, int, int, int], list[FlopMeter]] = {}
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
@@ -44,7 +53,7 @@ class StepModel:
             if report.joules is not None and report.clock.idle_watts is not None:
                 joules = report.joules + report.clock.idle_watts * links
             held = self.decoder.parameter_bytes + self._cache_bytes(batch, new + cached)
-            self._known[key] = StepCost(report.seconds + links, joules, max(0, report.memory.peak_bytes - held))
+            self._known[key] = StepCost(report.seconds + links, joules, max(0, report.memory.peak_bytes - held), links)
         return self._known[key]
 
     def weight_bytes(self, device: Hardware) -> int:
@@ -85,7 +94,7 @@ class StepModel:
         ranks = tuple(range(self.decoder.ranks))
         if len(ranks) == 1:
             return 0.0
-        config, cluster = self.decoder.config, cluster_of(device)
+        config, cluster = self.decoder.config, self._cluster or cluster_of(device)
         element = self.decoder.model.dtype.itemsize
         sums = Collective("all_reduce", tokens * config.hidden_size * element, ranks)
         logits = Collective("all_gather", scored * config.vocab_size * len(ranks) * LOGIT_BYTES, ranks)

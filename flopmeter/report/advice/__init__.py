@@ -8,8 +8,17 @@ the least time of their work, and why.
 from __future__ import annotations
 
 from flopmeter.report.advice import attention, batch, optimizers  # noqa: F401  (they enter their remedies)
-from flopmeter.report.advice.remedies import REMEDIES, Proposal
-from flopmeter.report.advice.spots import Timed, floor_of, hot_spots, modules_and_lines, spot_of, timed, wall_clock
+from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
+from flopmeter.report.advice.spots import (
+    Timed,
+    floor_of,
+    hot_spots,
+    modules_and_lines,
+    places_of,
+    spot_of,
+    timed,
+    wall_clock,
+)
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice, HotSpot
@@ -54,6 +63,7 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
         seconds_then=seconds_then,
         run_seconds_then=then,
         is_fault=proposal.is_fault,
+        places=() if proposal.concerns is everything else places_of(group),
     )
 
 

@@ -2,7 +2,8 @@
 
 Around each softmax, the tensors of the scores' size are found (scores, mask, probabilities, dropout, their gradients);
 all ops that touch one are the attention, with the copies that only feed these or take their results. One fused op
-stands where the forward pass ended, and one where the backward pass did.
+stands where the forward pass ended, and one where the backward pass did. Views of tensors that nobody makes any more,
+and ops that made a causal mask, go too: they cost the host time.
 """
 
 from __future__ import annotations
@@ -12,26 +13,28 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend
 
-from flopmeter.as_cuda import CudaTarget
-from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choose, rules_for
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Call, Op, Phase, TensorSpec, Trace
+from flopmeter.records import Op, Phase, TensorSpec, Trace
+from flopmeter.report.advice.fused_attention import (
+    NoKernelError,
+    Operands,
+    backend_of,
+    backward_call,
+    dense,
+    forward_call,
+)
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, may_drop_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import is_dense, with_ops
+from flopmeter.report.advice.rewrite import is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
-from flopmeter.torch_names.dispatcher import running_version
-from flopmeter.torch_names.operators import aten, aten_overloads
+from flopmeter.torch_names.operators import aten
 
 _SOFTMAX = (aten._softmax, aten._safe_softmax)
 _PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
 _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
-_BACKENDS = {
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.CUDNN_ATTENTION: "cudnn",
-    SDPBackend.EFFICIENT_ATTENTION: "efficient",
-}
+_RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
+_TRIANGLES = (aten.tril, aten.triu, aten.tril_, aten.triu_)
+_COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
 
 
 @remedy
@@ -43,7 +46,8 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     uses = _uses(trace)
     put_in: dict[int, Op] = {}
     dropped: set[int] = set()
-    found = []
+    gradients: set[int] = set()
+    found, needs_mask = [], False
     for index, op in enumerate(trace.ops):
         if op.call.func.overloadpacket not in _SOFTMAX or op.phase not in ("forward", "recompute"):
             continue
@@ -52,18 +56,24 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
             continue
         try:
             put_in |= _fused(trace, attention, report.hardware)
-        except _NoKernelError:
+        except NoKernelError:
             continue
         found.append(op)
         dropped |= attention.ops
+        gradients |= attention.gradients
+        needs_mask |= not attention.is_causal
     if not found or not are_in_torch(put_in.values()):
         return
     *_, queries, keys = found[0].inputs[0].shape
     about = {id(trace.ops[index]) for index in dropped}
+    if not needs_mask:
+        dropped |= _makers_of_masks(trace, uses, dropped, put_in)
+    dropped |= _views_of_nothing(trace, uses, dropped, put_in)
+    then = with_tensors(with_ops(trace, dropped, put_in), _rows_innermost, lambda number: number in gradients)
     yield Proposal(
         f"attention ×{len(found)}", lambda kernel: any(id(op) in about for op in kernel.ops),
         f"materialised: scores of {queries} × {keys} a head go to memory and back",
-        "F.scaled_dot_product_attention (attn_implementation='sdpa')", priced(report, with_ops(trace, dropped, put_in)),
+        "F.scaled_dot_product_attention (attn_implementation='sdpa')", priced(report, then),
     )  # fmt: skip
 
 
@@ -75,7 +85,9 @@ class _Materialised(NamedTuple):
     values: int  # op: p @ v
     softmax: TensorSpec
     operands: tuple[TensorSpec, TensorSpec, TensorSpec]  # q, k, v before any copy
+    gradients: set[int]  # storages that its backward pass gives to others
     is_causal: bool
+    dropout: float
 
 
 def _uses(trace: Trace) -> dict[int, list[int]]:
@@ -103,11 +115,23 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
     if len(made) != 1 or len(taken) != 1:
         return None
     dropped = touched | _copies_around(trace, uses, touched, scores)
+    dropped |= {place for index in (*made, *taken) for place in _reshapes_before(trace, index, dropped)}
     q, k = ops[made[0]].inputs[-2:]
     (v,) = (each for each in ops[taken[0]].inputs if each.storage not in scores)
     operands = tuple(_before_copies(trace, uses, each, dropped) for each in (q, k, v))
     assert len(operands) == 3
-    return _Materialised(dropped, made[0], taken[0], spec, operands, _is_causal(trace, touched, spec))
+    backward = (ops[index] for index in products if ops[index].phase == "backward")
+    gradients = {out.storage for op in backward for out in op.outputs} - scores
+    return _Materialised(
+        dropped,
+        made[0],
+        taken[0],
+        spec,
+        operands,
+        gradients,
+        _is_causal(trace, uses, touched, spec),
+        _dropout(trace, touched),
+    )
 
 
 def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[int]:
@@ -152,6 +176,14 @@ def _copies_around(trace: Trace, uses: dict[int, list[int]], touched: set[int], 
     return copies
 
 
+def _reshapes_before(trace: Trace, product: int, dropped: set[int]) -> Iterator[int]:
+    """The views that torch.matmul makes of its operands before a product of batches."""
+    index = product - 1
+    while index in dropped or trace.ops[index].call.func.overloadpacket in _RESHAPES:
+        yield index
+        index -= 1
+
+
 def _copies_before(trace: Trace, uses: dict[int, list[int]], storage: int, within: set[int]) -> list[int]:
     """The copies that made a storage which no other op reads, the last one first."""
     chain: list[int] = []
@@ -178,99 +210,123 @@ def _before_copies(trace: Trace, uses: dict[int, list[int]], spec: TensorSpec, d
     return spec
 
 
-def _is_causal(trace: Trace, touched: set[int], square: TensorSpec) -> bool:
-    """Whether a mask of [queries, keys] that all sequences share is applied to the scores. For a square of scores it is
-    assumed to be causal."""
+def _is_causal(trace: Trace, uses: dict[int, list[int]], touched: set[int], square: TensorSpec) -> bool:
+    """Whether a mask of [queries, keys] is applied to a square of scores that says for each pair of places whether one
+    comes after the other: it was made of comparisons of places, or all sequences share it, which is assumed to be
+    causal."""
     *_, queries, keys = square.shape
-    pairs = queries * keys
-    masks = (spec for index in touched for spec in trace.ops[index].inputs if spec.shape[-2:] == (queries, keys))
-    return queries == keys > 1 and any(spec.distinct_elements == pairs < square.numel for spec in masks)
+    masks = [spec for index in touched for spec in trace.ops[index].inputs if spec.shape[-2:] == (queries, keys)]
+    smaller = [spec for spec in masks if spec.distinct_elements < square.numel]
+    return queries == keys > 1 and any(
+        spec.distinct_elements == queries * keys or _compares_places(trace, uses, spec.storage) for spec in smaller
+    )
+
+
+def _compares_places(trace: Trace, uses: dict[int, list[int]], storage: int) -> bool:
+    """Whether the storage depends on no data, and a triangle or a comparison of two tensors is among what made it."""
+    known, todo, compares = {storage}, [storage], False
+    while todo:
+        number = todo.pop()
+        if trace.storages[number].born < 0:
+            return False
+        for op in (trace.ops[index] for index in uses[number]):
+            if _is_view(op) or not _writes(op, {number}):
+                continue
+            kind = op.call.func.overloadpacket
+            compares |= kind in _TRIANGLES or (kind in _COMPARISONS and len(op.inputs) == 2)
+            todo += {spec.storage for spec in op.inputs} - known
+            known |= {spec.storage for spec in op.inputs}
+    return compares
+
+
+def _dropout(trace: Trace, touched: set[int]) -> float:
+    calls = (trace.ops[index].call for index in touched)
+    return next((float(call.args[1]) for call in calls if call.func.overloadpacket is aten.native_dropout), 0.0)
+
+
+def _makers_of_masks(trace: Trace, uses: dict[int, list[int]], dropped: set[int], put_in: dict[int, Op]) -> set[int]:
+    """Ops that are not views and whose results only dropped ops read."""
+    needed = {number for op in put_in.values() for number in op.storages}
+    gone = set(dropped)
+    todo = list(dropped)
+    while todo:
+        for spec in trace.ops[todo.pop()].inputs:
+            born = trace.storages[spec.storage].born
+            if born < 0 or born in gone or spec.storage in needed:
+                continue
+            readers = {index for index in uses[spec.storage] if not _is_view(trace.ops[index])} - {born}
+            if readers <= gone and not any(trace.storages[each.storage].role for each in trace.ops[born].inputs):
+                gone.add(born)
+                todo.append(born)
+    return gone - dropped
+
+
+def _views_of_nothing(trace: Trace, uses: dict[int, list[int]], dropped: set[int], put_in: dict[int, Op]) -> set[int]:
+    needed = {number for op in put_in.values() for number in op.storages}
+    views: set[int] = set()
+    for number in {number for index in dropped for number in trace.ops[index].storages} - needed:
+        rest = set(uses[number]) - dropped
+        if trace.storages[number].born in dropped and all(_is_view(trace.ops[index]) for index in rest):
+            views |= rest
+    return views
+
+
+def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
+    """Fused kernels write gradients with the width of a head innermost, whatever products of matrices did."""
+    if not is_gradient or not is_dense(spec) or not spec.shape or spec.stride[-1] == 1:
+        return spec
+    return spec._replace(stride=dense(spec.shape, spec.dtype, spec.device).stride)
 
 
 def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
     """The fused ops, by the index of the op in whose place they stand."""
     backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]
-    put_in = {attention.values: _call(trace, attention, device, "forward")}
+    put_in = {attention.values: _call(trace, attention, device, "forward", attention.values)}
     if backward:
-        put_in[max(backward)] = _call(trace, attention, device, "backward", like=max(backward))
+        put_in[max(backward)] = _call(trace, attention, device, "backward", max(backward))
     return put_in
 
 
-def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase, like: int | None = None) -> Op:
-    q, k, v = attention.operands
-    made = trace.ops[attention.scores].inputs[-2]
-    batch, queries, depth = _squares(made)
-    keys, value_depth = attention.softmax.shape[-1], _last(trace.ops[attention.values])
-    storages = tuple(dict.fromkeys((q.storage, k.storage, v.storage, *trace.ops[attention.values].storages[-1:])))
-    place = {number: local for local, number in enumerate(storages)}
-
-    def heads(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
-        count = max(1, spec.distinct_elements // (rows * width))
-        own = _dense((1, count, rows, width), spec.dtype, spec.device)
-        return own._replace(storage=place[spec.storage], offset=spec.offset)
-
+def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase, place_of: int) -> Op:
+    q, k, v = _operands(trace, attention)
     out = trace.ops[attention.values].outputs[0]
-    result = _dense((1, batch, queries, value_depth), out.dtype, out.device)._replace(storage=len(storages))
-    qkv = heads(q, queries, depth), heads(k, keys, depth), heads(v, keys, value_depth)
-    sums = _dense((1, batch, queries), torch.float32, out.device)._replace(storage=len(storages) + 1)
-    fresh = len(trace.storages)  # of storages that no other op touches
-    numbers = (*storages, out.storage, fresh)
-    if out.storage in place:
-        result = result._replace(storage=place[out.storage])
-    build = _backward_call if phase == "backward" else _forward_call
-    call = build(qkv, result, sums, attention.is_causal, _backend(qkv, attention.is_causal, device))
-    return trace.ops[attention.values if like is None else like]._replace(call=call, storages=numbers)
+    sums = len(trace.storages)  # of a storage that no other op touches
+    numbers = tuple(dict.fromkeys((q.storage, k.storage, v.storage, out.storage, sums)))
+    place = {number: local for local, number in enumerate(numbers)}
+    *heads, queries, _ = q.shape
+    result = dense((*heads, queries, v.shape[-1]), out.dtype, out.device)._replace(storage=place[out.storage])
+    norms = dense((*heads, queries), torch.float32, out.device)._replace(storage=place[sums])
+    qkv = tuple(spec._replace(storage=place[spec.storage]) for spec in (q, k, v))
+    assert len(qkv) == 3
+    backend = backend_of(qkv, device, is_causal=attention.is_causal, dropout=attention.dropout)
+    build = backward_call if phase == "backward" else forward_call
+    call = build(qkv, result, norms, attention.is_causal, backend)
+    return trace.ops[place_of]._replace(call=call, storages=numbers)
 
 
-Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
+def _operands(trace: Trace, attention: _Materialised) -> Operands:
+    """q, k and v as the fused kernel takes them: [batch, heads, rows, width]."""
+    queries, depth = trace.ops[attention.scores].inputs[-2].shape[-2:]
+    keys, width = attention.softmax.shape[-1], trace.ops[attention.values].outputs[0].shape[-1]
+    sizes = ((queries, depth), (keys, depth), (keys, width))
+    q, k, v = (_in_heads(spec, *size) for spec, size in zip(attention.operands, sizes, strict=True))
+    if len({spec.shape[0] for spec in (q, k, v)}) > 1:
+        q, k, v = (_packed(spec, *size) for spec, size in zip(attention.operands, sizes, strict=True))
+    return q, k, v
 
 
-class _NoKernelError(Exception):
-    """scaled_dot_product_attention would do the same op by op, as in bf16 on a T4."""
+def _in_heads(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
+    """The tensor as it lies in memory, without dimensions that only repeat it; packed if it has others than these."""
+    dims = [(size, step) for size, step in zip(spec.shape, spec.stride, strict=True) if step or size == 1]
+    if [size for size, _ in dims[-2:]] == [width, rows] and dims[-1][1] != 1:
+        dims[-2:] = dims[:-3:-1]  # keys are transposed for the product
+    if len(dims) > 4 or [size for size, _ in dims[-2:]] != [rows, width]:
+        return _packed(spec, rows, width)
+    shape, stride = zip(*([(1, spec.numel)] * (4 - len(dims)) + dims), strict=True)
+    return spec._replace(shape=shape, stride=stride)
 
 
-def _backend(qkv: Operands, is_causal: bool, device: Hardware) -> str:
-    """The kernel that CUDA would choose, by the rules of the running torch. Raises _NoKernelError where it has none."""
-    capability = device.compute_capability
-    target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
-    q, k, v = (Operand(spec.shape, spec.stride, spec.dtype, 0, False) for spec in qkv)
-    settings = Settings.now()._replace(grad=False)
-    call = SdpaCall(q, k, v, None, 0.0, is_causal, q.shape[1] != k.shape[1], settings, target)
-    chosen = choose(call, rules_for(running_version()))
-    if chosen is SDPBackend.MATH:
-        raise _NoKernelError
-    return _BACKENDS[chosen]
-
-
-def _forward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
-    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention").default
-    return Call(func, qkv, {"dropout_p": 0.0, "is_causal": is_causal}, qkv, (out, sums))
-
-
-def _backward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
-    """The call of the backward kernel. Its results are as large as q, k and v, and are written over them, which does
-    not change the price."""
-    specs = (out, *qkv, out, sums)
-    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention_backward").default
-    return Call(func, specs, {"dropout_p": 0.0, "is_causal": is_causal}, specs, qkv)
-
-
-def _squares(query: TensorSpec) -> tuple[int, int, int]:
-    """How many squares of scores there are, of how many queries, and the width of a head."""
-    *batch, queries, depth = query.shape
-    count = 1
-    for size in batch:
-        count *= size
-    return count, queries, depth
-
-
-def _last(values: Op) -> int:
-    return values.outputs[0].shape[-1]
-
-
-def _dense(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorSpec:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return TensorSpec(shape, tuple(reversed(strides)), dtype, 0, 0, device)
+def _packed(spec: TensorSpec, rows: int, width: int) -> TensorSpec:
+    count = max(1, spec.distinct_elements // (rows * width))
+    own = dense((1, count, rows, width), spec.dtype, spec.device)
+    return own._replace(storage=spec.storage, offset=spec.offset)

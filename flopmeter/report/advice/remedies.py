@@ -6,17 +6,19 @@ is worth telling is decided in `flopmeter.report.advice`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from flopmeter.device.hardware import Hardware, HardwareError
+from flopmeter.device.hardware import Hardware, HardwareError, Unit
 from flopmeter.launch.modes import modes_beyond
 from flopmeter.records import Convolution, ConvolutionWork, Kernel, LaunchMode, Op, TensorSpec, Trace
-from flopmeter.records.dtypes import item_bytes_of
+from flopmeter.records.dtypes import item_bytes_of, name_of
 from flopmeter.records.memory_format import dense_strides, is_dense
+from flopmeter.report.advice.fused_attention import with_chosen_kernels
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width
 from flopmeter.report.quantities import percent_of, with_prefix
@@ -184,13 +186,14 @@ def tf32(report: Report) -> Iterator[Proposal]:
 
 @remedy
 def sixteen_bits(report: Report) -> Iterator[Proposal]:
-    """The whole program in fp32, or in a 16-bit type without matrix units (bf16 before Ampere), where the device has
-    matrix units for 16 bits."""
-    narrow = _narrow_type(report.hardware)
+    """The whole program in fp32, or in a 16-bit type without matrix units (bf16 before Ampere) where the device is
+    faster in another."""
+    narrow, device = _narrow_type(report.hardware), report.hardware
     wide = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}.get(report.main_dtype)
     if narrow in (None, wide) or wide is None or not any(k.cost.macs for k in report.kernels):
         return
-    if wide is torch.bfloat16 and report.hardware.contraction_peak("bf16").unit == "matrix":
+    units = [device.contraction_peak(name).unit for name in (report.main_dtype, name_of(narrow))]
+    if wide is torch.bfloat16 and units[0] == "matrix":
         return
 
     def narrowed(spec: TensorSpec, _: object) -> TensorSpec:
@@ -198,24 +201,29 @@ def sixteen_bits(report: Report) -> Iterator[Proposal]:
         return spec._replace(dtype=narrow) if is_wide else spec
 
     name, bytes_too = str(narrow).removeprefix("torch."), wide is torch.float32
-    why = f"weights and data are fp32: twice the bytes of {name}, and" if bytes_too else "weights and data are bf16:"
+    reasons = [f"twice the bytes of {name}"] * bytes_too
+    reasons += ["no matrix units for it"] * (units[0] != "matrix" == units[1])
     how = f"{name}: model.to(torch.{name})" + (
         ", or torch.autocast where weights have to stay fp32" if bytes_too else ""
     )
+    then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), device)
     yield Proposal(
-        f"all {len(report.kernels)} kernels", everything, f"{why} no matrix units for it", how,
-        priced(report, with_tensors(trace_of(report), narrowed, dtypes={wide: narrow})),
+        f"all {len(report.kernels)} kernels", everything,
+        f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}", how,
+        priced(report, then),
     )  # fmt: skip
 
 
 def _narrow_type(device: Hardware) -> torch.dtype | None:
+    """The 16-bit type for which the device has matrix units; else fp16, but not on a CPU, for which torch has few
+    kernels in it."""
+    units: dict[torch.dtype, Unit] = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        try:
-            if device.contraction_peak(name).unit == "matrix":
-                return dtype
-        except HardwareError:
-            continue
-    return None
+        with contextlib.suppress(HardwareError):
+            units[dtype] = device.contraction_peak(name).unit
+    on_matrix_units = [dtype for dtype, unit in units.items() if unit == "matrix"]
+    without = [] if device.is_cpu else [dtype for dtype in units if dtype is torch.float16]
+    return next(iter(on_matrix_units + without), None)
 
 
 @remedy
@@ -305,9 +313,16 @@ def _resized(spec: TensorSpec, to: dict[int, int]) -> TensorSpec:
 
 @remedy
 def needless_recomputation(report: Report) -> Iterator[Proposal]:
-    """Checkpointing, although memory has room for the activations that it drops."""
+    """Checkpointing, although memory has room for the activations that it drops. It detaches each tensor that it saves
+    and each that it gives back, which costs the host time."""
     trace = trace_of(report)
     again = {index for index, op in enumerate(trace.ops) if op.phase == "recompute"}
+    handed_over = {number for index in again for number in trace.ops[index].storages}
+    detached = {
+        index
+        for index, op in enumerate(trace.ops)
+        if op.phase == "backward" and op.call.func.overloadpacket is aten.detach and op.storages[0] in handed_over
+    }
     usable = usable_bytes_if_known(report.hardware)
     if not again or usable is None or not may_drop_ops(trace):
         return
@@ -319,5 +334,5 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
         "", lambda kernel: kernel.op.phase == "recompute",
         f"the forward pass runs again, and memory has room: at most {with_prefix(needed, 'B')} of"
         f" {with_prefix(usable, 'B')} without",
-        "no checkpointing", priced(report, with_ops(trace, again)),
+        "no checkpointing", priced(report, with_ops(trace, again | detached)),
     )  # fmt: skip

@@ -58,7 +58,12 @@ def spot_of(name: str, group: list[Timed], report: Report) -> HotSpot:
         seconds_now=wall_clock(group),
         floor_seconds=floor_of(group, report),
         why=_why(group, report),
+        places=places_of(group),
     )
+
+
+def places_of(group: Iterable[Timed]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{kernel.cost.name} in {pattern(kernel.op.module)}" for kernel, _ in group))
 
 
 def wall_clock(group: Iterable[Timed]) -> float:

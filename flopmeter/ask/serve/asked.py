@@ -1,0 +1,134 @@
+"""What is asked of a server: its options, checked, and what the answer says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flopmeter.ask.checks import check_mode, check_share, check_whole
+from flopmeter.ask.serve.decoder import Decoder, ServingError
+from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS, has_product
+from flopmeter.ask.serve.queue import expected_tokens
+from flopmeter.ask.serve.steps import StepCost, StepModel
+from flopmeter.device.cluster import Cluster, cluster_of
+from flopmeter.device.hardware import Hardware
+from flopmeter.meter import Mode
+from flopmeter.report.quantities import duration, figure, percent
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """What is served, and how."""
+
+    prompt: int
+    output: int
+    slo: Mapping[str, float]
+    gpus: int
+    mode: Mode
+    weights: str
+    kv: str
+    chunk: int | None
+    prefix: float
+    draft_tokens: int
+    acceptance: float
+    is_disaggregated: bool
+    dollars_per_kwh: float | None = None
+    cluster: Cluster | None = None  # None: the default one of each device
+    meter_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def links(self, device: Hardware) -> Cluster:
+        return self.cluster or cluster_of(device)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of a prompt that are in the cache already, the same for all requests."""
+        return min(round(self.prefix * self.prompt), self.prompt - 1)
+
+    def check(self) -> None:
+        """Raises ServingError for what makes no sense."""
+        whole = ("prompt", "output", "gpus", "draft_tokens", "chunk")
+        check_whole(ServingError, **{name: getattr(self, name) for name in whole})
+        if self.output == 1 and "tpot" in self.slo:
+            raise ServingError("with one token wanted there is no time per token after the first: leave tpot out")
+        if self.is_disaggregated and self.output == 1:
+            raise ServingError("prefill gives the one token that is wanted: GPUs of their own have nothing to decode")
+        check_share(ServingError, prefix=self.prefix, acceptance=self.acceptance)
+        check_mode(self.mode, ServingError)
+        for name, known in (("weights", WEIGHTS), ("kv", KV_BYTES)):
+            if getattr(self, name) not in tuple(known):
+                raise ServingError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+
+
+MOST_PADDING = 0.01  # by which vocabularies of the same tokens differ, since some are padded
+
+
+def check_draft(own: Decoder, draft: Decoder) -> None:
+    """Raises ServingError for a draft with other tokens than the model's."""
+    sizes = [model.config.vocab_size * model.ranks for model in (own, draft)]
+    if max(sizes) > (1 + MOST_PADDING) * min(sizes):
+        raise ServingError(
+            f"the draft has a vocabulary of {sizes[1]}, the model one of {sizes[0]}: a draft proposes the model's own"
+            " tokens, so give one of the same tokenizer"
+        )
+
+
+def title_of(plan: ServingPlan, model: Decoder) -> str:
+    how = f", {plan.gpus} tensor parallel GPUs" if plan.gpus > 1 else ""
+    slo = ", ".join(f"{name.upper()} up to {duration(seconds)}" for name, seconds in plan.slo.items())
+    return (
+        f"{model.title} · {plan.prompt} tokens in, {plan.output} out{how} · weights {plan.weights}, KV {plan.kv},"
+        f" {model.cache} cache · {plan.mode}" + (f" · {slo}" if slo else "")
+    )
+
+
+def links_of(plan: ServingPlan, device: Hardware, prefill: StepCost, decode: StepCost) -> str:
+    """The links that a server's GPUs share, and how much of its steps they take; '' where there are none."""
+    cluster, gpus = plan.links(device), plan.gpus
+    if gpus == 1 and not plan.is_disaggregated:
+        return ""
+    said = f"links: {device.name} as in {cluster.title}"
+    if gpus == 1:
+        return said
+    in_node = min(gpus, cluster.gpus_per_node)
+    sizes = [*(block.gpus for block in cluster.intra.blocks if block.gpus < in_node), in_node]
+    rates = [f"{figure(cluster.intra.sustained_among(set(range(size))) / 1e9)} GB/s among {size}" for size in sizes]
+    shares = [percent(cost.link_seconds / cost.seconds) for cost in (prefill, decode)]
+    return (
+        f"{said}: {', '.join(rates)} GPUs; collectives take {shares[0]} % of a step of prefill, {shares[1]} % of one of"
+        " decoding for one request"
+    )
+
+
+def notes_of(
+    plan: ServingPlan, own: StepModel, draft: StepModel | None, devices: Sequence[Hardware], links: Sequence[str]
+) -> tuple[str, ...]:
+    notes = [
+        "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, sampling, network"
+    ]
+    chunks = "prefill stops decoding" if plan.chunk is None else f"prompts in chunks of {plan.chunk} tokens"
+    notes.append("GPUs of their own for prefill" if plan.is_disaggregated else chunks)
+    notes += links
+    positions = getattr(own.decoder.config, "max_position_embeddings", None)
+    if positions and plan.prompt + plan.output > positions:
+        notes.append(
+            f"the config has {positions} positions: requests of {plan.prompt} + {plan.output} tokens need more"
+        )
+    if plan.prefix:
+        held = "held once for all requests" if own.decoder.cache == "paged" else "which each request holds for itself"
+        notes.append(f"{plan.cached} of {plan.prompt} tokens of each prompt are in the cache, {held}")
+    if draft is not None:
+        tokens = expected_tokens(plan.draft_tokens, plan.acceptance)
+        notes.append(
+            f"{draft.decoder.title} drafts {plan.draft_tokens} tokens, each accepted with {plan.acceptance:g}:"
+            f" {figure(tokens)} tokens a step"
+        )
+    chosen = WEIGHTS[plan.weights]
+    if plan.weights != "bf16":
+        notes.append(f"weights in {plan.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is")
+    if product := chosen.product:
+        lack = [device.name for device in devices if not has_product(device, product)]
+        notes += (
+            [f"no products in {product} on {', '.join(lack)}: weights are unpacked in bf16 products"] if lack else []
+        )
+    return tuple(notes)

@@ -1,0 +1,78 @@
+"""Fused attention: the kernel that CUDA would choose for it, and calls of such kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from flopmeter.as_cuda import CudaTarget
+from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choose, rules_for
+from flopmeter.device.hardware import Hardware
+from flopmeter.records import Call, TensorSpec, Trace
+from flopmeter.records.memory_format import dense_strides
+from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.torch_names.dispatcher import running_version
+from flopmeter.torch_names.operators import aten, aten_overloads
+
+_BACKENDS = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+}
+
+Operands = tuple[TensorSpec, TensorSpec, TensorSpec]
+
+
+class NoKernelError(Exception):
+    """scaled_dot_product_attention would do the same op by op, as in bf16 on a T4."""
+
+
+def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: float) -> str:
+    """The kernel that CUDA would choose, by the rules of the running torch. Raises NoKernelError where it has none."""
+    capability = device.compute_capability
+    target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
+    q, k, v = (Operand(spec.shape, spec.stride, spec.dtype, 0, False) for spec in qkv)
+    settings, is_grouped = Settings.now()._replace(grad=False), q.shape[1] != k.shape[1]
+    call = SdpaCall(q, k, v, None, dropout, is_causal, is_grouped, settings, target)
+    chosen = choose(call, rules_for(running_version()))
+    if chosen is SDPBackend.MATH:
+        raise NoKernelError
+    return _BACKENDS[chosen]
+
+
+def forward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
+    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention").default
+    return Call(func, qkv, {"dropout_p": 0.0, "is_causal": is_causal}, qkv, (out, sums))
+
+
+def backward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
+    """The call of the backward kernel. Its results are as large as q, k and v, and are written over them, which does
+    not change the price."""
+    specs = (out, *qkv, out, sums)
+    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention_backward").default
+    return Call(func, specs, {"dropout_p": 0.0, "is_causal": is_causal}, specs, qkv)
+
+
+def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
+    """The trace after a change of types: what ran on the kernel that takes any runs on the one for these."""
+    ends = {getattr(aten, f"_scaled_dot_product_efficient_attention{end}"): end for end in ("", "_backward")}
+    put_in = {}
+    for index, op in enumerate(trace.ops):
+        call, end = op.call, ends.get(op.call.func.overloadpacket)
+        if end is None or isinstance(call.argument("attn_bias"), TensorSpec):
+            continue
+        q, k, v = call.inputs[1:4] if end else call.inputs[:3]
+        settings = {name: call.argument(name) for name in ("dropout_p", "is_causal")}
+        try:
+            backend = backend_of((q, k, v), device, is_causal=settings["is_causal"], dropout=settings["dropout_p"])
+        except NoKernelError:
+            continue
+        func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default
+        put_in[index] = op._replace(call=dataclasses.replace(call, func=func, args=call.inputs, kwargs=settings))
+    return with_ops(trace, (), put_in)
+
+
+def dense(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorSpec:
+    return TensorSpec(shape, dense_strides(shape, channels_last=False), dtype, 0, 0, device)
