@@ -25,6 +25,9 @@ GROUP_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {"c10d": "process_group", "_c10d_functional": "group_name", "_dtensor": "group_name"}
 )
 
+# Ops that make a stream wait for a collective, and return what it returned.
+WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+
 # Types that NVSwitch adds (ncclNvlsSupported in nccl/src/include/device.h); not int8 and fp8.
 IN_SWITCH_TYPES = ("fp16", "bf16", "fp32", "fp64", "int32", "int64")
 
