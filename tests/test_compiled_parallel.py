@@ -1,4 +1,4 @@
-"""torch.compile of programs whose graphs hold collectives: the compiler's graph, with the collectives of the program."""
+"""torch.compile of programs whose graphs hold collectives: they go through torch's compiler, collectives and all."""
 
 from __future__ import annotations
 
