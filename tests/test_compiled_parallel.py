@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,8 +27,7 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
-@pytest.fixture(scope="module")
-def step() -> flopmeter.Report:
+def steady_step() -> flopmeter.Report:
     """Sequence parallelism around two products, compiled."""
     with flopmeter.cuda("h100-sxm5-80gb", gpus=RANKS, steps=3) as device:
         mesh = init_device_mesh("cuda", (RANKS,))
@@ -45,6 +45,11 @@ def step() -> flopmeter.Report:
     return device.report().step
 
 
+@pytest.fixture(scope="module")
+def step() -> flopmeter.Report:
+    return steady_step()
+
+
 def test_a_tensor_parallel_layer_goes_through_torchs_compiler(step: flopmeter.Report) -> None:
     assert not [note for note in step.notes if note.startswith("not compiled")]
     assert [note for note in step.notes if note.startswith("compiled: graphs, kernels")]
@@ -59,3 +64,12 @@ def test_its_graphs_gather_and_scatter_what_the_layer_does(step: flopmeter.Repor
     assert found["all_gather", whole] in (2, 3)
     assert sum(found.values()) == found["reduce_scatter", whole] + found["all_gather", whole]
     assert step.macs == 3 * 2 * ROWS * WIDTH * 4 * WIDTH // RANKS
+
+
+def test_async_tensor_parallelism_of_a_graph_counts_every_product_and_says_that_none_overlaps(
+    step: flopmeter.Report,
+) -> None:
+    with config.patch(_micro_pipeline_tp=True):
+        pipelined = steady_step()
+    assert (pipelined.macs, pipelined.bytes_read) == (step.macs, step.bytes_read)
+    assert [note for note in pipelined.notes if note.startswith("_micro_pipeline_tp:")]
