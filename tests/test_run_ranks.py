@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flopmeter
+from flopmeter.records.work import HostCopy
 
 A100 = "a100-sxm4-80gb"
 
@@ -71,3 +72,39 @@ def test_of_ranks_that_a_program_starts_itself_the_first_runs_and_is_metered():
     assert [kernel.cost.collective.kind for kernel in device.report().step.kernels if kernel.cost.collective] == [
         "all_reduce"
     ]
+
+
+def test_fsdp2_brings_a_model_that_was_made_on_the_cpu_to_the_gpu():
+    with flopmeter.cuda(A100, gpus=4) as device:
+        dist.init_process_group("nccl")
+        model = nn.Linear(1024, 1024, bias=False)
+        weight = model.weight
+        fully_shard(model)
+        model(torch.randn(8, 1024, device="cuda")).sum().backward()
+        assert weight is not model.weight
+        assert model.weight.device.type == "cuda"
+    moved = [each for kernel in device.report().step.kernels if (each := kernel.cost.collective)]
+    assert [(each.kind, each.nbytes) for each in moved] == [("all_gather", 4 << 20), ("reduce_scatter", 4 << 20)]
+
+
+def test_parameters_that_fsdp2_offloads_cross_the_hosts_link_in_every_pass():
+    """By hand: a rank holds a quarter of the weight in fp32. It is copied to the GPU before both passes, and its
+    gradient back; the optimizer steps on the CPU, in place: it reads weight and gradient, and writes the weight."""
+    with flopmeter.cuda(A100, gpus=4, steps=3) as device:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
+        for layer in (model[0], model):
+            fully_shard(layer, offload_policy=CPUOffloadPolicy())
+        model.to_empty(device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        while True:
+            model(torch.randn(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    step, shard = device.report().step, 1024 * 1024 * 4 // 4
+    copies = [kernel.cost.work.link_bytes for kernel in step.kernels if isinstance(kernel.cost.work, HostCopy)]
+    assert copies == [shard] * 3
+    (note,) = [note for note in step.notes if note.startswith("the optimizer steps on the CPU")]
+    assert "0.00315 GB" in note
+    assert 3 * shard == 3_145_728

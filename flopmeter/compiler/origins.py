@@ -26,7 +26,7 @@ from flopmeter.records import (
     Call,
     Origin,
 )
-from flopmeter.records.collectives import WAITS
+from flopmeter.records.collectives import WAIT_OPS
 from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.tensor_specs import build_call
 
@@ -49,7 +49,7 @@ def own_node(operation: Any) -> Any:
 
 def _passes_on(target: Any) -> bool:
     """Whether the op returns the memory that it is given."""
-    return isinstance(target, OpOverload) and (is_view(target) or target._schema.name in WAITS)
+    return isinstance(target, OpOverload) and (is_view(target) or target._schema.name in WAIT_OPS)
 
 
 def op_without_node(operation: Any) -> OpOverload | None:

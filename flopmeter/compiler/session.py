@@ -126,8 +126,8 @@ class Session:
             )
         if self._is_micro_pipelined:
             yield (
-                f"{MICRO_PIPELINE}: collectives and products of a compiled graph are counted one after another; in parts"
-                " that overlap they would take less"
+                f"{MICRO_PIPELINE}: collectives and products of a compiled graph are counted one after another; in"
+                " parts that overlap they would take less"
             )
         uncounted = {name for graph in self._compilation.graphs for name in graph.uncounted}
         if uncounted:

@@ -28,8 +28,11 @@ from flopmeter.trace import streams
 
 
 @contextmanager
-def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
-    """DDP, FSDP2 and DTensor run on meta tensors in this context; recorders hear of streams, waits and resizes."""
+def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False) -> Iterator[None]:
+    """DDP, FSDP2 and DTensor run on meta tensors in this context; recorders hear of streams, waits and resizes.
+
+    `has_host`: the program may have tensors on the CPU, too.
+    """
     with ExitStack() as undo:
         kernels = _KERNELS | sync_batch_norm.KERNELS | symmetric_memory.KERNELS
         undo.callback(private.unregister, private.meta_kernels(kernels))
@@ -54,7 +57,7 @@ def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
             mock.patch.object(distributed_c10d, private.CHECK_BATCH, _heard_batch(_check_batch)),
             *(mock.patch.object(kind, "wait", _heard_wait(kind.wait)) for kind in (private.FakeWork, private.Work)),
             mock.patch.object(torch.UntypedStorage, "resize_", _heard_resize(torch.UntypedStorage.resize_)),
-            *programs.patches(),
+            *programs.patches(has_host=has_host),
         )
         undo.callback(_forget_device_module)
         for patch in patches:

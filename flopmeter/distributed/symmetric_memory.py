@@ -3,9 +3,8 @@
 Works around: torch's kernels for CUDA copy through symmetric memory, which no tensor on meta has.
 Until: never; one process meters one rank.
 
-They multiply rank by rank, and send each other's parts meanwhile (torch/distributed/_symmetric_memory). Here the parts
-are collectives of NCCL's, on the stream of the group. Copy engines need no SM, so that what runs beside them is slower
-here than on a GPU.
+They multiply rank by rank, and send each other's parts meanwhile. Here the parts are collectives of NCCL's, on the
+stream of the group. Copy engines need no SM, so that what runs beside them is slower here than on a GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ import torch
 from torch import Tensor
 
 from flopmeter.known_values.entry_points import open_ones
+from flopmeter.torch_names.operators import Packets
 from flopmeter.torch_names.private import resolve_group
 
+_functional = Packets("_c10d_functional")
 _IN_PARTS = "each remote part of symmetric memory is sent by a collective of NCCL"
 
 
@@ -35,8 +36,8 @@ def _all_gather_matmul(
     splits_depth = dim % shard.dim() == shard.dim() - 1  # then the products of all parts are added up
     rows = shard if splits_depth else shard.movedim(dim, 0)
     own = rows.flatten(0, -2).clone()  # into the buffer that the others read
-    gathered = [_c10d().all_gather_into_tensor(_share(own, size), size, name) for _ in range(size - 1)]
-    shards = (own, *(_c10d().wait_tensor(each)[: own.numel()].view(own.shape) for each in gathered))
+    gathered = [_functional.all_gather_into_tensor(_share(own, size), size, name) for _ in range(size - 1)]
+    shards = (own, *(_functional.wait_tensor(each)[: own.numel()].view(own.shape) for each in gathered))
     leading = rows.shape[:-1] if splits_depth else (size * rows.shape[0], *rows.shape[1:-1])
     outs = [own.new_empty(*leading, weight.shape[1]) for weight in weights]
     for number, each in enumerate(shards):
@@ -72,19 +73,15 @@ def _matmul_reduce_scatter(x: Tensor, weight: Tensor, reduce_op: str, dim: int, 
         torch.mm(*factors, out=buffer[:numel].view(factors[0].shape[0], factors[1].shape[1]))
         if number:
             equal = [len(buffer) // size] * size
-            sent.append(_c10d().all_to_all_single(buffer, equal, equal, name))
+            sent.append(_functional.all_to_all_single(buffer, equal, equal, name))
     for exchanged in sent:
-        _c10d().wait_tensor(exchanged)
+        _functional.wait_tensor(exchanged)
     return parts.mean(0) if reduce_op == "avg" else parts.sum(0)
 
 
 def _share(own: Tensor, size: int) -> Tensor:
     """Gathered from all ranks, this is as much as one rank has got from one other."""
     return own.flatten()[: ceil(own.numel() / max(size - 1, 1))]
-
-
-def _c10d() -> Any:
-    return torch.ops._c10d_functional
 
 
 def _size_and_name(group: Any, op: str) -> tuple[int, str]:
@@ -94,7 +91,6 @@ def _size_and_name(group: Any, op: str) -> tuple[int, str]:
     return found.size(), found.group_name
 
 
-# The module that defines the ops is `private.symmetric_memory`.
 KERNELS: dict[str, Any] = {
     "symm_mem::fused_all_gather_matmul": _all_gather_matmul,
     "symm_mem::fused_matmul_reduce_scatter": _matmul_reduce_scatter,

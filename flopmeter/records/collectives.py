@@ -26,7 +26,7 @@ GROUP_ARGUMENTS: Mapping[str, str] = MappingProxyType(
 )
 
 # Ops that make a stream wait for a collective, and return what it returned.
-WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+WAIT_OPS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 
 # Ops of symmetric memory that are recorded as what their kernels for meta run: collectives and products.
 MADE_OF_COLLECTIVES = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter")

@@ -35,7 +35,7 @@ def opened(world_size: int, gpus_per_node: int, rank: int, on_gpu: Callable[[Ten
     """In this context torch.distributed opens a world of that size whenever the script asks for one."""
     with ExitStack() as undo:
         undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own and leaves it
-        undo.enter_context(runs_on_meta(gpus_per_node, rank))
+        undo.enter_context(runs_on_meta(gpus_per_node, rank, has_host=True))
         undo.callback(_close)
         undo.enter_context(applied(_patches(world_size, rank, on_gpu)))
         yield
