@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -108,3 +109,41 @@ def test_parameters_that_fsdp2_offloads_cross_the_hosts_link_in_every_pass():
     (note,) = [note for note in step.notes if note.startswith("the optimizer steps on the CPU")]
     assert "0.00315 GB" in note
     assert 3 * shard == 3_145_728
+
+
+def collective_ranks(step: flopmeter.Report) -> list[tuple[int, int | None]]:
+    return [
+        (len(each.ranks), each.gpus_per_node) for kernel in step.kernels if (each := kernel.cost.collective) is not None
+    ]
+
+
+def test_a_world_of_the_scripts_own_numbers_has_the_clusters_nodes():
+    """A script that slurm starts names rank and size itself; 16 GPUs are two nodes and not 16."""
+    with flopmeter.cuda(A100) as device:
+        dist.init_process_group("nccl", rank=0, world_size=16)
+        dist.all_reduce(torch.zeros(256, device="cuda"))
+    step = device.report().step
+    assert collective_ranks(step) == [(16, None)]
+    assert not [note for note in step.notes if "launcher" in note]
+
+
+def test_a_process_group_without_a_launcher_has_one_gpu_and_a_note_says_so():
+    with flopmeter.cuda(A100) as device:
+        dist.init_process_group("nccl")
+        dist.all_reduce(torch.zeros(256, device="cuda"))
+    step = device.report().step
+    assert [ranks for ranks, _ in collective_ranks(step)] == [1]
+    (note,) = [note for note in step.notes if "launcher" in note]
+    assert "--gpus 8" in note
+
+
+def test_a_rank_reads_in_the_store_what_it_put_there_and_no_other_rank_answers():
+    with flopmeter.cuda(A100, gpus=4):
+        dist.init_process_group("nccl")
+        store = dist.distributed_c10d._get_default_store()
+        store.set("port", "1234")
+        store.add("here", 1)
+        assert store.get("port") == b"1234"
+        assert store.add("here", 2) == 3
+        with pytest.raises(dist.DistStoreError, match="timeout"):
+            store.get("theirs")

@@ -122,8 +122,10 @@ class ScriptSession:
                 undo.enter_context(applied(list(synthetic.patches())))
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
-            undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node, self.rank, self.named.holds))
-            if self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None:
+            is_named = self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None
+            gpus, a_node = (self.wishes.gpus, self.gpus_per_node) if is_named else (None, None)
+            undo.enter_context(world.opened(gpus, a_node, self.rank, self.named.holds, self.note))
+            if is_named:
                 variables = world.of_torchrun(self.wishes.gpus, self.gpus_per_node, self.rank)
                 undo.enter_context(world.environment(variables))
             self.meter.around_tracing = tracing = Tracing(self.named, undoing)
