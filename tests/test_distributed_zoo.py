@@ -213,3 +213,39 @@ def test_a_program_is_told_that_nccl_carries_its_messages():
     with world(4):
         assert dist.get_backend() == "nccl"
         assert torch.cuda.nccl.version()[0] == 2
+
+
+def test_async_tensor_parallelism_multiplies_while_parts_are_sent():
+    """By hand: 4 ranks, [512, 4096] on each, gathered for a product with [4096, 1024], whose rows are scattered after
+    one with [1024, 4096]. All but this rank's quarter crosses the links, in 3 parts beside products of a quarter."""
+    with world(4, {"tp": 4}) as mesh:
+        group = mesh.get_group().group_name
+        a, b, c = (
+            torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((512, 4096), (4096, 1024), (1024, 4096))
+        )
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, group)
+            z = torch.ops.symm_mem.fused_matmul_reduce_scatter(y, c, "sum", 0, group)
+    assert [tuple(each.shape) for each in (whole, y, z)] == [(2048, 4096), (2048, 1024), (512, 4096)]
+    report = meter.report()
+    assert report.macs == 2048 * 4096 * 1024 * 2
+    assert not [note for note in report.notes if "uncounted" in note]
+    moved = [each for kernel in report.kernels if (each := kernel.cost.collective)]
+    assert [each.kind for each in moved] == ["all_gather"] * 3 + ["all_to_all"] * 3
+    gathered, scattered = (sum(each.nbytes for each in part) for part in (moved[:3], moved[3:]))
+    assert gathered == pytest.approx(2048 * 4096 * 2, rel=1e-3)
+    assert scattered == pytest.approx(2048 * 4096 * 2, rel=1e-3)
+    assert [kernel.cost.name for kernel in report.kernels].count("mm") == 8
+    assert report.exposed_seconds < 0.95 * report.communication_seconds
+    assert any("symmetric memory" in each for each in report.assumptions)
+
+
+def test_async_tensor_parallelism_along_the_last_dimension_splits_depth_and_width():
+    with world(2, {"tp": 2}) as mesh:
+        group = mesh.get_group().group_name
+        a, b = torch.empty(8, 16, 64, device="meta"), torch.empty(128, 32, device="meta")
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 2, group)
+            z = torch.ops.symm_mem.fused_matmul_reduce_scatter(whole, b, "avg", 2, group)
+    assert [tuple(each.shape) for each in (whole, y, z)] == [(8, 16, 128), (8, 16, 32), (8, 16, 16)]
+    assert meter.report().macs == 2 * 8 * 16 * 128 * 32

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flopmeter.cli import main
+from flopmeter.run import ranks
 
 PROGRAM = str(Path(__file__).parent / "programs" / "pipeline_train.py")
 RANKS, MICROBATCHES = 3, 8
@@ -38,3 +40,32 @@ def test_a_script_of_a_pipeline_has_the_bubble_and_the_microbatches_in_flight_of
     assert out.splitlines() == [f"rank 0 of {RANKS}", "a step", "a step"]  # once, though rank 0 ran several times
     assert sys.excepthook is before
     assert not [note for note in report["notes"] if note.startswith("messages with rank")]  # all of them ran
+
+
+BY_HAND = str(Path(__file__).parent / "programs" / "pipeline_by_hand.py")
+
+
+def reported(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["run", "--hardware", "h100-sxm5-80gb", "--format", "json", *arguments]) == 0
+    err = capsys.readouterr().err
+    report: dict[str, Any] = json.loads(err[err.index("\n{") + 1 if "\n{" in err else 0 :])
+    return report
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("GPipe", [8, 8, 8]), ("1F1B", [3, 2, 1])])
+def test_a_pipeline_written_out_by_send_and_recv_has_the_bubble_of_the_papers(schedule, in_flight, capsys):
+    report = reported(["--gpus", str(RANKS), BY_HAND, schedule], capsys)
+    pipeline = report["run"]["pipeline"]
+    assert [row["rank"] for row in pipeline["rows"]] == [0, 1, 2]
+    assert pipeline["bubble_share"] == pytest.approx((RANKS - 1) / (MICROBATCHES + RANKS - 1), abs=0.03)
+    # Of its five tensors a microbatch that was received keeps what the first layer read, and the sum of gradients.
+    assert [row["in_flight"] for row in pipeline["rows"]] == pytest.approx(in_flight, abs=0.8)
+    assert not [note for note in report["notes"] if note.startswith("messages with rank")]
+
+
+def test_ranks_beyond_the_most_that_run_are_named_as_ready(monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "MOST_RANKS", 2)
+    report = reported(["--gpus", str(RANKS), BY_HAND, "GPipe"], capsys)
+    assert [row["rank"] for row in report["run"]["pipeline"]["rows"]] == [0, 1]
+    (note,) = [note for note in report["notes"] if note.startswith("messages with rank")]
+    assert note.startswith("messages with rank 2:")

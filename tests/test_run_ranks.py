@@ -3,14 +3,16 @@ them."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flopmeter
+from flopmeter.records.work import HostCopy
 
 A100 = "a100-sxm4-80gb"
 
@@ -71,3 +73,77 @@ def test_of_ranks_that_a_program_starts_itself_the_first_runs_and_is_metered():
     assert [kernel.cost.collective.kind for kernel in device.report().step.kernels if kernel.cost.collective] == [
         "all_reduce"
     ]
+
+
+def test_fsdp2_brings_a_model_that_was_made_on_the_cpu_to_the_gpu():
+    with flopmeter.cuda(A100, gpus=4) as device:
+        dist.init_process_group("nccl")
+        model = nn.Linear(1024, 1024, bias=False)
+        weight = model.weight
+        fully_shard(model)
+        model(torch.randn(8, 1024, device="cuda")).sum().backward()
+        assert weight is not model.weight
+        assert model.weight.device.type == "cuda"
+    moved = [each for kernel in device.report().step.kernels if (each := kernel.cost.collective)]
+    assert [(each.kind, each.nbytes) for each in moved] == [("all_gather", 4 << 20), ("reduce_scatter", 4 << 20)]
+
+
+def test_parameters_that_fsdp2_offloads_cross_the_hosts_link_in_every_pass():
+    """By hand: a rank holds a quarter of the weight in fp32. It is copied to the GPU before both passes, and its
+    gradient back; the optimizer steps on the CPU, in place: it reads weight and gradient, and writes the weight."""
+    with flopmeter.cuda(A100, gpus=4, steps=3) as device:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
+        for layer in (model[0], model):
+            fully_shard(layer, offload_policy=CPUOffloadPolicy())
+        model.to_empty(device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        while True:
+            model(torch.randn(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    step, shard = device.report().step, 1024 * 1024 * 4 // 4
+    copies = [kernel.cost.work.link_bytes for kernel in step.kernels if isinstance(kernel.cost.work, HostCopy)]
+    assert copies == [shard] * 3
+    (note,) = [note for note in step.notes if note.startswith("the optimizer steps on the CPU")]
+    assert "0.00315 GB" in note
+    assert 3 * shard == 3_145_728
+
+
+def collective_ranks(step: flopmeter.Report) -> list[tuple[int, int | None]]:
+    return [
+        (len(each.ranks), each.gpus_per_node) for kernel in step.kernels if (each := kernel.cost.collective) is not None
+    ]
+
+
+def test_a_world_of_the_scripts_own_numbers_has_the_clusters_nodes():
+    """A script that slurm starts names rank and size itself; 16 GPUs are two nodes and not 16."""
+    with flopmeter.cuda(A100) as device:
+        dist.init_process_group("nccl", rank=0, world_size=16)
+        dist.all_reduce(torch.zeros(256, device="cuda"))
+    step = device.report().step
+    assert collective_ranks(step) == [(16, None)]
+    assert not [note for note in step.notes if "launcher" in note]
+
+
+def test_a_process_group_without_a_launcher_has_one_gpu_and_a_note_says_so():
+    with flopmeter.cuda(A100) as device:
+        dist.init_process_group("nccl")
+        dist.all_reduce(torch.zeros(256, device="cuda"))
+    step = device.report().step
+    assert [ranks for ranks, _ in collective_ranks(step)] == [1]
+    (note,) = [note for note in step.notes if "launcher" in note]
+    assert "--gpus 8" in note
+
+
+def test_a_rank_reads_in_the_store_what_it_put_there_and_no_other_rank_answers():
+    with flopmeter.cuda(A100, gpus=4):
+        dist.init_process_group("nccl")
+        store = dist.distributed_c10d._get_default_store()
+        store.set("port", "1234")
+        store.add("here", 1)
+        assert store.get("port") == b"1234"
+        assert store.add("here", 2) == 3
+        with pytest.raises(dist.DistStoreError, match="timeout"):
+            store.get("theirs")

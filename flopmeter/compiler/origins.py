@@ -26,6 +26,8 @@ from flopmeter.records import (
     Call,
     Origin,
 )
+from flopmeter.records.collectives import WAIT_OPS
+from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.tensor_specs import build_call
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
@@ -36,13 +38,18 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 def own_node(operation: Any) -> Any:
     """The FX node that a library call is of; None where inductor made it up. Inductor notes the last node that has the
-    buffer for its result, which may be a view that changes nothing: `expand`, between two batched matmuls."""
-    own = operation.get_origin_node()
-    while own is not None and isinstance(own.target, OpOverload) and is_view(own.target):
+    buffer for its result, which may be a view that changes nothing (`expand`, between two batched matmuls), or the wait
+    for a collective."""
+    own, overload = operation.get_origin_node(), getattr(operation, "op_overload", None)
+    while own is not None and own.target is not overload and _passes_on(own.target):
         own = own.args[0]
-    overload = getattr(operation, "op_overload", None)
     found = [own] if own is not None else [node for node in operation.origins if node.target is overload]
     return found[0] if len(found) == 1 and isinstance(found[0].target, OpOverload) else None
+
+
+def _passes_on(target: Any) -> bool:
+    """Whether the op returns the memory that it is given."""
+    return isinstance(target, OpOverload) and (is_view(target) or target._schema.name in WAIT_OPS)
 
 
 def op_without_node(operation: Any) -> OpOverload | None:
@@ -172,7 +179,7 @@ def _call(node: Any) -> Call:
     args, kwargs = torch.fx.node.map_aggregate(node.args, held), torch.fx.node.map_aggregate(node.kwargs, held)
     return build_call(
         node.target,
-        args,
+        with_groups(node.target, args),
         kwargs,
         node.meta["val"],
         lambda tensor: numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers)),

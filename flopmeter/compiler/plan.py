@@ -29,6 +29,7 @@ from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.recorder import Recorder
 
 compiled_kernel = Overloads(own).compiled_kernel.default
@@ -68,7 +69,7 @@ class PlanStep(NamedTuple):
 class Plan(NamedTuple):
     inputs: tuple[str, ...]
     steps: tuple[PlanStep, ...]
-    outputs: tuple[Placed | int | None, ...]
+    outputs: tuple[Placed | str | int | None, ...]  # a name: an input that is no tensor, such as a process group
 
     @property
     def kernels(self) -> tuple[CompiledKernel, ...]:
@@ -179,7 +180,7 @@ class _Planner:
                 return tuple(map(argument, value))
             return self._sizes(value) if isinstance(value, torch.SymInt) else value
 
-        args = tuple(map(argument, fx.args))
+        args = with_groups(fx.target, tuple(map(argument, fx.args)))
         kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
         outputs = tuple(spec(placed) for placed in self._results(kernel, fx))
         return Call(fx.target, args, kwargs, tuple(inputs), outputs), tuple(numbers)
@@ -268,12 +269,12 @@ class _Planner:
         offset = self._sizes(tensor.storage_offset())
         return Placed(name, shape, stride, offset, tensor.dtype, _device(tensor.device))
 
-    def _output(self, ir: Any) -> Placed | int | None:
+    def _output(self, ir: Any) -> Placed | str | int | None:
         if isinstance(ir, self._ir.NoneAsConstantBuffer):
             return None
         if isinstance(ir, self._ir.ShapeAsConstantBuffer):
             return self._sizes(ir.expr)
-        return self._laid(ir)
+        return self._laid(ir) or (ir.get_name() if ir.get_name() in self._graph.graph_inputs else None)
 
     def _source_of(self, part: Any) -> str:
         """The name of the op that made a result, or a result in a list of results."""

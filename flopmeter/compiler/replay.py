@@ -115,7 +115,8 @@ class Replay:
 
     @staticmethod
     def _kept(plan: Plan) -> set[str]:
-        return {output.buffer for output in plan.outputs if isinstance(output, Placed)}
+        outputs = (getattr(output, "buffer", output) for output in plan.outputs)
+        return {name for name in outputs if isinstance(name, str)}
 
     def _phase(self, plan: Plan) -> Phase:
         if self._graph.part == "backward":
@@ -130,10 +131,10 @@ def _is_recomputation(origins: tuple[Any, ...]) -> bool:
 
 
 def _sizes_of(held: Any) -> tuple[Any, ...]:
-    if not hasattr(held, "get_size"):
+    if not hasattr(held, "maybe_get_layout"):
         return (held,)
-    layout = held.get_layout()
-    return (*layout.size, *layout.stride)
+    layout = held.maybe_get_layout()  # none for an object, such as a process group
+    return () if layout is None else (*layout.size, *layout.stride)
 
 
 def _allocate(placed: Placed) -> Tensor:
@@ -147,7 +148,9 @@ def _scratch() -> Tensor:
         return torch.empty(0, device="meta")
 
 
-def _result(output: Placed | int | None, held: dict[str, Tensor]) -> Any:
+def _result(output: Placed | str | int | None, held: dict[str, Tensor]) -> Any:
+    if isinstance(output, str):
+        return held[output]
     if not isinstance(output, Placed):
         return output
     tensor = held[output.buffer]

@@ -41,6 +41,7 @@ from flopmeter.trace.recorder import Recorder
 WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
 AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
 FLEX_NEEDS_DRIVER = "inductor writes flex_attention from a template, for which it asks the driver of the GPU"
+MICRO_PIPELINE = "_micro_pipeline_tp"  # asynchronous tensor parallelism
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
 # torch warns of hooks on all modules. They are the meter's, which a compiled call does not see (hooks_hidden).
@@ -86,6 +87,7 @@ class Session:
         self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
         self._thread = threading.get_ident()
         self._reason: str | None = None  # of the compilation that runs
+        self._is_micro_pipelined = False
         self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
         self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
         self._regions = 0
@@ -121,6 +123,11 @@ class Session:
             yield (
                 f"{', '.join(self._not_measured)}: inductor would time kernels on the GPU and take the fastest; without"
                 " one, matmuls are the library's"
+            )
+        if self._is_micro_pipelined:
+            yield (
+                f"{MICRO_PIPELINE}: collectives and products of a compiled graph are counted one after another; in"
+                " parts that overlap they would take less"
             )
         uncounted = {name for graph in self._compilation.graphs for name in graph.uncounted}
         if uncounted:
@@ -218,6 +225,8 @@ class Session:
             asked = names.INDUCTOR_CONFIG.owner
             self._not_measured |= dict.fromkeys(name for name in MEASURES if settings.get(name, getattr(asked, name)))
             settings |= dict.fromkeys(MEASURES, False)
+            self._is_micro_pipelined |= settings.get(MICRO_PIPELINE, getattr(asked, MICRO_PIPELINE, False))
+            settings[MICRO_PIPELINE] = False  # its ops need symmetric memory to be lowered into kernels
             function, reason, self._reason = _function(), self._reason, None
             if as_it_was is not None and _has_flex_attention(as_it_was):
                 self._compilation.failures[f"{function}: {FLEX_NEEDS_DRIVER}"] = None

@@ -32,6 +32,7 @@ from flopmeter.distributed import (
 )
 from flopmeter.distributed.errors import WorldError
 from flopmeter.distributed.meta import runs_on_meta
+from flopmeter.distributed.objects import lone_store
 from flopmeter.torch_names import distributed as private
 
 __all__ = ["WorldError", "world"]
@@ -58,7 +59,7 @@ def world(
         undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own and leaves it
         undo.enter_context(runs_on_meta(gpus_per_node, rank))
         undo.callback(_close)
-        dist.init_process_group("fake", rank=rank, world_size=size, store=private.FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=size, store=lone_store())
         for patch in programs.init_patches():
             undo.enter_context(patch)
         yield init_device_mesh("meta", tuple(shape.values()), mesh_dim_names=tuple(shape))

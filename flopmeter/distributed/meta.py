@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Backend, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from flopmeter.distributed import objects, programs, sync_batch_norm
+from flopmeter.distributed import objects, programs, symmetric_memory, sync_batch_norm
 from flopmeter.distributed.cuda_device import meta_device
 from flopmeter.distributed.values import with_values
 from flopmeter.known_values import messages
@@ -28,10 +28,14 @@ from flopmeter.trace import streams
 
 
 @contextmanager
-def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
-    """DDP, FSDP2 and DTensor run on meta tensors in this context; recorders hear of streams, waits and resizes."""
+def runs_on_meta(gpus_per_node: int | None, rank: int, *, has_host: bool = False) -> Iterator[None]:
+    """DDP, FSDP2 and DTensor run on meta tensors in this context; recorders hear of streams, waits and resizes.
+
+    `has_host`: the program may have tensors on the CPU, too.
+    """
     with ExitStack() as undo:
-        undo.callback(private.unregister, private.meta_kernels(_KERNELS | sync_batch_norm.KERNELS))
+        kernels = _KERNELS | sync_batch_norm.KERNELS | symmetric_memory.KERNELS
+        undo.callback(private.unregister, private.meta_kernels(kernels))
         patches: tuple[Any, ...] = (
             # The module of the device type.
             mock.patch.object(torch, "meta", meta_device(gpus_per_node, rank), create=True),
@@ -53,7 +57,7 @@ def runs_on_meta(gpus_per_node: int | None, rank: int) -> Iterator[None]:
             mock.patch.object(distributed_c10d, private.CHECK_BATCH, _heard_batch(_check_batch)),
             *(mock.patch.object(kind, "wait", _heard_wait(kind.wait)) for kind in (private.FakeWork, private.Work)),
             mock.patch.object(torch.UntypedStorage, "resize_", _heard_resize(torch.UntypedStorage.resize_)),
-            *programs.patches(),
+            *programs.patches(has_host=has_host),
         )
         undo.callback(_forget_device_module)
         for patch in patches:

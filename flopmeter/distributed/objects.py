@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,13 @@ from flopmeter.distributed.errors import WorldError
 from flopmeter.known_values import messages
 from flopmeter.known_values.collectives import EQUAL_RANKS
 from flopmeter.known_values.entry_points import open_ones
+
+
+def lone_store() -> Any:
+    """The store of a world of which one rank runs, with what this rank puts there. To wait for another is an error."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=1))
+    return store
 
 
 def sent(send: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,21 +28,26 @@ from flopmeter.torch_names import distributed as private
 
 NCCL_VERSION = (2, 27, 0)  # what programs are told; nothing that is counted depends on it
 _OFFLOADED = (
-    "parameters that are offloaded to the host are copied over its link in each pass, which is not metered: leave "
-    "{} out, and read the memory without them off the report"
+    "parameters that are offloaded to the host are copied over its link in each pass, which is not metered here: leave "
+    "{} out, and read the memory without them off the report, or meter FSDP2's CPUOffloadPolicy with flopmeter run"
 )
 _META = torch.device("meta")
 
 
-def patches() -> Iterator[Any]:
-    """To be entered while a world is open."""
-    yield mock.patch.object(CPUOffloadPolicy, "__init__", _refusal(_OFFLOADED.format("CPUOffloadPolicy")))
+def patches(*, has_host: bool) -> Iterator[Any]:
+    """To be entered while a world is open. `has_host`: tensors may be on the CPU, too."""
+    if not has_host:
+        yield mock.patch.object(CPUOffloadPolicy, "__init__", _refusal(_OFFLOADED.format("CPUOffloadPolicy")))
     # FSDP2 without a mesh shards over the accelerator that torch was built for, else over CPUs.
     yield mock.patch.object(private.bindings, private.ACCELERATOR, return_value=_META)
     # DTensor keeps the state of the generator of the device, whose values decide nothing here.
     yield mock.patch.object(private.tensor_random, private.RNG_SUPPORTED, return_value=False)
     yield mock.patch.object(private.tensor_random, private.RNG_TRACKER, _StatelessGenerator())
     yield from _of_fsdp1()
+    # FSDP2 brings a model that was made on the CPU to the GPU.
+    for fsdp2 in private.FSDP2_MODULES:
+        if hasattr(fsdp2, private.FSDP_MOVES):  # which of them has it depends on torch
+            yield mock.patch.object(fsdp2, private.FSDP_MOVES, _move)
     # It takes an index of a device for tensors that have one.
     yield mock.patch.object(DistributedDataParallel, "__init__", _ids_on_meta(DistributedDataParallel.__init__))
     # It asks which CUDA and NCCL the bf16 hook would run on.
@@ -78,7 +83,7 @@ def _of_fsdp1() -> Iterator[Any]:
     yield mock.patch.object(
         private.fsdp1_init, private.FSDP1_DEVICE_ID, lambda asked, *_: None if asked is None else _META
     )
-    yield mock.patch.object(private.fsdp1_init, private.FSDP1_MOVES, _move)
+    yield mock.patch.object(private.fsdp1_init, private.FSDP_MOVES, _move)
     # A state dict for the host would move the flat parameter there and back; here it has no data.
     yield mock.patch.object(private.fsdp1_flat.FlatParamHandle, "flat_param_to")
     yield mock.patch.object(private.fsdp1_init, private.FSDP1_MATERIALIZES, return_value=(False, False))
@@ -115,6 +120,8 @@ def _device_asked_for(device_id: Any, *_: Any) -> torch.device | None:
 def _move(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], device: torch.device) -> None:
     """Moves a module that was made on the CPU. torch assigns `.data`, which it refuses between the CPU and meta."""
     for parameter in parameters:
+        if parameter.is_meta:
+            continue
         moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, moved)
     for buffer in buffers:

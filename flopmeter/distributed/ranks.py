@@ -9,6 +9,7 @@ are known everywhere, and once with its step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -18,10 +19,18 @@ from flopmeter.known_values.messages import Mailbox, NotSentYet, Ticket, exchang
 T = TypeVar("T")
 
 
-def run_ranks(ranks: Iterable[int], run: Callable[[int], T], *, grows: bool = False) -> dict[int, T]:
+def run_ranks(
+    ranks: Iterable[int],
+    run: Callable[[int], T],
+    *,
+    grows: bool = False,
+    peers: Callable[[T], Iterable[int]] = lambda result: (),
+    most: int = sys.maxsize,
+) -> dict[int, T]:
     """What `run(rank)` returns, for each rank in order. It opens the world of its rank itself.
 
-    `grows`: ranks that the given ones wait for run, too.
+    grows: ranks that the given ones wait for run, too.
+    peers: from what a rank returned, others that run, too, until there are `most` ranks.
 
     Raises WorldError where each rank waits for a message that no other one will send.
     """
@@ -38,6 +47,9 @@ def run_ranks(ranks: Iterable[int], run: Callable[[int], T], *, grows: bool = Fa
                 with exchanged_through(mailbox):
                     results[rank] = run(rank)
                 del waits[rank]
+                for peer in sorted(set(peers(results[rank])) - results.keys() - waits.keys()):
+                    if len(results) + len(waits) < most:
+                        waits[peer] = None
             except NotSentYet as missing:
                 waits[rank] = missing.ticket
                 if missing.ticket.route.sender not in results:

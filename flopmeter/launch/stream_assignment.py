@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from flopmeter.costs.data_movement.communication import group_of, is_message
 from flopmeter.costs.traffic import regions
 from flopmeter.records import DEFAULT_STREAM, Call, Kernel, Placement, Sync, Trace
-
-_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+from flopmeter.records.collectives import WAIT_OPS
 
 
 def assign_streams(kernels: list[Kernel], trace: Trace) -> list[Placement] | None:
@@ -62,7 +61,7 @@ class _StreamAssignment:
             while self._syncs and self._syncs[0].op <= passed:
                 self._synchronize(self._syncs.popleft())
             op = self._ops[passed]
-            if op.call.func._schema.name in _WAITS:
+            if op.call.func._schema.name in WAIT_OPS:
                 self._pending[self._stream(passed)].update(self._writers_of(op.storages))
         self._next = max(self._next, index + 1)
 

@@ -25,6 +25,12 @@ GROUP_ARGUMENTS: Mapping[str, str] = MappingProxyType(
     {"c10d": "process_group", "_c10d_functional": "group_name", "_dtensor": "group_name"}
 )
 
+# Ops that make a stream wait for a collective, and return what it returned.
+WAIT_OPS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
+
+# Ops of symmetric memory that are recorded as what their kernels for meta run: collectives and products.
+MADE_OF_COLLECTIVES = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter")
+
 # Types that NVSwitch adds (ncclNvlsSupported in nccl/src/include/device.h); not int8 and fp8.
 IN_SWITCH_TYPES = ("fp16", "bf16", "fp32", "fp64", "int32", "int64")
 

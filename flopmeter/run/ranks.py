@@ -1,4 +1,4 @@
-"""A script as rank 0, and as each rank that it waits for: stages of a pipeline tell each other what they send.
+"""A script as rank 0, and as each rank that it waits for or exchanges messages with, such as stages of a pipeline.
 
 The ranks run one after another in this process (distributed/ranks.py). A rank that waits for another one starts again
 once that one has come so far, so a script must do the same each time.
@@ -15,14 +15,19 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from flopmeter.ask.pipeline import pipeline_of
+from flopmeter.costs import kernels_of
+from flopmeter.costs.data_movement.communication import message_peers
 from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware
 from flopmeter.distributed.ranks import run_ranks
 from flopmeter.meter import Mode, reports_together
+from flopmeter.records.traces import part_of
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run
 from flopmeter.run.session import ScriptSession, Wishes
 from flopmeter.run.world import environment
+
+MOST_RANKS = 32  # each takes as long as the script takes once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,15 @@ def run_as_ranks(
             session.note_switches()
         return RanAsRank(session, ending)
 
-    return run_ranks([0], run_rank, grows=True)
+    return run_ranks([0], run_rank, grows=True, peers=_peers, most=MOST_RANKS)
+
+
+def _peers(ran: RanAsRank) -> set[int]:
+    """The ranks with which it exchanges messages in a step."""
+    session = ran.session
+    if not session.steps.parts(session.now()).ends_between_messages:
+        return set()
+    return message_peers(kernels_of(part_of(session.meter.trace, session.step_ops())))
 
 
 def report_of(runs: Mapping[int, RanAsRank], program: str, mode: Mode | None = None) -> RunReport:
@@ -64,7 +77,9 @@ def report_of(runs: Mapping[int, RanAsRank], program: str, mode: Mode | None = N
     together = reports_together(
         meters, mode or session.wishes.mode, {rank: each.step_ops() for rank, each in sessions.items()}
     )
-    step = replace(together[0], notes=tuple(dict.fromkeys((*together[0].notes, *session.own_notes()))))
+    notes = dict.fromkeys(note for each in together.values() for note in each.notes)
+    assumed = dict.fromkeys(text for each in together.values() for text in each.assumptions)
+    step = replace(together[0], notes=(*notes, *session.own_notes()), assumptions=tuple(assumed))
     by_part = {name: step if part is report.step else part for name, part in report.by_part.items()}
     pipeline = pipeline_of(together, cluster_of(session.hardware))
     return replace(report, step=step, by_part=by_part, pipeline=pipeline)

@@ -14,6 +14,7 @@ import torch
 
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
+from flopmeter.report.quantities import in_gb
 from flopmeter.report.report import Report
 from flopmeter.run import data, shims, values, world
 from flopmeter.run.compiled import Tracing
@@ -121,8 +122,10 @@ class ScriptSession:
                 undo.enter_context(applied(list(synthetic.patches())))
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
-            undo.enter_context(world.opened(self.wishes.gpus, self.gpus_per_node, self.rank, self.named.holds))
-            if self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None:
+            is_named = self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None
+            gpus, a_node = (self.wishes.gpus, self.gpus_per_node) if is_named else (None, None)
+            undo.enter_context(world.opened(gpus, a_node, self.rank, self.named.holds, self.note))
+            if is_named:
                 variables = world.of_torchrun(self.wishes.gpus, self.gpus_per_node, self.rank)
                 undo.enter_context(world.environment(variables))
             self.meter.around_tracing = tracing = Tracing(self.named, undoing)
@@ -165,9 +168,22 @@ class ScriptSession:
             yield f"does not fit: {self.memory.overflow}"
         if self.steps.idle_updates:
             yield f"{self.steps.idle_updates} calls of optimizer.step() ran no op, and do not count as steps"
+        if nbytes := self._optimizer_bytes_on_cpu():
+            yield (
+                f"the optimizer steps on the CPU, where it reads and writes {in_gb(nbytes)} GB: that takes no time in"
+                " the prediction"
+            )
         if self._decisions:
             lines = ", ".join(f"{where} ({count}x)" for where, count in self._decisions.items())
             yield f"control flow that hangs on a stand-in: {lines}"
+
+    def _optimizer_bytes_on_cpu(self) -> int:
+        """Of an optimizer whose parameters are offloaded, in a step; counters of steps do not count."""
+        steps = self.step_ops()
+        calls = (op.call for op in self.meter.trace.ops[steps.start : steps.stop] if op.phase == "optimizer")
+        touched = ((*call.inputs, *call.outputs) for call in calls)
+        on_cpu = (specs for specs in touched if all(spec.device == "cpu" for spec in specs))
+        return sum(spec.nbytes for specs in on_cpu for spec in specs if spec.numel > 1)
 
     def _nvtx(self, parts: Parts) -> dict[str, tuple[int, float]]:
         """The nvtx ranges in the step that is reported, by name: calls and predicted seconds."""

@@ -28,6 +28,7 @@ from flopmeter.run.patches import Patch, applied
 
 AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
 NVTX = "nvtx:"
+_CALLS = "calls of"
 
 
 class StepsDone(BaseException):
@@ -43,6 +44,12 @@ class Parts:
     steady: range | None  # None: only one step ended
     count: int
     marked_by: str
+
+    @property
+    def ends_between_messages(self) -> bool:
+        """Whether all ranks of a pipeline end a step at the same place: not if it ends with a call of a module, since
+        what the call made is sent afterwards."""
+        return not self.marked_by.startswith(_CALLS)
 
 
 class _OutermostCall(NamedTuple):
@@ -124,10 +131,10 @@ class Steps:
         """What ran so far, of `total` ops."""
         if self._ends:
             start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
-            by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
+            by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: f"{_CALLS} the outermost module"}
             return _parts(min(start or 0, self._ends[0]), self._ends, by.get(self._marker, self._marker))
         if ends := self._ends_of_trainings(total):
-            return _parts(self._training_start, ends, f"calls of {self._trained}, trained without an optimizer")
+            return _parts(self._training_start, ends, f"{_CALLS} {self._trained}, trained without an optimizer")
         if self._replays and self._marker == AUTO:
             return _parts(self._replays[0], self._replays[1:], "replays of a CUDA graph")
         if self._calls and self._marker in (AUTO, FORWARD):
@@ -135,7 +142,7 @@ class Steps:
             calls = [call for call in self._calls if call.learns] or self._calls
             name, _ = Counter(call.name for call in calls).most_common(1)[0]
             ends = [call.end for call in calls if call.name == name]
-            return _parts(self._calls_start or 0, ends, f"calls of {name}")
+            return _parts(self._calls_start or 0, ends, f"{_CALLS} {name}")
         return Parts(range(total), None, None, 0, "nothing")
 
     def _end(self) -> None:

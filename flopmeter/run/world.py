@@ -24,6 +24,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from flopmeter.distributed.meta import runs_on_meta
+from flopmeter.distributed.objects import lone_store
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names import distributed as private
 
@@ -31,13 +32,20 @@ _ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RU
 
 
 @contextmanager
-def opened(world_size: int, gpus_per_node: int, rank: int, on_gpu: Callable[[Tensor], bool]) -> Iterator[None]:
-    """In this context torch.distributed opens a world of that size whenever the script asks for one."""
+def opened(
+    world_size: int | None,
+    gpus_per_node: int | None,
+    rank: int,
+    on_gpu: Callable[[Tensor], bool],
+    note: Callable[[str], None],
+) -> Iterator[None]:
+    """In this context torch.distributed opens a world of that size whenever the script asks for one; None: nobody has
+    named a size, and if the script does not, it is 1."""
     with ExitStack() as undo:
         undo.callback(setattr, sys, "excepthook", sys.excepthook)  # torch sets its own and leaves it
-        undo.enter_context(runs_on_meta(gpus_per_node, rank))
+        undo.enter_context(runs_on_meta(gpus_per_node, rank, has_host=True))
         undo.callback(_close)
-        undo.enter_context(applied(_patches(world_size, rank, on_gpu)))
+        undo.enter_context(applied(_patches(world_size, rank, on_gpu, note)))
         yield
 
 
@@ -65,8 +73,10 @@ def of_torchrun(world_size: int, gpus_per_node: int, rank: int) -> dict[str, str
     return {**_ADDRESS, **{name: str(value) for name, value in numbers.items()}}
 
 
-def _patches(world_size: int, rank: int, on_gpu: Callable[[Tensor], bool]) -> Iterator[Patch]:
-    init = _init_process_group(dist.init_process_group, world_size, rank)
+def _patches(
+    world_size: int | None, rank: int, on_gpu: Callable[[Tensor], bool], note: Callable[[str], None]
+) -> Iterator[Patch]:
+    init = _init_process_group(dist.init_process_group, world_size, rank, note)
     for owner in (dist, distributed_c10d, device_mesh):
         yield Patch(owner, "init_process_group", init, "collectives of a rank whose peers do not run")
     for owner in (dist, distributed_c10d):
@@ -87,7 +97,7 @@ def _patches(world_size: int, rank: int, on_gpu: Callable[[Tensor], bool]) -> It
             if hasattr(dist, name):
                 yield Patch(dist, name, getattr(distributed_c10d, name), "the same function")
     yield Patch(torch.multiprocessing, "spawn", _spawning(rank), "one rank runs in this process, the others do not")
-    start = _start(BaseProcess.start, world_size, rank, on_gpu)
+    start = _start(BaseProcess.start, world_size or 1, rank, on_gpu)
     yield Patch(BaseProcess, "start", start, "the same, where a program starts them itself")
 
 
@@ -108,7 +118,15 @@ def _barrier(original: Callable[..., Any], on_host: Patch) -> Callable[..., Any]
     return barrier
 
 
-def _init_process_group(original: Callable[..., None], default_size: int, own: int) -> Callable[..., None]:
+_LONE = (
+    "init_process_group was called without a launcher: a world of 1 GPU, where torch would ask for RANK and WORLD_SIZE;"
+    " --gpus 8, or torchrun before the script, makes a larger one"
+)
+
+
+def _init_process_group(
+    original: Callable[..., None], default_size: int | None, own: int, note: Callable[[str], None]
+) -> Callable[..., None]:
     def init_process_group(
         backend: Any = None,
         init_method: Any = None,
@@ -118,8 +136,10 @@ def _init_process_group(original: Callable[..., None], default_size: int, own: i
         store: Any = None,
         **kwargs: Any,
     ) -> None:
-        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", default_size))
-        original("fake", rank=rank if rank >= 0 else own, world_size=size, store=private.FakeStore())
+        if world_size <= 0 and default_size is None and "WORLD_SIZE" not in os.environ:
+            note(_LONE)
+        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", default_size or 1))
+        original("fake", rank=rank if rank >= 0 else own, world_size=size, store=lone_store())
 
     return init_process_group
 

@@ -28,6 +28,7 @@ FSDPParamGroup = _needed(
 functional_collectives = _needed(
     "torch.distributed", "_functional_collectives", "when tensor parallel programs wait for a collective"
 )
+symmetric_memory = _needed("torch.distributed", "_symmetric_memory", "how asynchronous tensor parallelism is counted")
 VERIFY_PARAMETERS = "_verify_param_shape_across_processes"
 _needed("torch.nn.parallel.distributed", VERIFY_PARAMETERS, "how DDP runs on meta")
 index_of_device = _needed("torch._utils", "_get_device_index", "where DDP brings a batch from the host")
@@ -50,9 +51,13 @@ FSDPDeviceHandle = _needed("torch.distributed.fsdp._common_utils", "_FSDPDeviceH
 FSDP1_DEVICE = "_init_device_handle"
 _needed("torch.distributed.fsdp.fully_sharded_data_parallel", FSDP1_DEVICE, _FSDP1)
 FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES = "_get_compute_device", "_need_to_materialize_module"
-FSDP1_DEVICE_ID, FSDP1_MOVES = "_get_device_from_device_id", "_move_states_to_device"
-for _name in (FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES, FSDP1_DEVICE_ID, FSDP1_MOVES):
+FSDP1_DEVICE_ID, FSDP_MOVES = "_get_device_from_device_id", "_move_states_to_device"
+for _name in (FSDP1_COMPUTES_ON, FSDP1_MATERIALIZES, FSDP1_DEVICE_ID, FSDP_MOVES):
     _needed("torch.distributed.fsdp._init_utils", _name, _FSDP1)
+FSDP2_MODULES = tuple(
+    _needed("torch.distributed.fsdp._fully_shard", name, "how FSDP2 takes a model on the CPU")
+    for name in ("_fsdp_init", "_fully_shard")
+)
 FSDP1_IS_ALLOCATED = "_data_ptr_allocated"
 _needed("torch.distributed.fsdp._flat_param", FSDP1_IS_ALLOCATED, _FSDP1)
 bindings = _needed("torch", "_C", "how SyncBatchNorm runs, and FSDP2 without a mesh, on meta")

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.rules import rule_of
+from flopmeter.records.collectives import MADE_OF_COLLECTIVES
 from flopmeter.torch_names.operators import aten
 from flopmeter.torch_names.private import TRITON_OPERATORS, has_kernel
 from flopmeter.trace.process_groups import NAMESPACES
@@ -28,7 +29,7 @@ class Handling(NamedTuple):
     changes_storages: bool  # resizes a storage that it was passed, or was passed a new one
     asks_values: bool  # known values may answer it whatever it is passed
     is_collective: bool = False  # is passed process groups and returns handles
-    launches_kernels: bool = False  # an op of the program made of Triton kernels, which are recorded instead
+    launches_kernels: bool = False  # made of Triton kernels, or of collectives, which are recorded instead
 
 
 def is_composite(func: OpOverload) -> bool:
@@ -51,7 +52,8 @@ def _handling(func: Any) -> Handling:
         has_out or func.overloadpacket in (*_RESIZING, *FRESH),
         False,
         func.namespace in NAMESPACES,
-        TRITON_OPERATORS.loaded and func._schema.name in TRITON_OPERATORS.value,
+        func._schema.name in MADE_OF_COLLECTIVES
+        or (TRITON_OPERATORS.loaded and func._schema.name in TRITON_OPERATORS.value),
     )
 
 

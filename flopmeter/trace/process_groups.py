@@ -56,15 +56,32 @@ class ProcessGroups:
         return None if isinstance(value, torch.ScriptObject) else value
 
     def _group(self, value: Any) -> RankGroup:
-        distributed = torch.distributed
-        if isinstance(value, str):
-            value = resolve_group(value)
-        elif isinstance(value, torch.ScriptObject):
-            value = distributed.ProcessGroup.unbox(value)
+        value = _process_group(value)
         if value not in self._groups:
-            per_node = getattr(getattr(torch, "meta", None), "gpus_per_node", None)  # distributed/cuda_device.py
-            self._groups[value] = RankGroup(tuple(distributed.get_process_group_ranks(value)), value.rank(), per_node)
+            self._groups[value] = _record(value)
         return self._groups[value]
+
+
+def with_groups(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call in a graph, with a record for each process group."""
+    if func.namespace not in NAMESPACES:
+        return args
+    names = (argument.name for argument in func._schema.arguments)
+    is_group = (name in GROUP_ARGUMENTS.values() for name in names)
+    return tuple(_record(_process_group(value)) if is_ else value for is_, value in zip(is_group, args, strict=False))
+
+
+def _process_group(value: Any) -> Any:
+    """The group, by its name or by what stands for it in an op's arguments and in a graph."""
+    value = getattr(value, "real_obj", value)  # a graph holds a stand-in
+    if isinstance(value, str):
+        return resolve_group(value)
+    return torch.distributed.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else value
+
+
+def _record(group: Any) -> RankGroup:
+    per_node = getattr(getattr(torch, "meta", None), "gpus_per_node", None)  # distributed/cuda_device.py
+    return RankGroup(tuple(torch.distributed.get_process_group_ranks(group)), group.rank(), per_node)
 
 
 def without_handles(result: Any) -> Any:

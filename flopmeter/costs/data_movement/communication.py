@@ -94,12 +94,16 @@ def message_ends(kernel: Kernel) -> tuple[int, int]:
     return (own, peer) if kernel.cost.collective.kind == "send" else (peer, own)
 
 
-def message_notes(kernels: Iterable[Kernel], running: Collection[int]) -> list[str]:
-    """That nobody waits for messages of ranks that are not `running`."""
+def message_peers(kernels: Iterable[Kernel]) -> set[int]:
+    """The ranks that this one sends messages to, or gets them from."""
     messages = [kernel for kernel in kernels if is_message(kernel.cost)]
     groups = (group_of(kernel.op.call) for kernel in messages)
-    ends = {end for kernel in messages for end in message_ends(kernel)} - {group.ranks[group.rank] for group in groups}
-    peers = ", ".join(map(str, sorted(ends - set(running))))
+    return {end for kernel in messages for end in message_ends(kernel)} - {group.ranks[group.rank] for group in groups}
+
+
+def message_notes(kernels: Iterable[Kernel], running: Collection[int]) -> list[str]:
+    """That nobody waits for messages of ranks that are not `running`."""
+    peers = ", ".join(map(str, sorted(message_peers(kernels) - set(running))))
     if not peers:
         return []
     return [
