@@ -41,8 +41,9 @@ def own_node(operation: Any) -> Any:
     while own is not None and isinstance(own.target, OpOverload) and is_view(own.target):
         own = own.args[0]
     overload = getattr(operation, "op_overload", None)
-    found = [own] if own is not None else [node for node in operation.origins if node.target is overload]
-    return found[0] if len(found) == 1 and isinstance(found[0].target, OpOverload) else None
+    if own is None:  # the last one, since it also notes the ops whose results it has to have for the call
+        own = max((node for node in operation.origins if node.target is overload), default=None)
+    return own if own is not None and isinstance(own.target, OpOverload) else None
 
 
 def op_without_node(operation: Any) -> OpOverload | None:
