@@ -143,6 +143,15 @@ def test_each_of_two_convolutions_in_a_row_is_counted() -> None:
     assert not report.uncounted
 
 
+def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted() -> None:
+    def chosen(x: Tensor) -> Tensor:
+        square: Tensor = torch.cond(x.new_ones((), dtype=torch.bool), lambda x: x @ x, lambda x: x + x, (x,))
+        return square
+
+    _, report = metered(lambda: torch.compile(chosen)(meta(64, 64)))
+    assert [name for graph in report.graphs for name in graph.uncounted] == ["Conditional"]
+
+
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["matrices", "batched"])
 def test_a_matrix_times_itself_is_counted_as_a_product_each_time(batch: tuple[int, ...]) -> None:
     """A step of Newton and Schulz, as Muon takes it: four products of 16 x 16 matrices."""

@@ -165,7 +165,8 @@ class _Planner:
             call, buffers = self._call_without_node(node.node, op)
             origin = origin_without_node(call)
         elif fx is None or fx.target.namespace == "prims":  # an op of inductor's own
-            origins = _origins(node, self._sizes, self._is_backward) or (uncounted_origin(node.node),)
+            origins = () if self._runs_graphs(node.node) else _origins(node, self._sizes, self._is_backward)
+            origins = origins or (uncounted_origin(node.node),)
             return self._written(node, "library", origins, scheduler_bytes)
         else:
             call, buffers = self._call(node.node, fx)
@@ -173,6 +174,10 @@ class _Planner:
         reads = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.inputs))
         writes = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.outputs))
         return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), scheduler_bytes)
+
+    def _runs_graphs(self, operation: Any) -> bool:
+        """Whether it is control flow (torch.cond, while_loop): what its graphs compute is not known here."""
+        return any(isinstance(each, self._ir.Subgraph) for each in vars(operation).values())
 
     def _call(self, kernel: Any, fx: Any) -> tuple[Call, tuple[str, ...]]:
         """The call of a library's op, with its tensors laid out as by inductor."""
