@@ -120,6 +120,38 @@ def test_products_are_counted_alike_and_what_fusion_leaves_moves_fewer_bytes() -
     assert compiled.flops == pytest.approx(eager.flops, rel=0.05)
 
 
+def test_the_bias_of_a_convolution_is_part_of_the_kernels_around_it() -> None:
+    """Inductor calls cuDNN without the bias and adds it where the result is read; its gradient is a sum of inductor's
+    own (torch/_inductor/kernel/conv.py and decomposition.py)."""
+    x = meta(8, 32, 16, 16).requires_grad_()
+    model = on_meta(lambda: nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()))
+    _, report = metered(lambda: step(torch.compile(model), x))
+    kinds = [[kernel.kind for kernel in graph.kernels] for graph in report.graphs]
+    assert len(report.kernels) == sum(map(len, kinds)) + 2 - 1  # the gradients of x and weight are one call; empty_like
+    elements = 8 * 64 * 16 * 16
+    forward, backward = ([k.cost for k in report.kernels if k.op.phase == name] for name in ("forward", "backward"))
+    (added,) = [cost for cost in forward if not cost.macs and cost.flops]
+    assert (added.flops, added.bytes_read) == (elements, 4 * (elements + 64))
+    assert sum(cost.flops for cost in backward if not cost.macs) == elements  # the bias's gradient
+
+
+def test_each_of_two_convolutions_in_a_row_is_counted() -> None:
+    """The second one's call also stems from the first, whose bias is added to its image."""
+    model = on_meta(lambda: nn.Sequential(nn.Conv2d(8, 4, 1), nn.SiLU(), nn.Conv2d(4, 8, 1), nn.Sigmoid()))
+    _, report = metered(lambda: torch.compile(model)(meta(2, 8, 1, 1)))
+    assert report.macs == 2 * (8 * 4 + 4 * 8)
+    assert not report.uncounted
+
+
+def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted() -> None:
+    def chosen(x: Tensor) -> Tensor:
+        square: Tensor = torch.cond(x.new_ones((), dtype=torch.bool), lambda x: x @ x, lambda x: x + x, (x,))
+        return square
+
+    _, report = metered(lambda: torch.compile(chosen)(meta(64, 64)))
+    assert [name for graph in report.graphs for name in graph.uncounted] == ["Conditional"]
+
+
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["matrices", "batched"])
 def test_a_matrix_times_itself_is_counted_as_a_product_each_time(batch: tuple[int, ...]) -> None:
     """A step of Newton and Schulz, as Muon takes it: four products of 16 x 16 matrices."""

@@ -127,3 +127,20 @@ def test_repeats_of_a_stated_length_break_no_graph():
         torch.repeat_interleave(x.exp(), times, dim=0, output_size=128).exp()
     report = meter.report(mode="compiled")
     assert None not in report.launches.graphs
+
+
+def test_an_op_that_eager_pytorch_composes_is_computed_again_as_a_whole():
+    """A focal loss: backward reads what the loss was given, and nothing that the forward pass made."""
+    x, y = meta(ROWS, WIDTH).requires_grad_(), meta(ROWS, WIDTH)
+
+    def loss() -> torch.Tensor:
+        return (F.binary_cross_entropy_with_logits(x, y, reduction="none") * (1 - torch.sigmoid(x)) ** 2).sum()
+
+    with FlopMeter("a100-sxm4-80gb", compile="rules") as meter:
+        torch.compile(loss)().backward()
+    forward, backward = (
+        [k.cost for k in meter.report(mode="compiled").kernels if k.op.phase == phase and k.op.region]
+        for phase in ("forward", "backward")
+    )
+    assert sum(cost.bytes_written for cost in forward) < NBYTES
+    assert [(round(c.bytes_read / NBYTES), c.bytes_written) for c in backward] == [(2, NBYTES)]

@@ -80,3 +80,15 @@ def test_replaying_costs_the_host_a_call_and_compiling_a_launch_for_each_kernel(
 
 def test_the_type_of_a_mode_lists_the_modes_of_the_table():
     assert get_args(Mode) == tuple(MODES)
+
+
+def test_a_function_that_asks_whether_it_is_compiled_is_told_so_where_the_rules_run_it():
+    def asking(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if torch.compiler.is_compiling() else x.cos()
+
+    with FlopMeter(compile="rules") as meter:
+        x = torch.empty(8, device="meta")
+        torch.compile(asking)(x)
+        asking(x)
+    assert [op.call.name for op in meter.trace.ops] == ["empty", "sin", "cos"]
+    assert not torch.compiler.is_compiling()

@@ -8,7 +8,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim.rprop import _single_tensor_rprop
 
@@ -26,13 +25,6 @@ def test_a_profiler_that_is_left_in_a_script_tells_of_the_host_without_a_warning
     assert "torch.profiler tells of the host alone: no GPU runs" in device.report().step.notes
     assert "CUDA" not in capfd.readouterr().err
     assert not [warning for warning in recwarn if "CUDA" in str(warning.message)]
-
-
-def test_graphed_callables_run_as_they_are_and_a_note_says_so():
-    with flopmeter.cuda(A100) as device:
-        x, model = torch.zeros(8, 8, device="cuda"), nn.Linear(8, 8).cuda()
-        assert torch.cuda.make_graphed_callables(model, (x,))(x).shape == (8, 8)
-    assert any("make_graphed_callables" in note for note in device.report().step.notes)
 
 
 def test_the_history_of_memory_is_left_out_and_no_file_is_written(tmp_path):

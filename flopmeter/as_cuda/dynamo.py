@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,13 @@ def _mark_regions(scope: Scope) -> None:
         return _running.region
 
     scope.patch_private(private.AROUND_COMPILED_CALL, mark)
+    for name in ("is_compiling", "is_dynamo_compiling"):
+        scope.patch(torch.compiler, name, _told_in_regions(getattr(torch.compiler, name)))
+
+
+def _told_in_regions(is_compiling: Callable[[], bool]) -> Callable[[], bool]:
+    """A program that asks whether it is being compiled takes the way that the compiler would see."""
+    return functools.wraps(is_compiling)(lambda: compiled_region() is not None or is_compiling())
 
 
 def _make_capturable(optimizer: Optimizer, *_: Any) -> None:

@@ -43,8 +43,9 @@ def own_node(operation: Any) -> Any:
     own, overload = operation.get_origin_node(), getattr(operation, "op_overload", None)
     while own is not None and own.target is not overload and _passes_on(own.target):
         own = own.args[0]
-    found = [own] if own is not None else [node for node in operation.origins if node.target is overload]
-    return found[0] if len(found) == 1 and isinstance(found[0].target, OpOverload) else None
+    if own is None:  # the last one, since it also notes the ops whose results it has to have for the call
+        own = max((node for node in operation.origins if node.target is overload), default=None)
+    return own if own is not None and isinstance(own.target, OpOverload) else None
 
 
 def _passes_on(target: Any) -> bool:

@@ -23,7 +23,7 @@ from flopmeter.compiler.origins import (
 )
 from flopmeter.compiler.regions import Regions, Sizes
 from flopmeter.costs.fused import name_of
-from flopmeter.records import Call, CompiledKernel, Origin, Region, TensorSpec
+from flopmeter.records import ELEMENTWISE, Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.operators import Overloads
@@ -34,6 +34,8 @@ from flopmeter.trace.recorder import Recorder
 
 compiled_kernel = Overloads(own).compiled_kernel.default
 """The op that stands for a kernel that inductor wrote; `kernel` holds a CompiledKernel."""
+
+CONVOLVED = 2  # tensors that a convolution takes beside its bias, which comes after them
 
 
 class Placed(NamedTuple):
@@ -96,7 +98,14 @@ class _Planner:
         self._regions = Regions(self._graph, sizes, self.base)
         self._allocated = {*self._graph.graph_input_names, *self._graph.constants}
         extern = (node.node for node in lowered.nodes if isinstance(node, names.EXTERN_NODE.value))
-        self._called = {own_node(operation) for operation in extern} - {None}  # the FX nodes of library calls
+        nodes = {own_node(operation): operation for operation in extern}
+        self._called = nodes.keys() - {None}  # the FX nodes of library calls
+        self._without_bias = {  # convolutions that inductor calls without the bias: by node, the buffer of the result
+            fx: operation.get_name()
+            for fx, operation in nodes.items()
+            if fx is not None and _adds_bias(fx) and len(self._tensors_of(operation)) == CONVOLVED
+        }
+        self._biased: set[Any] = set()  # those of them to which a kernel has added it
         self._parts: dict[str, list[Any]] = {}  # of an op with several results: the nodes that stand for them
         for node in lowered.nodes:
             if isinstance(node.node, self._ir.MultiOutput):
@@ -115,10 +124,23 @@ class _Planner:
             call, buffers, kernel = self._library(node, scheduler_bytes)
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
-            call, buffers, kernel = self._written(
-                node, kind, _origins(node, self._sizes, self._is_backward, self._called), scheduler_bytes
-            )
+            origins = _origins(node, self._sizes, self._is_backward, self._called)
+            call, buffers, kernel = self._written(node, kind, (*self._biases(node), *origins), scheduler_bytes)
         return PlanStep(made, call, buffers, kernel, frees)
+
+    def _biases(self, node: Any) -> Iterator[Origin]:
+        """The biases of convolutions that the kernel adds; once each, however many kernels compute it again."""
+        for part in node.get_nodes():
+            read = {each.name for each in part.read_writes.reads}
+            for fx, result in self._without_bias.items():
+                if result in read and fx not in self._biased:
+                    self._biased.add(fx)
+                    whole = origin_of(fx, None, is_backward=self._is_backward)
+                    flops = tuple(each for each in whole.flops_by_class if each[0] == ELEMENTWISE)
+                    yield whole._replace(op_class=ELEMENTWISE, flops_by_class=flops, transcendentals=0)
+
+    def _tensors_of(self, kernel: Any) -> list[Any]:
+        return [each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)]
 
     def _written(
         self, node: Any, kind: KernelKind, origins: tuple[Origin, ...], scheduler_bytes: int
@@ -146,7 +168,8 @@ class _Planner:
             call, buffers = self._call_without_node(node.node, op)
             origin = origin_without_node(call)
         elif fx is None or fx.target.namespace == "prims":  # an op of inductor's own
-            origins = _origins(node, self._sizes, self._is_backward) or (uncounted_origin(node.node),)
+            origins = () if self._runs_graphs(node.node) else _origins(node, self._sizes, self._is_backward)
+            origins = origins or (uncounted_origin(node.node),)
             return self._written(node, "library", origins, scheduler_bytes)
         else:
             call, buffers = self._call(node.node, fx)
@@ -156,10 +179,14 @@ class _Planner:
         writes = tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(call.outputs))
         return call, buffers, CompiledKernel(call.name, "library", reads, writes, (origin,), scheduler_bytes)
 
+    def _runs_graphs(self, operation: Any) -> bool:
+        """Whether it is control flow (torch.cond, while_loop): what its graphs compute is not known here."""
+        return any(isinstance(each, self._ir.Subgraph) for each in vars(operation).values())
+
     def _call(self, kernel: Any, fx: Any) -> tuple[Call, tuple[str, ...]]:
         """The call of a library's op, with its tensors laid out as by inductor."""
         numbers: dict[str, int] = {}
-        ours = iter([each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)])
+        ours = iter(self._tensors_of(kernel))
         inputs: list[TensorSpec] = []
 
         def spec(placed: Placed) -> TensorSpec:
@@ -180,7 +207,10 @@ class _Planner:
                 return tuple(map(argument, value))
             return self._sizes(value) if isinstance(value, torch.SymInt) else value
 
-        args = with_groups(fx.target, tuple(map(argument, fx.args)))
+        given = fx.args
+        if fx in self._without_bias:
+            given = (*given[:CONVOLVED], None, *given[CONVOLVED + 1 :])
+        args = with_groups(fx.target, tuple(map(argument, given)))
         kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
         outputs = tuple(spec(placed) for placed in self._results(kernel, fx))
         return Call(fx.target, args, kwargs, tuple(inputs), outputs), tuple(numbers)
@@ -188,9 +218,7 @@ class _Planner:
     def _call_without_node(self, kernel: Any, op: Any) -> tuple[Call, tuple[str, ...]]:
         """The call of a library's op, made from what inductor passes: tensors and constants, each in the op's order."""
         numbers: dict[str, int] = {}
-        tensors = iter(
-            [each for each in _flat(kernel.inputs) if isinstance(each, self._ir.IRNode) and _is_tensor(each)]
-        )
+        tensors = iter(self._tensors_of(kernel))
         constants = iter(kernel.constant_args)
         inputs: list[TensorSpec] = []
 
@@ -282,6 +310,10 @@ class _Planner:
             part = part.inputs[0]
         name: str = part.get_name()
         return name
+
+
+def _adds_bias(fx: Any) -> bool:
+    return fx.target is torch.ops.aten.convolution.default and fx.args[CONVOLVED] is not None
 
 
 def _name_of(node: Any) -> str:

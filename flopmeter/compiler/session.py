@@ -171,6 +171,7 @@ class Session:
             (names.COMPILE_FX, self._in_place_of_compile_fx),
             (names.JOINT_PASSES, self._in_place_of_joint_passes),
             (names.PARTITION, self._around_partition),
+            (names.DECOMPOSES_FOR_GPU, self._around_is_gpu),
             (names.RECOMPILE_REASONS, self._around_reasons),
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
@@ -304,6 +305,10 @@ class Session:
                 return plain(*args, **options)
 
         return partition
+
+    def _around_is_gpu(self, plain: Callable[..., bool]) -> Callable[..., bool]:
+        """Asked while a function is traced, when its tensors still say meta."""
+        return lambda device: plain(device) or (self._is_here and device == "meta")
 
     def _around_reasons(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Literal
 
 from flopmeter.launch.fusion import CompiledRegion, fuse, graphs_of, padded, whole_program
@@ -82,10 +83,10 @@ def mode_of(trace: Trace) -> Mode:
     graphs = trace.compilation.graphs
     if graphs:
         return "cudagraph" if all(graph.replays for graph in graphs) else "compiled"
-    regions = {op.region for op in trace.ops if op.region is not None}
-    if any(region < 0 for region in regions):
-        return "eager-cudagraph"
-    return "compiled" if regions and trace.compilation.failures else "eager"
+    marked = [op for op in trace.ops if op.region is not None]
+    if trace.compilation.failures and not all(op.is_replayed for op in marked):
+        return "compiled"
+    return "eager-cudagraph" if any(op.is_replayed for op in marked) else "eager"
 
 
 def launches(
@@ -106,19 +107,33 @@ def launches(
     if not mode.has_graphs:
         return Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
     made = fuse(kernels, trace, region=region) if mode.fuses else kernels
-    return Launches(made, graphs_of(made, region), mode, assign_streams(made, trace))
+    return _launched(made, graphs_of(made, region), mode, trace)
+
+
+def _launched(made: list[Kernel], graphs: list[int | None], mode: LaunchMode, trace: Trace) -> Launches:
+    """Each replay of a graph that the program captured is one graph, whatever passes ran in it, and whatever the mode
+    of the rest."""
+    numbers, first = list(graphs), dict[int | None, int]()
+    free = count(1 + max((number for number in graphs if number is not None), default=-1))
+    for place, kernel in enumerate(made):
+        if kernel.op.is_replayed:
+            number = graphs[place]
+            numbers[place] = first.setdefault(kernel.op.region, next(free) if number is None else number)
+    captured = dict.fromkeys(first.values(), MODES["eager-cudagraph"])
+    return Launches(made, numbers, mode, assign_streams(made, trace), captured)
 
 
 def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_one_graph: bool) -> Launches:
-    """Inductor's kernels are its own; functions that it could not compile are fused by the rules."""
+    """Inductor's kernels are its own; functions that it could not compile are fused by the rules. A graph that the
+    program captured replays what it captured."""
     if not mode.fuses:
         raise ValueError(
             f"the program compiled itself, so its {mode.name} run was not metered: meter it with "
             "FlopMeter(compile='rules'), which runs compiled functions eagerly and fuses them by rules"
         )
-    by_rules: CompiledRegion = lambda op: op.region  # noqa: E731
+    by_rules: CompiledRegion = lambda op: None if op.is_replayed else op.region  # noqa: E731
     made = kernels
-    if any(kernel.op.region is not None for kernel in kernels):
+    if any(by_rules(kernel.op) is not None for kernel in kernels):
         made = fuse(kernels, trace, region=by_rules)
     known: dict[Cost, Cost] = {}
     made = [kernel if kernel.op.graph is None else kernel._replace(cost=padded(kernel, known)) for kernel in made]
@@ -129,7 +144,7 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
         number if kernel.op.graph is None else first + call_of.get(kernel.op.graph, kernel.op.graph)
         for kernel, number in zip(made, numbers, strict=True)
     ]
-    return Launches(made, graphs, mode, assign_streams(made, trace))
+    return _launched(made, graphs, mode, trace)
 
 
 def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from flopmeter.records.costs import Cost
@@ -51,3 +53,7 @@ class Launches(NamedTuple):
     graphs: list[int | None]  # of each kernel; None: launched eagerly
     mode: LaunchMode
     placements: list[Placement] | None = None  # None: all on one stream
+    captured: Mapping[int, LaunchMode] = MappingProxyType({})  # how graphs run that the program captured itself
+
+    def mode_of(self, graph: int) -> LaunchMode:
+        return self.captured.get(graph, self.mode)

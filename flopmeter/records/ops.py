@@ -66,8 +66,15 @@ class Op(NamedTuple):
     module: str  # dotted path from the outermost module's class name; '' outside of modules
     phase: Phase
     source: str | None  # 'file:line' of the caller, where the trace was asked for it
-    region: int | None = None  # number of the call of a torch.compile'd function during which it ran eagerly
+    region: int | None = (
+        None  # number of the call of a torch.compile'd function during which it ran eagerly, or of a replay
+    )
     graph: int | None = None  # number of the call of a compiled graph that launched it
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a CUDA graph that the program captured ran it again: replays have regions below 0."""
+        return self.region is not None and self.region < 0
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

@@ -177,17 +177,17 @@ def _ns(seconds: float) -> int:
 def _launches(report: Report) -> list[Slice]:
     """What the host does for each kernel: the Python, views and module calls before its launch, and the launch.
     Kernels that a graph replays share the slice of its one launch."""
-    replays = report.launches.mode.replays_graph
     slices: list[Slice] = []
     ready = 0.0  # when the host begins with the kernel
     graph_before: int | None = None
     for number, (kernel, timing, graph) in enumerate(
         zip(report.kernels, report.timings, report.launches.graphs, strict=True)
     ):
-        if replays and graph is not None and graph == graph_before:
+        replays = graph is not None and report.launches.mode_of(graph).replays_graph
+        if replays and graph == graph_before:
             slices.append(slices[-1])
         else:
-            name = f"replay graph {graph}" if replays and graph is not None else f"launch {kernel.cost.name}"
+            name = f"replay graph {graph}" if replays else f"launch {kernel.cost.name}"
             args = {"External id": number, "module": kernel.ops[0].module}
             slices.append(Slice(_ns(ready), _ns(timing.enqueued_seconds), _DEEPEST, name, "cpu_op", args))
         graph_before = graph

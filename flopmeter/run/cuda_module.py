@@ -50,7 +50,7 @@ _AS_THEY_ARE = {
     "CudaError", "DeferredCudaCallError", "cudaStatus", "has_half", "has_magma", "default_generators", "check_error",
     "BFloat16Storage", "BoolStorage", "ByteStorage", "CharStorage", "ComplexDoubleStorage", "ComplexFloatStorage",
     "DoubleStorage", "FloatStorage", "HalfStorage", "IntStorage", "LongStorage", "ShortStorage",
-    "get_allocator_backend",
+    "get_allocator_backend", "make_graphed_callables",
 }  # fmt: skip
 
 
@@ -172,7 +172,6 @@ class CudaModule:
             "set_stream": streams.set_stream,
             "CUDAGraph": self._graph,
             "graph": streams.captured,
-            "make_graphed_callables": self._graphed_callables,
             "graph_pool_handle": lambda: (0, 0),
             "is_current_stream_capturing": lambda: streams.CudaGraph.capturing,
         }
@@ -242,10 +241,6 @@ class CudaModule:
             make(profile, *args, **kwargs)
 
         return init
-
-    def _graphed_callables(self, callables: Any, *args: Any, **kwargs: Any) -> Any:
-        self._note("torch.cuda.make_graphed_callables: its modules ran eagerly, launch by launch")
-        return callables
 
     def _memory_stats(self) -> OrderedDict[str, int]:
         memory = self._memory

@@ -45,6 +45,7 @@ TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
 ABOVE_DISPATCHER = ("torch.distributed.utils",)
 """Modules among those that are told cuda all the same: DDP's, which compare a batch's device with the rank's."""
 
+_APART = 4096  # what an address counts for, so that storages do not seem to overlap
 _tensor: Any = torch.Tensor
 
 
@@ -103,6 +104,7 @@ class NamedCuda:
         yield Patch(Tensor, "type", self._type(Tensor.type), "tells and takes torch.cuda.FloatTensor and its kin")
         yield Patch(Tensor, "pin_memory", self._pin(), "there is no driver that pins memory")
         yield Patch(Tensor, "is_pinned", self._is_pinned(), "there is no driver that pins memory")
+        yield Patch(Tensor, "data_ptr", self._data_ptr(Tensor.data_ptr), "tells tensors apart that share no memory")
         yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
         storage = torch.UntypedStorage
         yield Patch(
@@ -142,6 +144,16 @@ class NamedCuda:
 
     def _get_device(self) -> Callable[[Tensor], int]:
         return lambda tensor: self.index if self.holds(tensor) else _true_get_device(tensor)
+
+    def _data_ptr(self, original: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
+        """A number in place of the address, which is 0 on meta: equal where two tensors begin at the same element."""
+
+        def data_ptr(tensor: Tensor) -> int:
+            if not self.holds(tensor) or _asked_from_below():
+                return original(tensor)
+            return address(tensor) * _APART + int(tensor.storage_offset()) * tensor.element_size()
+
+        return data_ptr
 
     # --- what the program may ask for
 

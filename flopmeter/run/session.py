@@ -14,6 +14,7 @@ import torch
 
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
+from flopmeter.records import DEFAULT_STREAM
 from flopmeter.report.quantities import in_gb
 from flopmeter.report.report import Report
 from flopmeter.run import data, shims, values, world
@@ -27,6 +28,7 @@ from flopmeter.run.steps import AUTO, Parts, Steps
 from flopmeter.run.synthetic import SyntheticData
 from flopmeter.run.weights import WeightFiles
 from flopmeter.torch_names.private import DYNAMO
+from flopmeter.trace import streams
 from flopmeter.trace.recorder import switches_now
 
 
@@ -91,14 +93,24 @@ class ScriptSession:
     def seconds_between(self, start: int, end: int) -> float:
         return self.meter.report(ops=range(start, end)).seconds if end > start else 0.0
 
-    def replay(self, ops: range) -> None:
-        """The ops of a CUDA graph run again; they are one region, which the host launches at once."""
+    def replay(self, ops: range, stream: int) -> None:
+        """The ops of a CUDA graph run again; they are one region, which the host launches at once, on the current
+        stream what was captured on `stream`."""
         self._replays += 1
-        trace = self.meter.trace
+        trace, use, shift = self.meter.trace, self.meter.trace.stream_use, self.now() - ops.start
+        moved = {stream: streams.current()}
         for number in ops:
             trace.module_calls.append(trace.module_calls[-1])
             trace.ops.append(trace.ops[number]._replace(region=-self._replays))
-        self.steps.on_replay()
+            captured_on = use.streams.get(number, DEFAULT_STREAM)
+            if (now_on := moved.get(captured_on, captured_on)) != DEFAULT_STREAM:
+                use.streams[number + shift] = now_on
+        use.syncs += [
+            sync._replace(op=sync.op + shift, stream=moved.get(sync.stream, sync.stream))
+            for sync in use.syncs
+            if ops.start <= sync.op <= ops.stop and sync.action != "wait for op"
+        ]
+        self.steps.on_replay(ops)
 
     def note(self, text: str) -> None:
         """State once, in the report, what was skipped or replaced."""

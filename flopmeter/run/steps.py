@@ -123,9 +123,11 @@ class Steps:
         self._begin_update()
         return functools.partial(self._stepped, owner)
 
-    def on_replay(self) -> None:
-        """A CUDA graph was replayed."""
+    def on_replay(self, captured: range) -> None:
+        """A CUDA graph was replayed, which captured these ops. If a step ended in them, one ends again."""
         self._replays.append(self._now())
+        if any(captured.start < end <= captured.stop for end in self._ends):
+            self._end()
 
     def parts(self, total: int) -> Parts:
         """What ran so far, of `total` ops."""

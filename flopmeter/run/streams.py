@@ -20,8 +20,8 @@ class Moments(Protocol):
     def seconds_between(self, start: int, end: int) -> float:
         """Predicted wall-clock of the ops from one moment to another."""
 
-    def replay(self, ops: range) -> None:
-        """The device runs the ops of the range again, as one graph."""
+    def replay(self, ops: range, stream: int) -> None:
+        """The device runs the ops of the range again, as one graph. `stream`: on which they were captured."""
 
 
 class CudaStream(streams.MetaStream):
@@ -111,10 +111,11 @@ class CudaGraph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._start: int | None = None
+        self._stream = DEFAULT_STREAM
         self._ops: range | None = None
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        CudaGraph.capturing, self._start = True, self.clock.now()
+        CudaGraph.capturing, self._start, self._stream = True, self.clock.now(), streams.current()
 
     def capture_end(self) -> None:
         if self._start is None:
@@ -124,7 +125,7 @@ class CudaGraph:
     def replay(self) -> None:
         if self._ops is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        self.clock.replay(self._ops)
+        self.clock.replay(self._ops, self._stream)
 
     def instantiate(self) -> None:
         """The driver prepares the graph, which is work of the host."""

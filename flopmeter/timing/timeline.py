@@ -159,9 +159,10 @@ class LaunchPrices:
         clock = self._clock_of(number, cached) if self._clock_of else 1.0
         (compute, memory, work, latency), kernel_class = self._price_at(cost, cached, clock)
         ramp = self._hardware.kernel_floor_seconds + latency
-        if self._launches.graphs[number] is not None:
+        graph = self._launches.graphs[number]
+        if graph is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
-            ramp = max(ramp, self._launches.mode.node_seconds - work)
+            ramp = max(ramp, self._launches.mode_of(graph).node_seconds - work)
         return _Priced(work, ramp, kernel_class, (compute, memory), clock, Demand(compute, memory))
 
     def _transfer(self, collective: Collective, price: CollectivePrice) -> Transfer:
@@ -190,9 +191,10 @@ def _host_steps(launches: Launches, host: Host) -> list[float]:
         if graph is None:
             step = op_seconds(kernel.cost, host) + host.before_op_seconds(kernel.views, kernel.module_calls)
         else:
-            step = 0.0 if launches.mode.replays_graph else _compiled_seconds(kernel.cost, host)
+            mode = launches.mode_of(graph)
+            step = 0.0 if mode.replays_graph else _compiled_seconds(kernel.cost, host)
             if graph != running:
-                step += launches.mode.graph_call_seconds
+                step += mode.graph_call_seconds
         running = graph
         steps.append(step)
     return steps

@@ -42,6 +42,7 @@ PADDING_OFF = _name(_COMPILE_FX, "maybe_disable_comprehensive_padding", "which b
 SHAPE_ENV_OF = _name(_COMPILE_FX, "shape_env_from_inputs", "symbolic sizes")
 GRAPH_LOWERING = _name("torch._inductor.graph", "GraphLowering", "lowers a graph to loops and library calls")
 UPDATE_SCHEDULER = _name("torch._inductor.graph", "GraphLowering._update_scheduler", "fuses them")
+DECOMPOSES_FOR_GPU = _name("torch._inductor.decomposition", "is_gpu", "what becomes of a convolution's bias")
 SCHEDULER_HAS_TRITON = _name("torch._inductor.scheduler", "has_triton", "refuses without Triton")
 EXTERN_NODE = _name("torch._inductor.scheduler", "ExternKernelSchedulerNode", "which kernels are libraries'")
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")

@@ -7,14 +7,15 @@ end up in one kernel or in several. A part may also be a copy: what inductor com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
-from itertools import count
+from itertools import count, groupby
 from typing import NamedTuple
 
 import torch
 
-from flopmeter.launch.fusion.roles import Loops, Role, role_of, splits_of
+from flopmeter.costs.fused import flops_of
+from flopmeter.launch.fusion.roles import Loops, Role, is_pointwise, role_of, splits_of
 from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, Op, Region, TensorSpec, VectorWork
 
 MOST_SCRATCH = 16  # tensors that the kernels of one op hand to one another
@@ -43,7 +44,7 @@ def parts_of(kernels: list[Kernel], graphs: list[int | None], places: list[int])
     """In the program's order."""
     made: dict[tuple[Cost, bool], tuple[tuple[Cost, Role], ...]] = {}
     own: dict[int, Op] = {}  # by op: with the storages that its parts hand to one another
-    parts = []
+    parts: list[Part] = []
     for source, (kernel, graph, place) in enumerate(zip(kernels, graphs, places, strict=True)):
         op, cost, is_eager = kernel.op, kernel.cost, graph is None
         if id(op) not in own:
@@ -53,7 +54,48 @@ def parts_of(kernels: list[Kernel], graphs: list[int | None], places: list[int])
             apart = [(numbered, role)] if is_eager else _apart(op, numbered, role)
             made[cost, is_eager] = tuple(stage for part in apart for stage in _stages(op, *part, is_eager))
         parts += [Part(own[id(op)], *part, source, graph, place) for part in made[cost, is_eager]]
-    return parts
+    return list(_composed(parts))
+
+
+def _composed(parts: list[Part]) -> Iterator[Part]:
+    """Element-wise kernels that eager PyTorch composes an op of are one part: inductor computes the op at once."""
+    made: dict[tuple[Cost, ...], Cost] = {}
+    for _, group in groupby(parts, key=lambda part: (part.place, part.graph is None)):
+        of_op = list(group)
+        while of_op:
+            first, *rest = of_op
+            number = 1 + next((at for at, part in enumerate(rest) if not _is_continued(first, part)), len(rest))
+            members, of_op = of_op[:number], of_op[number:]
+            if number > 1:
+                read_later = {region.spec for part in of_op for region in part.cost.reads}
+                costs = tuple(part.cost for part in members)
+                if costs not in made:
+                    made[costs] = _as_one(members, read_later)
+                first = members[-1]._replace(cost=made[costs])
+            yield first
+
+
+def _is_continued(first: Part, second: Part) -> bool:
+    same = first.graph is not None and first.role.elements == second.role.elements
+    return same and all(is_pointwise(part.role) and part.cost.op_class == ELEMENTWISE for part in (first, second))
+
+
+def _as_one(parts: list[Part], read_later: Set[TensorSpec | None]) -> Cost:
+    """What the parts read from outside, and write of the op's results or for a later part of it."""
+    call, last = parts[0].op.call, parts[-1].cost
+    kept = {spec.storage for spec in (*call.inputs, *call.outputs)}
+    reads: dict[Region, None] = {}
+    written: dict[TensorSpec | None, Region] = {}
+    for part in parts:
+        reads |= {region: None for region in part.cost.reads if region.spec not in written}
+        written |= {region.spec: region for region in part.cost.writes}
+    return replace(
+        last,
+        reads=tuple(reads),
+        writes=tuple(w for spec, w in written.items() if spec is None or spec.storage in kept or spec in read_later),
+        flops_by_class=flops_of(ELEMENTWISE, (part.cost.flops_by_class for part in parts)),
+        transcendentals=sum(part.cost.transcendentals for part in parts),
+    )
 
 
 def _numbered(cost: Cost, storages: int) -> Cost:
@@ -88,7 +130,7 @@ def _apart(op: Op, cost: Cost, role: Role) -> Iterable[tuple[Cost, Role]]:
     silent = replace(cost, op_class=ELEMENTWISE, flops_by_class=((ELEMENTWISE, 0),), transcendentals=0)
     if of_weights:
         columns = max(region.spec.numel for region in of_weights if region.spec)
-        loops = Loops(columns, x.numel // max(columns, 1), False)
+        loops = Loops(columns, x.numel // max(columns, 1), False, False)
         sums_of_columns = replace(silent, op_class=REDUCTION, writes=tuple(of_weights), work=VectorWork(()))
         yield sums_of_columns, Role(True, False, loops, columns)
     yield (

@@ -186,8 +186,9 @@ class _Partition:
                 for reader in value.readers:
                     if reader in self._inside and reader <= last and reader not in seen:
                         seen.add(reader)
-                        both = self._parts[place].role.joins_consumers and self._parts[reader].role.joins_producers
-                        heapq.heappush(waiting, (reader, both))
+                        role = self._parts[place].role
+                        may_fuse = role.joins_consumers or role.loops is not None  # split loops, for the partitioner
+                        heapq.heappush(waiting, (reader, may_fuse and self._parts[reader].role.joins_producers))
         return last
 
     def _steps_to_backward(self) -> dict[Source, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from flopmeter.records import (
     TensorSpec,
     VectorWork,
 )
-from flopmeter.records.memory_format import is_channels_last
+from flopmeter.records.memory_format import dense_strides, is_channels_last
 from flopmeter.torch_names.operators import aten
 
 
@@ -30,6 +30,7 @@ class Loops(NamedTuple):
     kept: int
     reduced: int
     is_inner: bool  # over the innermost dimensions, so that a row of the tensor makes one result
+    takes_neighbours: bool = True  # over the innermost dimension, among others: neighbours in memory make one result
 
 
 class Role(NamedTuple):
@@ -46,7 +47,7 @@ class Role(NamedTuple):
     def wants_inlined(self) -> bool:
         """Split loops over other than the innermost dimensions fuse with a producer only by computing it inside them,
         which inductor does where nothing else needs the value."""
-        return self.loops is not None and not self.loops.is_inner and splits_of(self.loops) > 1
+        return self.loops is not None and not self.loops.takes_neighbours and splits_of(self.loops) > 1
 
 
 OPAQUE = Role(False, False)
@@ -144,7 +145,7 @@ def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | Non
     names = {argument.name for argument in call.func._schema.arguments}
     x = call.inputs[0]
     if "dim" in names:
-        return _loops(x.shape, (call.argument("dim"),))
+        return _loops(x.shape, (call.argument("dim"),), x)
     if "normalized_shape" in names:
         last = len(call.argument("normalized_shape"))
         return _loops(x.shape, tuple(range(-last, 0)))
@@ -156,7 +157,7 @@ def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | Non
     if is_elementwise:
         return None
     of_planes = cost.access == "statistics" and not is_channels_last(x.shape, x.stride)  # each in one piece
-    return _loops(x.shape, _all_but_channels(x.shape))._replace(is_inner=of_planes)
+    return _loops(x.shape, _all_but_channels(x.shape))._replace(is_inner=of_planes, takes_neighbours=of_planes)
 
 
 def _reduces_nothing(call: Call, cost: Cost, results: int) -> bool:
@@ -184,6 +185,8 @@ def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
     if not dims and results > 1 and shape[1:2] == (results,):
         dims = _all_but_channels(shape)
     read = next((region.spec for region in cost.reads if region.spec is not None and region.spec.shape == shape), None)
+    if read is not None and not is_channels_last(read.shape, read.stride):
+        read = None  # eager PyTorch's layout of a result that inductor may never write
     return _loops(shape, tuple(dims) if dims else tuple(range(len(shape))), read)
 
 
@@ -196,15 +199,15 @@ def _loops(shape: tuple[int, ...], dims: tuple[int, ...], spec: TensorSpec | Non
     rank = len(shape)
     reduced = {dim % rank for dim in dims} if rank else set()
     count = prod(shape[dim] for dim in reduced)
-    outermost_first = list(range(rank))
-    if spec is not None and is_channels_last(spec.shape, spec.stride):
-        outermost_first.append(outermost_first.pop(1))
-    return Loops(prod(shape) // max(count, 1), count, reduced == set(outermost_first[rank - len(reduced) :]))
+    strides = dense_strides(shape, channels_last=False) if spec is None else spec.stride
+    outermost_first = sorted(range(rank), key=lambda dim: (strides[dim] or inf, shape[dim]), reverse=True)
+    is_inner = reduced == set(outermost_first[rank - len(reduced) :])
+    return Loops(prod(shape) // max(count, 1), count, is_inner, not rank or outermost_first[-1] in reduced)
 
 
 def splits_of(loops: Loops) -> int:
     """Into how many parts inductor splits a reduction, whose results another kernel adds up; 1: it does not."""
-    if loops.is_inner:
+    if loops.takes_neighbours:
         is_split = loops.reduced > SPLIT_REDUCED_ELEMENTS and loops.kept < SPLIT_KEPT_ELEMENTS
         return ceil(loops.reduced / SPLIT_REDUCED_ELEMENTS) if is_split else 1
     is_split = loops.reduced > SPLIT_OUTER_ELEMENTS and loops.kept < SPLIT_OUTER_KEPT_ELEMENTS
