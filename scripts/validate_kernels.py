@@ -13,12 +13,13 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
-from validate import Line, Row, roofline_seconds, sampled
+from validate import Line, Row, roofline_of, sampled
 
 from flopmeter import FlopMeter, Hardware, load_hardware
-from flopmeter.launch.modes import Mode
-from flopmeter.records import Clocks
-from flopmeter.timing import uncertainty
+from flopmeter.costs import kernels_of
+from flopmeter.launch.modes import MODES, Mode, launches
+from flopmeter.records import Clocks, Launches, Switches, Timing
+from flopmeter.timing import time_run, uncertainty
 
 LEAST_SECONDS = 2e-6
 REPLAYS = 36  # of a kernel in a benchmark: six layers, six times
@@ -88,28 +89,33 @@ def kernel_row(
     """A row whose kernels were measured without the host: replayed by a graph, or long after their launch. `before` ran
     just before, so that its results are in the cache."""
     device, measured = load_hardware(line["gpu"]), float(line["ms"]) * 1e-3
-    seconds, low, high, roofline = device_seconds(run, device, mode, before, clocks_of(line))
+    with torch.inference_mode(), FlopMeter(device) as meter:
+        if before is not None:
+            before()
+        first = len(kernels_of(meter.trace))
+        run()
+    traced = kernels_of(meter.trace, strict=True)
+    seconds, low, high = replayed(launches(traced, meter.trace, MODES[mode]), device, meter.trace.switches, first)
+    roofline = roofline_of((kernel.cost for kernel in traced[first:]), meter.trace.switches, device)
     return Row(group, line["gpu"], measured, seconds, low, high, roofline, held_out=is_held_out(*shape))
 
 
-def clocks_of(line: Line) -> Clocks:
-    """Those of the benchmark that measured the line."""
-    return "burst" if REPLAYS * float(line["ms"]) * 1e-3 < BURST_SECONDS else "sustained"
+def replayed(run: Launches, device: Hardware, switches: Switches, first: int) -> tuple[float, float, float]:
+    """How long the device is busy with the kernels from the first of this number on, and the ends of the band."""
 
+    def timed(clocks: Clocks) -> tuple[list[Timing], float]:
+        timings = time_run(run, device, switches, clocks=clocks).timings[first:]
+        return timings, sum(timing.seconds for timing in timings)
 
-def device_seconds(
-    run: Program, device: Hardware, mode: Mode, before: Program | None, clocks: Clocks
-) -> tuple[float, float, float, float]:
-    """What the device is predicted to be busy, the lower and the upper end of the band, and the plain roofline."""
-    skipped, skipped_roofline = 0, 0.0
-    with torch.inference_mode(), FlopMeter(device, clocks=clocks) as meter:
-        if before is not None:
-            before()
-            report = meter.report(mode=mode)
-            skipped, skipped_roofline = len(report.timings), roofline_seconds(report, device)
-        run()
-    report = meter.report(mode=mode)
-    timings = report.timings[skipped:]
-    seconds = sum(timing.seconds for timing in timings)
+    timings, seconds = timed("burst")
+    share = burst_share(seconds)
+    if share < 1.0:
+        timings, sustained = timed("sustained")
+        seconds = share * seconds + (1 - share) * sustained
     band = uncertainty(timings, seconds, device)
-    return seconds, band.low, band.high, roofline_seconds(report, device) - skipped_roofline
+    return seconds, band.low, band.high
+
+
+def burst_share(burst_seconds: float) -> float:
+    """Of kernels in a row that each take so long at the boost clock, how many run before the power controller acts."""
+    return min(1.0, BURST_SECONDS / (REPLAYS * burst_seconds))

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from validate import Line, Row, roofline_of
-from validate_kernels import LEAST_SECONDS, Program, clocks_of, is_held_out
+from validate_kernels import LEAST_SECONDS, Program, is_held_out, replayed
 
 from flopmeter import FlopMeter, Hardware, load_hardware, on_meta
 from flopmeter.costs import kernels_of
 from flopmeter.launch.modes import MODES, launches
-from flopmeter.timing import time_run, uncertainty
 
 # Whose grouped kernel is priced on every device.
 WITH_GROUPED_KERNEL = "h100-sxm5-80gb"
@@ -53,12 +52,9 @@ def _layer_seconds(line: Line, device: Hardware) -> tuple[float, float, float, f
         layer()
     kernels = [kernel for kernel in kernels_of(meter.trace, strict=True) if not kernel.cost.link_bytes]
     run = launches(kernels, meter.trace, MODES["eager-cudagraph"])
-    timings, _ = time_run(run, device, meter.trace.switches, clocks=clocks_of(line))
-    second = len(kernels) // 2
-    kernels, timings = kernels[second:], timings[second:]
-    seconds = sum(timing.seconds for timing in timings)
-    band = uncertainty(timings, seconds, device)
-    return seconds, band.low, band.high, roofline_of((kernel.cost for kernel in kernels), meter.trace.switches, device)
+    second, switches = len(kernels) // 2, meter.trace.switches
+    times = replayed(run, device, switches, second)
+    return *times, roofline_of((kernel.cost for kernel in kernels[second:]), switches, device)
 
 
 def _layer(line: Line) -> Program:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from validate import Line, Row, roofline_seconds
-from validate_kernels import BURST_SECONDS, LEAST_SECONDS, REPLAYS, duration, is_held_out
+from validate_kernels import LEAST_SECONDS, REPLAYS, burst_share, duration, is_held_out
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.records import Clocks
@@ -51,8 +51,8 @@ def watts(lines: list[Line]) -> dict[str, list[Row]]:
 
 def _burst_seconds(sustained: Report, burst: Report) -> float:
     """Of kernels of which so many run before the controller acts, and the rest after it."""
-    share_before = min(1.0, BURST_SECONDS / burst.seconds)
-    return share_before * burst.seconds + (1 - share_before) * sustained.seconds
+    before = burst_share(burst.seconds / REPLAYS)
+    return before * burst.seconds + (1 - before) * sustained.seconds
 
 
 def _report(line: Line, clocks: Clocks) -> Report:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from flopmeter import FlopMeter, load_hardware, on_meta
+from flopmeter.costs import kernels_of
+from flopmeter.timing.cache import cached_bytes
 
 BF16 = {"dtype": torch.bfloat16, "device": "meta"}
 
@@ -30,3 +33,17 @@ def test_the_same_weights_twice_are_found_in_the_cache():
         for _ in range(64):
             x @ weights[0]
     assert meter.report().kernel_seconds < weights.nbytes / device.bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize(("columns", "share"), [(2048, 1.0), (2112, 1 - 0.03125 / 0.1), (2304, 0.0)])
+def test_weights_that_fill_little_more_than_the_cache_are_found_in_part(columns, share):
+    """Six of 4096 rows in turn: of 2048 columns of 2 bytes they are the 96 MB of an L40S; of 2112 a thirty-second more;
+    of 2304 an eighth. Rows of the input and the output are 3 in a thousand of that."""
+    weights = [torch.empty(columns, 4096, **BF16).t() for _ in range(6)]
+    x, out = torch.empty(1, 4096, **BF16), torch.empty(1, columns, **BF16)
+    with torch.inference_mode(), FlopMeter("l40s") as meter:
+        for weight in (*weights, weights[0]):
+            torch.mm(x, weight, out=out)
+    *first_time, again = kernels_of(meter.trace)
+    found = cached_bytes([*first_time, again], load_hardware("l40s").l2_cache_bytes)
+    assert found[-1] / again.cost.bytes == pytest.approx(share, abs=0.01)

@@ -25,7 +25,8 @@ def test_an_sm_holds_as_many_threads_as_the_programming_guide_says(capability):
 def test_tiles_and_slices_are_powers_of_two_as_those_of_cuda_libraries():
     on_vector_units, on_matrix_units = ({side for tile in family.tiles for side in tile} for family in (SIMT, MMA))
     assert (on_vector_units, on_matrix_units) == ({16, 32, 64, 128}, {64, 128, 256})
-    assert max(map(prod, SIMT.tiles)) == constants.FULL_TILE_ELEMENTS == 128 * 128
+    assert max(map(prod, SIMT.tiles)) == 128 * 128
+    assert max(map(prod, MMA.tiles)) == 128 * 256
     assert list(constants.SPLIT_K) == [2**power for power in range(len(constants.SPLIT_K))]
     assert {SIMT.least_batched_side, MMA.least_batched_side} <= on_vector_units & on_matrix_units
     assert constants.LEAST_SLICE_DEPTH.bit_count() == 1

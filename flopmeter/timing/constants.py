@@ -57,9 +57,8 @@ AMD_LANES_PER_COMPUTE_UNIT = 64
 
 # --- matmuls -----------------------------------------------------------------------------------------------
 
-# The tile whose rate counts as full (gemm_kernels.py).
+# A side of the tile by which a matmul counts as small: one with fewer of these tiles than SMs.
 FULL_TILE_SIDE = 128
-FULL_TILE_ELEMENTS = FULL_TILE_SIDE**2
 
 # Bytes that an SM moves from and to the L2 cache in a clock cycle: it stores a tile of 128 x 128 in 2 bytes in 4,096
 # cycles. 7 to 9 with any GPU of [aiconfigurator] left out; GEMMs whose weights stay in the cache of an L40S ask for
@@ -284,6 +283,12 @@ CACHE_SHARE_WITHOUT_MISSES = 0.3
 # What a kernel before has left in the L2 cache is gone when this many times the cache has passed it beyond the share
 # above. Additions in fp16 on A100 and A40 [vidur]: 1 to 2 are alike.
 CACHES_UNTIL_ALL_MISS = 2.0
+
+# Matmuls that read several weights in turn find nothing when these fill more than the cache by this share of it; less
+# of it, in proportion, loses a part. Addresses are hashed over the sets of a cache, of which a few are full before the
+# others. GEMMs on an L40S [aiconfigurator]: six weights of a cache's size together are found, at 1.04 half of them, at
+# 1.09 a seventh.
+CACHE_EDGE = 0.1
 
 # What kernels reach on the L2 cache, in bytes of each clock cycle and SM: additions of 2 to 6 MB a tensor take 2.9 TB/s
 # on an A100 and 1.6 TB/s on an A40 [vidur], 19 and 11.

@@ -21,7 +21,7 @@ class GemmKernels(NamedTuple):
     """One family. Cycles are those of the boost clock, which a kernel keeps while it waits."""
 
     tiles: tuple[tuple[int, int], ...]  # rows x columns of the output that one thread block computes
-    tile_exponent: float  # a tile runs at (its elements / 128²)^exponent of the rate of 128 x 128, at most at that rate
+    tile_exponent: float  # a tile runs at (its elements / those of the largest)^exponent of the largest one's rate
     overlap_exponent: float  # p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap
     reaches_peak: bool  # main loops run at the unit's peak where power allows; else never above the sustained rate
     depth_step_bytes: int  # bytes of a row of an operand that the main loop takes at a time
@@ -52,7 +52,7 @@ SIMT = GemmKernels(
 # `mma` instructions from Ampere on: `cp.async` loads the next tiles during the multiply-adds.
 MMA = GemmKernels(
     tiles=_CUBLAS_TILES,
-    tile_exponent=0.27,
+    tile_exponent=0.2,
     overlap_exponent=2.7,
     reaches_peak=True,
     depth_step_bytes=64,
@@ -65,7 +65,7 @@ MMA = GemmKernels(
 SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0, reaches_peak=False)
 # Hopper's `wgmma` and Blackwell's `tcgen05`: persistent thread blocks, of which some warps load, some multiply and some
 # store (CUTLASS, "Efficient GEMM in CUDA", warp specialization).
-WARP_SPECIALIZED = MMA._replace(depth_step_bytes=128, memory_share=1.0, stores_each_tile=False)
+WARP_SPECIALIZED = MMA._replace(tile_exponent=0.1, depth_step_bytes=128, memory_share=1.0, stores_each_tile=False)
 # GeForce adds in fp32 at half rate: one thread block keeps the matrix units of an SM busy while another one stores.
 HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # cuDNN's implicit GEMMs on matrix units: narrow tiles for few filters, and several thread blocks on an SM, of which one

@@ -99,6 +99,7 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
         hardware.sm_count,
         clock_hz(hardware),
         library,
+        hardware.l2_cache_bytes or 0,
     )
     saved = cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
     moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))

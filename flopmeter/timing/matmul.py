@@ -25,6 +25,7 @@ class Rates(NamedTuple):
     sm_count: int
     clock_hz: float
     kernels: GemmKernels
+    cache: int = 0  # bytes of the L2 cache
 
     @property
     def cache_bytes_per_s(self) -> float:
@@ -71,9 +72,10 @@ class Busy(NamedTuple):
 
 @functools.cache
 def _tiles(kernels: GemmKernels, least_side: int) -> list[tuple[int, int, float]]:
-    """The family's tiles with sides of at least `least_side`, each with its share of the full tile's rate."""
+    """The family's tiles with sides of at least `least_side`, each with its share of the largest one's rate."""
+    largest = max(rows * columns for rows, columns in kernels.tiles)
     return [
-        (rows, columns, min(1.0, rows * columns / constants.FULL_TILE_ELEMENTS) ** kernels.tile_exponent)
+        (rows, columns, (rows * columns / largest) ** kernels.tile_exponent)
         for rows, columns in kernels.tiles
         if min(rows, columns) >= least_side
     ]
@@ -163,8 +165,11 @@ def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: 
 
 
 def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:
-    """Adds the time to write the partial sums of all slices, and to read and add them in another kernel."""
-    seconds = 2 * constants.PARTIAL_SUM_BYTES * partial_sums / rates.bytes_per_s
+    """Adds the time to write the partial sums of all slices, and to read and add them in another kernel, which finds
+    them in the L2 cache if they fit."""
+    nbytes = constants.PARTIAL_SUM_BYTES * partial_sums
+    bytes_per_s = rates.bytes_per_s if nbytes > rates.cache else max(rates.bytes_per_s, rates.cache_bytes_per_s)
+    seconds = 2 * nbytes / bytes_per_s
     extra = seconds + constants.SPLIT_K_CYCLES / rates.clock_hz
     return way._replace(memory_seconds=way.memory_seconds + seconds, work_seconds=way.work_seconds + extra)
 
