@@ -365,3 +365,12 @@ def test_a_window_takes_less_time_than_the_causal_mask():
         return row.seconds
 
     assert 0.1 < seconds(window(1024)) / seconds(causal) < 0.4  # 9 of 32.5 blocks in a row
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_forward_writes_the_output_and_where_gradients_are_on_a_number_for_each_row(with_gradients):
+    """torch asks whether gradients are on, not whether a tensor needs one (torch/nn/attention/flex_attention.py)."""
+    with torch.set_grad_enabled(with_gradients):
+        (cost,) = flex_costs(metered(lambda: compiled(*qkv())))
+    rows = 2 * 4 * 512
+    assert cost.bytes_written == rows * 64 * 2 + with_gradients * rows * 4

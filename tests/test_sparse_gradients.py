@@ -58,6 +58,14 @@ def test_a_step_of_sgd_reads_the_gradient_and_touches_its_rows_alone(name):
     assert update.flops == 2 * LOOKED_UP * WIDTH
 
 
+def test_momentum_copies_values_and_indices_of_the_gradient():
+    """The buffer begins as a copy of the gradient: it is cloned, or copied into a new sparse tensor."""
+    found = report(step(OPTIMIZERS["sgd with momentum"]))
+    copies = [*costs(found, "clone"), *costs(found, "copy_sparse_to_sparse_")]
+    assert (VALUES + INDICES, VALUES + INDICES) in [(copy.bytes_read, copy.bytes_written) for copy in copies]
+    assert not found.uncounted
+
+
 def test_a_step_costs_the_same_for_a_table_of_any_size():
     small, large = (report(step(OPTIMIZERS["sgd"], rows=rows)) for rows in (10_000, ROWS))
     assert (small.flops, small.bytes_read, small.bytes_written) == (large.flops, large.bytes_read, large.bytes_written)
