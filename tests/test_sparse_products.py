@@ -103,3 +103,12 @@ def test_coordinates_become_rows_without_losing_elements():
     with FlopMeter("h100-sxm5-80gb"):
         rows = adjacency().to("meta").to_sparse_csr()
     assert (rows.layout, rows.values().numel(), rows.crow_indices().numel()) == (torch.sparse_csr, ELEMENTS, ROWS + 1)
+
+
+def test_one_sparse_tensor_is_copied_into_another_as_indices_and_values():
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        left, right = (adjacency().to("meta") for _ in range(2))
+        left.copy_(right)
+    copy = meter.report().kernels[-1].cost
+    assert (copy.op_class, copy.bytes_read, copy.bytes_written) == ("data movement", ELEMENTS * 20, ELEMENTS * 20)
+    assert not meter.report().uncounted

@@ -22,8 +22,8 @@ def no_kernel(call: Call) -> tuple[Cost, ...]:
 
 
 def copy(call: Call) -> Cost:
-    """Indices and values."""
-    return make_cost(call, MOVEMENT)
+    """Indices and values of the last argument; what the first one held is not read."""
+    return make_cost(call, MOVEMENT, read=call.inputs[-1:])
 
 
 def coalesce(call: Call) -> Cost:
@@ -121,7 +121,7 @@ SPARSE: dict[OpOverloadPacket | OpOverload, Rule] = {
         ),
         no_kernel,
     ),
-    **dict.fromkeys(_present("clone", "copy_sparse_to_sparse_", "_to_copy", "_to_sparse_csr"), copy),
+    **dict.fromkeys(_present("clone", "copy_", "copy_sparse_to_sparse_", "_to_copy", "_to_sparse_csr"), copy),
     **dict.fromkeys(_present("_coalesce"), coalesce),
     **dict.fromkeys(_present("sparse_mask"), mask),
     **dict.fromkeys(_present("_embedding_bag_backward"), bag_gradient),
