@@ -374,3 +374,13 @@ def test_forward_writes_the_output_and_where_gradients_are_on_a_number_for_each_
         (cost,) = flex_costs(metered(lambda: compiled(*qkv())))
     rows = 2 * 4 * 512
     assert cost.bytes_written == rows * 64 * 2 + with_gradients * rows * 4
+
+
+def test_the_gradient_of_what_a_score_captured_is_added_into_zeros():
+    rows, width, picked = 100, 4, 3
+    indices, values = torch.zeros(picked, dtype=torch.int64), torch.empty(picked, width, device="meta")
+    meter = metered(lambda: torch.ops.flex_lib.zeros_and_scatter([rows, width], [indices.to("meta")], values))
+    zeros, added = (kernel.cost for kernel in kernels_of(meter.trace)[-2:])
+    assert (zeros.bytes_read, zeros.bytes_written) == (0, rows * width * 4)
+    named = picked * width * 4  # the values, and the places that they are added to
+    assert (added.flops, added.bytes_read, added.bytes_written) == (picked * width, picked * 8 + 2 * named, named)
