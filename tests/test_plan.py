@@ -334,7 +334,9 @@ def test_the_picture_has_a_bar_for_each_split_parted_by_what_binds_it(tmp_path: 
     found = small_plan()
     (panel,) = split_bars(found).axes
     for bars, bound in zip(panel.containers, get_args(Bound), strict=True):
-        assert [bar.get_width() for bar in bars] == pytest.approx([row.seconds_by_bound[bound] for row in found.rows])
+        assert [bar.get_width() for bar in bars] == pytest.approx(
+            [1e3 * row.seconds_by_bound[bound] for row in found.rows]
+        )
     with pytest.raises(PlotError, match="no splits"):
         split_bars(replace(found, rows=()))
 

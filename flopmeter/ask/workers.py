@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-from flopmeter.ask.checks import check_whole
+from flopmeter.ask.checks import is_whole
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,7 +34,8 @@ def results_of(
     progress: wraps the jobs, as `tqdm` does.
     Raises ValueError for fewer workers than one.
     """
-    check_whole(workers=workers)
+    if not is_whole(workers):
+        raise ValueError(f"workers must be at least 1, not {workers!r}")
     started = None
     if executor is None and workers > 1 and len(jobs) > 1:
         # Spawned, not forked: torch has threads by now.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from flopmeter.records.costs import Cost
@@ -53,7 +52,7 @@ class Launches(NamedTuple):
     graphs: list[int | None]  # of each kernel; None: launched eagerly
     mode: LaunchMode
     placements: list[Placement] | None = None  # None: all on one stream
-    captured: Mapping[int, LaunchMode] = MappingProxyType({})  # how graphs run that the program captured itself
+    captured: Mapping[int, LaunchMode] | None = None  # how graphs run that the program captured itself
 
     def mode_of(self, graph: int) -> LaunchMode:
-        return self.captured.get(graph, self.mode)
+        return (self.captured or {}).get(graph, self.mode)
