@@ -26,7 +26,7 @@ from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE, whole_program
-from flopmeter.launch.modes import MODES, Mode, compiled_region, launches, mode_of
+from flopmeter.launch.modes import Mode, compiled_region, launches, mode_called, mode_of
 from flopmeter.launch.scaled_matmul import check_scales
 from flopmeter.launch.templates import with_templates
 from flopmeter.records import Call, Clocks, Kernel, Launches, LaunchMode, Trace
@@ -113,7 +113,7 @@ class _Run:
         of the eager run, one for one. `is_one_graph`: all that the program compiles is one region. Raises ValueError
         for an unknown mode."""
         is_own = trace is None and kernels is None and not is_one_graph
-        known = self.known.reports.get(_mode_called(name).name)
+        known = self.known.reports.get(mode_called(name).name)
         if is_own and known is not None:
             return known
         run, trace = self.launched(name, trace=trace, kernels=kernels, is_one_graph=is_one_graph)
@@ -132,7 +132,7 @@ class _Run:
         is_one_graph: bool = False,
     ) -> tuple[Launches, Trace]:
         """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
-        mode, is_own = _mode_called(name), trace is None and kernels is None and not is_one_graph
+        mode, is_own = mode_called(name), trace is None and kernels is None and not is_one_graph
         if is_own and (mode.has_graphs, mode.fuses) in self.known.launched:
             run, trace = self.known.launched[mode.has_graphs, mode.fuses]
             return run._replace(mode=mode), trace
@@ -446,13 +446,6 @@ def reports_together(
 def _is_part(ops: object, count: int) -> bool:
     """Whether these are some of so many ops, in a row."""
     return isinstance(ops, range) and ops.step == 1 and 0 <= ops.start < ops.stop <= count
-
-
-def _mode_called(name: str) -> LaunchMode:
-    """The mode of that name. Raises ValueError for an unknown name."""
-    if name not in tuple(MODES):  # whatever type it has
-        raise ValueError(f"unknown mode {name!r}; known: {', '.join(MODES)}")
-    return MODES[name]
 
 
 def checked_energy_price(dollars_per_kwh: float | None) -> float | None:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from flopmeter.launch.modes import MODES
-
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number. True and False are none."""
@@ -47,11 +45,6 @@ def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False, not {flag!r}")
-
-
-def check_mode(mode: object, error: type[ValueError] = ValueError) -> None:
-    if mode not in tuple(MODES):  # whatever type it has
-        raise error(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
 
 
 def check_mapping(example: str, **mappings: object) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.as_cuda import CudaTarget
-from flopmeter.ask.checks import check_callable, check_mapping, check_mode, is_number, is_positive
+from flopmeter.ask.checks import check_callable, check_mapping, is_number, is_positive
 from flopmeter.ask.steps import (
     BOUND_BY,
     ENERGY_PRICE,
@@ -29,6 +29,7 @@ from flopmeter.ask.steps import (
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
+from flopmeter.launch.modes import mode_called
 from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Regime
 from flopmeter.report.quantities import in_ms, percent
@@ -194,7 +195,7 @@ def _check_options(fn: Callable[[], object], mode: Mode, items: float | None, un
     """Raises ValueError or TypeError for what makes no sense, before anything runs."""
     if sort not in get_args(Sort):
         raise ValueError(f"unknown order {sort!r}; known: {', '.join(get_args(Sort))}")
-    check_mode(mode)
+    mode_called(mode)
     if items is not None and not is_positive(items):
         raise ValueError(f"items must be a positive number of {unit} in a step, not {items!r}")
     check_callable("compare runs a function without arguments for each device", fn)

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flopmeter.ask.checks import check_callable, check_mode, check_whole, is_whole
+from flopmeter.ask.checks import check_callable, check_whole, is_whole
 from flopmeter.device.hardware import Hardware
+from flopmeter.launch.modes import mode_called
 from flopmeter.meter import FlopMeter, Mode
 from flopmeter.report.report import Report
 
@@ -44,7 +45,7 @@ def time_generation(
     if not is_whole(new_tokens, 2):
         raise ValueError(f"expected at least two new tokens, to tell the first from the rest; got {new_tokens!r}")
     check_whole(sequences=sequences)
-    check_mode(mode)
+    mode_called(mode)
     reports = []
     for tokens in (1, new_tokens):
         with FlopMeter(hardware, **meter_options) as meter:

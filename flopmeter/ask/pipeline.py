@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from flopmeter.ask.checks import check_callable, check_mapping, check_mode
+from flopmeter.ask.checks import check_callable, check_mapping
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import FITS, PEAK, USABLE, Step, step_figures
 from flopmeter.costs.data_movement.communication import is_message
@@ -21,6 +21,7 @@ from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import load_hardware
 from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
+from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode, reports_together
 from flopmeter.records import DEFAULT_STREAM, Phase
 from flopmeter.report.chrome_trace import save_together
@@ -181,7 +182,7 @@ def time_pipeline(
     """
     check_callable("time_pipeline calls a function of the mesh, which returns the step", program)
     check_mapping('{"pp": 4}', mesh=mesh)
-    check_mode(mode)
+    mode_called(mode)
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
     ranks = pipeline_ranks(mesh, stages)

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from flopmeter.ask.checks import check_callable, check_mapping, check_mode, check_positive
+from flopmeter.ask.checks import check_callable, check_mapping, check_positive
 from flopmeter.ask.compare import AnyHardware, step_dollars
 from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, step_figures
 from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.distributed import world
+from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.report.quantities import in_ms, percent
 from flopmeter.report.report import Report
@@ -189,7 +190,7 @@ def scale(
     for layout in meshes:
         check_mapping('{"dp": 8}', layout=layout)
     check_positive(items=None if callable(items) else items, dollars_per_gpu_hour=dollars_per_gpu_hour)
-    check_mode(mode)
+    mode_called(mode)
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
     job = _Job(program, device, links, mode, items, dollars_per_gpu_hour, meter_options)

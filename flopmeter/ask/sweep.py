@@ -16,11 +16,12 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from flopmeter.ask.checks import check_callable, check_mode, is_positive
+from flopmeter.ask.checks import check_callable, is_positive
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import BOUND_BY, ENERGY_PRICE, FITS, JOULES, MFU, PEAK, TIME, WATTS, Step, step_figures
 from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode
 from flopmeter.report.quantities import percent
 from flopmeter.report.report import Report
@@ -166,7 +167,7 @@ def sweep(
     sizes that make no sense or a program that runs nothing on the device.
     """
     check_callable(f"sweep runs a function of the {over}", fn_of_batch)
-    check_mode(mode)
+    mode_called(mode)
     sizes_given: Any = batches
     if isinstance(sizes_given, str) or not isinstance(sizes_given, Iterable):
         raise TypeError(f"sizes must be a list such as [1, 2, 4], not {batches!r}")

@@ -206,30 +206,25 @@ def number(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    try:
-        if not 0 < float(text) < math.inf:
-            raise ValueError
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a positive number, not {text!r}") from None
-    return float(text)
+    return _float(text, "a positive number", lambda value: 0 < value < math.inf)
 
 
 def dollars(text: str) -> float:
-    try:
-        if not 0 <= float(text) < math.inf:
-            raise ValueError
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected dollars, such as 0.3, not {text!r}") from None
-    return float(text)
+    return _float(text, "dollars, such as 0.3", lambda value: 0 <= value < math.inf)
 
 
 def share(text: str) -> float:
+    return _float(text, "a share from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def _float(text: str, wanted: str, holds: Callable[[float], bool]) -> float:
     try:
-        if not 0 <= float(text) <= 1:
-            raise ValueError
+        value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, not {text!r}") from None
-    return float(text)
+        value = math.nan  # no bound holds for it
+    if not holds(value):
+        raise argparse.ArgumentTypeError(f"expected {wanted}, not {text!r}")
+    return value
 
 
 def one_device(text: str) -> str:

@@ -90,9 +90,10 @@ def _inside(name: str, cost: Cost, storages: tuple[int, ...]) -> Cost:
     tensor of the program."""
 
     def renumbered(region: Region) -> Region:
-        number = -1 if region.spec is None or region.spec.storage < 0 else storages[region.spec.storage]
-        spec = region.spec._replace(storage=number) if region.spec is not None and number >= 0 else None
-        return Region(spec, region.nbytes)
+        spec = region.spec
+        if spec is None or spec.storage < 0 or storages[spec.storage] < 0:
+            return Region(None, region.nbytes)
+        return Region(spec._replace(storage=storages[spec.storage]), region.nbytes)
 
     reads, writes = tuple(map(renumbered, cost.reads)), tuple(map(renumbered, cost.writes))
     return replace(cost, name=f"{name}({cost.name})", reads=reads, writes=writes)

@@ -143,9 +143,8 @@ def overwrite(known: Knowledge, call: Invocation) -> Any:
     sources = [source for source in sources if isinstance(source, Tensor)]
     if not target.is_meta:
         return ask_copy(known, call) if any(source.is_meta for source in sources) else call.run()
-    if target.layout is not torch.strided:
-        return known.run_unknown(call)
-    if any(not source.is_meta and source.dim() and not _brings_values(source) for source in sources):
+    is_lost = any(not source.is_meta and source.dim() and not _brings_values(source) for source in sources)
+    if is_lost or target.layout is not torch.strided:
         return known.run_unknown(call)
     if not known.values.knows(target) and _can_become_known(known, target) and known.knows_all(sources):
         _start_blank(known, target)

@@ -59,6 +59,14 @@ ALL_MODES = (
 MODES: Mapping[str, LaunchMode] = {mode.name: mode for mode in ALL_MODES}
 
 
+def mode_called(name: object, error: type[ValueError] = ValueError) -> LaunchMode:
+    """The mode of that name. Raises the error for an unknown name, whatever type it has."""
+    found = next((mode for mode in ALL_MODES if mode.name == name), None)
+    if found is None:
+        raise error(f"unknown mode {name!r}; known: {', '.join(MODES)}")
+    return found
+
+
 def modes_beyond(name: str) -> list[LaunchMode]:
     """The modes that do all that this one does and more, the simplest first."""
     own = MODES[name]

@@ -66,9 +66,7 @@ class Op(NamedTuple):
     module: str  # dotted path from the outermost module's class name; '' outside of modules
     phase: Phase
     source: str | None  # 'file:line' of the caller, where the trace was asked for it
-    region: int | None = (
-        None  # number of the call of a torch.compile'd function during which it ran eagerly, or of a replay
-    )
+    region: int | None = None  # number of the call of a torch.compile'd function that ran eagerly, or of a replay
     graph: int | None = None  # number of the call of a compiled graph that launched it
 
     @property

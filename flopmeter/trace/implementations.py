@@ -37,12 +37,8 @@ def python_key(func: OpOverload) -> str | None:
     return next((key for key in _KEYS if f"{name}/{key}" in PYTHON_KERNELS.value), None)
 
 
-def body_of(call: Call, recorder: OpRecorder) -> OpsBody | None:
-    """What the Python function that implements the op runs on meta tensors like those of the call; None if there is no
-    such function."""
-    key = python_key(call.func)
-    if key is None:
-        return None
+def body_of(call: Call, key: str, recorder: OpRecorder) -> OpsBody:
+    """What the Python function that implements the op under that key runs on meta tensors like those of the call."""
     made: dict[TensorSpec, Tensor] = {}
     try:
         args, kwargs = as_tensors((call.args, dict(call.kwargs)), made)

@@ -183,9 +183,10 @@ class Recorder(TorchDispatchMode):
 
     def with_implementation(self, call: Call) -> Call:
         """The call with what its op runs, where that is a custom op in Python."""
-        if python_key(call.func) is None:
+        key = python_key(call.func)
+        if key is None:
             return call
-        return dataclasses.replace(call, body=body_of(call, Recorder(overrides=self._overrides)))
+        return dataclasses.replace(call, body=body_of(call, key, Recorder(overrides=self._overrides)))
 
     def on_event(self, event: int, stream: int) -> None:
         self.trace.stream_use.syncs.append(Sync(len(self.trace.ops), stream, "record", event))
@@ -399,7 +400,7 @@ class Recorder(TorchDispatchMode):
         func, tensors, numbers = arrival.func, arrival.tensors, arrival.numbers
 
         def number(tensor: Tensor) -> int:
-            return numbers[self._number(tensor, BEFORE, [])]
+            return numbers[self.number_of(tensor)]
 
         call = self.with_implementation(
             build_call(func, arrival.plain_args, arrival.plain_kwargs, result, number, arrival.groups, arrival.body)

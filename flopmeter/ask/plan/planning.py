@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from flopmeter.ask.checks import check_callable, check_flags, check_mode, check_positive, check_whole
+from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
 from flopmeter.ask.compare import AnyHardware, step_dollars
 from flopmeter.ask.plan.compose import (
     STATE_BYTES,
@@ -28,6 +28,7 @@ from flopmeter.ask.plan.whole import Whole, WholeJob, meter_whole
 from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.quantities import UNKNOWN, figure, in_gb, percent
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
@@ -418,6 +419,6 @@ def _check(whole: int, rows: int, mode: Mode, loss: Loss | None) -> None:
     check_whole(PlanError, least=0, whole=whole)
     if whole > rows:
         raise PlanError(f"whole={whole} of {rows} rows cannot be metered: give rows={whole} too")
-    check_mode(mode, PlanError)
+    mode_called(mode, PlanError)
     if loss is not None:
         check_callable("loss must be a function of the model and token ids", loss)

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flopmeter.ask.checks import check_mode, check_share, check_whole
+from flopmeter.ask.checks import check_share, check_whole
 from flopmeter.ask.serve.decoder import Decoder, ServingError
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS, has_product
 from flopmeter.ask.serve.queue import expected_tokens
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, cluster_of
 from flopmeter.device.hardware import Hardware
+from flopmeter.launch.modes import mode_called
 from flopmeter.meter import Mode
 from flopmeter.report.quantities import duration, figure, percent
 
@@ -54,7 +55,7 @@ class ServingPlan:
         if self.is_disaggregated and self.output == 1:
             raise ServingError("prefill gives the one token that is wanted: GPUs of their own have nothing to decode")
         check_share(ServingError, prefix=self.prefix, acceptance=self.acceptance)
-        check_mode(self.mode, ServingError)
+        mode_called(self.mode, ServingError)
         for name, known in (("weights", WEIGHTS), ("kv", KV_BYTES)):
             if getattr(self, name) not in tuple(known):
                 raise ServingError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")

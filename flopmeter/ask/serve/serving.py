@@ -180,9 +180,11 @@ def serving(
     plan.check()
     devices = checked_devices([hardware] if isinstance(hardware, str | Hardware) else hardware, ServingError)
     dollars = checked_prices(prices or {}, devices)
-    decoders = [decoder(each, gpus, cache) for each in (target, draft) if each is not None]
-    own, *others = (StepModel(each, mode, weights, kv, dict(meter_options), plan.cluster) for each in decoders)
-    other = next(iter(others), None)
+
+    def steps_of(model: Any) -> StepModel:
+        return StepModel(decoder(model, gpus, cache), mode, weights, kv, dict(meter_options), plan.cluster)
+
+    own, other = steps_of(target), None if draft is None else steps_of(draft)
     if other is not None:
         check_draft(own.decoder, other.decoder)
     rows, links, unable = [], [], {}
