@@ -140,7 +140,7 @@ def test_every_format_holds_the_rows():
     ("options", "message"),
     [
         ({"layouts": []}, "scale needs at least one layout"),
-        ({"workers": 0}, "workers must be a positive whole number, not 0"),
+        ({"workers": 0}, "workers must be at least 1, not 0"),
         ({"items": -1}, "items must be a positive number, not -1"),
         ({"dollars_per_gpu_hour": float("nan")}, "dollars_per_gpu_hour must be a positive number"),
         ({"cluster": "dgx"}, "no cluster is named 'dgx'"),
