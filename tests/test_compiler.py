@@ -149,7 +149,8 @@ def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted() -> None:
         return square
 
     _, report = metered(lambda: torch.compile(chosen)(meta(64, 64)))
-    assert [name for graph in report.graphs for name in graph.uncounted] == ["Conditional"]
+    ((name,),) = [graph.uncounted for graph in report.graphs]
+    assert name in ("Conditional", "Switch")  # as inductor calls it, the second from torch 2.15 on
 
 
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["matrices", "batched"])
@@ -419,30 +420,6 @@ def test_a_library_kernel_of_no_op_is_uncounted_by_name(monkeypatch: pytest.Monk
     _, report = _decode(torch.int8)
     assert report.graphs[0].uncounted == ("extern_kernels._weight_int8pack_mm",)
     assert "extern_kernels._weight_int8pack_mm" in str(report)
-
-
-def test_coordinate_descent_makes_a_reduction_of_a_matrix_times_a_vector() -> None:
-    """As torch decomposes it then (torch/_inductor/decomposition.py); gpt-fast asks for that."""
-    with torch.device("meta"):
-        layer, x = nn.Linear(256, 512, bias=False), torch.empty(1, 256)
-    with torch.inference_mode(), config.patch(coordinate_descent_tuning=True):
-        _, report = metered(lambda: torch.compile(lambda x: F.relu(layer(x)))(x))
-    (kernel,) = report.graphs[0].kernels
-    assert kernel.kind == "triton"
-    assert 2 * 256 * 512 <= report.flops <= 2 * 256 * 512 + 512
-
-
-def test_conversions_of_int8_weights_take_longer_than_reading_them() -> None:
-    """45 million at 16 a cycle on 108 multiprocessors of 1.41 GHz are 18.5 µs, the products and sums beside them 10.3;
-    the weights alone are read in 25 (an A100 decodes in int8 at .77 of the bandwidth of bf16: gpt-fast)."""
-    with torch.device("meta"):
-        weight, scales = torch.empty(11008, 4096, dtype=torch.int8), torch.empty(11008, dtype=torch.bfloat16)
-        x = torch.empty(1, 1, 4096, dtype=torch.bfloat16)
-    with torch.inference_mode(), config.patch(coordinate_descent_tuning=True), FlopMeter("a100-sxm4-80gb") as meter:
-        torch.compile(lambda x: F.linear(x, weight.to(x.dtype)) * scales)(x)
-    (timing,) = meter.report().timings
-    assert 18.5e-6 < timing.compute_seconds < (18.5 + 10.3) * 1e-6
-    assert timing.seconds > 1.1 * timing.memory_seconds
 
 
 def test_what_inductor_would_measure_on_the_device_is_said() -> None:

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from flopmeter.costs import RULES, costs_of
 from flopmeter.costs.arithmetic import normalization
+from flopmeter.costs.contractions import matmul
 from flopmeter.costs.traffic import is_view
 from flopmeter.known_values import DataDependentError
 from flopmeter.records import (
@@ -27,6 +28,7 @@ from flopmeter.records import (
     Origin,
 )
 from flopmeter.records.collectives import WAIT_OPS
+from flopmeter.torch_names.operators import aten
 from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.tensor_specs import build_call
 
@@ -100,8 +102,9 @@ def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
     """The origin of a node's work. `call` is the node's call, if the caller has it."""
     original = node.meta.get("original_aten")
     op_class, flops, transcendentals = _work(node, call)
-    if op_class not in (CONTRACTION, UNCOUNTED) and _is_normalization(original):
-        flops, op_class = tuple((NORMALIZATION, count) for _, count in flops), NORMALIZATION
+    kept = _kept_class(node.target, original)
+    if kept and op_class not in (CONTRACTION, UNCOUNTED):
+        flops, op_class = tuple((kept, count) for _, count in flops), kept
     tag = node.meta.get("partitioner_tag")
     is_recomputed = is_backward and tag == "is_forward"
     return Origin(
@@ -193,11 +196,16 @@ def _result_bytes(node: Any) -> int:
     return sum(_traced(each.numel()) * each.dtype.itemsize for each in held if isinstance(each, torch.Tensor))
 
 
-def _is_normalization(original: Any) -> bool:
+def _kept_class(target: Any, original: Any) -> str | None:
+    """The class that the parts of a decomposed op keep: a layer norm's mean is normalization; and a contraction's
+    product and sum, as which inductor writes those of one row (with coordinate descent tuning), are contraction."""
     if not isinstance(original, OpOverload):
-        return False
+        return None
     found = RULES.get(original) or RULES.get(original.overloadpacket)
-    return found is not None and found.__module__ == normalization.__name__
+    if found is not None and found.__module__ == normalization.__name__:
+        return NORMALIZATION
+    is_product = found is not None and found.__module__ == matmul.__name__
+    return CONTRACTION if is_product and target.overloadpacket in (aten.mul, aten.sum) else None
 
 
 def op_name(node: Any) -> str:

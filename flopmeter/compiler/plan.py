@@ -154,9 +154,11 @@ class _Planner:
             )
             for part in touched
         )
-        reduced = self._sizes(node.group[1][1]) if getattr(node, "group", None) and len(node.group[1]) == 2 else 1
+        group = getattr(node, "group", None)
+        rows, reduced = map(self._sizes, group[1]) if group and len(group[1]) == 2 else (1, 1)
         name = name_of([origin.op for origin in origins] or names_of(node)) or kind
-        kernel = CompiledKernel(name, kind, reads, writes, origins, scheduler_bytes, max(reduced, 1))
+        loops = (max(reduced, 1), rows, _is_inner(node))
+        kernel = CompiledKernel(name, kind, reads, writes, origins, scheduler_bytes, *loops)
         read, written = (tuple(region.spec for region in part if region.spec) for part in (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
         return call, tuple(numbers), kernel
@@ -181,7 +183,7 @@ class _Planner:
 
     def _runs_graphs(self, operation: Any) -> bool:
         """Whether it is control flow (torch.cond, while_loop): what its graphs compute is not known here."""
-        return any(isinstance(each, self._ir.Subgraph) for each in vars(operation).values())
+        return any(isinstance(each, self._ir.Subgraph) for each in _flat(vars(operation)))
 
     def _call(self, kernel: Any, fx: Any) -> tuple[Call, tuple[str, ...]]:
         """The call of a library's op, with its tensors laid out as by inductor."""
@@ -359,6 +361,18 @@ def _has_memory(buffer: Any, ir: Any) -> bool:
 
 def _is_tensor(each: Any) -> bool:
     return not hasattr(each, "expr") and getattr(each, "get_size", None) is not None
+
+
+def _is_inner(node: Any) -> bool:
+    """Whether the kernel's reductions combine neighbours in memory: the innermost loop moves each read by one."""
+    reads = [
+        dep
+        for part in node.get_nodes()
+        if part.is_reduction()
+        for dep in part.read_writes.reads
+        if isinstance(dep, names.MEMORY_DEP.value) and dep.index.free_symbols.intersection(dep.var_names[-1:])
+    ]
+    return bool(reads) and all(dep.stride1_for_last_dim() for dep in reads)
 
 
 def _is_host(node: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import ceil
 
 import torch
 
@@ -51,18 +52,28 @@ def _conversions(kernel: CompiledKernel) -> int:
 
 
 def _rereads(kernel: CompiledKernel) -> tuple[Reread, ...]:
-    """The second reads of a kernel that reduces rows too long for registers, and writes as much as it reads: what it
-    read for the reduction it reads again for the result."""
-    if kernel.reduced <= HELD_ROW_ELEMENTS or not kernel.reads:
+    """How a kernel that reduces walks its rows. If they are too long for registers and it writes as much as it reads,
+    it reads again for the result what it read for the reduction."""
+    if kernel.reduced == 1 or not kernel.reads:
         return ()
     main = max(kernel.reads, key=lambda region: region.nbytes)
-    if main.spec is None or kernel.bytes_written < main.nbytes // 2:
-        return ()
-    row_bytes = kernel.reduced * main.spec.dtype.itemsize
-    return (Reread(main.nbytes, max(1, main.nbytes // row_bytes), row_bytes, threads=_BLOCK_THREADS),)
+    is_held = kernel.reduced <= HELD_ROW_ELEMENTS or kernel.bytes_written < main.nbytes // 2 or main.spec is None
+    if is_held and not kernel.is_inner:
+        return ()  # what bounds other walks than along rows is not known here
+    block = min(1 << (kernel.reduced - 1).bit_length(), _ROW_BLOCK)
+    passes = 1 if is_held else 2
+    accesses = passes * ceil(kernel.reduced / block) if kernel.is_inner else 0
+    threads = max(1, block // _ELEMENTS_OF_THREAD)
+    row_bytes = main.nbytes // kernel.rows
+    return (Reread((passes - 1) * main.nbytes, kernel.rows, row_bytes, threads, _COMBINING, accesses),)
 
 
-_BLOCK_THREADS = 256  # of a block that reduces a row: 8 warps (triton_config_reduction in runtime/triton_heuristics.py)
+# Elements of a row that a block takes at a time, and those of a thread (_reduction_configs and triton_config_reduction
+# in runtime/triton_heuristics.py: 16 warps for 2,048 elements). The threads of a warp combine their results in five
+# steps of a shuffle and an addition, and the warps in four more.
+_ROW_BLOCK = 2048
+_ELEMENTS_OF_THREAD = 4
+_COMBINING = 18
 
 
 def uncounted_in(kernels: Iterable[CompiledKernel]) -> tuple[str, ...]:

@@ -44,23 +44,31 @@ class Regions:
         """Bytes read and bytes written by a node of the scheduler, by the buffer that holds them.
 
         Values that stay inside a fused kernel are not touched. An element that several loops read counts once where
-        their indices agree; a gather counts as many elements as it has indices; no buffer counts more than it holds.
+        their indices agree; a lookup counts as many elements as it has indices; no buffer counts more than it holds.
         """
         inside = {buffer.get_name() for buffer in node.get_outputs()}
         kept = {buffer.get_name() for buffer in node.get_outputs() if _is_needed(buffer, node)}
-        deps = node.read_writes
-        read = [dep for dep in deps.reads if dep.name not in inside]
-        return self._bytes(read), self._bytes([dep for dep in deps.writes if dep.name in kept])
+        parts = [(part.read_writes, self._indices(part)) for part in node.get_nodes()]
+        reads = [(dep, indices) for deps, indices in parts for dep in deps.reads if dep.name not in inside]
+        writes = [(dep, indices) for deps, indices in parts for dep in deps.writes if dep.name in kept]
+        return self._bytes(reads), self._bytes(writes)
 
-    def _bytes(self, deps: Iterable[Any]) -> Bytes:
+    def _indices(self, node: Any) -> int | None:
+        """At most how many indices the node loads: one for each of the integers that it reads, or pair of them. None if
+        it reads none, or makes indices of its loops too."""
+        deps = [dep for dep in node.read_writes.reads if isinstance(dep, names.MEMORY_DEP.value)]
+        counts = [self._elements(dep, None) for dep in deps if self._holds_indices(dep.name)]
+        return prod(counts) if counts and not node.read_writes.index_exprs else None
+
+    def _bytes(self, deps: Iterable[tuple[Any, int | None]]) -> Bytes:
         elements: dict[str, dict[Any, int]] = {}
-        for dep in deps:
+        for dep, indices in deps:
             if isinstance(dep, names.WEAK_DEP.value):
                 continue
             parts = elements.setdefault(dep.name, {})
             if isinstance(dep, names.MEMORY_DEP.value):
                 index = dep.normalize().index
-                parts[index] = max(parts.get(index, 0), self._elements(dep))
+                parts[index] = max(parts.get(index, 0), self._elements(dep, indices))
             else:
                 parts[None] = self._whole(dep.name)
         found: dict[str, int] = {}
@@ -70,12 +78,15 @@ class Regions:
             found[place] = min(found.get(place, 0) + nbytes, self._whole(place) * self._item_bytes(place))
         return [(name, nbytes) for name, nbytes in found.items() if nbytes]
 
-    def _elements(self, dep: Any) -> int:
-        """Elements that the loops of one access touch: those over which the index moves, or all if the index is
-        loaded."""
+    def _elements(self, dep: Any, indices: int | None) -> int:
+        """Elements that the loops of one access touch: those over which the index moves, for each index that it looks
+        up; all if these are not known."""
+        sizes = {var: self._sizes(size) for var, size in dep.ranges.items()}
         moves = dep.index.free_symbols
-        looks_up = any(str(symbol).startswith(("tmp", "indirect")) for symbol in moves)
-        return prod(self._sizes(size) for var, size in dep.ranges.items() if looks_up or var in moves)
+        if not any(str(symbol).startswith(("tmp", "indirect")) for symbol in moves):
+            indices = 1
+        every = prod(sizes.values())
+        return every if indices is None else min(every, indices * prod(sizes[var] for var in sizes if var in moves))
 
     def _buffer(self, name: str) -> Any:
         found = self._graph.name_to_buffer.get(name)
@@ -90,6 +101,9 @@ class Regions:
             return 0 if buffer is None else prod(map(self._sizes, buffer.get_size()))
         except NotImplementedError:  # several results, or none
             return 0
+
+    def _holds_indices(self, name: str) -> bool:
+        return getattr(self._buffer(name), "dtype", None) in (torch.int32, torch.int64)
 
     def _item_bytes(self, name: str) -> int:
         held = self._graph.constants.get(name) if name in self._graph.constants else self._buffer(name)

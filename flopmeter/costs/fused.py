@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION
 
 MOST_NAMES = 6  # of ops, in a kernel's name
 # Inductor holds rows of up to so many elements in registers (should_use_persistent_reduction in
@@ -27,7 +27,7 @@ def name_of(ops: Iterable[str]) -> str:
 
 def slowest_class(classes: Sequence[str]) -> str | None:
     """The class that slows the kernel most; None if it only moves, gathers or draws random numbers."""
-    return next((name for name in (NORMALIZATION, REDUCTION, ELEMENTWISE) if name in classes), None)
+    return next((name for name in (CONTRACTION, NORMALIZATION, REDUCTION, ELEMENTWISE) if name in classes), None)
 
 
 def flops_of(op_class: str, parts: Iterable[Iterable[tuple[str, int]]]) -> tuple[tuple[str, int], ...]:
