@@ -24,6 +24,7 @@ from flopmeter.report.wins import Advice, HotSpot
 from flopmeter.timing.peak_memory import Memory
 
 if TYPE_CHECKING:
+    from flopmeter.ask.delays import Delays
     from flopmeter.ask.pipeline import Pipeline, time_pipeline
     from flopmeter.ask.plan import ParallelPlan, PlanError, Split, SplitRow, plan
     from flopmeter.ask.serve import Serving, ServingError, serving
@@ -38,6 +39,7 @@ __all__ = [
     "Comparison",
     "CudaRun",
     "DataDependentError",
+    "Delays",
     "EmptyProgramError",
     "FlopCount",
     "FlopMeter",
@@ -81,6 +83,7 @@ _LATE = {
     **dict.fromkeys(("Check", "ProfileError", "check"), "flopmeter.measured"),
     **dict.fromkeys(("CudaRun", "RunReport", "cuda"), "flopmeter.run"),
     **dict.fromkeys(("Serving", "ServingError", "serving"), "flopmeter.ask.serve"),
+    "Delays": "flopmeter.ask.delays",
     **dict.fromkeys(("ParallelPlan", "PlanError", "Split", "SplitRow", "plan"), "flopmeter.ask.plan"),
     **dict.fromkeys(("Pipeline", "time_pipeline"), "flopmeter.ask.pipeline"),  # it imports torch.distributed
 }

@@ -209,6 +209,10 @@ def positive(text: str) -> float:
     return _float(text, "a positive number", lambda value: 0 < value < math.inf)
 
 
+def seconds(text: str) -> float:
+    return _float(text, "seconds, from 0 on", lambda value: 0 <= value < math.inf)
+
+
 def dollars(text: str) -> float:
     return _float(text, "dollars, such as 0.3", lambda value: 0 <= value < math.inf)
 

@@ -6,10 +6,11 @@ import argparse
 import os
 from typing import Any, get_args
 
+from flopmeter.ask.delays import Delays
 from flopmeter.ask.plan import PlanError, plan
 from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.splits import WISHES
-from flopmeter.cli.command import Command, add_device, add_format, number, positive, show
+from flopmeter.cli.command import Command, add_device, add_format, number, positive, seconds, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.targets import Target, load_target
 from flopmeter.device.hardware import load_hardware
@@ -33,6 +34,7 @@ def _plan(options: argparse.Namespace) -> int:
         mode=options.mode,
         only=_wishes(options.only),
         async_tp=options.async_tp,
+        delays=_delays(options),
         rows=options.rows,
         whole=options.whole,
         dollars_per_gpu_hour=prices.dollars_per_hour.get(device.name),
@@ -43,6 +45,21 @@ def _plan(options: argparse.Namespace) -> int:
     if options.plot:
         save(split_bars(result), options.plot)
     return 0 if result.best else 1
+
+
+def _delays(options: argparse.Namespace) -> Delays:
+    seconds, steps = options.checkpoint
+    return Delays(
+        data_seconds=options.data, straggling=options.straggling, checkpoint_seconds=seconds, checkpoint_every=steps
+    )
+
+
+def _checkpoint(text: str) -> tuple[float, int]:
+    """'30/500': 30 seconds every 500 steps."""
+    duration, slash, steps = text.partition("/")
+    if not slash:
+        raise argparse.ArgumentTypeError(f"expected SECONDS/STEPS, such as 30/500, not {text!r}")
+    return seconds(duration), number(steps)
 
 
 def _subject(name: str) -> Any:
@@ -98,6 +115,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help=f"limit what is tried, such as tp=4,8 pp=1 recompute=full; names: {', '.join(WISHES)}",
     )  # fmt: skip
     add("--async-tp", action="store_true", help="products hide the collectives of tensor parallelism next to them")
+    add(
+        "--data",
+        metavar="SECONDS",
+        type=seconds,
+        default=0.0,
+        help="in which the hosts make a step's batch (default: 0)",
+    )
+    add(
+        "--checkpoint", metavar="SECONDS/STEPS", type=_checkpoint, default=(0.0, 1),
+        help="how long all ranks stop to save, and after how many steps, such as 30/500 (default: never)",
+    )  # fmt: skip
+    add(
+        "--straggling", metavar="SHARE", type=share, default=0.0,
+        help="standard deviation of a rank's step time, as a share of it; all wait for the slowest (default: 0)",
+    )  # fmt: skip
     add("--rows", metavar="N", type=number, default=10, help="how many splits to show (default: %(default)s)")
     add("--whole", metavar="N", type=int, default=0, help="meter so many of them whole (default: %(default)s)")
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")

@@ -48,6 +48,7 @@ class GPT2(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
+        self.config = config
         self.token = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Embedding(config.positions, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))

@@ -171,7 +171,7 @@ def _memory(report: Report) -> str:
     if memory.steady_peak_bytes > memory.peak_bytes:
         verdict += f", {with_prefix(memory.steady_peak_bytes, 'B')} from the second step on"
     op = memory.peak_op
-    at = f" · at {op.call.name} in {op.module or 'no module'} ({op.phase})" if op else ""
+    at = f" · at {op.call.name}{op.module and f' in {op.module}'} ({op.phase})" if op else ""
     return f"{verdict} · at the peak: {made_of or 'nothing'}{at}"
 
 

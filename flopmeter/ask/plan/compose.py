@@ -22,7 +22,7 @@ from flopmeter.records import DEFAULT_STREAM, Collective
 from flopmeter.timing.concurrency import Activity, MessageRoute, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
-Bound = Literal["compute", "memory", "communication", "overhead", "bubble"]
+Bound = Literal["compute", "memory", "communication", "overhead", "bubble", "delays"]
 GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in fp32
 STATE_BYTES = 16  # of a parameter in the shard: itself, its gradient, and Adam's two averages, all in fp32
 # Streams of FSDP2, beside the one that computes.

@@ -10,7 +10,8 @@ from flopmeter.report.figures import REGIME_LOOKS
 from flopmeter.report.plots import PlotError, new_figure
 from flopmeter.report.quantities import duration, in_gb, percent
 
-COLOURS = {bound: look.colour for bound, look in REGIME_LOOKS.items()} | {"bubble": "#FFFFFF"}
+COLOURS = {bound: look.colour for bound, look in REGIME_LOOKS.items()} | {"bubble": "#FFFFFF", "delays": "#FFFFFF"}
+HATCHES = {"bubble": "//", "delays": ".."}
 
 
 def split_bars(found: ParallelPlan) -> Any:
@@ -21,8 +22,10 @@ def split_bars(found: ParallelPlan) -> Any:
     panel = drawn.subplots()
     places, ends = range(len(found.rows)), [0.0] * len(found.rows)
     for bound in get_args(Bound):
-        lengths = [row.seconds_by_bound[bound] * 1e3 for row in found.rows]
-        hatch = "//" if bound == "bubble" else ""
+        lengths = [row.share(bound) * row.seconds * 1e3 for row in found.rows]
+        if not any(lengths):
+            continue
+        hatch = HATCHES.get(bound, "")
         bars = panel.barh(places, lengths, 0.7, ends, color=COLOURS[bound], edgecolor="black", hatch=hatch, label=bound)
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     told = [

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
 from flopmeter.ask.compare import AnyHardware, step_dollars
+from flopmeter.ask.delays import Delays
 from flopmeter.ask.plan.compose import (
     STATE_BYTES,
     Bound,
@@ -35,6 +36,7 @@ from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 How = Literal["composed", "whole"]
+NO_DELAYS = Delays()
 USUAL_LENGTH = 8192  # tokens of a sequence, if nobody says it and the model takes as many
 
 
@@ -101,7 +103,7 @@ class SplitRow:
 
     def share(self, bound: Bound) -> float:
         """The share of the step."""
-        return self.seconds_by_bound[bound] / self.seconds
+        return self.seconds_by_bound.get(bound, 0.0) / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, in plain types and SI units."""
@@ -166,6 +168,7 @@ _COLUMNS: list[ColumnOf[SplitRow]] = [
     ColumnOf("bound by", lambda row: row.bound_by, str, "<"),
     ColumnOf("comm. %", lambda row: percent(row.share("communication")), str),
     ColumnOf("bubble %", lambda row: percent(row.share("bubble")), str),
+    ColumnOf("delays %", lambda row: row.share("delays"), lambda share: percent(share) if share else UNKNOWN),
     ColumnOf("peak GB", lambda row: row.peak_memory_bytes, in_gb),
     ColumnOf("of GB", lambda row: row.usable_memory_bytes, in_gb),
     ColumnOf("$/step", lambda row: row.dollars_per_step),
@@ -187,6 +190,7 @@ def plan(
     only: Mapping[str, object] | None = None,
     tensor_parallel: Styles | None = None,
     async_tp: bool = False,
+    delays: Delays = NO_DELAYS,
     loss: Loss | None = None,
     rows: int = 10,
     whole: int = 0,
@@ -214,6 +218,7 @@ def plan(
     tensor_parallel: torch's styles by module names, as `parallelize_module` takes them; by default the model's own
         (`tensor_parallel()` or transformers' plan). A model without any is not split so.
     async_tp: collectives of tensor parallelism are hidden behind the products next to them, as parts; see overlap.py.
+    delays: batches, checkpoints and slow ranks that steps wait for (flopmeter.Delays); by default none.
     loss: the scalar that is trained, of the model and token ids; by default the model's own, else that of the next
         token.
     rows: how many splits the answer has. whole: how many of them are then metered with all of their layers.
@@ -229,6 +234,8 @@ def plan(
     check_whole(PlanError, world=world, batch=batch, length=length, workers=workers)
     check_positive(PlanError, memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
     check_flags(async_tp=async_tp)
+    if not isinstance(delays, Delays):
+        raise TypeError(f"delays must be a flopmeter.Delays, not {delays!r}")
     wishes = checked_wishes(only or {})
     links.check_size(world)
     subject = subject_of(build, tensor_parallel, loss)
@@ -250,9 +257,11 @@ def plan(
     notes = [*_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes()]
     if async_tp:
         notes.append("async tensor parallelism: products hide the collectives next to them, where steps are composed")
+    if str(delays):
+        notes.append(f"each step also waits: {delays}")
     return ParallelPlan(
         title,
-        tuple(shown),
+        tuple(_delayed(row, delays) for row in shown),
         search.considered,
         search.fitting,
         len(search.costs),
@@ -373,6 +382,12 @@ def _as_whole(row: SplitRow, found: Whole) -> SplitRow:
         mfu=row.mfu * row.seconds / found.seconds,
         peak_memory_bytes=found.peak_memory_bytes,
     )
+
+
+def _delayed(row: SplitRow, delays: Delays) -> SplitRow:
+    seconds = delays.step_seconds(row.seconds, row.gpus)
+    by_bound = {**row.seconds_by_bound, "delays": seconds - row.seconds}
+    return replace(row, seconds=seconds, seconds_by_bound=by_bound, mfu=row.mfu * row.seconds / seconds)
 
 
 def _compared(row: SplitRow) -> str:

@@ -85,7 +85,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         styles=styles,
         loss=loss or _loss_of(model),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        longest=_first_number(config, ("max_position_embeddings", "positions")),
+        longest=_first_number(config, _LENGTHS),
         has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
         experts=gcd(*counts) or None,
     )
@@ -195,6 +195,8 @@ def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((number for name in names if isinstance(number := getattr(text, name, None), int)), None)
 
+
+_LENGTHS = ("max_position_embeddings", "positions", "block_size", "max_seq_len")  # the last two: nanoGPT, torchtitan
 
 _STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
 

@@ -149,6 +149,6 @@ def _legend(report: Report, shown: MemoryPicture) -> Markup:
         )  # fmt: skip
         entries.append(tag("li", swatch, f"{category} {with_prefix(report.memory.at_peak[category], 'B')}"))
     op = report.memory.peak_op
-    where = f" at {op.call.name} in {op.module or 'no module'} ({op.phase})" if op else ""
+    where = f" at {op.call.name}{op.module and f' in {op.module}'} ({op.phase})" if op else ""
     peak = f"At the peak of {with_prefix(shown.peak_bytes, 'B')}{where}:"
     return join([tag("p", peak), tag("ul", *entries, class_="legend")])
