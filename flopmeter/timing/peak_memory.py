@@ -35,6 +35,7 @@ class MemoryBlock(NamedTuple):
     born: int
     died: int | None
     category: Category
+    storage: int = -1  # its number in the trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class Memory:
     def at_peak(self) -> Mapping[Category, int]:
         """The bytes of each category at the peak; their sum is `peak_bytes`."""
         sizes: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        for nbytes, born, died, category in self.blocks:
+        for nbytes, born, died, category, _ in self.blocks:
             if born <= self._peak and (died is None or died > self._peak):
                 sizes[category] += nbytes
         return sizes
@@ -109,7 +110,7 @@ class Memory:
     def blocks(self) -> tuple[MemoryBlock, ...]:
         category = _Categories(self.trace, self.steps)
         return tuple(
-            MemoryBlock(nbytes, born, died, category(number))
+            MemoryBlock(nbytes, born, died, category(number), number)
             for number, nbytes, born, died in _lives(self.trace, self.steps)
         )
 

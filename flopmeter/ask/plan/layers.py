@@ -236,16 +236,24 @@ class _PartsOfReport:
             end = timing.end_seconds
 
     def _memory(self) -> tuple[dict[int, int], dict[int, int]]:
-        """For each part, the bytes from its forward pass that are alive when the loss has been computed, and the most
-        bytes that are alive beside activations while it runs."""
+        """For each part, the bytes that it keeps until the loss has been computed, and the most bytes that are alive
+        beside activations while it runs. What one part makes for one other, such as the input of the next layer, is
+        kept by that one."""
         memory, place = self._report.memory, _Place(self._prefix)
         ops = memory.trace.ops
         parts = [place(op.module, op.phase)[0] for op in ops]
         end = next((number for number, op in enumerate(ops) if op.phase in ("backward", "recompute")), len(ops))
+        readers: dict[int, set[int]] = {}
+        for part, op in zip(parts, ops[:end], strict=False):
+            for storage in {op.storages[spec.storage] for spec in op.call.inputs}:
+                readers.setdefault(storage, set()).add(part)
         kept: dict[int, int] = {}
         for block in memory.blocks:
             if block.category == "activations" and 0 <= block.born < end and (block.died is None or block.died > end):
-                kept[parts[block.born]] = kept.get(parts[block.born], 0) + block.nbytes
+                maker = parts[block.born]
+                others = readers.get(block.storage, set()) - {maker}
+                keeper = others.pop() if len(others) == 1 else maker
+                kept[keeper] = kept.get(keeper, 0) + block.nbytes
         most: dict[int, int] = {}
         held = memory.timeline["activations"][end]
         for part, alive, again in zip(

@@ -101,7 +101,7 @@ def _selective() -> Any:
     products: Counter[bool] = Counter()
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_product = func is aten_overloads.mm.default
+        is_product = func in _PRODUCTS
         products[context.is_recompute] += is_product
         is_kept = func in _KEPT and not (is_product and products[context.is_recompute] % 2 == 0)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -109,8 +109,9 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+_PRODUCTS = (aten_overloads.mm.default, aten_overloads._scaled_mm.default)  # a policy sees torchao's in fp8 as mm
 _KEPT = (
-    aten_overloads.mm.default,
+    *_PRODUCTS,
     aten_overloads._scaled_dot_product_flash_attention.default,
     aten_overloads._scaled_dot_product_cudnn_attention.default,
     aten_overloads._scaled_dot_product_efficient_attention.default,
