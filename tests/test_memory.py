@@ -652,7 +652,7 @@ def test_a_remainder_of_at_most_1_mib_stays_with_a_large_piece():
 
 
 def test_unused_segments_are_given_back_before_memory_runs_out():
-    lives = [MemoryBlock(30 * MIB, 0, 1, "temporaries"), MemoryBlock(40 * MIB, 1, 2, "temporaries")]
+    lives = [MemoryBlock(30 * MIB, 0, 1, "temporaries", 0), MemoryBlock(40 * MIB, 1, 2, "temporaries", 1)]
     assert serve(lives, 2) == 70 * MIB
     assert serve(lives, 2, capacity=45 * MIB) == 40 * MIB
     with pytest.raises(OutOfMemoryError):

@@ -35,7 +35,7 @@ class MemoryBlock(NamedTuple):
     born: int
     died: int | None
     category: Category
-    storage: int = -1  # its number in the trace
+    storage: int  # its number in the trace
 
 
 @dataclass(frozen=True, eq=False)
