@@ -98,6 +98,16 @@ def test_a_convolution_over_time_follows_cudnns_tf32_switch_and_not_that_of_prod
     assert [timing.kernel_class.split(", ")[-1] for timing in report.timings] == ["tf32"]
 
 
+def test_a_convolution_over_time_of_one_step_takes_as_long_as_a_product():
+    """[64, 8192] @ [8192, 48]: few outputs of great depth, where m, n and k cannot stand for each other."""
+    x, filters, bias = (each.bfloat16() for each in (meta(64, 1, 8192), meta(1, 8192, 48), meta(48)))
+    convolved, product = (
+        metered(run).timings[-1].seconds
+        for run in (lambda: torch.conv_tbc(x, filters, bias), lambda: torch.addmm(bias, x[:, 0], filters[0]))
+    )
+    assert convolved == pytest.approx(product, rel=0.02)
+
+
 def test_filling_under_a_mask_that_is_repeated_looks_each_element_up():
     """One row of the mask for all rows: the operands do not lie alike, so that every element's place is computed."""
     x, row, whole = meta(64, 64), meta(64, dtype=torch.bool), meta(64, 64, dtype=torch.bool)

@@ -180,6 +180,12 @@ def test_training_has_the_model_flops_of_sdpa_and_two_products_more_to_run(sdpa)
     assert flex.flops - row_sums == reference.flops + forward  # seven products of the backward pass, not five
 
 
+def test_the_kernels_of_a_training_step_are_named_by_what_they_do():
+    flex, _, _ = both(True)
+    names = [kernel.cost.name for kernel in flex.kernels if kernel.cost.name.startswith("flex")]
+    assert names == ["flex_attention", "flex_attention_backward: row sums", "flex_attention_backward"]
+
+
 def test_causal_blocks_execute_more_than_the_visible_pairs_by_the_diagonal():
     flex, _, _ = both(False, is_causal=True)
     squares, blocks = 2 * 8, 1024 // 128

@@ -8,9 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor import lowering
 
 from flopmeter import FlopMeter
+from flopmeter.launch.fusion.roles import _FOREACH
 from flopmeter.records import Kernel
+
+
+def test_the_ops_on_lists_that_inductor_writes_itself_are_those_of_its_own_list() -> None:
+    """In-place ones become these by functionalization; it decomposes lerp, so that its list lacks it."""
+    listed = {op.overloadpacket for op in lowering.foreach_ops if isinstance(op, torch._ops.OpOverload)}
+    own = {packet for packet in _FOREACH if not packet.__name__.endswith("_") and "lerp" not in packet.__name__}
+    assert own == {packet for packet in listed if not packet.__name__.endswith("_")}
 
 
 def kernels_by_phase(program: Callable[..., Tensor], inputs: list[Tensor], way: str | bool) -> list[list[Kernel]]:

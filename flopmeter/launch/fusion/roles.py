@@ -103,7 +103,7 @@ def role_of(call: Call, cost: Cost) -> Role:
     """The role of one kernel of the call."""
     packet = call.func.overloadpacket
     if packet in _FOREACH and (packet in _WITH_NUMBERS or not call.func.name().endswith(".ScalarList")):
-        tensors = call.outputs or next(argument for argument in call.args if isinstance(argument, tuple))
+        tensors = call.outputs or call.args[0]
         return Role(True, True, elements=sum(spec.numel for spec in tensors), lists=len(tensors))
     if packet in _FALLBACKS or call.func.namespace != "aten" or cost.link_bytes or _takes_lists(call):
         return OPAQUE
