@@ -59,6 +59,13 @@ def test_weights_and_cache_have_the_bytes_of_the_config():
     assert own.kv_bytes(1000, 1) == 500 * KV_OF_TOKEN
 
 
+def test_a_built_in_llama_is_served_as_published():
+    """Llama-3-8B: 8.03 billion parameters; 32 layers of 8 heads of 128 for keys and as many for values, in bf16."""
+    own = decoder("llama-3-8b")
+    assert own.parameter_bytes == pytest.approx(2 * 8.03e9, rel=1e-3)
+    assert own.kv_bytes(1, 2) == 32 * 2 * 8 * 128 * 2
+
+
 def test_decoding_takes_weights_and_cache_over_bandwidth_in_the_limit_of_long_contexts():
     device, batch, cached = load_hardware(H100), 32, 2**16
     seconds = steps().cost(device, batch, 1, cached).seconds

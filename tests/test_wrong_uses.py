@@ -121,7 +121,7 @@ COMMANDS = {
     "run ''": "name a script",
     "run .": "name the script in it",
     "serve hf:bert --prompt 5 --output 5": "take a causal language model",
-    "serve encoder-layer --prompt 5 --output 5": "give hf:CONFIG.json or hf:TYPE",
+    "serve encoder-layer --prompt 5 --output 5": "give hf:CONFIG.json, hf:TYPE or one of",
 }
 
 

@@ -56,7 +56,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "target",
         metavar="TARGET",
-        help="hf:CONFIG.json, hf:TYPE or hf:OWNER/NAME: a causal language model of transformers",
+        help="a built-in Llama (llama-3-8b), or hf:CONFIG.json, hf:TYPE, hf:OWNER/NAME: a causal language model of "
+        "transformers",
     )
     add("--hardware", metavar="A,B,C", default="h100-sxm5-80gb", help="devices (default: %(default)s)")
     add("--prompt", metavar="N", type=number, required=True, help="tokens of a request's prompt")

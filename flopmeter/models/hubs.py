@@ -19,6 +19,8 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor, nn
 
+from flopmeter.models.llama import LlamaConfig
+
 DEFAULT_TOKENS = 512
 NETWORK_PATIENCE_SECONDS = 5.0
 _LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # their loss takes token ids
@@ -53,6 +55,21 @@ def huggingface(name: str) -> Callable[..., Built]:
 def hub_config(name: str) -> Any:
     """The config of a path, a type or a hub id. Raises TargetError as `huggingface` does."""
     return _config(_installed("transformers"), name)
+
+
+def config_of_llama(own: LlamaConfig) -> Any:
+    """The same model as a config of transformers. Raises TargetError where that is missing."""
+    return _installed("transformers").LlamaConfig(
+        num_hidden_layers=own.layers,
+        hidden_size=own.width,
+        num_attention_heads=own.heads,
+        num_key_value_heads=own.kv_heads,
+        intermediate_size=own.hidden,
+        vocab_size=own.vocabulary,
+        rms_norm_eps=own.norm_epsilon,
+        max_position_embeddings=131072,  # as Llama 3.1; the built-in models take any length
+        dtype="bfloat16",
+    )
 
 
 def model_of(config: Any, dtype: torch.dtype | None = None) -> Any:

@@ -38,6 +38,7 @@ LLAMA_2_7B = LlamaConfig(32, 4096, heads=32, kv_heads=32, hidden=11008, vocabula
 LLAMA_3_8B = LlamaConfig(32, 4096, heads=32, kv_heads=8, hidden=14336)
 LLAMA_3_70B = LlamaConfig(80, 8192, heads=64, kv_heads=8, hidden=28672)
 LLAMA_3_405B = LlamaConfig(126, 16384, heads=128, kv_heads=8, hidden=53248)
+LLAMAS = {"llama-2-7b": LLAMA_2_7B, "llama-3-8b": LLAMA_3_8B, "llama-3-70b": LLAMA_3_70B, "llama-3-405b": LLAMA_3_405B}
 
 
 def rotary_table(length: int, width: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.models.hubs import hub_config, model_of
+from flopmeter.models.hubs import config_of_llama, hub_config, model_of
+from flopmeter.models.llama import LLAMAS
 
 CacheKind = Literal["paged", "transformers"]
 """Who holds keys and values: a server, in memory of its own, or transformers' DynamicCache."""
@@ -99,7 +100,8 @@ class Decoder:
 def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     """The share of one of `ranks` tensor parallel ranks.
 
-    target: 'hf:CONFIG.json' or 'hf:TYPE', a config of transformers, or a model that has one.
+    target: a built-in Llama ('llama-3-8b'), 'hf:CONFIG.json' or 'hf:TYPE', a config of transformers, or a model that
+        has one.
     Raises ServingError where the model is no causal language model, or cannot be split over so many ranks.
     """
     if cache not in get_args(CacheKind):
@@ -128,8 +130,12 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
 
 def _config_of(target: Any) -> Any:
     if isinstance(target, str):
+        if target in LLAMAS:
+            return config_of_llama(LLAMAS[target])
         if not target.startswith("hf:"):
-            raise ServingError(f"{target!r} cannot be served: give hf:CONFIG.json or hf:TYPE (such as hf:llama)")
+            raise ServingError(
+                f"{target!r} cannot be served: give hf:CONFIG.json, hf:TYPE or one of {', '.join(LLAMAS)}"
+            )
         return hub_config(target.removeprefix("hf:"))
     config = getattr(target, "config", target)
     if not hasattr(config, "get_text_config"):

@@ -147,7 +147,8 @@ def serving(
 ) -> Serving:
     """What serving a causal language model gives on each device: batch, latencies, tokens a second, power, money.
 
-    target: 'hf:CONFIG.json', 'hf:TYPE', a config of transformers or a model that has one.
+    target: a built-in Llama ('llama-3-8b'), 'hf:CONFIG.json', 'hf:TYPE', a config of transformers, or a model that has
+        one.
     hardware: names, paths of YAML profiles or Hardware records.
     prompt, output: tokens of each request.
     slo: latencies to keep to, as 'ttft=500ms,tpot=30ms' or in seconds, {'ttft': 0.5, 'tpot': 0.03}.
