@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flopmeter import Split
+from flopmeter import ParallelPlan, Split, plan
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
 from flopmeter.ask.plan.subject import subject_of
 from flopmeter.device.cluster import load_cluster
@@ -68,3 +68,14 @@ def test_selective_recomputation_keeps_every_second_product_in_fp8_as_in_bf16() 
         costs(replace(PLAIN, recompute="selective"), build).layers.values() for build in (CONFIG, in_float8)
     )
     assert next(iter(float8)).activation_bytes == next(iter(plain)).activation_bytes
+
+
+def test_a_split_near_the_limit_of_memory_is_said_to_be_there() -> None:
+    """Allocators reserve more than is in use."""
+
+    def planned(memory: float) -> ParallelPlan:
+        return plan(CONFIG, 8, memory=memory, length=LENGTH, only={"tp": 1, "cp": 1, "pp": 1}, rows=1)
+
+    needed = planned(80e9).rows[0].peak_memory_bytes
+    assert "near the limit" in str(planned(1.05 * needed))
+    assert "near the limit" not in str(planned(80e9))

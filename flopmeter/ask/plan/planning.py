@@ -37,6 +37,9 @@ from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 How = Literal["composed", "whole"]
 NO_DELAYS = Delays()
+# What allocators reserve beyond what is in use: torchtitan's runs (benchmarks/llama3_h100_202412_torchtitan.md) against
+# what is predicted here.
+RESERVED_BEYOND_USE = 0.12
 USUAL_LENGTH = 8192  # tokens of a sequence, if nobody says it and the model takes as many
 
 
@@ -257,6 +260,13 @@ def plan(
     notes = [*_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes()]
     if async_tp:
         notes.append("async tensor parallelism: products hide the collectives next to them, where steps are composed")
+    if usable is not None and any(
+        row.fits and row.peak_memory_bytes * (1 + RESERVED_BEYOND_USE) > usable for row in shown
+    ):
+        notes.append(
+            f"peak GB is what is in use: torch's allocator may reserve {percent(RESERVED_BEYOND_USE)} % more, so that a "
+            "split near the limit may not fit"
+        )
     if str(delays):
         notes.append(f"each step also waits: {delays}")
     return ParallelPlan(
