@@ -264,8 +264,8 @@ def plan(
         row.fits and row.peak_memory_bytes * (1 + RESERVED_BEYOND_USE) > usable for row in shown
     ):
         notes.append(
-            f"peak GB is what is in use: torch's allocator may reserve {percent(RESERVED_BEYOND_USE)} % more, so that a "
-            "split near the limit may not fit"
+            f"peak GB is what is in use: torch's allocator may reserve {percent(RESERVED_BEYOND_USE)} % more, so that "
+            "a split near the limit may not fit"
         )
     if str(delays):
         notes.append(f"each step also waits: {delays}")
