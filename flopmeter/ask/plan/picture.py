@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from flopmeter.ask.plan.compose import Bound
-from flopmeter.ask.plan.planning import ParallelPlan
+from flopmeter.ask.plan.rows import ParallelPlan
 from flopmeter.report.figures import REGIME_LOOKS
 from flopmeter.report.plots import PlotError, new_figure
 from flopmeter.report.quantities import duration, in_gb, percent

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
-from flopmeter.ask.compare import AnyHardware, step_dollars
+from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.delays import Delays
 from flopmeter.ask.plan.compose import (
     STATE_BYTES,
-    Bound,
     Composed,
     SplitWork,
     compose,
@@ -23,6 +22,7 @@ from flopmeter.ask.plan.compose import (
     most_memory_bytes,
 )
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
+from flopmeter.ask.plan.rows import ParallelPlan, SplitRow
 from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, checked_wishes, splits
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
 from flopmeter.ask.plan.whole import Whole, WholeJob, meter_whole
@@ -31,153 +31,14 @@ from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
-from flopmeter.report.quantities import UNKNOWN, figure, in_gb, percent
-from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
+from flopmeter.report.quantities import figure, percent
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
-How = Literal["composed", "whole"]
 NO_DELAYS = Delays()
 # What allocators reserve beyond what is in use: torchtitan's runs (benchmarks/llama3_h100_202412_torchtitan.md) against
 # what is predicted here.
 RESERVED_BEYOND_USE = 0.12
 USUAL_LENGTH = 8192  # tokens of a sequence, if nobody says it and the model takes as many
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRow:
-    """A training step in one split. Memory and watts are of one GPU, the rest of all."""
-
-    KEYS = (
-        "name", "dp", "fsdp", "tp", "cp", "pp", "ep", "microbatch", "microbatches", "recompute", "schedule", "chunks",
-        "gather", "how", "seconds", "composed_seconds", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "bound_by",
-        "peak_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_step", "dollars_per_million_tokens",
-    )  # fmt: skip
-
-    split: Split
-    how: How  # 'composed' of layers, or metered whole
-    microbatches: int  # of a rank in a step
-    tokens: int  # of a step
-    seconds: float
-    composed_seconds: float
-    seconds_by_bound: Mapping[Bound, float]  # of the rank that has the most to do
-    mfu: float
-    peak_memory_bytes: int  # of the fullest rank
-    usable_memory_bytes: int | None
-    dollars_per_gpu_hour: float | None
-
-    @property
-    def gpus(self) -> int:
-        return self.split.replicas * self.split.tp * self.split.cp * self.split.pp
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float:
-        return self.tokens_per_s / self.gpus
-
-    @property
-    def bound_by(self) -> Bound:
-        """The largest share of the step."""
-        return max(self.seconds_by_bound, key=self.seconds_by_bound.__getitem__)
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.usable_memory_bytes is None else self.peak_memory_bytes <= self.usable_memory_bytes
-
-    @property
-    def dollars_per_step(self) -> float | None:
-        return step_dollars(self.dollars_per_gpu_hour, self.gpus, self.seconds)
-
-    @property
-    def dollars_per_million_tokens(self) -> float | None:
-        return None if self.dollars_per_step is None else 1e6 * self.dollars_per_step / self.tokens
-
-    @property
-    def passes(self) -> str:
-        """What the mesh does not say: '8 x 1 sequences a rank, nothing recomputed, 1F1B'."""
-        split = self.split
-        kept = {"none": "nothing recomputed", "selective": "selective recomputation", "full": "full recomputation"}
-        schedule = {"none": "", "1f1b": ", 1F1B", "interleaved": ", interleaved 1F1B", "zero-bubble": ", zero bubble"}
-        stages = f" of {split.chunks} stages a rank" if split.chunks > 1 else ""
-        sequences = f"{self.microbatches} x {split.microbatch} sequences a rank"
-        return f"{sequences}, {kept[split.recompute]}{schedule[split.schedule]}{stages}"
-
-    def share(self, bound: Bound) -> float:
-        """The share of the step."""
-        return self.seconds_by_bound.get(bound, 0.0) / self.seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        """Flat, in plain types and SI units."""
-        flat = {name: getattr(self if hasattr(self, name) else self.split, name) for name in self.KEYS}
-        return {**flat, **{f"{bound}_seconds": seconds for bound, seconds in self.seconds_by_bound.items()}}
-
-
-@dataclass(frozen=True, repr=False)
-class ParallelPlan(Shown):
-    """The fastest splits of those that fit, by rising time; where none fits, those that need the least memory."""
-
-    title: str
-    rows: tuple[SplitRow, ...]
-    considered: int  # splits that divide the work evenly
-    fitting: int
-    metered: int  # shapes of layers
-    notes: tuple[str, ...]
-
-    @property
-    def best(self) -> SplitRow | None:
-        """The fastest split that fits; None if none does."""
-        return next((row for row in self.rows if row.fits is not False), None)
-
-    def with_note(self, note: str) -> ParallelPlan:
-        """The same with one more line under the table; an empty note adds none."""
-        return replace(self, notes=(*self.notes, note)) if note else self
-
-    def _document(self) -> Document:
-        records = [row.as_dict() for row in self.rows]
-        found = (
-            f"{self.considered:,} splits divide the work evenly, {self.fitting:,} of them fit; "
-            f"put together from layers of {self.metered:,} shapes"
-        )
-        best = "none of the splits fits in memory; these need the least"
-        if self.best is not None:
-            best = f"fastest of what fits: {self.best.split.name}, {self.best.passes}"
-        return Document(
-            kind="plan",
-            title=self.title,
-            tables=[table_of(_COLUMNS, self.rows, hides_unknown=True)],
-            notes=[best, found, *self.notes],
-            data={"considered": self.considered, "fitting": self.fitting, "rows": records},
-            records=records,
-        )
-
-
-def _schedule(row: SplitRow) -> str:
-    split = row.split
-    name = {"none": UNKNOWN, "zero-bubble": "ZB-H1"}.get(split.schedule, "1F1B")
-    return f"{name} ×{split.chunks}" if split.chunks > 1 else name
-
-
-_COLUMNS: list[ColumnOf[SplitRow]] = [
-    ColumnOf("split", lambda row: row.split.name, str, "<"),
-    ColumnOf("batches", lambda row: f"{row.microbatches} x {row.split.microbatch}", str),
-    ColumnOf("recompute", lambda row: row.split.recompute, str, "<"),
-    ColumnOf("schedule", _schedule, str, "<"),
-    ColumnOf("gathers", lambda row: f"each {row.split.gather}" if row.split.shards > 1 else UNKNOWN, str, "<"),
-    ColumnOf("s", lambda row: row.seconds),
-    ColumnOf("tokens/s/GPU", lambda row: row.tokens_per_s_per_gpu),
-    ColumnOf("MFU %", lambda row: percent(row.mfu, 1), str),
-    ColumnOf("bound by", lambda row: row.bound_by, str, "<"),
-    ColumnOf("comm. %", lambda row: percent(row.share("communication")), str),
-    ColumnOf("bubble %", lambda row: percent(row.share("bubble")), str),
-    ColumnOf("delays %", lambda row: row.share("delays"), lambda share: percent(share) if share else UNKNOWN),
-    ColumnOf("peak GB", lambda row: row.peak_memory_bytes, in_gb),
-    ColumnOf("of GB", lambda row: row.usable_memory_bytes, in_gb),
-    ColumnOf("$/step", lambda row: row.dollars_per_step),
-    ColumnOf("$/M tokens", lambda row: row.dollars_per_million_tokens),
-    ColumnOf("figures", lambda row: row.how, str, "<"),
-]
 
 
 def plan(
@@ -253,24 +114,13 @@ def plan(
     found = search.best(wishes, rows, run)
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
     shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
-    title = (
-        f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {world:,} × {device.title} · "
-        f"{sequences:,} sequences of {tokens:,} tokens a step"
-    )
-    notes = [*_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes()]
-    if async_tp:
-        notes.append("async tensor parallelism: products hide the collectives next to them, where steps are composed")
-    if usable is not None and any(
-        row.fits and row.peak_memory_bytes * (1 + RESERVED_BEYOND_USE) > usable for row in shown
-    ):
-        notes.append(
-            f"peak GB is what is in use: torch's allocator may reserve {percent(RESERVED_BEYOND_USE)} % more, so that "
-            "a split near the limit may not fit"
-        )
-    if str(delays):
-        notes.append(f"each step also waits: {delays}")
+    notes = [
+        *_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes(),
+        *_cautions(shown, async_tp, delays),
+    ]  # fmt: skip
     return ParallelPlan(
-        title,
+        f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {world:,} × {device.title} · "
+        f"{sequences:,} sequences of {tokens:,} tokens a step",
         tuple(_delayed(row, delays) for row in shown),
         search.considered,
         search.fitting,
@@ -428,6 +278,19 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
             "parameters [experts, ...]"
         )
     return notes
+
+
+def _cautions(rows: Iterable[SplitRow], async_tp: bool, delays: Delays) -> Iterator[str]:
+    if async_tp:
+        yield "async tensor parallelism: products hide the collectives next to them, where steps are composed"
+    reserved = 1 + RESERVED_BEYOND_USE
+    if any(row.fits and row.peak_memory_bytes * reserved > (row.usable_memory_bytes or 0) for row in rows):
+        yield (
+            f"peak GB is what is in use: torch's allocator may reserve {percent(RESERVED_BEYOND_USE)} % more, so that a"
+            " split near the limit may not fit"
+        )
+    if str(delays):
+        yield f"each step also waits: {delays}"
 
 
 def _nothing(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:
