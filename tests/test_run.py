@@ -123,6 +123,30 @@ def test_an_optimizer_made_before_the_model_moved_updates_the_moved_model():
     assert "optimizer" in {row.name for row in report.step.rows("phase")}
 
 
+def test_a_parameter_that_moves_keeps_the_attributes_that_the_program_gave_it():
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(8, 8)
+        model.weight.no_decay = True
+        model.to(device)
+    assert model.weight.no_decay
+    assert not hasattr(model.bias, "no_decay")
+
+
+def test_data_of_the_other_device_may_be_given_to_a_parameter():
+    """As between the CPU and CUDA: the parameter is the same object, which an optimizer may hold already."""
+    with flopmeter.cuda(A100, steps=2) as device:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        weight.no_decay = True
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.data = weight.data.cuda()
+        assert isinstance(weight, nn.Parameter)
+        assert (weight.is_cuda, weight.requires_grad, weight.is_leaf, weight.no_decay) == (True, True, True, True)
+        while True:
+            (torch.zeros(8, 64, device=device) @ weight).sum().backward()
+            optimizer.step()
+    assert device.report().step.macs == 2 * 8 * 64 * 64  # the product, and the weight's gradient
+
+
 def test_tied_weights_stay_one():
     with flopmeter.cuda(A100):
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
