@@ -250,6 +250,24 @@ def test_default_devices_are_taken():
             torch.set_default_device(None)
 
 
+@pytest.mark.parametrize("name", ["torch.cuda.HalfTensor", "the type"])
+def test_a_default_tensor_type_of_the_device_is_taken(name):
+    with flopmeter.cuda(A100):
+        torch.set_default_tensor_type(torch.cuda.HalfTensor if name == "the type" else name)
+        try:
+            weight, numbers = nn.Linear(2, 2).weight, torch.arange(3)
+            made = torch.Tensor(2, 3), torch.Tensor([1, 2])
+        finally:
+            torch.set_default_tensor_type(torch.FloatTensor)
+        assert (weight.dtype, weight.is_cuda, numbers.dtype, numbers.is_cuda) == (torch.half, True, torch.int64, True)
+        assert [(each.dtype, each.is_cuda, each.numel()) for each in made] == [
+            (torch.half, True, 6),
+            (torch.half, True, 2),
+        ]
+        assert (torch.zeros(1).dtype, torch.zeros(1).is_cuda) == (torch.float32, False)
+        assert torch.Tensor([1]).device.type == "cpu"
+
+
 def test_the_device_meta_keeps_its_name():
     with flopmeter.cuda(A100):
         with torch.device("meta"):

@@ -26,7 +26,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
-from flopmeter.run.named_types import META, LegacyType, device_type, generator_type
+from flopmeter.run.named_types import META, DefaultType, LegacyType, device_type, generator_type
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names.private import (
     BELOW_DISPATCHER,
@@ -119,6 +119,7 @@ class NamedCuda:
             yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
         yield Patch(torch, "Generator", generator_type(self), takes)
         yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
+        yield from DefaultType().patches()
         yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
         context = torch_device.DeviceContext
         yield Patch(
