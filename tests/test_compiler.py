@@ -19,6 +19,7 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules import module as hooks
+from torch.utils.checkpoint import checkpoint
 from watched_scheduler import watched_scheduler
 
 from flopmeter import FlopMeter, Report
@@ -199,6 +200,19 @@ def test_cheap_activations_are_computed_again_instead_of_kept() -> None:
     again = {origin.op for kernel in backward.kernels for origin in kernel.origins if origin.is_recomputed}
     assert again == {"sin"}
     assert [(kernel.bytes_read, kernel.bytes_written) for kernel in backward.kernels] == [(120_000, 40_000)]
+
+
+def test_attention_that_is_checkpointed_runs_again_in_the_backward_graph_as_in_eager_mode() -> None:
+    """Twice its two products, and the five of its backward pass; torch counts it as an op with random numbers."""
+    model, x = on_meta(lambda: nn.Sequential(nn.Linear(64, 64), Attention(), nn.Linear(64, 64))), meta(4, 128, 64)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)
+
+    _, report = metered(lambda: step(torch.compile(checkpointed), x.bfloat16().requires_grad_()))
+    attention = next(row for row in report.rows("class") if row.name == "attention (fused)")
+    assert attention.flops == pytest.approx((2 + 2 + 5) * 2 * 4 * 128 * 128 * 64, rel=0.05)
+    assert not any(graph.uncounted for graph in report.graphs)
 
 
 def test_what_products_need_is_kept() -> None:

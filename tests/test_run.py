@@ -123,6 +123,30 @@ def test_an_optimizer_made_before_the_model_moved_updates_the_moved_model():
     assert "optimizer" in {row.name for row in report.step.rows("phase")}
 
 
+def test_a_parameter_that_moves_keeps_the_attributes_that_the_program_gave_it():
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(8, 8)
+        model.weight.no_decay = True
+        model.to(device)
+    assert model.weight.no_decay
+    assert not hasattr(model.bias, "no_decay")
+
+
+def test_data_of_the_other_device_may_be_given_to_a_parameter():
+    """As between the CPU and CUDA: the parameter is the same object, which an optimizer may hold already."""
+    with flopmeter.cuda(A100, steps=2) as device:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        weight.no_decay = True
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        weight.data = weight.data.cuda()
+        assert isinstance(weight, nn.Parameter)
+        assert (weight.is_cuda, weight.requires_grad, weight.is_leaf, weight.no_decay) == (True, True, True, True)
+        while True:
+            (torch.zeros(8, 64, device=device) @ weight).sum().backward()
+            optimizer.step()
+    assert device.report().step.macs == 2 * 8 * 64 * 64  # the product, and the weight's gradient
+
+
 def test_tied_weights_stay_one():
     with flopmeter.cuda(A100):
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
@@ -224,6 +248,24 @@ def test_default_devices_are_taken():
             assert torch.get_default_device().type == "cuda"
         finally:
             torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", ["torch.cuda.HalfTensor", "the type"])
+def test_a_default_tensor_type_of_the_device_is_taken(name):
+    with flopmeter.cuda(A100):
+        torch.set_default_tensor_type(torch.cuda.HalfTensor if name == "the type" else name)
+        try:
+            weight, numbers = nn.Linear(2, 2).weight, torch.arange(3)
+            made = torch.Tensor(2, 3), torch.Tensor([1, 2])
+        finally:
+            torch.set_default_tensor_type(torch.FloatTensor)
+        assert (weight.dtype, weight.is_cuda, numbers.dtype, numbers.is_cuda) == (torch.half, True, torch.int64, True)
+        assert [(each.dtype, each.is_cuda, each.numel()) for each in made] == [
+            (torch.half, True, 6),
+            (torch.half, True, 2),
+        ]
+        assert (torch.zeros(1).dtype, torch.zeros(1).is_cuda) == (torch.float32, False)
+        assert torch.Tensor([1]).device.type == "cpu"
 
 
 def test_the_device_meta_keeps_its_name():

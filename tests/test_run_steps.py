@@ -28,6 +28,44 @@ def test_setup_first_step_and_steady_step_are_told_apart():
     assert len(report.by_part["first step"].kernels) > len(report.by_part["steady step"].kernels)  # Adam's state
 
 
+def trained_and_evaluated(evaluates_before: tuple[int, ...], evaluated: nn.Module | None = None):
+    """Three steps of two products of 8 x 64 x 64; an evaluation is one of 2 x 64 x 64."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Linear(64, 64).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in (1, 2, 3):
+            if number in evaluates_before:
+                with torch.no_grad():
+                    (evaluated or model).to(device).eval()(torch.zeros(2, 64, device=device))
+                model.train()
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return device.report()
+
+
+def test_the_steady_step_is_the_last_one_without_an_evaluation():
+    report = trained_and_evaluated((1, 3))
+    assert report.step.macs == 2 * 8 * 64 * 64
+    assert report.headline.endswith("number 2 of 3 (marked by optimizer.step()); later ones evaluate too")
+    assert "in eval mode" not in report.by_part
+    assert report.as_dict()["run"]["steady_number"] == 2
+
+
+def test_an_evaluation_of_every_step_is_part_of_it_and_a_row_of_its_own():
+    report = trained_and_evaluated((2, 3))
+    assert report.step.macs == (2 * 8 + 2) * 64 * 64
+    assert report.by_part["in eval mode"].macs == 2 * 64 * 64
+    assert report.headline.endswith("the last of 3 (marked by optimizer.step()), with calls in eval mode")
+
+
+def test_a_teacher_in_eval_mode_is_no_evaluation():
+    """No optimizer updates it: knowledge distillation calls it in each step."""
+    report = trained_and_evaluated((3,), evaluated=nn.Linear(64, 64))
+    assert report.step.macs == (2 * 8 + 2) * 64 * 64
+    assert report.headline.endswith("the last of 3 (marked by optimizer.step())")
+
+
 def test_of_two_optimizers_a_step_has_one_turn_of_each():
     with flopmeter.cuda(A100) as device:
         nets = [nn.Linear(64, 64, bias=False).to(device) for _ in range(2)]

@@ -400,3 +400,16 @@ def test_a_trace_has_the_switches_that_the_program_set(switch):
         matmul.allow_tf32, matmul.allow_fp16_accumulation = before
     names = ("tf32 of matmuls", "tf32 of convolutions", "fp16 accumulation")
     assert tuple(recorder.trace.switches) == tuple(name == switch for name in names)
+
+
+def test_a_trace_has_tf32_that_the_program_set_by_the_newer_of_torchs_two_ways():
+    """Afterwards torch's older switch, allow_tf32, raises when it is read."""
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, convolution.fp32_precision
+    matmul.fp32_precision, convolution.fp32_precision = "tf32", "ieee"
+    try:
+        with Recorder() as recorder:
+            torch.add(torch.empty(2, device="meta"), 1)
+    finally:
+        matmul.fp32_precision, convolution.fp32_precision = before
+    assert tuple(recorder.trace.switches) == (True, False, False)

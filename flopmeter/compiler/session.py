@@ -171,6 +171,7 @@ class Session:
             (names.COMPILE_FX, self._in_place_of_compile_fx),
             (names.JOINT_PASSES, self._in_place_of_joint_passes),
             (names.PARTITION, self._around_partition),
+            (names.SAVES_GENERATORS, self._around_generators),
             (names.DECOMPOSES_FOR_GPU, self._around_is_gpu),
             (names.RECOMPILE_REASONS, self._around_reasons),
             (names.SET_CAPTURABLE, self._around_set_capturable),
@@ -305,6 +306,16 @@ class Session:
                 return plain(*args, **options)
 
         return partition
+
+    def _around_generators(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Around a random op that the backward graph computes again, attention among them, torch puts an op that keeps
+        the generator's state. That is the host's work, and would hide the op."""
+
+        @functools.wraps(plain)
+        def keep(joint: Any, forward: Any, backward: Any, *args: Any) -> Any:
+            return (forward, backward) if self._is_here else plain(joint, forward, backward, *args)
+
+        return keep
 
     def _around_is_gpu(self, plain: Callable[..., bool]) -> Callable[..., bool]:
         """Asked while a function is traced, when its tensors still say meta."""

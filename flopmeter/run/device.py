@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.known_values.values import address, no_modes
-from flopmeter.run.named_types import META, LegacyType, device_type, generator_type
+from flopmeter.run.named_types import META, DefaultType, LegacyType, device_type, generator_type
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names.private import (
     BELOW_DISPATCHER,
@@ -49,20 +48,21 @@ _APART = 4096  # what an address counts for, so that storages do not seem to ove
 _tensor: Any = torch.Tensor
 
 
-def _true(getter: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """A getter of torch's own. A function mode would look it up by its name, and find ours."""
+def _true(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A getter or a setter of torch's own. A function mode would look it up by its name, and find ours."""
 
-    def get(tensor: Tensor) -> Any:
+    def call(*args: Any) -> Any:
         if not function_mode_count():
-            return getter(tensor)
+            return own(*args)
         with no_function_modes():
-            return getter(tensor)
+            return own(*args)
 
-    return get
+    return call
 
 
 _true_device, _true_get_device = _true(_tensor.device.__get__), _true(_tensor.get_device)
 _true_is_meta, _true_is_cuda = _true(_tensor.is_meta.__get__), _true(_tensor.is_cuda.__get__)
+_true_data, _set_true_data = _true(_tensor.data.__get__), _true(_tensor.data.__set__)
 
 
 class OtherDeviceError(RuntimeError):
@@ -98,6 +98,7 @@ class NamedCuda:
         yield Patch(Tensor, "is_cuda", property(self._is_cuda), tells)
         yield Patch(Tensor, "is_meta", property(self._is_meta), tells)
         yield Patch(Tensor, "get_device", self._get_device(), tells)
+        yield Patch(Tensor, "data", property(_true_data, _set_data), "is given data of the device named cuda")
         yield Patch(Tensor, "__repr__", _repr(Tensor.__repr__, self), "prints a tensor as a GPU's")
         yield Patch(Tensor, "to", self._to(Tensor.to), takes)
         yield Patch(Tensor, "cuda", self._cuda(Tensor.to), takes)
@@ -118,6 +119,7 @@ class NamedCuda:
             yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
         yield Patch(torch, "Generator", generator_type(self), takes)
         yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
+        yield from DefaultType().patches()
         yield Patch(torch.nn.DataParallel, "scatter", self._scatter(), "DataParallel on one GPU")
         context = torch_device.DeviceContext
         yield Patch(
@@ -328,20 +330,42 @@ def _allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
     return Patch(lazy_type, "_allowed_methods", [*allowed, *ours], "lazy parameters move to the named device")
 
 
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """`tensor.data = data`: between CPU and CUDA torch changes what is inside; between CPU and meta it refuses."""
+    if _true_is_meta(tensor) == _true_is_meta(data) or tensor.grad is not None:
+        _set_true_data(tensor, data)
+        return
+    with no_modes():
+        inside = data.detach().requires_grad_(tensor.requires_grad)
+    with _is_itself(tensor):
+        torch.utils.swap_tensors(tensor, inside)
+
+
 @contextmanager
 def _parameters_keep_identity(module: Module) -> Iterator[None]:
     """Between CPU and CUDA a module's parameters stay the same objects, which an optimizer may hold already. Between
-    CPU and meta torch makes new ones, unless it is told to swap what is inside; lazy parameters would lose their class
-    by that."""
-    lazy = [(parameter, type(parameter)) for parameter in module.parameters() if is_lazy(parameter)]
+    CPU and meta torch makes new ones, unless it is told to swap what is inside."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        yield
+        with _is_itself(*module.parameters()):
+            yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-        for parameter, kind in lazy:
-            parameter.__class__ = kind
+
+
+@contextmanager
+def _is_itself(*tensors: Tensor) -> Iterator[None]:
+    """torch.utils.swap_tensors swaps more than what is inside: also the class, which a lazy parameter would lose, and
+    the attributes that a program gave to a parameter."""
+    before = [(type(tensor), dict(vars(tensor))) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, (kind, attributes) in zip(tensors, before, strict=True):
+            if type(tensor) is not kind:
+                tensor.__class__ = kind
+            vars(tensor).update({**attributes, **vars(tensor)})
 
 
 class CudaDevice:

@@ -6,10 +6,13 @@ Until: tensors without memory can call their device cuda.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from flopmeter.run.patches import Patch
 
 META = torch.device("meta")
 _true_generator: Any = torch.Generator
@@ -84,3 +87,39 @@ class LegacyType:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = getattr(torch, self.__name__)(*args, **kwargs)
         return made.to(META)
+
+
+class DefaultType:
+    """torch.set_default_tensor_type, which takes torch.cuda.HalfTensor and its kin: a number type and the device, which
+    torch.Tensor(2, 3) also has then."""
+
+    def __init__(self) -> None:
+        self._is_named = False
+
+    def patches(self) -> Iterator[Patch]:
+        why = "torch.cuda.HalfTensor and its kin may be the default"
+        yield Patch(torch, "set_default_tensor_type", self._set(torch.set_default_tensor_type), why)
+        yield Patch(Tensor, "__new__", self._new(Tensor.__new__), why)
+
+    def _set(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def set_default_tensor_type(kind: Any) -> None:
+            if isinstance(kind, str) and kind.startswith("torch.cuda."):
+                kind = getattr(torch.cuda, kind.removeprefix("torch.cuda."))
+            self._is_named = isinstance(kind, LegacyType)
+            torch.set_default_device("cuda" if self._is_named else None)
+            if self._is_named:
+                torch.set_default_dtype(kind.dtype)
+            else:
+                original(kind)
+
+        return set_default_tensor_type
+
+    def _new(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_named or cls is not Tensor or kwargs:
+                return original(cls, *args, **kwargs)
+            if all(isinstance(arg, int) for arg in args):
+                return torch.empty(args or (0,), device=META)
+            return original(cls, *args).to(META)
+
+        return new

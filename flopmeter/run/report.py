@@ -26,7 +26,7 @@ class RunReport:
     program: str
     step: Report
     parts: Parts
-    by_part: Mapping[str, Report]  # 'setup', 'first step', 'steady step', as far as they ran
+    by_part: Mapping[str, Report]  # 'setup', 'first step', 'steady step', 'in eval mode', as far as they ran
     ranges: Mapping[str, tuple[int, float]]  # nvtx: calls and seconds in the step
     pipeline: Pipeline | None = None  # where ranks wait for each other: all that ran, the step's rank among them
 
@@ -38,7 +38,10 @@ class RunReport:
     def _what(self) -> str:
         parts = self.parts
         if parts.steady is not None:
-            return f"one steady step, the last of {parts.count} (marked by {parts.marked_by})"
+            is_last = parts.steady_number == parts.count
+            which = f"the last of {parts.count}" if is_last else f"number {parts.steady_number} of {parts.count}"
+            also = ", with calls in eval mode" if parts.evaluation else "" if is_last else "; later ones evaluate too"
+            return f"one steady step, {which} (marked by {parts.marked_by}){also}"
         if parts.first is not None:
             return f"the first step, the only one that ran (marked by {parts.marked_by})"
         return "all that ran (no step was marked; --step-marker module:function marks one)"
@@ -63,6 +66,7 @@ class RunReport:
         run = {
             "program": self.program,
             "steps": self.parts.count,
+            "steady_number": self.parts.steady_number,
             "marked_by": self.parts.marked_by,
             "is_steady": self.parts.steady is not None,
             "parts": {

@@ -155,7 +155,12 @@ class ScriptSession:
             raise NothingRanError(NOTHING_RAN)
         parts = self.steps.parts(self.now())
         self.note_switches()
-        ranges = {"setup": parts.setup, "first step": parts.first, "steady step": parts.steady}
+        ranges = {
+            "setup": parts.setup,
+            "first step": parts.first,
+            "steady step": parts.steady,
+            "in eval mode": parts.evaluation,
+        }
         mode = mode or self.wishes.mode
         reports = {name: self._part(ops, mode) for name, ops in ranges.items() if ops}
         step = reports.get("steady step") or reports.get("first step") or reports["setup"]

@@ -6,6 +6,10 @@ what the program does with the loss. Everything before the first forward pass th
 program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
 that it trains to the next. In inference it is a call of the outermost module that the program calls most often, or a
 replay of its CUDA graph.
+
+Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
+in eval mode, without gradients. The steady step is one without that, if there is one. What every step does, such as the
+rollouts of reinforcement learning, is a part of it.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import functools
 import importlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +49,8 @@ class Parts:
     steady: range | None  # None: only one step ended
     count: int
     marked_by: str
+    steady_number: int = 0  # of the steady step, from 1 on
+    evaluation: range | None = None  # in the steady step, if every step has one: from the first call to the last
 
     @property
     def ends_between_messages(self) -> bool:
@@ -54,8 +61,9 @@ class Parts:
 
 class _OutermostCall(NamedTuple):
     name: str  # the module's class
-    end: int  # the number of ops before it ended
+    ops: range
     learns: bool  # it remembered gradients
+    evaluates: bool  # what the leading optimizer updates, in eval mode
 
 
 class Steps:
@@ -82,6 +90,7 @@ class Steps:
         self.idle_updates = 0  # calls of optimizer.step() that ran no op
         self._updates: list[int] = []  # of optimizers that are stepping: where each began
         self._depth = 0
+        self._call_start = 0  # of the outermost call
         self._first_forward: int | None = None  # of a training program: where its first step began
         self._calls_start: int | None = None
         self._has_optimizer = False
@@ -134,7 +143,9 @@ class Steps:
         if self._ends:
             start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
             by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: f"{_CALLS} the outermost module"}
-            return _parts(min(start or 0, self._ends[0]), self._ends, by.get(self._marker, self._marker))
+            marked_by = by.get(self._marker, self._marker)
+            evaluations = [call.ops for call in self._calls if call.evaluates]
+            return _parts(min(start or 0, self._ends[0]), self._ends, marked_by, evaluations)
         if ends := self._ends_of_trainings(total):
             return _parts(self._training_start, ends, f"{_CALLS} {self._trained}, trained without an optimizer")
         if self._replays and self._marker == AUTO:
@@ -143,7 +154,7 @@ class Steps:
             # If a program also evaluates, its steps are the calls that record gradients.
             calls = [call for call in self._calls if call.learns] or self._calls
             name, _ = Counter(call.name for call in calls).most_common(1)[0]
-            ends = [call.end for call in calls if call.name == name]
+            ends = [call.ops.stop for call in calls if call.name == name]
             return _parts(self._calls_start or 0, ends, f"{_CALLS} {name}")
         return Parts(range(total), None, None, 0, "nothing")
 
@@ -168,6 +179,7 @@ class Steps:
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         if self._depth == 0:
+            self._call_start = self._now()
             if self._calls_start is None:
                 self._calls_start = self._now()
             if self._first_forward is None and torch.is_grad_enabled() and _learns(module):
@@ -206,9 +218,17 @@ class Steps:
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and any(True for _ in module.parameters()):
             learns = torch.is_grad_enabled() and _learns(module)
-            self._calls.append(_OutermostCall(type(module).__name__, self._now(), learns))
+            evaluates = not (module.training or torch.is_grad_enabled()) and self._is_updated(module)
+            ops = range(self._call_start, self._now())
+            self._calls.append(_OutermostCall(type(module).__name__, ops, learns, evaluates))
             if self._marker == FORWARD:
                 self._end()
+
+    def _is_updated(self, module: nn.Module) -> bool:
+        """Whether the leading optimizer, which has stepped, updates it or a part of it."""
+        groups = getattr(self._leading and self._leading(), "param_groups", ())
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        return not updated.isdisjoint(map(id, module.parameters()))
 
     def _marked_function(self) -> Patch:
         module_name, _, path = self._marker.partition(":")
@@ -233,8 +253,17 @@ def _learns(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _parts(start: int, ends: list[int], marked_by: str) -> Parts:
+def _parts(start: int, ends: list[int], marked_by: str, evaluations: Sequence[range] = ()) -> Parts:
     if not ends:
         return Parts(range(start), None, None, 0, marked_by)
-    steady = range(ends[-2], ends[-1]) if len(ends) > 1 else None
-    return Parts(range(start), range(start, ends[0]), steady, len(ends), marked_by)
+    setup, first, count = range(start), range(start, ends[0]), len(ends)
+    if count == 1:
+        return Parts(setup, first, None, count, marked_by)
+    steps = [(number, range(*pair)) for number, pair in enumerate(pairwise(ends), start=2)]
+    within = {
+        number: [each for each in evaluations if each.start >= ops.start < each.stop <= ops.stop]
+        for number, ops in steps
+    }
+    number, steady = max(steps, key=lambda step: (not within[step[0]], step[0]))
+    evaluation = range(within[number][0].start, within[number][-1].stop) if within[number] else None
+    return Parts(setup, first, steady, count, marked_by, number, evaluation)

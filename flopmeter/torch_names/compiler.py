@@ -29,6 +29,9 @@ NO_HOOKS = tuple(
     )
 )
 PARTITION = _name(_COMPILE_FX, "partition_fn", "what is recomputed in the backward graph")
+SAVES_GENERATORS = _name(
+    "torch._functorch.partitioners", "functionalize_rng_ops", "random ops that are computed again in the backward graph"
+)
 DEDUCE_VALUE = _name(
     "torch._inductor.fx_passes.joint_graph",
     "UniformValueConstantFolder._deduce_value",

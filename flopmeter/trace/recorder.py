@@ -443,8 +443,14 @@ class Recorder(TorchDispatchMode):
 
 
 def switches_now() -> Switches:
-    """What the program has allowed so far; a trace has those that held when it began."""
+    """What the program has allowed so far; a trace has those that held when it began.
+
+    fp32_precision tells what was set by either of torch's two ways; the older allow_tf32 raises after the newer one.
+    """
     matmul = torch.backends.cuda.matmul
+    convolution: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return Switches(
-        matmul.allow_tf32, torch.backends.cudnn.allow_tf32, getattr(matmul, "allow_fp16_accumulation", False)
+        matmul.fp32_precision == "tf32",
+        convolution.fp32_precision == "tf32",
+        getattr(matmul, "allow_fp16_accumulation", False),
     )
