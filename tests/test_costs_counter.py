@@ -12,6 +12,8 @@ from costs_support import meta, products
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from flopmeter import FlopMeter
+
 aten = torch.ops.aten
 
 
@@ -139,3 +141,12 @@ def test_half_precision_and_complex_products_count_the_same_and_four_times():
     half = products(lambda: torch.mm(meta(5, 7, dtype=torch.bfloat16), meta(7, 3, dtype=torch.bfloat16)))
     complex_ = products(lambda: torch.mm(meta(5, 7, dtype=torch.complex64), meta(7, 3, dtype=torch.complex64)))
     assert (half, complex_) == (single, 4 * single)
+
+
+def test_forward_mode_derivatives_are_counted_and_a_question_about_storages_is_no_uncounted_op() -> None:
+    layer, x = nn.Linear(8, 4, device="meta"), meta(2, 8)
+    with FlopCounterMode(display=False) as counter:
+        torch.func.jvp(layer, (x,), (x,))
+    with FlopMeter(strict=True) as meter:
+        torch.func.jvp(layer, (x,), (x,))
+    assert 2 * meter.report().macs == counter.get_total_flops() > 0

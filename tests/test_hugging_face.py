@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -61,6 +62,33 @@ def test_greedy_generation_runs_and_says_what_it_assumed(llama):
     assert out.shape == (2, 16 + 5)
     (assumption,) = meter.report().assumptions
     assert assumption.startswith("generation: no sequence ends before max_new_tokens")
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_beam_search_goes_on_to_its_last_token_with_the_products_of_a_real_one(early_stopping):
+    config = transformers.BartConfig(
+        d_model=64,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        vocab_size=300,
+        attn_implementation="eager",
+    )
+    options = {"num_beams": 3, "min_new_tokens": 6, "max_new_tokens": 6, "early_stopping": early_stopping}
+    ids = torch.randint(5, 300, (2, 12))
+    real = transformers.BartForConditionalGeneration(config).eval()
+    with torch.device("meta"):
+        model = transformers.BartForConditionalGeneration(config).eval()
+    with FlopCounterMode(display=False) as counter:
+        expected = real.generate(ids, **options)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        out = model.generate(on_meta(ids), **options)
+    assert 2 * meter.report().macs == counter.get_total_flops()
+    assert out.shape == expected.shape
+    assert any("beam search" in line for line in meter.report().assumptions)
 
 
 def test_a_token_takes_less_than_the_prompt_and_reads_every_weight(llama):

@@ -46,6 +46,7 @@ def test_names_that_only_instances_have_are_there():
         "autocast": torch.autocast("cpu", enabled=False),
         "CustomOpDef": op,
         "BaseProcess": torch.multiprocessing.Process(),
+        "NestedTensor": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
     }
     made["OpOverload"] = torch.ops.aten.mm.default
     for name in (name for names in NAMES.values() for name in names if name.on_instances):

@@ -27,6 +27,7 @@ from flopmeter.as_cuda import (
     dynamo,
     fast_paths,
     flex_attention,
+    jagged_attention,
     optimizers,
 )
 from flopmeter.as_cuda.attention_rules import MATH, RULES, SdpaCall, rules_version
@@ -144,6 +145,7 @@ def _dotted(target: CudaTarget) -> str:
 
 _FEATURES: dict[str, Callable[[Scope], None]] = {
     private.ATTENTION: attention.install,
+    private.JAGGED: jagged_attention.install,
     private.COMPOSITES: composites.install,
     private.FUNCTORCH: composites.install_functorch,  # stands before kernels that meta_kernels brings
     private.RNN: rnn.install,

@@ -4,8 +4,9 @@ Works around: the sampled token is unknown, and so is whether it ends a sequence
 Until: programs to meter say min_new_tokens=max_new_tokens themselves, or transformers does not ask a meta tensor.
 
 While a meter is open, transformers' end-of-sequence check still runs its ops, but its result is assumed to
-be False: every sequence goes on to `max_new_tokens`, as `min_new_tokens=max_new_tokens` asks for. The
-assumption is counted, so that the report prints it.
+be False: every sequence goes on to `max_new_tokens`, as `min_new_tokens=max_new_tokens` asks for. So does beam search,
+which also asks whether a beam that still runs may beat one that has ended: none has. The assumption is counted, so that
+the report prints it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from flopmeter.known_values.replay import Knowledge
 from flopmeter.known_values.values import no_modes
+from flopmeter.torch_names.private import EARLY_STOP, FINISHED_BEAMS, PrivateName
 
 RULE = "generation: no sequence ends before max_new_tokens"
 _MODULE = "transformers.generation.stopping_criteria"
@@ -38,11 +39,47 @@ def sequences_go_on(known: Knowledge) -> Iterator[None]:
 
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         ended = has_ended(self, *args, **kwargs)
-        if isinstance(ended, Tensor) and ended.is_meta and not known.knows_all([ended]):
-            with no_modes():
-                known.set(ended, torch.zeros(ended.shape, dtype=torch.bool))
-            known.assume.note(RULE, "EosTokenCriteria")
+        _assume(known, ended, False, "EosTokenCriteria")
         return ended
 
-    with mock.patch.object(criteria, "__call__", asked):
+    with mock.patch.object(criteria, "__call__", asked), _beams_go_on(known):
         yield
+
+
+@contextmanager
+def _beams_go_on(known: Knowledge) -> Iterator[None]:
+    """Beam search, whose sequences all end at once: no beam has ended before, and each holds as many tokens."""
+    if not all(name.loaded and name.present() for name in (EARLY_STOP, FINISHED_BEAMS)):
+        yield
+        return
+    may_improve, update = EARLY_STOP.value, FINISHED_BEAMS.value
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        improves = may_improve(*args, **kwargs)
+        _assume(known, improves, True, "beam search")
+        return improves
+
+    def updated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sequences, scores, beams, finished = update(self, *args, **kwargs)
+        at_end = kwargs["next_token_hits_stopping_criteria"]
+        if known.knows_all([at_end]):
+            with no_modes():
+                is_end = bool(known.values.read(at_end).all())
+            _assume(known, finished, is_end, "beam search")
+            _assume(known, beams, 0 if is_end else -1, "beam search")  # the beam of each token; -1 where there is none
+        return sequences, scores, beams, finished
+
+    with _replaced(EARLY_STOP, staticmethod(checked)), _replaced(FINISHED_BEAMS, updated):
+        yield
+
+
+def _assume(known: Knowledge, tensor: Any, value: int, asker: str) -> None:
+    """An unknown tensor on meta has this value everywhere."""
+    if isinstance(tensor, Tensor) and tensor.is_meta and not known.knows_all([tensor]):
+        with no_modes():
+            known.set_all(tensor, value)
+        known.assume.note(RULE, asker)
+
+
+def _replaced(name: PrivateName, value: Any) -> Any:
+    return mock.patch.object(name.parent, name.attribute.rpartition(".")[2], value)

@@ -127,7 +127,7 @@ class Knowledge:
         if self.is_small(tensor):
             self.values.write(tensor, value)
 
-    def set_all(self, tensor: Tensor, value: Tensor | bool) -> None:
+    def set_all(self, tensor: Tensor, value: Tensor | int) -> None:
         """A meta tensor that spans its storage has this value everywhere, whatever its size."""
         one = torch.as_tensor(value, device="cpu")
         if self.is_small(tensor):

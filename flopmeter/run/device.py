@@ -117,6 +117,7 @@ class NamedCuda:
         yield Patch(Module, "to", self._module_to(Module.to), takes)
         for owner, name in _takers():
             yield Patch(owner, name, self._taking(getattr(owner, name)), takes)
+        yield Patch(Tensor, "_make_wrapper_subclass", self._wrapping(), takes)
         yield Patch(torch, "Generator", generator_type(self), takes)
         yield Patch(torch, "device", device_type(), "an index alone is one of the accelerator's: cuda")
         yield from DefaultType().patches()
@@ -232,6 +233,17 @@ class NamedCuda:
         if isinstance(result, Tensor) and _true_is_meta(result):
             _mark(self._on_true_meta, result)
         return result
+
+    def _wrapping(self) -> Any:
+        """A subclass that wraps tensors is given the device that they tell. Autograd would ask a true CUDA tensor for
+        its stream, and end the process."""
+        make = Tensor._make_wrapper_subclass
+
+        def wrapping(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map_only(torch.device, self.real, (args, kwargs))
+            return make(*args, **kwargs)
+
+        return staticmethod(wrapping)
 
     def _default_device(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def torch_function(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

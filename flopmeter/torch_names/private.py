@@ -23,8 +23,10 @@ DOUBLE_BACKWARD = "backward passes with create_graph=True, told from recomputati
 CUSTOM_OPS = "register_cost of what torch.library.custom_op returns"
 PYTHON_OPS = "the kernels of custom ops in Python"
 MODEL_HUBS = "targets such as hf:llama"
+BEAMS = "beam search of Hugging Face models to its last token"
 DISPATCHER = "everything"  # of the emulation
 ATTENTION = "the attention backend (scaled_dot_product_attention)"
+JAGGED = "the attention backend of jagged tensors (torch.nested)"
 COMPOSITES = "dropout, RMSNorm, batch norm, softmax and mish as CUDA kernels"
 RNN = "cuDNN RNNs and fused RNN cells"
 FUNCTORCH = "dropout, RMSNorm and mish under torch.func transforms"
@@ -92,6 +94,10 @@ SCHEMA = PrivateName("torch", "ops.aten.mm.default._schema", "the arguments of a
 DESTROY = PrivateName("torch.library", "Library._destroy", "takes registrations back")
 HAS_KERNEL = PrivateName("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops a build has kernels for")
 SDP_PRIORITY_ORDER = PrivateName("torch._C", "_get_sdp_priority_order", "what sdpa_kernel(set_priority=True) sets")
+_JAGGED = "torch.nested._internal.sdpa"
+JAGGED_FLASH = PrivateName(_JAGGED, "can_use_flash_attention", "the first backend that jagged attention asks for")
+JAGGED_EFFICIENT = PrivateName(_JAGGED, "can_use_efficient_attention", "the second one")
+JAGGED_CUDNN = PrivateName(_JAGGED, "can_use_cudnn_attention", "the last one")
 GET_KERNEL = PrivateName("torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
 SPARE_AUTOCAST_KEY = PrivateName("torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")
 EXCLUDE_KEY = PrivateName("torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast")
@@ -110,6 +116,9 @@ CAPTURABLE_DEVICES = PrivateName("torch.optim.optimizer", "_get_capturable_suppo
 THIRD_DEVICE = PrivateName(
     "torch.utils.backend_registration", "_privateuse1_backend_name", "a device that the fast path takes beside cuda"
 )
+_GENERATION = "transformers.generation.utils"
+EARLY_STOP = PrivateName(_GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve")
+FINISHED_BEAMS = PrivateName(_GENERATION, "GenerationMixin._update_finished_beams", "which beams have ended")
 META_GROUPED_MM = PrivateName("torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
 FLEX_VALIDATE = PrivateName("torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device")
 FLEX_UNCOMPILED = PrivateName(
@@ -158,8 +167,15 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     CUSTOM_OPS: (PrivateName("torch._library.custom_ops", "CustomOpDef._opoverload", "its op", on_instances=True),),
     PYTHON_OPS: (PYTHON_KERNELS,),
     MODEL_HUBS: (PrivateName("transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model"),),
+    BEAMS: (EARLY_STOP, FINISHED_BEAMS),
     DISPATCHER: (OP_DK, SCHEMA, DESTROY, HAS_KERNEL),
     ATTENTION: (SDP_PRIORITY_ORDER,),
+    JAGGED: (
+        JAGGED_FLASH,
+        JAGGED_EFFICIENT,
+        JAGGED_CUDNN,
+        PrivateName("torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True),
+    ),
     FUNCTORCH: (GET_KERNEL,),
     AUTOCAST: (
         SPARE_AUTOCAST_KEY,
@@ -266,6 +282,7 @@ needed("torch", "Tensor._version", "whether a value was written to")
 needed("torch", "Tensor._is_zerotensor", "which tensors have no memory")
 needed("torch", "Tensor._is_view", "which tensors are views")
 needed("torch", "_int_mm", "products of int8")
+needed("torch", "Tensor._make_wrapper_subclass", "where a subclass that wraps tensors is given its device")
 needed("torch.autograd.graph", "Node._sequence_nr", "the forward op of a node of the backward pass")
 needed("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "which modes see an op")
 for _module, _attributes, _used in (

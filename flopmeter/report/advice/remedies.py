@@ -20,7 +20,7 @@ from flopmeter.records.dtypes import item_bytes_of, name_of
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.fused_attention import with_chosen_kernels
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
-from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width
+from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width, timed
 from flopmeter.report.quantities import percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
@@ -324,7 +324,9 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
         if op.phase == "backward" and op.call.func.overloadpacket is aten.detach and op.storages[0] in handed_over
     }
     usable = usable_bytes_if_known(report.hardware)
-    if not again or usable is None or not may_drop_ops(trace):
+    if not any(kernel.op.phase == "recompute" for kernel, _ in timed(report)):  # views alone cost the device nothing
+        return
+    if usable is None or not may_drop_ops(trace):
         return
     kept = sum(storage.nbytes for storage in trace.storages if storage.born in again)
     needed = report.memory.steady_peak_bytes + kept

@@ -1,0 +1,63 @@
+"""scaled_dot_product_attention of jagged tensors: the backend that CUDA chooses.
+
+Works around: torch.nested asks what kernels a tensor may have on its own device, and meta has none but the math one.
+Until: tensors without memory can call their device cuda on a torch without CUDA.
+
+torch.nested checks what jagged tensors add to the rules, goes through the backends in an order of its own (flash,
+memory-efficient, math, cuDNN), and calls the kernel itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, Operand, SdpaCall, Settings, rules_for
+from flopmeter.as_cuda.scope import Scope
+from flopmeter.torch_names import dispatcher, private
+
+ASKED = {
+    FLASH: private.JAGGED_FLASH,
+    EFFICIENT: private.JAGGED_EFFICIENT,
+    CUDNN: private.JAGGED_CUDNN,
+}
+
+
+def install(scope: Scope) -> None:
+    """Answer for jagged tensors on meta which backends the target has."""
+    for backend, name in ASKED.items():
+        _answer(scope, backend, name)
+
+
+def _answer(scope: Scope, backend: SDPBackend, name: private.PrivateName) -> None:
+    of_its_device = name.value
+    rules = rules_for(dispatcher.running_version()).of(backend)
+
+    def can_use(params: Any, debug: bool = False) -> bool:
+        if not dispatcher.is_emulated(params.query._values):  # a plain tensor, which tells its true device
+            return bool(of_its_device(params, debug))
+        importlib.import_module("torch.utils.flop_counter")  # torch.nested names it for meta, and does not import it
+        call = SdpaCall(
+            query=_operand(params.query),
+            key=_operand(params.key),
+            value=_operand(params.value),
+            mask=None if params.attn_mask is None else Operand.of(params.attn_mask),
+            dropout_p=params.dropout,
+            is_causal=params.is_causal,
+            enable_gqa=params.enable_gqa,
+            settings=Settings.now(),
+            target=scope.target,
+        )
+        return backend in call.settings.enabled and all(rule(call) for rule in rules)
+
+    scope.patch_private(name, can_use)
+
+
+def _operand(jagged: Any) -> Operand:
+    """All of its tokens stand for the length that differs from sequence to sequence: [batch, heads, tokens, size]."""
+    tokens: Tensor = jagged._values
+    shape, strides = (jagged.size(0), *tokens.shape), (tokens.numel(), *tokens.stride())
+    return Operand(shape, strides, tokens.dtype, int(tokens.storage_offset()), jagged.requires_grad)

@@ -1,0 +1,88 @@
+"""Jagged tensors (torch.nested): their attention, their gradients, and a script that makes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import flopmeter
+from flopmeter import FlopMeter
+
+HEADS, HEAD = 4, 64
+WIDTH = HEADS * HEAD
+
+
+def heads(x):
+    return x.unflatten(-1, (HEADS, HEAD)).transpose(1, 2)
+
+
+def attend(layer, x, **options):
+    """Self-attention, whose q, k and v are slices of one product."""
+    return F.scaled_dot_product_attention(*map(heads, layer(x).chunk(3, -1)), **options)
+
+
+def layer_and_sequences(dtype, lengths, device="meta"):
+    layer = nn.Linear(WIDTH, 3 * WIDTH, device=device, dtype=dtype)
+    parts = [torch.empty(length, WIDTH, device=device, dtype=dtype) for length in lengths]
+    return layer, torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "kernel"),
+    [
+        ("a100-sxm4-80gb", torch.bfloat16, "_flash_attention_forward"),
+        ("h100-sxm5-80gb", torch.bfloat16, "_flash_attention_forward"),
+        ("h100-sxm5-80gb", torch.float32, "_efficient_attention_forward"),
+        ("t4", torch.float16, "_efficient_attention_forward"),
+    ],
+)
+def test_jagged_attention_takes_flash_where_it_can_and_else_the_memory_efficient_kernel(hardware, dtype, kernel):
+    """The order in torch.nested: flash, memory-efficient, math, cuDNN; flash is for 16 bits on Ampere and later."""
+    with FlopMeter(hardware) as meter, torch.no_grad():
+        attend(*layer_and_sequences(dtype, (17, 33, 128)))
+    (attention,) = (each for each in meter.report().kernels if each.cost.op_class == "attention (fused)")
+    assert attention.cost.name == kernel
+
+
+def test_sequences_of_one_length_cost_the_products_of_a_dense_batch():
+    macs = []
+    for jagged in (True, False):
+        with FlopMeter("a100-sxm4-80gb") as meter:
+            layer, x = layer_and_sequences(torch.bfloat16, (64,) * 3)
+            if jagged:
+                attend(layer, x, is_causal=True).values().sum().backward()
+            else:
+                x = torch.empty(3, 64, WIDTH, device="meta", dtype=torch.bfloat16)
+                attend(layer, x, is_causal=True).sum().backward()
+        macs.append(meter.report().macs)
+    assert macs[0] == macs[1] > 0
+
+
+def test_views_that_a_backward_pass_makes_are_not_taken_for_recomputation():
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        layer, x = layer_and_sequences(torch.bfloat16, (17, 33))
+        attend(layer, x).values().sum().backward()
+    report = meter.report()
+    assert "recompute" in {op.phase for op in meter.trace.ops}
+    assert not any("checkpointing" in advice.remedy for advice in report.advice)
+
+
+def train():
+    layer = nn.Linear(WIDTH, 3 * WIDTH).cuda()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        parts = [torch.randn(length, WIDTH, device="cuda") for length in (17, 33)]
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        assert (x.device.type, x.is_cuda) == ("cuda", True)
+        attend(layer, x).values().sum().backward()
+        optimizer.step()
+
+
+def test_a_script_trains_on_jagged_tensors():
+    with flopmeter.cuda("a100-sxm4-80gb", steps=3) as device:
+        train()
+    step = device.report().step
+    assert step.macs > 2 * (17 + 33) * WIDTH * 3 * WIDTH
+    assert not step.uncounted
