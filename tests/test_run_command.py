@@ -117,6 +117,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import torch; torch.cuda.utilization()", 1, "the device named cuda does not do this"),
         ("import torch; torch.empty(1 << 40, device='cuda')", 1, "--oom=report goes on"),
         ("import torch; x = torch.randn(4, device='cuda'); x[x > 0]", 1, "--mask-fraction 0.5"),
+        ("import torch; torch.ones(4, 4, device='cuda') @ torch.ones(4, 4)", 1, "all of them have to be on one device"),
         ("raise SystemExit(7)", 7, "left with exit code 7"),
         ("raise ValueError('mine')", 1, "ended with ValueError"),
     ],

@@ -20,6 +20,7 @@ from flopmeter.run.device import OtherDeviceError
 from flopmeter.run.session import ScriptSession
 from flopmeter.run.shims import SHIMS
 from flopmeter.run.steps import StepsDone
+from flopmeter.trace.mixed_devices import MixedDevicesError
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ def what_to_do(script: Script, ending: Ending) -> str:
         return f"{head}: by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
     if isinstance(error, DataDependentError):
         return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), or leave --strict-values out"
+    if isinstance(error, MixedDevicesError):
+        return f"{head}: as on a GPU, all of them have to be on one device; the one named cuda is called meta above"
     if isinstance(error, ImportError):
         return f"{head}: {_about_import(error)}"
     if "operator torchvision::" in str(error):
