@@ -30,7 +30,7 @@ def test_a_product_multiplies_and_adds_a_row_for_each_element_forward_and_backwa
         out = WAYS[way](adjacency().to("meta"), weight)
         out.sum().backward()
     report = meter.report()
-    assert out.shape == (ROWS, WIDTH)
+    assert (out.shape, out.is_meta) == ((ROWS, WIDTH), True)
     assert weight.grad.shape == weight.shape
     products = [kernel.cost for kernel in report.kernels if kernel.cost.op_class == "tensor contraction"]
     assert [cost.flops for cost in products] == [2 * ELEMENTS * WIDTH] * 2
