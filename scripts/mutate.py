@@ -74,6 +74,17 @@ EQUIVALENT = {
     ),
     "flopmeter/launch/fusion/roles.py: all  ->  any  in  return bool(written) and all((spec.storage < 0 for spec in "
     "written))": "a kernel writes scratch or tensors of the program, never both",
+    "flopmeter/timing/convolution.py: busy.work_seconds  ->  busy.seconds": "kernels of vector units have no latency",
+    **dict.fromkeys(
+        (
+            f"flopmeter/costs/flex_attention.py: {used}  ->  {other}  in  prepared = make_cost(call, REDUCTION, "
+            "2 * out.numel + (0 if grad_lse is None else 2 * lse.numel), read=inputs, written=(row_sums,))"
+            for used, other in (("lse", "grad_lse"), ("out", "grad_out"))
+        ),
+        "a gradient has the shape of its tensor",
+    ),
+    "flopmeter/launch/fusion/parts.py: len(op.storages) + 1 + MOST_SCRATCH + number  ->  len(op.storages) + 1 + "
+    "MOST_SCRATCH - number": "numbers above those of scratch: no op that reduces to two results has so much",
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
     ),

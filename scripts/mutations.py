@@ -216,7 +216,7 @@ def sibling(module: Module) -> Iterator[Edit]:
             for other in _BESIDE.get(each.arg or "", ()):
                 if other not in given:
                     yield Edit(each, "arg", other, call)
-                elif each.arg is not None and each.arg < other:
+                elif (each.arg or "") < other and ast.unparse(each.value) != ast.unparse(given[other].value):
                     yield Edit(each, "value", given[other].value, call)
 
 

@@ -45,3 +45,15 @@ def test_autocast_copies_the_weights_of_a_recurrent_layer_into_one_buffer_of_hal
     (product,) = [kernel.cost for kernel in kernels if isinstance(kernel.cost.work, RecurrentWork)]
     assert product.dtype == "fp16"
     assert product.macs == 10 * 3 * 16 * (8 + 16)
+
+
+@pytest.mark.parametrize(("activation", "forward", "functions", "backward"), [("tanh", 2, 1, 3), ("relu", 1, 0, 0)])
+def test_a_plain_cell_adds_both_products_and_calls_its_function(activation, forward, functions, backward):
+    """The gradient of tanh is g·(1 - h·h); relu and its gradient compare and compute nothing. 10 tokens, 16 units."""
+    with torch.device("meta"):
+        layer, x = nn.RNN(8, 16, nonlinearity=activation), torch.empty(5, 2, 8, requires_grad=True)
+    costs = [kernel.cost for kernel in metered(lambda: layer(x)[0].sum().backward()).report().kernels]
+    ahead, back = (cost for cost in costs if isinstance(cost.work, RecurrentWork))
+    products, biases = 2 * 10 * 16 * (8 + 16), 10 * 2 * 16
+    assert (ahead.flops, ahead.transcendentals) == (products + biases + 160 * forward, 160 * functions)
+    assert back.flops == 2 * products + biases + 160 * backward

@@ -26,6 +26,7 @@ from flopmeter import FlopMeter, Report
 from flopmeter.compiler import session
 from flopmeter.records import CONTRACTION
 from flopmeter.records.memory_format import is_channels_last
+from flopmeter.trace.streams import MetaStream, stream
 
 
 class Mlp(nn.Module):
@@ -452,3 +453,14 @@ def test_the_meters_own_hooks_cause_no_warning(recwarn: pytest.WarningsRecorder)
         metered(lambda: compiled(meta(4, 64)))
     assert not [each for each in recwarn if "global hooks" in str(each.message)]
     assert list(warnings.filters) == before
+
+
+def test_a_compiled_kernel_runs_on_the_stream_that_calls_it() -> None:
+    x, sine = meta(64), torch.compile(torch.sin)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        sine(x)
+        with stream(MetaStream()):
+            sine(x)
+            torch.sin(x)
+    first, compiled, eager = (timing.stream for timing in meter.report().timings)
+    assert compiled == eager != first

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 
 from flopmeter import FlopMeter
+from flopmeter.device.cluster import CollectivePrice
 from flopmeter.distributed import world
+from flopmeter.records import Collective
 from flopmeter.timing.concurrency import Activity, HangError, run_concurrently
-from flopmeter.timing.contention import Demand, Transfer
+from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BOTH = (("nic", "out"), ("nic", "in"))
@@ -155,3 +157,20 @@ def test_products_beside_a_collective_take_longer_and_after_it_as_long_as_ever()
     slowed, alone = products(True), products(False)
     assert slowed[0] / alone[0] == pytest.approx(1 / (1 - 24 / 132), rel=0.02)  # 24 blocks of NCCL on 132 SMs
     assert slowed[-1] == pytest.approx(alone[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "transport", "between_nodes", "channels"),
+    [
+        ("all_gather", "ring", "nvlink", False, 24),
+        ("all_reduce", "in-switch", "nvlink", False, 16),
+        ("all_reduce", "ring", "nvlink", True, 16),
+        ("all_reduce", "ring", "pcie", False, 2),
+        ("send", "ring", "nvlink", False, 16),
+        ("recv", "ring", "nvlink", True, 2),
+    ],
+)
+def test_each_channel_that_nccl_opens_takes_an_sm(kind, algorithm, transport, between_nodes, channels):
+    """Channels as users of NCCL report them, with 100 SMs."""
+    price = CollectivePrice(algorithm, "simple", 1 << 20, "link", 1e-6, 1e-3, between_nodes)
+    assert transfer_of(Collective(kind, 1 << 20, (0, 1)), price, transport, 100, 1e12).sms == channels / 100

@@ -197,3 +197,15 @@ def fresh_bytes(program: Program, tensors: Sequence[Tensor]) -> int:
         elif leaf is not None:
             total += tensors[0].itemsize
     return total
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"), [(3, 1, 0, 2), (2, 3, 1, 4), (3, 2, 1, 1), (4, 1, 2, 3), (3, 3, 0, 4)]
+)
+def test_columns_of_patches_read_the_elements_that_torch_puts_there(kernel, stride, padding, dilation):
+    numbered = 1 + torch.arange(121, dtype=torch.float32).view(1, 1, 11, 11)
+    columns = F.unfold(numbered, kernel, dilation, padding, stride)
+    x = numbered.to("meta")
+    (cost,) = costs_in(lambda: F.unfold(x, kernel, dilation, padding, stride))
+    assert cost.bytes_read == 4 * len(columns[columns > 0].unique())
+    assert cost.bytes_written == 4 * columns.numel()

@@ -42,6 +42,12 @@ def test_a_hann_window_counts_two_multiplies_a_cosine_and_an_add():
     assert all(cost.bytes_written == 1600 for cost in costs)
 
 
+def test_a_bartlett_window_counts_a_multiply_and_two_operations_on_its_half_and_no_function():
+    costs = costs_in(lambda: torch.bartlett_window(400, device="meta"))
+    assert [cost.flops for cost in costs] == [0, 400, 200, 200]
+    assert sum(cost.transcendentals for cost in costs) == 0
+
+
 def test_a_spectrogram_with_its_window_leaves_nothing_uncounted():
     with FlopMeter("a100-sxm4-80gb", strict=True) as meter:
         window = torch.hann_window(400, device="meta")

@@ -162,3 +162,24 @@ def test_gradients_of_an_op_flow_as_without_the_meter():
     report = metered(lambda: product(x, weight).sum().backward())
     assert x.grad is not None
     assert sum(k.cost.flops for k in report.kernels if "product" in k.cost.name) == 2 * 2 * ROWS * INSIDE * WIDTH
+
+
+@torch.library.custom_op("flopmeter_python::sine_of_second", mutates_args=())
+def sine_of_second(x: Tensor, y: Tensor) -> Tensor:
+    return torch.sin(y)
+
+
+@sine_of_second.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(y)
+
+
+def test_a_kernel_inside_an_op_reads_and_writes_the_tensors_of_the_program():
+    x, y = meta(ROWS), meta(ROWS)
+    inside, after = metered(lambda: sine_of_second(x, y).add_(y)).kernels
+    ((read,), (written,)) = (
+        [inside.op.storages[region.spec.storage] for region in regions]
+        for regions in (inside.cost.reads, inside.cost.writes)
+    )
+    added_to, added = (after.op.storages[spec.storage] for spec in after.op.call.inputs)
+    assert (read, written) == (added, added_to)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -291,3 +293,14 @@ def test_the_module_of_the_device_answers_as_torch_cuda_does_on_a_node_of_so_man
         with module.stream(module.Stream()) as _:
             assert module.current_stream() != module.default_stream()
         assert module.current_stream() == module.default_stream()
+
+
+def test_fsdp_brings_to_meta_only_what_is_not_there():
+    """torch refuses to exchange a tensor that something else refers to; none that is on meta has to be."""
+    with world(2):
+        layer = nn.Linear(8, 8)
+        layer.weight = nn.Parameter(layer.weight.to("meta"))
+        held = weakref.ref(layer.weight)
+        fully_shard(layer)
+        assert layer.bias.is_meta
+        assert held is not None

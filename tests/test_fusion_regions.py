@@ -144,3 +144,16 @@ def test_an_op_that_eager_pytorch_composes_is_computed_again_as_a_whole():
     )
     assert sum(cost.bytes_written for cost in forward) < NBYTES
     assert [(round(c.bytes_read / NBYTES), c.bytes_written) for c in backward] == [(2, NBYTES)]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy_with_logits, F.soft_margin_loss])
+def test_an_op_of_several_kernels_counts_no_flop_twice_where_they_become_one(loss: Any, reduction: str):
+    x, y = meta(ROWS, WIDTH), meta(ROWS, WIDTH)
+    with Recorder() as recorder:
+        result = loss(x.cos(), y, reduction=reduction)
+    kernels = kernels_of(recorder.trace)
+    fused = fuse(kernels, recorder.trace)
+    del result
+    assert len(fused) < len(kernels)
+    assert sum(kernel.cost.flops for kernel in fused) == sum(kernel.cost.flops for kernel in kernels)

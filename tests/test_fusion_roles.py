@@ -214,3 +214,8 @@ def test_a_kernel_that_only_moves_is_of_the_class_that_moves_most():
     (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace)
     assert kernel.cost.op_class == "indexing"
     del kept
+
+
+@pytest.mark.parametrize("function", [torch.neg, torch.clone])
+def test_what_reads_a_sparse_tensor_fuses_with_nothing(function):
+    assert role(lambda: function(torch.eye(4).to_sparse())) is OPAQUE

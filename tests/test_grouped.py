@@ -213,3 +213,17 @@ def test_groups_as_equal_as_can_be_differ_by_one():
     a, b, ends = meta(11, DEPTH, dtype=BF16), meta(EXPERTS, DEPTH, WIDTH, dtype=BF16), meta(EXPERTS, dtype=torch.int32)
     (kernel,) = metered(lambda: F.grouped_mm(a, b, offs=ends)).kernels
     assert kernel.cost.work.matmuls == (Matmul(5, 1, WIDTH, DEPTH), Matmul(3, 2, WIDTH, DEPTH))
+
+
+def test_a_compiled_graph_assumes_groups_only_where_offsets_make_them():
+    """Rows in groups; beside them a matrix for each expert, and a plain product."""
+    a, b, ends = meta(3, DEPTH, dtype=BF16), meta(EXPERTS, DEPTH, WIDTH, dtype=BF16), meta(EXPERTS, dtype=torch.int32)
+    matrices = meta(EXPERTS, 16, DEPTH, dtype=BF16)
+
+    def told(program):
+        report = metered(lambda: torch.compile(program)(a, b, matrices, ends))
+        return [line for line in report.assumptions if line.endswith("in compiled graphs")]
+
+    assert told(lambda a, b, matrices, ends: (F.grouped_mm(matrices, b), a @ b[0])) == []
+    (line,) = told(lambda a, b, matrices, ends: F.grouped_mm(a, b, offs=ends))
+    assert line.startswith("groups of equal length for ")

@@ -50,6 +50,7 @@ def test_a_scaled_addmm_multiplies_scales_and_adds():
     scales = [one_scale()], [0], [0], [one_scale()], [0], [0]
     made = cost(lambda: aten._scaled_addmm(c, fp8(64, 128), fp8(32, 128).t(), *scales, beta=2))
     assert made.flops == 2 * 64 * 128 * 32 + (1 + 2) * 64 * 32  # the scale; beta times c, added
+    assert made.bytes_read == 64 * 128 + 32 * 128 + 2 * 4 + 2 * 64 * 32
     assert made.dtype == "fp8"
 
 

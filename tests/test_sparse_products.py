@@ -30,7 +30,7 @@ def test_a_product_multiplies_and_adds_a_row_for_each_element_forward_and_backwa
         out = WAYS[way](adjacency().to("meta"), weight)
         out.sum().backward()
     report = meter.report()
-    assert out.shape == (ROWS, WIDTH)
+    assert (out.shape, out.is_meta) == ((ROWS, WIDTH), True)
     assert weight.grad.shape == weight.shape
     products = [kernel.cost for kernel in report.kernels if kernel.cost.op_class == "tensor contraction"]
     assert [cost.flops for cost in products] == [2 * ELEMENTS * WIDTH] * 2
@@ -66,7 +66,7 @@ def test_a_cast_on_the_way_keeps_the_elements():
 def test_a_dense_copy_is_filled_with_zeros_and_then_with_the_elements():
     with FlopMeter("h100-sxm5-80gb") as meter:
         dense = adjacency().to("meta").to_dense()
-    assert (dense.shape, dense.layout) == ((ROWS, COLUMNS), torch.strided)
+    assert (dense.shape, dense.layout, dense.is_meta) == ((ROWS, COLUMNS), torch.strided, True)
     assert [kernel.cost.bytes_written for kernel in meter.report().kernels[-2:]] == [ROWS * COLUMNS * 4, ELEMENTS * 4]
 
 
@@ -103,6 +103,7 @@ def test_coordinates_become_rows_without_losing_elements():
     with FlopMeter("h100-sxm5-80gb"):
         rows = adjacency().to("meta").to_sparse_csr()
     assert (rows.layout, rows.values().numel(), rows.crow_indices().numel()) == (torch.sparse_csr, ELEMENTS, ROWS + 1)
+    assert rows.is_meta
 
 
 def test_one_sparse_tensor_is_copied_into_another_as_indices_and_values():

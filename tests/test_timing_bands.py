@@ -77,3 +77,28 @@ def test_a_kind_of_kernel_in_a_type_that_was_not_measured_has_the_widest_band_of
     assert widest == (0.18, 0.42)
     unknown = band("product, fp64", h200)
     assert (unknown.below, unknown.above, unknown.devices) == (0.18 * 1.5, 0.42 * 1.5, ())
+
+
+# What each source of measurements has: NeuSight operators in fp32, timm image models under AMP, aiconfigurator products
+# and attention of language models, nccl-tests collectives.
+MEASURED = {
+    "v100-pcie-32gb": (
+        "product, fp32 on vector units", "small product, fp32 on vector units", "batched product, fp32 on vector units",
+        "convolution, fp32 on vector units", "element-wise", "statistical normalization",
+    ),
+    "rtx-3090": (
+        "product, fp16", "batched product, fp16", "convolution, fp16", "grouped convolution, fp16",
+        "depthwise convolution, fp16", "attention, fp16", "element-wise", "statistical normalization", "data movement",
+        "reduction", "strided copy", "pooling",
+    ),
+    "rtx-4090": ("convolution, fp16", "fused"),
+    "h100-sxm5-80gb": (
+        "product, fp16", "product, bf16", "small product, fp16", "small product, bf16", "product, fp8",
+        "grouped product, bf16", "attention, fp16", "attention, bf16", "communication",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "kernel_class"), [(name, each) for name in MEASURED for each in MEASURED[name]])
+def test_a_class_that_was_measured_on_a_device_is_validated_there(device, kernel_class):
+    assert uncertainty([timing(kernel_class, 1.0)], 1.0, load_hardware(device)).validated == (kernel_class,)

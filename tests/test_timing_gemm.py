@@ -7,6 +7,7 @@ import torch
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.timing.gemm_kernels import (
+    CONVOLUTIONS,
     HALF_RATE_MMA,
     MMA,
     SIMT,
@@ -170,3 +171,11 @@ def test_registers_bound_what_ampere_s_instructions_reach_on_newer_parts():
         for name in ("h100-sxm5-80gb", "h20-96gb", "b200-sxm-180gb", "a100-sxm4-80gb", "rtx-5090")
     }
     assert list(shares.values()) == pytest.approx([0.63, 1.0, 2385 / 7737, 1.0, 0.63], abs=1e-3)
+
+
+@pytest.mark.parametrize("family", [SIMT, CONVOLUTIONS, SYNCHRONOUS_MMA, MMA, HALF_RATE_MMA, WARP_SPECIALIZED])
+def test_a_tile_has_sides_of_powers_of_two_and_may_lie_across(family):
+    """A warp computes a power of two of rows and columns, a block has 1, 2, 4 or 8 warps each way; to exchange the
+    operands exchanges the sides."""
+    assert all(side.bit_count() == 1 for tile in family.tiles for side in tile)
+    assert {(columns, rows) for rows, columns in family.tiles} == set(family.tiles)

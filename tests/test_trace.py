@@ -99,6 +99,18 @@ def test_meta_cpu_and_fake_tensors_give_the_same_ops_and_geometry():
     assert traces[0] == traces[1] == traces[2]
 
 
+@pytest.mark.parametrize("checkpointed", [None, True, False])
+def test_a_forward_pass_ends_with_its_outermost_module_also_where_backward_recomputes(checkpointed):
+    model, x, _ = build(checkpointed=checkpointed)
+    ends = []
+    with Recorder() as recorder:
+        for _ in range(2):
+            out = model(x)
+            ends.append(len(recorder.trace.ops))
+            out.sum().backward()
+    assert recorder.trace.forward_ends == ends
+
+
 def test_an_op_seen_before_with_the_same_geometry_shares_its_call():
     x = torch.empty(4, 8, device="meta")
     with Recorder() as recorder:

@@ -11,6 +11,7 @@ of the context. Registrations and patches hold for the whole process, so only on
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -83,7 +84,6 @@ class Emulation:
 
 _lock = threading.Lock()
 _open: Emulation | None = None
-_warned_of_version = False
 
 
 @contextmanager
@@ -193,7 +193,6 @@ def _install_feature(scope: Scope, feature: str, install: Callable[[Scope], None
 
 def _note_torch_version(scope: Scope) -> None:
     """If no recordings of this torch on CUDA were compared, the report says so; an unsupported torch warns once."""
-    global _warned_of_version
     version = dispatcher.running_version()
     if version in dispatcher.COMPARED_VERSIONS:
         return
@@ -201,6 +200,10 @@ def _note_torch_version(scope: Scope) -> None:
     which = "its own CUDA build, of which no stream was recorded" if running == known else f"CUDA torch {known}"
     newest = ", the newest that flopmeter knows" if version > max(RULES) else ""
     scope.note(f"torch {running}: ops are dispatched by the rules of {which}{newest}")
-    if version not in dispatcher.SUPPORTED_VERSIONS and not _warned_of_version:
-        _warned_of_version = True
-        warnings.warn("; ".join(scope.notes), stacklevel=5)
+    if version not in dispatcher.SUPPORTED_VERSIONS:
+        _warn_once("; ".join(scope.notes))
+
+
+@functools.cache
+def _warn_once(said: str) -> None:
+    warnings.warn(said, stacklevel=6)

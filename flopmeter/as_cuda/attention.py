@@ -88,7 +88,7 @@ def _flash(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -
 
 
 def _efficient(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
-    mask = _additive(mask, qkv[0])
+    mask = _additive(mask, call.query.dtype)
     if mask is not None:
         if any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
             length = mask.size(-1)
@@ -101,20 +101,18 @@ def _efficient(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | Non
 
 
 def _cudnn(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
-    mask = _additive(mask, qkv[0])
+    mask = _additive(mask, call.query.dtype)
     output: Tensor = aten._scaled_dot_product_cudnn_attention(
         *qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
     return output
 
 
-def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A bool mask becomes 0 where it is True and -inf where it is False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    zero, minus_infinity = (
-        torch.scalar_tensor(fill, dtype=query.dtype, device=query.device) for fill in (0.0, -math.inf)
-    )
+    zero, minus_infinity = (torch.scalar_tensor(fill, dtype=dtype, device=mask.device) for fill in (0.0, -math.inf))
     return torch.where(mask, zero, minus_infinity)
 
 

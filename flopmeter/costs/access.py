@@ -67,8 +67,9 @@ def walk(call: Call) -> Walk:
     elif packet in _ACCESS:
         walked = Walk(access=_ACCESS[packet])
     elif packet in _LOOP_OVER_PLANES:
-        images, channels, *_ = call.inputs[0].shape
-        walked = Walk(serial_steps=images * channels if call.inputs[0].stride[1] != 1 else 0)
+        x, *_ = call.inputs
+        images, channels, *_ = x.shape
+        walked = Walk(serial_steps=images * channels if x.stride[1] != 1 else 0)
     if any(tag in call.func.tags for tag in _ASKS_FOR_DATA) and _shape_depends_on_data(call):
         return walked._replace(blocks_host=True)
     return walked

@@ -24,8 +24,9 @@ def ask(known: Knowledge, call: Invocation) -> Any:
     if known.knows_all(call.tensors):
         return known.answer(call)
     if known.assume.stands_in and call.func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+        (number,) = call.tensors
         is_condition = call.func is aten.is_nonzero.default
-        return stand_ins.note(known, torch.bool if is_condition else call.tensors[0].dtype, call.func)
+        return stand_ins.note(known, torch.bool if is_condition else number.dtype, call.func)
     raise DataDependentError(str(call.func))
 
 

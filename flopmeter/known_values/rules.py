@@ -206,7 +206,7 @@ def histogram(known: Knowledge, call: Invocation) -> Any:
     source = call.args[0]
     if known.values.knows(source) and known.is_small(source):
         with no_modes():
-            counts = known.values.read(source).double().histc(*call.args[1:], **call.kwargs)
+            counts = known.values.read(source).double().histc(*call.args[1:])
             known.set(result, counts.to(result.dtype))
     return result
 
