@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -64,6 +67,21 @@ def test_a_teacher_in_eval_mode_is_no_evaluation():
     report = trained_and_evaluated((3,), evaluated=nn.Linear(64, 64))
     assert report.step.macs == (2 * 8 + 2) * 64 * 64
     assert report.headline.endswith("the last of 3 (marked by optimizer.step())")
+
+
+def test_where_to_win_names_the_line_of_the_script(monkeypatch):
+    """A read of a value outside of modules is named by its line alone, below the working directory by a short path."""
+    monkeypatch.chdir(Path(__file__).parent)
+    with flopmeter.cuda(A100) as device:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            line = inspect.currentframe().f_lineno + 1
+            sum(parameter.grad.norm().item() for parameter in model.parameters())
+            optimizer.step()
+    (advice,) = [each for each in device.report().step.advice if "reads of a value" in each.what]
+    assert advice.where == f"test_run_steps.py:{line}"
 
 
 def test_of_two_optimizers_a_step_has_one_turn_of_each():

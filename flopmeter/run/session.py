@@ -71,6 +71,7 @@ class ScriptSession:
             checks="hold",
             mask_fraction=wishes.mask_fraction,
             unknown=None if wishes.strict_values else "stand-in",
+            source=True,  # the lines of a script that its reader knows; a twentieth of the time
         )
         self.memory = DeviceMemory(self.hardware, wishes.on_out_of_memory)
         self.meter.storage_listener = self.memory

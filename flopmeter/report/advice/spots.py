@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -106,7 +107,10 @@ def modules_and_lines(kernels: Iterable[Kernel]) -> str:
         module = pattern(kernel.op.module)
         modules[module] = modules.get(module, 0) + 1
         if kernel.op.source:
-            lines[kernel.op.source] = lines.get(kernel.op.source, 0) + 1
+            line = kernel.op.source.removeprefix(os.getcwd() + os.sep)
+            lines[line] = lines.get(line, 0) + 1
+    if lines and set(modules) == {OUTSIDE}:
+        return _most(lines)
     return _most(modules) + (f" ({_most(lines)})" if lines else "")
 
 
