@@ -2,7 +2,7 @@
 
 import pytest
 
-from flopmeter import HardwareError, load_hardware
+from flopmeter import HardwareError, available_hardware, load_hardware
 from flopmeter.device import power
 
 # Best dense bf16 or fp16 product over the dense spec peak: stas00/ml-engineering compute/accelerator@744d01e and
@@ -70,6 +70,15 @@ def test_types_whose_energy_falls_as_their_rate_rises_reach_the_same_share():
     peaks = [load_hardware("h100-sxm5-80gb").replace(achieved=None).contraction_peak(name) for name in ("bf16", "fp8")]
     assert peaks[0].achieved == pytest.approx(peaks[1].achieved, rel=0.01)
     assert peaks[0].picojoules_per_flop == 2 * peaks[1].picojoules_per_flop
+
+
+@pytest.mark.parametrize("name", available_hardware())
+def test_a_narrower_type_reaches_no_larger_share_of_its_peak_than_fp16_unless_it_was_measured_to(name):
+    device = load_hardware(name)
+    half = "fp16" if "fp16" in device.matrix_tflop_per_s else "bf16"
+    for dtype in {"fp8", "fp6", "fp4", "int8"} & device.matrix_tflop_per_s.keys():
+        measured = 0.0 if device.achieved is None else device.achieved.matrix_by_dtype.get(dtype, 0.0)
+        assert device.contraction_peak(dtype).burst <= max(device.contraction_peak(half).burst, measured), dtype
 
 
 def test_more_power_than_the_unit_needs_gains_nothing():

@@ -70,7 +70,11 @@ def vector_unit(device: Powered) -> power.UnitPower:
 
 
 def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> power.UnitPower:
-    """The fractions in the profile, else those of fp16 at the clock that this type's power leaves."""
+    """The fractions in the profile, else those of fp16 at the clock that this type's power leaves.
+
+    Kernels for narrower types have fp16's tiles and fp16's bytes in a tile, so that at the boost clock none reaches a
+    larger share of its peak than fp16, unless it was measured to.
+    """
     known, rates = device.achieved, device.matrix_tflop_per_s
     half_rate = rates.get("fp16", rates.get("bf16", tflop_per_s))
     law = functools.partial(
@@ -80,28 +84,27 @@ def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> p
         typical=power.typical_matrix_share(
             device.architecture, is_halved=bool(device.matrix_fp16_accumulate_tflop_per_s)
         ),
-        ceiling=power.MATRIX_CEILING,
         measured_limit_w=measured_limit_w(device),
     )
     picojoules = power.matrix_picojoules(device.architecture, dtype, tflop_per_s, half_rate)
     of_byte = power.byte_picojoules(device.memory_type)
     of_operand = DTYPES[dtype].item_bytes * of_byte
     if unit == "emulated":
-        return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, burst=1.0)._replace(
-            sustained_share=1.0
-        )
-    if known is not None and dtype in known.matrix_by_dtype:
-        measured = known.matrix_by_dtype[dtype]
-        return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, sustained=measured)
+        emulated = law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, ceiling=1.0, burst=1.0)
+        return emulated._replace(sustained_share=1.0)
     of_half = power.matrix_picojoules(device.architecture, "fp16", half_rate, half_rate)
     half = law(
         half_rate,
         picojoules=of_half,
         operand_picojoules=2 * of_byte,
+        ceiling=power.MATRIX_CEILING,
         burst=None if known is None else known.matrix_burst,
         sustained=None if known is None else known.matrix,
     )
+    ceiling = min(power.MATRIX_CEILING, half.burst_share)
+    law = functools.partial(law, tflop_per_s, operand_picojoules=of_operand, ceiling=ceiling)
+    if known is not None and dtype in known.matrix_by_dtype:
+        return law(picojoules=picojoules, sustained=known.matrix_by_dtype[dtype])
     if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
         return half
-    picojoules *= half.picojoules / of_half
-    return law(tflop_per_s, picojoules=picojoules, operand_picojoules=of_operand, burst=half.burst_share)
+    return law(picojoules=picojoules * half.picojoules / of_half, burst=half.burst_share)
