@@ -89,7 +89,7 @@ def autocast_ops() -> tuple[str, ...]:
     present = (
         name for name in listed if dispatcher.overload(name) and dispatcher.overload(FP32_APPEND_DTYPE.get(name, name))
     )
-    return tuple(name for name in present if dispatcher.has_kernel(f"aten::{name}", "AutocastCUDA"))
+    return tuple(name for name in present if private.has_kernel(f"aten::{name}", "AutocastCUDA"))
 
 
 _autocast_ops = functools.cache(autocast_ops)
@@ -135,7 +135,7 @@ class _SpareKey:
     def close(self) -> None:
         self.switch(False)
         if not self._threads_on and _SpareKey.fallback is not None:
-            dispatcher.unregister(_SpareKey.fallback)
+            _SpareKey.fallback._destroy()
             _SpareKey.fallback = None
 
 
@@ -260,7 +260,7 @@ class WeightCache:
             and tensor.is_leaf
             and tensor.dtype == torch.float32
             and dtype == torch.get_autocast_dtype("cuda")
-            and not dispatcher.is_view(tensor)
+            and not tensor._is_view()
             and torch.is_autocast_cache_enabled()
         )
 

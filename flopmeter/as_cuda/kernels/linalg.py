@@ -29,7 +29,7 @@ def install(scope: Scope) -> None:
             continue
         kernel = scope.overrides[op] = _where_no_gradient_is_needed(op, values)
         for key in ("AutogradMeta", "AutogradCPU"):
-            scope.kernel(dispatcher.name_of(op), kernel, key)
+            scope.kernel(op.name(), kernel, key)
 
 
 def _where_no_gradient_is_needed(op: Any, values: Callable[..., Tensor]) -> DispatcherKernel:
