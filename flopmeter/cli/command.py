@@ -169,13 +169,8 @@ def add_clocks(parser: argparse._ActionsContainer) -> None:
 
 
 def add_energy_price(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--kwh",
-        dest="dollars_per_kwh",
-        metavar="DOLLARS",
-        type=dollars,
-        help="price of a kWh, to say what the energy costs as well",
-    )
+    help_text = "price of a kWh, to say what the energy costs as well"
+    parser.add_argument("--kwh", dest="dollars_per_kwh", metavar="DOLLARS", type=dollars, help=help_text)
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
@@ -185,10 +180,7 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
 
 
 def add_format(
-    parser: argparse.ArgumentParser,
-    formats: Iterable[str],
-    flag: str = "--output",
-    instead_of: str = "the terminal",
+    parser: argparse.ArgumentParser, formats: Iterable[str], flag: str = "--output", instead_of: str = "the terminal"
 ) -> None:
     """`flag` is the long name of -o, if --output means something else."""
     parser.add_argument("--format", choices=tuple(formats), help="default: what the file of -o ends in, or text")

@@ -116,12 +116,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--async-tp", action="store_true", help="products hide the collectives of tensor parallelism next to them")
     add(
-        "--data",
-        metavar="SECONDS",
-        type=seconds,
-        default=0.0,
+        "--data", metavar="SECONDS", type=seconds, default=0.0,
         help="in which the hosts make a step's batch (default: 0)",
-    )
+    )  # fmt: skip
     add(
         "--checkpoint", metavar="SECONDS/STEPS", type=_checkpoint, default=(0.0, 1),
         help="how long all ranks stop to save, and after how many steps, such as 30/500 (default: never)",
