@@ -60,7 +60,7 @@ def run_as_ranks(
 def _peers(ran: RanAsRank) -> set[int]:
     """The ranks with which it exchanges messages in a step."""
     session = ran.session
-    if not session.steps.parts(session.now()).ends_between_messages:
+    if session.steps.parts(session.now()).ends_with_call:  # ranks do not end it at the same place
         return set()
     return message_peers(kernels_of(part_of(session.meter.trace, session.step_ops())))
 
