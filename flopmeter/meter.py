@@ -51,8 +51,6 @@ WORKAROUNDS: tuple[Callable[[KnownValues], AbstractContextManager[None]], ...] =
 """Patches of other libraries, where a program has imported these. The file of each says what it works around and until
 when."""
 DEFAULT_HARDWARE = "a100-sxm4-80gb"
-
-
 COMPILED = (
     "compiled: graphs, kernels and recomputation are those of torch's own compiler, which ran up to its Scheduler; "
     "products are padded, and kernels timed, by rules"
@@ -228,20 +226,15 @@ class FlopMeter:
         compile: Compile = False,
         dollars_per_kwh: float | None = None,
     ):
-        if compile not in get_args(Compile):
-            raise ValueError(f"compile={compile!r}: one of {', '.join(map(repr, get_args(Compile)))}")
-        if compile not in (False, "rules") and not as_cuda:
-            raise ValueError("compile=True compiles for the CUDA device: leave as_cuda at True")
-        if clocks not in get_args(Clocks):
-            raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
-        if causal not in get_args(Causal):
-            raise ValueError(f"unknown causal convention {causal!r}; known: {', '.join(get_args(Causal))}")
+        _check_compile(compile, as_cuda)
+        _check_known("clocks", clocks, get_args(Clocks))
+        _check_known("causal convention", causal, get_args(Causal))
         for name, given in (("as_cuda", as_cuda), ("strict", strict), ("source", source)):
             if not isinstance(given, bool):
                 raise TypeError(f"{name} must be True or False, not {given!r}")
-        self._dollars_per_kwh = checked_energy_price(dollars_per_kwh)
         if not isinstance(host, Host | None):
             raise TypeError(f"host must be a flopmeter.timing.Host or None, not {host!r}")
+        self._dollars_per_kwh = checked_energy_price(dollars_per_kwh)
         self.hardware = load_hardware(hardware)
         self._strict = strict
         self._causal: Causal = causal
@@ -271,7 +264,10 @@ class FlopMeter:
             overlap.check_task()
             with ExitStack() as undo:
                 self._session, by_rules = None, self._compile == "rules"
-                self._emulation = undo.enter_context(self._emulate()) if self._as_cuda else None
+                self._emulation = None
+                if self._as_cuda:
+                    target = target_of(self.hardware)
+                    self._emulation = undo.enter_context(emulate_cuda(target, compiled_run_eagerly=by_rules))
                 self._values = undo.enter_context(self._new_values())
                 for workaround in WORKAROUNDS:
                     undo.enter_context(workaround(self._values))
@@ -309,9 +305,6 @@ class FlopMeter:
     def _close(self) -> None:
         self._depth = 0
         self._undo.close()
-
-    def _emulate(self) -> AbstractContextManager[Emulation]:
-        return emulate_cuda(target_of(self.hardware), compiled_run_eagerly=self._compile == "rules")
 
     def _new_session(self, emulation: Emulation, recorder: Recorder, values: KnownValues) -> Session:
         target = target_of(self.hardware)
@@ -446,6 +439,18 @@ def reports_together(
 def _is_part(ops: object, count: int) -> bool:
     """Whether these are some of so many ops, in a row."""
     return isinstance(ops, range) and ops.step == 1 and 0 <= ops.start < ops.stop <= count
+
+
+def _check_known(what: str, given: object, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ValueError(f"unknown {what} {given!r}; known: {', '.join(known)}")
+
+
+def _check_compile(compile: object, as_cuda: object) -> None:
+    if compile not in get_args(Compile):
+        raise ValueError(f"compile={compile!r}: one of {', '.join(map(repr, get_args(Compile)))}")
+    if compile not in (False, "rules") and not as_cuda:
+        raise ValueError("compile=True compiles for the CUDA device: leave as_cuda at True")
 
 
 def checked_energy_price(dollars_per_kwh: float | None) -> float | None:
