@@ -1,7 +1,10 @@
 """Ops on meta tensors in other threads than the meter's. They are counted, so that the report can say how many it
 misses.
 
-A dispatch mode sees only the ops of the thread that entered it. So each thread that starts while a meter is on, and
+Works around: a dispatch mode sees only the ops of the thread that entered it.
+Until: a mode can be entered for all threads.
+
+So each thread that starts while a meter is on, and
 each task of a ThreadPoolExecutor (asyncio.to_thread uses one), runs under a mode of its own that only counts. The ops
 of a thread that was running before are not counted, but its module calls are (ModulePaths.missed).
 """
