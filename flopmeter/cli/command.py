@@ -153,6 +153,11 @@ def settle_format(options: argparse.Namespace) -> None:
     options.format = asked or by_ending or "text"
 
 
+def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of these names that the command has, as keyword arguments."""
+    return {name: getattr(options, name) for name in names if name in options}
+
+
 def add_device(parser: argparse.ArgumentParser, *, mode: bool = True) -> None:
     help_text = "a name of `flopmeter hardware`, or a YAML file (default: %(default)s)"
     parser.add_argument("--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE, help=help_text)

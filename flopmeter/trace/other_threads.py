@@ -4,9 +4,9 @@ misses.
 Works around: a dispatch mode sees only the ops of the thread that entered it.
 Until: a mode can be entered for all threads.
 
-So each thread that starts while a meter is on, and
-each task of a ThreadPoolExecutor (asyncio.to_thread uses one), runs under a mode of its own that only counts. The ops
-of a thread that was running before are not counted, but its module calls are (ModulePaths.missed).
+So each thread that starts while a meter is on, and each task of a ThreadPoolExecutor (asyncio.to_thread uses one), runs
+under a mode of its own that only counts. The ops of a thread that was running before are not counted, but its module
+calls are (ModulePaths.missed).
 """
 
 from __future__ import annotations
