@@ -23,6 +23,7 @@ from flopmeter.costs.contractions.attention import visible_pairs
 from flopmeter.costs.flex_attention import band
 from flopmeter.launch.templates import with_templates
 from flopmeter.records import BlockCount, Cost, Mask
+from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.torch_names import private
 from flopmeter.torch_names.private import DispatchKey
 from flopmeter.trace.handling import is_composite
@@ -326,6 +327,7 @@ def test_what_comes_after_an_eager_flex_attention_keeps_its_place_where_one_kern
     model = torch.nn.Identity()
 
     def program():
+        q.sin()
         flex_attention(q, k, v)
         model(q.relu())
         q.exp()
@@ -338,6 +340,9 @@ def test_what_comes_after_an_eager_flex_attention_keeps_its_place_where_one_kern
     assert len(fewer) < len(names)
     assert short.stream_use.batches == {fewer.index("exp"): 2}
     assert short.forward_ends == [fewer.index("exp")], "the module's call ends before it"
+    assert [op.call.name for op in with_templates(with_ops(trace, [0])).ops] == fewer[1:], "as where advice drops an op"
+    wide = with_tensors(trace, lambda spec, _: spec._replace(dtype=torch.float32))
+    assert {spec.dtype for op in with_templates(wide).ops for spec in op.inputs} == {torch.float32}
 
 
 def test_no_op_of_a_strict_run_is_uncounted():

@@ -99,11 +99,15 @@ class Trace:
         return "meta" if "meta" in self.devices else next((kind for kind in self.devices if kind != "cpu"), "cpu")
 
 
-def renumbered(use: StreamUse, place: Callable[[int], int | None]) -> StreamUse:
-    """With the ops at other places. None leaves an op out, and a wait for it: that is over by then."""
+def renumbered(
+    use: StreamUse, place: Callable[[int], int | None], before: Callable[[int], int | None] | None = None
+) -> StreamUse:
+    """With the ops at other places. None leaves an op out, and a wait for it: that is over by then. `before`: where
+    what happened before an op happens now, if it stays though the op does not."""
+    before = before or place
     syncs = []
     for sync in use.syncs:
-        op, subject = place(sync.op), place(sync.subject) if sync.action == "wait for op" else sync.subject
+        op, subject = before(sync.op), place(sync.subject) if sync.action == "wait for op" else sync.subject
         if op is not None and subject is not None:
             syncs.append(sync._replace(op=op, subject=subject))
     streams, batches = (
