@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.compiler import AroundTracing, OnCompiledCall, PosedDevice, Session, nothing_around
@@ -80,6 +80,18 @@ class _Memo:
         return _Memo, ()
 
 
+class _Change(NamedTuple):
+    """What is to be priced in place of what was metered."""
+
+    trace: Trace | None = None  # a changed one, as advice makes
+    kernels: list[Kernel] | None = None  # in place of those of the eager run, one for one
+    is_one_graph: bool = False  # all that the program compiles is one region
+
+    @property
+    def is_none(self) -> bool:
+        return self.trace is None and self.kernels is None and not self.is_one_graph
+
+
 @dataclass(frozen=True)
 class _Run:
     """What was metered, on one device. A report keeps it to make reports of other modes, so it must not keep the
@@ -99,48 +111,35 @@ class _Run:
     known: _Memo
     dollars_per_kwh: float | None
 
-    def in_mode(
-        self,
-        name: str,
-        *,
-        trace: Trace | None = None,
-        kernels: list[Kernel] | None = None,
-        is_one_graph: bool = False,
-    ) -> Report:
-        """`trace`: a changed trace, as advice makes; the memory stays that of the metered one. `kernels`: replace those
-        of the eager run, one for one. `is_one_graph`: all that the program compiles is one region. Raises ValueError
-        for an unknown mode."""
-        is_own = trace is None and kernels is None and not is_one_graph
+    def in_mode(self, name: str, **changed: Any) -> Report:
+        """The report of a mode; `changed`: fields of _Change. Raises ValueError for an unknown mode."""
+        change = _Change(**changed)
         known = self.known.reports.get(mode_called(name).name)
-        if is_own and known is not None:
+        if change.is_none and known is not None:
             return known
-        run, trace = self.launched(name, trace=trace, kernels=kernels, is_one_graph=is_one_graph)
+        run, trace = self.launched(name, change)
         timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws)
         report = self.report(run, trace, timed, self.in_mode)
-        if is_own:
+        if change.is_none:
             self.known.reports[name] = report
         return report
 
-    def launched(
-        self,
-        name: str,
-        *,
-        trace: Trace | None = None,
-        kernels: list[Kernel] | None = None,
-        is_one_graph: bool = False,
-    ) -> tuple[Launches, Trace]:
+    def launched(self, name: str, change: _Change) -> tuple[Launches, Trace]:
         """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
-        mode, is_own = mode_called(name), trace is None and kernels is None and not is_one_graph
-        if is_own and (mode.has_graphs, mode.fuses) in self.known.launched:
+        mode = mode_called(name)
+        if change.is_none and (mode.has_graphs, mode.fuses) in self.known.launched:
             run, trace = self.known.launched[mode.has_graphs, mode.fuses]
             return run._replace(mode=mode), trace
-        kernels, trace = self._kernels(trace, kernels), trace or self.trace
-        region = whole_program if is_one_graph else compiled_region(trace.ops)
-        if mode.fuses and region is whole_program and trace.templates:
+        trace = change.trace or self.trace
+        kernels = self.kernels if change.kernels is None else change.kernels
+        region = whole_program if change.is_one_graph else compiled_region(trace.ops)
+        has_templates = mode.fuses and region is whole_program and bool(trace.templates)
+        if has_templates:
             trace = with_templates(trace)
+        if has_templates or change.trace is not None:
             kernels = self.kernels_of(trace, self.known.costs)
-        run = launches(kernels, trace, mode, region, is_one_graph=is_one_graph)
-        if is_own:
+        run = launches(kernels, trace, mode, region, is_one_graph=change.is_one_graph)
+        if change.is_none:
             self.known.launched[mode.has_graphs, mode.fuses] = run, trace
         return run, trace
 
@@ -167,11 +166,6 @@ class _Run:
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
         return replace(report, notes=(*report.notes, f"the host: {self.host.summary}"))
-
-    def _kernels(self, trace: Trace | None, kernels: list[Kernel] | None) -> list[Kernel]:
-        if trace is not None:
-            return self.kernels_of(trace, self.known.costs)
-        return self.kernels if kernels is None else kernels
 
     def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
         if mode.fuses and not self.trace.compilation.graphs:
@@ -427,7 +421,7 @@ def reports_together(
     """
     traces = {rank: meter.trace if ops is None else part_of(meter.trace, ops[rank]) for rank, meter in meters.items()}
     runs = {rank: meter._run(traces[rank], meter.hardware, meter._cluster, meters) for rank, meter in meters.items()}
-    launched = {rank: run.launched(mode or mode_of(traces[rank])) for rank, run in runs.items()}
+    launched = {rank: run.launched(mode or mode_of(traces[rank]), _Change()) for rank, run in runs.items()}
     ranks = {
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
         for rank, run in runs.items()
