@@ -80,7 +80,7 @@ class _Memo:
         return _Memo, ()
 
 
-class _Change(NamedTuple):
+class _PricedInstead(NamedTuple):
     """What is to be priced in place of what was metered."""
 
     trace: Trace | None = None  # a changed one, as advice makes
@@ -112,8 +112,8 @@ class _Run:
     dollars_per_kwh: float | None
 
     def in_mode(self, name: str, **changed: Any) -> Report:
-        """The report of a mode; `changed`: fields of _Change. Raises ValueError for an unknown mode."""
-        change = _Change(**changed)
+        """The report of a mode; `changed`: fields of _PricedInstead. Raises ValueError for an unknown mode."""
+        change = _PricedInstead(**changed)
         known = self.known.reports.get(mode_called(name).name)
         if change.is_none and known is not None:
             return known
@@ -124,7 +124,7 @@ class _Run:
             self.known.reports[name] = report
         return report
 
-    def launched(self, name: str, change: _Change) -> tuple[Launches, Trace]:
+    def launched(self, name: str, change: _PricedInstead) -> tuple[Launches, Trace]:
         """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
         mode = mode_called(name)
         if change.is_none and (mode.has_graphs, mode.fuses) in self.known.launched:
@@ -421,7 +421,7 @@ def reports_together(
     """
     traces = {rank: meter.trace if ops is None else part_of(meter.trace, ops[rank]) for rank, meter in meters.items()}
     runs = {rank: meter._run(traces[rank], meter.hardware, meter._cluster, meters) for rank, meter in meters.items()}
-    launched = {rank: run.launched(mode or mode_of(traces[rank]), _Change()) for rank, run in runs.items()}
+    launched = {rank: run.launched(mode or mode_of(traces[rank]), _PricedInstead()) for rank, run in runs.items()}
     ranks = {
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
         for rank, run in runs.items()

@@ -37,7 +37,7 @@ class Template(NamedTuple):
     to_eager: Callable[[Any], Any]
 
 
-class _Arguments(NamedTuple):
+class _FlexArguments(NamedTuple):
     """What flex_attention is passed, and its backward pass too, among others."""
 
     query: Tensor
@@ -64,15 +64,15 @@ def template_of(
 ) -> Template | None:
     """The template of a flex_attention call, whose arguments are all positional; None for other operators."""
     if func.name() == "flex_attention":
-        return _forward(_Arguments(*args, **kwargs), values)
+        return _forward(_FlexArguments(*args, **kwargs), values)
     if func.name() == "flex_attention_backward":
         # query, key, value; out, logsumexp and the gradients of both; score_mod; its joint graph; the others
         of_forward = (*args[:3], args[7], *args[9:])
-        return _backward(_Arguments(*of_forward, **kwargs), *args[3:7], values=values)
+        return _backward(_FlexArguments(*of_forward, **kwargs), *args[3:7], values=values)
     return None
 
 
-def _counted(given: _Arguments, values: KnownValues | None, *, is_backward: bool) -> _Counted:
+def _counted(given: _FlexArguments, values: KnownValues | None, *, is_backward: bool) -> _Counted:
     query, key = given.query, given.key
     mask = BlockMaskArguments.of(given.block_mask)
     score, found = _body(given.score_mod, query, given.score_buffers, has_score=True, has_gradient=is_backward)
@@ -82,7 +82,7 @@ def _counted(given: _Arguments, values: KnownValues | None, *, is_backward: bool
     return _Counted(mask, FlexBody(blocks, score, on_pair, splits_keys), [*found, *of_mask])
 
 
-def _forward(given: _Arguments, values: KnownValues | None) -> Template:
+def _forward(given: _FlexArguments, values: KnownValues | None) -> Template:
     mask, body, captured_ones = _counted(given, values, is_backward=False)
     keeps = (bool(given.kernel_options.get(f"OUTPUT_{name}", default)) for name, default in _OUTPUTS.items())
     args = (given.query, given.key, given.value, mask.of_keys, captured_ones, *keeps)
@@ -93,7 +93,7 @@ _OUTPUTS = {"LOGSUMEXP": True, "MAX": False}
 
 
 def _backward(
-    given: _Arguments,
+    given: _FlexArguments,
     out: Tensor,
     logsumexp: Tensor,
     grad_out: Tensor | None,

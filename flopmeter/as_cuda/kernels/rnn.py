@@ -39,7 +39,7 @@ def install(scope: Scope) -> None:
     scope.override(aten.gru_cell.default, gru_cell, vmap_key=None)
 
 
-class _Options(NamedTuple):
+class _RnnOptions(NamedTuple):
     """What the operators for padded and for packed sequences are both passed, in their order."""
 
     has_biases: bool
@@ -52,8 +52,8 @@ class _Options(NamedTuple):
 def _padded(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
     def rnn(tensor: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
         *own, batch_first = options
-        if _cudnn_takes(scope, tensor, _Options(*own).train):
-            return _cudnn_rnn(mode, tensor, hx, params, _Options(*own), batch_first, ())
+        if _cudnn_takes(scope, tensor, _RnnOptions(*own).train):
+            return _cudnn_rnn(mode, tensor, hx, params, _RnnOptions(*own), batch_first, ())
         return dispatcher.decompose(composite, tensor, hx, params, *options)
 
     return rnn
@@ -61,7 +61,7 @@ def _padded(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
 
 def _packed(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
     def rnn(tensor: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
-        own = _Options(*options)
+        own = _RnnOptions(*options)
         if _cudnn_takes(scope, tensor, own.train):  # batch_sizes are on the CPU, on every device
             return _cudnn_rnn(mode, tensor, hx, params, own, False, batch_sizes.tolist())
         return dispatcher.decompose(composite, tensor, batch_sizes, hx, params, *options)
@@ -85,7 +85,7 @@ def _cudnn_rnn(
     tensor: Tensor,
     hx: Any,
     params: Sequence[Tensor],
-    options: _Options,
+    options: _RnnOptions,
     batch_first: bool,
     batch_sizes: Sequence[int],
 ) -> tuple[Tensor, ...]:
