@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.compiler import AroundTracing, OnCompiledCall, PosedDevice, Session, nothing_around
@@ -51,8 +51,6 @@ WORKAROUNDS: tuple[Callable[[KnownValues], AbstractContextManager[None]], ...] =
 """Patches of other libraries, where a program has imported these. The file of each says what it works around and until
 when."""
 DEFAULT_HARDWARE = "a100-sxm4-80gb"
-
-
 COMPILED = (
     "compiled: graphs, kernels and recomputation are those of torch's own compiler, which ran up to its Scheduler; "
     "products are padded, and kernels timed, by rules"
@@ -82,6 +80,18 @@ class _Memo:
         return _Memo, ()
 
 
+class _PricedInstead(NamedTuple):
+    """What is to be priced in place of what was metered."""
+
+    trace: Trace | None = None  # a changed one, as advice makes
+    kernels: list[Kernel] | None = None  # in place of those of the eager run, one for one
+    is_one_graph: bool = False  # all that the program compiles is one region
+
+    @property
+    def is_none(self) -> bool:
+        return self.trace is None and self.kernels is None and not self.is_one_graph
+
+
 @dataclass(frozen=True)
 class _Run:
     """What was metered, on one device. A report keeps it to make reports of other modes, so it must not keep the
@@ -101,48 +111,35 @@ class _Run:
     known: _Memo
     dollars_per_kwh: float | None
 
-    def in_mode(
-        self,
-        name: str,
-        *,
-        trace: Trace | None = None,
-        kernels: list[Kernel] | None = None,
-        is_one_graph: bool = False,
-    ) -> Report:
-        """`trace`: a changed trace, as advice makes; the memory stays that of the metered one. `kernels`: replace those
-        of the eager run, one for one. `is_one_graph`: all that the program compiles is one region. Raises ValueError
-        for an unknown mode."""
-        is_own = trace is None and kernels is None and not is_one_graph
+    def in_mode(self, name: str, **changed: Any) -> Report:
+        """The report of a mode; `changed`: fields of _PricedInstead. Raises ValueError for an unknown mode."""
+        change = _PricedInstead(**changed)
         known = self.known.reports.get(mode_called(name).name)
-        if is_own and known is not None:
+        if change.is_none and known is not None:
             return known
-        run, trace = self.launched(name, trace=trace, kernels=kernels, is_one_graph=is_one_graph)
+        run, trace = self.launched(name, change)
         timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws)
         report = self.report(run, trace, timed, self.in_mode)
-        if is_own:
+        if change.is_none:
             self.known.reports[name] = report
         return report
 
-    def launched(
-        self,
-        name: str,
-        *,
-        trace: Trace | None = None,
-        kernels: list[Kernel] | None = None,
-        is_one_graph: bool = False,
-    ) -> tuple[Launches, Trace]:
+    def launched(self, name: str, change: _PricedInstead) -> tuple[Launches, Trace]:
         """What the device runs in that mode, and the trace of it. Raises ValueError for an unknown mode."""
-        mode, is_own = mode_called(name), trace is None and kernels is None and not is_one_graph
-        if is_own and (mode.has_graphs, mode.fuses) in self.known.launched:
+        mode = mode_called(name)
+        if change.is_none and (mode.has_graphs, mode.fuses) in self.known.launched:
             run, trace = self.known.launched[mode.has_graphs, mode.fuses]
             return run._replace(mode=mode), trace
-        kernels, trace = self._kernels(trace, kernels), trace or self.trace
-        region = whole_program if is_one_graph else compiled_region(trace.ops)
-        if mode.fuses and region is whole_program and trace.templates:
+        trace = change.trace or self.trace
+        kernels = self.kernels if change.kernels is None else change.kernels
+        region = whole_program if change.is_one_graph else compiled_region(trace.ops)
+        has_templates = mode.fuses and region is whole_program and bool(trace.templates)
+        if has_templates:
             trace = with_templates(trace)
+        if has_templates or change.trace is not None:
             kernels = self.kernels_of(trace, self.known.costs)
-        run = launches(kernels, trace, mode, region, is_one_graph=is_one_graph)
-        if is_own:
+        run = launches(kernels, trace, mode, region, is_one_graph=change.is_one_graph)
+        if change.is_none:
             self.known.launched[mode.has_graphs, mode.fuses] = run, trace
         return run, trace
 
@@ -169,11 +166,6 @@ class _Run:
         if report.idle_seconds < TOLD_IDLE_SHARE * report.seconds:
             return report
         return replace(report, notes=(*report.notes, f"the host: {self.host.summary}"))
-
-    def _kernels(self, trace: Trace | None, kernels: list[Kernel] | None) -> list[Kernel]:
-        if trace is not None:
-            return self.kernels_of(trace, self.known.costs)
-        return self.kernels if kernels is None else kernels
 
     def _notes_of(self, mode: LaunchMode) -> Iterator[str]:
         if mode.fuses and not self.trace.compilation.graphs:
@@ -228,20 +220,15 @@ class FlopMeter:
         compile: Compile = False,
         dollars_per_kwh: float | None = None,
     ):
-        if compile not in get_args(Compile):
-            raise ValueError(f"compile={compile!r}: one of {', '.join(map(repr, get_args(Compile)))}")
-        if compile not in (False, "rules") and not as_cuda:
-            raise ValueError("compile=True compiles for the CUDA device: leave as_cuda at True")
-        if clocks not in get_args(Clocks):
-            raise ValueError(f"unknown clocks {clocks!r}; known: {', '.join(get_args(Clocks))}")
-        if causal not in get_args(Causal):
-            raise ValueError(f"unknown causal convention {causal!r}; known: {', '.join(get_args(Causal))}")
+        _check_compile(compile, as_cuda)
+        _check_known("clocks", clocks, get_args(Clocks))
+        _check_known("causal convention", causal, get_args(Causal))
         for name, given in (("as_cuda", as_cuda), ("strict", strict), ("source", source)):
             if not isinstance(given, bool):
                 raise TypeError(f"{name} must be True or False, not {given!r}")
-        self._dollars_per_kwh = checked_energy_price(dollars_per_kwh)
         if not isinstance(host, Host | None):
             raise TypeError(f"host must be a flopmeter.timing.Host or None, not {host!r}")
+        self._dollars_per_kwh = checked_energy_price(dollars_per_kwh)
         self.hardware = load_hardware(hardware)
         self._strict = strict
         self._causal: Causal = causal
@@ -271,7 +258,10 @@ class FlopMeter:
             overlap.check_task()
             with ExitStack() as undo:
                 self._session, by_rules = None, self._compile == "rules"
-                self._emulation = undo.enter_context(self._emulate()) if self._as_cuda else None
+                self._emulation = None
+                if self._as_cuda:
+                    target = target_of(self.hardware)
+                    self._emulation = undo.enter_context(emulate_cuda(target, compiled_run_eagerly=by_rules))
                 self._values = undo.enter_context(self._new_values())
                 for workaround in WORKAROUNDS:
                     undo.enter_context(workaround(self._values))
@@ -309,9 +299,6 @@ class FlopMeter:
     def _close(self) -> None:
         self._depth = 0
         self._undo.close()
-
-    def _emulate(self) -> AbstractContextManager[Emulation]:
-        return emulate_cuda(target_of(self.hardware), compiled_run_eagerly=self._compile == "rules")
 
     def _new_session(self, emulation: Emulation, recorder: Recorder, values: KnownValues) -> Session:
         target = target_of(self.hardware)
@@ -434,7 +421,7 @@ def reports_together(
     """
     traces = {rank: meter.trace if ops is None else part_of(meter.trace, ops[rank]) for rank, meter in meters.items()}
     runs = {rank: meter._run(traces[rank], meter.hardware, meter._cluster, meters) for rank, meter in meters.items()}
-    launched = {rank: run.launched(mode or mode_of(traces[rank])) for rank, run in runs.items()}
+    launched = {rank: run.launched(mode or mode_of(traces[rank]), _PricedInstead()) for rank, run in runs.items()}
     ranks = {
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
         for rank, run in runs.items()
@@ -446,6 +433,18 @@ def reports_together(
 def _is_part(ops: object, count: int) -> bool:
     """Whether these are some of so many ops, in a row."""
     return isinstance(ops, range) and ops.step == 1 and 0 <= ops.start < ops.stop <= count
+
+
+def _check_known(what: str, given: object, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ValueError(f"unknown {what} {given!r}; known: {', '.join(known)}")
+
+
+def _check_compile(compile: object, as_cuda: object) -> None:
+    if compile not in get_args(Compile):
+        raise ValueError(f"compile={compile!r}: one of {', '.join(map(repr, get_args(Compile)))}")
+    if compile not in (False, "rules") and not as_cuda:
+        raise ValueError("compile=True compiles for the CUDA device: leave as_cuda at True")
 
 
 def checked_energy_price(dollars_per_kwh: float | None) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tabulate import tabulate
-from validate import Row
+from validation_rows import Row
 
 
 class Claim(NamedTuple):

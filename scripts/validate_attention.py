@@ -11,8 +11,8 @@ table with these two kernels priced.
 from __future__ import annotations
 
 import torch
-from validate import Line, Row
 from validate_kernels import LEAST_SECONDS, Program, kernel_row
+from validation_rows import Line, Row
 
 aten = torch.ops.aten
 

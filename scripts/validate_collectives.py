@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from validate import Line, Row
 from validate_kernels import LEAST_SECONDS, is_held_out
+from validation_rows import Line, Row
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.device.cluster import cluster_of

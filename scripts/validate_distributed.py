@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from validate import Line, Row, roofline_seconds
+from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter
 from flopmeter.distributed import world

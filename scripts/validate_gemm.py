@@ -6,8 +6,8 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from validate import Line, Row
 from validate_kernels import LEAST_SECONDS, Program, kernel_row
+from validation_rows import Line, Row
 
 from flopmeter import register_cost
 from flopmeter.costs import make_cost

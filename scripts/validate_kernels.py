@@ -13,7 +13,7 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
-from validate import Line, Row, roofline_of, sampled
+from validation_rows import Line, Row, roofline_of, sampled
 
 from flopmeter import FlopMeter, Hardware, load_hardware
 from flopmeter.costs import kernels_of

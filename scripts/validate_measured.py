@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from validate import Row, roofline_of
+from validation_rows import Row, roofline_of
 
 from flopmeter import Hardware, load_hardware
 from flopmeter.measured.suite.beside import BUSY, Beside, pairs

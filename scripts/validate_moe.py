@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from validate import Line, Row, roofline_of
 from validate_kernels import LEAST_SECONDS, Program, is_held_out, replayed
+from validation_rows import Line, Row, roofline_of
 
 from flopmeter import FlopMeter, Hardware, load_hardware, on_meta
 from flopmeter.costs import kernels_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from measured_programs import attention_of_2023
-from validate import Line, Row, roofline_seconds
 from validate_neusight import PROFILES
+from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware, on_meta
 from flopmeter.timing import uncertainty

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from validate import Line, Row, roofline_seconds, sampled
+from validation_rows import Line, Row, roofline_seconds, sampled
 
 from flopmeter import FlopMeter, Hardware, Report, load_hardware
 from flopmeter.timing import uncertainty

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from validate import Line, Row
 from validate_distributed import titan
+from validation_rows import Line, Row
 
 from flopmeter import SplitRow, plan
 from flopmeter.device.hardware import load_hardware

@@ -10,8 +10,8 @@ speed: their weights were not random.
 from __future__ import annotations
 
 import torch
-from validate import Line, Row, roofline_seconds
 from validate_kernels import LEAST_SECONDS, REPLAYS, burst_share, duration, is_held_out
+from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.records import Clocks

@@ -23,7 +23,7 @@ import torch._inductor.config as inductor
 from llama_of_transformers import tokens
 from measured_programs import GptFastLlama, Int4Linear, Int8Linear, NanoGPT, quantise
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from validate import Line, Row, roofline_seconds
+from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, Hardware, Report, load_hardware, on_meta
 from flopmeter.costs.index_arithmetic import cat_operations

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tabulate import tabulate
-from validate import Line, Row
 from validate_attention import attentions
 from validate_gemm import gemms
+from validation_rows import Line, Row
 
 DEVICES = ("h100-sxm5-80gb", "h200-sxm-141gb", "l40s", "a100-sxm4-80gb")
 DECODING, PREFILL = 64, 1024  # tokens of a product: at most, at least

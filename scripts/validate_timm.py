@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from validate import Line, Row, roofline_seconds
+from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.launch.modes import Mode

@@ -15,8 +15,8 @@ from math import ceil, prod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from validate import Line, Row
 from validate_kernels import LEAST_SECONDS, Program, kernel_row
+from validation_rows import Line, Row
 
 from flopmeter import register_cost
 from flopmeter.costs import make_cost

@@ -21,7 +21,9 @@ from flopmeter import FlopMeter, Report, on_meta
 from flopmeter.costs import kernels_of
 from flopmeter.costs.contractions.attention import visible_pairs
 from flopmeter.costs.flex_attention import band
+from flopmeter.launch.templates import with_templates
 from flopmeter.records import BlockCount, Cost, Mask
+from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.torch_names import private
 from flopmeter.torch_names.private import DispatchKey
 from flopmeter.trace.handling import is_composite
@@ -318,6 +320,29 @@ def test_a_compiled_report_of_an_eager_program_has_the_fused_kernels_and_no_matr
     assert eager.report().peak_memory_bytes > 2 * scores
     assert report.peak_memory_bytes < scores
     assert report.seconds < eager.report().seconds
+
+
+def test_what_comes_after_an_eager_flex_attention_keeps_its_place_where_one_kernel_stands_for_it():
+    q, k, v = qkv()
+    model = torch.nn.Identity()
+
+    def program():
+        q.sin()
+        flex_attention(q, k, v)
+        model(q.relu())
+        q.exp()
+
+    trace = metered(program).trace
+    names = [op.call.name for op in trace.ops]
+    trace.stream_use.batches[names.index("exp")] = 2  # as if two messages went together from here on
+    short = with_templates(trace)
+    fewer = [op.call.name for op in short.ops]
+    assert len(fewer) < len(names)
+    assert short.stream_use.batches == {fewer.index("exp"): 2}
+    assert short.forward_ends == [fewer.index("exp")], "the module's call ends before it"
+    assert [op.call.name for op in with_templates(with_ops(trace, [0])).ops] == fewer[1:], "as where advice drops an op"
+    wide = with_tensors(trace, lambda spec, _: spec._replace(dtype=torch.float32))
+    assert {spec.dtype for op in with_templates(wide).ops for spec in op.inputs} == {torch.float32}
 
 
 def test_no_op_of_a_strict_run_is_uncounted():

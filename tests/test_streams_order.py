@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from flopmeter import FlopMeter
+from flopmeter.costs import kernels_of
+from flopmeter.launch.stream_assignment import assign_streams
+from flopmeter.report.advice.rewrite import with_ops
 from flopmeter.trace.streams import MetaEvent, MetaStream, stream
 
 SIZES = {"first": 4096, "second": 4095, "aside": 4094}
@@ -49,3 +52,24 @@ def test_without_an_event_a_stream_waits_for_nobody():
 
     timed = timings(program)
     assert timed["aside"].start_seconds < timed["first"].end_seconds
+
+
+def test_where_advice_leaves_an_op_out_the_others_keep_their_streams_and_their_waits():
+    x, side = torch.empty(1024, device="meta"), MetaStream()
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        x.sin()
+        with stream(side):
+            x.relu()
+        side.record_event().wait()
+        x.exp()
+
+    def placed(trace):
+        kernels = kernels_of(trace)
+        names = [kernel.cost.name for kernel in kernels]
+        placements = assign_streams(kernels, trace)
+        waits = [[names[before] for before in place.after] for place in placements]
+        return dict(zip(names, zip((each.stream for each in placements), waits, strict=True), strict=True))
+
+    expected = {"relu": (side.number, []), "exp": (0, ["relu"])}
+    assert placed(meter.trace) == {"sin": (0, []), **expected}
+    assert placed(with_ops(meter.trace, [0])) == expected

@@ -114,8 +114,8 @@ def grant(scope: Scope) -> None:
     """Turn on what torch turned off, add notes about unknown objects, and let "cpu" count as "cuda"."""
     for made, arguments in list(_turned_off.items()):
         if isinstance(made, _AUTOCAST):
-            dispatcher.switch_amp(made, True)
-            scope.on_close(dispatcher.switch_amp, made, False)
+            made._enabled = True
+            scope.on_close(setattr, made, "_enabled", False)
         else:
             scope.on_close(setattr, made, "__dict__", dict(vars(made)))
             _GRAD_SCALER.__init__(made, **arguments)
@@ -147,12 +147,12 @@ def _follow_contexts(scope: Scope) -> None:
 def _counts_as_cuda(context: Any) -> bool:
     """Whether this autocast("cpu") is or was on. A checkpoint restores the state of both devices: its
     autocast("cpu") that stays off says nothing about "cuda"."""
-    return context.device == "cpu" and (context.prev or dispatcher.is_amp_on(context))
+    return context.device == "cpu" and bool(context.prev or context._enabled)
 
 
 def _enter_twin(scope: Scope, context: Any) -> None:
     """Let `context` act on meta tensors like an autocast("cuda") with the same settings."""
-    is_on, dtype = dispatcher.is_amp_on(context), context.fast_dtype
+    is_on, dtype = context._enabled, context.fast_dtype
     if context.device == "cpu" and is_on:
         scope.note(
             f"torch.autocast('cpu', {dtype}) was taken for torch.autocast('cuda', {dtype}) where tensors are on meta: "

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flopmeter.torch_names import dispatcher
+from flopmeter.torch_names.private import SDP_PRIORITY_ORDER
 
 MATH, FLASH, EFFICIENT, CUDNN = (
     SDPBackend.MATH,
@@ -84,7 +85,7 @@ class Settings(NamedTuple):
         enabled = frozenset(backend for backend, is_on in dispatcher.enabled_sdp_backends().items() if is_on)
         strict = torch.are_deterministic_algorithms_enabled()
         strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
-        return cls(enabled, tuple(dispatcher.sdp_priority_order()), torch.is_grad_enabled(), strict)
+        return cls(enabled, tuple(SDP_PRIORITY_ORDER.value()), torch.is_grad_enabled(), strict)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def autocast_ops() -> tuple[str, ...]:
     present = (
         name for name in listed if dispatcher.overload(name) and dispatcher.overload(FP32_APPEND_DTYPE.get(name, name))
     )
-    return tuple(name for name in present if dispatcher.has_kernel(f"aten::{name}", "AutocastCUDA"))
+    return tuple(name for name in present if private.has_kernel(f"aten::{name}", "AutocastCUDA"))
 
 
 _autocast_ops = functools.cache(autocast_ops)
@@ -135,7 +135,7 @@ class _SpareKey:
     def close(self) -> None:
         self.switch(False)
         if not self._threads_on and _SpareKey.fallback is not None:
-            dispatcher.unregister(_SpareKey.fallback)
+            _SpareKey.fallback._destroy()
             _SpareKey.fallback = None
 
 
@@ -260,7 +260,7 @@ class WeightCache:
             and tensor.is_leaf
             and tensor.dtype == torch.float32
             and dtype == torch.get_autocast_dtype("cuda")
-            and not dispatcher.is_view(tensor)
+            and not tensor._is_view()
             and torch.is_autocast_cache_enabled()
         )
 
@@ -291,7 +291,7 @@ def _kernel(op: OpOverload, name: str, cache: WeightCache) -> DispatcherKernel:
 
     def autocast_kernel(*args: Any, **kwargs: Any) -> Any:
         with dispatcher.without_spare_autocast_key():
-            if not torch.is_autocast_enabled("cuda") or not _any_eligible((args, kwargs)):
+            if not torch.is_autocast_enabled("cuda") or not any(map(is_eligible, tensors_in((args, kwargs)))):
                 return op(*args, **kwargs)
             args, kwargs = policy(args, kwargs)
             return target(*args, **kwargs)
@@ -306,7 +306,9 @@ def _policy(op: OpOverload, name: str, cache: WeightCache) -> Callable[[tuple[An
         return functools.partial(_set_dtype, dispatcher.schema_arguments(op).index("dtype"))
     if name in FP32_APPEND_DTYPE:
         return _append_dtype
-    dtype_of = {**dict.fromkeys(FP32, _fp32), **dict.fromkeys(PROMOTE, _widest)}.get(name, _lower_precision)
+    dtype_of = {**dict.fromkeys(FP32, lambda _: torch.float32), **dict.fromkeys(PROMOTE, _widest)}.get(
+        name, _lower_precision
+    )
 
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         dtype = dtype_of((args, kwargs))
@@ -320,10 +322,6 @@ def _policy(op: OpOverload, name: str, cache: WeightCache) -> Callable[[tuple[An
 
 def _lower_precision(values: Any) -> torch.dtype:
     return torch.get_autocast_dtype("cuda")
-
-
-def _fp32(values: Any) -> torch.dtype:
-    return torch.float32
 
 
 def _widest(values: Any) -> torch.dtype:
@@ -353,10 +351,6 @@ def _append_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def _refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     raise RuntimeError(BANNED_MESSAGE)
-
-
-def _any_eligible(values: Any) -> bool:
-    return any(is_eligible(tensor) for tensor in tensors_in(values))
 
 
 # --- cuDNN RNN -----------------------------------------------------------------------------------------------------

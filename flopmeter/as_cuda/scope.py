@@ -52,17 +52,22 @@ class Scope:
         """
         guarded = self.overrides[op] = _for_emulated_tensors(op, kernel)
         for key in ("AutogradMeta", "AutogradOther", *([vmap_key] if vmap_key else [])):
-            self.kernel(dispatcher.name_of(op), guarded, key)
+            self.kernel(op.name(), guarded, key)
 
     def kernel(self, op: str, kernel: DispatcherKernel, key: str, *, with_keyset: bool = False) -> None:
         """Register `kernel` for `op` ("aten::name.overload") at dispatch key `key`."""
         with _no_warning_of_override() if key in KEYS_WITH_KERNELS_OF_CORE else nullcontext():
-            dispatcher.register(self._library(key), op, kernel, key, with_keyset)
+            self._library(key).impl(op, kernel, key, with_keyset=with_keyset)
 
     def meta_kernel(self, op: str, kernel: DispatcherKernel) -> None:
-        """Register a Meta kernel also where torch.library refuses one; see `dispatcher.register_unguarded`."""
+        """Register a Meta kernel also where `Library.impl` refuses one.
+
+        It refuses ops with a composite kernel. `_fused_rms_norm` and `mish_backward` have an autograd formula as well,
+        which the dispatcher takes only where the backend has a kernel, as CUDA does and Meta does not. Before 2.13 it
+        also refuses ops that have a Meta kernel from Python, such as the one that fails for int4 weights.
+        """
         with _no_warning_of_override():
-            dispatcher.register_unguarded(self._library("Meta"), op, kernel, "Meta")
+            self._library("Meta").m.impl(op, "Meta", kernel)  # type: ignore[union-attr]
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` until the scope closes."""
@@ -81,8 +86,8 @@ class Scope:
 
     def _library(self, key: str) -> Library:
         if key not in self._libraries:
-            library = self._libraries[key] = dispatcher.library()
-            self._undo.callback(dispatcher.unregister, library)
+            library = self._libraries[key] = Library("aten", "IMPL")
+            self._undo.callback(library._destroy)
         return self._libraries[key]
 
 

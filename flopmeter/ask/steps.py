@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 from flopmeter.records import Regime
 from flopmeter.report.quantities import UNKNOWN, in_gb, in_ms, percent
@@ -36,30 +36,18 @@ class Step:
         return {name: getattr(self, name) for name in self.KEYS}
 
 
-class StepFigures(TypedDict):
+def step_figures(report: Report) -> dict[str, Any]:
     """The fields of Step, as arguments of a row."""
-
-    seconds: float
-    mfu: float
-    regime: Regime
-    peak_memory_bytes: int
-    usable_memory_bytes: int | None
-    watts: float | None
-    joules: float | None
-    energy_dollars: float | None
-
-
-def step_figures(report: Report) -> StepFigures:
-    return StepFigures(
-        seconds=report.seconds,
-        mfu=report.mfu,
-        regime=report.regime,
-        peak_memory_bytes=report.memory.steady_peak_bytes,
-        usable_memory_bytes=usable_bytes_if_known(report.hardware),
-        watts=report.watts,
-        joules=report.joules,
-        energy_dollars=report.energy_dollars,
-    )
+    return {
+        "seconds": report.seconds,
+        "mfu": report.mfu,
+        "regime": report.regime,
+        "peak_memory_bytes": report.memory.steady_peak_bytes,
+        "usable_memory_bytes": usable_bytes_if_known(report.hardware),
+        "watts": report.watts,
+        "joules": report.joules,
+        "energy_dollars": report.energy_dollars,
+    }
 
 
 def million(value: float | None) -> float | None:

@@ -153,6 +153,11 @@ def settle_format(options: argparse.Namespace) -> None:
     options.format = asked or by_ending or "text"
 
 
+def picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of these names that the command has, as keyword arguments."""
+    return {name: getattr(options, name) for name in names if name in options}
+
+
 def add_device(parser: argparse.ArgumentParser, *, mode: bool = True) -> None:
     help_text = "a name of `flopmeter hardware`, or a YAML file (default: %(default)s)"
     parser.add_argument("--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE, help=help_text)
@@ -169,13 +174,8 @@ def add_clocks(parser: argparse._ActionsContainer) -> None:
 
 
 def add_energy_price(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--kwh",
-        dest="dollars_per_kwh",
-        metavar="DOLLARS",
-        type=dollars,
-        help="price of a kWh, to say what the energy costs as well",
-    )
+    help_text = "price of a kWh, to say what the energy costs as well"
+    parser.add_argument("--kwh", dest="dollars_per_kwh", metavar="DOLLARS", type=dollars, help=help_text)
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
@@ -185,10 +185,7 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
 
 
 def add_format(
-    parser: argparse.ArgumentParser,
-    formats: Iterable[str],
-    flag: str = "--output",
-    instead_of: str = "the terminal",
+    parser: argparse.ArgumentParser, formats: Iterable[str], flag: str = "--output", instead_of: str = "the terminal"
 ) -> None:
     """`flag` is the long name of -o, if --output means something else."""
     parser.add_argument("--format", choices=tuple(formats), help="default: what the file of -o ends in, or text")

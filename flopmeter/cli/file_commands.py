@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, add_format, number, percentage, show
+from flopmeter.cli.command import Command, add_format, number, percentage, show, writing
 from flopmeter.cli.difference import difference, read_report
 from flopmeter.measured import DeviceType, as_yaml, calibrate, check
 from flopmeter.report.tables import FORMATS
@@ -47,28 +47,18 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    path = None if options.output is None else _yaml_path(options.output)
+    path: str | None = options.output
+    if path is not None and not path.endswith((".yaml", ".yml")):
+        raise ValueError(f"{path} must end in .yaml: profiles are found by that")
     profile = as_yaml(calibrate(options.device, budget_seconds=options.seconds, progress=options.progress.over))
     options.progress.stop()
     if path is None:
         print(profile, end="")
         return 0
-    try:
-        path.write_text(profile, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror})") from None
+    with writing(path):
+        Path(path).write_text(profile, encoding="utf-8")
     print(f"wrote {path}: use it as --hardware {path}")
     return 0
-
-
-def _yaml_path(name: str) -> Path:
-    """The path of a profile to write. Raises ValueError, before the measurement, for one that cannot be written."""
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"{name} must end in .yaml: profiles are found by that")
-    if not path.parent.is_dir():
-        raise ValueError(f"{name} cannot be written: there is no folder {path.parent}")
-    return path
 
 
 def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:

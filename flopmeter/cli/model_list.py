@@ -6,10 +6,9 @@ import argparse
 import inspect
 
 from flopmeter.cli.command import Command, add_format, show
+from flopmeter.cli.targets import OPTIONS
 from flopmeter.models import BUILTINS
 from flopmeter.report.tables import FORMATS, Column, Document, Table
-
-OPTIONS = ("batch", "seq", "image_size", "dtype")
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -22,10 +21,8 @@ def _models(options: argparse.Namespace) -> int:
         "any other model: hf:CONFIG.json, hf:TYPE, hf:OWNER/NAME (the hub), timm:NAME, file.py:function",
         "example: flopmeter table gpt2-124m --train --hardware h100-sxm5-80gb",
     ]
-    show(
-        Document("models", "built-in models", [table], notes, {"models": records}, records).render(options.format),
-        options,
-    )
+    document = Document("models", "built-in models", [table], notes, {"models": records}, records)
+    show(document.render(options.format), options)
     return 0
 
 

@@ -10,7 +10,7 @@ from flopmeter.ask.delays import Delays
 from flopmeter.ask.plan import PlanError, plan
 from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.splits import WISHES
-from flopmeter.cli.command import Command, add_device, add_format, number, positive, seconds, share, show
+from flopmeter.cli.command import Command, add_device, add_format, number, picked, positive, seconds, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.targets import Target, load_target
 from flopmeter.device.hardware import load_hardware
@@ -28,18 +28,12 @@ def _plan(options: argparse.Namespace) -> int:
         options.gpus,
         device,
         None if options.memory is None else options.memory * 1e9,
-        batch=options.batch,
         length=options.seq,
-        cluster=options.cluster,
-        mode=options.mode,
         only=_wishes(options.only),
-        async_tp=options.async_tp,
         delays=_delays(options),
-        rows=options.rows,
-        whole=options.whole,
         dollars_per_gpu_hour=prices.dollars_per_hour.get(device.name),
-        workers=options.workers,
         progress=options.progress.over,
+        **picked(options, "batch", "cluster", "mode", "async_tp", "rows", "whole", "workers"),
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
     if options.plot:
@@ -116,12 +110,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--async-tp", action="store_true", help="products hide the collectives of tensor parallelism next to them")
     add(
-        "--data",
-        metavar="SECONDS",
-        type=seconds,
-        default=0.0,
+        "--data", metavar="SECONDS", type=seconds, default=0.0,
         help="in which the hosts make a step's batch (default: 0)",
-    )
+    )  # fmt: skip
     add(
         "--checkpoint", metavar="SECONDS/STEPS", type=_checkpoint, default=(0.0, 1),
         help="how long all ranks stop to save, and after how many steps, such as 30/500 (default: never)",

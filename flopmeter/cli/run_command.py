@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, add_format, number, one_device, share, writing
+from flopmeter.cli.command import Command, add_device, add_format, number, share, show
 from flopmeter.cli.progress import Progress
-from flopmeter.meter import DEFAULT_HARDWARE, Mode
+from flopmeter.meter import Mode
 from flopmeter.report.drawers import FORMATS
 from flopmeter.run.launchers import CommandLine, launch_of
 from flopmeter.run.ranks import RanAsRank, report_of, run_as_ranks
@@ -89,16 +89,12 @@ def _show(report: RunReport, options: argparse.Namespace) -> None:
     text = report.render(options.format)
     if options.output is None:
         print(text, file=sys.stderr)
-        return
-    with writing(options.output):
-        Path(options.output).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+    else:
+        show(text, options)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--hardware", metavar="NAME", type=one_device, default=DEFAULT_HARDWARE,
-        help="a name of `flopmeter hardware`, or a YAML file (default: %(default)s)",
-    )  # fmt: skip
+    add_device(parser, mode=False)
     parser.add_argument("--steps", type=number, default=DEFAULT_STEPS, help="stop after so many (default: %(default)s)")
     parser.add_argument(
         "--step-marker", metavar="WHAT", default="auto",

@@ -11,7 +11,7 @@ from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.picture import serving_curves
 from flopmeter.ask.serve.serving import USUAL_CHUNK
 from flopmeter.ask.serve.slo import read_slo
-from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, share, show
+from flopmeter.cli.command import Command, add_energy_price, add_format, device_list, number, picked, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.meter import Mode
 from flopmeter.report.plots import save
@@ -26,24 +26,13 @@ def _serve(options: argparse.Namespace) -> int:
     result = serving(
         options.target,
         devices,
-        prompt=options.prompt,
         output=options.output_tokens,
-        slo=options.slo,
-        gpus=options.gpus,
-        mode=options.mode,
-        weights=options.weights,
-        kv=options.kv,
         chunk=None if options.no_chunks else options.chunk or "usual",
         prefix=options.prefix or 0.0,
-        draft=options.draft,
-        draft_tokens=options.draft_tokens,
-        acceptance=options.acceptance,
-        disaggregated=options.disaggregated,
-        cache=options.cache,
-        cluster=options.cluster,
         prices=prices.dollars_per_hour,
-        dollars_per_kwh=options.dollars_per_kwh,
         progress=options.progress.over,
+        **picked(options, "prompt", "slo", "gpus", "mode", "weights", "kv", "draft", "draft_tokens", "acceptance"),
+        **picked(options, "disaggregated", "cache", "cluster", "dollars_per_kwh"),
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
     if options.plot:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, get_args
 
-from flopmeter.cli.command import add_clocks, add_energy_price, number, share
+from flopmeter.cli.command import add_clocks, add_energy_price, number, picked, share
 from flopmeter.cli.targets import Program, load_target
 from flopmeter.cli.training import OptimizerChoice, optimizer_choice
 from flopmeter.meter import Causal
@@ -72,8 +72,7 @@ def add_metering(parser: argparse.ArgumentParser, *, clocks: bool = True) -> Non
 
 def metering(options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of FlopMeter."""
-    names = ("strict", "causal", "routing", "checks", "mask_fraction", "clocks", "dollars_per_kwh")
-    return {name: getattr(options, name) for name in names if name in options}
+    return picked(options, "strict", "causal", "routing", "checks", "mask_fraction", "clocks", "dollars_per_kwh")
 
 
 def program(options: argparse.Namespace, *, compiled: bool = False) -> Program:

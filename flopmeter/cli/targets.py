@@ -43,12 +43,8 @@ from flopmeter.trace.other_threads import uncounted
 __all__ = ["Program", "Programs", "Target", "TargetError", "load_target"]
 
 OPTIONS = ("batch", "seq", "image_size", "dtype")
-_SAY_IT_BETTER = (
-    HardwareError,
-    EmptyProgramError,
-    DataDependentError,
-    UncountedError,
-)  # than "the target raised ..." would
+# Than "the target raised ..." would.
+_SAY_IT_BETTER = (HardwareError, EmptyProgramError, DataDependentError, UncountedError)
 
 
 class Program(NamedTuple):

@@ -46,17 +46,6 @@ from flopmeter.device.schema import (
 from flopmeter.records import Collective
 from flopmeter.records.collectives import Algorithm
 
-__all__ = [
-    "Cluster",
-    "CollectivePrice",
-    "Link",
-    "available_clusters",
-    "cluster_of",
-    "collective_seconds",
-    "load_cluster",
-    "price_collective",
-]
-
 CLUSTERS = PROFILES / "clusters"
 
 # Share of the rate of one direction that large collectives are assumed to reach without a measurement. It is 0.70 for

@@ -75,11 +75,7 @@ def exchange(known: Knowledge, call: Invocation) -> Any:
     """Runs a collective. The tensors that this rank receives get the values that the law gives; without a law they are
     unknown."""
     _, spec, op = COLLECTIVE_OPS[call.func._schema.name]
-    names = [argument.name for argument in call.func._schema.arguments]
-
-    def argument(name: str | None) -> Any:
-        return call.argument(names.index(name), name) if name is not None and name in names else None
-
+    argument = _arguments(call)
     group = _group(argument(op.group))
     if distributed_c10d.get_backend(group) != "fake":
         return call.run()  # a real group, which exchanges real tensors
@@ -143,9 +139,10 @@ def _deliver(known: Knowledge, tensor: Tensor, box: messages.Mailbox, ticket: me
 MESSAGES: dict[str, Callable[[Knowledge, Invocation], Any]] = {"c10d::send": send, "c10d::recv_": receive}
 
 
-def _arguments(call: Invocation) -> Callable[[str], Any]:
+def _arguments(call: Invocation) -> Callable[[str | None], Any]:
+    """The arguments by name; None for one that the op does not have."""
     names = [argument.name for argument in call.func._schema.arguments]
-    return lambda name: call.argument(names.index(name), name)
+    return lambda name: call.argument(names.index(name), name) if name is not None and name in names else None
 
 
 def _give(known: Knowledge, targets: list[Tensor], outcome: TargetValues | None) -> None:
@@ -230,11 +227,6 @@ def exchanged(call: Exchange) -> TargetValues | None:
     return TargetValues([torch.cat([own] * call.size)])
 
 
-def from_peers(call: Exchange) -> TargetValues | None:
-    """Nothing is known about a tensor that a single other rank sends."""
-    return None
-
-
 def _reduced(call: Exchange) -> list[Tensor] | None:
     operation = call.argument("reduce_op")
     if not isinstance(operation, str):
@@ -258,5 +250,5 @@ LAWS: dict[Law | None, Consequence] = {
     "exchanged": exchanged,
     "broadcast": broadcast,
     "scattered": scattered,
-    "unknown": from_peers,
+    "unknown": lambda _: None,  # of a tensor that a single other rank sends
 }

@@ -26,6 +26,7 @@ from flopmeter.known_values.replay import Knowledge
 from flopmeter.known_values.values import is_weight, no_modes
 from flopmeter.torch_names.operators import aten_overloads as aten
 from flopmeter.torch_names.private import device_constructors, get_unwrapped, is_wrapped, peek_interpreter_stack
+from flopmeter.torch_names.shared_patch import SharedPatch
 
 
 class _Open(threading.local):
@@ -36,9 +37,6 @@ class _Open(threading.local):
 
 
 _open = _Open()
-_lock = threading.Lock()
-_openings = 0  # in all threads
-_undo = ExitStack()
 
 
 def open_ones() -> list[Knowledge]:
@@ -46,21 +44,13 @@ def open_ones() -> list[Knowledge]:
 
 
 def open_for(known: Knowledge) -> None:
-    global _openings, _undo
-    with _lock:
-        if not _openings:
-            _undo = _install()
-        _openings += 1
+    _patches.__enter__()
     _open.stack.append(known)
 
 
 def close_for(known: Knowledge) -> None:
-    global _openings
     _open.stack.remove(known)
-    with _lock:
-        _openings -= 1
-        if not _openings:
-            _undo.close()
+    _patches.__exit__()
 
 
 @contextmanager
@@ -102,6 +92,9 @@ def _install() -> ExitStack:
         undo.enter_context(mock.patch.object(torch.jit, "script", scripting))
         undo.callback(_originals.clear)
         return undo.pop_all()
+
+
+_patches = SharedPatch(_install)
 
 
 def scripting_inside(around: Callable[[], AbstractContextManager[Any]], script: Callable[..., Any]) -> Any:

@@ -3,9 +3,9 @@
 Works around: built on meta before the context, they have lost their values.
 Until: models keep what they compute shapes from as Python numbers.
 
-Hugging Face models restore buffers that no
-checkpoint holds by `model._init_weights(module)`, which is how `from_pretrained` itself fills them. It is run on a
-stand-in of the module whose integer buffers are real, so that neither weights nor version counters are touched.
+Hugging Face models restore buffers that no checkpoint holds by `model._init_weights(module)`, which is how
+`from_pretrained` itself fills them. It is run on a stand-in of the module whose integer buffers are real, so that
+neither weights nor version counters are touched.
 """
 
 from __future__ import annotations

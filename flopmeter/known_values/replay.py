@@ -14,19 +14,10 @@ from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 # If the inputs of these ops have the same value everywhere, so has the result, however large they are.
-KEEPS_UNIFORM = frozenset(
-    (
-        aten.any.default,
-        aten.all.default,
-        aten.logical_not.default,
-        aten.bitwise_not.default,
-        aten.logical_or.default,
-        aten.logical_and.default,
-        aten.bitwise_or.Tensor,
-        aten.bitwise_and.Tensor,
-        aten.mul.Tensor,
-    )
-)
+KEEPS_UNIFORM = frozenset((
+    aten.any.default, aten.all.default, aten.logical_not.default, aten.bitwise_not.default, aten.logical_or.default,
+    aten.logical_and.default, aten.bitwise_or.Tensor, aten.bitwise_and.Tensor, aten.mul.Tensor,
+))  # fmt: skip
 
 
 class Invocation(NamedTuple):

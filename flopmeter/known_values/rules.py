@@ -146,13 +146,10 @@ def overwrite(known: Knowledge, call: Invocation) -> Any:
     is_lost = any(not source.is_meta and source.dim() and not _brings_values(source) for source in sources)
     if is_lost or target.layout is not torch.strided:
         return known.run_unknown(call)
-    if not known.values.knows(target) and _can_become_known(known, target) and known.knows_all(sources):
+    can_become_known = known.is_small(target) and spans_storage(target) and not is_weight(target)
+    if not known.values.knows(target) and can_become_known and known.knows_all(sources):
         _start_blank(known, target)
     return known.replay(call)
-
-
-def _can_become_known(known: Knowledge, target: Tensor) -> bool:
-    return known.is_small(target) and spans_storage(target) and not is_weight(target)
 
 
 def ask_copy(known: Knowledge, call: Invocation) -> Any:
@@ -235,36 +232,22 @@ SPECIAL: dict[OpOverload, Handler] = {
     **dict.fromkeys((aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default), overwrite),
     **dict.fromkeys(
         (
-            aten.empty.memory_format,
-            aten.empty_strided.default,
-            aten.empty_permuted.default,
-            aten.empty_like.default,
-            aten.new_empty.default,
-            aten.new_empty_strided.default,
+            aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default, aten.empty_like.default,
+            aten.new_empty.default, aten.new_empty_strided.default,
         ),
         blank,
     ),
     **dict.fromkeys(
         (
-            aten.zeros_like.default,
-            aten.ones_like.default,
-            aten.full_like.default,
-            aten.new_zeros.default,
-            aten.new_ones.default,
-            aten.new_full.default,
+            aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
+            aten.new_ones.default, aten.new_full.default,
         ),
         filled,
     ),
-}
+}  # fmt: skip
 
 # Matmuls and convolutions: their results steer no program, and they take long on the CPU.
-NEVER_REPLAYED = frozenset(
-    (
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.convolution.default,
-        aten._scaled_mm.default,
-    )
-)
+NEVER_REPLAYED = frozenset((
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default,
+    aten._scaled_mm.default,
+))  # fmt: skip

@@ -71,7 +71,8 @@ class _Twinning:
 
 
 def _twin(tensor: Tensor) -> Tensor:
-    if tensor.layout not in (torch.strided, torch.jagged) or tensor.is_quantized or _is_nested_strided(tensor):
+    is_plain = tensor.layout is torch.jagged or (tensor.layout is torch.strided and not tensor.is_nested)
+    if not is_plain or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise TypeError(
             f"a {kind} tensor has no twin on meta: meter the program on real CPU tensors, as they are, or pass the "
@@ -87,10 +88,6 @@ def _twin(tensor: Tensor) -> Tensor:
         for known in entry_points.open_ones():
             known.values.bring(cell)
     return twin
-
-
-def _is_nested_strided(tensor: Tensor) -> bool:
-    return tensor.is_nested and tensor.layout is torch.strided
 
 
 def _on_death(cell: weakref.ref[Any]) -> None:

@@ -27,35 +27,22 @@ Mode = Literal["eager", "compiled", "cudagraph", "eager-cudagraph"]
 ALL_MODES = (
     LaunchMode("eager", "eager", "", has_graphs=False, fuses=False, replays_graph=False),
     LaunchMode(
-        "compiled",
-        "torch.compile",
-        "torch.compile",
-        has_graphs=True,
-        fuses=True,
-        replays_graph=False,
-        graph_call_seconds=GUARD_SECONDS,
+        "compiled", "torch.compile", "torch.compile",
+        has_graphs=True, fuses=True, replays_graph=False, graph_call_seconds=GUARD_SECONDS,
     ),
     LaunchMode(
-        "cudagraph",
-        "torch.compile, replayed as CUDA graphs (mode='reduce-overhead')",
+        "cudagraph", "torch.compile, replayed as CUDA graphs (mode='reduce-overhead')",
         "torch.compile(mode='reduce-overhead')",
-        has_graphs=True,
-        fuses=True,
-        replays_graph=True,
+        has_graphs=True, fuses=True, replays_graph=True,
         graph_call_seconds=GUARD_SECONDS + GRAPH_CHECK_SECONDS + GRAPH_LAUNCH_SECONDS,
         node_seconds=GRAPH_NODE_SECONDS,
     ),
     LaunchMode(
-        "eager-cudagraph",
-        "eager kernels, replayed as CUDA graphs",
-        "replay it as a CUDA graph (torch.cuda.graph)",
-        has_graphs=True,
-        fuses=False,
-        replays_graph=True,
-        graph_call_seconds=GRAPH_LAUNCH_SECONDS,
-        node_seconds=GRAPH_NODE_SECONDS,
+        "eager-cudagraph", "eager kernels, replayed as CUDA graphs", "replay it as a CUDA graph (torch.cuda.graph)",
+        has_graphs=True, fuses=False, replays_graph=True,
+        graph_call_seconds=GRAPH_LAUNCH_SECONDS, node_seconds=GRAPH_NODE_SECONDS,
     ),
-)
+)  # fmt: skip
 MODES: Mapping[str, LaunchMode] = {mode.name: mode for mode in ALL_MODES}
 
 

@@ -7,7 +7,8 @@ from bisect import bisect_right
 from dataclasses import replace
 from itertools import count
 
-from flopmeter.records import Storage, StreamUse, Trace
+from flopmeter.records import Storage, Trace
+from flopmeter.records.traces import renumbered
 
 
 def with_templates(trace: Trace) -> Trace:
@@ -36,7 +37,6 @@ def with_templates(trace: Trace) -> Trace:
         is_inside = run.start <= storage.born and storage.died is not None and storage.died <= run.stop
         return replace(storage, born=born, died=born if is_inside and number not in run.op.storages else died)
 
-    use = trace.stream_use
     return replace(
         trace,
         ops=ops,
@@ -44,14 +44,7 @@ def with_templates(trace: Trace) -> Trace:
         storages=list(map(life, count(), trace.storages)),
         resizes=[each._replace(op=moved(each.op)) for each in trace.resizes],
         accumulations=[each._replace(op=moved(each.op)) for each in trace.accumulations],
-        stream_use=StreamUse(
-            {moved(index): stream for index, stream in use.streams.items()},
-            [
-                each._replace(op=moved(each.op))._replace(
-                    subject=moved(each.subject) if each.action == "wait for op" else each.subject
-                )
-                for each in use.syncs
-            ],
-        ),
+        stream_use=renumbered(trace.stream_use, moved),
         templates=[],
+        forward_ends=list(map(moved, trace.forward_ends)),
     )

@@ -298,18 +298,9 @@ def _best_rate(peak: Peak) -> float:
 
 
 def _row(known: _Prediction, calls: int, measured_seconds: float) -> CheckRow:
-    return CheckRow(
-        known.name,
-        known.shapes,
-        known.op_class,
-        known.dtype,
-        calls,
-        measured_seconds,
-        known.seconds * calls,
-        known.floor_seconds * calls,
-        known.flops * calls,
-        known.bytes * calls,
-    )
+    predicted, floor = known.seconds * calls, known.floor_seconds * calls
+    what = known.name, known.shapes, known.op_class, known.dtype
+    return CheckRow(*what, calls, measured_seconds, predicted, floor, known.flops * calls, known.bytes * calls)
 
 
 def _short(name: str) -> str:

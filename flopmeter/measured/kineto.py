@@ -86,6 +86,14 @@ class OpInputs(NamedTuple):
     concrete: tuple[Any, ...] | None
 
 
+class _Recorded(NamedTuple):
+    """An op as it stands in the trace."""
+
+    thread: tuple[str, str]
+    number: int | None  # its External id
+    op: OpEvent
+
+
 @dataclass(frozen=True)
 class Profile:
     """The contents of a trace."""
@@ -113,10 +121,10 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
         raise ProfileError(
             f"{path} holds no ops: profile with activities=[ProfilerActivity.CPU, ...] and export_chrome_trace()"
         )
-    if not any(op.inputs for _, _, op in ops):
+    if not any(recorded.op.inputs for recorded in ops):
         raise ProfileError(f"{path} was recorded without shapes: use torch.profiler.profile(..., record_shapes=True)")
     roots = _nested(ops)
-    _tell_parts_of_cats([op for _, _, op in ops])
+    _tell_parts_of_cats([recorded.op for recorded in ops])
     device_events, unlinked, earlier = _linked(events, ops)
     spans = [*(op.span for op in roots), *(event.span for event in device_events)]
     whole = Span(min(span.start for span in spans), max(span.end for span in spans))
@@ -169,11 +177,9 @@ def _span(event: Mapping[str, Any]) -> Span:
     return Span(start, start + round(event["dur"] * 1000))
 
 
-def _ops(events: Iterable[Mapping[str, Any]]) -> list[tuple[Any, int | None, OpEvent]]:
-    """Each op with its thread and its number."""
-    return [
-        (_thread(event), _number(event, "External id"), _op(event)) for event in events if event.get("cat") == "cpu_op"
-    ]
+def _ops(events: Iterable[Mapping[str, Any]]) -> list[_Recorded]:
+    ops = (event for event in events if event.get("cat") == "cpu_op")
+    return [_Recorded(_thread(event), _number(event, "External id"), _op(event)) for event in ops]
 
 
 def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
@@ -202,11 +208,11 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _nested(ops: Iterable[tuple[Any, int | None, OpEvent]]) -> list[OpEvent]:
+def _nested(ops: Iterable[_Recorded]) -> list[OpEvent]:
     """The outermost ops; each other op becomes a child of the op during which it runs."""
     roots: list[OpEvent] = []
     running: dict[Any, list[OpEvent]] = {}
-    for thread, _, op in sorted(ops, key=lambda entry: (entry[2].span.start, -entry[2].span.end)):
+    for thread, _, op in sorted(ops, key=lambda each: (each.op.span.start, -each.op.span.end)):
         stack = running.setdefault(thread, [])
         while stack and stack[-1].span.end <= op.span.start:
             stack.pop()
@@ -230,7 +236,7 @@ def _tell_parts_of_cats(ops: list[OpEvent]) -> None:
 
 
 def _linked(
-    events: list[dict[str, Any]], ops: list[tuple[Any, int | None, OpEvent]]
+    events: list[dict[str, Any]], ops: list[_Recorded]
 ) -> tuple[list[DeviceEvent], list[DeviceEvent], list[DeviceEvent]]:
     """What ran on the device, the part of it that no op launched, and what was sent before the profile began.
 
@@ -238,7 +244,7 @@ def _linked(
     that call.
     """
     calls = {_number(event, "correlation"): event for event in events if event.get("cat") in _DRIVER}
-    by_number = {number: op for _, number, op in ops if number is not None}
+    by_number = {each.number: each.op for each in ops if each.number is not None}
     if calls and all(_number(event, "External id") in (correlation, None) for correlation, event in calls.items()):
         by_number, by_time = {}, _running(ops, calls)
     else:
@@ -263,11 +269,10 @@ def _linked(
     return ran, unlinked, earlier
 
 
-def _running(
-    ops: list[tuple[Any, int | None, OpEvent]], calls: Mapping[int | None, dict[str, Any]]
-) -> dict[int | None, OpEvent]:
+def _running(ops: list[_Recorded], calls: Mapping[int | None, dict[str, Any]]) -> dict[int | None, OpEvent]:
     """For each call of the driver, by correlation: the innermost op that ran in its thread at that time."""
-    starts: list[tuple[int, int, Any, Any]] = [(op.span.start, -op.span.end, thread, op) for thread, _, op in ops]
+    starts: list[tuple[int, int, Any, Any]]
+    starts = [(op.span.start, -op.span.end, thread, op) for thread, _, op in ops]
     starts += [(_span(call).start, 0, _thread(call), correlation) for correlation, call in calls.items()]
     found: dict[int | None, OpEvent] = {}
     running: dict[Any, list[OpEvent]] = {}

@@ -79,57 +79,25 @@ def _received(sent: int, received: int, ranks: int) -> int:
     return received
 
 
-def _larger(sent: int, received: int, ranks: int) -> int:
-    """A port sends and receives at once: the larger of both binds."""
-    return max(sent, received)
-
-
-def _gathered(sent: int, received: int, ranks: int) -> int:
-    """That of the root: the other ranks receive nothing."""
-    return max(received, ranks * sent)
-
-
-def _scattered(sent: int, received: int, ranks: int) -> int:
-    """That of the root: the other ranks send nothing."""
-    return max(sent, ranks * received)
-
-
-def _nothing(sent: int, received: int, ranks: int) -> int:
-    return 0
-
-
 def _parts_of_others(ranks: int) -> float:
     """All parts but one: that of this rank, or the one that it keeps."""
     return (ranks - 1) / ranks
-
-
-def _twice_the_parts(ranks: int) -> float:
-    """A reduce-scatter, then an all-gather."""
-    return 2 * (ranks - 1) / ranks
 
 
 def _whole(ranks: int) -> float:
     return 1.0
 
 
-def _up_and_down(ranks: int) -> float:
-    return 2.0
-
-
-def _through_the_switch(ranks: int) -> float:
-    """The switch reads each rank's bytes once, and each rank sends its part of the sum to all through it."""
-    return (ranks + 1) / ranks
-
-
-def _no_bytes(ranks: int) -> float:
-    return 0.0
-
-
 COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
     {
         "all_reduce": CollectiveSpec(
             size=_sent,
-            wire={"ring": _twice_the_parts, "tree": _up_and_down, "in-switch": _through_the_switch},
+            wire={
+                "ring": lambda ranks: 2 * (ranks - 1) / ranks,  # a reduce-scatter, then an all-gather
+                "tree": lambda _: 2.0,  # up and down
+                # The switch reads each rank's bytes once, and each rank sends its part of the sum to all through it.
+                "in-switch": lambda ranks: (ranks + 1) / ranks,
+            },
             rounds=2,
             keeps_part=True,
             law="reduced",
@@ -172,7 +140,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
             ),
         ),
         "all_to_all": CollectiveSpec(
-            size=_larger,
+            size=lambda sent, received, _: max(sent, received),  # a port sends and receives at once
             wire={"pairwise": _parts_of_others},
             keeps_part=True,
             law="exchanged",
@@ -200,7 +168,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
             ops=(CollectiveOp("c10d::reduce_", "tensors", "tensors"),),
         ),
         "gather": CollectiveSpec(
-            size=_gathered,
+            size=lambda sent, received, ranks: max(received, ranks * sent),  # the root's: others receive nothing
             wire={"pairwise": _parts_of_others},
             keeps_part=True,
             law="gathered",
@@ -210,7 +178,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
             ),
         ),
         "scatter": CollectiveSpec(
-            size=_scattered,
+            size=lambda sent, received, ranks: max(sent, ranks * received),  # the root's: others send nothing
             wire={"pairwise": _parts_of_others},
             keeps_part=True,
             law="scattered",
@@ -237,8 +205,8 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveSpec] = MappingProxyType(
             ),
         ),
         "barrier": CollectiveSpec(
-            size=_nothing,
-            wire={"ring": _no_bytes, "tree": _no_bytes},
+            size=lambda *_: 0,
+            wire={"ring": lambda _: 0.0, "tree": lambda _: 0.0},
             rounds=2,
             law=None,
             ops=(CollectiveOp("c10d::barrier", None, None), CollectiveOp("c10d::monitored_barrier_", None, None)),

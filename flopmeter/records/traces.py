@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -98,13 +99,30 @@ class Trace:
         return "meta" if "meta" in self.devices else next((kind for kind in self.devices if kind != "cpu"), "cpu")
 
 
+def renumbered(
+    use: StreamUse, place: Callable[[int], int | None], before: Callable[[int], int | None] | None = None
+) -> StreamUse:
+    """With the ops at other places. None leaves an op out, and a wait for it: that is over by then. `before`: where
+    what happened before an op happens now, if it stays though the op does not."""
+    before = before or place
+    syncs = []
+    for sync in use.syncs:
+        op, subject = before(sync.op), place(sync.subject) if sync.action == "wait for op" else sync.subject
+        if op is not None and subject is not None:
+            syncs.append(sync._replace(op=op, subject=subject))
+    streams, batches = (
+        {new: value for op, value in of_op.items() if (new := place(op)) is not None}
+        for of_op in (use.streams, use.batches)
+    )
+    return StreamUse(streams, syncs, batches)
+
+
 def part_of(trace: Trace, ops: range) -> Trace:
     """What ran in these ops, as a trace of its own. Storages keep their numbers; one that was there before the part
     existed is marked BEFORE, with the size that it had then."""
     start, stop = ops.start, ops.stop
     before = trace.module_calls[start - 1] if start else 0
     sizes = {resize.storage: resize.nbytes for resize in trace.resizes if resize.op < start}
-    stream_use = trace.stream_use
     return Trace(
         ops=trace.ops[start:stop],
         module_calls=[calls - before for calls in trace.module_calls[start:stop]],
@@ -112,11 +130,7 @@ def part_of(trace: Trace, ops: range) -> Trace:
         resizes=[resize._replace(op=resize.op - start) for resize in trace.resizes if resize.op in ops],
         accumulations=[each._replace(op=each.op - start) for each in trace.accumulations if each.op in ops],
         switches=trace.switches,
-        stream_use=StreamUse(
-            {op - start: stream for op, stream in stream_use.streams.items() if op in ops},
-            [each for sync in stream_use.syncs for each in _shifted(sync, start) if sync.op in ops],
-            {op - start: messages for op, messages in stream_use.batches.items() if op in ops},
-        ),
+        stream_use=renumbered(trace.stream_use, lambda op: op - start if op in ops else None),
         templates=[
             TemplateRun(run.start - start, run.stop - start, run.op)
             for run in trace.templates
@@ -136,10 +150,3 @@ def _in_part(storage: Storage, nbytes_at_start: int | None, ops: range) -> Stora
             return replace(storage, nbytes=0, born=born, died=born)
     nbytes = storage.nbytes if born != BEFORE or nbytes_at_start is None else nbytes_at_start
     return replace(storage, nbytes=nbytes, born=born, died=None if died is None else died - ops.start)
-
-
-def _shifted(sync: Sync, start: int) -> list[Sync]:
-    """The sync within a part that starts at op `start`; none if what it waits for is over by then."""
-    if sync.action != "wait for op":
-        return [sync._replace(op=sync.op - start)]
-    return [sync._replace(op=sync.op - start, subject=sync.subject - start)] if sync.subject >= start else []

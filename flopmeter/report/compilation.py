@@ -49,7 +49,8 @@ def explained(report: Report) -> str:
 
 
 def _graph(graph: CompiledGraph) -> Iterator[str]:
-    kernels, saved = graph.kernels, _kept_inside(graph.kernels)
+    kernels, inside = graph.kernels, _kept_inside(graph.kernels)
+    ops = sum(len(kernel.origins) for kernel in kernels)
     moved = sum(kernel.bytes_read + kernel.bytes_written for kernel in kernels)
     again = sum(
         flops
@@ -60,8 +61,8 @@ def _graph(graph: CompiledGraph) -> Iterator[str]:
     )
     yield f"graph {graph.number}, {graph.part} of {graph.function}: {len(kernels)} kernels, called {graph.calls} times"
     yield (
-        f"  moves {with_prefix(moved, 'B')} a call; as kernels of their own its {saved.ops} ops would move about"
-        f" {with_prefix(moved + saved.nbytes, 'B')} · recomputed for the backward pass: {with_prefix(again, 'FLOP')}"
+        f"  moves {with_prefix(moved, 'B')} a call; as kernels of their own its {ops} ops would move about"
+        f" {with_prefix(moved + inside, 'B')} · recomputed for the backward pass: {with_prefix(again, 'FLOP')}"
     )
     if graph.saved_bytes:
         yield f"  keeps {with_prefix(graph.saved_bytes, 'B')} for the backward pass"
@@ -84,22 +85,14 @@ def _row(kernel: CompiledKernel) -> tuple[str, ...]:
     )
 
 
-class _Saved:
-    """What the fused kernels of a graph do not write to memory."""
-
-    def __init__(self) -> None:
-        self.ops = self.nbytes = 0
-
-
-def _kept_inside(kernels: Iterable[CompiledKernel]) -> _Saved:
+def _kept_inside(kernels: Iterable[CompiledKernel]) -> int:
     """Bytes of results that only the kernel itself reads. If its ops were kernels of their own, these would be written
     once and read once."""
-    saved = _Saved()
-    for kernel in kernels:
-        saved.ops += len(kernel.origins)
-        results = sum(origin.result_bytes for origin in kernel.origins)
-        saved.nbytes += 2 * max(0, results - kernel.bytes_written) if kernel.kind == "triton" else 0
-    return saved
+    return sum(
+        2 * max(0, sum(origin.result_bytes for origin in kernel.origins) - kernel.bytes_written)
+        for kernel in kernels
+        if kernel.kind == "triton"
+    )
 
 
 def _first_sentence(reason: str) -> str:

@@ -232,21 +232,15 @@ def as_dict(report: Report) -> dict[str, Any]:
     }
 
 
+_OF_KERNELS = ("name", "kind", "bytes_read", "bytes_written", "flops")
+
+
 def _graph_as_dict(graph: CompiledGraph) -> dict[str, Any]:
     return {
         "function": graph.function,
         "part": graph.part,
         "calls": graph.calls,
-        "kernels": [
-            {
-                "name": k.name,
-                "kind": k.kind,
-                "bytes_read": k.bytes_read,
-                "bytes_written": k.bytes_written,
-                "flops": k.flops,
-            }
-            for k in graph.kernels
-        ],
+        "kernels": [{name: getattr(kernel, name) for name in _OF_KERNELS} for kernel in graph.kernels],
         "breaks": [each._asdict() for each in graph.breaks],
         "recompiled_because": graph.recompiled_because,
     }

@@ -21,6 +21,7 @@ from flopmeter.report.figures import (
     longest_dots,
     memory_picture,
     merged,
+    modules_to_depth,
     ranges,
     roofline_of,
 )
@@ -198,11 +199,7 @@ def _bar_legend(panel: Any, rows: Sequence[Row]) -> list[Any]:
 
 def _fewer(report: Report, by: By, most: int) -> list[Row]:
     if by == "module":
-        depth = 1
-        while len(report.rows(by, depth=depth + 1)) <= most:
-            depth += 1
-        if len(rows := report.rows(by, depth=depth)) <= most:
-            return rows
+        return modules_to_depth(report, most)[0]
     return sorted(report.rows(by), key=lambda row: -row.seconds)[:most]
 
 

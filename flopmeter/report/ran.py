@@ -51,12 +51,10 @@ NOT_SAID = Ran("not said", (), 0, "", {}, "")
 
 def ran_of(trace: Trace, hardware: Hardware) -> Ran:
     own = sys.modules["flopmeter"].__version__  # which imports this file, so this file cannot import it
-    versions = {"flopmeter": own, "torch": torch.__version__, "profile": _profile_version(hardware)}
-    return Ran(_started_as(), tuple(_inputs(trace)), _steps(trace), hardware.name, versions, _now())
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    profile = hashlib.sha256(repr(hardware).encode()).hexdigest()[:8]
+    versions = {"flopmeter": own, "torch": torch.__version__, "profile": profile}
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return Ran(_started_as(), tuple(_inputs(trace)), _steps(trace), hardware.name, versions, date)
 
 
 def _started_as() -> str:
@@ -66,10 +64,6 @@ def _started_as() -> str:
     if name == "__main__.py":
         return shlex.join(["python", "-m", Path(script).parent.name, *arguments])
     return shlex.join([name, *arguments]) if name not in ("", "-c", "-") else "python"
-
-
-def _profile_version(hardware: Hardware) -> str:
-    return hashlib.sha256(repr(hardware).encode()).hexdigest()[:8]
 
 
 def _inputs(trace: Trace) -> list[str]:

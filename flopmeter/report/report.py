@@ -402,18 +402,6 @@ class Report:
         return [group.row(name, spread) for name, group in groups.items()]
 
 
-def _class(kernel: Kernel) -> tuple[str]:
-    return (kernel.cost.op_class,)
-
-
-def _op(kernel: Kernel) -> tuple[str]:
-    return (kernel.cost.name,)
-
-
-def _phase(kernel: Kernel) -> tuple[str]:
-    return (kernel.ops[0].phase,)
-
-
 def _kernel(kernel: Kernel) -> tuple[str]:
     """The op, its class where it launches several kernels, and the shapes that it reads."""
     call = kernel.ops[0].call
@@ -442,10 +430,6 @@ def _as_tree(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def _in_table_order(rows: list[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: OP_CLASSES.index(row.name))
-
-
 def _longest_first(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: -row.seconds)
 
@@ -459,9 +443,13 @@ class Grouping(NamedTuple):
 
 
 GROUPINGS: dict[By, Grouping] = {
-    "class": Grouping(_class, _in_table_order, splits_flops=True),
-    "op": Grouping(_op, _longest_first),
+    "class": Grouping(
+        lambda kernel: (kernel.cost.op_class,),
+        lambda rows: sorted(rows, key=lambda row: OP_CLASSES.index(row.name)),
+        splits_flops=True,
+    ),
+    "op": Grouping(lambda kernel: (kernel.cost.name,), _longest_first),
     "module": Grouping(_ancestors, _as_tree),
-    "phase": Grouping(_phase),
+    "phase": Grouping(lambda kernel: (kernel.op.phase,)),
     "kernel": Grouping(_kernel, _longest_first),
 }

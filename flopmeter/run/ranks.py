@@ -20,7 +20,7 @@ from flopmeter.costs.data_movement.communication import message_peers
 from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware
 from flopmeter.distributed.ranks import run_ranks
-from flopmeter.meter import Mode, reports_together
+from flopmeter.meter import reports_together
 from flopmeter.records.traces import part_of
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run
@@ -60,23 +60,22 @@ def run_as_ranks(
 def _peers(ran: RanAsRank) -> set[int]:
     """The ranks with which it exchanges messages in a step."""
     session = ran.session
-    if not session.steps.parts(session.now()).ends_between_messages:
+    if session.steps.parts(session.now()).ends_with_call:  # ranks do not end it at the same place
         return set()
     return message_peers(kernels_of(part_of(session.meter.trace, session.step_ops())))
 
 
-def report_of(runs: Mapping[int, RanAsRank], program: str, mode: Mode | None = None) -> RunReport:
+def report_of(runs: Mapping[int, RanAsRank], program: str) -> RunReport:
     """The report of rank 0, on the clock of all ranks. Raises NothingRanError, and HangError where messages do not
     meet."""
     session = runs[0].session
-    report = session.report(program, mode)
+    report = session.report(program)
     if len(runs) == 1:
         return report
     sessions = {rank: each.session for rank, each in runs.items()}
     meters = {rank: each.meter for rank, each in sessions.items()}
-    together = reports_together(
-        meters, mode or session.wishes.mode, {rank: each.step_ops() for rank, each in sessions.items()}
-    )
+    ops = {rank: each.step_ops() for rank, each in sessions.items()}
+    together = reports_together(meters, session.wishes.mode, ops)
     notes = dict.fromkeys(note for each in together.values() for note in each.notes)
     assumed = dict.fromkeys(text for each in together.values() for text in each.assumptions)
     step = replace(together[0], notes=(*notes, *session.own_notes()), assumptions=tuple(assumed))

@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ from flopmeter.run.patches import Patch, applied
 
 AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
 NVTX = "nvtx:"
-_CALLS = "calls of"
 
 
 class StepsDone(BaseException):
@@ -51,12 +50,7 @@ class Parts:
     marked_by: str
     steady_number: int = 0  # of the steady step, from 1 on
     evaluation: range | None = None  # in the steady step, if every step has one: from the first call to the last
-
-    @property
-    def ends_between_messages(self) -> bool:
-        """Whether all ranks of a pipeline end a step at the same place: not if it ends with a call of a module, since
-        what the call made is sent afterwards."""
-        return not self.marked_by.startswith(_CALLS)
+    ends_with_call: bool = False  # of a module. In a pipeline, what the call made is sent in the next step then
 
 
 class _OutermostCall(NamedTuple):
@@ -142,12 +136,14 @@ class Steps:
         """What ran so far, of `total` ops."""
         if self._ends:
             start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
-            by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: f"{_CALLS} the outermost module"}
+            by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
             marked_by = by.get(self._marker, self._marker)
             evaluations = [call.ops for call in self._calls if call.evaluates]
-            return _parts(min(start or 0, self._ends[0]), self._ends, marked_by, evaluations)
+            found = _parts(min(start or 0, self._ends[0]), self._ends, marked_by, evaluations)
+            return replace(found, ends_with_call=self._marker == FORWARD)
         if ends := self._ends_of_trainings(total):
-            return _parts(self._training_start, ends, f"{_CALLS} {self._trained}, trained without an optimizer")
+            found = _parts(self._training_start, ends, f"calls of {self._trained}, trained without an optimizer")
+            return replace(found, ends_with_call=True)
         if self._replays and self._marker == AUTO:
             return _parts(self._replays[0], self._replays[1:], "replays of a CUDA graph")
         if self._calls and self._marker in (AUTO, FORWARD):
@@ -155,7 +151,7 @@ class Steps:
             calls = [call for call in self._calls if call.learns] or self._calls
             name, _ = Counter(call.name for call in calls).most_common(1)[0]
             ends = [call.ops.stop for call in calls if call.name == name]
-            return _parts(self._calls_start or 0, ends, f"{_CALLS} {name}")
+            return replace(_parts(self._calls_start or 0, ends, f"calls of {name}"), ends_with_call=True)
         return Parts(range(total), None, None, 0, "nothing")
 
     def _end(self) -> None:

@@ -3,18 +3,12 @@ imported before a program compiles. Read from torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
-from flopmeter.torch_names.private import NAMES, PrivateName
+from functools import partial
 
-INDUCTOR = "what torch.compile launches, asked of the compiler itself"
-NAMES[INDUCTOR] = ()
+from flopmeter.torch_names.private import NAMES, listed
 
-
-def _name(module: str, attribute: str, used: str) -> PrivateName:
-    name = PrivateName(module, attribute, used)
-    NAMES[INDUCTOR] += (name,)
-    return name
-
-
+COMPILER = "what torch.compile launches, asked of the compiler itself"
+_name = partial(listed, COMPILER)
 _COMPILE_FX = "torch._inductor.compile_fx"
 
 COMPILE_FX = _name(_COMPILE_FX, "compile_fx", "where Dynamo hands a graph to inductor")
@@ -44,12 +38,12 @@ FAKE_TENSOR_PROP = _name(_COMPILE_FX, "fake_tensor_prop", "shapes after the pass
 PADDING_OFF = _name(_COMPILE_FX, "maybe_disable_comprehensive_padding", "which buffers get padded strides")
 SHAPE_ENV_OF = _name(_COMPILE_FX, "shape_env_from_inputs", "symbolic sizes")
 GRAPH_LOWERING = _name("torch._inductor.graph", "GraphLowering", "lowers a graph to loops and library calls")
-UPDATE_SCHEDULER = _name("torch._inductor.graph", "GraphLowering._update_scheduler", "fuses them")
+_name("torch._inductor.graph", "GraphLowering._update_scheduler", "fuses them")
 DECOMPOSES_FOR_GPU = _name("torch._inductor.decomposition", "is_gpu", "what becomes of a convolution's bias")
 SCHEDULER_HAS_TRITON = _name("torch._inductor.scheduler", "has_triton", "refuses without Triton")
 EXTERN_NODE = _name("torch._inductor.scheduler", "ExternKernelSchedulerNode", "which kernels are libraries'")
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
-FUSED_NODE = _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
+_name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
 MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements a kernel reads")
 WEAK_DEP = _name("torch._inductor.dependencies", "WeakDep", "which dependencies are of order alone")
@@ -67,14 +61,10 @@ AVOID_DEVICE_INIT = _name(
     "torch._subclasses.fake_tensor", "FakeTensorMode.avoid_device_init", "constants are not made on the missing device"
 )
 DEVICE_CACHES = _name("torch._inductor", "utils", "what it remembers of a device")
-FAKE_MODE = _name("torch._subclasses.fake_tensor", "FakeTensor", "tensors that pose as those of the device")
-MAKE_SUBCLASS = _name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")
+_name("torch._subclasses.fake_tensor", "FakeTensor", "tensors that pose as those of the device")
+_name("torch", "Tensor._make_subclass", "what C++ takes a fake tensor for")
 BOXED = "_boxed_call"  # on a compiled graph: it takes a list of arguments, which it may empty
-NAMES[INDUCTOR] += (
-    PrivateName(
-        "torch._inductor.output_code", f"CompiledFxGraph.{BOXED}", "lets a graph free its arguments", on_instances=True
-    ),
-)
+_name("torch._inductor.output_code", f"CompiledFxGraph.{BOXED}", "lets a graph free its arguments", on_instances=True)
 SET_CAPTURABLE = _name(
     "torch._dynamo.variables.optimizer", "OptimizerVariable._set_capturable", "puts step counters on the device"
 )
@@ -95,10 +85,8 @@ CONVOLUTION_LAYOUT = _name(
     "torch._C", "_conv_determine_backend_memory_format", "the layout of what a convolution writes"
 )
 DECOMPOSITIONS = _name("torch._decomp", "global_decomposition_table", "which ops have Python kernels on meta")
-NAMES[INDUCTOR] += (
-    PrivateName("torch._ops", "OpOverload.py_kernels", "Python kernels of composites on meta", on_instances=True),
-    PrivateName("torch._ops", "OpOverload._dispatch_cache", "which kernel of these runs", on_instances=True),
-)
+_name("torch._ops", "OpOverload.py_kernels", "Python kernels of composites on meta", on_instances=True)
+_name("torch._ops", "OpOverload._dispatch_cache", "which kernel of these runs", on_instances=True)
 GUARD_IDENTITY = _name(
     "torch._dynamo.guards", "GuardBuilder.id_match_unchecked", "functions of torch may be replaced by ours"
 )
@@ -122,7 +110,7 @@ AROUND_CALL = _name("torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "c
 def missing() -> tuple[str, ...]:
     """What this torch lacks of them. Imports the compiler."""
     absent = []
-    for name in NAMES[INDUCTOR]:
+    for name in NAMES[COMPILER]:
         try:
             _ = name.on_instances or name.value
         except (AttributeError, ImportError):

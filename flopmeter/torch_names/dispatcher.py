@@ -31,7 +31,6 @@ from flopmeter.torch_names.private import (
     MHA_FAST_PATH,
     NAMES,
     RNN,
-    SDP_PRIORITY_ORDER,
     SPARE_AUTOCAST_KEY,
     SPARSE,
 )
@@ -147,11 +146,6 @@ def is_emulated(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta" and not isinstance(tensor, FakeTensor)
 
 
-def is_amp_on(made: Any) -> bool:
-    """Whether a torch.autocast or a GradScaler is enabled."""
-    return bool(made._enabled)
-
-
 def is_cuda_amp_off(made: Any) -> bool:
     """Whether a torch.autocast or a GradScaler is for CUDA and disabled. False for one whose constructor failed
     midway."""
@@ -159,20 +153,10 @@ def is_cuda_amp_off(made: Any) -> bool:
     return device == "cuda" and not getattr(made, "_enabled", True)
 
 
-def switch_amp(context: Any, on: bool) -> None:
-    """Enable or disable a torch.autocast that was made."""
-    context._enabled = on
-
-
 def autocast_nesting() -> int:
     """How many autocasts this thread has entered."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a view of another, as autograd sees it."""
-    return tensor._is_view()
 
 
 # --- dispatcher ------------------------------------------------------------------------------------------------
@@ -187,52 +171,11 @@ def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def has_kernel(op: str, key: str) -> bool:
-    """Whether `op` ("aten::name.overload") has a kernel of its own at dispatch key `key`."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
-
-
-def kernel_at(op: str, key: str) -> Any:
-    """The kernel that `op` runs at dispatch key `key` now; `.call_boxed(keyset, *args)` runs it."""
-    return torch.library.get_kernel(op, key)
-
-
-def library() -> Library:
-    """A library that holds registrations for aten ops until `unregister`."""
-    return Library("aten", "IMPL")
-
-
-def register(library: Library, op: str, function: Any, key: str, with_keyset: bool) -> None:
-    """Register `function` for `op` ("aten::name.overload") at dispatch key `key`."""
-    library.impl(op, function, key, with_keyset=with_keyset)
-
-
 def fall_through(key: str) -> Library:
     """Let ops without a kernel at `key` skip that key, until `unregister`."""
     fallback = Library("_", "IMPL", key)
     fallback.fallback(fallthrough_kernel, key)
     return fallback
-
-
-def register_unguarded(library: Library, op: str, function: Any, key: str) -> None:
-    """`Library.impl` without its refusals of Meta kernels.
-
-    It refuses ops with a composite kernel. `_fused_rms_norm` and `mish_backward` have an autograd formula as well,
-    which the dispatcher takes only where the backend has a kernel, as CUDA does and Meta does not. Before 2.13 it
-    also refuses ops that have a Meta kernel from Python, such as the one that fails for int4 weights.
-    """
-    assert library.m is not None
-    library.m.impl(op, key, function)
-
-
-def unregister(library: Library) -> None:
-    """Take back every registration of `library` now, not when it is collected."""
-    library._destroy()
-
-
-def name_of(op: OpOverload) -> str:
-    """ "aten::name.overload"."""
-    return str(op.name())
 
 
 def schema_arguments(op: OpOverload) -> tuple[str, ...]:
@@ -284,8 +227,3 @@ def enabled_sdp_backends() -> dict[SDPBackend, bool]:
         SDPBackend.EFFICIENT_ATTENTION: flags.mem_efficient_sdp_enabled(),
         SDPBackend.CUDNN_ATTENTION: flags.cudnn_sdp_enabled(),
     }
-
-
-def sdp_priority_order() -> tuple[int, ...]:
-    """The user's order of SDPBackend values, or torch's default."""
-    return tuple(SDP_PRIORITY_ORDER.value())

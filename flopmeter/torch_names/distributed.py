@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch.library import Library
 
-from flopmeter.torch_names.private import NAMES, WORLDS, PrivateName, needed
+from flopmeter.torch_names.private import WORLDS, listed, needed
 
-
-def _needed(module: str, attribute: str, used: str) -> Any:
-    return needed(module, attribute, used, WORLDS)
-
-
+_needed = partial(needed, feature=WORLDS)
 FakeStore = _needed(
     "torch.testing._internal.distributed.fake_pg", "FakeStore", "how to open a world of which one rank runs"
 )
@@ -73,10 +70,8 @@ for _name in (RNG_TRACKER, RNG_SUPPORTED):
 _SHARDINGS = "how worlds in a row use DTensor"
 _op_dispatcher = _needed("torch.distributed.tensor", "DTensor._op_dispatcher", _SHARDINGS)
 _forget_in_cpp = _needed("torch._C", "_clear_DTensor_sharding_propagator_cache", _SHARDINGS)
-NAMES[WORLDS] += tuple(
-    PrivateName("multiprocessing.process", f"BaseProcess.{name}", "which rank a process is", on_instances=True)
-    for name in ("_target", "_args", "_kwargs")
-)
+for _name in ("_target", "_args", "_kwargs"):
+    listed(WORLDS, "multiprocessing.process", f"BaseProcess.{_name}", "which rank a process is", on_instances=True)
 
 
 def forget_shardings() -> None:

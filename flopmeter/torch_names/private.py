@@ -89,138 +89,20 @@ class PrivateName:
         return True
 
 
-OP_DK = PrivateName("torch", "ops.aten.mm.default._op_dk", "runs the composite kernel of an op")
-SCHEMA = PrivateName("torch", "ops.aten.mm.default._schema", "the arguments of an op")
-DESTROY = PrivateName("torch.library", "Library._destroy", "takes registrations back")
-HAS_KERNEL = PrivateName("torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops a build has kernels for")
-SDP_PRIORITY_ORDER = PrivateName("torch._C", "_get_sdp_priority_order", "what sdpa_kernel(set_priority=True) sets")
-_JAGGED = "torch.nested._internal.sdpa"
-JAGGED_FLASH = PrivateName(_JAGGED, "can_use_flash_attention", "the first backend that jagged attention asks for")
-JAGGED_EFFICIENT = PrivateName(_JAGGED, "can_use_efficient_attention", "the second one")
-JAGGED_CUDNN = PrivateName(_JAGGED, "can_use_cudnn_attention", "the last one")
-GET_KERNEL = PrivateName("torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
-SPARE_AUTOCAST_KEY = PrivateName("torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")
-EXCLUDE_KEY = PrivateName("torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast")
-INCLUDE_IN_TLS = PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
-EXCLUDE_FROM_TLS = PrivateName("torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare key off")
-HIGHER_ORDER_OPERATORS = PrivateName("torch._ops", "_higher_order_ops", "which pass the autocast key")
-HIGHER_ORDER_FALLTHROUGH = PrivateName(
-    "torch._ops", "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "which keys later ones pass"
-)
-CUSTOM_FWD_CAST = PrivateName("torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) asks device types")
-NO_AMP = PrivateName("torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it")
-INFER_DEVICE_TYPE = PrivateName("torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved")
-FOREACH_DEVICES = PrivateName("torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices", "the default")
-FUSED_DEVICES = PrivateName("torch.utils._foreach_utils", "_get_fused_kernels_supported_devices", "fused=True")
-CAPTURABLE_DEVICES = PrivateName("torch.optim.optimizer", "_get_capturable_supported_devices", "capturable=True")
-THIRD_DEVICE = PrivateName(
-    "torch.utils.backend_registration", "_privateuse1_backend_name", "a device that the fast path takes beside cuda"
-)
-_GENERATION = "transformers.generation.utils"
-EARLY_STOP = PrivateName(_GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve")
-FINISHED_BEAMS = PrivateName(_GENERATION, "GenerationMixin._update_finished_beams", "which beams have ended")
-META_GROUPED_MM = PrivateName("torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
-FLEX_VALIDATE = PrivateName("torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device")
-FLEX_UNCOMPILED = PrivateName(
-    "torch.nn.attention.flex_attention", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "its eager way without Dynamo"
-)
-_FLEX = "torch._higher_order_ops.flex_attention"
-FLEX_OPERATOR = PrivateName(_FLEX, "flex_attention", "its operator")
-FLEX_CACHE = PrivateName(_FLEX, "flex_attention._dispatch_cache", "where its autograd kernel is kept")
-FLEX_FUNCTION = PrivateName(_FLEX, "FlexAttentionAutogradOp", "its autograd function")
-FLEX_GRAPHS = PrivateName(_FLEX, "create_fw_bw_graph", "the gradient of a score function")
-FLEX_GETITEM = PrivateName(
-    "torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex", "indices that are tensors"
-)
-_TRITON = "torch._higher_order_ops.triton_kernel_wrap"
-TRITON_TTIR = PrivateName(_TRITON, "generate_ttir", "what a kernel does")
-TRITON_ACCESSED = PrivateName(_TRITON, "identify_accessed_tensors", "which tensors a kernel reads and writes")
-TRITON_OPERATORS = PrivateName("torch._library.triton", "triton_ops_to_kernels", "which operators launch kernels")
-AROUND_COMPILED_CALL = PrivateName(
-    "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
-)
-PYTHON_KERNELS = PrivateName("torch.library", "_impls", "which ops have a Python function as a kernel")
-COMPILED_MODULE = "_orig_mod"
-DYNAMO = PrivateName("torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
-
-PROPAGATE = PrivateName(
-    "torch.distributed.tensor._sharding_prop",
-    "ShardingPropagator._propagate_tensor_meta_non_cached",
-    "where DTensor runs an op on fake tensors",
-)
-
-NAMES: dict[str, tuple[PrivateName, ...]] = {
-    METERING: (  # more below, and WORLDS in distributed.py: they are taken as they are named
-        PrivateName("torch._ops", "OpOverload._overloadname", "names of ops", on_instances=True),
-        PrivateName("torch._ops", "OpOverload._schema", "the arguments of an op", on_instances=True),
-        PrivateName("torch._ops", "OpOverload._op_dk", "what a composite runs", on_instances=True),
-    ),
-    WORLDS: (),
-    PROPAGATION: (PROPAGATE,),
-    BUFFERS: (
-        PrivateName("transformers.modeling_utils", "PreTrainedModel._init_weights", "what fills buffers"),
-        PrivateName("torch.nn", "Module._buffers", "buffers by name", on_instances=True),
-        PrivateName("torch.nn", "Module._parameters", "weights by name", on_instances=True),
-        PrivateName("torch.nn", "Module._non_persistent_buffers_set", "which no file holds", on_instances=True),
-    ),
-    DOUBLE_BACKWARD: (PrivateName("torch.autograd.graph", "_engine_run_backward", "with what it was called"),),
-    CUSTOM_OPS: (PrivateName("torch._library.custom_ops", "CustomOpDef._opoverload", "its op", on_instances=True),),
-    PYTHON_OPS: (PYTHON_KERNELS,),
-    MODEL_HUBS: (PrivateName("transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model"),),
-    BEAMS: (EARLY_STOP, FINISHED_BEAMS),
-    DISPATCHER: (OP_DK, SCHEMA, DESTROY, HAS_KERNEL),
-    ATTENTION: (SDP_PRIORITY_ORDER,),
-    JAGGED: (
-        JAGGED_FLASH,
-        JAGGED_EFFICIENT,
-        JAGGED_CUDNN,
-        PrivateName("torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True),
-    ),
-    FUNCTORCH: (GET_KERNEL,),
-    AUTOCAST: (
-        SPARE_AUTOCAST_KEY,
-        EXCLUDE_KEY,
-        INCLUDE_IN_TLS,
-        EXCLUDE_FROM_TLS,
-        HIGHER_ORDER_OPERATORS,
-        HIGHER_ORDER_FALLTHROUGH,
-        CUSTOM_FWD_CAST,
-        NO_AMP,
-        PrivateName("torch", "autocast._enabled", "whether it is on", on_instances=True),
-    ),
-    CHECKPOINT: (INFER_DEVICE_TYPE,),
-    FOREACH: (FOREACH_DEVICES, FUSED_DEVICES, CAPTURABLE_DEVICES),
-    MHA_FAST_PATH: (THIRD_DEVICE,),
-    FLEX_ATTENTION: (
-        FLEX_VALIDATE,
-        FLEX_UNCOMPILED,
-        FLEX_OPERATOR,
-        FLEX_CACHE,
-        FLEX_FUNCTION,
-        FLEX_GRAPHS,
-        FLEX_GETITEM,
-    ),
-    TRITON: (TRITON_TTIR, TRITON_ACCESSED, TRITON_OPERATORS),
-    GROUPED: (META_GROUPED_MM,),
-    COMPILE: (
-        AROUND_COMPILED_CALL,
-        DYNAMO,
-        PrivateName(
-            "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True
-        ),
-    ),
-    SPARSE: (
-        PrivateName("torch", "Tensor._indices", "places of the elements, repeated ones too"),
-        PrivateName("torch", "Tensor._values", "the elements"),
-    ),
-}
+NAMES: dict[str, tuple[PrivateName, ...]] = {}
 """What is lost without them: the names."""
+
+
+def listed(feature: str, module: str, attribute: str, used: str, *, on_instances: bool = False) -> PrivateName:
+    """The name, entered in the table."""
+    name = PrivateName(module, attribute, used, on_instances)
+    NAMES[feature] = (*NAMES.get(feature, ()), name)
+    return name
 
 
 def needed(module: str, attribute: str, used: str, feature: str = METERING) -> Any:
     """The attribute, which enters the table. Raises ImportError, saying what is lost, where this torch lacks it."""
-    name = PrivateName(module, attribute, used)
-    NAMES[feature] += (name,)
+    name = listed(feature, module, attribute, used)
     try:
         return name.value
     except (AttributeError, ModuleNotFoundError):
@@ -236,6 +118,100 @@ def lost(*features: str) -> tuple[str, ...]:
     absent = {feature: [name.path for name in NAMES[feature] if not name.present()] for feature in features}
     return tuple(f"without {feature}: there is no {', no '.join(paths)}" for feature, paths in absent.items() if paths)
 
+
+listed(METERING, "torch._ops", "OpOverload._overloadname", "names of ops", on_instances=True)
+listed(METERING, "torch._ops", "OpOverload._schema", "the arguments of an op", on_instances=True)
+listed(METERING, "torch._ops", "OpOverload._op_dk", "what a composite runs", on_instances=True)
+PROPAGATE = listed(
+    PROPAGATION,
+    "torch.distributed.tensor._sharding_prop",
+    "ShardingPropagator._propagate_tensor_meta_non_cached",
+    "where DTensor runs an op on fake tensors",
+)
+listed(BUFFERS, "transformers.modeling_utils", "PreTrainedModel._init_weights", "what fills buffers")
+listed(BUFFERS, "torch.nn", "Module._buffers", "buffers by name", on_instances=True)
+listed(BUFFERS, "torch.nn", "Module._parameters", "weights by name", on_instances=True)
+listed(BUFFERS, "torch.nn", "Module._non_persistent_buffers_set", "which no file holds", on_instances=True)
+listed(DOUBLE_BACKWARD, "torch.autograd.graph", "_engine_run_backward", "with what it was called")
+listed(CUSTOM_OPS, "torch._library.custom_ops", "CustomOpDef._opoverload", "its op", on_instances=True)
+PYTHON_KERNELS = listed(PYTHON_OPS, "torch.library", "_impls", "which ops have a Python function as a kernel")
+listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model")
+_GENERATION = "transformers.generation.utils"
+EARLY_STOP = listed(
+    BEAMS, _GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve"
+)
+FINISHED_BEAMS = listed(BEAMS, _GENERATION, "GenerationMixin._update_finished_beams", "which beams have ended")
+OP_DK = listed(DISPATCHER, "torch", "ops.aten.mm.default._op_dk", "runs the composite kernel of an op")
+SCHEMA = listed(DISPATCHER, "torch", "ops.aten.mm.default._schema", "the arguments of an op")
+DESTROY = listed(DISPATCHER, "torch.library", "Library._destroy", "takes registrations back")
+HAS_KERNEL = listed(
+    DISPATCHER, "torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops a build has kernels for"
+)
+SDP_PRIORITY_ORDER = listed(
+    ATTENTION, "torch._C", "_get_sdp_priority_order", "what sdpa_kernel(set_priority=True) sets"
+)
+_JAGGED = "torch.nested._internal.sdpa"
+JAGGED_FLASH = listed(JAGGED, _JAGGED, "can_use_flash_attention", "the first backend that jagged attention asks for")
+JAGGED_EFFICIENT = listed(JAGGED, _JAGGED, "can_use_efficient_attention", "the second one")
+JAGGED_CUDNN = listed(JAGGED, _JAGGED, "can_use_cudnn_attention", "the last one")
+listed(JAGGED, "torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True)
+GET_KERNEL = listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
+SPARE_AUTOCAST_KEY = listed(AUTOCAST, "torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")
+EXCLUDE_KEY = listed(
+    AUTOCAST, "torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast"
+)
+INCLUDE_IN_TLS = listed(AUTOCAST, "torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
+EXCLUDE_FROM_TLS = listed(AUTOCAST, "torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare key off")
+HIGHER_ORDER_OPERATORS = listed(AUTOCAST, "torch._ops", "_higher_order_ops", "which pass the autocast key")
+HIGHER_ORDER_FALLTHROUGH = listed(
+    AUTOCAST, "torch._ops", "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "which keys later ones pass"
+)
+CUSTOM_FWD_CAST = listed(AUTOCAST, "torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) asks device types")
+NO_AMP = listed(AUTOCAST, "torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it")
+listed(AUTOCAST, "torch", "autocast._enabled", "whether it is on", on_instances=True)
+INFER_DEVICE_TYPE = listed(CHECKPOINT, "torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved")
+FOREACH_DEVICES = listed(FOREACH, "torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices", "the default")
+FUSED_DEVICES = listed(FOREACH, "torch.utils._foreach_utils", "_get_fused_kernels_supported_devices", "fused=True")
+CAPTURABLE_DEVICES = listed(FOREACH, "torch.optim.optimizer", "_get_capturable_supported_devices", "capturable=True")
+THIRD_DEVICE = listed(
+    MHA_FAST_PATH,
+    "torch.utils.backend_registration",
+    "_privateuse1_backend_name",
+    "a device that the fast path takes beside cuda",
+)
+_FLEX = "torch._higher_order_ops.flex_attention"
+FLEX_VALIDATE = listed(
+    FLEX_ATTENTION, "torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device"
+)
+FLEX_UNCOMPILED = listed(
+    FLEX_ATTENTION,
+    "torch.nn.attention.flex_attention",
+    "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+    "its eager way without Dynamo",
+)
+FLEX_OPERATOR = listed(FLEX_ATTENTION, _FLEX, "flex_attention", "its operator")
+FLEX_CACHE = listed(FLEX_ATTENTION, _FLEX, "flex_attention._dispatch_cache", "where its autograd kernel is kept")
+FLEX_FUNCTION = listed(FLEX_ATTENTION, _FLEX, "FlexAttentionAutogradOp", "its autograd function")
+FLEX_GRAPHS = listed(FLEX_ATTENTION, _FLEX, "create_fw_bw_graph", "the gradient of a score function")
+FLEX_GETITEM = listed(
+    FLEX_ATTENTION,
+    "torch._dynamo._trace_wrapped_higher_order_op",
+    "TransformGetItemToIndex",
+    "indices that are tensors",
+)
+_TRITON = "torch._higher_order_ops.triton_kernel_wrap"
+TRITON_TTIR = listed(TRITON, _TRITON, "generate_ttir", "what a kernel does")
+TRITON_ACCESSED = listed(TRITON, _TRITON, "identify_accessed_tensors", "which tensors a kernel reads and writes")
+TRITON_OPERATORS = listed(TRITON, "torch._library.triton", "triton_ops_to_kernels", "which operators launch kernels")
+META_GROUPED_MM = listed(GROUPED, "torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
+COMPILED_MODULE = "_orig_mod"
+AROUND_COMPILED_CALL = listed(
+    COMPILE, "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
+)
+DYNAMO = listed(COMPILE, "torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
+listed(COMPILE, "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True)
+listed(SPARSE, "torch", "Tensor._indices", "places of the elements, repeated ones too")
+listed(SPARSE, "torch", "Tensor._values", "the elements")
 
 graph_task = needed("torch._C", "_current_graph_task_id", "which backward pass runs; -1 outside of one")
 autograd_node = needed("torch._C", "_current_autograd_node", "which node of the backward pass runs")

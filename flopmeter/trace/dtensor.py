@@ -8,41 +8,29 @@ Until: DTensor switches these modes off for it.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
 from flopmeter.known_values import KnownValues
 from flopmeter.torch_names.private import PROPAGATE, no_dispatch_modes
-
-_lock = threading.Lock()
-_patch: Any = None
-_users = 0
+from flopmeter.torch_names.shared_patch import SharedPatch
 
 
-@contextmanager
-def unseen_propagation(_known: KnownValues) -> Iterator[None]:
+def unseen_propagation(_known: KnownValues) -> AbstractContextManager[None]:
     """In this context no dispatch mode sees the ops that DTensor runs to find shapes."""
-    global _patch, _users
-    if not (PROPAGATE.loaded and PROPAGATE.present()):  # a program without DTensors need not pay for their import
-        yield
-        return
-    class_name, method = PROPAGATE.attribute.split(".")
-    propagator = getattr(PROPAGATE.owner, class_name)
-    with _lock:
-        if not _users:
-            _patch = mock.patch.object(propagator, method, _without_modes(PROPAGATE.value))
-            _patch.start()
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                _patch.stop()
+    # A program without DTensors need not pay for their import.
+    return _patch if PROPAGATE.loaded and PROPAGATE.present() else nullcontext()
+
+
+def _install() -> ExitStack:
+    undo = ExitStack()
+    method = PROPAGATE.attribute.rpartition(".")[2]
+    undo.enter_context(mock.patch.object(PROPAGATE.parent, method, _without_modes(PROPAGATE.value)))
+    return undo
+
+
+_patch = SharedPatch(_install)
 
 
 def _without_modes(method: Any) -> Any:

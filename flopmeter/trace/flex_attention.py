@@ -37,37 +37,55 @@ class Template(NamedTuple):
     to_eager: Callable[[Any], Any]
 
 
+class _FlexArguments(NamedTuple):
+    """What flex_attention is passed, and its backward pass too, among others."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Tensor]
+    block_mask: tuple[Any, ...]
+    scale: float
+    kernel_options: dict[str, Any]
+    score_buffers: tuple[Any, ...] = ()
+    mask_buffers: tuple[Any, ...] = ()
+
+
+class _Counted(NamedTuple):
+    """What a template counts: blocks and ops, and the tensors that these read."""
+
+    mask: BlockMaskArguments
+    body: FlexBody
+    captured: list[Tensor]
+
+
 def template_of(
     func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], values: KnownValues | None
 ) -> Template | None:
     """The template of a flex_attention call, whose arguments are all positional; None for other operators."""
     if func.name() == "flex_attention":
-        return _forward(*args, **kwargs, values=values)
+        return _forward(_FlexArguments(*args, **kwargs), values)
     if func.name() == "flex_attention_backward":
-        return _backward(*args, **kwargs, values=values)
+        # query, key, value; out, logsumexp and the gradients of both; score_mod; its joint graph; the others
+        of_forward = (*args[:3], args[7], *args[9:])
+        return _backward(_FlexArguments(*of_forward, **kwargs), *args[3:7], values=values)
     return None
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    kernel_options: dict[str, Any],
-    score_buffers: tuple[Any, ...] = (),
-    mask_buffers: tuple[Any, ...] = (),
-    *,
-    values: KnownValues | None,
-) -> Template:
-    mask = BlockMaskArguments.of(block_mask)
-    score, found = _body(score_mod, query, score_buffers, has_score=True)
-    on_pair, of_mask = _body(mask.mask_mod, query, mask_buffers, has_score=False)
-    blocks = count_blocks(mask, mask_buffers, query.shape[2], key.shape[2], values)
-    body = FlexBody(blocks, score, on_pair, _splits_keys(query, key, mask, kernel_options))
-    keeps = (bool(kernel_options.get(f"OUTPUT_{name}", default)) for name, default in _OUTPUTS.items())
-    args = (query, key, value, mask.of_keys, [*found, *of_mask], *keeps)
+def _counted(given: _FlexArguments, values: KnownValues | None, *, is_backward: bool) -> _Counted:
+    query, key = given.query, given.key
+    mask = BlockMaskArguments.of(given.block_mask)
+    score, found = _body(given.score_mod, query, given.score_buffers, has_score=True, has_gradient=is_backward)
+    on_pair, of_mask = _body(mask.mask_mod, query, given.mask_buffers, has_score=False)
+    blocks = count_blocks(mask, given.mask_buffers, query.shape[2], key.shape[2], values)
+    splits_keys = not is_backward and _splits_keys(query, key, mask, given.kernel_options)
+    return _Counted(mask, FlexBody(blocks, score, on_pair, splits_keys), [*found, *of_mask])
+
+
+def _forward(given: _FlexArguments, values: KnownValues | None) -> Template:
+    mask, body, captured_ones = _counted(given, values, is_backward=False)
+    keeps = (bool(given.kernel_options.get(f"OUTPUT_{name}", default)) for name, default in _OUTPUTS.items())
+    args = (given.query, given.key, given.value, mask.of_keys, captured_ones, *keeps)
     return Template(_overloads.flex_attention.default, args, body, tuple, tuple)
 
 
@@ -75,33 +93,21 @@ _OUTPUTS = {"LOGSUMEXP": True, "MAX": False}
 
 
 def _backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    given: _FlexArguments,
     out: Tensor,
     logsumexp: Tensor,
     grad_out: Tensor | None,
     grad_logsumexp: Tensor | None,
-    score_mod: Callable[..., Tensor],
-    _joint_graph: Any,
-    block_mask: tuple[Any, ...],
-    scale: float,
-    kernel_options: dict[str, Any],
-    score_buffers: tuple[Any, ...] = (),
-    mask_buffers: tuple[Any, ...] = (),
     *,
     values: KnownValues | None,
 ) -> Template:
-    mask = BlockMaskArguments.of(block_mask)
-    score, found = _body(score_mod, query, score_buffers, has_score=True, has_gradient=True)
-    on_pair, of_mask = _body(mask.mask_mod, query, mask_buffers, has_score=False)
-    blocks = count_blocks(mask, mask_buffers, query.shape[2], key.shape[2], values)
-    learned = [buffer for buffer in score_buffers if isinstance(buffer, Tensor) and buffer.requires_grad]
+    mask, body, captured_ones = _counted(given, values, is_backward=True)
+    is_learned = [isinstance(buffer, Tensor) and buffer.requires_grad for buffer in given.score_buffers]
+    learned = [buffer for buffer, needs in zip(given.score_buffers, is_learned, strict=True) if needs]
     args = (
-        query, key, value, out, logsumexp, out if grad_out is None else grad_out, grad_logsumexp,
-        [*mask.of_keys, *mask.of_queries], [*found, *of_mask], learned,
+        given.query, given.key, given.value, out, logsumexp, out if grad_out is None else grad_out, grad_logsumexp,
+        [*mask.of_keys, *mask.of_queries], captured_ones, learned,
     )  # fmt: skip
-    is_learned = [isinstance(buffer, Tensor) and buffer.requires_grad for buffer in score_buffers]
 
     def to_eager(result: Any) -> Any:
         gradients = iter(result[3])
@@ -110,7 +116,6 @@ def _backward(
     def from_eager(result: Any) -> Any:
         return *result[:3], [gradient for gradient in result[3] if isinstance(gradient, Tensor)]
 
-    body = FlexBody(blocks, score, on_pair, splits_keys=False)
     return Template(_overloads.flex_attention_backward.default, args, body, from_eager, to_eager)
 
 

@@ -6,7 +6,7 @@ even if their weights are on the CPU. On a GPU all such calls fail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -30,7 +30,7 @@ class MixedDevicesError(RuntimeError):
 def explain(func: OpOverload, tensors: Sequence[Tensor], model: nn.Module | None) -> MixedDevicesError | None:
     """An error that says what is wrong, if the arguments of a call are on several devices. `model` is the outermost
     module that runs. A tensor without dimensions may be on the CPU in any call."""
-    kinds = _kinds(tensor for tensor in tensors if tensor.dim())
+    kinds = list(dict.fromkeys(str(tensor.device) for tensor in tensors if tensor.dim()))
     if len(kinds) < 2:
         return None
     left = _left_behind(model) if model is not None else []
@@ -70,10 +70,6 @@ def touched(known: Mapping[str, None], call: Call) -> dict[str, None]:
             "put all of the program on meta (flopmeter.on_meta(...), model.to('meta')), or all on the other"
         )
     return devices
-
-
-def _kinds(tensors: Iterable[Tensor]) -> list[str]:
-    return list(dict.fromkeys(str(tensor.device) for tensor in tensors))
 
 
 def _left_behind(model: nn.Module) -> list[str]:

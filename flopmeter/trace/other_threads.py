@@ -1,9 +1,12 @@
 """Ops on meta tensors in other threads than the meter's. They are counted, so that the report can say how many it
 misses.
 
-A dispatch mode sees only the ops of the thread that entered it. So each thread that starts while a meter is on, and
-each task of a ThreadPoolExecutor (asyncio.to_thread uses one), runs under a mode of its own that only counts. The ops
-of a thread that was running before are not counted, but its module calls are (ModulePaths.missed).
+Works around: a dispatch mode sees only the ops of the thread that entered it.
+Until: a mode can be entered for all threads.
+
+So each thread that starts while a meter is on, and each task of a ThreadPoolExecutor (asyncio.to_thread uses one), runs
+under a mode of its own that only counts. The ops of a thread that was running before are not counted, but its module
+calls are (ModulePaths.missed).
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from flopmeter.torch_names.shared_patch import SharedPatch
 
 
 class OtherThreads:
@@ -27,23 +33,15 @@ class OtherThreads:
         self.is_open = False
 
     def __enter__(self) -> OtherThreads:
-        global _open
         self.is_open = True
         _here.counters += (self,)
-        with _lock:
-            _open += 1
-            if _open == 1:
-                _patch(_start, _submit)
+        _patches.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        global _open
         self.is_open = False
         _here.counters = tuple(counter for counter in _here.counters if counter is not self)
-        with _lock:
-            _open -= 1
-            if _open == 0:
-                _patch(_plain_start, _plain_submit)
+        _patches.__exit__()
 
 
 @contextmanager
@@ -63,13 +61,18 @@ class _Here(threading.local):
 
 _here = _Here()
 _lock = threading.Lock()
-_open = 0  # contexts, of all threads
 _plain_start: Any = threading.Thread.start
 _plain_submit: Any = ThreadPoolExecutor.submit
 
 
-def _patch(start: Any, submit: Any) -> None:
-    threading.Thread.start, ThreadPoolExecutor.submit = start, submit  # type: ignore[method-assign]
+def _install() -> ExitStack:
+    undo = ExitStack()
+    undo.enter_context(mock.patch.object(threading.Thread, "start", _start))
+    undo.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit))
+    return undo
+
+
+_patches = SharedPatch(_install)
 
 
 @functools.wraps(_plain_start)

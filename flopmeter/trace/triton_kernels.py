@@ -8,7 +8,6 @@ Until: Triton launches on tensors without data.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -24,6 +23,7 @@ from flopmeter.records import TritonBody
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import TRITON, TRITON_ACCESSED, TRITON_TTIR, lost, no_dispatch_modes
+from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.ttir import body_of
 
 _LAUNCH = Overloads(own).triton_kernel.default
@@ -50,30 +50,22 @@ class _Analysed(NamedTuple):
 
 _listeners: list[tuple[KernelRecorder, KnownValues | None]] = []
 _known: dict[Any, _Analysed] = {}
-_lock = threading.Lock()
-_undo = ExitStack()
 
 
 @contextmanager
 def recorded(recorder: KernelRecorder, values: KnownValues | None) -> Iterator[None]:
     """Record launches on meta tensors while the recorder is on, if the program has imported Triton before."""
-    global _undo
-    with _lock:
-        if not _listeners:
-            _undo = _install()
+    with _patch:
         _listeners.append((recorder, values))
-    try:
-        yield
-    finally:
-        with _lock:
+        try:
+            yield
+        finally:
             _listeners.remove((recorder, values))
-            if not _listeners:
-                _undo.close()
-                _known.clear()
 
 
 def _install() -> ExitStack:
     undo = ExitStack()
+    undo.callback(_known.clear)
     jit, autotuner = (sys.modules.get(f"triton.runtime.{name}") for name in ("jit", "autotuner"))
     if jit is None or autotuner is None:
         return undo
@@ -102,6 +94,9 @@ def _install() -> ExitStack:
     undo.enter_context(mock.patch.object(jit.JITFunction, "run", run_or_record))
     undo.enter_context(mock.patch.object(autotuner.Autotuner, "run", tune_or_record))
     return undo
+
+
+_patch = SharedPatch(_install)
 
 
 def _metering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[KernelRecorder, KnownValues | None]]:

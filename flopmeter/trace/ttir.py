@@ -135,7 +135,7 @@ class _Interpreter:
         if any(each.name.startswith("cf.") for each in statements):
             self.unknown[f"early returns of {name}"] = None
             return []
-        first_block = [each.name for each in statements].index("block") if _has_blocks(statements) else None
+        first_block = next((place for place, each in enumerate(statements) if each.name == "block"), None)
         return self._walk(statements[:first_block], values, weight)
 
     def _walk(self, statements: Sequence[Statement], values: dict[str, Scalar], weight: int | Tensor) -> list[Scalar]:
@@ -260,10 +260,6 @@ class _Interpreter:
             return None
         index = torch.arange(self.programs, device="cpu") // prod(self.grid[:axis])
         return index % self.grid[axis]
-
-
-def _has_blocks(statements: Sequence[Statement]) -> bool:
-    return any(each.name == "block" for each in statements)
 
 
 def _values(text: str) -> list[str]:

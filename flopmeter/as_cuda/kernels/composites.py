@@ -68,7 +68,7 @@ def install_functorch(scope: Scope) -> None:
     autograd formula, but the dispatcher does not use it for tensors that torch.func.grad wraps.
     """
     front = "FuncTorchDynamicLayerFrontMode"
-    plain_dropout = dispatcher.kernel_at("aten::dropout", front)
+    plain_dropout = torch.library.get_kernel("aten::dropout", front)
 
     def transformed_dropout(keyset: Any, tensor: Tensor, p: float, train: bool) -> Any:
         if dispatcher.is_emulated(tensor) and runs_native_dropout(tensor, p, train):
@@ -78,15 +78,13 @@ def install_functorch(scope: Scope) -> None:
     scope.kernel("aten::dropout", transformed_dropout, front, with_keyset=True)
     for op in ("aten::_fused_rms_norm", "aten::mish_backward"):
         differentiated = _autograd_formula(op)
-        for key in (
-            "AutogradMeta",
-            "AutogradOther",
-        ):  # the first only for FakeTensors on meta, which keep the composite
+        # The first key only for FakeTensors on meta, which keep the composite.
+        for key in ("AutogradMeta", "AutogradOther"):
             scope.kernel(op, differentiated, key, with_keyset=True)
 
 
 def _autograd_formula(op: str) -> DispatcherKernel:
-    formula, composite = dispatcher.kernel_at(op, "AutogradMeta"), dispatcher.kernel_at(op, "AutogradOther")
+    formula, composite = torch.library.get_kernel(op, "AutogradMeta"), torch.library.get_kernel(op, "AutogradOther")
 
     def differentiated(keyset: Any, first: Tensor, *args: Any) -> Any:
         return (formula if dispatcher.is_emulated(first) else composite).call_boxed(keyset, first, *args)
@@ -152,21 +150,10 @@ def batch_norm(
     """cuDNN's kernel if it supports the case, else the composite's own decomposition into the native one."""
     statistics = running_mean, running_var
     if cudnn_enabled and _cudnn_takes_batch_norm(tensor, weight, bias, statistics, training):
-        output: Tensor = aten.cudnn_batch_norm(
-            _dense(tensor), weight, bias, running_mean, running_var, training, momentum, eps
-        )[0]
+        output: Tensor = aten.cudnn_batch_norm(_dense(tensor), weight, bias, *statistics, training, momentum, eps)[0]
         return output
     native: Tensor = dispatcher.decompose(
-        aten.batch_norm.default,
-        tensor,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        training,
-        momentum,
-        eps,
-        cudnn_enabled,
+        aten.batch_norm.default, tensor, weight, bias, *statistics, training, momentum, eps, cudnn_enabled
     )
     return native
 

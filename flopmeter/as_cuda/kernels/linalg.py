@@ -29,7 +29,7 @@ def install(scope: Scope) -> None:
             continue
         kernel = scope.overrides[op] = _where_no_gradient_is_needed(op, values)
         for key in ("AutogradMeta", "AutogradCPU"):
-            scope.kernel(dispatcher.name_of(op), kernel, key)
+            scope.kernel(op.name(), kernel, key)
 
 
 def _where_no_gradient_is_needed(op: Any, values: Callable[..., Tensor]) -> DispatcherKernel:
@@ -48,23 +48,8 @@ def _may_need_a_gradient(matrix: Tensor) -> bool:
     return (torch.is_grad_enabled() and matrix.requires_grad) or forward_ad.unpack_dual(matrix).tangent is not None
 
 
-def _eigvalsh(matrix: Tensor, UPLO: str = "L") -> Tensor:  # noqa: N803 (torch's name)
-    values: Tensor = aten_overloads._linalg_eigh.default(matrix, UPLO, False)[0]
-    return values
-
-
-def _svdvals(matrix: Tensor, *, driver: str | None = None) -> Tensor:
-    values: Tensor = aten_overloads._linalg_svd.default(matrix, False, False, driver=driver)[1]
-    return values
-
-
-def _eigvals(matrix: Tensor) -> Tensor:
-    values: Tensor = aten_overloads._linalg_eigvals.default(matrix)
-    return values
-
-
 VALUES_ONLY: dict[str, Callable[..., Tensor]] = {
-    "linalg_eigvalsh": _eigvalsh,
-    "linalg_svdvals": _svdvals,
-    "linalg_eigvals": _eigvals,
+    "linalg_eigvalsh": lambda matrix, UPLO="L": aten_overloads._linalg_eigh.default(matrix, UPLO, False)[0],  # noqa: N803
+    "linalg_svdvals": lambda matrix, **driver: aten_overloads._linalg_svd.default(matrix, False, False, **driver)[1],
+    "linalg_eigvals": aten_overloads._linalg_eigvals.default,
 }

@@ -21,7 +21,7 @@ def install(scope: Scope) -> None:
         if dispatcher.missing(feature):
             continue
         for name, kernel in kernels.items():
-            if dispatcher.overload(name) is not None and not dispatcher.has_kernel(f"aten::{name}", "Meta"):
+            if dispatcher.overload(name) is not None and not private.has_kernel(f"aten::{name}", "Meta"):
                 scope.meta_kernel(f"aten::{name}", kernel)
 
 

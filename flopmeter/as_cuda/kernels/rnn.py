@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,41 +39,31 @@ def install(scope: Scope) -> None:
     scope.override(aten.gru_cell.default, gru_cell, vmap_key=None)
 
 
+class _RnnOptions(NamedTuple):
+    """What the operators for padded and for packed sequences are both passed, in their order."""
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+
+
 def _padded(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
-    def rnn(
-        tensor: Tensor,
-        hx: Any,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
-        options = (has_biases, num_layers, dropout, train, bidirectional)
-        if _cudnn_takes(scope, tensor, train):
-            return _cudnn_rnn(mode, tensor, hx, params, *options, batch_first, ())
-        return dispatcher.decompose(composite, tensor, hx, params, *options, batch_first)
+    def rnn(tensor: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
+        *own, batch_first = options
+        if _cudnn_takes(scope, tensor, _RnnOptions(*own).train):
+            return _cudnn_rnn(mode, tensor, hx, params, _RnnOptions(*own), batch_first, ())
+        return dispatcher.decompose(composite, tensor, hx, params, *options)
 
     return rnn
 
 
 def _packed(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
-    def rnn(
-        tensor: Tensor,
-        batch_sizes: Tensor,
-        hx: Any,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> Any:
-        options = (has_biases, num_layers, dropout, train, bidirectional)
-        if _cudnn_takes(scope, tensor, train):  # batch_sizes are on the CPU, on every device
-            return _cudnn_rnn(mode, tensor, hx, params, *options, False, batch_sizes.tolist())
+    def rnn(tensor: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
+        own = _RnnOptions(*options)
+        if _cudnn_takes(scope, tensor, own.train):  # batch_sizes are on the CPU, on every device
+            return _cudnn_rnn(mode, tensor, hx, params, own, False, batch_sizes.tolist())
         return dispatcher.decompose(composite, tensor, batch_sizes, hx, params, *options)
 
     return rnn
@@ -95,39 +85,22 @@ def _cudnn_rnn(
     tensor: Tensor,
     hx: Any,
     params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
+    options: _RnnOptions,
     batch_first: bool,
     batch_sizes: Sequence[int],
 ) -> tuple[Tensor, ...]:
     hidden, cell = hx if mode == LSTM else (hx, None)
     hidden_size = params[1].size(0) // GATES[mode]
     projection = hidden.size(-1) if mode == LSTM and hidden.size(-1) != hidden_size else 0
-    weights_per_layer = (4 if has_biases else 2) + (1 if projection else 0)
+    weights_per_layer = (4 if options.has_biases else 2) + (1 if projection else 0)
     # On CUDA the weights are views of one buffer, which is an argument too. An empty buffer counts them once.
     buffer = tensor.new_empty(0)
-    dropout_state = tensor.new_empty(0, dtype=torch.uint8) if train and dropout > 0 else None
+    has_dropout = options.train and options.dropout > 0
     results = aten._cudnn_rnn(
-        tensor,
-        params,
-        weights_per_layer,
-        buffer,
-        hidden,
-        cell,
-        mode,
-        hidden_size,
-        projection,
-        num_layers,
-        batch_first,
-        dropout,
-        train,
-        bidirectional,
-        batch_sizes,
-        dropout_state,
-    )
+        tensor, params, weights_per_layer, buffer, hidden, cell, mode, hidden_size, projection, options.num_layers,
+        batch_first, options.dropout, options.train, options.bidirectional, batch_sizes,
+        tensor.new_empty(0, dtype=torch.uint8) if has_dropout else None,
+    )  # fmt: skip
     return tuple(results[: 3 if mode == LSTM else 2])
 
 

@@ -96,22 +96,29 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
         for value in values:
             last_write[value.touch.storage, parts[place].graph] = place
             writers[value.touch.storage].add(place)
+
+    def makes_one_value(place: int) -> bool:
+        """Element by element, of inputs that stay as they are, and alone in its storage."""
+        part, storages = parts[place], {value.touch.storage for value in flow.writes[place]}
+        return (
+            part.graph is not None
+            and is_pointwise(part.role)
+            and part.op.call.func.overloadpacket not in _STORED
+            and len(storages) == 1
+            and all(writers[storage] == {place} for storage in storages)
+            and all(last_write.get((touch.storage, part.graph), -1) < place for touch, _ in flow.reads[place])
+        )
+
+    def only_loops_read(place: int, readers: set[int]) -> bool:
+        roles = [parts[reader].role for reader in readers if parts[reader].graph == parts[place].graph]
+        join = len(roles) == len(readers) and all(role.joins_producers and role.lists == 0 for role in roles)
+        return join and bool(readers) and not any(map(lifetimes.outlives_graph, flow.writes[place]))
+
     found: set[int] = set()
-    leaves: dict[int, set[Touch]] = {}
-    for place, part in enumerate(parts):
-        if part.graph is None or not is_pointwise(part.role) or not flow.writes[place]:
-            continue
-        if part.op.call.func.overloadpacket in _STORED or any(
-            last_write.get((touch.storage, part.graph), -1) >= place for touch, _ in flow.reads[place]
-        ):
-            continue
-        values = flow.writes[place]
-        readers = {reader for value in values for reader in value.readers}
-        if len(writers[values[0].touch.storage]) > 1 or len({value.touch.storage for value in values}) > 1:
-            continue
-        if not readers or any(lifetimes.outlives_graph(value) for value in values):
-            continue
-        if not all(_joins(parts[reader], part) for reader in readers):
+    leaves: dict[int, set[Touch]] = {}  # what a part reads from memory, those inlined into it included
+    for place in range(len(parts)):
+        readers = {reader for value in flow.writes[place] for reader in value.readers}
+        if not makes_one_value(place) or not only_loops_read(place, readers):
             continue
         leaves[place] = set()
         for touch, made in flow.reads[place]:
@@ -120,7 +127,3 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
         if len(leaves[place]) <= (MOST_READS_SHARED if len(readers) > 1 else MOST_READS):
             found.add(place)
     return found
-
-
-def _joins(reader: Part, part: Part) -> bool:
-    return reader.role.joins_producers and reader.role.lists == 0 and reader.graph == part.graph

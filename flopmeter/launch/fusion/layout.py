@@ -145,7 +145,9 @@ def _chooses_channels_last(kernels: list[Kernel]) -> bool:
         for kernel in forward
         if isinstance(kernel.cost.work, ConvolutionWork)
     ]
-    nodes = sum(_nodes(kernel) for kernel in forward)
+    nodes = sum(
+        kernel.views + (NORMALIZATION_NODES if kernel.cost.op_class == NORMALIZATION else 1) for kernel in forward
+    )
     if not convolutions or nodes >= MOST_NODES_PER_CONVOLUTION * len(convolutions):
         return False
     if len(forward) == len(kernels):  # inference
@@ -160,7 +162,3 @@ def _chooses_channels_last(kernels: list[Kernel]) -> bool:
 def _filters(kernel: Kernel, work: ConvolutionWork) -> _Filters:
     weight = kernel.op.call.inputs[1]
     return _Filters(work.implicit.batch, weight.shape[0], weight.shape[1], weight.shape[2] == 1)
-
-
-def _nodes(kernel: Kernel) -> int:
-    return kernel.views + (NORMALIZATION_NODES if kernel.cost.op_class == NORMALIZATION else 1)

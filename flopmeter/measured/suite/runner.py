@@ -85,7 +85,8 @@ def measure(
         run.calibration = _calibrated(device, clock, quick)
     done = {result.case.name for result in run.results if not result.failed}
     run.results = [result for result in run.results if not result.failed]
-    watch = _watch(device, clock, QUICK if quick else Effort())
+    effort = QUICK if quick else Effort()
+    watch = CpuWatch(effort, clock) if device == "cpu" else CudaWatch(effort, gpu_of_torch())
     missing = [case for case in cases_of(device, quick=quick, kinds=kinds) if case.name not in done]
     for case in progress(missing):
         run.results.append(_result(case, device, watch))
@@ -189,10 +190,6 @@ def _calibrated(device: DeviceType, clock: Clock, quick: bool) -> dict[str, Any]
         return f"failed: {_in_one_line(error)}"
     values: dict[str, Any] = plain(profile)
     return values
-
-
-def _watch(device: DeviceType, clock: Clock, effort: Effort) -> CpuWatch | CudaWatch:
-    return CpuWatch(effort, clock) if device == "cpu" else CudaWatch(effort, gpu_of_torch())
 
 
 def _result(case: Case, device: DeviceType, watch: CpuWatch | CudaWatch) -> CaseResult:

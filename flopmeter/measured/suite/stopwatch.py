@@ -105,7 +105,7 @@ class CpuWatch:
         calls = rounds * copies
         samples: list[float] = []
         end = time.perf_counter() + seconds
-        while _goes_on(samples, end):
+        while len(samples) < LEAST_SAMPLES or (time.perf_counter() < end and len(samples) < MOST_SAMPLES):
             samples.append(self._timed(around, rounds) / calls)
         return reading_of(samples, calls, self._method)
 
@@ -188,10 +188,6 @@ def _repeat(sample: Callable[[], float], seconds: float) -> list[float]:
     while not samples or time.perf_counter() < end:
         samples.append(sample())
     return samples
-
-
-def _goes_on(samples: Sequence[float], end: float) -> bool:
-    return len(samples) < LEAST_SAMPLES or (time.perf_counter() < end and len(samples) < MOST_SAMPLES)
 
 
 def _in_turn(runs: Sequence[CaseRun], rounds: int) -> CaseRun:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
+from flopmeter.records.traces import renumbered
 
 Mark = Hashable
 """What a change needs to know of a storage."""
@@ -24,14 +25,16 @@ def with_tensors(
     """The trace with every tensor of every call changed: `change` gets its spec and `mark` of its storage's number in
     the trace. `dtypes`: what replaces types in arguments (`dtype=torch.float32`)."""
     known: dict[tuple[Call, tuple[Mark, ...]], Call] = {}
-    changed = []
-    for op in trace.ops:
+
+    def changed(op: Op) -> Op:
         marks = tuple(mark(number) for number in op.storages)
         call = known.get((op.call, marks))
         if call is None:
             call = known[op.call, marks] = _changed(op.call, marks, change, dtypes or {})
-        changed.append(op._replace(call=call))
-    return dataclasses.replace(trace, ops=changed)
+        return op._replace(call=call)
+
+    templates = [run._replace(op=changed(run.op)) for run in trace.templates]
+    return dataclasses.replace(trace, ops=list(map(changed, trace.ops)), templates=templates)
 
 
 def _changed(
@@ -79,6 +82,11 @@ def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | 
         storages=storages,
         resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
         accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
+        stream_use=renumbered(
+            trace.stream_use, lambda index: None if index in gone else place[index], place.__getitem__
+        ),
+        templates=[run._replace(start=place[run.start], stop=place[run.stop]) for run in trace.templates],
+        forward_ends=[place[end] for end in trace.forward_ends],
     )
 
 

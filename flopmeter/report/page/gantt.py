@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from flopmeter.records import DEFAULT_STREAM, Phase
 from flopmeter.report.page.axes import Axis, horizontal, picture
+from flopmeter.report.page.marks import swatch
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.quantities import scale, with_prefix
 from flopmeter.report.report import Report
@@ -123,18 +124,4 @@ def _drawn(lane: Lane, top: float, time: Axis) -> Markup:
 
 
 def _legend(kinds: Iterable[Kind]) -> Markup:
-    return tag(
-        "ul",
-        *(
-            tag(
-                "li",
-                tag(
-                    "svg", tag("rect", width=22, height=14, fill=FILLS[kind]), class_="swatch", width=22, height=14,
-                    aria_hidden="true",
-                ),
-                kind,
-            )
-            for kind in kinds
-        ),
-        class_="legend",
-    )  # fmt: skip
+    return tag("ul", *(tag("li", swatch(FILLS[kind]), kind) for kind in kinds), class_="legend")

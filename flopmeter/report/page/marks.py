@@ -76,3 +76,9 @@ def class_mark(name: str) -> Markup:
 def hatch(category: str) -> str:
     """The fill of an area of the category."""
     return f"url(#hatch{CATEGORIES.index(category)})"
+
+
+def swatch(fill: str) -> Markup:
+    """A sample of a fill, in a legend."""
+    drawn = tag("rect", width=22, height=14, fill=fill)
+    return tag("svg", drawn, class_="swatch", width=22, height=14, aria_hidden="true")

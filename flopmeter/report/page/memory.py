@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flopmeter.report.figures import MemoryPicture, memory_picture
 from flopmeter.report.page.axes import Axis, horizontal, picture, vertical
-from flopmeter.report.page.marks import hatch
+from flopmeter.report.page.marks import hatch, swatch
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.quantities import scale, with_prefix
 from flopmeter.report.report import Report
@@ -141,13 +141,11 @@ def _peak(shown: MemoryPicture, x: float, size: Axis) -> Markup:
 
 def _legend(report: Report, shown: MemoryPicture) -> Markup:
     """Each category with what it holds at the peak."""
-    entries = []
-    for category in shown.areas:
-        swatch = tag(
-            "svg", tag("rect", width=22, height=14, fill=hatch(category)), class_="swatch", width=22, height=14,
-            aria_hidden="true",
-        )  # fmt: skip
-        entries.append(tag("li", swatch, f"{category} {with_prefix(report.memory.at_peak[category], 'B')}"))
+    at_peak = report.memory.at_peak
+    entries = (
+        tag("li", swatch(hatch(category)), f"{category} {with_prefix(at_peak[category], 'B')}")
+        for category in shown.areas
+    )
     op = report.memory.peak_op
     where = f" at {op.call.name}{op.module and f' in {op.module}'} ({op.phase})" if op else ""
     peak = f"At the peak of {with_prefix(shown.peak_bytes, 'B')}{where}:"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 
 from flopmeter.report.columns import ON_PAGE, ReportColumn, share_of
@@ -15,7 +15,8 @@ from flopmeter.report.tables import Table
 
 def rows_table(report: Report, rows: Sequence[Row], name: str, *, is_tree: bool = False) -> Markup:
     """A table whose first column is headed `name`. A tree shows dotted paths by their last part, indented."""
-    columns = [column for column in ON_PAGE if column.unit == "text" or any(map(_is_known(column), rows))]
+    # Energy is unknown where the device's power is.
+    columns = [each for each in ON_PAGE if each.unit == "text" or any(each.value(row) is not None for row in rows)]
     shown = [_column(column, rows, report) for column in columns]
     head = tag("tr", tag("th", name, scope="col"), *(heading for heading, _ in shown))
     body = [
@@ -59,11 +60,6 @@ def _is_figure(text: str) -> bool:
         return isfinite(float(text))
     except ValueError:
         return False
-
-
-def _is_known(column: ReportColumn) -> Callable[[Row], bool]:
-    """Whether a row has the figure: energy is unknown if the device's power is."""
-    return lambda row: column.value(row) is not None
 
 
 def _name_cell(name: str, is_tree: bool) -> Markup:
