@@ -1,7 +1,9 @@
 """flopmeter: what a PyTorch program will cost on a GPU, and why, metered without one."""
 
+import sys
 import warnings
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 with warnings.catch_warnings():  # torch warns where NumPy is not installed, and nothing here needs it
@@ -76,6 +78,7 @@ __all__ = [
     "register_cost",
 ]
 
+
 _LATE = {
     **dict.fromkeys(("Check", "ProfileError", "check"), "flopmeter.measured"),
     **dict.fromkeys(("CudaRun", "RunReport", "cuda"), "flopmeter.run"),
@@ -91,3 +94,30 @@ def __getattr__(name: str) -> Any:
     if name in _LATE:
         return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'flopmeter' has no attribute {name!r}")
+
+
+class _Moved(ModuleType):
+    """A module under its old public path. It passes every attribute on to the modules that took its place."""
+
+    def __init__(self, name: str, paths: tuple[str, ...]) -> None:
+        super().__init__(name, f"Moved to {' and '.join(paths)}.")
+        self._paths = paths
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            for path in self._paths:
+                module = import_module(path)
+                if hasattr(module, name):
+                    return getattr(module, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+# Public paths of modules that have moved into a room, or into two.
+for _old, _new in {
+    "cluster": ("device.cluster",),
+    "hardware": ("device.hardware",),
+    "plots": ("report.plots", "ask.sweep_curve"),
+    "scaling": ("ask.scaling",),
+}.items():
+    _paths = tuple(f"{__name__}.{_path}" for _path in _new)
+    globals()[_old] = sys.modules[f"{__name__}.{_old}"] = _Moved(f"{__name__}.{_old}", _paths)

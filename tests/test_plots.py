@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from flopmeter import FlopMeter, sweep
+from flopmeter import FlopMeter, plots, sweep
 from flopmeter.ask.sweep_curve import sweep_curve
 from flopmeter.cli import main
 from flopmeter.models import BUILTINS, backward
@@ -20,6 +20,13 @@ def meter():
     with FlopMeter("a100-sxm4-80gb") as metered:
         backward(*BUILTINS["encoder-layer"](batch=2, seq=128))
     return metered
+
+
+def test_all_drawers_stand_under_the_public_path():
+    assert (plots.PICTURES, plots.PlotError, plots.bars, plots.memory_timeline, plots.roofline, plots.save) == (
+        PICTURES, PlotError, bars, memory_timeline, roofline, save,
+    )  # fmt: skip
+    assert plots.sweep_curve is sweep_curve
 
 
 @pytest.fixture
