@@ -141,7 +141,8 @@ def _mentions() -> dict[str, list[tuple[str, int]]]:
 
 def _names(module: Module, edit: Edit) -> frozenset[str]:
     """What a test that is about the changed code may name too: the function, the key in a table, what is changed."""
-    named, node = [edit.text or ast.unparse(edit.shown)], edit.shown
+    named = [edit.text or ast.unparse(edit.shown)]
+    node: ast.AST = edit.shown
     for up in module.above(edit.shown):
         if isinstance(up, ast.Dict):
             named += [ast.unparse(key) for key, value in zip(up.keys, up.values, strict=True) if key and value is node]

@@ -7,9 +7,9 @@
 A mutant is the package with one change of one of the kinds in scripts/mutations.py: `--kinds arithmetic` changes
 constants and operators, `--kinds structure` what is passed, read, done and returned. They are drawn by seed. First the
 tests run once under coverage, which tells the tests that reach each line; a mutant then runs the tests that reach its
-statement, those first that name what it names, then quick and narrow ones, until one fails or a limit of CPU time ends
+statement, those first that name what it names, then quick and narrow ones, until one fails or a limit of time ends
 it (an endless loop counts as noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the
-survivors, then the rate, and writes both to docs/mutants.md where all modules were drawn from; exit status 1 if the rate
+survivors, then the rate; writes both to docs/mutants.md where all modules were drawn from; exit status 1 if the rate
 is below 93 %.
 """
 
