@@ -7,9 +7,10 @@
 A mutant is the package with one change of one of the kinds in scripts/mutations.py: `--kinds arithmetic` changes
 constants and operators, `--kinds structure` what is passed, read, done and returned. They are drawn by seed. First the
 tests run once under coverage, which tells the tests that reach each line; a mutant then runs the tests that reach its
-statement, quick and narrow ones first, until one fails or a limit of CPU time ends it (an endless loop counts as
-noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the survivors, then the rate, and
-writes both to docs/mutants.md where all modules were drawn from; exit status 1 if the rate is below 93 %.
+statement, those first that name what it names, then quick and narrow ones, until one fails or a limit of time ends
+it (an endless loop counts as noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the
+survivors, then the rate; writes both to docs/mutants.md where all modules were drawn from; exit status 1 if the rate
+is below 93 %.
 """
 
 from __future__ import annotations
@@ -38,57 +39,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import date
 from importlib.metadata import version
 from importlib.util import spec_from_file_location
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, zip_longest
+from math import ceil
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-from mutations import GROUPS, KINDS, Edit, Module
+from mutants import EQUIVALENT, PARTS, ROOT, Mutant, all_mutants, draw, mutated, words
+from mutations import GROUPS, KINDS
 
-ROOT = Path(__file__).parents[1]
 COPIED = ("flopmeter", "hardware", "tests", "scripts", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
-PARTS = (
-    "flopmeter/costs", "flopmeter/timing", "flopmeter/launch/fusion", "flopmeter/launch/modes.py",
-    "flopmeter/timing/allocator.py", "flopmeter/as_cuda", "flopmeter/known_values", "flopmeter/distributed",
-    "flopmeter/trace/recorder.py", "flopmeter/trace/attribution.py", "flopmeter/trace/handling.py",
-    "flopmeter/trace/storages.py", "flopmeter/trace/module_paths.py",
-)  # fmt: skip
 GOAL = 0.93
 PAGE = ROOT / "docs" / "mutants.md"
-# Never drawn, since nobody could see them, and why: `file: change`, without the line.
-EQUIVALENT = {
-    "flopmeter/timing/allocator.py: 1  ->  2  in  index = bisect_left(pool, (size, -1))": "no address is below 0",
-    "flopmeter/costs/arithmetic/resampling.py: 1  ->  2  in  flops = (axes * _UNNORMALIZE + weights) * positions + "
-    "(2 * taps if taps > 1 else 0) * out.numel": "no filter has two taps",
-    **dict.fromkeys(
-        (
-            f"flopmeter/trace/handling.py: Handling(True, False, False, False, False)  ->  Handling(True, {flags})"
-            for flags in (
-                "True, False, False, False",
-                "False, True, False, False",
-                "False, False, True, False",
-                "False, False, False, True",
-            )
-        ),
-        "of an op of the host nothing else is asked",
-    ),
-    "flopmeter/launch/fusion/roles.py: all  ->  any  in  return bool(written) and all((spec.storage < 0 for spec in "
-    "written))": "a kernel writes scratch or tensors of the program, never both",
-    "flopmeter/timing/convolution.py: busy.work_seconds  ->  busy.seconds": "kernels of vector units have no latency",
-    **dict.fromkeys(
-        (
-            f"flopmeter/costs/flex_attention.py: {used}  ->  {other}  in  prepared = make_cost(call, REDUCTION, "
-            "2 * out.numel + (0 if grad_lse is None else 2 * lse.numel), read=inputs, written=(row_sums,))"
-            for used, other in (("lse", "grad_lse"), ("out", "grad_out"))
-        ),
-        "a gradient has the shape of its tensor",
-    ),
-    "flopmeter/launch/fusion/parts.py: len(op.storages) + 1 + MOST_SCRATCH + number  ->  len(op.storages) + 1 + "
-    "MOST_SCRATCH - number": "numbers above those of scratch: no op that reduces to two results has so much",
-    "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
-        "the formula is the same in rows and columns"
-    ),
-}
 # Tests that do not count, and why.
 LEFT_OUT = {
     "test_docs": "expects what flopmeter printed when the pages were written",
@@ -102,93 +64,16 @@ LEFT_OUT = {
     "test_makefile": "runs make, which installs an environment, and needs the Makefile",
 }
 # Recorded prices count, since they run wherever the tests do. They say nothing of the truth, so they are told apart.
-RECORDS, BY_A_RECORD = "test_recorded_prices", 71
+RECORDS, BY_A_RECORD = "tests/test_recorded_prices.py", 71
 # Imported once, before the processes of the mutants are forked from this one.
 PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invocations", "matplotlib.pyplot")
 ENOUGH_SECONDS = 40.0  # of CPU for one mutant: of the tests that reach it, those in front
 FIRST_SECONDS = 2.0  # of CPU: tests that run before the files of the others are imported, which often takes longer
+NAMED_SECONDS = 8.0  # of CPU: tests that name what the mutant names run before all others, the rarest names first
+MOST_NAMED = 100  # tests that may have a word, of which it then tells something
 RECORDS_SECONDS = 15.0  # of CPU: recorded prices that run next; they reach much, and would else come last
 LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
 MEMORY_BYTES = 8 * 2**30  # that a mutant may ask for
-
-
-class Mutant(NamedTuple):
-    """One change: the `place`-th edit of its kind in this file."""
-
-    file: str
-    kind: str
-    place: int
-    used: tuple[tuple[str, int], ...]  # files and lines: a test that reaches one of them may notice
-    line: int
-    change: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.change}"
-
-    @property
-    def reason(self) -> str | None:
-        """Why nobody could notice it."""
-        return EQUIVALENT.get(f"{self.file}: {self.change}")
-
-
-def mutated(source: str, kind: str, place: int) -> str:
-    """The source with one change."""
-    module = Module(source)
-    list(KINDS[kind](module))[place].apply()
-    return ast.unparse(module.tree)
-
-
-def all_mutants(parts: Iterable[str], kinds: Collection[str]) -> list[Mutant]:
-    found = []
-    for path in (path for part in parts for path in sorted((ROOT / part).rglob("*.py")) or [ROOT / part]):
-        module, file = Module(path.read_text(encoding="utf-8")), str(path.relative_to(ROOT))
-        for kind in kinds:
-            for place, edit in enumerate(KINDS[kind](module)):
-                line: int = getattr(edit.shown, "lineno", 1)
-                found.append(Mutant(file, kind, place, _used(module, file, edit), line, module.describe(edit)))
-    stale = EQUIVALENT.keys() - {f"{mutant.file}: {mutant.change}" for mutant in found}
-    if parts == PARTS and len(kinds) == len(KINDS) and stale:
-        sys.exit(f"EQUIVALENT has what is no mutant any more: {', '.join(sorted(stale))}")
-    return [mutant for mutant in found if mutant.reason is None]
-
-
-def draw(mutants: list[Mutant], count: int, rng: random.Random) -> list[Mutant]:
-    """As many of each kind, as far as there are."""
-    by_kind = defaultdict[str, list[Mutant]](list)
-    for mutant in rng.sample(mutants, len(mutants)):
-        by_kind[mutant.kind].append(mutant)
-    in_turn = (mutant for turn in zip_longest(*by_kind.values()) for mutant in turn if mutant is not None)
-    return list(islice(in_turn, count))
-
-
-def _used(module: Module, file: str, edit: Edit) -> tuple[tuple[str, int], ...]:
-    """Where the change is felt: at its statement (the head of a compound one), in the body of a function whose head it
-    is in, wherever a name of the module is used that it is the value of."""
-    statement: Any = edit.shown
-    while not isinstance(statement, ast.stmt):
-        statement = module.parent[statement]
-    first, last, body = statement.lineno, statement.end_lineno or statement.lineno, getattr(statement, "body", None)
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        first = statement.body[0].lineno
-    elif body:
-        last = max(body[0].lineno - 1, first)
-    here = tuple((file, line) for line in range(first, last + 1))
-    if module.parent[statement] is not module.tree or not isinstance(statement, (ast.Assign, ast.AnnAssign)):
-        return here
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
-    return tuple(place for name in sorted(names) for place in _mentions()[name] if place not in here) or here
-
-
-@functools.cache
-def _mentions() -> dict[str, list[tuple[str, int]]]:
-    """Files and lines of the package that have the word."""
-    found = defaultdict[str, list[tuple[str, int]]](list)
-    for path in sorted((ROOT / "flopmeter").rglob("*.py")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            for word in set(re.findall(r"\w+", line)):
-                found[word].append((str(path.relative_to(ROOT)), number))
-    return found
 
 
 class Reached(NamedTuple):
@@ -359,8 +244,8 @@ def attempt(mutant: Mutant, parts: tuple[list[str], list[str]], seconds: float) 
     sys.meta_path.insert(0, _Import(_module(mutant.file), path, source))
     for tests in filter(None, parts):
         chosen = _Chosen(tests)
-        if status := run_tests(sorted({test.partition("::")[0] for test in tests}), "-x", plugin=chosen):
-            return BY_A_RECORD if Path(chosen.noticed_by.partition("::")[0]).stem == RECORDS else status
+        if status := run_tests(sorted({*map(_file, tests)}), "-x", plugin=chosen):
+            return BY_A_RECORD if _file(chosen.noticed_by) == RECORDS else status
     return 0
 
 
@@ -402,17 +287,62 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
     lines = reached.lines_of_tests()
     # Those come first that are quick, and about little else.
     ranks = {test: (seconds + LEAST_SECONDS) * lines[test] for test, seconds in reached.seconds.items()}
+    named_by = tests_that_name(reached.seconds)
     trials = []
     for mutant in drawn:
         tests = sorted(reached.tests(mutant), key=ranks.__getitem__)
-        first = _within(tests, FIRST_SECONDS, reached)
-        records = [test for test in tests[len(first) :] if Path(test.partition("::")[0]).stem == RECORDS]
-        records = _within(records, RECORDS_SECONDS, reached)
-        before = {*first, *records}
-        others = _within([*records, *(test for test in tests if test not in before)], ENOUGH_SECONDS, reached)
+        rarity = dict[str, int]()
+        for word in sorted(mutant.names & named_by.keys(), key=lambda word: -len(named_by[word])):
+            rarity |= dict.fromkeys(named_by[word], len(named_by[word]))  # a rarer word comes later
+        named = sorted((test for test in tests if test in rarity), key=rarity.__getitem__)
+        first = _within(named, NAMED_SECONDS, reached)
+        first += _within(_without(first, tests), FIRST_SECONDS, reached)
+        rest = _without(first, tests)
+        records = [test for test in rest if _file(test) == RECORDS]
+        # Narrow ones that all do the same say less than narrow and broad ones in turn.
+        spread = _spread(records, RECORDS_SECONDS, reached)
+        by_file = defaultdict[str, list[str]](list)
+        for test in _without(spread, rest):
+            by_file[_file(test)].append(test)
+        in_turn = [test for turn in zip_longest(*by_file.values()) for test in turn if test]
+        others = _within([*spread, *in_turn], ENOUGH_SECONDS, reached)
         seconds = sum(reached.seconds[test] for test in (*first, *others))
         trials.append(Trial(mutant, (first, others), 30 + 4 * seconds))
     return trials
+
+
+def tests_that_name(tests: Collection[str]) -> dict[str, list[str]]:
+    """Word -> the tests that have it in their name, their case or their code; words of many tests say nothing."""
+    code = {file: _functions(Path(file)) for file in {_file(test) for test in tests}}
+    found = defaultdict[str, list[str]](list)
+    for test in tests:
+        name = test.partition("::")[2]
+        for word in words(name) | code[_file(test)].get(re.split(r"::|\[", name)[0], frozenset()):
+            found[word].append(test)
+    return {word: named for word, named in found.items() if len(named) <= MOST_NAMED}
+
+
+def _functions(file: Path) -> dict[str, frozenset[str]]:
+    """The words of each function of a file of tests."""
+    text = file.read_text(encoding="utf-8")
+    lines, tree = text.splitlines(), ast.parse(text)
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return {node.name: words("\n".join(lines[node.lineno - 1 : node.end_lineno])) for node in functions}
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _without(some: list[str], tests: list[str]) -> list[str]:
+    those = {*some}
+    return [test for test in tests if test not in those]
+
+
+def _spread(tests: list[str], seconds: float, reached: Reached) -> list[str]:
+    """Tests from all over the list that take so long together."""
+    whole = sum(reached.seconds[test] for test in tests)
+    return tests[:: max(1, ceil(whole / seconds))]
 
 
 def _within(tests: list[str], seconds: float, reached: Reached) -> list[str]:

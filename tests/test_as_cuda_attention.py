@@ -21,7 +21,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter, StreamError
 from flopmeter.as_cuda import CudaTarget, emulate_cuda
-from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, RULES, SdpaCall, choose, cudnn_decodes, rules_for
+from flopmeter.as_cuda.attention_rules import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    RULES,
+    SdpaCall,
+    choose,
+    cudnn_decodes,
+    cudnn_head_sizes_to_256,
+    has_kernels_of_256,
+    rules_for,
+)
 from flopmeter.torch_names.dispatcher import running_version
 
 HALF, BF16, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -246,6 +257,14 @@ def test_2000_random_calls_choose_what_the_cuda_build_of_torch_2_15_chose(sm: in
 def test_an_old_cudnn_is_not_preferred() -> None:
     assert backend(90, *tensors(), cudnn_version=91500) == "flash"
     assert backend(90, *tensors(), cudnn_version=91501) == "cudnn"
+
+
+@pytest.mark.parametrize(("sm", "last_without"), [(90, 92200), (100, 92200), (107, 92500)])
+def test_heads_of_256_need_a_cudnn_after_9_22_and_on_sm_10_7_one_after_9_25(sm: int, last_without: int) -> None:
+    qkv = tensors(q=(2, 8, 128, 256), grad=False)
+    calls = [SdpaCall.of(qkv, *DEFAULTS.values(), target(sm, last_without + more)) for more in (0, 1)]
+    assert [has_kernels_of_256(call.target) for call in calls] == [False, True]
+    assert [cudnn_head_sizes_to_256(call) for call in calls] == [False, True]
 
 
 def test_the_environment_can_put_cudnn_last(monkeypatch: pytest.MonkeyPatch) -> None:

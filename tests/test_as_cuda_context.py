@@ -32,6 +32,20 @@ def h100() -> Iterator[Emulation]:
         yield emulation
 
 
+def test_kernels_of_torch_are_replaced_without_a_warning() -> None:
+    """Torch would warn of one in a process, and of each where it is asked to."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with emulate_cuda(H100):
+                pass
+    finally:
+        torch.set_warn_always(before)
+    assert not [str(warning.message) for warning in caught if "kernel" in str(warning.message)]
+
+
 # --- what is not touched -------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,10 @@ EQUAL_RANKS = {
         lambda: funcol.all_to_all_single(ints(1, 2, 3, 4), None, None, dist.group.WORLD).tolist(),
         [2, 2, 2, 2],
     ),
+    "functional exchange in unequal parts": (  # each sends 1 and 2 here, to number 2 the 3, to number 3 the 4
+        lambda: funcol.all_to_all_single(ints(1, 2, 3, 4), [2] * 4, [0, 2, 1, 1], dist.group.WORLD).tolist(),
+        [1, 2, 1, 2, 1, 2, 1, 2],
+    ),
     "functional sums of several": (
         lambda: [t.item() for t in funcol.all_reduce_coalesced([ints(3), ints(5)], "sum", dist.group.WORLD)],
         [12, 20],

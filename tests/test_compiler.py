@@ -24,6 +24,8 @@ from watched_scheduler import watched_scheduler
 
 from flopmeter import FlopMeter, Report
 from flopmeter.compiler import session
+from flopmeter.costs import kernels_of
+from flopmeter.launch.modes import MODES, launches
 from flopmeter.records import CONTRACTION
 from flopmeter.records.memory_format import is_channels_last
 from flopmeter.trace.streams import MetaStream, stream
@@ -349,6 +351,24 @@ def test_what_does_not_compile_is_fused_by_the_rules_with_a_note(monkeypatch: py
     assert not report.graphs
     expected = by_rules.in_mode("compiled")  # type: ignore[misc]
     assert [kernel.cost.name for kernel in report.kernels] == [kernel.cost.name for kernel in expected.kernels]
+
+
+def test_what_the_rules_fuse_is_no_part_of_the_graph_that_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two functions, of which one does not compile: two graphs to launch."""
+    plain, tried = session.lower, []
+
+    def fails_once(*args: Any) -> Any:
+        tried.append(None)
+        if len(tried) == 1:
+            raise RuntimeError("no such lowering")
+        return plain(*args)
+
+    monkeypatch.setattr(session, "lower", fails_once)
+    x = meta(4, 64)
+    with torch.no_grad():
+        meter, _ = metered(lambda: torch.compile(torch.exp)(torch.compile(torch.sin)(x)))
+    made = launches(kernels_of(meter.trace), meter.trace, MODES["cudagraph"])
+    assert len(made.kernels) == len(set(made.graphs)) == 2
 
 
 def test_a_backward_graph_that_does_not_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,9 @@ READS_AND_WRITES: dict[str, tuple[Program, Sequence[Tensor]]] = {
     "index_fill_": (lambda x, i: x.index_fill_(0, i, 0.0), [counting(9, 3), I([1, 4])]),
     "scatter_": (lambda x, i, y: x.scatter_(0, i, y), [counting(9, 3), I([[1, 4, 2]]), counting(1, 3) * 3]),
     "scatter_add_": (lambda x, i, y: x.scatter_add_(0, i, y), [counting(9, 3), I([[1, 4, 2]]), counting(1, 3)]),
+    "scatter_, from a larger source": (
+        lambda x, i, y: x.scatter_(0, i, y), [counting(9, 3), I([[1, 4]]), counting(3, 3) * 3]
+    ),
     "trace": (lambda x: x.trace(), [counting(4, 4)]),
     "a product": (lambda x, y: x @ y, [counting(4, 6), counting(6, 2)]),
     "a product of a transpose": (lambda x, y: x.t() @ y, [counting(6, 4), counting(6, 2)]),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from costs_support import call_by_hand, calls_of, meta
+from costs_support import call_by_hand, calls_of, costs_in, meta
 from test_costs_options import ALL, MOVED
 from test_costs_types import CALLS as PLAIN_CALLS
-from test_costs_types import as_type, is_fresh, with_outputs, with_tensors, work
+from test_costs_types import as_type, is_fresh, moved, with_outputs, with_tensors, work
 
 from flopmeter.costs import costs_of, find_rule
 from flopmeter.records import MOVEMENT, Call, TensorSpec
@@ -214,6 +215,60 @@ def test_an_op_in_place_is_the_same_work_as_its_functional_form():
         return copies and [work(cost)[1:] for cost in rest] == [work(cost)[1:] for cost in of_twin]
 
     assert broken(law, least=120) == set()
+
+
+# --- into given tensors
+
+
+def into_given(call: Call) -> Call | None:
+    """The same call of the form that writes its results into tensors given as `out=`."""
+    wanted = [(each.name, str(each.type)) for each in call.func._schema.arguments]
+    for func in map(functools.partial(getattr, call.func.overloadpacket), call.func.overloadpacket.overloads()):
+        given = [each.name for each in func._schema.arguments if each.is_out]
+        asked = [(each.name, str(each.type)) for each in func._schema.arguments if not each.is_out]
+        if given and asked == wanted and len(given) == len(call.outputs):
+            kwargs = {**call.kwargs, **dict(zip(given, call.outputs, strict=True))}
+            return replace(call, func=func, kwargs=kwargs, inputs=(*call.inputs, *call.outputs))
+    return None
+
+
+def test_an_op_that_writes_into_given_tensors_costs_what_the_one_that_returns_new_ones_does():
+    def law(call: Call) -> bool | None:
+        twin = into_given(call) if is_fresh(call) else None
+        if twin is None:
+            return None
+        plain, given = ([(work(cost), *moved(cost)) for cost in costs_of(each)] for each in (call, twin))
+        return plain == given
+
+    assert broken(law, least=600) == set()
+
+
+X, TABLE = meta(8, 8), meta(3, dtype=torch.int64)
+GIVEN: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "tril": (lambda **out: torch.tril(X, **out), (8, 8)),
+    "softmax": (lambda **out: torch.softmax(X, 1, **out), (8, 8)),
+    "log_softmax": (lambda **out: torch.log_softmax(X, 1, **out), (8, 8)),
+    "logsumexp": (lambda **out: torch.logsumexp(X, 1, **out), (8,)),
+    "index_select": (lambda **out: torch.index_select(X, 0, TABLE, **out), (3, 8)),
+    "vector_norm": (lambda **out: torch.linalg.vector_norm(X, dim=1, **out), (8,)),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_program_that_gives_a_tensor_for_the_result_computes_and_moves_what_it_did_without(name):
+    program, shape = GIVEN[name]
+    plain, given = costs_in(program), costs_in(lambda: program(out=meta(*shape)))
+    assert [(cost.op_class, cost.flops, *moved(cost)) for cost in plain] == [
+        (cost.op_class, cost.flops, *moved(cost)) for cost in given
+    ]
+
+
+def test_a_result_may_go_into_an_operand_which_is_then_read_and_written():
+    (lower,) = costs_in(lambda: torch.tril(X, out=X))
+    assert moved(lower) == (4 * 36, 4 * 64)  # the half that is kept, with its diagonal; all of it is written
+    (product,) = costs_in(lambda: torch.mul(X, X[0], out=X))
+    assert moved(product) == (4 * 64, 4 * 64)
+    assert {region.spec.storage for region in (*product.reads, *product.writes) if region.nbytes} == {0}
 
 
 # --- packed sequences: five tokens in sequences of at most 2 queries, and at most 7 keys: three of them

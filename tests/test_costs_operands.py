@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flopmeter import FlopMeter
 from flopmeter.costs import costs_of
-from flopmeter.records import RecurrentWork
+from flopmeter.records import UNCOUNTED, RecurrentWork
 
 aten = torch.ops.aten
 T = meta
@@ -238,6 +238,22 @@ def test_a_sampler_reads_the_neighbours_of_its_places_and_at_most_the_image(mode
         assert cost.bytes_written == 4 * 2 * places
 
 
+# Of each kernel what it reads and writes, in bytes. The size of a number, then the comparison; of complex numbers for
+# each of two parts, and a bool for each is joined with the other.
+INFINITE = {
+    torch.float32: [(96, 96), (96, 24)],
+    torch.complex64: [(96, 96), (96, 24), (96, 96), (96, 24), (48, 24)],
+    torch.int64: [(0, 24)],  # none is, so zeros
+}
+
+
+@pytest.mark.parametrize("dtype", INFINITE, ids=str)
+def test_whether_numbers_are_infinite_is_asked_of_each_part(dtype):
+    costs = costs_in(lambda: torch.isinf(T(4, 6, dtype=dtype)))
+    assert [(cost.bytes_read, cost.bytes_written) for cost in costs] == INFINITE[dtype]
+    assert sum(cost.flops for cost in costs) == 24 * (len(costs) // 2)
+
+
 FACTORIES = {
     "empty and filled": (lambda: torch.zeros(3, 5, device="meta"), 15 * 4),
     "ones": (lambda: torch.ones(3, 5, dtype=torch.float16, device="meta"), 15 * 2),
@@ -266,6 +282,7 @@ def test_what_is_made_is_written_once_and_nothing_is_read_or_computed(name):
     program, nbytes = FACTORIES[name]
     costs = [cost for cost in costs_in(program) if cost.bytes]
     assert [(cost.bytes_read, cost.bytes_written, cost.flops) for cost in costs] == [(0, nbytes, 0)]
+    assert UNCOUNTED not in [cost.op_class for cost in costs]
 
 
 @torch.library.custom_op("flopmeter_operands::powers", mutates_args=())

@@ -627,7 +627,14 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
     ),
     "two positions of a cache": (lambda: aten.index_put_(T(2, 64, 6), [None, i64(2)], T(2, 2, 6)), 16 + 96, 96),
     "a number at two positions of a cache": (lambda: aten.index_put_(T(2, 64, 6), [None, i64(2)], T()), 16 + 4, 96),
-    "a scatter of part of its source": (lambda: aten.scatter_(T(50, 6), 0, i64(2, 3), T(4, 6)), 48 + 96, 24),
+    "a scatter of part of its source": (lambda: aten.scatter_(T(50, 6), 0, i64(2, 3), T(4, 6)), 48 + 24, 24),
+    **{  # a clone, whose elements below the three rows of the index are added to
+        f"{name} of part of its source": (call, 50 * 6 * 4 + 18 * (8 + 4 + 4), 50 * 6 * 4 + 18 * 4)
+        for name, call in {
+            "scatter_add": lambda: aten.scatter_add(T(50, 6), 0, i64(3, 6), T(9, 6)),
+            "scatter_reduce": lambda: aten.scatter_reduce(T(50, 6), 0, i64(3, 6), T(9, 6), "sum"),
+        }.items()
+    },
     "a fill of columns": (lambda: aten.index_fill_(T(4, 6), 1, i64(2), 1.0), 16, 4 * 2 * 4),
     "a fill of a number": (lambda: aten.index_fill_(T(), 0, i64(1), 1.0), 8, 4),
     "a product of three, functional": (

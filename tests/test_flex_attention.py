@@ -242,6 +242,23 @@ def test_decoding_reads_the_keys_of_its_window_only():
     assert cost.work.backend == "flash"  # a template that splits the keys
 
 
+def test_the_sums_of_rows_read_the_result_and_its_gradient_and_write_a_number_a_row():
+    """The gradient of the statistics, if there is one, is read too."""
+
+    def moved(of_statistics: bool) -> tuple[int, int, int]:
+        def program():
+            out, aux = compiled(*qkv(grad=True), return_aux=AuxRequest(lse=True))
+            results = [out, aux.lse] if of_statistics else [out]
+            torch.autograd.backward(results, [torch.empty_like(each) for each in results])
+
+        _, sums, _ = flex_costs(metered(program))
+        return sums.bytes_read, sums.bytes_written, sums.flops
+
+    rows, elements = 2 * 4 * 512, 2 * 4 * 512 * 64
+    assert moved(False) == (2 * 2 * elements, 4 * rows, 2 * elements)
+    assert moved(True) == (2 * 2 * elements + 4 * rows, 4 * rows, 2 * elements + 2 * rows)
+
+
 def test_statistics_are_written_if_they_are_asked_for():
     def written(**options) -> int:
         with torch.no_grad():

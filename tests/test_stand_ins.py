@@ -28,6 +28,7 @@ def read(run):
         (lambda x: x.argmax().item(), 0, INTEGER),
         (lambda x: (x > 0).any().item(), False, CONDITION),
         (lambda x: 5 if x.sum() > 2 else 7, 7, CONDITION),
+        (lambda x: 5 if x.sum() else 7, 5, FLOAT),  # 1.0 is true
     ],
 )
 def test_each_kind_of_number_has_its_stand_in(run, expected, rule):

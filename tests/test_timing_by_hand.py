@@ -23,7 +23,7 @@ from flopmeter.records import (
 )
 from flopmeter.timing.bands import BANDS, HOST_BAND, UNVALIDATED, UNVALIDATED_DEFAULT
 from flopmeter.timing.convolution import convolution
-from flopmeter.timing.gemm_kernels import MMA, SIMT, WARP_SPECIALIZED
+from flopmeter.timing.gemm_kernels import MMA, SIMT, WARP_SPECIALIZED, gemm_kernels
 from flopmeter.timing.matmul import MatmulBytes, Rates, overlap, price_matmul
 
 A100, V100 = load_hardware("a100-sxm4-80gb"), load_hardware("v100-sxm2-32gb")
@@ -49,6 +49,18 @@ def bytes_moved(timing, hardware, share=1.0):
 def rates(flop_per_s, bytes_per_s, sm_count, kernels=SIMT):
     """Of a device with a clock so fast that waiting takes no time."""
     return Rates(flop_per_s, flop_per_s, bytes_per_s, sm_count, 1e18, kernels)
+
+
+def test_kernels_that_unpack_weights_have_tiles_of_few_rows_and_none_of_few_columns():
+    """Tokens are the rows: 16 of them take half of what 32 do, as many outputs take what 64 do. By tiles of 16 x 256,
+    and of 64 x 64, which are the narrowest otherwise."""
+    family = gemm_kernels(A100, A100.contraction_peak("fp16"), unpacks_weights=True)
+
+    def seconds(m: int, n: int) -> float:
+        return price_matmul(Matmul(1, m, n, 4096), MatmulBytes(0, 0, 2), rates(1e15, 1e18, 1, family)).work_seconds
+
+    assert seconds(16, 4096) < 0.6 * seconds(32, 4096) < 0.6 * 0.6 * seconds(64, 4096)
+    assert seconds(4096, 16) == pytest.approx(seconds(4096, 64), rel=0.01)
 
 
 # --- convolutions on vector units ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,6 @@ from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher, private
 
 DispatcherKernel = Callable[..., Any]
-
-KEYS_WITH_KERNELS_OF_CORE = frozenset({"FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "SparseMeta"})
-"""Keys at which a kernel of ours may replace one of torch's; torch's is active again after ours is removed."""
 
 
 @dataclass
@@ -55,8 +52,9 @@ class Scope:
             self.kernel(op.name(), guarded, key)
 
     def kernel(self, op: str, kernel: DispatcherKernel, key: str, *, with_keyset: bool = False) -> None:
-        """Register `kernel` for `op` ("aten::name.overload") at dispatch key `key`."""
-        with _no_warning_of_override() if key in KEYS_WITH_KERNELS_OF_CORE else nullcontext():
+        """Register `kernel` for `op` ("aten::name.overload") at dispatch key `key`. One of torch that it replaces is
+        active again after ours is removed."""
+        with _no_warning_of_override():
             self._library(key).impl(op, kernel, key, with_keyset=with_keyset)
 
     def meta_kernel(self, op: str, kernel: DispatcherKernel) -> None:

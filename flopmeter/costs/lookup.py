@@ -1,15 +1,18 @@
 """Which rule prices a call. Look-up order: the op's own rule; a formula registered with `torch.utils.flop_counter`; for
 a custom op in Python what its implementation runs; then the defaults: a view by its schema is free, an op that torch
-tags as pointwise or as a reduction is counted as one.
+tags as pointwise or as a reduction is counted as one. An op that writes into tensors given as `out=` is priced as the
+one that returns new ones.
 Whatever is left is *uncounted*: a kernel with bytes and without FLOPs that the report lists. Calls to which a rule
 gives that class are uncounted too, such as matmuls of wide integers.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
+from torch._ops import OpOverload
 
 from flopmeter.costs.arithmetic.pointwise import pointwise
 from flopmeter.costs.arithmetic.reduction import reduction
@@ -42,8 +45,7 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
         return (make_cost(call, UNCOUNTED),)
     if writes_nothing(call):
         return FREE
-    cost = found(call)
-    costs = (cost,) if isinstance(cost, Cost) else cost
+    costs = _as_tuple(found(call))
     if strict and any(cost.op_class == UNCOUNTED for cost in costs):
         if isinstance(call.body, TritonBody):
             raise UncountedError(f"the Triton kernel {call.body.kernel} cannot be counted: {why_uncounted(call.body)}")
@@ -57,6 +59,9 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
 def find_rule(call: Call) -> Rule | None:
     """The rule that prices the call, or None."""
     func = call.func
+    if func not in RULES and (same := _returning(call)) is not None:
+        rule = find_rule(same)
+        return None if rule is None else lambda _: tuple(_in_given_tensors(cost) for cost in _as_tuple(rule(same)))
     if not is_view(func) and not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
         return sparse_rule(call)
     own = RULES.get(func) or RULES.get(func.overloadpacket) or _BY_NAME.get(func._schema.name)
@@ -75,6 +80,49 @@ def find_rule(call: Call) -> Rule | None:
         return pointwise
     if _REDUCTION_TAG is not None and _REDUCTION_TAG in func.tags:
         return reduction
+    return None
+
+
+def _returning(call: Call) -> Call | None:
+    """The same call of the op that returns what this one writes into tensors given as `out=`; None if it is no such
+    op. A rule then meets no tensors among the inputs that are not read."""
+    func = _form_that_returns(call.func)
+    if func is None:
+        return None
+    given = {each.name: call.argument(each.name) for each in call.func._schema.arguments if each.is_out}
+    kwargs = {name: value for name, value in call.kwargs.items() if name not in given}
+    inputs = call.inputs[: len(call.inputs) - len(given)]  # a schema ends with what it writes
+    outputs = tuple(spec._replace(storage=spec.storage + _NEW) for spec in call.outputs)
+    return replace(call, func=func, kwargs=kwargs, inputs=inputs, outputs=outputs)
+
+
+_NEW = 1 << 30  # is added to the number of a given tensor's storage, which may be that of an operand
+
+
+def _in_given_tensors(cost: Cost) -> Cost:
+    """What the op that returns new tensors would write into them, in those that are given."""
+
+    def given(region: Region) -> Region:
+        spec = region.spec
+        is_new = spec is not None and spec.storage >= _NEW
+        return Region(spec._replace(storage=spec.storage - _NEW), region.nbytes) if is_new else region
+
+    return replace(cost, reads=tuple(map(given, cost.reads)), writes=tuple(map(given, cost.writes)))
+
+
+def _as_tuple(costs: Cost | tuple[Cost, ...]) -> tuple[Cost, ...]:
+    return (costs,) if isinstance(costs, Cost) else costs
+
+
+@functools.cache
+def _form_that_returns(func: OpOverload) -> OpOverload | None:
+    packet, arguments = func.overloadpacket, func._schema.arguments
+    asked = [(each.name, str(each.type)) for each in arguments if not each.is_out]
+    if len(asked) == len(arguments):
+        return None
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        if [(each.name, str(each.type)) for each in overload._schema.arguments] == asked:
+            return overload
     return None
 
 
@@ -100,7 +148,7 @@ def _inside(name: str, cost: Cost, storages: tuple[int, ...]) -> Cost:
 
 
 def _renamed(costs: Cost | tuple[Cost, ...], name: str) -> tuple[Cost, ...]:
-    return tuple(replace(cost, name=name) for cost in ((costs,) if isinstance(costs, Cost) else costs))
+    return tuple(replace(cost, name=name) for cost in _as_tuple(costs))
 
 
 def _how_to_add(call: Call) -> str:

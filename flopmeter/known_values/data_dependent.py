@@ -23,10 +23,9 @@ def ask(known: Knowledge, call: Invocation) -> Any:
         return call.run()
     if known.knows_all(call.tensors):
         return known.answer(call)
-    if known.assume.stands_in and call.func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+    if known.assume.stands_in and call.func is aten._local_scalar_dense.default:
         (number,) = call.tensors
-        is_condition = call.func is aten.is_nonzero.default
-        return stand_ins.note(known, torch.bool if is_condition else number.dtype, call.func)
+        return stand_ins.note(known, number.dtype, call.func)
     raise DataDependentError(str(call.func))
 
 

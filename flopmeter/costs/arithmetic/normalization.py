@@ -38,7 +38,7 @@ OPERATIONS_TO_COMBINE = 350
 WELFORD_OPERATIONS = 10
 
 
-@rule(aten._softmax, aten._log_softmax)
+@rule(aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax)  # the last two where `out=` is given
 def softmax(call: Call) -> Cost:
     """Subtract the maximum, exp, sum, divide (log: subtract the logarithm): 4; the maximum is 0."""
     (x,) = call.inputs

@@ -21,7 +21,7 @@ from flopmeter.costs.rules import (
     rule,
     scratch,
 )
-from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost
+from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 
@@ -236,12 +236,24 @@ def glu_backward(call: Call) -> Cost:
 
 
 @rule(aten.isinf)
-def isinf(call: Call) -> tuple[Cost, Cost]:
-    """|x| == inf, the absolute value by a kernel of its own (aten/src/ATen/native/TensorCompare.cpp)."""
-    (x,) = call.inputs
-    size = scratch(x)
-    absolute = make_cost(call, ELEMENTWISE, x.numel, complex_factor=1, written=(size,))
-    return absolute, make_cost(call, ELEMENTWISE, read=(size,))
+def isinf(call: Call) -> tuple[Cost, ...]:
+    """|x| == inf, the absolute value by a kernel of its own; of a complex number each part, and then whether one is.
+    No integer is: zeros (aten/src/ATen/native/TensorCompare.cpp)."""
+    (x,), (out,) = call.inputs, call.outputs
+    if not x.is_floating:
+        return (make_cost(call, MOVEMENT, read=()),)
+
+    def of(part: TensorSpec, found: TensorSpec) -> tuple[Cost, Cost]:
+        size = scratch(part)
+        absolute = make_cost(call, ELEMENTWISE, part.numel, complex_factor=1, read=(part,), written=(size,))
+        return absolute, make_cost(call, ELEMENTWISE, read=(size,), written=(found,))
+
+    if not x.dtype.is_complex:
+        return of(x, out)
+    real = x._replace(dtype=x.dtype.to_real(), stride=tuple(2 * step for step in x.stride), offset=2 * x.offset)
+    also = scratch(out, 2)
+    either = make_cost(call, ELEMENTWISE, read=(out, also), written=(out,))
+    return (*of(real, out), *of(real._replace(offset=real.offset + 1), also), either)
 
 
 @rule(aten.polar)

@@ -67,7 +67,8 @@ _COMPLEX_FACTORS = {
 def reduction(call: Call) -> Cost:
     """The default for every op that torch tags as a reduction, and for the table above."""
     per = _PER_INPUT.get(call.func.overloadpacket, PerInput(1))
-    n, outputs = call.inputs[0].numel, call.outputs[0].numel if call.outputs else 0
+    (x, *_), outputs = call.inputs, call.outputs[0].numel if call.outputs else 0
+    n = x.numel
     return make_cost(
         call,
         REDUCTION,

@@ -114,6 +114,9 @@ def scatter(call: Call) -> tuple[Cost, ...]:
         flops += target.numel  # each sum is divided by the number of its terms
     first = [] if in_place else [make_cost(call, MOVEMENT, read=(target,), written=(out,))]
     read: list[TensorSpec | Region] = [*call.inputs[1:], *(named,) * accumulates]
+    if source is not None and call.func.overloadpacket in _SCATTERS:
+        taken = Region(source, min(touched * source.dtype.itemsize, source.nbytes))
+        read = [taken if each == source else each for each in read]
     if call.func.overloadpacket in (aten.masked_scatter, aten.masked_scatter_):
         numbers = scratch(out._replace(dtype=torch.int64))
         first.append(make_cost(call, INDEXING, read=call.inputs[1:2], written=(numbers,)))

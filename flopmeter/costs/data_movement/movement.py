@@ -126,7 +126,7 @@ def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
 @rule(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter)
 def scatter_copy(call: Call) -> tuple[Cost, Cost]:
     """A copy of the whole tensor, then the part written over it."""
-    (base, part), (out,) = call.inputs[:2], call.outputs
+    (base, part), (out,) = call.inputs, call.outputs
     placed = make_cost(call, MOVEMENT, read=(part,), written=(_part_of(out, part),))
     return (make_cost(call, MOVEMENT, read=(base,)), placed)
 

@@ -72,7 +72,7 @@ def product(call: Call) -> Cost:
     flops = 2 * _values(sparse) * width + (call.outputs[0].numel if beta else 0)
     rows = Region(dense, min(dense.nbytes, _values(sparse) * width * dense.dtype.itemsize))
     read = (sparse, rows, *(added if beta else ()))
-    return make_cost(call, CONTRACTION, flops, complex_factor=4, read=read, access="gather")
+    return make_cost(call, CONTRACTION, flops, read=read, access="gather")
 
 
 def to_dense(call: Call) -> tuple[Cost, Cost]:

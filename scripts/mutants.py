@@ -1,0 +1,159 @@
+"""The mutants that scripts/mutate.py draws from: where they are, which lines feel them, and what they name."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import random
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mutations import KINDS, Edit, Module
+
+ROOT = Path(__file__).parents[1]
+PARTS = (
+    "flopmeter/costs", "flopmeter/timing", "flopmeter/launch/fusion", "flopmeter/launch/modes.py",
+    "flopmeter/timing/allocator.py", "flopmeter/as_cuda", "flopmeter/known_values", "flopmeter/distributed",
+    "flopmeter/trace/recorder.py", "flopmeter/trace/attribution.py", "flopmeter/trace/handling.py",
+    "flopmeter/trace/storages.py", "flopmeter/trace/module_paths.py",
+)  # fmt: skip
+# Never drawn, since nobody could see them, and why: `file: change`, without the line.
+EQUIVALENT = {
+    "flopmeter/timing/allocator.py: 1  ->  2  in  index = bisect_left(pool, (size, -1))": "no address is below 0",
+    "flopmeter/costs/arithmetic/resampling.py: 1  ->  2  in  flops = (axes * _UNNORMALIZE + weights) * positions + "
+    "(2 * taps if taps > 1 else 0) * out.numel": "no filter has two taps",
+    **dict.fromkeys(
+        (
+            f"flopmeter/trace/handling.py: Handling(True, False, False, False, False)  ->  Handling(True, {flags})"
+            for flags in (
+                "True, False, False, False",
+                "False, True, False, False",
+                "False, False, True, False",
+                "False, False, False, True",
+            )
+        ),
+        "of an op of the host nothing else is asked",
+    ),
+    "flopmeter/launch/fusion/roles.py: all  ->  any  in  return bool(written) and all((spec.storage < 0 for spec in "
+    "written))": "a kernel writes scratch or tensors of the program, never both",
+    "flopmeter/timing/convolution.py: busy.work_seconds  ->  busy.seconds": "kernels of vector units have no latency",
+    **dict.fromkeys(
+        (
+            f"flopmeter/costs/flex_attention.py: {used}  ->  {other}  in  prepared = make_cost(call, REDUCTION, "
+            "2 * out.numel + (0 if grad_lse is None else 2 * lse.numel), read=inputs, written=(row_sums,))"
+            for used, other in (("lse", "grad_lse"), ("out", "grad_out"))
+        ),
+        "a gradient has the shape of its tensor",
+    ),
+    "flopmeter/launch/fusion/parts.py: len(op.storages) + 1 + MOST_SCRATCH + number  ->  len(op.storages) + 1 + "
+    "MOST_SCRATCH - number": "numbers above those of scratch: no op that reduces to two results has so much",
+    "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
+        "the formula is the same in rows and columns"
+    ),
+}
+
+
+class Mutant(NamedTuple):
+    """One change: the `place`-th edit of its kind in this file."""
+
+    file: str
+    kind: str
+    place: int
+    used: tuple[tuple[str, int], ...]  # files and lines: a test that reaches one of them may notice
+    names: frozenset[str]  # of the function, the entry of a table, the op or the option that it is in
+    line: int
+    change: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.change}"
+
+    @property
+    def reason(self) -> str | None:
+        """Why nobody could notice it."""
+        return EQUIVALENT.get(f"{self.file}: {self.change}")
+
+
+def mutated(source: str, kind: str, place: int) -> str:
+    """The source with one change."""
+    module = Module(source)
+    list(KINDS[kind](module))[place].apply()
+    return ast.unparse(module.tree)
+
+
+def all_mutants(parts: Iterable[str], kinds: Collection[str]) -> list[Mutant]:
+    found = []
+    for path in (path for part in parts for path in sorted((ROOT / part).rglob("*.py")) or [ROOT / part]):
+        module, file = Module(path.read_text(encoding="utf-8")), str(path.relative_to(ROOT))
+        for kind in kinds:
+            for place, edit in enumerate(KINDS[kind](module)):
+                line: int = getattr(edit.shown, "lineno", 1)
+                used, names = _used(module, file, edit), _names(module, edit)
+                found.append(Mutant(file, kind, place, used, names, line, module.describe(edit)))
+    stale = EQUIVALENT.keys() - {f"{mutant.file}: {mutant.change}" for mutant in found}
+    if parts == PARTS and len(kinds) == len(KINDS) and stale:
+        sys.exit(f"EQUIVALENT has what is no mutant any more: {', '.join(sorted(stale))}")
+    return [mutant for mutant in found if mutant.reason is None]
+
+
+def draw(mutants: list[Mutant], count: int, rng: random.Random) -> list[Mutant]:
+    """As many of each kind, as far as there are."""
+    by_kind = defaultdict[str, list[Mutant]](list)
+    for mutant in rng.sample(mutants, len(mutants)):
+        by_kind[mutant.kind].append(mutant)
+    in_turn = (mutant for turn in zip_longest(*by_kind.values()) for mutant in turn if mutant is not None)
+    return list(islice(in_turn, count))
+
+
+def _used(module: Module, file: str, edit: Edit) -> tuple[tuple[str, int], ...]:
+    """Where the change is felt: at its statement (the head of a compound one), in the body of a function whose head it
+    is in, wherever a name of the module is used that it is the value of."""
+    statement: Any = edit.shown
+    while not isinstance(statement, ast.stmt):
+        statement = module.parent[statement]
+    first, last, body = statement.lineno, statement.end_lineno or statement.lineno, getattr(statement, "body", None)
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        first = statement.body[0].lineno
+    elif body:
+        last = max(body[0].lineno - 1, first)
+    here = tuple((file, line) for line in range(first, last + 1))
+    if module.parent[statement] is not module.tree or not isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        return here
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return tuple(place for name in sorted(names) for place in _mentions()[name] if place not in here) or here
+
+
+@functools.cache
+def _mentions() -> dict[str, list[tuple[str, int]]]:
+    """Files and lines of the package that have the word."""
+    found = defaultdict[str, list[tuple[str, int]]](list)
+    for path in sorted((ROOT / "flopmeter").rglob("*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            for word in set(re.findall(r"\w+", line)):
+                found[word].append((str(path.relative_to(ROOT)), number))
+    return found
+
+
+def _names(module: Module, edit: Edit) -> frozenset[str]:
+    """What a test that is about the changed code may name too: the function, the key in a table, what is changed."""
+    named = [edit.text or ast.unparse(edit.shown)]
+    node: ast.AST = edit.shown
+    for up in module.above(edit.shown):
+        if isinstance(up, ast.Dict):
+            named += [ast.unparse(key) for key, value in zip(up.keys, up.values, strict=True) if key and value is node]
+        elif isinstance(up, ast.FunctionDef):
+            named += [up.name, *(ast.unparse(each) for each in up.decorator_list if node not in up.decorator_list)]
+        node = up
+    return words(" ".join(named)) - words(_SAID)
+
+
+_SAID = "deleted without the entry if True False"  # by an edit, of which no test tells
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(word.strip("_").lower() for word in re.findall(r"\w+", text))
