@@ -68,7 +68,7 @@ def index_operations(operands: Sequence[TensorSpec]) -> int:
 
 
 def scattered_sectors(operands: Sequence[TensorSpec]) -> int:
-    """Sectors of the cache that the blocks of a kernel ask for beyond those that its elements fill. Threads next to each
+    """Sectors of the cache that the blocks of a kernel ask for beyond those that its elements fill. Threads beside each
     other take elements that are neighbours in the output (the first operand); where these lie far apart in another
     operand, each brings a whole sector, and blocks that need the rest of it ask again."""
     on_device, runs = _walk(operands)
