@@ -277,7 +277,30 @@ def test_on_gddr_all_types_narrower_than_four_bytes_stream_at_one_rate_below_tha
     assert max(narrow) / wide == pytest.approx(0.87 / 0.93, abs=0.01)
 
 
-# --- convolutions on AMD ---------------------------------------------------------------------------------------------
+# --- layouts of convolutions -----------------------------------------------------------------------------------------
+
+
+def test_cudnn_turns_image_filters_and_result_of_a_tf32_convolution_in_nchw():
+    """Of 1 x 1 filters, which move memory: two copies of all that the convolution itself moves once. Not with TF32
+    switched off, not in fp16, not for groups, and not before Ampere, where no unit takes tf32."""
+
+    def extra(dtype=FP32, hardware=A100, groups=1):
+        nchw, nhwc = (
+            tuple(
+                meta(*shape, dtype=dtype).contiguous(memory_format=order)
+                for shape in ((32, 256, 56, 56), (256, 256 // groups, 1, 1))
+            )
+            for order in (torch.contiguous_format, torch.channels_last)
+        )
+        return [only(lambda x=x: torch.conv2d(*x, groups=groups), hardware).work_seconds for x in (nchw, nhwc)]
+
+    planes, together = extra()
+    assert 2.5 * together < planes < 4 * together
+    for plain in (extra(FP16), extra(groups=8), extra(hardware=load_hardware("v100-sxm2-16gb"))):
+        assert plain[0] < 1.6 * plain[1]
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        planes, together = extra()
+    assert planes < 1.6 * together
 
 
 def test_a_16_bit_convolution_in_nchw_brings_five_more_kernels_on_amd():

@@ -4,12 +4,13 @@ counts. `make_cost` adds them to every cost; an op that is not here walks as its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, FLOAT8_OPERATIONS, index_operations
+from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, FLOAT8_OPERATIONS, index_operations, scattered_sectors
 from flopmeter.records import Access, Call, TensorSpec
 from flopmeter.torch_names.operators import aten
 
@@ -54,9 +55,14 @@ class Walk(NamedTuple):
 
     access: Access | None = None
     index_operations: int = 0
+    scattered_sectors: int = 0
     serial_steps: int = 0
     link_bytes: int = 0
     blocks_host: bool = False
+
+    def over(self, operands: Sequence[TensorSpec]) -> Walk:
+        """The same of a kernel that walks these operands together, outputs first."""
+        return self._replace(index_operations=index_operations(operands), scattered_sectors=scattered_sectors(operands))
 
 
 def walk(call: Call) -> Walk:
@@ -84,8 +90,9 @@ def _copy(call: Call) -> Walk:
     if source.device != target.device:
         return Walk(link_bytes=source.nbytes, blocks_host=not call.argument("non_blocking"))
     is_strided = source.numel > 1 and _order(source) != _order(target)
-    operations = index_operations((target, source)) + _cast_operations(source.dtype, target.dtype) * target.numel
-    return Walk("strided" if is_strided else None, operations)
+    operands = target, source
+    operations = index_operations(operands) + _cast_operations(source.dtype, target.dtype) * target.numel
+    return Walk("strided" if is_strided else None, operations, scattered_sectors(operands))
 
 
 def _cast_operations(source: torch.dtype, target: torch.dtype) -> int:

@@ -7,7 +7,10 @@ is left once neighbouring ones are merged (TensorIterator.cpp, coalesce_dimensio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
 
 from flopmeter.records import TensorSpec
 from flopmeter.records.memory_format import is_dense
@@ -41,19 +44,62 @@ DIVISION_OPERATIONS = 9
 # as two of half its size.
 OPERANDS_THAT_FILL_A_DEVICE = 2
 
+# Elements that a thread block walks, neighbours in the output: 128 threads of four each (thread_work_size in
+# thread_constants.h). Its first-level cache keeps what several of them need.
+BLOCK_ELEMENTS = 512
+# Bytes that a cache brings at a time (a sector; Nsight Compute's documentation, 'L1TEX: sectors').
+SECTOR_BYTES = 32
+
+
+class _Run(NamedTuple):
+    """Dimensions that all operands walk as one: how many elements, and how far apart they lie in each operand."""
+
+    size: int
+    steps: tuple[int, ...]
+
 
 def index_operations(operands: Sequence[TensorSpec]) -> int:
     """Integer operations of a kernel that walks these operands, outputs first; 0 where they all lie alike."""
-    shape = operands[0].shape
-    device = operands[0].device
-    on_device = [spec for spec in operands if spec.device == device]  # a number on the host is passed as an argument
-    if not all(spec.is_strided and len(spec.shape) <= len(shape) for spec in on_device):
-        return 0  # tensors that are walked one by one
-    runs = _runs(shape, [_strides(spec, len(shape)) for spec in on_device])
-    if not runs or (len(runs) == 1 and set(runs[0]) == {1}):
+    on_device, runs = _walk(operands)
+    if not runs or (len(runs) == 1 and set(runs[0].steps) == {1}):
         return 0
     steps = len(runs) * (DIMENSION_OPERATIONS + STEP_OPERATIONS * len(on_device))
     return operands[0].numel * (steps + ADDRESS_OPERATIONS * len(on_device) + SINGLE_OPERATIONS)
+
+
+def scattered_sectors(operands: Sequence[TensorSpec]) -> int:
+    """Sectors of the cache that the blocks of a kernel ask for beyond those that its elements fill. Threads beside each
+    other take elements that are neighbours in the output (the first operand); where these lie far apart in another
+    operand, each brings a whole sector, and blocks that need the rest of it ask again."""
+    on_device, runs = _walk(operands)
+    if not runs:
+        return 0
+    sizes = [spec.dtype.itemsize for spec in on_device]
+    excess = sum(
+        max(0, _sectors(tuple(runs), place, size) - ceil(BLOCK_ELEMENTS * size / SECTOR_BYTES))
+        for place, size in enumerate(sizes)
+    )
+    return ceil(operands[0].numel / BLOCK_ELEMENTS) * excess
+
+
+@functools.lru_cache(4096)
+def _sectors(runs: tuple[_Run, ...], operand: int, item_bytes: int) -> int:
+    """How many sectors of an operand the first block touches."""
+    offsets = [0]
+    for size, steps in runs:
+        wanted = min(size, ceil(BLOCK_ELEMENTS / len(offsets)))
+        offsets = [place * steps[operand] + offset for place in range(wanted) for offset in offsets]
+    return len({offset * item_bytes // SECTOR_BYTES for offset in offsets[:BLOCK_ELEMENTS]})
+
+
+def _walk(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[_Run]]:
+    """The operands on the device (a number on the host is passed as an argument) and their runs; no runs where the
+    tensors are walked one by one."""
+    shape, device = operands[0].shape, operands[0].device
+    on_device = [spec for spec in operands if spec.device == device]
+    if not all(spec.is_strided and len(spec.shape) <= len(shape) for spec in on_device):
+        return on_device, []
+    return on_device, _runs(shape, [_strides(spec, len(shape)) for spec in on_device])
 
 
 def cat_operations(operands: Sequence[TensorSpec], dimensions: int, *, copies_runs: bool = True) -> int:
@@ -78,16 +124,18 @@ def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:
     return (0,) * (dimensions - len(own)) + own
 
 
-def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The strides of the dimensions that are left after merging, from the fastest to the slowest. A dimension is merged
-    with the next one if in all operands both are one run of memory."""
+def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[_Run]:
+    """The dimensions that are left after merging, from the fastest to the slowest. A dimension is merged with the next
+    one if in all operands both are one run of memory."""
     by_dimension = list(zip(shape, zip(*strides, strict=True), strict=True))
-    runs: list[tuple[int, ...]] = []
+    runs: list[_Run] = []
     ends: tuple[int, ...] | None = None  # where the last run of each operand ends
     for size, steps in sorted(by_dimension, key=lambda entry: entry[1]):
         if size == 1:
             continue
-        if steps != ends:
-            runs.append(steps)
+        if steps == ends:
+            runs[-1] = _Run(runs[-1].size * size, runs[-1].steps)
+        else:
+            runs.append(_Run(size, steps))
         ends = tuple(size * step for step in steps)
     return runs

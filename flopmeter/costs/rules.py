@@ -12,7 +12,7 @@ in real ones: an operation that is neither (a function, a factorization) counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 from torch._ops import OpOverload, OpOverloadPacket
@@ -104,12 +104,14 @@ def make_cost(
     complex_factor: int = COMPLEX_OTHER,
     access: Access | None = None,
     rereads: tuple[Reread, ...] = (),
+    walks: Sequence[TensorSpec] | None = None,
     index_operations: int | None = None,
     blocks_host: bool | None = None,
     work: KernelWork | None = None,
 ) -> Cost:
     """The cost of one kernel of one class. `read` and `written` list what is touched; None leaves that to the
-    touched-bytes law. `complex_factor`: real operations in each, of complex tensors. Only the time model needs the
+    touched-bytes law. `complex_factor`: real operations in each, of complex tensors. `walks`: the operands that an
+    element-wise kernel walks together, outputs first. Only the time model needs the
     rest; None there means what access.py says of the op. `work` is for kernels that do other work than arithmetic and
     memory traffic; these have no rereads and compute no indices."""
     specs = (*call.inputs, *call.outputs)
@@ -122,8 +124,10 @@ def make_cost(
     if work is None and walked.link_bytes:
         work = HostCopy(walked.link_bytes)
     elif work is None:
+        if walks is not None:
+            walked = walked.over(walks)
         indexed = walked.index_operations if index_operations is None else index_operations
-        work = VectorWork(rereads, indexed, walked.serial_steps)
+        work = VectorWork(rereads, indexed, walked.serial_steps, walked.scattered_sectors)
     return Cost(
         name=call.name,
         op_class=op_class,

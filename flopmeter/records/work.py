@@ -157,6 +157,7 @@ class VectorWork(NamedTuple):
     rereads: tuple[Reread, ...] = ()
     index_operations: int = 0  # integer operations that compute addresses, for operands with different strides
     serial_steps: int = 0  # memory accesses of a thread that wait for one another, if they bound the kernel
+    scattered_sectors: int = 0  # of the cache, that threads ask for beyond those that their elements fill
 
 
 class HostCopy(NamedTuple):

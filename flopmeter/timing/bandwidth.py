@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flopmeter.costs.index_arithmetic import SECTOR_BYTES
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import (
     INDEXING,
@@ -41,6 +42,12 @@ def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_byte
     return max(traffic, work.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 
+def scattered_seconds(work: VectorWork, hardware: Hardware) -> float:
+    """The time in which the L2 cache delivers sectors of which threads need one element each."""
+    nbytes = constants.AMD_LINE_BYTES if hardware.vendor == "amd" else SECTOR_BYTES
+    return work.scattered_sectors * nbytes / cache_bytes_per_s(hardware)
+
+
 def link_seconds(copy: HostCopy, hardware: Hardware) -> float:
     """The time of a copy between host and device: the link is slower than either memory."""
     rate = hardware.host_link_bytes_per_s or constants.DEFAULT_LINK_BYTES_PER_S
@@ -68,7 +75,9 @@ def access_seconds(cached_share: float, hardware: Hardware) -> float:
 
 def cache_bytes_per_s(hardware: Hardware) -> float:
     """What kernels reach on the L2 cache; no less than on memory."""
-    of_all_sms = constants.CACHE_BYTES_PER_CYCLE * hardware.sm_count * clock_hz(hardware)
+    is_amd = hardware.vendor == "amd"
+    per_cycle = constants.AMD_CACHE_BYTES_PER_CYCLE if is_amd else constants.CACHE_BYTES_PER_CYCLE
+    of_all_sms = per_cycle * hardware.sm_count * clock_hz(hardware)
     return max(hardware.bandwidth_bytes_per_s, of_all_sms)
 
 
@@ -78,8 +87,9 @@ def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
     resident = constants.RESIDENT_THREADS
     if capability is not None:
         resident = constants.RESIDENT_THREADS_BY_CAPABILITY.get(capability, resident)
-    blocks = min(max(1, resident // threads_of(reread, hardware)), constants.MOST_BLOCKS_PER_SM)
-    return hardware.sm_count * blocks
+    threads = threads_of(reread, hardware)
+    rows_of_block = max(1, constants.LEAST_BLOCK_THREADS // threads)
+    return hardware.sm_count * min(max(1, resident // threads), constants.MOST_BLOCKS_PER_SM * rows_of_block)
 
 
 def threads_of(reread: Reread, hardware: Hardware) -> int:

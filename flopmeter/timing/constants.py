@@ -119,10 +119,13 @@ HALF_RATE_CHANNELS_GROUPED = 72
 # ViT in bf16 on an H100, AMD-AGI/TraceLens: s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8).
 CONVOLUTION_DEPTH_BYTES = 64
 
-# Kernels that MIOpen launches beside each 16-bit convolution in NCHW. Its kernels work on NHWC: three transpose input,
-# weight and result, one clears the result and one casts it from fp32. (torch.profiler's trace of a ResNet in bf16 on an
-# MI300X, AMD-AGI/TraceLens: five beside a forward one, nine or ten beside the two of a backward one.)
-MIOPEN_CONVERSIONS = 5
+# Kernels that a library launches beside a convolution in NCHW on matrix units, by vendor and bytes of an element. Its
+# kernels work on NHWC: three transpose input, weight and result. MIOpen in 16 bits: one more clears the result and one
+# casts it from fp32 (torch.profiler's trace of a ResNet in bf16 on an MI300X, AMD-AGI/TraceLens: five beside a forward
+# one, nine or ten beside the two of a backward one). cuDNN in tf32: `nchwToNhwcKernel` and back beside kernels named
+# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). In 16 bits it converts within the kernel: image models in NCHW take
+# 1.1 to 1.25 times as long as in NHWC [timm], where copies would double them.
+CONVERSIONS = {("amd", 2): 5, ("nvidia", 4): 3}
 
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. In channels-last they
 # are bound by memory up to a side of 7 (.25 and above are equally good on [timm]). For longer sides cuDNN has no such
@@ -251,7 +254,7 @@ ACCESS_SHARE: Mapping[Access, float] = {
     "reduce": 0.8,
     "normalize": 1.0,  # rows: what they lack is in their second reads
     "channels": 0.8,  # batch and group norm: a channel's planes lie apart [timm]
-    "statistics": 0.4,  # batch norm in training: twice the time that .8 gives, from training of image models (RTX 3090)
+    "statistics": 0.55,  # batch norm in training, from training of image models on an RTX 3090: .5 to .65 are alike
     "fused": 1.0,
 }
 
@@ -274,6 +277,7 @@ RESIDENT_THREADS_BY_CAPABILITY = {
     (7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536,
 }  # fmt: skip
 MOST_BLOCKS_PER_SM = 32
+LEAST_BLOCK_THREADS = 128  # of torch's kernels: a block holds several rows of fewer threads (PersistentSoftmax.cuh)
 
 # Second reads begin to miss the L2 cache when the rows in flight fill more than this share of it, and all of them miss
 # when the rows are 1.3 times as large as the cache: addresses are hashed over slices, and rows of other blocks evict
@@ -293,6 +297,12 @@ CACHE_EDGE = 0.1
 # What kernels reach on the L2 cache, in bytes of each clock cycle and SM: additions of 2 to 6 MB a tensor take 2.9 TB/s
 # on an A100 and 1.6 TB/s on an A40 [vidur], 19 and 11.
 CACHE_BYTES_PER_CYCLE = 16
+
+# The same on AMD's, and the bytes of a line, which comes for one element whose neighbours lie far from it ('CDNA 3
+# Architecture', AMD, 2023). From one copy in a trace of an MI300X (AMD-AGI/TraceLens): 19 million bf16 elements, 4.6 kB
+# apart, take 159 µs, and 29 where whole heads are copied.
+AMD_CACHE_BYTES_PER_CYCLE = 24
+AMD_LINE_BYTES = 128
 
 # Seconds of one memory access in a chain where each waits for the one before. From [timm]: torch's NCHW kernel of
 # bilinear upsampling has one thread for each output position, which loops over batch and channels.

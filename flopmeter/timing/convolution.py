@@ -25,12 +25,14 @@ def convolution(
     return fastest((direct, _winograd(shape, implicit, moved, rates)))
 
 
-def conversions(shape: Convolution, moved: MatmulBytes, hardware: Hardware) -> float:
-    """Seconds that AMD's library takes to bring tensors into its layout and back: kernels that copy each of them."""
-    if hardware.vendor != "amd" or moved.item_bytes != 2 or shape.channels_last:
+def conversions(shape: Convolution, groups: int, moved: MatmulBytes, hardware: Hardware) -> float:
+    """Seconds that a library takes to bring tensors in NCHW into its layout and back: kernels that copy each of them.
+    cuDNN has kernels without a matrix unit for groups, which take NCHW."""
+    kernels = constants.CONVERSIONS.get((hardware.vendor, moved.item_bytes), 0)
+    if not kernels or shape.channels_last or (groups > 1 and hardware.vendor == "nvidia"):
         return 0.0
     copies = 2 * moved.memory_bytes / (hardware.sustained_bandwidth_bytes_per_s * constants.ACCESS_SHARE["strided"])
-    return constants.MIOPEN_CONVERSIONS * hardware.kernel_floor_seconds + copies
+    return kernels * hardware.kernel_floor_seconds + copies
 
 
 def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:

@@ -30,6 +30,7 @@ from flopmeter.timing.bandwidth import (
     cycles_to_seconds,
     memory_seconds,
     rows_in_flight,
+    scattered_seconds,
     share_of_stream,
     threads_of,
 )
@@ -125,7 +126,7 @@ def _convolution(
         # Registers bound these at the boost clock; at half the FLOPs, the power limit leaves more of the clock.
         rates = rates.within(peak.flop_per_s * peak.burst * legacy_mma_share(hardware))
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
-    extra = conversions(shape, moved, hardware)
+    extra = conversions(shape, implicit.batch, moved, hardware) if peak.unit == "matrix" else 0.0
     busy = busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
@@ -196,6 +197,7 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     combining = _row_seconds(work, hardware) * idle
     compute = arithmetic * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
+    traffic = overlap(traffic, scattered_seconds(work, hardware), constants.VECTOR_OVERLAP)
     memory = overlap(index_seconds(work, hardware) * idle, traffic, constants.INDEX_OVERLAP)
     first, others = _latencies(work, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)

@@ -33,6 +33,7 @@ AMD_SOFTMAX_THREADS = 1024
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025) are flat from 250 to 450, on five
 # cards; image models on RTX 3090 and 4090 (pytorch-image-models, results/) ask for 300.
 OPERATIONS_TO_COMBINE = 350
+STEPS_OF_WARP = 5  # of a shuffle: 32 lanes, then 16, down to one
 # Operations of a thread on each of its elements: it updates the mean and the sum of squares, with a reciprocal
 # (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
@@ -197,11 +198,15 @@ def _is_training(call: Call) -> bool:
 
 
 def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
-    """A warp holds a short row in registers; a block reads a longer one again, `passes` times."""
+    """Threads of a warp hold a short row in registers: as many as it has elements, at most all of them
+    (PersistentSoftmax.cuh). A block reads a longer row again, `passes` times."""
     columns = x.shape[call.argument("dim")] if x.shape else 1
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
-        return (Reread(0, rows, row_bytes, WARP_THREADS, OPERATIONS_TO_COMBINE, 1, AMD_WARP_THREADS),)
+        lanes = 1 << (columns - 1).bit_length()  # a power of two
+        threads, amd_threads = min(lanes, WARP_THREADS), min(lanes, AMD_WARP_THREADS)
+        steps = threads.bit_length() - 1  # of a shuffle
+        return (Reread(0, rows, row_bytes, threads, OPERATIONS_TO_COMBINE * steps // STEPS_OF_WARP, 1, amd_threads),)
     loads = min(1024, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
     accesses = (1 + passes) * ceil(row_bytes / (threads * LOAD_BYTES))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_DIVIDE,
@@ -147,7 +146,7 @@ def elementwise(
         transcendentals=transcendentals * n,
         fused_multiply_add=fused_multiply_add,
         complex_factor=1,
-        index_operations=index_operations(operands),
+        walks=operands,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import FREE, make_convolution, make_cost, rule, scratch
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Convolution, Cost, Matmul, Region, TensorSpec
@@ -47,8 +46,8 @@ def _bias(call: Call, out: TensorSpec, bias: TensorSpec) -> Cost:
     """`output.add_(bias)`, one number for each channel (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
     trailing = len(out.shape) - 2
     by_channel = bias._replace(shape=bias.shape + (1,) * trailing, stride=(1,) * (1 + trailing))
-    walked = index_operations((out, out, by_channel))
-    return make_cost(call, ELEMENTWISE, out.numel, read=(out, bias), written=(out,), index_operations=walked)
+    walks = out, out, by_channel
+    return make_cost(call, ELEMENTWISE, out.numel, read=(out, bias), written=(out,), walks=walks)
 
 
 @rule(aten.cudnn_convolution_relu, aten.cudnn_convolution_add_relu)
@@ -126,8 +125,7 @@ class _ConvolutionLayout:
 
 
 def _copy(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:
-    walked = index_operations((copy, spec))
-    return make_cost(call, MOVEMENT, read=(spec,), written=(copy,), access="strided", index_operations=walked)
+    return make_cost(call, MOVEMENT, read=(spec,), written=(copy,), access="strided", walks=(copy, spec))
 
 
 def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool, channels_last: bool) -> Convolution:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from flopmeter.costs.index_arithmetic import cat_operations, index_operations
+from flopmeter.costs.index_arithmetic import cat_operations
 from flopmeter.costs.rules import FREE, make_cost, rule
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, SORTING, Call, Cost, Region, TensorSpec
@@ -136,7 +136,7 @@ def masked_fill(call: Call) -> tuple[Cost, Cost]:
     """A clone, then `masked_fill_` on it (ATen/native/TensorAdvancedIndexing.cpp). Selecting is 0 FLOP."""
     x, *rest = call.inputs
     (out,) = call.outputs
-    fill = make_cost(call, ELEMENTWISE, read=(out, *rest), index_operations=index_operations((out, out, *rest)))
+    fill = make_cost(call, ELEMENTWISE, read=(out, *rest), walks=(out, out, *rest))
     return (make_cost(call, MOVEMENT, read=(x,)), fill)
 
 
