@@ -41,6 +41,7 @@ COMPILE = "the marks of torch.compile regions"
 SCALED = "scaled products into a given tensor (_scaled_mm.out)"
 INT4 = "the shape of int4 weight-only matrix products"
 CTC_LOSS = "the backward of ctc_loss"
+AOT_INDUCTOR = "packages of AOTInductor"
 SPARSE = "sparse gradients of embeddings"
 SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
 
@@ -139,6 +140,9 @@ TRITON_OPERATORS = PrivateName("torch._library.triton", "triton_ops_to_kernels",
 AROUND_COMPILED_CALL = PrivateName(
     "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
+AOTI_COMPILE = PrivateName("torch._inductor", "aoti_compile_and_package", "where a package is made (documented)")
+AOTI_LOAD = PrivateName("torch._inductor", "aoti_load_package", "where one is loaded (documented)")
+AOT_COMPILE = PrivateName("torch._inductor", "aot_compile", "makes code that no package holds (documented)")
 PYTHON_KERNELS = PrivateName("torch.library", "_impls", "which ops have a Python function as a kernel")
 COMPILED_MODULE = "_orig_mod"
 DYNAMO = PrivateName("torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
@@ -209,6 +213,7 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
             "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True
         ),
     ),
+    AOT_INDUCTOR: (AOTI_COMPILE, AOTI_LOAD, AOT_COMPILE),
     SPARSE: (
         PrivateName("torch", "Tensor._indices", "places of the elements, repeated ones too"),
         PrivateName("torch", "Tensor._values", "the elements"),
