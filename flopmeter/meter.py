@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
-from flopmeter.compiler import AroundTracing, OnCompiledCall, PosedDevice, Session, nothing_around
+from flopmeter.compiler import AroundTracing, Exports, OnCompiledCall, PosedDevice, Session, nothing_around
 from flopmeter.costs import CallCosts, costs_of, kernels_of
 from flopmeter.costs.contractions.quantized import group_assumptions
 from flopmeter.costs.contractions.varlen import packed_assumptions
@@ -36,7 +36,7 @@ from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
 from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, host_seconds, time_run, time_runs
 from flopmeter.timing.peak_memory import memory_of
-from flopmeter.torch_names.private import BUFFERS, DOUBLE_BACKWARD, PROPAGATION, PYTHON_OPS, lost
+from flopmeter.torch_names.private import AOT_INDUCTOR, BUFFERS, DOUBLE_BACKWARD, PROPAGATION, PYTHON_OPS, lost
 from flopmeter.trace import overlap
 from flopmeter.trace.dtensor import unseen_propagation
 from flopmeter.trace.other_threads import OtherThreads
@@ -239,6 +239,7 @@ class FlopMeter:
         self._as_cuda = as_cuda
         self._compile: Compile = compile
         self._session: Session | None = None
+        self._exports: Exports | None = None
         self._new_values = functools.partial(
             KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction, unknown=unknown
         )
@@ -274,6 +275,7 @@ class FlopMeter:
                     storage_listener=self.storage_listener,
                 )
                 undo.enter_context(self._recorder)
+                self._exports = undo.enter_context(Exports()) if self._emulation else None
                 if self._emulation and not by_rules:
                     self._session = undo.enter_context(self._new_session(self._emulation, self._recorder, self._values))
                 self._other_threads = undo.enter_context(OtherThreads())
@@ -386,7 +388,9 @@ class FlopMeter:
             notes += [*self._emulation.notes, *target_of(device).notes, *unfused_notes(self._emulation)]
         if self._session:
             notes += self._session.notes
-        notes += [*self._not_metered(), *lost(PROPAGATION, BUFFERS, DOUBLE_BACKWARD, PYTHON_OPS)]
+        if self._exports:
+            notes += self._exports.notes
+        notes += [*self._not_metered(), *lost(AOT_INDUCTOR, PROPAGATION, BUFFERS, DOUBLE_BACKWARD, PYTHON_OPS)]
         return tuple(dict.fromkeys(notes))
 
     def _not_metered(self) -> Iterator[str]:

@@ -239,8 +239,9 @@ def test_a_pointwise_chain_is_one_kernel_that_reads_and_writes_once() -> None:
         lambda x: F.selu(x).sum(),
         lambda x: F.prelu(x, x[0, :1]).sum(),
         lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear").sum(),
+        lambda x: torch.broadcast_tensors(x, x.new_ones(2, 1, 1))[0].sum(),
     ],
-    ids=["cross_entropy", "var", "selu", "prelu", "interpolate"],
+    ids=["cross_entropy", "var", "selu", "prelu", "interpolate", "broadcast_tensors"],
 )
 def test_gradients_of_composites_reach_what_they_are_made_of(function: Callable[[Tensor], Tensor]) -> None:
     """Torch has Python kernels for these on meta, through which it does not differentiate. The gradient is written."""

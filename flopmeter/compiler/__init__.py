@@ -4,9 +4,11 @@ partitioner make its graphs, and inductor schedules their kernels, all on meta t
 session.py stands between Dynamo and inductor while a meter is open; posing.py answers for the missing device;
 lowering.py goes through inductor up to its Scheduler; plan.py, regions.py and origins.py read from there which kernels
 run, on what, and which ops of the program they are; replay.py records them at each call; pricing.py is their cost.
+exports.py is torch.export's and AOTInductor's way to the same kernels.
 """
 
+from flopmeter.compiler.exports import Exports
 from flopmeter.compiler.posing import PosedDevice
 from flopmeter.compiler.session import AroundTracing, OnCompiledCall, Session, nothing_around
 
-__all__ = ["AroundTracing", "OnCompiledCall", "PosedDevice", "Session", "nothing_around"]
+__all__ = ["AroundTracing", "OnCompiledCall", "Exports", "PosedDevice", "Session", "nothing_around"]

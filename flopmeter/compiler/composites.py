@@ -2,7 +2,8 @@
 
 Works around: torch has Python kernels on meta for about a hundred composites (nll_loss, var, prelu, interpolations).
 Where a compiler traces, autograd takes those for kernels of a backend without a derivative, and the gradient is lost.
-Until: torch no longer registers them for composites (torch/_decomp registers them with those of other ops).
+Until: torch no longer registers them for composites (torch/_decomp registers them with those of other ops; one is
+registered by itself in torch/_refs/__init__.py).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from contextlib import contextmanager
 from torch._ops import OpOverload
 
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.operators import aten
 from flopmeter.torch_names.private import DispatchKey, has_kernel
 
 COMPOSITE = "CompositeImplicitAutograd"
+_BY_ITSELF = aten.broadcast_tensors.default  # in no table; mse_loss, l1_loss and the like begin with it
 
 
 @contextmanager
@@ -33,7 +36,7 @@ def composites_differentiate() -> Iterator[None]:
 
 
 def _composites_with_a_kernel() -> list[OpOverload]:
-    registered = {op for table in names.DECOMPOSITIONS.value.values() for op in table}
+    registered = {_BY_ITSELF, *(op for table in names.DECOMPOSITIONS.value.values() for op in table)}
     return [
         op
         for op in registered

@@ -41,6 +41,7 @@ COMPILE = "the marks of torch.compile regions"
 SCALED = "scaled products into a given tensor (_scaled_mm.out)"
 INT4 = "the shape of int4 weight-only matrix products"
 CTC_LOSS = "the backward of ctc_loss"
+AOT_INDUCTOR = "packages of AOTInductor"
 SPARSE = "sparse gradients of embeddings"
 SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
 
@@ -210,6 +211,11 @@ AROUND_COMPILED_CALL = listed(
 )
 DYNAMO = listed(COMPILE, "torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
 listed(COMPILE, "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True)
+AOTI_COMPILE = listed(
+    AOT_INDUCTOR, "torch._inductor", "aoti_compile_and_package", "where a package is made (documented)"
+)
+AOTI_LOAD = listed(AOT_INDUCTOR, "torch._inductor", "aoti_load_package", "where one is loaded (documented)")
+AOT_COMPILE = listed(AOT_INDUCTOR, "torch._inductor", "aot_compile", "makes code that no package holds (documented)")
 listed(SPARSE, "torch", "Tensor._indices", "places of the elements, repeated ones too")
 listed(SPARSE, "torch", "Tensor._values", "the elements")
 

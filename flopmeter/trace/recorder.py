@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.compiler import is_exporting
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -156,8 +157,8 @@ class Recorder(TorchDispatchMode):
 
     def is_on(self) -> bool:
         """Whether this thread's ops come here: a mode belongs to the thread that entered it, and to the
-        threads in which autograd runs its backward passes."""
-        return self in _get_current_dispatch_mode_stack()
+        threads in which autograd runs its backward passes. None comes while torch.export reads the program."""
+        return not is_exporting() and self in _get_current_dispatch_mode_stack()
 
     def launch(
         self, call: Call, tensors: Sequence[Tensor], module: str, phase: Phase, source: str | None, graph: int
@@ -251,6 +252,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_exporting():  # the program is read, and does not run
+            return func(*args, **(kwargs or {}))
         for kind in types:
             if not is_plain(kind):
                 return NotImplemented  # let the subclass (DTensor, ...) run; its inner ops come back here
