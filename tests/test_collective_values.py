@@ -298,6 +298,18 @@ def test_an_uneven_exchange_takes_as_long_as_the_larger_of_what_is_sent_and_rece
     assert sent_and_received([1, 2, 3, 4], [7, 7, 7, 7]) == {4 * 28}
 
 
+def test_a_ring_that_hands_all_to_its_neighbour_takes_one_port_and_not_that_of_all_ranks():
+    """28 rows of 4 B to the next of 4 ranks: as much as an exchange of equal parts sends to three others."""
+    whole = 4 * 28 * 4 // 3
+    assert sent_and_received([0, 0, 0, 28], [0, 28, 0, 0]) == {whole}
+    price = price_collective(Collective("all_to_all", whole, tuple(range(4))), load_cluster("dgx-h100"))
+    assert price.wire_bytes == pytest.approx(4 * 28, abs=1)
+
+
+def test_what_stays_on_a_rank_in_an_exchange_goes_over_no_link():
+    assert sent_and_received([28, 1, 2, 0], [28, 0, 2, 1]) == {4 * 3 * 4 // 3}
+
+
 def gather_seconds(gpus_per_node: int | None, size: int = 8, **options: Any) -> float:
     with world(size, gpus_per_node=gpus_per_node), FlopMeter("h100-sxm5-80gb", **options) as meter:
         dist.all_gather_into_tensor(torch.empty(size * 2**26, device="meta"), torch.empty(2**26, device="meta"))

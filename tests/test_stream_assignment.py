@@ -102,6 +102,27 @@ def test_a_collective_waits_for_what_the_program_gave_the_device_before_it():
     assert report.seconds == pytest.approx(collective.end_seconds)
 
 
+def test_compiled_code_waits_for_a_functional_collective_at_once_by_the_rules_and_by_torchs_compiler():
+    """torch's compiler itself says the order: nothing runs beside the gather, which the eager program hides."""
+
+    def program(shard, x, group):
+        whole = funcol.all_gather_tensor(shard, 0, group)
+        return x @ x + whole.sum()
+
+    def run(compiled: bool) -> FlopMeter:
+        with world(8) as mesh, FlopMeter(HARDWARE) as meter:
+            shard, x = (torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16) for _ in range(2))
+            (torch.compile(program) if compiled else program)(shard, x, mesh.get_group())
+        return meter
+
+    eager, torchs = run(False), run(True).report()
+    rules = eager.report(mode="compiled")
+    assert eager.report().exposed_seconds < 0.7 * torchs.communication_seconds
+    assert torchs.exposed_seconds == pytest.approx(torchs.communication_seconds)
+    assert rules.exposed_seconds == pytest.approx(torchs.exposed_seconds)
+    assert rules.seconds == pytest.approx(torchs.seconds, rel=0.01)
+
+
 def test_wait_tensor_waits_for_the_collective_that_made_the_tensor_and_for_no_later_one():
     def program(mesh):
         first = funcol.all_reduce(square(), "sum", mesh.get_group())

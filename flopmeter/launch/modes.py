@@ -115,7 +115,9 @@ def _launched(made: list[Kernel], graphs: list[int | None], mode: LaunchMode, tr
             number = graphs[place]
             numbers[place] = first.setdefault(kernel.op.region, next(free) if number is None else number)
     captured = dict.fromkeys(first.values(), MODES["eager-cudagraph"])
-    return Launches(made, numbers, mode, assign_streams(made, trace), captured)
+    by_rules = {place for place, kernel in enumerate(made) if graphs[place] is not None and kernel.op.graph is None}
+    placements = assign_streams(made, trace, by_rules if mode.fuses else ())
+    return Launches(made, numbers, mode, placements, captured)
 
 
 def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_one_graph: bool) -> Launches:

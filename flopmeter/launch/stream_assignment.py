@@ -5,6 +5,9 @@ it runs on a stream of its group, after all that the current stream was given so
 Collectives of one group run one after another. A message runs on the stream of its pair of ranks, which serves both
 directions; the messages of a batch run as one kernel on the stream of the group.
 
+What torch.compile traces waits for a functional collective at once (`_maybe_wrap_tensor` in torch's
+_functional_collectives.py), and inductor keeps that order unless `reorder_for_compute_comm_overlap` is on.
+
 A stream waits for events, at `wait_tensor` and at `Work.wait`. Also, a kernel waits for kernels of other streams that
 write what it reads; so waits in C++ (DDP's reducer), which nobody records, take effect where the data is used.
 """
@@ -12,25 +15,31 @@ write what it reads; so waits in C++ (DDP's reducer), which nobody records, take
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from flopmeter.costs.data_movement.communication import group_of, is_message
 from flopmeter.costs.traffic import regions
 from flopmeter.records import DEFAULT_STREAM, Call, Kernel, Placement, Sync, Trace
 from flopmeter.records.collectives import WAIT_OPS
 
+FUNCTIONAL = "_c10d_functional"  # collectives that return their result, as DTensor uses them
 
-def assign_streams(kernels: list[Kernel], trace: Trace) -> list[Placement] | None:
-    """The stream of each kernel and what it waits for; None if the program uses one stream and no collectives."""
+
+def assign_streams(
+    kernels: list[Kernel], trace: Trace, compiled: Collection[int] = frozenset()
+) -> list[Placement] | None:
+    """The stream of each kernel and what it waits for; None if the program uses one stream and no collectives.
+    `compiled`: the numbers of the kernels that count as traced by torch.compile though the program ran eagerly."""
     if not trace.stream_use.streams and not any(kernel.cost.collective for kernel in kernels):
         return None
-    return _StreamAssignment(trace).run(kernels)
+    return _StreamAssignment(trace, compiled).run(kernels)
 
 
 class _StreamAssignment:
     """Walks the kernels in the order of their launch, with the events and waits between them."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, compiled: Collection[int]) -> None:
+        self._compiled = compiled
         self._ops, self._streams = trace.ops, trace.stream_use.streams
         self._index = {id(op): index for index, op in enumerate(trace.ops)}
         self._syncs = deque(trace.stream_use.syncs)
@@ -82,7 +91,7 @@ class _StreamAssignment:
         stream, after = self._stream(index), self._inputs_of(kernel)
         whole, number = kernel.cost.collective, len(self._placements)
         batch = self._batch_of(kernel, index)
-        if whole is not None and _is_async(kernel.op.call):
+        if whole is not None and _is_async(kernel.op.call) and not self._waits_at_once(kernel, number):
             after |= self._given_to(stream)
             stream = self._groups.setdefault(_communicator(kernel, batch), -1 - len(self._groups))
         else:
@@ -95,6 +104,9 @@ class _StreamAssignment:
         self._last[stream] = number
         for op in kernel.ops:
             self._writers.update((op.storages[local], number) for local in self._touched_by(op.call)[1])
+
+    def _waits_at_once(self, kernel: Kernel, number: int) -> bool:
+        return number in self._compiled and kernel.op.call.func.namespace == FUNCTIONAL
 
     def _batch_of(self, kernel: Kernel, index: int) -> int | None:
         """The number of the batch that a message is part of."""

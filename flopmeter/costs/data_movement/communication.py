@@ -38,7 +38,7 @@ def collective(call: Call) -> tuple[Cost, ...]:
     sent, received = (_nbytes(specs) for specs in (_sent(call, known), _received(call, known)))
     size = known.spec.size(sent, received, len(group.ranks))
     if known.kind == "all_to_all":
-        size = max(size, len(group.ranks) * _largest_part(call, known))
+        size = _exchanged(call, known, group, size)
     return (_cost(call, known.kind, size, group.ranks),)
 
 
@@ -128,19 +128,29 @@ def _received(call: Call, known: KnownOp) -> Any:
     return call.outputs if known.op.received is None else call.argument(known.op.received)
 
 
-def _largest_part(call: Call, known: KnownOp) -> int:
-    """The most bytes that go between two ranks in an exchange of uneven parts. All ranks are assumed to send alike, so
-    one rank gets the largest part from everyone, and the exchange lasts until it has all of them."""
-    most = 0
-    for specs, splits in ((_sent(call, known), "input_split_sizes"), (_received(call, known), "output_split_sizes")):
-        if any(argument.name == splits for argument in call.func._schema.arguments):
-            rows = call.argument(splits)
-            (whole,) = (specs,) if isinstance(specs, TensorSpec) else specs
-            if rows and sum(rows):
-                most = max(most, whole.nbytes * max(rows) // sum(rows))
-        elif not isinstance(specs, TensorSpec):
-            most = max([most, *map(_nbytes, specs)])
-    return most
+def _exchanged(call: Call, known: KnownOp, group: RankGroup, size: int) -> int:
+    """The bytes of an exchange of equal parts that lasts as long as this one, which moves `size` bytes.
+
+    Where all parts of one side are equal, all ranks are taken to send alike, as ranks of experts do. So one rank gets
+    the largest part from everyone, and the exchange lasts until it has all of them. Elsewhere, as in a ring that hands
+    all to its neighbour, it lasts until this rank has sent and got what does not stay here."""
+    ranks = len(group.ranks)
+    sides = [parts for parts in (_parts(call, known, way) for way in ("input", "output")) if parts]
+    if not sides or ranks == 1:
+        return size
+    if any(min(parts) == max(parts) for parts in sides):
+        return ranks * max(map(max, sides))
+    return max(sum(parts) - parts[group.rank] for parts in sides) * ranks // (ranks - 1)
+
+
+def _parts(call: Call, known: KnownOp, way: str) -> list[int]:
+    """Bytes that go to each rank (`input`) or come from it (`output`); empty where they are equal, or not known."""
+    specs, splits = _sent(call, known) if way == "input" else _received(call, known), f"{way}_split_sizes"
+    if any(argument.name == splits for argument in call.func._schema.arguments):
+        rows = call.argument(splits)
+        (whole,) = (specs,) if isinstance(specs, TensorSpec) else specs
+        return [whole.nbytes * each // sum(rows) for each in rows] if rows and sum(rows) else []
+    return [] if isinstance(specs, TensorSpec) else list(map(_nbytes, specs))
 
 
 def _nbytes(specs: Any) -> int:
