@@ -73,3 +73,10 @@ def test_a_slice_of_columns_is_found_after_it_was_written_and_the_columns_beside
 
     assert found_of(512) == part.nbytes
     assert found_of(1024) == pytest.approx(part.nbytes, rel=0.01)
+
+
+def test_tensors_without_elements_leave_nothing():
+    with FlopMeter("l40s") as meter:
+        torch.empty(4, 0, 8, **BF16).transpose(0, 1).neg()
+        torch.ones(0, device="meta").add_(1)
+    assert cached_bytes(kernels_of(meter.trace), 10**6) == [0.0] * len(kernels_of(meter.trace))
