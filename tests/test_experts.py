@@ -86,6 +86,7 @@ def test_the_report_says_which_law_was_assumed():
 )
 def test_a_law_that_is_none_is_refused(routing: object):
     with pytest.raises(
-        ValueError, match=r"routing must be None, 'balanced' or \{'imbalance': a number from 1 to 2\}, not"
+        ValueError,
+        match=r"routing must be None, 'balanced', 'independent' or \{'imbalance': a number from 1 to 2\}, not",
     ):
         FlopMeter(routing=routing)

@@ -8,6 +8,7 @@ import json
 import re
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers")
 
@@ -216,6 +217,47 @@ def test_a_layer_of_experts_replays_as_one_graph(experts):
     assert report.idle_seconds < 1e-3
     assert report.seconds == pytest.approx(report.kernel_seconds + report.idle_seconds)
     assert not any(timing.wait_seconds for timing in report.timings[1:])
+
+
+def test_projections_of_one_input_are_one_product_with_the_weights_of_all():
+    report = steps().report(load_hardware(H100), 4, 1, 512)
+    products = [kernel.cost for kernel in report.kernels if kernel.cost.macs and kernel.cost.name == "mm"]
+    wide = WIDTH + 2 * KV_HEADS * HEAD
+    of_layer = [WIDTH * wide, WIDTH * WIDTH, WIDTH * 2 * HIDDEN, HIDDEN * WIDTH]
+    assert [cost.macs for cost in products] == [4 * macs for macs in (*LAYERS * of_layer, WIDTH * VOCABULARY)]
+    assert report.kernel_seconds < steps(cache="transformers").report(load_hardware(H100), 4, 1, 512).kernel_seconds
+
+
+def test_a_step_ends_with_the_most_likely_token_of_each_sequence():
+    last = steps("eager").report(load_hardware(H100), 4, 1, 512).kernels[-1]
+    assert last.cost.name == "argmax"
+    assert last.cost.bytes_read == 4 * VOCABULARY * 4  # in fp32
+
+
+def test_two_kernels_route_the_tokens_of_a_layer_of_experts(experts):
+    report = experts["bf16"].report(load_hardware(H100), 64, 1, 512)
+    names = [kernel.cost.name for kernel in report.kernels if ".0.mlp" in kernel.op.module]
+    assert names == [
+        "mm",
+        "topk",
+        "sort",
+        "index",
+        "_grouped_mm",
+        "fused(silu, mul)",
+        "_grouped_mm",
+        "fused(index, mul, sum)",
+    ]
+
+
+def test_few_tokens_read_as_many_experts_as_tokens_that_pick_by_chance(experts):
+    """2 of 64 experts for each token: the mean of 2,000 draws."""
+    device, weight = load_hardware(H100), 2 * 2 * 4096 * 2048  # of gate and up of one expert
+    for tokens in (1, 8, 64):
+        report = experts["bf16"].report(device, tokens, 1, 512)
+        read = next(kernel.cost.bytes_read for kernel in report.kernels if kernel.cost.name == "_grouped_mm")
+        picks = torch.rand(2000, tokens, 64, generator=torch.Generator().manual_seed(0)).topk(2).indices.flatten(1)
+        busy = sum(len(set(draw)) for draw in picks.tolist()) / 2000
+        assert read / weight == pytest.approx(busy, rel=0.04)
 
 
 @pytest.mark.parametrize("name", [A100, L40S, H100, "b200-sxm-180gb"])

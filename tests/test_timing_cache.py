@@ -47,3 +47,36 @@ def test_weights_that_fill_little_more_than_the_cache_are_found_in_part(columns,
     *first_time, again = kernels_of(meter.trace)
     found = cached_bytes([*first_time, again], load_hardware("l40s").l2_cache_bytes)
     assert found[-1] / again.cost.bytes == pytest.approx(share, abs=0.01)
+
+
+def test_a_token_written_into_each_sequence_leaves_no_more_than_these_tokens_in_the_cache():
+    """Keys of 8 sequences of 2049 tokens, 34 MB: the new tokens lie far apart, nearly from end to end."""
+    held = torch.empty(8, 2049, 8, 128, **BF16)
+    device = load_hardware("l40s")
+    with FlopMeter(device) as meter:
+        held[:, 2048:].copy_(torch.empty(8, 1, 8, 128, **BF16))
+        held.sum()
+    found = cached_bytes(kernels_of(meter.trace), device.l2_cache_bytes)
+    assert found[-1] < 0.01 * held.nbytes
+    assert meter.report().kernel_seconds > held.nbytes / device.bandwidth_bytes_per_s
+
+
+def test_a_slice_of_columns_is_found_after_it_was_written_and_the_columns_beside_it_are_not():
+    both, part = torch.empty(4096, 1024, **BF16), torch.empty(4096, 512, **BF16)
+
+    def found_of(*columns):
+        with FlopMeter("l40s") as meter:
+            both[:, :512].copy_(part)
+            torch.neg(both[:, slice(*columns)])
+        write, read = kernels_of(meter.trace)
+        return cached_bytes([write, read], load_hardware("l40s").l2_cache_bytes)[-1] - read.cost.bytes_written
+
+    assert found_of(512) == part.nbytes
+    assert found_of(1024) == pytest.approx(part.nbytes, rel=0.01)
+
+
+def test_tensors_without_elements_leave_nothing():
+    with FlopMeter("l40s") as meter:
+        torch.empty(4, 0, 8, **BF16).transpose(0, 1).neg()
+        torch.ones(0, device="meta").add_(1)
+    assert cached_bytes(kernels_of(meter.trace), 10**6) == [0.0] * len(kernels_of(meter.trace))

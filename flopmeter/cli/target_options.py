@@ -110,9 +110,11 @@ def _optimizer(text: str) -> OptimizerChoice:
 
 def _routing(text: str) -> str | dict[str, float]:
     """The value for FlopMeter, which checks the number itself."""
-    if text == "balanced":
+    if text in ("balanced", "independent"):
         return text
     try:
         return {"imbalance": float(text)}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected balanced or a number from 1 to 2, not {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected balanced, independent or a number from 1 to 2, not {text!r}"
+        ) from None

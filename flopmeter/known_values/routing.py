@@ -1,8 +1,9 @@
 """Which experts tokens pick, where the scores are not known: a law that the user states.
 
-`routing="balanced"`: they take turns. `routing={"imbalance": 1.3}`: the first expert gets 1.3 times the mean, the last
-one 0.7 times, and those between lie on a straight line. Then the first rank of a group of experts is the busiest one,
-which decides how long the group takes: meter that one.
+`routing="balanced"`: they take turns. `routing="independent"`: each token picks by chance, whatever the others pick, so
+that few tokens leave some experts idle; as many as are expected to be busy take turns. `routing={"imbalance": 1.3}`:
+the first expert gets 1.3 times the mean, the last one 0.7 times, and those between lie on a straight line. Then the
+first rank of a group of experts is the busiest one, which decides how long the group takes: meter that one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class RoutingLaw(NamedTuple):
 
     imbalance: float | None  # the most loaded expert's share of the mean; None: experts take turns
     text: str  # as the user wrote it
+    is_independent: bool = False  # only those experts take turns that are expected to be busy
 
     @property
     def is_balanced(self) -> bool:
@@ -31,7 +33,8 @@ class RoutingLaw(NamedTuple):
     def picks(self, rows: int, k: int, n: int) -> Tensor:
         """[rows, k] on the CPU: the experts of each token, all different."""
         if self.imbalance is None:
-            return (torch.arange(rows * k, device="cpu") % n).view(rows, k)
+            busy = max(k, round(n * (1 - (1 - k / n) ** rows))) if self.is_independent else n
+            return (torch.arange(rows * k, device="cpu") % busy).view(rows, k)
         # The experts' runs, one after another, fill the first choices of all tokens, then their second choices. No run
         # is longer than there are tokens, so that no token picks an expert twice.
         counts = self.counts(rows, k, n)
@@ -53,10 +56,13 @@ def routing_law(stated: Any) -> RoutingLaw | None:
         return None
     if stated == "balanced":
         return RoutingLaw(None, 'routing="balanced"')
+    if stated == "independent":
+        return RoutingLaw(None, 'routing="independent"', is_independent=True)
     if isinstance(stated, Mapping) and stated.keys() == {"imbalance"}:
         value = stated["imbalance"]
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= MOST_IMBALANCE:
             return RoutingLaw(float(value), f'routing={{"imbalance": {value:g}}}')
     raise ValueError(
-        f"routing must be None, 'balanced' or {{'imbalance': a number from 1 to {MOST_IMBALANCE:g}}}, not {stated!r}"
+        "routing must be None, 'balanced', 'independent' or"
+        f" {{'imbalance': a number from 1 to {MOST_IMBALANCE:g}}}, not {stated!r}"
     )

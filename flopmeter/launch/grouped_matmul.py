@@ -58,11 +58,15 @@ def in_one_kernel(kernels: Iterable[Kernel]) -> list[Kernel]:
     """The kernels of a server of language models, which brings a grouped kernel for each device (Triton, CUTLASS)."""
     whole: list[Kernel] = []
     for kernel in kernels:
-        if kernel.op.call.func.overloadpacket not in _GROUPED:
+        if not is_grouped(kernel):
             whole.append(kernel)
         elif not whole or whole[-1].op is not kernel.op:
             whole.append(kernel._replace(cost=costs_of(kernel.op.call)[0]))
     return whole
+
+
+def is_grouped(kernel: Kernel) -> bool:
+    return kernel.op.call.func.overloadpacket in _GROUPED
 
 
 def _has_kernel(cost: Cost, hardware: Hardware) -> bool:

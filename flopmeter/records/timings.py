@@ -36,6 +36,13 @@ class Timing(NamedTuple):
     is_collective: bool = False
     joules: float = 0.0  # for the work, in addition to what the device draws all the time
     clock: float = 1.0  # of the boost clock
+    few_flops: bool = False  # at the datasheet's rates its arithmetic takes less than half as long as its bytes
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether arithmetic bounds the work. Of a kernel with few FLOPs for its bytes it does not, however long its
+        tiles take that are mostly empty, as those of attention with one query."""
+        return self.compute_seconds >= self.memory_seconds and not self.few_flops
 
     @property
     def seconds(self) -> float:
@@ -56,4 +63,4 @@ class Timing(NamedTuple):
             return "communication"
         if self.floor_seconds > self.work_seconds:
             return "overhead"
-        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+        return "compute" if self.is_compute else "memory"

@@ -99,10 +99,21 @@ def facts(report: Report) -> list[str]:
         f" · TF32 is {'on' if switches.matmul_tf32 else 'off'} for fp32 matmuls,"
         f" {'on' if switches.cudnn_tf32 else 'off'} for fp32 convolutions",
         *in_short(report.graphs),
-        "bound by: most of the row's device time; overhead is launch and drain of kernels too small for the device",
+        "bound by: most of the row's device time; overhead is launch and drain of kernels too small for the device"
+        + "; functions such as exp and erf are compute, each of many instructions" * _has_functions(report),
         *report.notes,
         report.ran.line,
     ]
+
+
+def _has_functions(report: Report) -> bool:
+    """Whether kernels count as compute although they have few FLOPs for their bytes."""
+    device = report.hardware
+    return any(
+        timing.is_compute and 2 * cost.flops < cost.bytes * device.ridge_point(cost.dtype)
+        for (_, cost, *_), timing in zip(report.kernels, report.timings, strict=True)
+        if cost.transcendentals and not cost.macs
+    )
 
 
 def _shares(report: Report) -> str:

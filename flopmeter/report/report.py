@@ -304,8 +304,7 @@ class Report:
             shares["communication"] = self.exposed_seconds
         shares["overhead"] = 0.0
         for timing in self._on_compute_stream:
-            is_compute = timing.compute_seconds >= timing.memory_seconds
-            shares["compute" if is_compute else "memory"] += timing.work_seconds
+            shares["compute" if timing.is_compute else "memory"] += timing.work_seconds
             shares["overhead"] += timing.floor_seconds
         shares["overhead"] += self.idle_seconds
         return shares

@@ -8,6 +8,7 @@ find them there as long as all that is read and written in between fits, and a t
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -23,13 +24,15 @@ class _ByteRange(NamedTuple):
 
     begin: int
     end: int
+    filled: float = 1.0  # the share of these bytes that belongs to it: less than 1 of a slice with gaps
 
     def share_of(self, other: _ByteRange) -> float:
-        """Which share of this part is in the other one of the same storage."""
-        if self == other:
-            return 1.0
+        """Which share of this part is in the other one of the same storage. Gaps are taken to lie alike in two parts
+        that begin and end at the same bytes, and evenly elsewhere."""
+        if self[:2] == other[:2]:
+            return min(1.0, other.filled / self.filled)
         within = min(self.end, other.end) - max(self.begin, other.begin)
-        return max(0, within) / max(self.end - self.begin, 1)
+        return max(0, within) / max(self.end - self.begin, 1) * other.filled
 
 
 class _Moment(NamedTuple):
@@ -116,10 +119,11 @@ def _reads(kernel: Kernel) -> Sequence[tuple[int, _ByteRange, int]]:
             if 0 not in spec.shape:
                 parts.setdefault(op.storages[spec.storage], []).append(_extent(spec))
     nbytes = kernel.cost.bytes_read // max(len(parts), 1)
-    return [
-        (storage, _ByteRange(min(part.begin for part in own), max(part.end for part in own)), nbytes)
-        for storage, own in parts.items()
-    ]
+    return [(storage, own[0] if len(set(own)) == 1 else _around(own), nbytes) for storage, own in parts.items()]
+
+
+def _around(parts: Sequence[_ByteRange]) -> _ByteRange:
+    return _ByteRange(min(part.begin for part in parts), max(part.end for part in parts))
 
 
 def _writes(kernel: Kernel) -> Sequence[tuple[int, _ByteRange, int]]:
@@ -162,5 +166,8 @@ def _extent(spec: TensorSpec) -> _ByteRange:
     if not spec.is_strided:
         return _ByteRange(0, spec.nbytes)
     begin, item = spec.offset * spec.dtype.itemsize, spec.dtype.itemsize
+    if not spec.numel:
+        return _ByteRange(begin, begin)
     reach = sum((size - 1) * abs(stride) for size, stride in zip(spec.shape, spec.stride, strict=True)) + 1
-    return _ByteRange(begin, begin + reach * item)
+    apart = math.prod(size for size, stride in zip(spec.shape, spec.stride, strict=True) if stride)
+    return _ByteRange(begin, begin + reach * item, min(1.0, apart / reach))

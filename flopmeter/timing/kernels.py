@@ -56,6 +56,7 @@ class Price(NamedTuple):
 
     busy: Busy
     kernel_class: str
+    few_flops: bool = False  # at the datasheet's rates its arithmetic takes less than half as long as its bytes
 
 
 def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: float = 0.0) -> Price:
@@ -67,7 +68,8 @@ def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: floa
     """
     other, work = _vector_seconds(cost, hardware), cost.work
     if not isinstance(work, MatrixWork) or not work.macs:
-        return Price(_vector_work(cost, hardware, other, cached_bytes), _vector_class(cost))
+        busy = _vector_work(cost, hardware, other, cached_bytes)
+        return Price(busy, _vector_class(cost), _has_few_flops(cost, other, hardware))
     dtype = switches.matmul_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
     busy, kind = _matmuls(cost, work, hardware, peak, cached_bytes)
@@ -75,7 +77,13 @@ def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: floa
     compute = max(busy.compute_seconds, floor) + other  # other warps load meanwhile
     together = overlap(compute, busy.memory_seconds, constants.VECTOR_OVERLAP)
     busy = busy._replace(compute_seconds=compute, work_seconds=max(busy.work_seconds, floor, together))
-    return Price(busy, f"{kind}, {_unit(dtype, peak)}")
+    return Price(busy, f"{kind}, {_unit(dtype, peak)}", _has_few_flops(cost, floor + other, hardware))
+
+
+def _has_few_flops(cost: Cost, arithmetic: float, hardware: Hardware) -> bool:
+    """`arithmetic`: seconds of all instructions of functions such as exp, and of multiply-adds as if no tile were
+    padded."""
+    return 2 * arithmetic < cost.bytes / hardware.bandwidth_bytes_per_s
 
 
 def _unit(dtype: str, peak: Peak) -> str:

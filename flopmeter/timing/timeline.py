@@ -44,10 +44,11 @@ def time_kernels(
     enqueued = 0.0  # when the host has sent the kernel
     free = 0.0  # when the device has finished the last one
     for number, host_step in enumerate(_host_steps(launches, host)):
-        work, ramp, kernel_class, bounds, clock, _ = prices(number)
+        work, ramp, kernel_class, bounds, clock, few_flops, _ = prices(number)
         enqueued += host_step
         start = max(enqueued, free)
-        timings.append(Timing(*bounds, work, ramp, start - free, start, kernel_class, enqueued, clock=clock))
+        times = (*bounds, work, ramp, start - free, start)
+        timings.append(Timing(*times, kernel_class, enqueued, clock=clock, few_flops=few_flops))
         free = start + work + ramp
         if launches.kernels[number].cost.blocks_host or hardware.is_cpu:
             enqueued = free
@@ -93,7 +94,7 @@ def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:
     placements = launched.launches.placements
     timings = []
     for number, (enqueued, free, start, end) in enumerate(spans):
-        work, ramp, kernel_class, bounds, clock, _ = launched.prices(number)
+        work, ramp, kernel_class, bounds, clock, few_flops, _ = launched.prices(number)
         if end - start > (work + ramp) * (1 + ROUNDING):
             work = end - start - ramp  # others slowed it
         stream = DEFAULT_STREAM if placements is None else placements[number].stream
@@ -101,7 +102,8 @@ def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:
         idle = sent - free if stream == DEFAULT_STREAM else 0.0  # gaps on other streams are no idle time of the device
         is_collective = launched.launches.kernels[number].cost.collective is not None
         times = (*bounds, work, ramp, idle, start)
-        timings.append(Timing(*times, kernel_class, enqueued, stream, start - sent, is_collective, clock=clock))
+        waits = stream, start - sent, is_collective
+        timings.append(Timing(*times, kernel_class, enqueued, *waits, clock=clock, few_flops=few_flops))
     return timings
 
 
@@ -111,6 +113,7 @@ class _Priced(NamedTuple):
     kernel_class: str
     bounds: tuple[float, float]  # compute and memory seconds
     clock: float  # of that of the device
+    few_flops: bool
     demand: Demand | Transfer
 
 
@@ -154,16 +157,18 @@ class LaunchPrices:
             price = self._collective_price(cost.collective)
             kernel_class = BETWEEN_NODES if price.between_nodes else COMMUNICATION
             # Latency is part of the price.
-            return _Priced(price.seconds, 0.0, kernel_class, (0.0, 0.0), 1.0, self._transfer(cost.collective, price))
+            return _Priced(
+                price.seconds, 0.0, kernel_class, (0.0, 0.0), 1.0, False, self._transfer(cost.collective, price)
+            )
         cached = self._cached[number] if self._cached else 0.0
         clock = self._clock_of(number, cached) if self._clock_of else 1.0
-        (compute, memory, work, latency), kernel_class = self._price_at(cost, cached, clock)
+        (compute, memory, work, latency), kernel_class, few_flops = self._price_at(cost, cached, clock)
         ramp = self._hardware.kernel_floor_seconds + latency
         graph = self._launches.graphs[number]
         if graph is not None:
             # The device needs some time from one node of a graph to the next; a kernel takes at least that.
             ramp = max(ramp, self._launches.mode_of(graph).node_seconds - work)
-        return _Priced(work, ramp, kernel_class, (compute, memory), clock, Demand(compute, memory))
+        return _Priced(work, ramp, kernel_class, (compute, memory), clock, few_flops, Demand(compute, memory))
 
     def _transfer(self, collective: Collective, price: CollectivePrice) -> Transfer:
         device, transport = self._hardware, (self._cluster or cluster_of(self._hardware)).intra.transport

@@ -221,13 +221,12 @@ class _PartsOfReport:
             overhead = waited - min(waited, timing.link_wait_seconds)
             work = 0.0 if timing.is_collective else timing.work_seconds
             overhead += 0.0 if timing.is_collective else timing.floor_seconds
-            is_compute = timing.compute_seconds >= timing.memory_seconds
             yield (
                 part,
                 kind,
                 PassCost(
-                    compute_seconds=work if is_compute else 0.0,
-                    memory_seconds=0.0 if is_compute else work,
+                    compute_seconds=work if timing.is_compute else 0.0,
+                    memory_seconds=0.0 if timing.is_compute else work,
                     communication_seconds=communication,
                     overhead_seconds=overhead,
                     model_flops=flops,

@@ -105,11 +105,14 @@ def notes_of(
     plan: ServingPlan, own: StepModel, draft: StepModel | None, devices: Sequence[Hardware], links: Sequence[str]
 ) -> tuple[str, ...]:
     notes = [
-        "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, sampling, network"
+        "steps are metered, the queue on top is arithmetic; left out: the framework's scheduler, tokenisation, network,"
+        " and sampling beyond the most likely token"
     ]
     chunks = "prefill stops decoding" if plan.chunk is None else f"prompts in chunks of {plan.chunk} tokens"
     notes.append("GPUs of their own for prefill" if plan.is_disaggregated else chunks)
     notes += links
+    if picks := getattr(own.decoder.config, "num_experts_per_tok", None):
+        notes.append(f"each token picks {picks} experts of a layer; assumed: routing={own.routing!r}")
     positions = getattr(own.decoder.config, "max_position_embeddings", None)
     if positions and plan.prompt + plan.output > positions:
         notes.append(

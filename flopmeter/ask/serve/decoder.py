@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from flopmeter.ask.serve.engine import choose_tokens, pack
 from flopmeter.device.hardware import Hardware
 from flopmeter.models.hubs import config_of_llama, hub_config, model_of
 from flopmeter.models.llama import LLAMAS
@@ -92,7 +93,9 @@ class Decoder:
             kv = caches.Cache(layers=[layer(cached) for _ in range(self.config.num_hidden_layers)])
             absorbed = self._latent_layers if self.cache == "paged" and new <= MOST_ABSORBED_TOKENS else []
             with torch.no_grad(), _absorbed(absorbed, new):
-                self.model(input_ids=ids, past_key_values=kv, use_cache=True, logits_to_keep=logits)
+                out = self.model(input_ids=ids, past_key_values=kv, use_cache=True, logits_to_keep=logits)
+                if self.cache == "paged":
+                    choose_tokens(out.logits)
 
         return run
 
@@ -117,6 +120,8 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     share = _split(config, ranks)
     _register_paged_attention()
     own = Decoder(model_of(share), share.get_text_config(), cache, ranks)
+    if cache == "paged":
+        pack(own.model)
     if ranks > 1:
         whole = _split(config, 1)
         if _in_layers(own.model, own.config) * ranks > MOST_COPIED * _in_layers(

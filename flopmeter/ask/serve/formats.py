@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from flopmeter.ask.serve.engine import with_one_sort
 from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.records import ATTENTION, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region, Trace
@@ -55,7 +56,7 @@ def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weight
         )
         return kernel._replace(cost=known[cost, storages])
 
-    return [changed(kernel) for kernel in in_one_kernel(kernels)]
+    return [changed(kernel) for kernel in with_one_sort(in_one_kernel(kernels))]
 
 
 def has_product(device: Hardware, dtype: str) -> bool:

@@ -39,9 +39,14 @@ class StepModel:
         cluster: Cluster | None = None,
     ):
         self.decoder, self.mode, self.weights, self.kv, self._cluster = decoder, mode, weights, kv, cluster
-        self._options = {"routing": "balanced", "checks": "hold", **meter_options}
+        self._options = {"routing": "independent", "checks": "hold", **meter_options}
         self._meters: dict[tuple[str, int, int, int, int], list[FlopMeter]] = {}
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
+
+    @property
+    def routing(self) -> Any:
+        """How tokens are assumed to pick experts, as FlopMeter takes it."""
+        return self._options["routing"]
 
     def cost(self, device: Hardware, batch: int, new: int, cached: int, logits: int = 1) -> StepCost:
         """The cost of `new` tokens for each of `batch` sequences, after `cached` ones."""

@@ -142,7 +142,7 @@ def _why(group: list[Timed], report: Report) -> str:
 
 def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     device, peak = report.hardware, _peak(cost, report.hardware, report.switches)
-    if timing.memory_seconds > timing.compute_seconds:
+    if not timing.is_compute:
         shape = next(iter(matmuls_of(cost)), None)
         few = f", {min(shape.m, shape.n)} rows for the whole weight" if shape and min(shape.m, shape.n) < 64 else ""
         return f"bound by memory: {figure(cost.executed_flops / max(cost.bytes, 1))} FLOP/B{few}"

@@ -1,0 +1,88 @@
+"""What serving engines (vLLM, SGLang, TensorRT-LLM) run otherwise than transformers, in the same model.
+
+Projections of one input are one product; one kernel sorts tokens by their experts; and a step ends with the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from flopmeter.launch.grouped_matmul import is_grouped
+from flopmeter.records import Kernel
+from flopmeter.torch_names.operators import aten
+
+PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""Children of one module that read the same input: `qkv_proj`, `gate_up_proj` and `fused_qkv_a_proj` of vLLM."""
+
+
+class _Packed:
+    """Linear layers whose weights lie one after another, so that one product gives the outputs of all."""
+
+    def __init__(self, layers: Sequence[nn.Linear]):
+        self._sizes = [layer.out_features for layer in layers]
+        like = layers[0].weight
+        self._weight = like.new_empty(sum(self._sizes), like.shape[1])
+        self._bias = None if layers[0].bias is None else like.new_empty(sum(self._sizes))
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+        for place, (layer, weight) in enumerate(zip(layers, self._weight.split(self._sizes), strict=True)):
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            layer.forward = lambda x, place=place: self._output(place, x)
+
+    def _output(self, place: int, x: Tensor) -> Tensor:
+        """Of one layer. Nothing is held when each has had its own."""
+        if self._input is not x or place not in self._outputs:
+            together = nn.functional.linear(x, self._weight, self._bias)
+            self._input, self._outputs = x, dict(enumerate(together.split(self._sizes, dim=-1)))
+        out = self._outputs.pop(place)
+        if not self._outputs:
+            self._input = None
+        return out
+
+
+def pack(model: Any) -> None:
+    """Packs the projections of each module of the model that engines pack."""
+    for module in list(model.modules()):
+        for names in PACKED:
+            layers = [getattr(module, name, None) for name in names]
+            if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
+                _Packed(layers)
+
+
+def choose_tokens(logits: Tensor) -> None:
+    """The most likely token of each row, of logits in fp32 as engines keep them."""
+    logits.float().argmax(-1)
+
+
+def with_one_sort(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """The kernels of a step in which two route the tokens of a layer of experts: one picks the experts from the scores,
+    and one sorts the tokens by them. transformers takes some ten."""
+    experts = {kernel.op.module for kernel in kernels if is_grouped(kernel)}
+    kept: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.op.module not in experts or _is_of_data(kernel):
+            kept.append(kernel)
+        elif kernel.op.call.func.overloadpacket is aten.sort:
+            kept = [*_with_one_choice(kept, kernel.op.module.rpartition(".")[0]), kernel]
+    return kept
+
+
+def _is_of_data(kernel: Kernel) -> bool:
+    """Whether it works on what tokens hold, and not only on their places."""
+    return any(spec.dtype.is_floating_point for spec in kernel.op.call.outputs)
+
+
+def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
+    """Without what stands beside `topk` between the product that gives the scores and the end."""
+    start = len(kernels)
+    while start and not kernels[start - 1].cost.macs and kernels[start - 1].op.module.startswith(layer):
+        start -= 1
+    scores = kernels[start - 1].op.call.outputs[0].numel if start else 0
+    chosen = [kernel for kernel in kernels[start:] if kernel.op.call.func.overloadpacket is aten.topk]
+    return [
+        *kernels[:start],
+        *(k for k in kernels[start:] if k in chosen[-1:] or any(spec.numel > scores for spec in k.op.call.outputs)),
+    ]
