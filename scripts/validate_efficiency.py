@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
-from validate import Line
 from validate_gemm import gemms
+from validation_rows import Line
 
 from flopmeter import Hardware, load_hardware
 
