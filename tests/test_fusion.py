@@ -671,7 +671,7 @@ def test_work_grows_with_the_kernels_not_with_their_square():
         kernels = kernels_of(recorder.trace)
         return instructions(lambda: fuse(kernels, recorder.trace))
 
-    assert work(400) < 5 * work(100)  # linear: 4; quadratic: 16
+    assert work(200) < 5 * work(50)  # linear: 4; quadratic: 16
 
 
 def test_a_compiled_product_with_odd_rows_runs_as_on_padded_operands_where_that_pays():

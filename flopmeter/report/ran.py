@@ -53,8 +53,11 @@ def ran_of(trace: Trace, hardware: Hardware) -> Ran:
     own = sys.modules["flopmeter"].__version__  # which imports this file, so this file cannot import it
     profile = hashlib.sha256(repr(hardware).encode()).hexdigest()[:8]
     versions = {"flopmeter": own, "torch": torch.__version__, "profile": profile}
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return Ran(_started_as(), tuple(_inputs(trace)), _steps(trace), hardware.name, versions, date)
+    return Ran(_started_as(), tuple(_inputs(trace)), _steps(trace), hardware.name, versions, _now())
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _started_as() -> str:
