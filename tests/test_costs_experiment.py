@@ -1,4 +1,4 @@
-"""What an op reads, by experiment on the ops that torch's own database runs: one element is changed at a time.
+"""What an op reads and writes, by experiment on the ops that torch's own database runs: one element is changed at a time.
 
 An element matters if another value of it changes what the op returns or leaves behind. Then it was read. A tensor none
 of whose elements matters to any value that was tried was not.
@@ -10,7 +10,7 @@ import functools
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flopmeter.costs import costs_of
 from flopmeter.costs.traffic import is_view
+from flopmeter.records import Call, Region
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the database uses deprecated forms on purpose
 
@@ -122,15 +123,23 @@ def matters(func: Any, given: Arguments, plain: list[Any], position: int, elemen
     return False
 
 
-def bytes_read(func: Any, given: Arguments) -> list[int]:
-    """Of each tensor among the arguments."""
-    op = ops_of(lambda: func(*given[0], **given[1]))[-1]
+def bytes_of(regions: Iterable[Region]) -> dict[int, int]:
+    """By the number of the storage."""
     found = defaultdict[int, int](int)
-    for cost in costs_of(op.call):
-        for region in cost.reads:
-            if region.spec is not None:
-                found[region.spec.storage] += region.nbytes
-    return [found[spec.storage] for spec in op.call.inputs]
+    for region in regions:
+        if region.spec is not None:
+            found[region.spec.storage] += region.nbytes
+    return found
+
+
+def call_of(func: Any, given: Arguments) -> Call:
+    return ops_of(lambda: func(*given[0], **given[1]))[-1].call
+
+
+def bytes_read(call: Call) -> list[int]:
+    """Of each tensor among the arguments."""
+    found = bytes_of(region for cost in costs_of(call) for region in cost.reads)
+    return [found[spec.storage] for spec in call.inputs]
 
 
 # Metadata alone.
@@ -171,7 +180,7 @@ def experiments(name: str) -> list[tuple[str, int, int, int]]:
         plain = outcome(func, copied(given))
         if func.overloadpacket.__name__ in FREE or plain is None or not all(map(is_plain, plain)):
             continue
-        read = bytes_read(func, copied(given))
+        read = bytes_read(call_of(func, copied(given)))
         for position, tensor in enumerate(tensors_in(given)):
             needed = sum(matters(func, given, plain, position, element) for element in range(tensor.numel()))
             found.append((str(func), position, read[position], needed * tensor.itemsize))
@@ -191,3 +200,20 @@ def test_an_op_reads_no_more_than_changes_its_result_in_some_sample():
     assert len(most) > 650
     more = {op.split(".")[1] for (op, _), share in most.items() if share < 1}
     assert {op for op in more - MORE if MORE_BY_NAME.fullmatch(op) is None} == set()
+
+
+ZEROS_FIRST = {  # in one kernel, and then what is not zero
+    "nll_loss_backward", "nll_loss2d_backward", "embedding_dense_backward", "_embedding_bag_backward",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_op_writes_each_new_tensor_and_in_one_kernel_once(name):
+    for func, given in calls_of_entry(ENTRIES[name]).items():
+        call = call_of(func, copied(given))
+        costs, old = costs_of(call), {spec.storage for spec in call.inputs}
+        written = bytes_of(region for cost in costs for region in cost.writes)
+        for spec in call.outputs:
+            if spec.storage not in old and call.name not in FREE:
+                assert written[spec.storage] >= spec.nbytes, func
+                assert written[spec.storage] == spec.nbytes or len(costs) > 1 or call.name in ZEROS_FIRST, func
