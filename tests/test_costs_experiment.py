@@ -1,4 +1,4 @@
-"""What an op reads and writes, by experiment on the ops that torch's own database runs: one element is changed at a time.
+"""What an op reads and writes, by experiment on ops that torch's own database runs: one element is changed at a time.
 
 An element matters if another value of it changes what the op returns or leaves behind. Then it was read. A tensor none
 of whose elements matters to any value that was tried was not.
