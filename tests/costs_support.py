@@ -115,16 +115,16 @@ def _metered(name: str, sample: Any, move: Callable[[Any], Any], entry: Any, has
     try:
         moved = sample.transform(move)
         with recorder:
-            _run(entry, moved, has_gradient)
+            run_sample(entry, moved, has_gradient)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
         if recorder.trace.ops:  # it must be torch that cannot, not the recorder
             with pytest.raises(type(raised)):
-                _run(entry, sample.transform(move), has_gradient)
+                run_sample(entry, sample.transform(move), has_gradient)
     return Swept(name, tuple(op.call for op in recorder.trace.ops), error)
 
 
-def _run(entry: Any, sample: Any, has_gradient: bool) -> None:
+def run_sample(entry: Any, sample: Any, has_gradient: bool) -> None:
     out = entry(sample.input, *sample.args, **sample.kwargs)
     outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if has_gradient and outputs:

@@ -441,6 +441,16 @@ def test_half_precision_on_a_t4_runs_math_in_fp32() -> None:
     assert stream.ops.count("bmm.default:float32") == 2
 
 
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("spread", [0, 1, 2])
+def test_no_fused_kernel_takes_a_head_with_gaps(sm: int, spread: int) -> None:
+    """`check_last_dim_stride_equals_1` of torch's sdp_utils: for queries, keys and values."""
+    qkv = list(tensors())
+    assert backend(sm, *qkv) != "math"
+    qkv[spread] = torch.empty(2, 8, 128, 128, dtype=BF16, device="meta")[..., ::2]
+    assert backend(sm, *qkv) == "math"
+
+
 # --- the table -----------------------------------------------------------------------------------------------------
 
 

@@ -91,6 +91,8 @@ def test_sequences_that_are_packed_for_an_lstm_are_moved_twice():
         (lambda x: torch.ops.prims.sum(x, [0]), lambda x: x.sum(0)),
         (lambda x: torch.ops.prims.amax(x, [0]), lambda x: x.amax(0)),
         (lambda x: torch.ops.prims.where(x > 0, x, x), lambda x: torch.where(x > 0, x, x)),
+        (lambda x: torch.ops.prims.copy_to(x, meta(4, 8)), lambda x: x.copy_(meta(4, 8))),
+        (lambda x: torch.ops.prims.rev(x, [0]), lambda x: x.flip(0)),
         (lambda x: torch.ops.prims.broadcast_in_dim(x, [3, 4, 8], [1, 2]), lambda x: x.expand(3, 4, 8)),
     ],
 )

@@ -72,6 +72,16 @@ def test_a_recurrent_cell_calls_five_functions_of_an_lstm_and_three_of_a_gru(kin
     assert [cost.transcendentals for cost in gates] == [functions * 6 * 12]
 
 
+def test_the_hidden_state_of_an_lstm_cell_comes_before_the_state_of_its_cell():
+    """Its gradient is the first one of the fused kernel; the other is not given."""
+    with torch.device("meta"):
+        cell, x = nn.LSTMCell(20, 12), torch.empty(6, 20)
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        cell(x)[0].sum().backward()
+    (call,) = [op.call for op in meter.trace.ops if "lstm_cell_backward" in op.call.name]
+    assert (call.argument("grad_hy") is None, call.argument("grad_cy") is None) == (False, True)
+
+
 def test_the_gradient_of_an_rms_norms_weight_alone_is_two_operations_an_element():
     x, weight, root = meta(4, 6), meta(6), meta(4, 1)
     args = (x, x, [6], root, weight, [False, True])

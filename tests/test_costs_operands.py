@@ -11,7 +11,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flopmeter import FlopMeter
 from flopmeter.costs import costs_of
-from flopmeter.records import UNCOUNTED, RecurrentWork
+from flopmeter.costs.rules import make_cost
+from flopmeter.records import UNCOUNTED, Call, RecurrentWork
 
 aten = torch.ops.aten
 T = meta
@@ -175,6 +176,8 @@ def test_a_row_has_as_many_threads_as_the_kernel_gives_it():
     """Layer norm: 4 warps (cuComputeLayerNorm, vectorized, 128 threads). A row of softmax that does not fit registers:
     a power of two of 16-byte loads, from half of the row's, at most 1024, up to less than all (SoftMax.cu)."""
     assert rereads(lambda: F.layer_norm(T(6, 5000), (5000,)))[0].threads == 128
+    (short,) = rereads(lambda: T(3, 1000).softmax(-1))
+    assert (short.threads, short.amd_threads) == (32, 64)  # a warp, which has 64 lanes on AMD
     for columns, threads in [(1028, 256), (2048, 256), (2052, 512), (4096, 512), (9000, 512)]:
         assert rereads(lambda n=columns: T(3, n).softmax(-1))[0].threads == threads, columns
 
@@ -252,6 +255,10 @@ def test_whether_numbers_are_infinite_is_asked_of_each_part(dtype):
     costs = costs_in(lambda: torch.isinf(T(4, 6, dtype=dtype)))
     assert [(cost.bytes_read, cost.bytes_written) for cost in costs] == INFINITE[dtype]
     assert sum(cost.flops for cost in costs) == 24 * (len(costs) // 2)
+
+
+def test_a_call_without_tensors_counts_as_fp32():
+    assert make_cost(Call(aten.empty.memory_format, ((2,),), {}, (), ()), UNCOUNTED).dtype == "fp32"
 
 
 FACTORIES = {

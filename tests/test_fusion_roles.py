@@ -11,6 +11,7 @@ from costs_support import calls_of, meta
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.launch.fusion import fuse
 from flopmeter.launch.fusion.dataflow import Touch, _covers, _overlap
+from flopmeter.launch.fusion.dequantize import with_cast
 from flopmeter.launch.fusion.roles import OPAQUE, Loops, Role, role_of
 from flopmeter.launch.fusion.traffic import _common
 from flopmeter.trace.recorder import Recorder
@@ -219,3 +220,14 @@ def test_a_kernel_that_only_moves_is_of_the_class_that_moves_most():
 @pytest.mark.parametrize("function", [torch.neg, torch.clone])
 def test_what_reads_a_sparse_tensor_fuses_with_nothing(function):
     assert role(lambda: function(torch.eye(4).to_sparse())) is OPAQUE
+
+
+def test_a_product_that_casts_its_weight_reads_it_narrow_and_the_other_operand_as_it_was():
+    """Both of 4,096 bytes in fp16; the weight is half as wide before the cast."""
+    (product,) = costs_of(
+        calls_of(lambda: torch.mm(meta(32, 64, dtype=torch.half), meta(64, 32, dtype=torch.half)))[-1]
+    )
+    (cast,) = costs_of(calls_of(lambda: meta(64, 32, dtype=torch.int8).half())[-1])
+    made = with_cast(product, [cast], cast.bytes_read, cast.bytes_written)
+    assert made.bytes_read == 2048 + 4096
+    assert made.bytes_written == product.bytes_written

@@ -14,7 +14,7 @@ from test_timing_laws import attention_cost, work
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.records import AttentionShape, Mask
 from flopmeter.timing import constants
-from flopmeter.timing.attention import kernel_of, tile_grid
+from flopmeter.timing.attention import kernel_of, tile_grid, tile_of
 
 aten = torch.ops.aten
 A100, H100, L40S = (load_hardware(name) for name in ("a100-sxm4-80gb", "h100-sxm5-80gb", "l40s"))
@@ -141,6 +141,22 @@ def test_half_rate_matmuls_of_a_geforce_hide_the_softmax(name, measured):
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "tile"),
+    [
+        ("a100-sxm4-80gb", 64, (128, 128)),
+        ("a100-sxm4-80gb", 128, (128, 64)),
+        ("rtx-4090", 64, (128, 128)),
+        ("rtx-4090", 96, (128, 64)),
+        ("rtx-4090", 128, (64, 64)),
+        ("rtx-4090", 256, (64, 64)),
+    ],
+)
+def test_small_shared_memory_takes_the_small_tiles_of_flash_attentions_launch_templates(gpu, head_dim, tile):
+    """Dao-AILab/flash-attention, csrc/flash_attn/src/flash_fwd_launch_template.h; heads of 128 under a causal mask."""
+    assert tile_of(constants.FLASH_2, head_dim, load_hardware(gpu)) == tile
 
 
 def visible(query, key, queries, keys, mask):
