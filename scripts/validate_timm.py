@@ -1,7 +1,9 @@
-"""Inference of image models under AMP: the step times that pytorch-image-models publishes (results/*.csv).
+"""Image models under AMP: the step times that pytorch-image-models publishes (results/*.csv).
 
-Its benchmark ran fp32 weights under autocast(float16) with inference_mode and fast norms (layer norm in fp16); weights
-are cast again in every step. `eager` is NCHW, `eager_nhwc` channels-last, `dynamo` torch.compile with its defaults.
+Its benchmark of inference ran fp32 weights under autocast(float16) with inference_mode and fast norms (layer norm in
+fp16); weights are cast again in every step. `eager` is NCHW, `eager_nhwc` channels-last, `dynamo` torch.compile with
+its defaults. Two files beside it have tables of their own: the RTX 5090, with norms in fp32, and training on an RTX
+3090 (forward, backward, SGD) in NCHW with torch 1.12, which had no fused attention.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ import csv
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter, load_hardware
@@ -24,6 +29,10 @@ MODES: dict[str, Mode] = {
     "eager_nhwc": "eager",
     "dynamo": "compiled",
 }  # the file's name of a run, and the report's
+BESIDE = {  # files beside the first one: the title of their table, the profile
+    "rtx5090_eager.csv": ("image models, eager, norms in fp32", "rtx-5090"),
+    "rtx3090_train.csv": ("image models, training", "rtx-3090"),
+}
 Key = tuple[str, ...]
 
 
@@ -52,6 +61,22 @@ def image_models(path: Path, count: int) -> Iterator[tuple[str, list[Row]]]:
     both = speed_ups(tables.get("image models, eager", ()), tables.get("image models, dynamo", ()))
     if both:
         yield "image models, compiled over eager", both
+    yield from _beside(path, count)
+
+
+def _beside(path: Path, count: int) -> Iterator[tuple[str, list[Row]]]:
+    for name, (title, profile) in BESIDE.items():
+        file = path.with_name(name)
+        lines = list(csv.DictReader(file.open())) if file.is_file() else []
+        chosen = spread({line["model"] for line in lines}, count)
+        rows = []
+        for line in lines:
+            if line["model"] in chosen and line["mode"] in ("eager", "train"):
+                size = line["model"], line["img_size"], line["batch"]
+                meter = trace(*size, profile=profile, trains=line["mode"] == "train", has_fast_norms=False)
+                rows += [] if meter is None else [_row(line, meter, profile, "eager")]
+        if rows:
+            yield title, rows
 
 
 def speed_ups(eager: Iterable[tuple[Line, Row]], compiled: Iterable[tuple[Line, Row]]) -> list[Row]:
@@ -99,27 +124,50 @@ def spread(models: set[str], count: int) -> set[str]:
     return set(chosen[:count])
 
 
-def trace(model_name: str, img_size: str, batch: str, layout: str = "") -> FlopMeter | None:
-    """The metered forward pass; None for a model that does not run on meta."""
+def trace(
+    model_name: str,
+    img_size: str,
+    batch: str,
+    layout: str = "",
+    *,
+    profile: str = "rtx-4090",
+    trains: bool = False,
+    has_fast_norms: bool = True,
+) -> FlopMeter | None:
+    """The metered forward pass or training step; None for a model that does not run on meta."""
     declare_torchvision_ops()
     timm = import_module("timm")
-    timm.layers.set_fast_norm(True)
+    timm.layers.set_fast_norm(has_fast_norms)
+    timm.layers.set_fused_attn(not trains)
     order = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     try:
         with torch.device("meta"):
-            model = timm.create_model(model_name).eval().to(memory_format=order)
+            model = timm.create_model(model_name).train(trains).to(memory_format=order)
             images = torch.empty(int(batch), 3, int(img_size), int(img_size)).to(memory_format=order)
-        with FlopMeter("rtx-4090") as meter, torch.inference_mode(), torch.autocast("cuda", torch.float16):
-            model(images)
+        with FlopMeter(profile) as meter:
+            if trains:
+                _training_step(model, images)
+            else:
+                with torch.inference_mode(), torch.autocast("cuda", torch.float16):
+                    model(images)
     except Exception as error:
         print(f"left out: {model_name}: {type(error).__name__}: {str(error)[:120]}")
         return None
     return meter
 
 
-def _row(line: Line, meter: FlopMeter) -> Row:
-    device = load_hardware(PROFILES[line["gpu"]])
-    report = meter.report(hardware=device, mode=MODES[line["mode"]])
+def _training_step(model: nn.Module, images: Tensor) -> None:
+    with torch.autocast("cuda", torch.float16):
+        scores: Any = model(images)
+        scores = scores[0] if isinstance(scores, tuple | list) else scores
+        loss = F.cross_entropy(scores, torch.zeros(len(images), dtype=torch.long, device="meta"))
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1e-4).step()
+
+
+def _row(line: Line, meter: FlopMeter, profile: str = "", mode: Mode | None = None) -> Row:
+    device = load_hardware(profile or PROFILES[line["gpu"]])
+    report = meter.report(hardware=device, mode=mode or MODES[line["mode"]])
     return Row(
         group=family(line["model"]),
         gpu=line["gpu"],

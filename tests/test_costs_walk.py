@@ -99,7 +99,10 @@ def test_a_softmax_reads_rows_again_that_do_not_fit_in_registers():
     assert again.nbytes == 2 * 6 * 2048 * F32_BYTES  # the gradient and the output once more
     (held,) = cost_of(lambda: aten._softmax(T(2048, 6), 1, False)).work.rereads
     assert (held.nbytes, held.rows) == (0, 2048)
-    assert cost_of(lambda: aten._softmax(T(), 0, False)).work.rereads[0][:4] == (0, 1, F32_BYTES, 32)
+    assert cost_of(lambda: aten._softmax(T(), 0, False)).work.rereads[0][:4] == (0, 1, F32_BYTES, 1)
+    (few,) = cost_of(lambda: aten._softmax(T(6, 5), 1, False)).work.rereads
+    assert (few.threads, few.amd_threads) == (8, 8)  # lanes of a power of two
+    assert few.operations == pytest.approx(held.operations)  # of six elements: three steps, too
     assert costs_in(lambda: aten._softmax(T(6, 0), 1, False)) == []
 
 

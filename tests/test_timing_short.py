@@ -45,6 +45,12 @@ H100_KERNELS = {
     "a cast from fp32": (lambda: written(16, 559, 1024, dtype=FP32).to(BF16), 18.2),
     "layer norm of a ViT": (lambda: F.layer_norm(written(788, 768), (768,), meta(768), meta(768)), 4.45),
     "layer norm of a small BERT": (lambda: F.layer_norm(written(141, 512), (512,), meta(512), meta(512)), 3.06),
+    "a class token before patches that a convolution made": (
+        lambda: torch.cat(
+            (written(1, 1, 768).expand(4, -1, -1), written(4, 768, 14, 14).flatten(2).transpose(1, 2)), 1
+        ),
+        7.26,
+    ),
     "rotating half of each head of Qwen": (lambda: _rotated_half(written(16, 559, 16, 64).transpose(1, 2)), 41.9),
 }
 

@@ -13,7 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from flopmeter.records import TensorSpec
-from flopmeter.records.memory_format import is_dense
+from flopmeter.records.memory_format import dense_strides, is_dense
 
 # Integer instructions for each element, as torch's source has them. For each dimension: a comparison whether there is
 # one more (OffsetCalculator.cuh), multiply-high, add and shift for the quotient, a multiply-subtract for the remainder
@@ -51,7 +51,7 @@ BLOCK_ELEMENTS = 512
 SECTOR_BYTES = 32
 
 
-class _Run(NamedTuple):
+class _Merged(NamedTuple):
     """Dimensions that all operands walk as one: how many elements, and how far apart they lie in each operand."""
 
     size: int
@@ -83,7 +83,7 @@ def scattered_sectors(operands: Sequence[TensorSpec]) -> int:
 
 
 @functools.lru_cache(4096)
-def _sectors(runs: tuple[_Run, ...], operand: int, item_bytes: int) -> int:
+def _sectors(runs: tuple[_Merged, ...], operand: int, item_bytes: int) -> int:
     """How many sectors of an operand the first block touches."""
     offsets = [0]
     for size, steps in runs:
@@ -92,7 +92,7 @@ def _sectors(runs: tuple[_Run, ...], operand: int, item_bytes: int) -> int:
     return len({offset * item_bytes // SECTOR_BYTES for offset in offsets[:BLOCK_ELEMENTS]})
 
 
-def _walk(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[_Run]]:
+def _walk(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[_Merged]]:
     """The operands on the device (a number on the host is passed as an argument) and their runs; no runs where the
     tensors are walked one by one."""
     shape, device = operands[0].shape, operands[0].device
@@ -107,11 +107,24 @@ def cat_operations(operands: Sequence[TensorSpec], dimensions: int, *, copies_ru
     it comes from unless its operand has no gaps. `copies_runs`: operands that all lie dense in one order are copied
     in runs, as torch 2.11 to 2.13 do and 2.1 did not.
     """
-    if copies_runs and any(all(_is_dense(spec, order) for spec in operands) for order in (False, True)):
+    if copies_runs and _lie_alike(operands):
         return 0
     look_up = (dimensions - 1) * (DIVISION_OPERATIONS + 2)
     each = [spec.numel * ((1 if _is_dense(spec) else 2) * look_up + 2 * ADDRESS_OPERATIONS) for spec in operands]
     return max(sum(each), OPERANDS_THAT_FILL_A_DEVICE * max(each, default=0))
+
+
+def cat_sectors(operands: Sequence[TensorSpec]) -> int:
+    """Scattered sectors of a `cat`, which takes the elements of each operand in the order of its shape."""
+    if _lie_alike(operands):
+        return 0
+    ordered = (spec._replace(stride=dense_strides(spec.shape, channels_last=False)) for spec in operands)
+    return sum(scattered_sectors(pair) for pair in zip(ordered, operands, strict=True) if pair[0].numel)
+
+
+def _lie_alike(operands: Sequence[TensorSpec]) -> bool:
+    """Whether all are dense, in one order of dimensions."""
+    return any(all(_is_dense(spec, order) for spec in operands) for order in (False, True))
 
 
 def _is_dense(spec: TensorSpec, channels_last: bool = False) -> bool:
@@ -124,18 +137,18 @@ def _strides(spec: TensorSpec, dimensions: int) -> tuple[int, ...]:
     return (0,) * (dimensions - len(own)) + own
 
 
-def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[_Run]:
+def _runs(shape: Sequence[int], strides: list[tuple[int, ...]]) -> list[_Merged]:
     """The dimensions that are left after merging, from the fastest to the slowest. A dimension is merged with the next
     one if in all operands both are one run of memory."""
     by_dimension = list(zip(shape, zip(*strides, strict=True), strict=True))
-    runs: list[_Run] = []
+    runs: list[_Merged] = []
     ends: tuple[int, ...] | None = None  # where the last run of each operand ends
     for size, steps in sorted(by_dimension, key=lambda entry: entry[1]):
         if size == 1:
             continue
         if steps == ends:
-            runs[-1] = _Run(runs[-1].size * size, runs[-1].steps)
+            runs[-1] = _Merged(runs[-1].size * size, runs[-1].steps)
         else:
-            runs.append(_Run(size, steps))
+            runs.append(_Merged(size, steps))
         ends = tuple(size * step for step in steps)
     return runs

@@ -106,6 +106,7 @@ def make_cost(
     rereads: tuple[Reread, ...] = (),
     walks: Sequence[TensorSpec] | None = None,
     index_operations: int | None = None,
+    scattered_sectors: int | None = None,
     blocks_host: bool | None = None,
     work: KernelWork | None = None,
 ) -> Cost:
@@ -127,7 +128,8 @@ def make_cost(
         if walks is not None:
             walked = walked.over(walks)
         indexed = walked.index_operations if index_operations is None else index_operations
-        work = VectorWork(rereads, indexed, walked.serial_steps, walked.scattered_sectors)
+        sectors = walked.scattered_sectors if scattered_sectors is None else scattered_sectors
+        work = VectorWork(rereads, indexed, walked.serial_steps, sectors)
     return Cost(
         name=call.name,
         op_class=op_class,

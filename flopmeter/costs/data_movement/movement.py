@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from flopmeter.costs.index_arithmetic import cat_operations
+from flopmeter.costs.index_arithmetic import cat_operations, cat_sectors
 from flopmeter.costs.rules import FREE, make_cost, rule
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, SORTING, Call, Cost, Region, TensorSpec
@@ -93,7 +93,8 @@ def triangle(call: Call) -> Cost:
 def cat(call: Call) -> Cost:
     """Reads what moves, writes where it goes."""
     (out,) = call.outputs
-    return make_cost(call, MOVEMENT, index_operations=cat_operations(call.inputs, len(out.shape)))
+    looked_up, sectors = cat_operations(call.inputs, len(out.shape)), cat_sectors(call.inputs)
+    return make_cost(call, MOVEMENT, index_operations=looked_up, scattered_sectors=sectors)
 
 
 @rule(
