@@ -318,6 +318,26 @@ def test_no_composite_keeps_a_kernel_on_meta_while_functions_are_compiled() -> N
         assert kept() == []
 
 
+@pytest.mark.parametrize("is_half", [False, True])
+def test_autocast_acts_on_what_dynamo_traces(is_half: bool) -> None:
+    """torch's documentation: convolutions and linears take fp16 or fp32 and return the type of autocast. The compiled
+    function asks for it."""
+    model = on_meta(lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 8)))
+    asked = []
+
+    @torch.compile(fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        y: Tensor = model(x)
+        asked.append(y.dtype)
+        return y
+
+    x = meta(2, 4, 8, 8, dtype=torch.float16 if is_half else torch.float32)
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad(), torch.autocast("cuda", torch.float16):
+        out = compiled(x)
+    assert (asked, out.dtype) == ([torch.float16], torch.float16)
+    assert not meter.trace.compilation.failures
+
+
 def test_convolutions_hand_on_channels_last() -> None:
     """As cuDNN does: inductor turns the image and both filters (its heuristic chooses channels-last for 64 channels),
     and nothing between the convolutions."""

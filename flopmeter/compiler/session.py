@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from flopmeter.as_cuda.autocast import traced_tensors_cast
 from flopmeter.as_cuda.kernels.convolution import runs_channels_last
 from flopmeter.compiler import constants
 from flopmeter.compiler.composites import composites_differentiate
@@ -244,7 +245,12 @@ class Session:
             graphs = len(self._compilation.graphs)
             try:
                 # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
-                with self._as_torch_is(), no_dispatch_modes(), names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
+                with (
+                    self._as_torch_is(),
+                    traced_tensors_cast(False),
+                    no_dispatch_modes(),
+                    names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS),
+                ):
                     return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
             except names.RESTART_ANALYSIS.value:
                 self._reason = reason
@@ -360,7 +366,7 @@ class Session:
         def convert(callback: Any, frame: Any, *args: Any) -> Any:
             if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
                 return skip
-            with self._as_torch_is():
+            with self._as_torch_is(), traced_tensors_cast(True):
                 try:
                     return plain(callback, frame, *args)
                 except Exception as error:

@@ -23,6 +23,7 @@ DOUBLE_BACKWARD = "backward passes with create_graph=True, told from recomputati
 CUSTOM_OPS = "register_cost of what torch.library.custom_op returns"
 PYTHON_OPS = "the kernels of custom ops in Python"
 MODEL_HUBS = "targets such as hf:llama"
+STATIC_CACHES = "compiled decoding of Hugging Face models with a static cache"
 BEAMS = "beam search of Hugging Face models to its last token"
 DISPATCHER = "everything"  # of the emulation
 ATTENTION = "the attention backend (scaled_dot_product_attention)"
@@ -120,6 +121,9 @@ THIRD_DEVICE = PrivateName(
 _GENERATION = "transformers.generation.utils"
 EARLY_STOP = PrivateName(_GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve")
 FINISHED_BEAMS = PrivateName(_GENERATION, "GenerationMixin._update_finished_beams", "which beams have ended")
+MAY_COMPILE = PrivateName(
+    _GENERATION, "GenerationMixin._valid_auto_compile_criteria", "whether the device is one for which it compiles"
+)
 META_GROUPED_MM = PrivateName("torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
 FLEX_VALIDATE = PrivateName("torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device")
 FLEX_UNCOMPILED = PrivateName(
@@ -172,6 +176,7 @@ NAMES: dict[str, tuple[PrivateName, ...]] = {
     PYTHON_OPS: (PYTHON_KERNELS,),
     MODEL_HUBS: (PrivateName("transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model"),),
     BEAMS: (EARLY_STOP, FINISHED_BEAMS),
+    STATIC_CACHES: (MAY_COMPILE,),
     DISPATCHER: (OP_DK, SCHEMA, DESTROY, HAS_KERNEL),
     ATTENTION: (SDP_PRIORITY_ORDER,),
     JAGGED: (
