@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import flex_attention
@@ -24,10 +25,13 @@ from watched_scheduler import watched_scheduler
 
 from flopmeter import FlopMeter, Report
 from flopmeter.compiler import session
+from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.costs import kernels_of
 from flopmeter.launch.modes import MODES, launches
 from flopmeter.records import CONTRACTION
 from flopmeter.records.memory_format import is_channels_last
+from flopmeter.run.session import ScriptSession, Wishes
+from flopmeter.torch_names.private import DispatchKey, has_kernel
 from flopmeter.trace.streams import MetaStream, stream
 
 
@@ -157,6 +161,50 @@ def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted() -> None:
     assert name in ("Conditional", "Switch")  # as inductor calls it, the second from torch 2.15 on
 
 
+def test_a_scan_combines_each_element_once() -> None:
+    """h = a h + b, step by step: the pair (a, b) of each step is combined with that of the steps before it in two
+    products and a sum."""
+
+    def combined(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def program() -> None:
+        a, b = (torch.ones(128, 16, device="cuda") for _ in range(2))
+        torch.compile(lambda: associative_scan(combined, (a, b), 0)[1], fullgraph=True)()
+
+    session = ScriptSession("h100-sxm5-80gb", Wishes())
+    with session.open():
+        program()
+    report = session.meter.report()
+    ((kernel,),) = [graph.kernels for graph in report.graphs]
+    assert (kernel.name, kernel.kind, kernel.flops) == ("associative_scan", "triton", 3 * 128 * 16)
+    assert not report.uncounted
+
+
+def test_regions_inside_of_a_compiled_function_are_compiled_with_it() -> None:
+    """Their products are those of the layers, forward and twice backward, less the gradient of the input."""
+
+    @torch.compiler.nested_compile_region
+    def region(layer: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = layer(x).relu()
+        return out
+
+    layers = on_meta(lambda: nn.ModuleList(nn.Linear(64, 64) for _ in range(3)))
+    assert isinstance(layers, nn.ModuleList)
+
+    @torch.compile(fullgraph=True)
+    def model(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = region(layer, x)
+        return x
+
+    meter, report = metered(lambda: step(model, meta(8, 64)))
+    assert [graph.part for graph in report.graphs] == ["forward", "backward"]
+    assert not meter.trace.compilation.failures
+    assert report.macs == (3 * 3 - 1) * 8 * 64 * 64
+    assert any(note.startswith("nested_compile_region") for note in report.notes)
+
+
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["matrices", "batched"])
 def test_a_matrix_times_itself_is_counted_as_a_product_each_time(batch: tuple[int, ...]) -> None:
     """A step of Newton and Schulz, as Muon takes it: four products of 16 x 16 matrices."""
@@ -250,6 +298,46 @@ def test_gradients_of_composites_reach_what_they_are_made_of(function: Callable[
     _, backward = report.graphs
     assert sum(kernel.bytes_written for kernel in backward.kernels) >= x.nbytes
     assert x.grad is not None
+
+
+def test_no_composite_keeps_a_kernel_on_meta_while_functions_are_compiled() -> None:
+    """The dispatcher lists all ops, those of no table of torch's too."""
+
+    def kept() -> list[str]:
+        names = (name.removeprefix("aten::").partition(".") for name in torch._C._dispatch_get_all_op_names())
+        packets = ((getattr(torch.ops.aten, name, None), overload or "default") for name, _, overload in names)
+        ops = (getattr(packet, overload, None) for packet, overload in packets)
+        return [
+            op.name()
+            for op in ops
+            if op is not None
+            and DispatchKey.Meta in op.py_kernels
+            and has_kernel(op.name(), "CompositeImplicitAutograd")
+        ]
+
+    assert len(kept()) > 50
+    with composites_differentiate():
+        assert kept() == []
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_autocast_acts_on_what_dynamo_traces(is_half: bool) -> None:
+    """torch's documentation: convolutions and linears take fp16 or fp32 and return the type of autocast. The compiled
+    function asks for it."""
+    model = on_meta(lambda: nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 8)))
+    asked = []
+
+    @torch.compile(fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        y: Tensor = model(x)
+        asked.append(y.dtype)
+        return y
+
+    x = meta(2, 4, 8, 8, dtype=torch.float16 if is_half else torch.float32)
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad(), torch.autocast("cuda", torch.float16):
+        out = compiled(x)
+    assert (asked, out.dtype) == ([torch.float16], torch.float16)
+    assert not meter.trace.compilation.failures
 
 
 def test_convolutions_hand_on_channels_last() -> None:

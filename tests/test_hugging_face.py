@@ -129,3 +129,26 @@ def test_a_training_step_under_autocast_with_checkpointing_is_counted_whole(llam
     report = meter.report()
     assert report.main_dtype == "bf16"
     assert {row.name for row in report.rows("phase")} == {"forward", "recompute", "backward", "optimizer"}
+
+
+def test_decoding_with_a_static_cache_compiles_the_steps_after_the_first(llama):
+    """As transformers does on CUDA: of four tokens the prompt gives the first, three steps of one graph the others."""
+    ids, mask = prompt()
+    length = {"min_new_tokens": 4, "max_new_tokens": 4}
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        llama.generate(
+            on_meta(ids), attention_mask=on_meta(mask), do_sample=False, pad_token_id=0, cache_implementation="static",
+            **length,
+        )  # fmt: skip
+    report = meter.report()
+    assert [(graph.part, graph.calls, len(graph.breaks)) for graph in report.graphs] == [("inference", 3, 0)]
+    assert not meter.trace.compilation.failures
+    assert llama.generation_config.compile_config is None
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        llama.generate(
+            on_meta(ids), attention_mask=on_meta(mask), do_sample=False, pad_token_id=0, cache_implementation="static",
+            disable_compile=True, **length,
+        )  # fmt: skip
+    eager = meter.report()
+    assert not eager.graphs
+    assert eager.macs == report.macs

@@ -348,6 +348,74 @@ def test_a_compiled_report_keeps_the_kernel_apart(kernels):
 
 
 @needs_triton
+@pytest.mark.parametrize("is_operator", [False, True])
+def test_a_compiled_function_launches_the_kernel_in_its_own_graph(kernels, is_operator):
+    """What comes before and after it does not fuse into it: sin and cos are one kernel, a product and exp another."""
+
+    def launched(x, y):
+        out = torch.empty_like(x)
+        kernels.add[lambda meta: (4,)](x, y, out, 4096, BLOCK=1024)
+        return out
+
+    add = kernels.twice_added if is_operator else launched
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        compiled = torch.compile(lambda x: (add(x.sin(), x.cos()) * x).exp(), fullgraph=True)
+        for _ in range(2):
+            compiled(meta(4096))
+    report = meter.report()
+    assert [(graph.part, graph.calls, graph.breaks) for graph in report.graphs] == [("inference", 2, ())]
+    costs = [kernel.cost for kernel in report.kernels if kernel.op.graph is not None]
+    assert [cost.name for cost in costs] == ["fused(sin, cos)", "add", "fused(mul, exp)"] * 2
+    assert [(cost.bytes_read, cost.bytes_written, cost.flops) for cost in costs[:3]] == [
+        (8192, 2 * 8192, 2 * 4096),
+        (2 * 8192, 8192, 2 * 4096),
+        (2 * 8192, 8192, 2 * 4096),
+    ]
+    assert not report.uncounted
+
+
+@needs_triton
+def test_a_compiled_function_differentiates_through_the_kernel(kernels):
+    def program():
+        x, y = meta(4096, requires_grad=True), meta(4096, requires_grad=True)
+        out = torch.compile(lambda x, y: kernels.twice_added(x, y).exp())(x, y)
+        assert [grad.shape for grad in torch.autograd.grad(out, (x, y), meta(4096))] == [(4096,)] * 2
+
+    names = [cost.name for cost in costs(program)]
+    assert names == ["add", "exp", "mul"]
+
+
+@needs_triton
+def test_an_autotuned_kernel_in_a_compiled_function_takes_its_first_configuration_and_says_so(kernels):
+    def program(a, b):
+        c = a.new_empty(512, 256)
+        kernels.tuned[lambda meta: (512 // meta["BM"], 256 // meta["BN"])](a, b, c, 512, 256, 1024)
+        return c
+
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(program, fullgraph=True)(meta(512, 1024), meta(1024, 256))
+    report = meter.report()
+    assert 2 * report.macs == 2 * 512 * 256 * 1024
+    assert [kernel.op.call.body.programs for kernel in report.kernels] == [16]
+    (assumed,) = report.assumptions
+    assert assumed.startswith("the first configuration of an autotuned kernel for product at ")
+
+
+@needs_triton
+def test_an_uncounted_kernel_in_a_compiled_function_is_listed(kernels):
+    def program(x, lengths):
+        out = torch.empty_like(x[:4])
+        kernels.ragged[(4,)](x, lengths, out, BLOCK=64)
+        return out
+
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.compile(program)(meta(99, 64, dtype=torch.float32), meta(4, dtype=torch.int32))
+    report = meter.report()
+    assert [row.name for row in report.uncounted] == ["ragged"]
+    assert "uncounted: the Triton kernel ragged, for a loop whose bounds are read from memory" in report.notes
+
+
+@needs_triton
 def test_nothing_is_left_behind(kernels):
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner

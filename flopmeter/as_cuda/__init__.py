@@ -25,6 +25,7 @@ from flopmeter.as_cuda import (
     amp_wishes,
     attention,
     autocast,
+    decoding,
     dynamo,
     fast_paths,
     flex_attention,
@@ -158,6 +159,7 @@ _FEATURES: dict[str, Callable[[Scope], None]] = {
     private.CHECKPOINT: fast_paths.install_checkpoint,
     private.MHA_FAST_PATH: fast_paths.install_mha,
     private.FLEX_ATTENTION: flex_attention.install,
+    private.STATIC_CACHES: decoding.install,
 }
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -261,13 +262,33 @@ class WeightCache:
             and tensor.dtype == torch.float32
             and dtype == torch.get_autocast_dtype("cuda")
             and not tensor._is_view()
+            and not dispatcher.is_traced(tensor)
             and torch.is_autocast_cache_enabled()
         )
 
 
+class _Traced(threading.local):
+    cast = False
+
+
+_traced = _Traced()
+
+
+@contextmanager
+def traced_tensors_cast(cast: bool) -> Iterator[None]:
+    """Whether autocast acts on FakeTensors, in this thread. Those with which Dynamo finds out types have to have the
+    types of CUDA; those of another mode are left as they are."""
+    before, _traced.cast = _traced.cast, cast
+    try:
+        yield
+    finally:
+        _traced.cast = before
+
+
 def is_eligible(value: Any) -> bool:
     """Floating point, not fp64, and a tensor that the emulation may touch."""
-    return dispatcher.is_emulated(value) and value.is_floating_point() and value.dtype != torch.float64
+    is_ours = dispatcher.is_emulated(value) or (_traced.cast and dispatcher.is_traced(value))
+    return is_ours and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _cast(value: Any, dtype: torch.dtype, cache: WeightCache) -> Any:

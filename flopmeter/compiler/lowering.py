@@ -3,11 +3,13 @@ before it writes code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule
 
 from flopmeter.compiler.constants import constants_there, put_on_device
 from flopmeter.compiler.posing import pose
@@ -23,6 +25,31 @@ class Lowered:
     nodes: Sequence[Any]
     bytes_of: Sequence[int]  # read and written by each node, by the scheduler's own estimate
     user_outputs: frozenset[int]  # results that go to the program; the others are kept for the backward pass
+
+
+def copied(module: GraphModule) -> GraphModule:
+    """The graph, with the same parameters and values."""
+    copy = torch.fx.Graph()
+    copy.output(copy.graph_copy(module.graph, {}))
+    return GraphModule(module, copy)
+
+
+def inline_regions(module: Any) -> bool:
+    """Have the calls of nested_compile_region in a graph of Dynamo's traced through; whether there are any. Inductor
+    lowers them as graphs of their own, whose values do not pose, and whose kernels no plan would see."""
+    found = False
+    for part in module.modules():
+        graph = getattr(part, "graph", None)
+        for node in graph.nodes if graph is not None else ():
+            if isinstance(node.target, HigherOrderOperator) and node.target.name() == "invoke_subgraph":
+                node.target, found = _call_region, True
+        if graph is not None and found:
+            part.recompile()
+    return found
+
+
+def _call_region(body: Callable[..., Any], _name: str, *operands: Any) -> Any:
+    return body(*operands)
 
 
 def lower(module: Any, options: dict[str, Any]) -> Lowered:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
 from flopmeter.costs import RULES, costs_of
 from flopmeter.costs.arithmetic import normalization
@@ -36,6 +36,7 @@ _ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
 _NAME = re.compile(r"\w+")
 _WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")  # between a module and those in it
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+ASSOCIATIVE_SCAN = "associative_scan"  # of the operators that take functions, the one that inductor writes kernels of
 
 
 def own_node(operation: Any) -> Any:
@@ -69,7 +70,9 @@ def op_without_node(operation: Any) -> OpOverload | None:
 
 
 def is_work(node: Any) -> bool:
-    """Whether the node is an op other than a view."""
+    """Whether the node is an op other than a view, or a scan."""
+    if isinstance(node.target, HigherOrderOperator):
+        return bool(node.target.name() == ASSOCIATIVE_SCAN)
     return isinstance(node.target, OpOverload) and not is_view(node.target)
 
 
@@ -150,6 +153,8 @@ def _traced(size: Any) -> int:
 
 def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...], int]:
     """Class, FLOPs by class and transcendentals of a node by the rules of `costs`. Views are element-wise and free."""
+    if call is None and isinstance(node.target, HigherOrderOperator):
+        return _scanned(node)
     own = _own_work(node)
     if own is not None:
         return own
@@ -159,6 +164,18 @@ def _work(node: Any, call: Call | None) -> tuple[str, tuple[tuple[str, int], ...
         if reads_nothing(node):
             return MOVEMENT, (), 0
         return UNCOUNTED, (), 0  # an op of the compiler, in a form that no rule knows
+
+
+def _scanned(node: Any) -> tuple[str, tuple[tuple[str, int], ...], int]:
+    """Of a scan, which combines each element with what came before it: once each, as a cumulative sum adds."""
+    combine = getattr(node.graph.owning_module, node.args[0].target)
+    work = [_work(each, None) for each in combine.graph.nodes if is_work(each)]
+    if any(op_class == UNCOUNTED for op_class, _, _ in work):
+        return UNCOUNTED, (), 0
+    (combined, *_), (slice_of_it, *_) = node.meta["val"], combine.graph.output_node().args[0]
+    length = _traced(combined.numel()) // max(1, _traced(slice_of_it.meta["val"].numel()))
+    flops = sum(count for _, counted, _ in work for _, count in counted)
+    return REDUCTION, ((REDUCTION, length * flops),), length * sum(functions for _, _, functions in work)
 
 
 def _by_rule(call: Call) -> tuple[str, tuple[tuple[str, int], ...], int]:
@@ -212,6 +229,8 @@ def op_name(node: Any) -> str:
     """The name of the program's op, before it was decomposed."""
     original = node.meta.get("original_aten")
     op = original if isinstance(original, OpOverload) else node.target
+    if isinstance(op, HigherOrderOperator):
+        return str(op.name())
     name: str = op.overloadpacket.__name__
     return name if op.namespace in ("aten", "prims") else f"{op.namespace}::{name}"
 

@@ -22,6 +22,7 @@ from flopmeter.compiler.origins import (
     uncounted_origin,
 )
 from flopmeter.compiler.regions import Regions, Sizes
+from flopmeter.compiler.triton_launches import launch_of
 from flopmeter.costs.fused import name_of
 from flopmeter.records import ELEMENTWISE, Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
@@ -60,6 +61,15 @@ class PlanStep(NamedTuple):
     buffers: tuple[str, ...]  # by their numbers in the call
     kernel: CompiledKernel | None
     frees: tuple[str, ...]
+
+    @property
+    def written(self) -> frozenset[int]:
+        """The numbers of the buffers that the call writes."""
+        specs = (
+            *(self.call.outputs if self.call else ()),
+            *(each.spec for each in (self.kernel.writes if self.kernel else ())),
+        )
+        return frozenset(spec.storage for spec in specs if spec is not None)
 
     @property
     def main(self) -> Origin | None:
@@ -120,7 +130,10 @@ class _Planner:
         made = tuple(self._allocations(node))
         if isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput) or _is_host(node):
             return PlanStep(made, None, (), None, frees)
-        if isinstance(node, names.EXTERN_NODE.value):
+        launched = self._launched(node.node, scheduler_bytes)
+        if launched is not None:
+            call, buffers, kernel = launched
+        elif isinstance(node, names.EXTERN_NODE.value):
             call, buffers, kernel = self._library(node, scheduler_bytes)
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
@@ -162,6 +175,24 @@ class _Planner:
         read, written = (tuple(region.spec for region in part if region.spec) for part in (reads, writes))
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
         return call, tuple(numbers), kernel
+
+    def _launched(self, operation: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel] | None:
+        """The launch of a Triton kernel of the program's; None for anything else."""
+        if not isinstance(operation, self._ir.UserDefinedTritonKernel):
+            return None
+        numbers: dict[str, int] = {}
+
+        def argument(value: Any) -> Any:
+            laid = self._laid(value) if isinstance(value, self._ir.IRNode) else None
+            if laid is not None:
+                return laid.spec(numbers.setdefault(laid.buffer, len(numbers)))
+            return self._sizes(value) if _is_symbolic(value) else value
+
+        arguments = {name: argument(value) for name, value in operation.kwargs.items()}
+        made = launch_of(
+            operation, arguments, self._sizes, self._recorder, scheduler_bytes, is_backward=self._is_backward
+        )
+        return None if made is None else (made[0], tuple(numbers), made[1])
 
     def _library(self, node: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
         fx = own_node(node.node)
@@ -314,12 +345,16 @@ class _Planner:
         return name
 
 
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or hasattr(value, "free_symbols")
+
+
 def _adds_bias(fx: Any) -> bool:
     return fx.target is torch.ops.aten.convolution.default and fx.args[CONVOLVED] is not None
 
 
 def _name_of(node: Any) -> str:
-    return node.node.get_name() if node.node is not None else ""
+    return getattr(node.node, "name", None) or ""  # a launch of the program's own kernel has none
 
 
 def _origins(node: Any, sizes: Sizes, is_backward: bool, elsewhere: Set[Any] = frozenset()) -> tuple[Origin, ...]:

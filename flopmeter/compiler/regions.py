@@ -91,6 +91,9 @@ class Regions:
     def _buffer(self, name: str) -> Any:
         found = self._graph.name_to_buffer.get(name)
         found = self._graph.graph_inputs.get(name) if found is None else found
+        if isinstance(found, names.IR.owner.MutationOutput):  # a name for what a launch has written to
+            real = self._base(name)
+            return None if real == name else self._buffer(real)
         return found if hasattr(found, "get_size") else None
 
     def _whole(self, name: str) -> int:

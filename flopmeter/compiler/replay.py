@@ -62,13 +62,20 @@ class Replay:
             if step.call is not None:
                 tensors = [held.get(name) for name in step.buffers]
                 present = [_scratch() if tensor is None else tensor for tensor in tensors]
-                for spec in step.call.outputs:
-                    self._forget(present[spec.storage])
+                written = step.written
+                for number in written:
+                    self._forget(present[number])
                 main = step.main
                 module = ".".join(filter(None, (root, main.module if main else "")))
                 is_again = step.kernel is not None and _is_recomputation(step.kernel.origins)
                 recorder.launch(
-                    step.call, present, module, "recompute" if is_again else phase, main.source if main else None, call
+                    step.call,
+                    present,
+                    module,
+                    "recompute" if is_again else phase,
+                    main.source if main else None,
+                    call,
+                    written,
                 )
             born.clear()
             for name in step.frees:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from flopmeter.as_cuda.autocast import traced_tensors_cast
 from flopmeter.as_cuda.kernels.convolution import runs_channels_last
 from flopmeter.compiler import constants
 from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
-from flopmeter.compiler.lowering import lower
+from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose
 from flopmeter.compiler.replay import Owner, Replay, name_of
@@ -35,6 +36,7 @@ from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.private import FLEX_OPERATOR, PrivateName, no_dispatch_modes
+from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
 
 # Settings that need a device to measure on, or that keep compiled code on disk.
@@ -87,7 +89,7 @@ class Session:
         self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
         self._thread = threading.get_ident()
         self._reason: str | None = None  # of the compilation that runs
-        self._is_micro_pipelined = False
+        self._is_micro_pipelined = self._has_regions = False
         self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
         self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
         self._regions = 0
@@ -129,6 +131,8 @@ class Session:
                 f"{MICRO_PIPELINE}: collectives and products of a compiled graph are counted one after another; in"
                 " parts that overlap they would take less"
             )
+        if self._has_regions:
+            yield "nested_compile_region: compiled as a part of the graph around it, into which its kernels may fuse"
         uncounted = {name for graph in self._compilation.graphs for name in graph.uncounted}
         if uncounted:
             yield f"uncounted inside of compiled kernels: {', '.join(sorted(uncounted))}"
@@ -179,6 +183,7 @@ class Session:
             (names.CONVERT_FRAME, self._around_frame),
             (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
             (names.GUARD_IDENTITY, self._around_identity_guard),
+            (names.HAS_TRITON, self._around_has_triton),
             (names.CREATE_PROXY, constants.around_create_proxy),
             (names.RULES, functools.partial(made_inside, self._as_torch_is)),
             (names.HANDLERS, functools.partial(made_inside, self._as_torch_is)),
@@ -222,7 +227,9 @@ class Session:
                 "inner_compile" in options or args or not self._is_here
             ):  # a call of inductor's own, or of another thread
                 return plain(model, inputs, *args, config_patches=config_patches, **options)
-            as_it_was = GraphModule(model, _copy(model.graph)) if isinstance(model, GraphModule) else None
+            if isinstance(model, GraphModule):
+                self._has_regions |= inline_regions(model)
+            as_it_was = copied(model) if isinstance(model, GraphModule) else None
             settings = {**(config_patches or {}), **WITHOUT_DEVICE}
             asked = names.INDUCTOR_CONFIG.owner
             self._not_measured |= dict.fromkeys(name for name in MEASURES if settings.get(name, getattr(asked, name)))
@@ -238,7 +245,12 @@ class Session:
             graphs = len(self._compilation.graphs)
             try:
                 # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
-                with self._as_torch_is(), no_dispatch_modes(), names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS):
+                with (
+                    self._as_torch_is(),
+                    traced_tensors_cast(False),
+                    no_dispatch_modes(),
+                    names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS),
+                ):
                     return plain(model, inputs, inner_compile=inner, config_patches=settings, **options)
             except names.RESTART_ANALYSIS.value:
                 self._reason = reason
@@ -263,11 +275,11 @@ class Session:
     ) -> Any:
         """Runs in place of inductor's compilation of one graph."""
         is_backward = options.get("is_backward", False)
-        as_it_was = GraphModule(module, _copy(module.graph)) if is_backward else None
+        as_it_was = copied(module) if is_backward else None
         part: GraphPass = "backward" if is_backward else "inference" if options.get("is_inference") else "forward"
         graphs, cudagraphs = self._compilation.graphs, options.get("cudagraphs")
         try:
-            with self._around_tracing(), posing(self._device):
+            with self._around_tracing(), posing(self._device), triton_kernels.without_device():
                 lowered = lower(module, options)
         except Exception as error:
             if as_it_was is None:  # the whole function runs eagerly
@@ -321,6 +333,10 @@ class Session:
         """Asked while a function is traced, when its tensors still say meta."""
         return lambda device: plain(device) or (self._is_here and device == "meta")
 
+    def _around_has_triton(self, plain: Callable[[], bool]) -> Callable[[], bool]:
+        """Without Triton and a device for it, Dynamo would trace into what launches a kernel."""
+        return lambda: plain() or (self._is_here and triton_kernels.is_imported())
+
     def _around_reasons(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def reasons(*args: Any, **options: Any) -> Any:
@@ -350,7 +366,7 @@ class Session:
         def convert(callback: Any, frame: Any, *args: Any) -> Any:
             if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
                 return skip
-            with self._as_torch_is():
+            with self._as_torch_is(), traced_tensors_cast(True):
                 try:
                     return plain(callback, frame, *args)
                 except Exception as error:
@@ -367,7 +383,8 @@ class Session:
         if not self._is_here:
             yield
             return
-        with entry_points.as_torch_has_them() as theirs, self._around_tracing() as ours:
+        here = (entry_points.as_torch_has_them(), self._around_tracing(), triton_kernels.without_device())
+        with here[0] as theirs, here[1] as ours, here[2]:
             functions = (*theirs, *ours)
             codes = (function.__code__ for function in functions if hasattr(function, "__code__"))
             self._stood_in_for = frozenset(map(id, (*functions, *codes)))
@@ -450,7 +467,8 @@ class Session:
 
 
 def _text(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+    """One line: messages of torch's may be a name or a dump, which the kind of error explains."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -466,13 +484,6 @@ class _Entered:
 
 def _has_flex_attention(model: GraphModule) -> bool:
     return any(node.target is FLEX_OPERATOR.value for node in model.graph.nodes)
-
-
-def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
-    copy = torch.fx.Graph()
-    output = copy.graph_copy(graph, {})
-    copy.output(output)
-    return copy
 
 
 def _function() -> str:

@@ -104,6 +104,10 @@ TENSOR_FACTS = _name(
 )
 TRACED_CONSTANT = _name("torch._dynamo.variables", "ConstantVariable.create", "what a traced tensor tells a program")
 CREATE_PROXY = _name("torch._dynamo.output_graph", "SubgraphTracer.create_proxy", "what enters a graph that is traced")
+HAS_TRITON = _name("torch.utils._triton", "has_triton", "whether Dynamo takes Triton kernels for what they are")
+TRITON_KERNELS = _name(
+    "torch._higher_order_ops.triton_kernel_wrap", "kernel_side_table", "the program's Triton kernels, by number"
+)
 AROUND_CALL = _name("torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after compiled calls")
 
 

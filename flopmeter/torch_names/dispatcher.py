@@ -146,6 +146,11 @@ def is_emulated(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta" and not isinstance(tensor, FakeTensor)
 
 
+def is_traced(tensor: Any) -> bool:
+    """Whether `tensor` is a FakeTensor on meta."""
+    return isinstance(tensor, FakeTensor) and tensor.device.type == "meta"
+
+
 def is_cuda_amp_off(made: Any) -> bool:
     """Whether a torch.autocast or a GradScaler is for CUDA and disabled. False for one whose constructor failed
     midway."""

@@ -23,6 +23,7 @@ DOUBLE_BACKWARD = "backward passes with create_graph=True, told from recomputati
 CUSTOM_OPS = "register_cost of what torch.library.custom_op returns"
 PYTHON_OPS = "the kernels of custom ops in Python"
 MODEL_HUBS = "targets such as hf:llama"
+STATIC_CACHES = "compiled decoding of Hugging Face models with a static cache"
 BEAMS = "beam search of Hugging Face models to its last token"
 DISPATCHER = "everything"  # of the emulation
 ATTENTION = "the attention backend (scaled_dot_product_attention)"
@@ -140,6 +141,12 @@ listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._from_config"
 _GENERATION = "transformers.generation.utils"
 EARLY_STOP = listed(
     BEAMS, _GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve"
+)
+MAY_COMPILE = listed(
+    STATIC_CACHES,
+    _GENERATION,
+    "GenerationMixin._valid_auto_compile_criteria",
+    "whether the device is one for which it compiles",
 )
 FINISHED_BEAMS = listed(BEAMS, _GENERATION, "GenerationMixin._update_finished_beams", "which beams have ended")
 OP_DK = listed(DISPATCHER, "torch", "ops.aten.mm.default._op_dk", "runs the composite kernel of an op")

@@ -7,7 +7,7 @@ gradients that it otherwise adds in place (38 ops instead of 31 in a small net).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -161,12 +161,18 @@ class Recorder(TorchDispatchMode):
         return not is_exporting() and self in _get_current_dispatch_mode_stack()
 
     def launch(
-        self, call: Call, tensors: Sequence[Tensor], module: str, phase: Phase, source: str | None, graph: int
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        module: str,
+        phase: Phase,
+        source: str | None,
+        graph: int,
+        written: Collection[int],
     ) -> None:
-        """Record a kernel of a compiled graph. `tensors` are of the storages of the call, by number; one that no op has
-        touched before is born here. `graph` is the number of the graph's call."""
+        """Record a kernel of a compiled graph. `tensors` are of the storages of the call, by number; one of those
+        `written` that no op has touched before is born here. `graph` is the number of the graph's call."""
         trace = self.trace
-        written = {spec.storage for spec in call.outputs}
         numbers = tuple(
             self._number(tensor, len(trace.ops) if number in written else BEFORE, [])
             for number, tensor in enumerate(tensors)

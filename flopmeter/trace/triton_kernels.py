@@ -26,7 +26,7 @@ from flopmeter.torch_names.private import TRITON, TRITON_ACCESSED, TRITON_TTIR, 
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.ttir import body_of
 
-_LAUNCH = Overloads(own).triton_kernel.default
+LAUNCH = Overloads(own).triton_kernel.default
 _CAPABILITY = 80  # TTIR is the same for all capabilities
 _WARP = 32
 FIRST_CONFIGURATION = "the first configuration of an autotuned kernel"
@@ -40,7 +40,7 @@ class KernelRecorder(Protocol):
     def record_kernel(self, func: Any, args: tuple[Any, ...], body: TritonBody) -> Any: ...
 
 
-class _Analysed(NamedTuple):
+class Analysed(NamedTuple):
     """What a kernel does in a launch of these types, constants and grid, and with which of its arguments."""
 
     body: TritonBody
@@ -49,7 +49,7 @@ class _Analysed(NamedTuple):
 
 
 _listeners: list[tuple[KernelRecorder, KnownValues | None]] = []
-_known: dict[Any, _Analysed] = {}
+_known: dict[Any, Analysed] = {}
 
 
 @contextmanager
@@ -83,10 +83,7 @@ def _install() -> ExitStack:
         listeners = _metering(args, kwargs)
         if not listeners:
             return tune(kernel, *args, **kwargs)
-        config = kernel.configs[0]
-        for _, values in listeners:
-            if values is not None and len(kernel.configs) > 1:
-                values.assume.note(FIRST_CONFIGURATION, kernel.base_fn.__name__)
+        config = first_configuration(kernel, *(recorder for recorder, _ in listeners))
         if config.pre_hook is not None:
             config.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
         return kernel.fn.run(*args, **kwargs, **config.all_kwargs())
@@ -97,6 +94,14 @@ def _install() -> ExitStack:
 
 
 _patch = SharedPatch(_install)
+
+
+def first_configuration(tuner: Any, *recorders: KernelRecorder) -> Any:
+    """That of an autotuned kernel, taken since none can be timed; the reports of these recorders say so."""
+    for recorder, values in _listeners:
+        if values is not None and recorder in recorders and len(tuner.configs) > 1:
+            values.assume.note(FIRST_CONFIGURATION, tuner.base_fn.__name__)
+    return tuner.configs[0]
 
 
 def _metering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[KernelRecorder, KnownValues | None]]:
@@ -124,11 +129,11 @@ def _record(
     key = (kernel, size, tuple((name, _described(value)) for name, value in arguments.items()))
     found = _known.get(key)
     if found is None:
-        found = _known[key] = _analysed(kernel, arguments, size)
+        found = _known[key] = analysed(kernel, arguments, size)
     read, written, updated = _by_use(arguments, found)
     for recorder, values in listeners:
         with no_dispatch_modes():
-            recorder.record_kernel(_LAUNCH, (read, written, updated), found.body)
+            recorder.record_kernel(LAUNCH, (read, written, updated), found.body)
         if values is not None:
             values.forget((*written, *updated))
 
@@ -138,7 +143,7 @@ def _described(value: Any) -> Any:
     return value.dtype if isinstance(value, Tensor) else (type(value), value)
 
 
-def _by_use(arguments: Mapping[str, Any], found: _Analysed) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _by_use(arguments: Mapping[str, Any], found: Analysed) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """The tensors that are only read, only written, and both."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     return (
@@ -148,12 +153,12 @@ def _by_use(arguments: Mapping[str, Any], found: _Analysed) -> tuple[list[Tensor
     )
 
 
-def _analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> _Analysed:
+def analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> Analysed:
     """What the kernel does. Raises NotImplementedError where this torch names its analysis differently."""
     TRITON_TTIR.owner  # noqa: B018  (imported, so that a name that is not there is found to be missing)
     if missing := lost(TRITON):
         raise NotImplementedError(f"a Triton kernel cannot be metered with torch {torch.__version__}: {missing[0]}")
-    with no_modes(), _without_device():
+    with no_modes(), without_device():
         real = {
             name: torch.empty(2, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
             for name, value in arguments.items()
@@ -163,7 +168,7 @@ def _analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) 
         text = module.str_nodebug() if hasattr(module, "str_nodebug") else str(module)
         body = body_of(kernel.fn.__name__, text, grid, [arguments.get(name) for name in names])
     read, written = (frozenset(dep.name for dep in deps) for deps in (uses.reads, uses.writes))
-    return _Analysed(body, read, written)
+    return Analysed(body, read, written)
 
 
 class _NoDevice:
@@ -175,8 +180,17 @@ class _NoDevice:
         return GPUTarget("cuda", _CAPABILITY, _WARP)
 
 
+def is_imported() -> bool:
+    """Whether the program has imported Triton."""
+    return "triton.runtime" in sys.modules
+
+
 @contextmanager
-def _without_device() -> Iterator[None]:
+def without_device() -> Iterator[None]:
+    """In this context Triton generates code without a driver, if the program has imported it."""
+    if not is_imported():
+        yield
+        return
     from triton.runtime import driver
 
     with mock.patch.object(type(driver), "active", _NoDevice()):

@@ -1,0 +1,54 @@
+"""Launches of the program's own Triton kernels in a compiled graph: inductor leaves the kernels as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+
+from flopmeter.compiler.origins import origin_of
+from flopmeter.compiler.regions import Sizes
+from flopmeter.records import Call, CompiledKernel, Region, TensorSpec
+from flopmeter.torch_names import compiler as names
+from flopmeter.trace.recorder import Recorder
+from flopmeter.trace.triton_kernels import LAUNCH, analysed, first_configuration
+
+Described = Mapping[str, TensorSpec | Any]
+"""The arguments of a launch by name: tensors as they lie in memory, numbers."""
+
+
+def launch_of(
+    operation: Any, arguments: Described, sizes: Sizes, recorder: Recorder, scheduler_bytes: int, *, is_backward: bool
+) -> tuple[Call, CompiledKernel] | None:
+    """The launch that an operation of inductor's stands for. None where that cannot be told: heuristics choose the
+    constants of the kernel."""
+    kernel, constants = names.TRITON_KERNELS.value.get_kernel(operation.kernel_idx), {}
+    autotuner = sys.modules["triton.runtime.autotuner"].Autotuner
+    if isinstance(kernel, autotuner):  # inductor times the configurations
+        kernel, constants = kernel.fn, first_configuration(kernel, recorder).all_kwargs()
+    if not isinstance(kernel, sys.modules["triton.runtime.jit"].JITFunction):
+        return None
+    grid = operation.grid[0]  # of the first configuration
+    known = constants | {name: _as_tensor(value) for name, value in arguments.items()}
+    given = {name: known[name] for name in kernel.arg_names if name in known}
+    found = analysed(kernel, given, tuple(map(sizes, grid)))
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, TensorSpec)}
+    read, written, updated = (
+        tuple(spec for name, spec in tensors.items() if name in use)
+        for use in (found.read - found.written, found.written - found.read, found.read & found.written)
+    )
+    call = Call(LAUNCH, (read, written, updated), {}, (*read, *written, *updated), (), body=found.body)
+    fx = next(node for node in operation.origins if isinstance(node.target, HigherOrderOperator))
+    origin = origin_of(fx, call, is_backward=is_backward)._replace(op=found.body.kernel)
+    reads, writes = (
+        tuple(Region(spec, spec.nbytes) for spec in dict.fromkeys(specs))
+        for specs in ((*read, *updated), (*written, *updated))
+    )
+    return call, CompiledKernel(found.body.kernel, "library", reads, writes, (origin,), scheduler_bytes)
+
+
+def _as_tensor(value: TensorSpec | Any) -> Any:
+    return torch.empty(0, dtype=value.dtype, device="cpu") if isinstance(value, TensorSpec) else value
