@@ -155,7 +155,7 @@ class _Search:
         candidates = list(splits(self._bounds, wishes))
         self.considered = len(candidates)
         if not candidates:
-            raise PlanError(_nothing(self._bounds, wishes))
+            raise PlanError(_nothing(self._subject, self._bounds, wishes))
         worth = [each for each in candidates if self._may_fit(each)] or candidates
         shapes = list(dict.fromkeys(each.shape for each in worth))
         jobs = [LayersJob(self._subject, shape, *self._where, self._async_tp) for shape in shapes]
@@ -270,12 +270,12 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
         notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=)")
     if length is None:
         notes.append(f"assumed: {bounds.length:,} tokens a sequence (length=)")
-    if subject.heads is None:
-        notes.append("no tensor parallelism: the model has no plan for it (tensor_parallel=)")
-    if subject.has_experts and subject.experts is None:
+    notes.append(_no_tensor_parallelism(subject))
+    if subject.has_experts:
+        notes.append(_no_experts(subject))
+    if subject.has_experts and subject.heads:
         notes.append(
-            "experts are not split over ranks (ep 1): their module is not one of transformers', with `num_experts` and "
-            "parameters [experts, ...]"
+            "tensor parallelism of layers of experts: each rank routes its part of the tokens, experts are whole there"
         )
     return notes
 
@@ -293,11 +293,31 @@ def _cautions(rows: Iterable[SplitRow], async_tp: bool, delays: Delays) -> Itera
         yield f"each step also waits: {delays}"
 
 
-def _nothing(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:
+def _nothing(subject: Subject, bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:
     asked = f" with only={dict(wishes)}" if wishes else ""
+    for name, why in (("tp", _no_tensor_parallelism(subject)), ("ep", _no_experts(subject))):
+        if why and 1 not in wishes.get(name, (1,)):
+            return f"{name} is 1 here{asked}: {why}"
     return (
         f"no split of {bounds.world:,} GPUs divides {bounds.batch:,} sequences, {bounds.layers} layers and "
         f"{bounds.heads or 'no'} heads evenly{asked}: another batch= or world= may"
+    )
+
+
+def _no_tensor_parallelism(subject: Subject) -> str:
+    """Why the model cannot be split so; empty if it can."""
+    return "" if subject.heads else "no tensor parallelism: the model has no plan for it (tensor_parallel=)"
+
+
+def _no_experts(subject: Subject) -> str:
+    """Why its experts cannot be split over ranks; empty if they can."""
+    if subject.experts is not None:
+        return ""
+    if not subject.has_experts:
+        return "the model has no experts"
+    return (
+        "experts are not split over ranks (ep 1): their module is not one of transformers', with `num_experts`, "
+        "parameters [experts, ...] and tokens, picks and weights as inputs"
     )
 
 

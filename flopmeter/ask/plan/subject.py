@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flopmeter.ask.plan.experts import experts_of
 from flopmeter.ask.plan.splits import PlanError
+from flopmeter.ask.plan.styles import styles_of_transformers
 from flopmeter.models import BUILTINS, Trainable
 from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.models.hubs import TargetError, hub_config, model_of
@@ -59,7 +60,7 @@ class Subject(NamedTuple):
         if self.styles is not None:
             return self.styles
         own = getattr(model, "tensor_parallel", None)
-        return own() if callable(own) else _of_transformers(model)
+        return own() if callable(own) else styles_of_transformers(model)
 
 
 def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = None) -> Subject:
@@ -197,26 +198,6 @@ def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 _LENGTHS = ("max_position_embeddings", "positions", "block_size", "max_seq_len")  # the last two: nanoGPT, torchtitan
-
-_STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
-
-
-def _of_transformers(model: nn.Module) -> dict[str, Any]:
-    """The tensor parallel plan with which transformers itself would load the model; none if it has a style that torch
-    lacks."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import parallel as tp
-
-    plan = getattr(model, "tp_plan", None) or {}
-    if not plan.keys() or not set(plan.values()) <= set(_STYLES):
-        return {}
-    styles = {
-        "colwise": tp.ColwiseParallel(),
-        "rowwise": tp.RowwiseParallel(),
-        "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate()),
-        "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
-    }
-    return {name: styles[style] for name, style in plan.items() if style in styles}
 
 
 def _loss_of(model: nn.Module) -> Loss:
