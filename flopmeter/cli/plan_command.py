@@ -34,6 +34,7 @@ def _plan(options: argparse.Namespace) -> int:
         mode=options.mode,
         only=_wishes(options.only),
         async_tp=options.async_tp,
+        fp8=options.fp8,
         delays=_delays(options),
         rows=options.rows,
         whole=options.whole,
@@ -115,6 +116,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help=f"limit what is tried, such as tp=4,8 pp=1 recompute=full; names: {', '.join(WISHES)}",
     )  # fmt: skip
     add("--async-tp", action="store_true", help="products hide the collectives of tensor parallelism next to them")
+    add("--fp8", action="store_true", help="products of linear layers in fp8")
     add(
         "--data",
         metavar="SECONDS",

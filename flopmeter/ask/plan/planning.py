@@ -54,6 +54,7 @@ def plan(
     only: Mapping[str, object] | None = None,
     tensor_parallel: Styles | None = None,
     async_tp: bool = False,
+    fp8: bool = False,
     delays: Delays = NO_DELAYS,
     loss: Loss | None = None,
     rows: int = 10,
@@ -82,6 +83,7 @@ def plan(
     tensor_parallel: torch's styles by module names, as `parallelize_module` takes them; by default the model's own
         (`tensor_parallel()` or transformers' plan). A model without any is not split so.
     async_tp: collectives of tensor parallelism are hidden behind the products next to them, as parts; see overlap.py.
+    fp8: products of linear layers in fp8, but for the head's and those of experts; see fp8.py.
     delays: batches, checkpoints and slow ranks that steps wait for (flopmeter.Delays); by default none.
     loss: the scalar that is trained, of the model and token ids; by default the model's own, else that of the next
         token.
@@ -97,12 +99,14 @@ def plan(
     _check(whole, rows, mode, loss)
     check_whole(PlanError, world=world, batch=batch, length=length, workers=workers)
     check_positive(PlanError, memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
-    check_flags(async_tp=async_tp)
+    check_flags(async_tp=async_tp, fp8=fp8)
+    if fp8 and "fp8" not in device.matrix_tflop_per_s:
+        raise PlanError(f"fp8: {device.title} has no matrix units for it")
     if not isinstance(delays, Delays):
         raise TypeError(f"delays must be a flopmeter.Delays, not {delays!r}")
     wishes = checked_wishes(only or {})
     links.check_size(world)
-    subject = subject_of(build, tensor_parallel, loss)
+    subject = subject_of(build, tensor_parallel, loss, fp8)
     sequences, tokens = batch or world, length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
     usable = usable_bytes_if_known(device) if memory is None else round(memory)
     bounds = Bounds(
@@ -258,11 +262,17 @@ def _compared(row: SplitRow) -> str:
     return f"{row.split.name}, {row.passes}: {figure(row.seconds)} s whole; composed it was {off} % off"
 
 
+_FP8 = (
+    "fp8 in the linear layers of each layer (scales of whole tensors, gathers as large as in bf16; MFU is of the bf16 "
+    "peak), elsewhere in bf16"
+)
+
+
 def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds) -> list[str]:
     notes = [
         f"cluster: {cluster.title}",
-        "products run in bf16, gradients are summed in fp32; parameters, gradients and AdamW's state in fp32, sharded "
-        "over fsdp x cp",
+        f"products run in {_FP8 if subject.fp8 else 'bf16'}, gradients are summed in fp32; parameters, gradients and "
+        "AdamW's state in fp32, sharded over fsdp x cp",
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
     ]

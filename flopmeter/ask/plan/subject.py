@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flopmeter.ask.plan.experts import experts_of
+from flopmeter.ask.plan.fp8 import in_fp8
 from flopmeter.ask.plan.splits import PlanError
 from flopmeter.ask.plan.styles import styles_of_transformers
 from flopmeter.models import BUILTINS, Trainable
@@ -40,6 +41,7 @@ class Subject(NamedTuple):
     longest: int | None  # tokens of a sequence that its config allows; None: it does not say
     has_experts: bool
     experts: int | None  # of each layer that has some; None: none that can be split over ranks
+    fp8: bool = False  # products of linear layers; see fp8.py
 
     def model(self, layers: list[int] | None = None) -> nn.Module:
         """The model on meta, with only these layers; None: with all."""
@@ -50,6 +52,8 @@ class Subject(NamedTuple):
             kept = [copy.deepcopy(_layer(whole, index)) for index in layers]
             setattr(model.get_submodule(holder), name, _like(whole, kept))
             _tell_config(model, layers)
+        if self.fp8:
+            in_fp8(self.layers_of(model))
         return model
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
@@ -63,7 +67,7 @@ class Subject(NamedTuple):
         return own() if callable(own) else styles_of_transformers(model)
 
 
-def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = None) -> Subject:
+def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = None, fp8: bool = False) -> Subject:
     """The model that `build` stands for. Raises PlanError, or TargetError where transformers is missing or knows no
     such type.
 
@@ -89,6 +93,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         longest=_first_number(config, _LENGTHS),
         has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
         experts=gcd(*counts) or None,
+        fp8=fp8,
     )
     return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)
 
