@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
 from flopmeter.ask.compare import AnyHardware
-from flopmeter.ask.delays import Delays
+from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.plan.compose import (
     STATE_BYTES,
     Composed,
@@ -34,7 +34,6 @@ from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.quantities import figure, percent
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
-NO_DELAYS = Delays()
 # What allocators reserve beyond what is in use: torchtitan's runs (benchmarks/llama3_h100_202412_torchtitan.md) against
 # what is predicted here.
 RESERVED_BEYOND_USE = 0.12
@@ -102,8 +101,7 @@ def plan(
     check_flags(async_tp=async_tp, fp8=fp8)
     if fp8 and "fp8" not in device.matrix_tflop_per_s:
         raise PlanError(f"fp8: {device.title} has no matrix units for it")
-    if not isinstance(delays, Delays):
-        raise TypeError(f"delays must be a flopmeter.Delays, not {delays!r}")
+    checked_delays(delays)
     wishes = checked_wishes(only or {})
     links.check_size(world)
     subject = subject_of(build, tensor_parallel, loss, fp8)
@@ -299,8 +297,7 @@ def _cautions(rows: Iterable[SplitRow], async_tp: bool, delays: Delays) -> Itera
             f"peak GB is what is in use: torch's allocator may reserve {percent(RESERVED_BEYOND_USE)} % more, so that a"
             " split near the limit may not fit"
         )
-    if str(delays):
-        yield f"each step also waits: {delays}"
+    yield from delay_notes(delays)
 
 
 def _nothing(subject: Subject, bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:
