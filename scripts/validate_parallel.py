@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import parallel as tp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -52,6 +52,7 @@ class Run(NamedTuple):
     loss: Any = None
     compile: Any = False
     async_tp: bool = False
+    fp8: bool = False
     asks_for_flash: bool = False  # as torchtitan does, on GPUs before Blackwell
 
 
@@ -67,7 +68,7 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
             (found,) = plan(
                 run.model, int(line["n_gpus"]), run.hardware, run.memory, batch=run.batch, length=run.length,
                 only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles, loss=run.loss,
-                compile=run.compile, async_tp=run.async_tp,
+                compile=run.compile, async_tp=run.async_tp, fp8=run.fp8,
             ).rows  # fmt: skip
         row = _row(line, run, found)
         print(
@@ -115,7 +116,6 @@ def _titan(line: Line) -> Run:
         only |= {"schedule": "interleaved", "chunks": 2} if "interleaved" in text else {"schedule": "1f1b"}
         assumed.append("as many microbatches as ranks of the pipeline, torchtitan's default, and two stages a rank")
     if "fp8" in line["dtype"]:
-        model = partial(_in_float8, model)
         assumed.append("what FSDP and tensor parallelism gather is as large as in bf16, where it is fp8")
     hardware = "a100-sxm4-80gb" if line["gpu"].startswith("A100") else H100_500W
     is_compiled = re.search("compile(?!=false)", line["mode"]) is not None
@@ -123,7 +123,7 @@ def _titan(line: Line) -> Run:
         model, hardware, replicas * int(line["batch"]), int(line["seq"] or 8192), only,
         "compiled" if is_compiled else "eager", "; ".join(assumed) or "nothing",
     )  # fmt: skip
-    return run._replace(async_tp="async" in text.lower(), asks_for_flash=True)
+    return run._replace(async_tp="async" in text.lower(), asks_for_flash=True, fp8="fp8" in line["dtype"])
 
 
 LLAMAS = {
@@ -143,75 +143,6 @@ def _every_second_recomputed(config: LlamaConfig) -> nn.Module:
     model = titan(config)
     for block in list(model.blocks)[1::2]:
         block.__class__ = RecomputedBlock
-    return model
-
-
-class Float8Product(torch.autograd.Function):
-    """torchao's dynamic scaling: activations and gradients are cast with the largest value of the tensor, gradients to
-    e5m2; parameters are cast as shards and gathered in fp8. The second factor of a product lies by columns."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        a, scale = _cast(x, torch.float8_e4m3fn)
-        return _float8_product(a, _as_gathered(weight), scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        by_rows, scale = _cast(gradient, torch.float8_e5m2)
-        of_x = _float8_product(by_rows, _as_gathered(weight).t().contiguous(), scale)
-        return of_x, _float8_product(by_rows.t().contiguous(), _cast(x.t(), torch.float8_e4m3fn)[0], scale)
-
-
-def _float8_product(a: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
-    return torch._scaled_mm(a, transposed.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
-def _as_gathered(weight: Tensor) -> Tensor:
-    """In fp8: its first half, since values do not matter here."""
-    return weight.detach().flatten().view(torch.float8_e4m3fn)[: weight.numel()].view(weight.shape)
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One tensor that several products read is cast once, as in compiled code."""
-    key = x.untyped_storage()._cdata, x.shape, x.stride(), dtype
-    if key not in _last_casts:
-        scale = torch.finfo(dtype).max / x.abs().amax().float()
-        made = (x.float() * scale).to(dtype).contiguous(), scale.reciprocal()
-        _last_casts[key] = x, made
-        while len(_last_casts) > 4:  # what is kept is alive: no other tensor has its storage's address
-            del _last_casts[next(iter(_last_casts))]
-    return _last_casts[key][1]
-
-
-_last_casts: dict[Any, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
-
-
-class Float8Linear(nn.Linear):
-    def forward(self, x: Any) -> Tensor:
-        weight: Any = self.weight
-        if not isinstance(weight, DTensor):
-            return self._product(x, weight)
-        by_columns = weight.placements[0].is_shard(0)
-        local = x.to_local(grad_placements=[Partial()]) if by_columns else x.to_local()
-        made = self._product(local, weight.to_local())
-        return DTensor.from_local(made, weight.device_mesh, [Shard(-1) if by_columns else Partial()])
-
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        product: Any = Float8Product.apply
-        out: Tensor = product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-        return out
-
-
-def _in_float8(make: Callable[[], nn.Module]) -> nn.Module:
-    """All products but the head's."""
-    model = make()
-    for module in model.get_submodule("blocks").modules():
-        if isinstance(module, nn.Linear):
-            module.__class__ = Float8Linear
-    for block in model.get_submodule("blocks").children():
-        block.register_forward_hook(lambda *args: _last_casts.clear())  # compiled code keeps nothing beyond its layer
     return model
 
 
@@ -246,10 +177,10 @@ def _nemo(line: Line) -> Run:
     only: dict[str, Any] = {"tp": of["TP"], "pp": of["PP"], "dp": 1, "microbatch": int(line["batch"]), "gather": "step"}
     only |= {"schedule": "interleaved", "chunks": of["VP"]} if "VP" in of else {"schedule": NOT_DEFERRED}
     only["recompute"] = "none"
-    model = partial(_in_float8, partial(Llama, LLAMAS[line["model"]]))
+    model = partial(Llama, LLAMAS[line["model"]])
     assumed = "nothing recomputed; Transformer Engine's kernels as inductor's; gathers as large as in bf16"
     run = Run(model, "h100-sxm5-80gb", of["GBS"], int(line["seq"]), only, "compiled", assumed)
-    return run._replace(async_tp=True)
+    return run._replace(async_tp=True, fp8=True)
 
 
 # Heads, tensor and pipeline parallel sizes: arXiv 2104.04473, table 1.

@@ -293,6 +293,17 @@ def test_twice_the_bandwidth_takes_half_of_the_bandwidth_part(kind, size):
 
 def test_the_clusters_that_ship_have_names_and_are_no_devices():
     assert {"dgx-a100", "dgx-h100", "dgx-b200", "l40s-box", "pcie4-box", "pcie5-box"} <= set(available_clusters())
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "port"),
+    [("gb200-per-gpu", 72, 50), ("gb300-per-gpu", 72, 100), ("b300-sxm-288gb", 8, 100), ("b200-sxm-180gb", 8, 50)],
+)
+def test_a_blackwell_gpu_comes_in_a_cluster_of_as_many_nodes_as_a_program_needs(device: str, gpus: int, port: int):
+    cluster = cluster_of(load_hardware(device))
+    cluster.check_size(4096)
+    assert (cluster.gpus_per_node, cluster.inter.bandwidth_gb_per_s) == (gpus, port)
+    assert cluster.intra.bandwidth_gb_per_s == load_hardware(device).interconnect.bidirectional_gb_per_s / 2
     assert not set(available_clusters()) & set(available_hardware())
 
 

@@ -460,7 +460,7 @@ def test_a_config_of_transformers_brings_its_own_plan():
         ({"only": {"gpus": 3}}, "known are pp, dp, fsdp"),
         ({"only": {"tp": "two"}}, "'two' is no whole number"),
         ({"only": {"recompute": "half"}}, "'half' is none of none, selective, full"),
-        ({"only": {"ep": 8}}, "no split of 8 GPUs divides"),
+        ({"only": {"ep": 8}}, "ep is 1 here with only=.*: the model has no experts"),
     ],
 )
 def test_wrong_options_are_one_clear_error(options: dict[str, Any], message: str):

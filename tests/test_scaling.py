@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from flopmeter import FlopMeter
+from flopmeter import Delays, FlopMeter
 from flopmeter.ask.scaling import scale
 from flopmeter.device.hardware import HardwareError
 from flopmeter.distributed import world
@@ -53,6 +53,20 @@ def test_more_data_ranks_do_the_same_work_each_with_less_memory_for_parameters()
     shard = LAYERS * 8 * WIDTH**2 * 2 * (1 / 2 - 1 / 8)  # bf16; as much again where the gradients are there at the peak
     assert shard <= two.peak_memory_bytes - eight.peak_memory_bytes <= 2 * shard
     assert eight.items_per_s == pytest.approx(4 * two.items_per_s * two.seconds / eight.seconds)
+
+
+def test_delays_stretch_the_step_of_each_layout_and_are_said():
+    """A batch every 2 s, and a save of 10 s every 100 steps, beside steps of milliseconds."""
+    plain, slow = (
+        scale(program, [{"dp": 2}, {"dp": 8}], A100, items=samples, delays=delays)
+        for delays in (Delays(), Delays(data_seconds=2.0, checkpoint_seconds=10.0, checkpoint_every=100))
+    )
+    for without, row in zip(plain.rows, slow.rows, strict=True):
+        assert row.seconds == row.seconds_low == row.seconds_high == pytest.approx(2.1)
+        assert row.items_per_s == pytest.approx(samples(row.layout) / 2.1)
+        assert row.mfu == pytest.approx(without.mfu * without.seconds / 2.1)
+    assert "each step also waits: a batch every 2 s, a checkpoint of 10 s every 100 steps" in str(slow)
+    assert "also waits" not in str(plain)
 
 
 def test_parameters_that_an_earlier_step_gathered_count_from_when_they_are_gathered_again():

@@ -50,6 +50,19 @@ class Delays:
         return ", ".join(parts)
 
 
+NO_DELAYS = Delays()
+
+
+def checked_delays(delays: object) -> Delays:
+    if not isinstance(delays, Delays):
+        raise TypeError(f"delays must be a flopmeter.Delays, not {delays!r}")
+    return delays
+
+
+def delay_notes(delays: Delays) -> list[str]:
+    return [f"each step also waits: {delays}"] if str(delays) else []
+
+
 def expected_maximum(count: int) -> float:
     """The expected largest of so many independent numbers from the standard normal distribution, by Blom's
     approximation ('Statistical Estimates and Transformed Beta-Variables', 1958): 5 % too large for 2, 1 % for 8."""

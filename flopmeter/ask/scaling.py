@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flopmeter.ask.checks import check_callable, check_mapping, check_positive
 from flopmeter.ask.compare import AnyHardware, step_dollars
+from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, step_figures
 from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
@@ -141,6 +142,7 @@ class _Job(NamedTuple):
     mode: Mode
     items: float | Callable[[Layout], float] | None
     dollars_per_gpu_hour: float | None
+    delays: Delays
     meter_options: Mapping[str, Any]
 
 
@@ -162,6 +164,7 @@ def scale(
     items: float | Callable[[Layout], float] | None = None,
     unit: str = "items",
     dollars_per_gpu_hour: float | None = None,
+    delays: Delays = NO_DELAYS,
     workers: int = 1,
     executor: Executor | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
@@ -174,6 +177,8 @@ def scale(
     layouts: meshes such as {"dp": 8, "tp": 4}; the ranks of the last dimension are neighbours.
     cluster: a name, the path of a YAML file or a Cluster; by default the one that the device comes in.
     items: how many items (tokens, images) a step of all ranks works on, or a function that says it for a layout.
+    delays: batches, checkpoints and slow ranks that steps wait for (flopmeter.Delays); by default none. Watts and
+        joules are those of the work.
     workers, executor: processes that run layouts side by side, or any concurrent.futures.Executor (see ask/workers.py).
     progress: wraps the list of layouts, as `tqdm` does.
     meter_options: of FlopMeter.
@@ -193,14 +198,14 @@ def scale(
     mode_called(mode)
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
-    job = _Job(program, device, links, mode, items, dollars_per_gpu_hour, meter_options)
+    job = _Job(program, device, links, mode, items, dollars_per_gpu_hour, checked_delays(delays), meter_options)
     outcomes = results_of(partial(_outcome, job), [dict(layout) for layout in meshes], workers, executor, progress)
     rows = tuple(outcome.row for outcome in outcomes if outcome.row is not None)
     unable = {_name(mesh): outcome.title for mesh, outcome in zip(meshes, outcomes, strict=True) if outcome.row is None}
     if not rows:
         raise ValueError(f"no layout can run: {'; '.join(f'{name}: {why}' for name, why in unable.items())}")
     title = next(outcome.title for outcome in outcomes if outcome.row is not None)
-    notes = [f"cluster: {links.title}", *(note for outcome in outcomes for note in outcome.notes)]
+    notes = [f"cluster: {links.title}", *delay_notes(delays), *(note for outcome in outcomes for note in outcome.notes)]
     return Scaling(title, rows, unable, unit, tuple(dict.fromkeys(notes)))
 
 
@@ -211,15 +216,20 @@ def _outcome(job: _Job, layout: dict[str, int]) -> _LayoutResult:
     except (ValueError, RuntimeError, AssertionError) as error:
         return _LayoutResult(None, " ".join(f"{type(error).__name__}: {error}".split()), ())
     items = job.items(layout) if callable(job.items) else job.items
+    ranks, figures = math.prod(layout.values()), step_figures(report)
+    seconds, low, high = (
+        job.delays.step_seconds(each, ranks) for each in (report.seconds, report.seconds_low, report.seconds_high)
+    )
+    figures |= {"seconds": seconds, "mfu": report.mfu * report.seconds / seconds}
     row = LayoutRow(
         layout=layout,
-        seconds_low=report.seconds_low,
-        seconds_high=report.seconds_high,
-        items_per_s=None if items is None else items / report.seconds,
+        seconds_low=low,
+        seconds_high=high,
+        items_per_s=None if items is None else items / seconds,
         communication_seconds=report.communication_seconds,
         exposed_seconds=report.exposed_seconds,
         dollars_per_gpu_hour=job.dollars_per_gpu_hour,
-        **step_figures(report),
+        **figures,
     )
     return _LayoutResult(row, report.headline, report.notes)
 

@@ -33,7 +33,7 @@ def _plan(options: argparse.Namespace) -> int:
         delays=_delays(options),
         dollars_per_gpu_hour=prices.dollars_per_hour.get(device.name),
         progress=options.progress.over,
-        **picked(options, "batch", "cluster", "mode", "async_tp", "rows", "whole", "workers"),
+        **picked(options, "batch", "cluster", "mode", "async_tp", "fp8", "rows", "whole", "workers"),
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
     if options.plot:
@@ -109,6 +109,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help=f"limit what is tried, such as tp=4,8 pp=1 recompute=full; names: {', '.join(WISHES)}",
     )  # fmt: skip
     add("--async-tp", action="store_true", help="products hide the collectives of tensor parallelism next to them")
+    add("--fp8", action="store_true", help="products of linear layers in fp8")
     add(
         "--data", metavar="SECONDS", type=seconds, default=0.0,
         help="in which the hosts make a step's batch (default: 0)",

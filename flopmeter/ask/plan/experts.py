@@ -8,6 +8,7 @@ a third.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,10 +25,19 @@ def experts_of(model: nn.Module) -> list[Any]:
     return [module for name, module in model.named_modules() if _is_experts(name.rpartition(".")[2], module)]
 
 
+def holders_of_experts(model: nn.Module) -> list[str]:
+    """The names of the modules around them, which route tokens."""
+    modules = model.named_modules()
+    return [name.rpartition(".")[0] for name, module in modules if _is_experts(name.rpartition(".")[2], module)]
+
+
 def _is_experts(name: str, module: Any) -> bool:
     count = getattr(module, "num_experts", None)
     own = list(module.parameters())
-    return name == "experts" and isinstance(count, int) and bool(own) and all(each.shape[0] == count for each in own)
+    if name != "experts" or not isinstance(count, int) or not own:
+        return False
+    takes = len(inspect.signature(module.forward).parameters)  # 3; Llama 4 gives all experts all tokens instead
+    return takes == len(("tokens", "picked", "weights")) and all(each.shape[0] == count for each in own)
 
 
 def with_routing(ep: int, meter_options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
 from flopmeter.ask.compare import AnyHardware
-from flopmeter.ask.delays import Delays
+from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.plan.compose import (
     STATE_BYTES,
     Composed,
@@ -34,7 +34,6 @@ from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.quantities import figure, percent
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
-NO_DELAYS = Delays()
 # What allocators reserve beyond what is in use: torchtitan's runs (benchmarks/llama3_h100_202412_torchtitan.md) against
 # what is predicted here.
 RESERVED_BEYOND_USE = 0.12
@@ -54,6 +53,7 @@ def plan(
     only: Mapping[str, object] | None = None,
     tensor_parallel: Styles | None = None,
     async_tp: bool = False,
+    fp8: bool = False,
     delays: Delays = NO_DELAYS,
     loss: Loss | None = None,
     rows: int = 10,
@@ -82,6 +82,7 @@ def plan(
     tensor_parallel: torch's styles by module names, as `parallelize_module` takes them; by default the model's own
         (`tensor_parallel()` or transformers' plan). A model without any is not split so.
     async_tp: collectives of tensor parallelism are hidden behind the products next to them, as parts; see overlap.py.
+    fp8: products of linear layers in fp8, but for the head's and those of experts; see fp8.py.
     delays: batches, checkpoints and slow ranks that steps wait for (flopmeter.Delays); by default none.
     loss: the scalar that is trained, of the model and token ids; by default the model's own, else that of the next
         token.
@@ -97,12 +98,13 @@ def plan(
     _check(whole, rows, mode, loss)
     check_whole(PlanError, world=world, batch=batch, length=length, workers=workers)
     check_positive(PlanError, memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
-    check_flags(async_tp=async_tp)
-    if not isinstance(delays, Delays):
-        raise TypeError(f"delays must be a flopmeter.Delays, not {delays!r}")
+    check_flags(async_tp=async_tp, fp8=fp8)
+    if fp8 and "fp8" not in device.matrix_tflop_per_s:
+        raise PlanError(f"fp8: {device.title} has no matrix units for it")
+    checked_delays(delays)
     wishes = checked_wishes(only or {})
     links.check_size(world)
-    subject = subject_of(build, tensor_parallel, loss)
+    subject = subject_of(build, tensor_parallel, loss, fp8)
     sequences, tokens = batch or world, length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
     usable = usable_bytes_if_known(device) if memory is None else round(memory)
     bounds = Bounds(
@@ -155,7 +157,7 @@ class _Search:
         candidates = list(splits(self._bounds, wishes))
         self.considered = len(candidates)
         if not candidates:
-            raise PlanError(_nothing(self._bounds, wishes))
+            raise PlanError(_nothing(self._subject, self._bounds, wishes))
         worth = [each for each in candidates if self._may_fit(each)] or candidates
         shapes = list(dict.fromkeys(each.shape for each in worth))
         jobs = [LayersJob(self._subject, shape, *self._where, self._async_tp) for shape in shapes]
@@ -258,11 +260,17 @@ def _compared(row: SplitRow) -> str:
     return f"{row.split.name}, {row.passes}: {figure(row.seconds)} s whole; composed it was {off} % off"
 
 
+_FP8 = (
+    "fp8 in the linear layers of each layer (scales of whole tensors, gathers as large as in bf16; MFU is of the bf16 "
+    "peak), elsewhere in bf16"
+)
+
+
 def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds) -> list[str]:
     notes = [
         f"cluster: {cluster.title}",
-        "products run in bf16, gradients are summed in fp32; parameters, gradients and AdamW's state in fp32, sharded "
-        "over fsdp x cp",
+        f"products run in {_FP8 if subject.fp8 else 'bf16'}, gradients are summed in fp32; parameters, gradients and "
+        "AdamW's state in fp32, sharded over fsdp x cp",
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
     ]
@@ -270,12 +278,12 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
         notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=)")
     if length is None:
         notes.append(f"assumed: {bounds.length:,} tokens a sequence (length=)")
-    if subject.heads is None:
-        notes.append("no tensor parallelism: the model has no plan for it (tensor_parallel=)")
-    if subject.has_experts and subject.experts is None:
+    notes.append(_no_tensor_parallelism(subject))
+    if subject.has_experts:
+        notes.append(_no_experts(subject))
+    if subject.has_experts and subject.heads:
         notes.append(
-            "experts are not split over ranks (ep 1): their module is not one of transformers', with `num_experts` and "
-            "parameters [experts, ...]"
+            "tensor parallelism of layers of experts: each rank routes its part of the tokens, experts are whole there"
         )
     return notes
 
@@ -289,15 +297,34 @@ def _cautions(rows: Iterable[SplitRow], async_tp: bool, delays: Delays) -> Itera
             f"peak GB is what is in use: torch's allocator may reserve {percent(RESERVED_BEYOND_USE)} % more, so that a"
             " split near the limit may not fit"
         )
-    if str(delays):
-        yield f"each step also waits: {delays}"
+    yield from delay_notes(delays)
 
 
-def _nothing(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:
+def _nothing(subject: Subject, bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> str:
     asked = f" with only={dict(wishes)}" if wishes else ""
+    for name, why in (("tp", _no_tensor_parallelism(subject)), ("ep", _no_experts(subject))):
+        if why and 1 not in wishes.get(name, (1,)):
+            return f"{name} is 1 here{asked}: {why}"
     return (
         f"no split of {bounds.world:,} GPUs divides {bounds.batch:,} sequences, {bounds.layers} layers and "
         f"{bounds.heads or 'no'} heads evenly{asked}: another batch= or world= may"
+    )
+
+
+def _no_tensor_parallelism(subject: Subject) -> str:
+    """Why the model cannot be split so; empty if it can."""
+    return "" if subject.heads else "no tensor parallelism: the model has no plan for it (tensor_parallel=)"
+
+
+def _no_experts(subject: Subject) -> str:
+    """Why its experts cannot be split over ranks; empty if they can."""
+    if subject.experts is not None:
+        return ""
+    if not subject.has_experts:
+        return "the model has no experts"
+    return (
+        "experts are not split over ranks (ep 1): their module is not one of transformers', with `num_experts`, "
+        "parameters [experts, ...] and tokens, picks and weights as inputs"
     )
 
 

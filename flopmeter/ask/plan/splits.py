@@ -163,7 +163,7 @@ def _all(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[S
             for (schedule, chunks), gather, ep in product(
                 _schedules(bounds, pp, microbatches, recompute),
                 _gathers(pp, fsdp * cp, microbatches),
-                _experts(bounds, fsdp * cp, cp, wishes),
+                _experts(bounds, fsdp * cp, cp, tp, wishes),
             ):
                 yield Split(data // fsdp, fsdp, tp, cp, pp, ep, microbatch, recompute, schedule, chunks, gather)
 
@@ -187,9 +187,9 @@ def _stages(bounds: Bounds) -> list[int]:
     return [pp for pp in divisors(bounds.world) if pp <= bounds.layers]
 
 
-def _experts(bounds: Bounds, shards: int, cp: int, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
-    """Within a node, unless somebody wishes for more."""
-    most = shards if "ep" in wishes else bounds.gpus_per_node
+def _experts(bounds: Bounds, shards: int, cp: int, tp: int, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
+    """Within a node, unless somebody wishes for more. Tensor parallel ranks are between those that share experts."""
+    most = shards if "ep" in wishes else max(1, bounds.gpus_per_node // tp)
     found = divisors(bounds.experts or 1)
     return [ep for ep in found if shards % ep == 0 and ep <= most and (cp % ep == 0 or ep % cp == 0)]
 

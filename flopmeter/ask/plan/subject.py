@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from flopmeter.ask.plan.experts import experts_of
+from flopmeter.ask.plan.fp8 import in_fp8
 from flopmeter.ask.plan.splits import PlanError
+from flopmeter.ask.plan.styles import styles_of_transformers
 from flopmeter.models import BUILTINS, Trainable
 from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.models.hubs import TargetError, hub_config, model_of
@@ -39,6 +41,7 @@ class Subject(NamedTuple):
     longest: int | None  # tokens of a sequence that its config allows; None: it does not say
     has_experts: bool
     experts: int | None  # of each layer that has some; None: none that can be split over ranks
+    fp8: bool = False  # products of linear layers; see fp8.py
 
     def model(self, layers: list[int] | None = None) -> nn.Module:
         """The model on meta, with only these layers; None: with all."""
@@ -49,6 +52,8 @@ class Subject(NamedTuple):
             kept = [copy.deepcopy(_layer(whole, index)) for index in layers]
             setattr(model.get_submodule(holder), name, _like(whole, kept))
             _tell_config(model, layers)
+        if self.fp8:
+            in_fp8(self.layers_of(model))
         return model
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
@@ -59,10 +64,10 @@ class Subject(NamedTuple):
         if self.styles is not None:
             return self.styles
         own = getattr(model, "tensor_parallel", None)
-        return own() if callable(own) else _of_transformers(model)
+        return own() if callable(own) else styles_of_transformers(model)
 
 
-def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = None) -> Subject:
+def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = None, fp8: bool = False) -> Subject:
     """The model that `build` stands for. Raises PlanError, or TargetError where transformers is missing or knows no
     such type.
 
@@ -88,6 +93,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         longest=_first_number(config, _LENGTHS),
         has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
         experts=gcd(*counts) or None,
+        fp8=fp8,
     )
     return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)
 
@@ -197,26 +203,6 @@ def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 _LENGTHS = ("max_position_embeddings", "positions", "block_size", "max_seq_len")  # the last two: nanoGPT, torchtitan
-
-_STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
-
-
-def _of_transformers(model: nn.Module) -> dict[str, Any]:
-    """The tensor parallel plan with which transformers itself would load the model; none if it has a style that torch
-    lacks."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import parallel as tp
-
-    plan = getattr(model, "tp_plan", None) or {}
-    if not plan.keys() or not set(plan.values()) <= set(_STYLES):
-        return {}
-    styles = {
-        "colwise": tp.ColwiseParallel(),
-        "rowwise": tp.RowwiseParallel(),
-        "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate()),
-        "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
-    }
-    return {name: styles[style] for name, style in plan.items() if style in styles}
 
 
 def _loss_of(model: nn.Module) -> Loss:

@@ -1,0 +1,62 @@
+"""Laws that any plan has to keep, whatever its figures: what is compared differs in one thing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from flopmeter import SplitRow, plan
+from flopmeter.device.cluster import Cluster, load_cluster
+from flopmeter.models.llama import LlamaConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LLAMA = LlamaConfig(layers=8, width=4096, heads=32, kv_heads=8, hidden=14336, vocabulary=32000)
+DGX = load_cluster("dgx-h100")
+ALONE = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "microbatch": 1, "recompute": "full"}
+
+
+def planned(build: Any = LLAMA, batch: int = 16, cluster: Cluster = DGX, options: Any = None, **only: Any) -> SplitRow:
+    """The one split that is left, of 16 GPUs with room for all."""
+    found = plan(
+        build, 16, "h100-sxm5-80gb", 1e13, batch=batch, length=2048, cluster=cluster, only=ALONE | only, rows=1,
+        **(options or {}),
+    )  # fmt: skip
+    return found.rows[0]
+
+
+def test_more_microbatches_make_the_bubble_of_a_pipeline_smaller():
+    shares = [planned(batch=batch, pp=4, schedule="1f1b").share("bubble") for batch in (16, 32, 64, 128)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < shares[0] / 3
+
+
+def test_tensor_parallelism_within_a_node_is_faster_than_between_nodes():
+    apart = dataclasses.replace(DGX, gpus_per_node=2)
+    assert planned(tp=8).seconds < 0.9 * planned(tp=8, cluster=apart).seconds
+
+
+def test_the_more_is_computed_again_the_longer_it_takes_and_the_less_it_keeps():
+    rows = [planned(recompute=recompute) for recompute in ("none", "selective", "full")]
+    assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
+    sizes = [row.peak_memory_bytes for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+
+
+def test_hidden_collectives_and_products_in_fp8_make_a_step_shorter():
+    plain = planned(tp=8).seconds
+    assert planned(tp=8, options={"async_tp": True}).seconds < plain
+    assert planned(options={"fp8": True, "mode": "compiled"}).seconds < planned(options={"mode": "compiled"}).seconds
+
+
+def test_experts_that_are_loaded_unevenly_hold_up_the_step():
+    transformers = pytest.importorskip("transformers")
+    mixture = transformers.Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        num_experts=16, num_experts_per_tok=4, vocab_size=2000, max_position_embeddings=2048, head_dim=256,
+    )  # fmt: skip
+    laws = ("balanced", {"imbalance": 1.3}, {"imbalance": 2})
+    seconds = [planned(mixture, batch=64, microbatch=4, ep=8, options={"routing": law}).seconds for law in laws]
+    assert seconds[0] < seconds[1] < seconds[2]
