@@ -4,16 +4,21 @@
 
 For each model, degree of tensor parallelism and device, the measured products of its projections and the measured
 attention of its heads are summed, and beside them what flopmeter predicts for the same kernels. The files have half of
-the shapes, drawn by chance, so that no step is there as a whole: a line sums whatever a model's kernels have of
-decoding (at most 64 tokens a product), of prefill (at least 1,024) and of what lies between.
+the shapes, drawn by chance, so that no step is there as a whole. A line of the first table sums whatever a model's
+kernels have of decoding (at most 64 tokens a product), of prefill (at least 1,024) and of what lies between. The second
+table has whole steps: each kernel of a layer, and beside its prediction that times what the measured kernels nearest
+to it in shape take of theirs, so that each kernel weighs what it weighs in a step.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from math import log
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +30,9 @@ from validation_rows import Line, Row
 DEVICES = ("h100-sxm5-80gb", "h200-sxm-141gb", "l40s", "a100-sxm4-80gb")
 DECODING, PREFILL = 64, 1024  # tokens of a product: at most, at least
 LEAST_KERNELS = 5  # that a line sums
+STEPS = {"decoding": ((1, 1024), (8, 4096), (32, 1024), (64, 2048), (128, 1024)), "prefill": ((1, 2048), (4, 2048))}
+"""Sequences, and tokens that each has in the cache (decoding) or brings (prefill)."""
+NEAREST = 3  # measured kernels that tell about one of a step
 
 
 class Model(NamedTuple):
@@ -68,6 +76,99 @@ def main() -> None:
             )
     headers = ("model", "phase", "device", "kernels", "measured ms", "predicted ms", "error %")
     print(tabulate(shown, headers, floatfmt=("", "", "", "", ".2f", ".2f", "+.1f")))
+    headers = ("model", "phase", "device", "steps", "mean error %", "least %", "most %", "products alone %")
+    print(tabulate(list(_steps(folder)), headers, floatfmt=("", "", "", "", "+.1f", "+.1f", "+.1f", "+.1f")))
+
+
+def _steps(folder: Path) -> Iterator[tuple[object, ...]]:
+    """How far the steps of each model, phase and device are off, on all degrees of tensor parallelism."""
+    for device in DEVICES:
+        near = _Nearest(folder, device)
+        for (name, (model, degrees)), (phase, sizes) in itertools.product(MODELS.items(), STEPS.items()):
+            errors, of_products = [], []
+            for ranks, (sequences, tokens) in itertools.product(degrees, sizes):
+                rows = sequences if phase == "decoding" else sequences * tokens
+                products = [near.product(rows, *shape) for shape in sorted(model.products(ranks))]
+                heads = model.heads // ranks, max(1, model.kv_heads // ranks)
+                whole = [*products, near.attention(phase, sequences, tokens, *heads, model.head_dim)]
+                for kernels, found in ((products, of_products), (whole, errors)):
+                    predicted, measured = (sum(column) for column in zip(*kernels, strict=True))
+                    found.append(100 * (predicted / measured - 1))
+            yield (
+                name,
+                phase,
+                device,
+                len(errors),
+                statistics.fmean(errors),
+                min(errors),
+                max(errors),
+                statistics.fmean(of_products),
+            )
+
+
+class _Nearest:
+    """Kernels of steps on one device: predicted, and as the measured ones that are nearest in shape say."""
+
+    def __init__(self, folder: Path, device: str):
+        lines = {name: list(csv.DictReader((folder / f"{name}.csv").open())) for name in ("gemm", "attention")}
+        self._products = [line for line in lines["gemm"] if (line["gpu"], line["kind"]) == (device, "bfloat16")]
+        self._attention = [line for line in lines["attention"] if line["gpu"] == device]
+        self._known: dict[tuple[str, ...], Row | None] = {}
+
+    def product(self, m: int, n: int, k: int) -> tuple[float, float]:
+        own = self._products[0] | {"m": str(m), "n": str(n), "k": str(k), "ms": "1"}
+        return self._as_nearest(own, self._products, ("m", "n", "k"))
+
+    def attention(
+        self, phase: str, sequences: int, tokens: int, heads: int, kv_heads: int, head_dim: int
+    ) -> tuple[float, float]:
+        """The mean of the libraries whose kernel it is."""
+        named = {"decoding": "generation", "prefill": "context"}[phase]
+        same = {"phase": named, "head_dim": str(head_dim), "window_size": "0"}
+        new, cached = (1, tokens) if phase == "decoding" else (tokens, 0)
+        sizes = {
+            "batch_size": sequences,
+            "isl": new,
+            "step": cached,
+            "num_heads": heads,
+            "num_key_value_heads": kv_heads,
+        }
+        of_sources = []
+        for source in sorted({line["kernel_source"] for line in self._attention}):
+            lines = [
+                line
+                for line in self._attention
+                if line["kernel_source"] == source
+                and all(line[key] == value for key, value in same.items() if key != "window_size")
+                and not float(line["window_size"])
+            ]
+            own = {"gpu": self._products[0]["gpu"], "kernel_source": source, "ms": "1", **same}
+            own |= {key: str(value) for key, value in sizes.items()}
+            if self._row(own) is not None and len(lines) >= LEAST_KERNELS:
+                of_sources.append(self._as_nearest(own, lines, tuple(sizes)))
+        predicted, measured = zip(*of_sources, strict=True)
+        return statistics.fmean(predicted), statistics.fmean(measured)
+
+    def _as_nearest(self, own: Line, lines: list[Line], sizes: tuple[str, ...]) -> tuple[float, float]:
+        """Its predicted seconds, and these times measured over predicted of the nearest."""
+
+        def distance(line: Line) -> float:
+            return sum(abs(log((1 + float(line[size])) / (1 + float(own[size])))) for size in sizes)
+
+        nearest = [row for row in map(self._row, sorted(lines, key=distance)[: 2 * NEAREST]) if row is not None]
+        ratios = [row.measured / row.predicted for row in nearest[:NEAREST]]
+        row = self._row(own)
+        assert row is not None
+        return row.predicted, row.predicted * statistics.fmean(ratios)
+
+    def _row(self, line: Line) -> Row | None:
+        """None for a kernel that is too short to have been measured, or of another library."""
+        key = tuple(line.values())
+        if key not in self._known:
+            tables = attentions([line]) if "kernel_source" in line else gemms([line])
+            rows = [row for title, rows in tables.items() if "cache and plan" not in title for row in rows]
+            self._known[key] = rows[0] if rows else None
+        return self._known[key]
 
 
 def _kernels(folder: Path) -> Iterator[tuple[str, str, Row]]:

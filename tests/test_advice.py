@@ -331,3 +331,19 @@ def test_short_rows_are_not_said_to_be_too_long_for_the_cache(rows, columns, rea
         for _ in range(20):
             norm(x)
     assert reason in meter.report().hot_spots[0].why
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_larger_batch_is_told_of_data_that_the_step_itself_makes_on_the_host_or_on_the_device(device):
+    def seconds_and_advice(items):
+        model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)).to("meta")
+        with FlopMeter(H100) as meter:
+            x, y = torch.randn(items, 256, device=device), torch.randint(0, 10, (items,), device=device)
+            nn.functional.cross_entropy(model(x.to("meta")), y.to("meta")).backward()
+        report = meter.report()
+        return report.seconds, report.advice
+
+    advice = next(each for each in seconds_and_advice(8)[1] if "times the batch" in each.remedy)
+    times = int(advice.remedy.split()[0])
+    assert times >= 16
+    assert advice.run_seconds_then == pytest.approx(seconds_and_advice(8 * times)[0] / times, rel=0.05)

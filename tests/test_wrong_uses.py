@@ -82,7 +82,7 @@ COMMANDS = {
     "table encoder-layer -o .": "name a file",
     "table encoder-layer --hardware l4,t4": "flopmeter compare",
     "compare encoder-layer --hardware l4,": "without a comma at either end",
-    "table encoder-layer --routing some": "expected balanced or a number from 1 to 2",
+    "table encoder-layer --routing some": "expected balanced, independent or a number from 1 to 2",
     "table encoder-layer --routing 3": "a number from 1 to 2",
     "table encoder-layer --mask-fraction 25%": "expected a share from 0 to 1",
     "diff a.json b.json --fail-above 5": "a percentage such as 5%",

@@ -5,6 +5,7 @@ Projections of one input are one product; one kernel sorts tokens by their exper
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class _Packed:
         self._outputs: dict[int, Tensor] = {}
         for place, (layer, weight) in enumerate(zip(layers, self._weight.split(self._sizes), strict=True)):
             layer.weight = nn.Parameter(weight, requires_grad=False)
-            layer.forward = lambda x, place=place: self._output(place, x)
+            setattr(layer, "forward", functools.partial(self._output, place))  # noqa: B010
 
     def _output(self, place: int, x: Tensor) -> Tensor:
         """Of one layer. Nothing is held when each has had its own."""
@@ -47,7 +48,7 @@ def pack(model: Any) -> None:
     """Packs the projections of each module of the model that engines pack."""
     for module in list(model.modules()):
         for names in PACKED:
-            layers = [getattr(module, name, None) for name in names]
+            layers: list[Any] = [getattr(module, name, None) for name in names]
             if all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1:
                 _Packed(layers)
 

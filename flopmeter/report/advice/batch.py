@@ -7,7 +7,7 @@ grow in proportion, the program is of another kind, and nothing is proposed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of
@@ -85,12 +85,33 @@ def depends_on_inputs(trace: Trace) -> set[int]:
     """The storages that hold something for each item: inputs, and what is computed from them."""
     roles = [storage.role for storage in trace.storages]
     grows = {number for number, storage in enumerate(trace.storages) if storage.born < 0 and storage.role is None}
+    grows |= _made_data(trace, grows)
     weights = {spec.shape for op in trace.ops for spec in op.inputs if roles[spec.storage] == "parameters"}
     for op in trace.ops:
         if op.phase != "optimizer" and any(number in grows for number in op.storages):
             made = (spec for spec in op.outputs if roles[spec.storage] is None)
             grows |= {spec.storage for spec in made if _holds_items(op, spec, grows, weights)}
     return grows
+
+
+def _made_data(trace: Trace, given: set[int]) -> set[int]:
+    """Storages that the step fills by ops without inputs (`torch.randn`), with as many items as it is given, or, where
+    it is given none, as the largest of them has."""
+    made = [spec for op in trace.ops for spec in _made_of_nothing(op) if trace.storages[spec.storage].role is None]
+    inputs = (spec for op in trace.ops for spec in op.inputs)
+    batches = {_items(spec) for spec in inputs if spec.storage in given}
+    if made and not batches:
+        batches = {_items(max(made, key=lambda spec: spec.nbytes))}
+    return {spec.storage for spec in made if _items(spec) in batches - {None}}
+
+
+def _made_of_nothing(op: Op) -> Sequence[TensorSpec]:
+    return op.outputs if op.phase == "forward" and not op.call.inputs else ()
+
+
+def _items(spec: TensorSpec) -> int | None:
+    dim = outermost(spec)
+    return None if dim is None else spec.shape[dim]
 
 
 def _holds_items(op: Op, out: TensorSpec, grows: set[int], weights: set[tuple[int, ...]]) -> bool:
