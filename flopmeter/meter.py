@@ -21,7 +21,7 @@ from flopmeter.costs.data_movement.communication import message_notes
 from flopmeter.costs.triton_kernels import uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
-from flopmeter.known_values import KnownValues
+from flopmeter.known_values import Assumption, KnownValues
 from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
@@ -409,9 +409,13 @@ class FlopMeter:
                 f"{difference}. Meter it again with FlopMeter({device.name!r})"
             )
 
+    @property
+    def assumed(self) -> tuple[Assumption, ...]:
+        """What was assumed of unknown values so far, in the order of first use."""
+        return self._values.assumptions if self._values else ()
+
     def _assumptions(self) -> tuple[str, ...]:
-        uses = self._values.assumptions if self._values else ()
-        return tuple(f"{use.rule} for {use.op} at {use.where} ({use.count}x)" for use in uses)
+        return tuple(f"{use.rule} for {use.op} at {use.where} ({use.count}x)" for use in self.assumed)
 
 
 def reports_together(

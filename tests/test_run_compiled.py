@@ -156,6 +156,25 @@ def test_calls_of_a_module_that_compiled_itself_are_steps() -> None:
     assert (parts.count, parts.marked_by) == (3, "calls of Block")
 
 
+def test_an_evaluation_before_the_training_of_a_module_that_compiled_itself_is_setup() -> None:
+    """The compiled call runs inside of autograd, which remembers nothing there."""
+
+    def program() -> None:
+        model = Block().cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        model.compile()
+        with torch.no_grad():
+            model.eval()(torch.ones(1, 8, 32, device="cuda"))
+        for _ in range(2):
+            model.train()(torch.ones(1, 8, 32, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    parts = on_cuda(program).report("train").by_part
+    assert parts["setup"].macs > 0
+    assert parts["first step"].macs == parts["steady step"].macs
+
+
 def test_small_constants_are_written_into_kernels_and_compiled_once() -> None:
     """A row of 4 floats is read and written; the constant is part of the code."""
 

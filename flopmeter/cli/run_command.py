@@ -56,7 +56,8 @@ def _run(options: argparse.Namespace) -> int:
         report = _report(runs, script, ending)
     sys.stdout.flush()
     if ending.error is not None:
-        print(f"flopmeter: {what_to_do(script, ending)}", file=sys.stderr)
+        failed = next(each for each in runs.values() if each.ending is ending)
+        print(f"flopmeter: {what_to_do(script, ending, failed.session.lines_that_guess())}", file=sys.stderr)
     if report is not None:
         _show(report, options)
     return ending.code

@@ -95,6 +95,7 @@ class Session:
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
         self._depth = 0  # compiled calls inside compiled calls
+        self._records_gradients = True  # whether the outermost of these calls was made so
         self._hidden = ExitStack()
         self._undo = ExitStack()
         self._is_installed = False
@@ -427,7 +428,7 @@ class Session:
             if not self._is_here:
                 return plain(setting)
             if self._depth == 0:
-                self._reason = None
+                self._reason, self._records_gradients = None, torch.is_grad_enabled()
                 self._hidden.enter_context(hooks_hidden())
                 if self._outermost:
                     self._hidden.enter_context(self._outermost.hidden())
@@ -438,7 +439,8 @@ class Session:
 
     def _meet(self, owner: Owner) -> None:
         if self._on_compiled_call is not None and owner not in self._met:
-            self._met[owner] = self._on_compiled_call(owner)
+            with torch.set_grad_enabled(self._records_gradients):  # of the caller: autograd turns it off in here
+                self._met[owner] = self._on_compiled_call(owner)
 
     def _end_call(self) -> None:
         ends, self._met = list(self._met.values()), {}

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch._ops import OpOverload
 
+from flopmeter.costs.arithmetic.boxes import BOXES
 from flopmeter.costs.arithmetic.pointwise import pointwise
 from flopmeter.costs.arithmetic.reduction import reduction
 from flopmeter.costs.contractions.expert_loops import EXPERT_LOOPS
@@ -27,8 +28,8 @@ from flopmeter.costs.traffic import is_view, writes_nothing
 from flopmeter.costs.triton_kernels import why_uncounted
 from flopmeter.records import UNCOUNTED, Call, Cost, OpsBody, Region, TritonBody
 
-_BY_NAME: dict[str, Rule] = {**VARLEN, **EXPERT_LOOPS, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
-"""Rules of ops that exist once a program has imported transformers, or a module of torch that takes seconds."""
+_BY_NAME: dict[str, Rule] = {**VARLEN, **EXPERT_LOOPS, **BOXES, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
+"""Rules of ops that exist once a program has imported transformers or torchvision, or a module of torch that takes seconds."""
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
 
 

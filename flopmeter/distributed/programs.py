@@ -147,7 +147,7 @@ def _ids_on_meta(init: Any) -> Any:
     def made(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
         init(self, module, **kwargs)
         if self.device_type == "cuda" and device_ids:
-            self.device_ids = [private.index_of_device(device_ids[0])]
+            self.device_ids = [private.index_of_device(device_ids[0], True)]
 
     return made
 

@@ -45,6 +45,7 @@ _WAYS_OUT = {
     "experts picked by score",
 }
 _WAYS_OUT |= dict.fromkeys(("index", "masked_select", "repeat_interleave"), _WAYS_OUT["nonzero"])
+_WAYS_OUT["nms"] = "state what share of the boxes is kept, FlopMeter(mask_fraction=0.5)"
 _FOR_ANY = (
     'state an assumption to FlopMeter: routing="balanced" for experts and tokens picked by score, checks="hold" for '
     "tests that all is finite, mask_fraction=0.5 for the share of a mask over features"
@@ -59,7 +60,7 @@ class DataDependentError(RuntimeError):
 
     def __init__(self, op: str):
         self.op, self.where = op, caller()
-        name = op.partition("::")[2] or op.removeprefix("aten.").partition(".")[0]
+        name = op.partition("::")[2] or op.partition(".")[2].partition(".")[0]
         super().__init__(
             f"{op} at {self.where} is data-dependent: it needs values of a meta tensor that are not known. If they are "
             "inputs that steer the program (ids, masks, grids, lengths), bring them in as real tensors, through "

@@ -14,6 +14,7 @@ from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.values import no_modes, spans_storage
 from flopmeter.torch_names.operators import aten_overloads as aten
 
+MOST_OF_A_MASK = 1 << 22  # elements of a mask that is assumed: a detector's has some hundred thousand anchors
 GATHERS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 
 
@@ -128,24 +129,42 @@ def _positions(known: Knowledge, mask: Tensor) -> list[Tensor]:
     return [known.lift(column.contiguous()) for column in columns]
 
 
+def suppressed(known: Knowledge, call: Invocation) -> Any:
+    """torchvision's nms gives the places of the boxes that it keeps. mask_fraction: so large a share of them, evenly
+    spread."""
+    boxes = call.args[0]
+    if not boxes.is_meta:
+        return call.run()
+    fraction = known.assume.mask_fraction
+    if fraction is None:
+        raise DataDependentError(str(call.func))
+    n, kept = len(boxes), round(fraction * len(boxes))
+    with no_modes():
+        result = torch.empty(kept, dtype=torch.int64, device="meta")
+        if known.is_small(result):
+            known.set(result, torch.arange(kept, device="cpu") * n // max(kept, 1))
+    known.assume.note(f"mask_fraction={fraction:g}", call.func)
+    return result
+
+
 def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
     """mask_fraction: of an unknown mask, round(fraction * n) elements are true, evenly spread. Where the mask is a part
     of a larger one, all of that one is assumed so. Nothing is assumed where the part skips elements, since those may be
     the true ones."""
     fraction = known.assume.mask_fraction
-    if fraction is None or mask.dtype is not torch.bool or known.values.knows(mask):
+    if fraction is None or mask.dtype not in (torch.bool, torch.uint8) or known.values.knows(mask):
         return
     if not mask.is_contiguous():
         return
     if not spans_storage(mask):
         with no_modes():
             storage = mask.untyped_storage()
-            whole = torch.empty(0, dtype=torch.bool, device="meta")
+            whole = torch.empty(0, dtype=mask.dtype, device="meta")
             mask = whole.set_(storage, 0, (storage.nbytes(),), (1,))
-    if not known.is_small(mask):
-        return
     n = mask.numel()
+    if n > MOST_OF_A_MASK:
+        return
     with no_modes():
         steps = torch.arange(n + 1, device="cpu") * round(fraction * n) // max(n, 1)
-        known.set(mask, (steps[1:] > steps[:-1]).view(mask.shape))
+        known.values.write(mask, (steps[1:] > steps[:-1]).view(mask.shape).to(mask.dtype))
     known.assume.note(f"mask_fraction={fraction:g}", call.func)

@@ -15,7 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flopmeter.known_values import collectives, stand_ins
 from flopmeter.known_values.assumed import assumed_handler
 from flopmeter.known_values.assumptions import Assumptions, DataDependentError
-from flopmeter.known_values.data_dependent import GATHERS, ask, index, index_put, masked_select, scatter, shape
+from flopmeter.known_values.data_dependent import (
+    GATHERS,
+    ask,
+    index,
+    index_put,
+    masked_select,
+    scatter,
+    shape,
+    suppressed,
+)
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
 from flopmeter.known_values.values import address, is_discrete, is_weight, no_modes, spans_storage
 from flopmeter.records.sparse_layouts import COMPRESSED, pointers_and_indices
@@ -209,10 +218,11 @@ def histogram(known: Knowledge, call: Invocation) -> Any:
 
 
 _GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")  # the last since torch 2.10
-# Of transformers: the op is there once a program has imported it.
-_BY_NAME: dict[str, Handler] = dict.fromkeys(
-    ("transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"), grouped
-)
+# Of transformers and torchvision: the op is there once a program has imported it.
+_BY_NAME: dict[str, Handler] = {
+    **dict.fromkeys(("transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"), grouped),
+    "torchvision::nms": suppressed,
+}
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 
 SPECIAL: dict[OpOverload, Handler] = {

@@ -136,6 +136,8 @@ class CudaModule:
             "get_sync_debug_mode": lambda: 0,
             "current_blas_handle": lambda: 0,
             "cudart": _absent("torch.cuda.cudart"),
+            "utilization": self._idle("torch.cuda.utilization"),
+            "memory_usage": self._idle("torch.cuda.memory_usage"),
         }
 
     def _about_memory(self) -> dict[str, Any]:
@@ -226,6 +228,15 @@ class CudaModule:
             facts |= {"shared_memory_per_multiprocessor": shared * KB, "shared_memory_per_block": 48 * KB}
             facts["shared_memory_per_block_optin"] = block * KB
         return DeviceProperties(**facts)
+
+    def _idle(self, name: str) -> Callable[..., int]:
+        """Programs ask which GPU is free."""
+
+        def percent(device: Any = None) -> int:
+            self._note(f"{name} was answered 0 %: no GPU runs")
+            return 0
+
+        return percent
 
     def _leave_out(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: self._note(f"{name} was left out: no GPU runs")

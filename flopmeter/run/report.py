@@ -14,6 +14,8 @@ from flopmeter.report.report import Report
 from flopmeter.report.tables import Column, Table, grid
 from flopmeter.run.steps import Parts
 
+TOLD_SPREAD = 1.05  # steps that differ by less are told as one
+
 
 class NothingRanError(ValueError):
     """No op ran on the device named cuda."""
@@ -28,6 +30,7 @@ class RunReport:
     parts: Parts
     by_part: Mapping[str, Report]  # 'setup', 'first step', 'steady step', 'in eval mode', as far as they ran
     ranges: Mapping[str, tuple[int, float]]  # nvtx: calls and seconds in the step
+    step_seconds: tuple[float, ...] = ()  # of the last steps that are like the steady one
     pipeline: Pipeline | None = None  # where ranks wait for each other: all that ran, the step's rank among them
 
     @property
@@ -41,10 +44,18 @@ class RunReport:
             is_last = parts.steady_number == parts.count
             which = f"the last of {parts.count}" if is_last else f"number {parts.steady_number} of {parts.count}"
             also = ", with calls in eval mode" if parts.evaluation else "" if is_last else "; later ones evaluate too"
-            return f"one steady step, {which} (marked by {parts.marked_by}){also}"
+            return f"one steady step, {which} (marked by {parts.marked_by}){also}{self._spread}"
         if parts.first is not None:
             return f"the first step, the only one that ran (marked by {parts.marked_by})"
         return "all that ran (no step was marked; --step-marker module:function marks one)"
+
+    @property
+    def _spread(self) -> str:
+        """How the steps differ, where they do: one of them does not stand for all."""
+        shortest, longest = min(self.step_seconds, default=0.0), max(self.step_seconds, default=0.0)
+        if longest < TOLD_SPREAD * shortest or not shortest:
+            return ""
+        return f"; {len(self.step_seconds)} such steps take {in_ms(shortest)} to {in_ms(longest)} ms"
 
     def render(self, format: str = "text") -> str:
         """text, markdown, csv, json or html. Raises ValueError for another format."""
@@ -69,6 +80,7 @@ class RunReport:
             "steady_number": self.parts.steady_number,
             "marked_by": self.parts.marked_by,
             "is_steady": self.parts.steady is not None,
+            "step_seconds": list(self.step_seconds),
             "parts": {
                 name: {"seconds": part.seconds, "flops": part.flops, "peak_memory_bytes": part.peak_memory_bytes}
                 for name, part in self.by_part.items()

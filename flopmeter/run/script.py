@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -124,8 +124,9 @@ def _is_of_the_runner(file: str) -> bool:
     return file == __file__ or file.startswith("<frozen runpy") or file == runpy.__file__
 
 
-def what_to_do(script: Script, ending: Ending) -> str:
-    """One line about a script that ended in an error: what it means here, and what can be done."""
+def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> str:
+    """One line about a script that ended in an error: what it means here, and what can be done. `guessed`: the lines
+    that read values for which flopmeter stood in."""
     error, head = ending.error, f"{script.name} ended with {type(ending.error).__name__}"
     if isinstance(error, KeyboardInterrupt):
         return f"{script.name} was interrupted: the report is of what ran until then"
@@ -141,12 +142,22 @@ def what_to_do(script: Script, ending: Ending) -> str:
         return f"{head}: {_about_import(error)}"
     if "operator torchvision::" in str(error):
         return f"{head}: torchvision is built for another torch: install the two of one release, both for the CPU"
+    if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
+        return f"{head}: it compiles kernels for CUDA, which needs its compiler and a GPU: run its path without them"
+    if isinstance(error, FileNotFoundError) and "subprocess" in _modules_of(error):
+        return f"{head}: the script starts {error.filename}, which is not installed here: install it"
     if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION):
         what = getattr(error, "filename", None) or "what it reads or downloads"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
     if isinstance(error, (NotImplementedError, OtherDeviceError)) and _is_of_flopmeter(error):
         return (
             f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
+        )
+    if error is not None and guessed:
+        lines = ", ".join(guessed[-MOST_LINES_TOLD:])
+        return (
+            f"{head}: its traceback is above. It read values that are not known, and was told others ({lines}): if the "
+            "error hangs on one of them, leave out what reads it, by the script's arguments"
         )
     return f"{head}, which is not flopmeter's: its traceback is above" if error is not None else head
 
@@ -161,17 +172,36 @@ def _about_import(error: ImportError) -> str:
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):
-        return f"install it in the environment that runs flopmeter (pip install {name})"
+        package = NAMED_OTHERWISE.get(name, name)
+        return f"install it in the environment that runs flopmeter (pip install {package})"
+    if isinstance(error, ModuleNotFoundError) and name == error.name:
+        return f"{name} is in this folder, not in the script's: PYTHONPATH=. flopmeter run ..., or run it with -m"
+    if name == "torch":
+        return "the script wants another torch than this one: change that import as torch's release notes say"
     if "shared object" in str(error) or "undefined symbol" in str(error):
         return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"
     return f"this version of {name or 'the package'} does not have it: install the version that the script wants"
 
 
 def _is_of_flopmeter(error: BaseException) -> bool:
-    frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next
-    return frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("flopmeter.")
+    return _modules_of(error)[-1:] != [] and _modules_of(error)[-1].startswith("flopmeter.")
+
+
+def _modules_of(error: BaseException) -> list[str]:
+    """Of the frames that the error went through, the innermost last."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [frame.f_globals.get("__name__", "") for frame, _ in frames]
+
+
+MOST_LINES_TOLD = 3
+
+NAMED_OTHERWISE = {
+    "PIL": "pillow", "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil":
+    "python-dateutil", "dotenv": "python-dotenv", "fitz": "pymupdf", "git": "GitPython", "hydra": "hydra-core",
+    "patoolib": "patool", "pkg_resources": "setuptools", "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "yaml": "PyYAML",
+}  # fmt: skip
+"""What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
 
 
 OPTIONS_OF_OURS = (

@@ -17,7 +17,7 @@ from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.report.quantities import in_gb
 from flopmeter.report.report import Report
-from flopmeter.run import data, shims, values, world
+from flopmeter.run import data, driver_tool, shims, values, world
 from flopmeter.run.compiled import Tracing
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
@@ -135,6 +135,7 @@ class ScriptSession:
                 undo.enter_context(applied(list(synthetic.patches())))
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
+            undo.enter_context(driver_tool.on_path(self.cuda.name, self.named.count))
             is_named = self.wishes.gpus > 1 or self.wishes.gpus_per_node is not None
             gpus, a_node = (self.wishes.gpus, self.gpus_per_node) if is_named else (None, None)
             undo.enter_context(world.opened(gpus, a_node, self.rank, self.named.holds, self.note))
@@ -165,7 +166,19 @@ class ScriptSession:
         mode = mode or self.wishes.mode
         reports = {name: self._part(ops, mode) for name, ops in ranges.items() if ops}
         step = reports.get("steady step") or reports.get("first step") or reports["setup"]
-        return RunReport(program, step, parts, reports, self._nvtx(parts))
+        seconds = tuple(self._seconds_of(parts, step, mode))
+        return RunReport(program, step, parts, reports, self._nvtx(parts), step_seconds=seconds)
+
+    def _seconds_of(self, parts: Parts, steady: Report, mode: Mode | None) -> Iterator[float]:
+        """Of the steps that are like the steady one, the last of them. Steps of the same calls are priced once."""
+        ops = self.meter.trace.ops
+        for step in parts.later[-MOST_STEPS_PRICED:]:
+            pairs = zip(step, parts.steady or (), strict=False)
+            is_same = parts.steady and len(step) == len(parts.steady)
+            if is_same and all(ops[number].call is ops[other].call for number, other in pairs):
+                yield steady.seconds
+            else:
+                yield self.meter.report(ops=step, mode=mode).seconds
 
     def note_switches(self) -> None:
         """A script sets them after the run has begun."""
@@ -180,12 +193,22 @@ class ScriptSession:
         report = self.meter.report(ops=ops, mode=mode)
         return replace(report, notes=(*report.notes, *self.own_notes()))
 
+    def lines_that_guess(self) -> list[str]:
+        """The lines of the program that read values which are not known. Who began last stands last."""
+        return list(dict.fromkeys(use.where for use in self.meter.assumed if not use.rule.startswith("checks")))
+
     def own_notes(self) -> Iterator[str]:
         yield from self.notes
         if self.memory.overflow:
             yield f"does not fit: {self.memory.overflow}"
         if self.steps.idle_updates:
             yield f"{self.steps.idle_updates} calls of optimizer.step() ran no op, and do not count as steps"
+        if before := self.steps.parts(self.now()).before:
+            name, count = before
+            yield (
+                f"before the first step {name}, which is trained, was called without gradients{_times(count)}: if such"
+                " calls come back every so many steps (rollouts, evaluations), give --steps so many"
+            )
         if nbytes := self._optimizer_bytes_on_cpu():
             yield (
                 f"the optimizer steps on the CPU, where it reads and writes {in_gb(nbytes)} GB: that takes no time in"
@@ -217,6 +240,11 @@ class ScriptSession:
         self._decisions[where] += 1
 
 
+def _times(count: int) -> str:
+    return "" if count == 1 else f" {count:,} times"
+
+
+MOST_STEPS_PRICED = 8  # to tell whether steps differ; a step takes as long to price as to run
 NOTHING_RAN = (
     "the program ran no op on the device named cuda: move its model and inputs there (model.to('cuda')), or tell it to "
     "use a GPU, by its own arguments"

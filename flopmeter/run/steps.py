@@ -51,9 +51,12 @@ class Parts:
     steady_number: int = 0  # of the steady step, from 1 on
     evaluation: range | None = None  # in the steady step, if every step has one: from the first call to the last
     ends_with_call: bool = False  # of a module. In a pipeline, what the call made is sent in the next step then
+    later: tuple[range, ...] = ()  # the steps after the first that are like the steady one: with or without evaluation
+    before: tuple[str, int] | None = None  # a class that is trained, and its calls without gradients in the setup
 
 
 class _OutermostCall(NamedTuple):
+    module: weakref.ref[nn.Module]
     name: str  # the module's class
     ops: range
     learns: bool  # it remembered gradients
@@ -83,6 +86,7 @@ class Steps:
         self._leading: weakref.ref[Optimizer] | None = None
         self.idle_updates = 0  # calls of optimizer.step() that ran no op
         self._updates: list[int] = []  # of optimizers that are stepping: where each began
+        self._calls_before: list[_OutermostCall] = []  # its first step: without gradients, of what it updates
         self._depth = 0
         self._call_start = 0  # of the outermost call
         self._first_forward: int | None = None  # of a training program: where its first step began
@@ -139,8 +143,11 @@ class Steps:
             by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
             marked_by = by.get(self._marker, self._marker)
             evaluations = [call.ops for call in self._calls if call.evaluates]
-            found = _parts(min(start or 0, self._ends[0]), self._ends, marked_by, evaluations)
-            return replace(found, ends_with_call=self._marker == FORWARD)
+            start = _with_what_recurs(min(start or 0, self._ends[0]), self._ends, self._calls)
+            found = _parts(start, self._ends, marked_by, evaluations)
+            names = [call.name for call in self._calls_before if call.ops.stop <= start]
+            before = (names[0], len(names)) if names else None
+            return replace(found, before=before, ends_with_call=self._marker == FORWARD)
         if ends := self._ends_of_trainings(total):
             found = _parts(self._training_start, ends, f"calls of {self._trained}, trained without an optimizer")
             return replace(found, ends_with_call=True)
@@ -170,6 +177,7 @@ class Steps:
         leading = self._leading and self._leading()
         if leading is None:
             self._leading, leading = weakref.ref(optimizer), optimizer
+            self._calls_before = list(self._untrained_calls())
         if optimizer is leading:
             self._end()
 
@@ -216,9 +224,16 @@ class Steps:
             learns = torch.is_grad_enabled() and _learns(module)
             evaluates = not (module.training or torch.is_grad_enabled()) and self._is_updated(module)
             ops = range(self._call_start, self._now())
-            self._calls.append(_OutermostCall(type(module).__name__, ops, learns, evaluates))
+            self._calls.append(_OutermostCall(weakref.ref(module), type(module).__name__, ops, learns, evaluates))
             if self._marker == FORWARD:
                 self._end()
+
+    def _untrained_calls(self) -> Iterator[_OutermostCall]:
+        """Calls without gradients of what the leading optimizer updates."""
+        for call in self._calls:
+            module = call.module()
+            if module is not None and not call.learns and self._is_updated(module):
+                yield call
 
     def _is_updated(self, module: nn.Module) -> bool:
         """Whether the leading optimizer, which has stepped, updates it or a part of it."""
@@ -245,6 +260,20 @@ class Steps:
         return Patch(owner, name, marked, "its return ends a step")
 
 
+def _with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[_OutermostCall]) -> int:
+    """Where the first step starts: with what the second step calls before the forward pass that trains, such as a
+    teacher, if the program called the same before the first one."""
+    if len(ends) < 2:
+        return start
+    second = [call.name for call in calls if ends[0] <= call.ops.start < ends[1]]
+    first = [call for call in calls if call.ops.stop <= ends[0]]
+    for name, call in zip(reversed(second), reversed(first), strict=False):
+        if name != call.name:
+            break
+        start = min(start, call.ops.start)
+    return start
+
+
 def _learns(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
@@ -262,4 +291,5 @@ def _parts(start: int, ends: list[int], marked_by: str, evaluations: Sequence[ra
     }
     number, steady = max(steps, key=lambda step: (not within[step[0]], step[0]))
     evaluation = range(within[number][0].start, within[number][-1].stop) if within[number] else None
-    return Parts(setup, first, steady, count, marked_by, number, evaluation)
+    later = tuple(ops for step, ops in steps if bool(within[step]) == bool(evaluation))
+    return Parts(setup, first, steady, count, marked_by, number, evaluation, later)
