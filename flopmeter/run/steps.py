@@ -292,4 +292,4 @@ def _parts(start: int, ends: list[int], marked_by: str, evaluations: Sequence[ra
     number, steady = max(steps, key=lambda step: (not within[step[0]], step[0]))
     evaluation = range(within[number][0].start, within[number][-1].stop) if within[number] else None
     later = tuple(ops for step, ops in steps if bool(within[step]) == bool(evaluation))
-    return Parts(setup, first, steady, count, marked_by, number, evaluation, later)
+    return Parts(setup, first, steady, count, marked_by, number, evaluation, later=later)
