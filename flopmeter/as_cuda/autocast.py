@@ -267,11 +267,11 @@ class WeightCache:
         )
 
 
-class _Traced(threading.local):
+class _TracedCasts(threading.local):
     cast = False
 
 
-_traced = _Traced()
+_traced = _TracedCasts()
 
 
 @contextmanager
