@@ -221,7 +221,7 @@ def euclidean_dist(call: Call) -> tuple[Cost, ...]:
     depth + 2 gives the sum, then clamps and takes the root."""
     (x, y), (out,) = call.inputs, call.outputs
     depth = x.shape[-1]
-    widened = Region(scratch(out), (x.nbytes + y.nbytes) * (depth + 2) // max(depth, 1))
+    widened = Region(scratch(x), (x.nbytes + y.nbytes) * (depth + 2) // max(depth, 1))
     widen = make_cost(call, REDUCTION, 3 * x.numel + 2 * y.numel, written=(widened,))
     *batch, rows, columns = out.shape
     product = Matmul(prod(batch), rows, columns, depth + 2)
