@@ -52,6 +52,7 @@ EQUIVALENT = {
     ),
     "flopmeter/launch/fusion/parts.py: len(op.storages) + 1 + MOST_SCRATCH + number  ->  len(op.storages) + 1 + "
     "MOST_SCRATCH - number": "numbers above those of scratch: no op that reduces to two results has so much",
+    "flopmeter/costs/flex_attention.py: share[0] < share[1]  ->  share[0] <= share[1]": "of all it is all",
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
     ),
