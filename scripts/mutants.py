@@ -52,6 +52,7 @@ EQUIVALENT = {
     ),
     "flopmeter/launch/fusion/parts.py: len(op.storages) + 1 + MOST_SCRATCH + number  ->  len(op.storages) + 1 + "
     "MOST_SCRATCH - number": "numbers above those of scratch: no op that reduces to two results has so much",
+    "flopmeter/costs/flex_attention.py: share[0] < share[1]  ->  share[0] <= share[1]": "of all it is all",
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
     ),
@@ -66,6 +67,7 @@ class Mutant(NamedTuple):
     place: int
     used: tuple[tuple[str, int], ...]  # files and lines: a test that reaches one of them may notice
     names: frozenset[str]  # of the function, the entry of a table, the op or the option that it is in
+    tables: frozenset[str]  # of the module that it is in, or in what they are made of: a test may read them itself
     line: int
     change: str
 
@@ -92,8 +94,8 @@ def all_mutants(parts: Iterable[str], kinds: Collection[str]) -> list[Mutant]:
         for kind in kinds:
             for place, edit in enumerate(KINDS[kind](module)):
                 line: int = getattr(edit.shown, "lineno", 1)
-                used, names = _used(module, file, edit), _names(module, edit)
-                found.append(Mutant(file, kind, place, used, names, line, module.describe(edit)))
+                known = _used(module, file, edit), _names(module, edit), _tables(module, edit)
+                found.append(Mutant(file, kind, place, *known, line, module.describe(edit)))
     stale = EQUIVALENT.keys() - {f"{mutant.file}: {mutant.change}" for mutant in found}
     if parts == PARTS and len(kinds) == len(KINDS) and stale:
         sys.exit(f"EQUIVALENT has what is no mutant any more: {', '.join(sorted(stale))}")
@@ -123,9 +125,28 @@ def _used(module: Module, file: str, edit: Edit) -> tuple[tuple[str, int], ...]:
     here = tuple((file, line) for line in range(first, last + 1))
     if module.parent[statement] is not module.tree or not isinstance(statement, (ast.Assign, ast.AnnAssign)):
         return here
+    return (
+        tuple(place for name in sorted(_bound(statement)) for place in _mentions()[name] if place not in here) or here
+    )
+
+
+def _bound(statement: ast.Assign | ast.AnnAssign) -> set[str]:
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
-    return tuple(place for name in sorted(names) for place in _mentions()[name] if place not in here) or here
+    return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+
+
+def _tables(module: Module, edit: Edit) -> frozenset[str]:
+    up = next(
+        (up for up in (edit.shown, *module.above(edit.shown)) if isinstance(up, (ast.Assign, ast.AnnAssign))), None
+    )
+    if up is None or module.parent[up] is not module.tree:
+        return frozenset()
+    found = _bound(up)
+    for other in module.tree.body:
+        if isinstance(other, (ast.Assign, ast.AnnAssign)) and other.value is not None:
+            used = {each.id for each in ast.walk(other.value) if isinstance(each, ast.Name)}
+            found |= _bound(other) if used & found else set()
+    return words(" ".join(found))
 
 
 @functools.cache

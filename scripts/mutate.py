@@ -290,7 +290,8 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
     named_by = tests_that_name(reached.seconds)
     trials = []
     for mutant in drawn:
-        tests = sorted(reached.tests(mutant), key=ranks.__getitem__)
+        readers = (named_by.get(table, ()) for table in mutant.tables)
+        tests = sorted(reached.tests(mutant).union(*readers), key=ranks.__getitem__)
         rarity = dict[str, int]()
         for word in sorted(mutant.names & named_by.keys(), key=lambda word: -len(named_by[word])):
             rarity |= dict.fromkeys(named_by[word], len(named_by[word]))  # a rarer word comes later
@@ -327,7 +328,11 @@ def _functions(file: Path) -> dict[str, frozenset[str]]:
     text = file.read_text(encoding="utf-8")
     lines, tree = text.splitlines(), ast.parse(text)
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return {node.name: words("\n".join(lines[node.lineno - 1 : node.end_lineno])) for node in functions}
+    found = {}
+    for node in functions:
+        first = min((each.lineno for each in node.decorator_list), default=node.lineno)
+        found[node.name] = words("\n".join(lines[first - 1 : node.end_lineno]))
+    return found
 
 
 def _file(test: str) -> str:

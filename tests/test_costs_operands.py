@@ -257,6 +257,11 @@ def test_whether_numbers_are_infinite_is_asked_of_each_part(dtype):
     assert sum(cost.flops for cost in costs) == 24 * (len(costs) // 2)
 
 
+def test_whether_sizes_are_the_same_is_known_on_the_host():
+    assert calls_of(lambda: aten.is_same_size(T(2), T(3)))[-1].name == "is_same_size"
+    assert costs_in(lambda: aten.is_same_size(T(2), T(3))) == []
+
+
 def test_a_call_without_tensors_counts_as_fp32():
     assert make_cost(Call(aten.empty.memory_format, ((2,),), {}, (), ()), UNCOUNTED).dtype == "fp32"
 

@@ -231,3 +231,14 @@ def test_a_product_that_casts_its_weight_reads_it_narrow_and_the_other_operand_a
     made = with_cast(product, [cast], cast.bytes_read, cast.bytes_written)
     assert made.bytes_read == 2048 + 4096
     assert made.bytes_written == product.bytes_written
+
+
+@pytest.mark.parametrize(
+    ("weight", "factor", "kernels"), [(torch.int8, torch.float16, 1), (torch.float16, torch.int8, 2)]
+)
+def test_a_product_of_few_rows_casts_a_narrow_weight_and_no_wide_one(weight, factor, kernels):
+    """The weight may have a scale; a wide weight times a few narrow numbers is a kernel of its own."""
+    x, w, scale = meta(8, 64, dtype=torch.float16), meta(64, 32, dtype=weight), meta(32, dtype=factor)
+    with Recorder() as recorder:
+        torch.mm(x, w * scale)
+    assert len(fuse(kernels_of(recorder.trace), recorder.trace)) == kernels

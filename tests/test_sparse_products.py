@@ -67,7 +67,9 @@ def test_a_dense_copy_is_filled_with_zeros_and_then_with_the_elements():
     with FlopMeter("h100-sxm5-80gb") as meter:
         dense = adjacency().to("meta").to_dense()
     assert (dense.shape, dense.layout, dense.is_meta) == ((ROWS, COLUMNS), torch.strided, True)
-    assert [kernel.cost.bytes_written for kernel in meter.report().kernels[-2:]] == [ROWS * COLUMNS * 4, ELEMENTS * 4]
+    zeros, elements = (kernel.cost for kernel in meter.report().kernels[-2:])
+    assert (zeros.bytes_written, elements.bytes_written) == (ROWS * COLUMNS * 4, ELEMENTS * 4)
+    assert elements.access == "scatter"
 
 
 def test_a_sparse_tensor_that_lost_its_elements_before_the_meter_is_told_of():

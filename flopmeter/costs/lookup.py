@@ -61,8 +61,10 @@ def find_rule(call: Call) -> Rule | None:
     """The rule that prices the call, or None."""
     func = call.func
     if func not in RULES and (same := _returning(call)) is not None:
-        rule = find_rule(same)
-        return None if rule is None else lambda _: tuple(_in_given_tensors(cost) for cost in _as_tuple(rule(same)))
+        found = find_rule(same)
+        if found is None:
+            return None
+        return functools.wraps(found)(lambda _: tuple(map(_in_given_tensors, _as_tuple(found(same)))))
     if not is_view(func) and not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
         return sparse_rule(call)
     own = RULES.get(func) or RULES.get(func.overloadpacket) or _BY_NAME.get(func._schema.name)
@@ -105,8 +107,9 @@ def _in_given_tensors(cost: Cost) -> Cost:
 
     def given(region: Region) -> Region:
         spec = region.spec
-        is_new = spec is not None and spec.storage >= _NEW
-        return Region(spec._replace(storage=spec.storage - _NEW), region.nbytes) if is_new else region
+        if spec is None or spec.storage < _NEW:
+            return region
+        return Region(spec._replace(storage=spec.storage - _NEW), region.nbytes)
 
     return replace(cost, reads=tuple(map(given, cost.reads)), writes=tuple(map(given, cost.writes)))
 
@@ -121,6 +124,7 @@ def _form_that_returns(func: OpOverload) -> OpOverload | None:
     asked = [(each.name, str(each.type)) for each in arguments if not each.is_out]
     if len(asked) == len(arguments):
         return None
+    overload: OpOverload
     for overload in (getattr(packet, name) for name in packet.overloads()):
         if [(each.name, str(each.type)) for each in overload._schema.arguments] == asked:
             return overload

@@ -110,9 +110,7 @@ def scripting_inside(around: Callable[[], AbstractContextManager[Any]], script: 
 
 
 def _item(tensor: Tensor) -> Any:
-    if not _open.stack or tensor.numel() != 1:
-        return aten.item.default.decompose(tensor)
-    return aten._local_scalar_dense.default(tensor)
+    return aten.item.default.decompose(tensor)
 
 
 def _knower(tensor: Any) -> Knowledge | None:

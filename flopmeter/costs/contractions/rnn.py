@@ -75,7 +75,7 @@ def cudnn_rnn_backward(call: Call) -> Cost:
 @rule(aten.mkldnn_rnn_layer)
 def mkldnn_rnn_layer(call: Call) -> Cost:
     """One layer of an LSTM in one direction: the op of the CPU, where CUDA has cuDNN's."""
-    weights, x = call.inputs[1:5], call.inputs[0]
+    x, *weights = call.inputs[:5]
     tokens = x.shape[0] * x.shape[1]
     units = tokens * call.argument("hidden_size")
     return make_contraction(
@@ -89,7 +89,7 @@ def mkldnn_rnn_layer(call: Call) -> Cost:
 @rule(aten.mkldnn_rnn_layer_backward)
 def mkldnn_rnn_layer_backward(call: Call) -> Cost:
     """The gradients of inputs and weights: a matmul each."""
-    weights, x = call.inputs[1:5], call.inputs[0]
+    x, *weights = call.inputs[:5]
     tokens = x.shape[0] * x.shape[1]
     products = _products(weights, tokens)
     biases = tokens * sum(spec.numel for spec in weights if len(spec.shape) == 1)
