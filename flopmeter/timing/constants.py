@@ -77,6 +77,10 @@ SPLIT_K_CYCLES = 4500
 # its group, and neighbouring tiles share fewer operands in the L2 cache. Fitted to layers of experts with more than 64
 # rows an expert [aiconfigurator]; CUTLASS's kernels reach .85 to .95, Triton's .65 to .8.
 GROUPED_RATE_SHARE = 0.8
+# Memory accesses, each waiting for the one before, by which a tile finds the end of its group and then its pointers.
+# They come before the latency of its first loads, and no other tile keeps the SM busy meanwhile. Layers of experts of
+# the same database: 1 to 4 are alike.
+GROUP_LOOKUPS = 2
 
 
 class UnpackingKernel(NamedTuple):
