@@ -24,7 +24,7 @@ from flopmeter.records import (
 from flopmeter.timing.bands import BANDS, HOST_BAND, UNVALIDATED, UNVALIDATED_DEFAULT
 from flopmeter.timing.convolution import convolution
 from flopmeter.timing.gemm_kernels import MMA, SIMT, WARP_SPECIALIZED, gemm_kernels
-from flopmeter.timing.matmul import MatmulBytes, Rates, overlap, price_matmul
+from flopmeter.timing.matmul import MatmulBytes, Rates, overlap, price_matmul, side_by_side
 
 A100, V100 = load_hardware("a100-sxm4-80gb"), load_hardware("v100-sxm2-32gb")
 FP32, FP16 = torch.float32, torch.float16
@@ -187,6 +187,14 @@ def test_a_matmul_waits_for_its_first_loads_and_last_stores():
 
 
 # --- recurrent layers ------------------------------------------------------------------------------------------------
+
+
+def test_each_tile_of_a_kernel_for_groups_waits_for_its_group_and_its_first_loads():
+    """25 groups of one tile on 10 multiprocessors: three waves. A tile reads the end of its group and its pointers (480
+    cycles each), and then waits as a whole kernel does (2,200); what it multiplies and moves is next to nothing."""
+    rates = Rates(1e30, 1e30, 1e30, 10, 1e9, MMA)
+    busy = side_by_side([Matmul(1, 128, 128, 64)] * 25, MatmulBytes(0.0, 0.0, 2), rates)
+    assert busy.compute_seconds == pytest.approx(3 * (2 * 480 + 2200) * 1e-9, rel=1e-3)
 
 
 def test_a_recurrent_layer_takes_no_less_than_its_steps_one_after_another():

@@ -72,7 +72,7 @@ def scattered_sectors(operands: Sequence[TensorSpec]) -> int:
     other take elements that are neighbours in the output (the first operand); where these lie far apart in another
     operand, each brings a whole sector, and blocks that need the rest of it ask again."""
     on_device, runs = _walk(operands)
-    if not runs:
+    if not runs or not operands[0].numel:
         return 0
     sizes = [spec.dtype.itemsize for spec in on_device]
     excess = sum(
@@ -119,7 +119,7 @@ def cat_sectors(operands: Sequence[TensorSpec]) -> int:
     if _lie_alike(operands):
         return 0
     ordered = (spec._replace(stride=dense_strides(spec.shape, channels_last=False)) for spec in operands)
-    return sum(scattered_sectors(pair) for pair in zip(ordered, operands, strict=True) if pair[0].numel)
+    return sum(scattered_sectors(pair) for pair in zip(ordered, operands, strict=True))
 
 
 def _lie_alike(operands: Sequence[TensorSpec]) -> bool:

@@ -77,6 +77,10 @@ SPLIT_K_CYCLES = 4500
 # its group, and neighbouring tiles share fewer operands in the L2 cache. Fitted to layers of experts with more than 64
 # rows an expert [aiconfigurator]; CUTLASS's kernels reach .85 to .95, Triton's .65 to .8.
 GROUPED_RATE_SHARE = 0.8
+# Memory accesses, each waiting for the one before, by which a tile finds the end of its group and then its pointers.
+# They come before the latency of its first loads, and no other tile keeps the SM busy meanwhile. Layers of experts of
+# the same database: 1 to 4 are alike.
+GROUP_LOOKUPS = 2
 
 
 class UnpackingKernel(NamedTuple):
@@ -125,7 +129,7 @@ CONVOLUTION_DEPTH_BYTES = 64
 # one, nine or ten beside the two of a backward one). cuDNN in tf32: `nchwToNhwcKernel` and back beside kernels named
 # nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). In 16 bits it converts within the kernel: image models in NCHW take
 # 1.1 to 1.25 times as long as in NHWC [timm], where copies would double them.
-CONVERSIONS = {("amd", 2): 5, ("nvidia", 4): 3}
+CONVERSIONS: Mapping[tuple[str, float], int] = {("amd", 2): 5, ("nvidia", 4): 3}
 
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. In channels-last they
 # are bound by memory up to a side of 7 (.25 and above are equally good on [timm]). For longer sides cuDNN has no such

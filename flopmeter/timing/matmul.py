@@ -117,8 +117,9 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
 
 def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> Busy:
     """Matmuls of groups in one kernel. The tiles of all groups share the waves; tiles of a deep group take longer. All
-    groups have the same tile shape, one of those for batched matmuls."""
-    rates = rates.slowed(constants.GROUPED_RATE_SHARE)
+    groups have the same tile shape, one of those for batched matmuls. Each tile looks up its group before it begins."""
+    start = rates.kernels.latency_cycles + constants.GROUP_LOOKUPS * constants.MEMORY_LATENCY_CYCLES
+    rates = rates._replace(kernels=rates.kernels._replace(wave_cycles=start)).slowed(constants.GROUPED_RATE_SHARE)
     ways = []
     for rows, columns, share in _tiles(rates.kernels, rates.kernels.least_batched_side):
         counts = [shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns) for shape in shapes]
