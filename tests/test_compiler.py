@@ -26,7 +26,7 @@ from watched_scheduler import watched_scheduler
 from flopmeter import FlopMeter, Report
 from flopmeter.compiler import session
 from flopmeter.compiler.composites import composites_differentiate
-from flopmeter.costs import kernels_of
+from flopmeter.costs import UncountedError, kernels_of
 from flopmeter.launch.modes import MODES, launches
 from flopmeter.records import CONTRACTION
 from flopmeter.records.memory_format import is_channels_last
@@ -159,6 +159,9 @@ def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted() -> None:
     _, report = metered(lambda: torch.compile(chosen)(meta(64, 64)))
     ((name,),) = [graph.uncounted for graph in report.graphs]
     assert name in ("Conditional", "Switch")  # as inductor calls it, the second from torch 2.15 on
+    assert [row.name for row in report.uncounted] == [name]
+    with FlopMeter(strict=True), pytest.raises(UncountedError, match=name):
+        torch.compile(chosen)(meta(64, 64))
 
 
 def test_a_scan_combines_each_element_once() -> None:

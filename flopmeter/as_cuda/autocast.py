@@ -267,27 +267,27 @@ class WeightCache:
         )
 
 
-class _TracedCasts(threading.local):
-    cast = False
+class _TracedCast(threading.local):
+    is_on = False
 
 
-_traced = _TracedCasts()
+_traced = _TracedCast()
 
 
 @contextmanager
 def traced_tensors_cast(cast: bool) -> Iterator[None]:
     """Whether autocast acts on FakeTensors, in this thread. Those with which Dynamo finds out types have to have the
     types of CUDA; those of another mode are left as they are."""
-    before, _traced.cast = _traced.cast, cast
+    before, _traced.is_on = _traced.is_on, cast
     try:
         yield
     finally:
-        _traced.cast = before
+        _traced.is_on = before
 
 
 def is_eligible(value: Any) -> bool:
     """Floating point, not fp64, and a tensor that the emulation may touch."""
-    is_ours = dispatcher.is_emulated(value) or (_traced.cast and dispatcher.is_traced(value))
+    is_ours = dispatcher.is_emulated(value) or (_traced.is_on and dispatcher.is_traced(value))
     return is_ours and value.is_floating_point() and value.dtype != torch.float64
 
 

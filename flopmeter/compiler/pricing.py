@@ -28,7 +28,8 @@ def fused(call: Call) -> Cost:
     """The cost of a kernel. FLOPs keep the classes of the ops, with those of the kernel's own class first."""
     kernel: CompiledKernel = call.kwargs["kernel"]
     classes = [origin.op_class for origin in kernel.origins if origin.op_class != UNCOUNTED]
-    op_class = slowest_class(classes) or next(iter(classes), MOVEMENT)
+    unknown = UNCOUNTED if kernel.origins else MOVEMENT
+    op_class = slowest_class(classes) or next(iter(classes), unknown)
     counted = [[item for item in origin.flops_by_class if item[0] != UNCOUNTED] for origin in kernel.origins]
     flops = flops_of(op_class, counted)
     cost = make_cost(call, op_class, 0, read=kernel.reads, written=kernel.writes, access="fused")

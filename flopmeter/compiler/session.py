@@ -334,9 +334,9 @@ class Session:
         """Asked while a function is traced, when its tensors still say meta."""
         return lambda device: plain(device) or (self._is_here and device == "meta")
 
-    def _around_has_triton(self, plain: Callable[[], bool]) -> Callable[[], bool]:
+    def _around_has_triton(self, plain: Callable[..., bool]) -> Callable[..., bool]:
         """Without Triton and a device for it, Dynamo would trace into what launches a kernel."""
-        return lambda: plain() or (self._is_here and triton_kernels.is_imported())
+        return lambda *args, **kwargs: plain(*args, **kwargs) or (self._is_here and triton_kernels.is_imported())
 
     def _around_reasons(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)

@@ -26,10 +26,10 @@ from flopmeter.costs.prims import as_aten
 from flopmeter.costs.rules import FREE, RULES, Rule, make_cost
 from flopmeter.costs.traffic import is_view, writes_nothing
 from flopmeter.costs.triton_kernels import why_uncounted
-from flopmeter.records import UNCOUNTED, Call, Cost, OpsBody, Region, TritonBody
+from flopmeter.records import UNCOUNTED, Call, CompiledKernel, Cost, OpsBody, Region, TritonBody
 
 _BY_NAME: dict[str, Rule] = {**VARLEN, **EXPERT_LOOPS, **BOXES, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
-"""Rules of ops that exist once a program has imported transformers or torchvision, or a module of torch that takes seconds."""
+"""Rules of ops that exist once a program has imported transformers, torchvision, or a slow module of torch."""
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
 
 
@@ -47,6 +47,10 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
     if writes_nothing(call):
         return FREE
     costs = _as_tuple(found(call))
+    if strict and isinstance(kernel := call.kwargs.get("kernel"), CompiledKernel):
+        unknown = dict.fromkeys(origin.op for origin in kernel.origins if origin.op_class == UNCOUNTED)
+        if unknown:
+            raise UncountedError(f"no rule counts {', '.join(unknown)} in a compiled graph; strict=False lists it")
     if strict and any(cost.op_class == UNCOUNTED for cost in costs):
         if isinstance(call.body, TritonBody):
             raise UncountedError(f"the Triton kernel {call.body.kernel} cannot be counted: {why_uncounted(call.body)}")

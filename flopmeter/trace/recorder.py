@@ -183,6 +183,8 @@ class Recorder(TorchDispatchMode):
         if streams.current() != DEFAULT_STREAM:
             trace.stream_use.streams[len(trace.ops)] = streams.current()
         trace.ops.append(Op(call, numbers, module, phase, source if self._source else None, None, graph))
+        if self._on_new_call is not None:
+            self._on_new_call(call)
 
     def number_of(self, tensor: Tensor) -> int:
         """The number in the trace of the tensor's storage, while the recorder is on."""
