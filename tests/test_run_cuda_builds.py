@@ -77,3 +77,16 @@ def test_torchscript_is_compiled_of_torchs_own_functions():
     with flopmeter.FlopMeter(A100) as meter:
         torch.jit.script(scripted)(torch.ones(4, 8, device="meta"))
     assert {row.name: row.calls for row in meter.report().rows("op")}["tanh"] == 1
+
+
+def test_a_program_may_keep_and_set_the_states_of_the_devices_generators():
+    """As Megatron-Core forks the random numbers of its tensor parallel ranks."""
+    before = torch.cuda.default_generators
+    with flopmeter.cuda(A100):
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        kept = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(1)
+        generator.set_state(kept)
+        assert torch.equal(generator.get_state(), kept)
+        generator.graphsafe_set_state(generator.graphsafe_get_state())
+    assert torch.cuda.default_generators is before

@@ -346,7 +346,24 @@ def _rng_state(device: Any = "cuda") -> torch.Tensor:
     return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
 
+class _Generator:
+    """Of a GPU's random numbers: Megatron-Core keeps and sets the states of torch.cuda.default_generators."""
+
+    def get_state(self) -> torch.Tensor:
+        return _rng_state()
+
+    def set_state(self, state: Any) -> _Generator:
+        return self
+
+    def clone_state(self) -> _Generator:
+        return self
+
+    manual_seed = graphsafe_set_state = set_state
+    graphsafe_get_state = clone_state
+
+
 _ABOUT_RANDOM: Mapping[str, Any] = {
+    "default_generators": (_Generator(),),
     "manual_seed": _seed,
     "manual_seed_all": _seed,
     "seed": _seed,
