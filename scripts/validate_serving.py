@@ -76,8 +76,8 @@ def main() -> None:
             )
     headers = ("model", "phase", "device", "kernels", "measured ms", "predicted ms", "error %")
     print(tabulate(shown, headers, floatfmt=("", "", "", "", ".2f", ".2f", "+.1f")))
-    headers = ("model", "phase", "device", "steps", "mean error %", "least %", "most %", "products alone %")
-    print(tabulate(list(_steps(folder)), headers, floatfmt=("", "", "", "", "+.1f", "+.1f", "+.1f", "+.1f")))
+    of_steps = ("model", "phase", "device", "steps", "mean error %", "least %", "most %", "products alone %")
+    print(tabulate(list(_steps(folder)), of_steps, floatfmt=("", "", "", "", "+.1f", "+.1f", "+.1f", "+.1f")))
 
 
 def _steps(folder: Path) -> Iterator[tuple[object, ...]]:
@@ -85,7 +85,7 @@ def _steps(folder: Path) -> Iterator[tuple[object, ...]]:
     for device in DEVICES:
         near = _Nearest(folder, device)
         for (name, (model, degrees)), (phase, sizes) in itertools.product(MODELS.items(), STEPS.items()):
-            errors, of_products = [], []
+            errors, of_products = list[float](), list[float]()
             for ranks, (sequences, tokens) in itertools.product(degrees, sizes):
                 rows = sequences if phase == "decoding" else sequences * tokens
                 products = [near.product(rows, *shape) for shape in sorted(model.products(ranks))]

@@ -82,3 +82,14 @@ def test_a_function_that_takes_longer_than_its_bytes_is_compute_and_the_report_s
         report = meter.report()
         assert report.timings[0].regime == regime
         assert (said in str(report)) is (regime == "compute")
+
+
+def test_a_row_of_flops_inside_other_kernels_is_bound_by_nothing_and_one_kernel_is_called_so():
+    """The bias of a linear layer is element-wise work, inside the kernel of the product."""
+    with FlopMeter("l4") as meter:
+        functional.linear(*(torch.empty(size, device="meta") for size in ((2, 8), (8, 8), (8,))))
+    report = meter.report()
+    assert [row[0] for row in report.rows() if not row.calls] == ["element-wise"]
+    line = next(line for line in str(report).splitlines() if "element-wise" in line)
+    assert line.split()[-1] == "–"
+    assert "the only kernel in the whole program" in str(report)

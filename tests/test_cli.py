@@ -215,6 +215,19 @@ def test_fit_finds_the_largest_batch(run):
     assert [point["fits"] for point in sweep["points"]] == [True, False]
 
 
+def test_fit_does_not_call_the_largest_batch_that_was_tried_the_largest_that_fits(run, tmp_path):
+    file = tmp_path / "small.py"
+    file.write_text(
+        "import torch\ndef build(batch=2):\n    return torch.nn.Linear(2, 2), torch.empty(batch, 2, device='meta')\n"
+    )
+    assert "a batch of 1,048,576 fits; larger ones were not tried" in ok(run("fit", f"{file}:build", "--hardware", T4))
+    table = ok(run("count", f"{file}:build", "--batch", "1"))
+    assert [line.split()[-1] for line in table.splitlines() if line.startswith(("module", "(the model)"))] == [
+        "FLOP",
+        "10",  # 4 multiply-adds, and 2 additions of the bias
+    ]
+
+
 def test_fit_exits_with_1_where_nothing_fits(run):
     code, out, _ = run("fit", "llama-3-8b", "--train", "--hardware", T4)
     assert code == 1

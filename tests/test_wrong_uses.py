@@ -34,6 +34,7 @@ from flopmeter.distributed import world
 FILES = {
     "mine.py": "import torch\ndef build(batch=2):\n    return torch.nn.Linear(8, 8), torch.zeros(batch, 8)\n",
     "train.py": "print('ran')\n",
+    "empty.json": "{}",
 }
 COMMANDS = {
     # what is ignored, or contradicts another option
@@ -102,6 +103,8 @@ COMMANDS = {
     "--hardware l4": "the command comes first",
     "tabel encoder-layer": "near to it: table",
     "table encoder-layer --bacth 2": "did you mean --batch?",
+    "table encoder-layer --depth 2": "unrecognized arguments: --depth 2 (see flopmeter table --help)",
+    "table hf:empty.json": 'it lacks "model_type", such as "llama"',
     "table encoder-layer extra": "unrecognized arguments: extra",
     "table": "TARGET",
     "table bert-bass": "near to it: bert-base",

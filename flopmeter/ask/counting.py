@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from flopmeter.ask.checks import check_whole
 from flopmeter.known_values import on_meta
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter
-from flopmeter.report.quantities import UNKNOWN, with_prefix
+from flopmeter.report.quantities import UNKNOWN, scale, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
 
@@ -57,12 +57,18 @@ class FlopCount(Shown):
         return FlopCount(self.flops, self.macs, self.bytes, self.parameters, kept)
 
     def _document(self) -> Document:
+        per_unit, unit = min((1e6, "MFLOP"), scale((row.flops or 0 for row in self.modules), "FLOP"))
+        digits = 2 if per_unit > 1 else 0
         columns: list[ColumnOf[ModuleCount]] = [
             ColumnOf("module", _indented, str, "<"),
             ColumnOf("class", lambda row: row.kind, str, "<"),
             ColumnOf("output", _shapes, str, "<"),
             ColumnOf("parameters", lambda row: row.parameters, "{:,}".format),
-            ColumnOf("MFLOP", lambda row: row.flops, lambda flops: UNKNOWN if flops is None else f"{flops / 1e6:,.2f}"),
+            ColumnOf(
+                unit,
+                lambda row: row.flops,
+                lambda flops: UNKNOWN if flops is None else f"{flops / per_unit:,.{digits}f}",
+            ),
         ]
         records = [each._asdict() for each in self.modules]
         totals = {"flops": self.flops, "macs": self.macs, "bytes": self.bytes, "parameters": self.parameters}

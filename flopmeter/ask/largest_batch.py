@@ -11,13 +11,15 @@ from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter
 from flopmeter.timing.peak_memory import memory_of, usable_bytes
 
+MOST_TRIED = 2**20
+
 
 def largest_batch(
     fn_of_batch: Callable[[int], object],
     hardware: str | os.PathLike[str] | Hardware,
     *,
     allocator: bool = False,
-    limit: int = 2**20,
+    limit: int = MOST_TRIED,
     **meter_options: Any,
 ) -> int:
     """The largest batch, at most `limit`, whose memory fits the device; 0 where not even one item does.

@@ -103,7 +103,7 @@ def parsed(commands: Mapping[str, Command], given: Sequence[str]) -> argparse.Na
     own: argparse.ArgumentParser = getattr(options, "parser", parser)
     if unknown:
         known = [name for action in own._actions for name in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
         said = f"; did you mean {near[0]}?" if near else ""
         own.error(f"unrecognized arguments: {' '.join(unknown)}{said}")
     if "run" not in options:

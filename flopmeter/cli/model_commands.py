@@ -8,7 +8,7 @@ from typing import get_args
 
 from flopmeter.ask.compare import Sort, compare
 from flopmeter.ask.counting import count
-from flopmeter.ask.largest_batch import largest_batch
+from flopmeter.ask.largest_batch import MOST_TRIED, largest_batch
 from flopmeter.ask.sweep import sweep
 from flopmeter.ask.sweep_curve import sweep_curve
 from flopmeter.cli.command import (
@@ -214,6 +214,8 @@ def _fit(options: argparse.Namespace) -> int:
     what = "a training step" if options.train else "inference"
     answer = {"target": options.target, "hardware": device.name, "train": options.train, "largest_batch": largest}
     note = f"the largest batch that fits is {largest}" if largest else "not even a batch of 1 fits"
+    if largest == MOST_TRIED:
+        note = f"a batch of {largest:,} fits; larger ones were not tried"
     title = f"{options.target}, {what} · {device.title}"
     show(Document("fit", title, [], [note], answer, [answer]).render(options.format), options)
     return 0 if largest else 1

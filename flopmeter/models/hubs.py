@@ -170,7 +170,9 @@ def _config(transformers: Any, name: str) -> Any:
         model_type = values["model_type"]
     except OSError as error:
         raise TargetError(f"{name} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except KeyError:
+        raise TargetError(f'{name} is no model config: it lacks "model_type", such as "llama"') from None
+    except (ValueError, TypeError) as error:
         raise TargetError(f"{name} is no model config ({type(error).__name__}: {error})") from error
     if model_type not in types:
         raise TargetError(f"{name}: transformers knows no model type {model_type!r}; a newer version may")

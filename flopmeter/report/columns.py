@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flopmeter.report.quantities import percent_of
+from flopmeter.report.quantities import UNKNOWN, percent_of
 from flopmeter.report.report import Report, Row
 
 
@@ -43,7 +43,9 @@ COLUMNS = (
     ReportColumn("joules", "", lambda row: row.joules, page_heading="energy", unit="J"),
     ReportColumn("", "FLOP/B", lambda row: row.intensity, ".1f", page_heading="FLOP/B", unit="1"),
     ReportColumn("", "TFLOP/s", lambda row: row.flop_per_s, ".1f", 1e12, "reached", "FLOP/s"),
-    ReportColumn("regime", "bound by", lambda row: row.regime, page_heading="bound by", unit="text"),
+    ReportColumn(
+        "regime", "bound by", lambda row: row.regime if row.calls else UNKNOWN, page_heading="bound by", unit="text"
+    ),
 )  # fmt: skip
 IN_TEXT = tuple(column for column in COLUMNS if column.heading)
 _FIRST_ON_PAGE = ("time", "%\u00a0time", "bound by")  # what a phone shows without scrolling

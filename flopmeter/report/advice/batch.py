@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.remedies import Proposal, everything, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import outermost, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.timing.peak_memory import usable_bytes_if_known
@@ -53,7 +53,7 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
     why = "the work of one batch is too small for the device"
     remedy = f"{times} times the batch (priced for the work of one of today's)"
     is_fault = report.kernel_seconds > FAULT * then.kernel_seconds / times
-    yield Proposal(f"all {len(report.kernels)} kernels", everything, why, remedy, then, times, is_fault)
+    yield Proposal(all_kernels(report), everything, why, remedy, then, times, is_fault)
 
 
 def _if_priced(report: Report, larger: Trace) -> Report | None:

@@ -76,6 +76,11 @@ def are_in_torch(ops: Iterable[Op]) -> bool:
     return not any(isinstance(op.call.func, Absent) for op in ops)
 
 
+def all_kernels(report: Report) -> str:
+    count = len(report.kernels)
+    return "the only kernel" if count == 1 else f"all {count} kernels"
+
+
 def everything(_: Kernel) -> bool:
     return True
 
@@ -104,7 +109,7 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     why = "each op's result goes to memory and back"
     if idle > 50 or mode.replays_graph:
         why = f"the device waits for the host for {idle:.0f} % of the wall-clock"
-    yield Proposal(f"all {len(report.kernels)} kernels", everything, why, mode.asked_by, run, is_fault=False)
+    yield Proposal(all_kernels(report), everything, why, mode.asked_by, run, is_fault=False)
 
 
 @remedy
@@ -120,7 +125,7 @@ def one_graph(report: Report) -> Iterator[Proposal]:
         return
     why = f"{len(graphs)} calls of compiled graphs, each with its checks, and nothing fuses across their ends"
     remedy = "compile it as one: torch.compile(model, fullgraph=True) names what breaks it"
-    yield Proposal(f"all {len(report.kernels)} kernels", everything, why, remedy, then)
+    yield Proposal(all_kernels(report), everything, why, remedy, then)
 
 
 @remedy
@@ -208,7 +213,7 @@ def sixteen_bits(report: Report) -> Iterator[Proposal]:
     )
     then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), device)
     yield Proposal(
-        f"all {len(report.kernels)} kernels", everything,
+        all_kernels(report), everything,
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}", how,
         priced(report, then),
     )  # fmt: skip
