@@ -26,7 +26,7 @@ from flopmeter.costs.triton_kernels import why_uncounted
 from flopmeter.records import UNCOUNTED, Call, Cost, OpsBody, Region, TritonBody
 
 _BY_NAME: dict[str, Rule] = {**VARLEN, **EXPERT_LOOPS, **BOXES, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
-"""Rules of ops that exist once a program has imported transformers or torchvision, or a module of torch that takes seconds."""
+"""Rules of ops that exist once a program has imported transformers, torchvision, or a slow module of torch."""
 _REDUCTION_TAG = getattr(torch.Tag, "reduction", None)  # torch >= 2.12
 
 

@@ -14,7 +14,6 @@ from flopmeter.report.report import Report
 from flopmeter.report.tables import Column, Table, grid
 from flopmeter.run.steps import Parts
 
-
 TOLD_SPREAD = 1.05  # steps that differ by less are told as one
 
 
