@@ -114,7 +114,11 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("raise RuntimeError('Dataset not found.')", 1, "or --synthetic for data sets"),
         ("raise RuntimeError('operator torchvision::nms does not exist')", 1, "install the two of one release"),
         ("raise RuntimeError('Error downloading train-images')", 1, "or --synthetic for data sets"),
-        ("import torch; torch.cuda.utilization()", 1, "the device named cuda does not do this"),
+        ("import cv2_nowhere", 1, "(pip install cv2_nowhere)"),
+        ("raise ModuleNotFoundError('', name='patoolib.x')", 1, "(pip install patool)"),
+        ("import subprocess; subprocess.run(['no-such-program'])", 1, "starts no-such-program, which is not installed"),
+        ("from torch._six import inf", 1, "the script wants another torch than this one"),
+        ("import torch; torch.cuda.temperature()", 1, "the device named cuda does not do this"),
         ("import torch; torch.empty(1 << 40, device='cuda')", 1, "--oom=report goes on"),
         ("import torch; x = torch.randn(4, device='cuda'); x[x > 0]", 1, "--mask-fraction 0.5"),
         ("import torch; torch.ones(4, 4, device='cuda') @ torch.ones(4, 4)", 1, "all of them have to be on one device"),
@@ -129,6 +133,35 @@ def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys
     if "Traceback" in err:
         assert "runpy" not in err
         assert err.split("\n")[1].endswith('train.py", line 1, in <module>')
+
+
+def test_an_error_after_stand_ins_names_the_lines_that_read_them(script, capsys):
+    """The index of the largest of unknown numbers is no more than a guess."""
+    text = "import torch\nindex = torch.rand(8, device='cuda').argmax().item()\nprint(1 // index)"
+    assert main(["run", script(text)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("flopmeter: train.py ended with ZeroDivisionError")
+    assert "train.py:2): if the error hangs on one of them, leave out what reads it" in last
+
+
+def test_a_package_beside_the_script_that_only_this_folder_has_is_told(script, capsys, tmp_path, monkeypatch):
+    (tmp_path / "helpers_here").mkdir()
+    (tmp_path / "helpers_here" / "__init__.py").touch()
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", script("import helpers_here", "below/train.py")]) == 1
+    assert "PYTHONPATH=. flopmeter run" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_nvidia_smi_names_the_gpu_of_the_profile(script, capfd):
+    text = "import subprocess\nsubprocess.run(['nvidia-smi'])\n" + TRAINS
+    assert main(["run", "--hardware", "l4", script(text)]) == 0
+    assert "GPU 0: NVIDIA L4 (flopmeter predicts it; no GPU runs)" in capfd.readouterr().out
+
+
+def test_programs_may_ask_how_busy_the_gpu_is(script, capsys):
+    assert main(["run", script("import torch\nassert torch.cuda.utilization() == 0\n" + TRAINS)]) == 0
+    assert "torch.cuda.utilization was answered 0 %: no GPU runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -173,6 +174,40 @@ def test_an_evaluation_before_the_training_of_a_module_that_compiled_itself_is_s
     parts = on_cuda(program).report("train").by_part
     assert parts["setup"].macs > 0
     assert parts["first step"].macs == parts["steady step"].macs
+
+
+def test_a_model_compiled_before_ddp_wraps_it_has_its_own_products_and_memory() -> None:
+    """torch splits its graph where a bucket of gradients is full, and traces each part with results of the one
+    before."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    def program(compiles: bool) -> None:
+        model = Layers().cuda()
+        dist.init_process_group("nccl")
+        ddp = nn.parallel.DistributedDataParallel(torch.compile(model) if compiles else model, device_ids=[0])
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(3):
+            ddp(torch.zeros(64, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    eager, compiled = (
+        on_cuda(lambda compiles=compiles: program(compiles), gpus=2).report("train").by_part  # type: ignore[misc]
+        for compiles in (False, True)
+    )
+    assert compiled["steady step"].mode == "compiled"
+    for name in ("first step", "steady step"):
+        assert compiled[name].macs == eager[name].macs
+        assert compiled[name].peak_memory_bytes <= eager[name].peak_memory_bytes
 
 
 def test_small_constants_are_written_into_kernels_and_compiled_once() -> None:

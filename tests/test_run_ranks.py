@@ -17,6 +17,13 @@ from flopmeter.records.work import HostCopy
 A100 = "a100-sxm4-80gb"
 
 
+def test_ddp_takes_the_device_without_an_index():
+    with flopmeter.cuda("a100-sxm4-80gb"):
+        dist.init_process_group("nccl", rank=0, world_size=1, init_method="tcp://localhost:1")
+        model = DistributedDataParallel(nn.Linear(8, 4).cuda(), device_ids=[torch.device("cuda")])
+        assert model.device_ids == [0]
+
+
 def test_ddp_brings_a_batch_from_the_host_to_the_gpu_of_its_device_ids():
     with flopmeter.cuda(A100, gpus=2):
         dist.init_process_group("nccl")

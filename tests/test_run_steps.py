@@ -66,7 +66,59 @@ def test_a_teacher_in_eval_mode_is_no_evaluation():
     """No optimizer updates it: knowledge distillation calls it in each step."""
     report = trained_and_evaluated((3,), evaluated=nn.Linear(64, 64))
     assert report.step.macs == (2 * 8 + 2) * 64 * 64
-    assert report.headline.endswith("the last of 3 (marked by optimizer.step())")
+    assert "the last of 3 (marked by optimizer.step()); 2 such steps take" in report.headline
+
+
+def test_the_first_step_has_the_teacher_that_the_others_have():
+    """It runs before the forward pass that trains. An evaluation before the training comes once, and is setup."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        teacher, model = nn.Linear(64, 128).to(device).eval(), nn.Linear(64, 64).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            model(torch.zeros(2, 64, device=device))
+        for _ in range(3):
+            batch = torch.zeros(8, 64, device=device)
+            with torch.no_grad():
+                teacher(batch)
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    parts = device.report().by_part
+    assert parts["setup"].macs == 2 * 64 * 64
+    assert parts["first step"].macs == parts["steady step"].macs == 8 * 64 * 128 + 2 * 8 * 64 * 64
+
+
+def test_calls_without_gradients_before_the_first_step_are_told():
+    with flopmeter.cuda(A100, steps=2) as device:
+        model = nn.Linear(64, 64).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            with torch.no_grad():
+                for _ in range(5):  # a rollout, of which the first two steps make use
+                    model(torch.zeros(1, 64, device=device))
+            for _ in range(4):
+                model(torch.zeros(8, 64, device=device)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    (note,) = (note for note in device.report().step.notes if note.startswith("before the first step"))
+    assert "Linear, which is trained, was called without gradients 5 times" in note
+
+
+def test_steps_that_differ_are_told_in_the_headline():
+    def headline(batches):
+        with flopmeter.cuda(A100, steps=4) as device:
+            model = nn.Linear(4096, 4096).to(device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for batch in batches:
+                model(torch.zeros(batch, 4096, device=device)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        report = device.report()
+        assert len(report.step_seconds) == 3
+        return report.headline
+
+    assert headline([4096] * 4).endswith("(marked by optimizer.step())")
+    assert "; 3 such steps take " in headline([4096, 4096, 16384, 8192])
 
 
 def test_where_to_win_names_the_line_of_the_script(monkeypatch):

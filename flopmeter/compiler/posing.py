@@ -214,6 +214,14 @@ def _posed_if_tensor(value: Any) -> Any:
     return posed(value) if isinstance(value, torch.Tensor) else value
 
 
+def unposed(value: Any) -> Any:
+    """The twin on meta of a tensor that poses; anything else as it is."""
+    if not isinstance(value, FakeTensor) or value.device != CUDA:
+        return value
+    with value.fake_mode, torch.no_grad():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+
+
 def posed(tensor: torch.Tensor) -> torch.Tensor:
     """The twin of a meta tensor on the device; a tensor of another device stays as it is."""
     if not isinstance(tensor, FakeTensor) or tensor.device.type != "meta":

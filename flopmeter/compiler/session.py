@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_map
 
 from flopmeter.as_cuda.autocast import traced_tensors_cast
 from flopmeter.as_cuda.kernels.convolution import runs_channels_last
@@ -27,7 +28,7 @@ from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
 from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
-from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose
+from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose, unposed
 from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
@@ -177,6 +178,7 @@ class Session:
             (names.JOINT_PASSES, self._in_place_of_joint_passes),
             (names.PARTITION, self._around_partition),
             (names.SAVES_GENERATORS, self._around_generators),
+            (names.FIRST_RESULTS, self._around_first_results),
             (names.DECOMPOSES_FOR_GPU, self._around_is_gpu),
             (names.RECOMPILE_REASONS, self._around_reasons),
             (names.SET_CAPTURABLE, self._around_set_capturable),
@@ -320,6 +322,16 @@ class Session:
 
         return partition
 
+    def _around_first_results(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Where DDP splits a graph, the next part is traced with the results of the one before: on meta, as the
+        program's tensors are, not on the device as which they pose."""
+
+        @functools.wraps(plain)
+        def results(*args: Any) -> Any:
+            return tree_map(unposed, plain(*args)) if self._is_here else plain(*args)
+
+        return results
+
     def _around_generators(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Around a random op that the backward graph computes again, attention among them, torch puts an op that keeps
         the generator's state. That is the host's work, and would hide the op."""
@@ -367,7 +379,8 @@ class Session:
         def convert(callback: Any, frame: Any, *args: Any) -> Any:
             if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
                 return skip
-            with self._as_torch_is(), traced_tensors_cast(True):
+            # torch forgets the modes where DDP splits the graph.
+            with self._as_torch_is(), traced_tensors_cast(True), no_dispatch_modes():
                 try:
                     return plain(callback, frame, *args)
                 except Exception as error:

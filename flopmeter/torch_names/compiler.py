@@ -26,6 +26,11 @@ PARTITION = _name(_COMPILE_FX, "partition_fn", "what is recomputed in the backwa
 SAVES_GENERATORS = _name(
     "torch._functorch.partitioners", "functionalize_rng_ops", "random ops that are computed again in the backward graph"
 )
+FIRST_RESULTS = _name(
+    "torch._functorch._aot_autograd.runtime_wrappers",
+    "FakifiedOutWrapper._compute_output_meta_with_inductor_strides",
+    "compiled functions in DistributedDataParallel, which torch splits at the buckets of gradients",
+)
 DEDUCE_VALUE = _name(
     "torch._inductor.fx_passes.joint_graph",
     "UniformValueConstantFolder._deduce_value",

@@ -18,13 +18,13 @@ _BITS = 64  # boxes of which one word of the mask says whether they overlap
 
 
 def nms(call: Call) -> Cost:
-    """Each pair of boxes is compared once, and a bit of it is written and read again. The order by score is a kernel
-    of its own, counted where the program sorts; here it is left out."""
+    """Each pair of boxes is compared once, and a bit of it is written and read again. The host waits for how many are
+    left. Their order by score is left out."""
     boxes = call.inputs[0]
     n = boxes.shape[0]
     mask = Region(None, n * ceil(n / _BITS) * _BITS // 8)
     flops = _PAIR * n * (n - 1) // 2
-    return make_cost(call, REDUCTION, flops, read=(*call.inputs, mask), write=(*call.outputs, mask))
+    return make_cost(call, REDUCTION, flops, read=(*call.inputs, mask), written=(*call.outputs, mask), blocks_host=True)
 
 
 def roi_align(call: Call) -> Cost:
