@@ -11,7 +11,7 @@ from math import ceil
 from flopmeter.costs.rules import Rule, make_cost
 from flopmeter.records import REDUCTION, Call, Cost, Region
 
-_PAIR = 13  # FLOPs of an overlap: 4 max and min, 2 widths, 2 clamps, product, sum, difference, ratio, comparison
+_PAIR = 12  # FLOPs of an overlap: 2 sides and an area for each box and for the overlap, sum, difference, ratio
 _PLACE = 10  # FLOPs of the weights of a place: 2 distances, 2 complements, 4 products, 2 for the coordinates
 _TAPS = 4  # neighbours of a place
 _BITS = 64  # boxes of which one word of the mask says whether they overlap
