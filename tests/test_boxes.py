@@ -50,7 +50,8 @@ def test_without_a_share_the_error_says_to_state_one(ops):
 
 
 def test_each_pair_of_boxes_is_compared_once(ops):
-    """100 boxes are 4,950 pairs of 12 FLOPs (three areas of 3; the largest and least of two numbers are none); a row of the mask is two words of 8 bytes, written and read."""
+    """100 boxes are 4,950 pairs of 12 FLOPs: three areas of 3; the largest and least of two numbers are none. A row of
+    the mask is two words of 8 bytes, written and read."""
     with FlopMeter(mask_fraction=0.5) as meter:
         ops.nms(boxes(100), torch.empty(100, device="meta"), 0.5)
     report = meter.report()
