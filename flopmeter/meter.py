@@ -366,7 +366,7 @@ class FlopMeter:
         """`running`: the ranks that are metered together with this one."""
         known, on_device = _Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
-        if not any(kernel.cost.collective for kernel in kernels):
+        if not any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels):
             cluster = None
         elif cluster is None:
             cluster = cluster_of(device)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from faults import FAULTS, H100, HALF, Attention
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from flopmeter import FlopMeter, HardwareError, StreamError, available_hardware
+from flopmeter.distributed import world
 from flopmeter.models import BUILTINS, training_step
 from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.report.wins import LEAST_GAIN
@@ -51,6 +53,29 @@ def test_the_gain_is_that_of_the_mended_program_on_devices_that_outrun_the_host(
     before, mended = (fault.report(is_mended=is_mended) for is_mended in (False, True))
     assert before.advice[0].remedy.startswith(fault.remedy)
     assert before.advice[0].gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_program_of_ranks_is_told_what_one_gpu_is(ranks):
+    """DDP's reductions run on a stream of their own. With one rank they are nothing, and any advice may be given."""
+
+    def report(is_mended):
+        with world(ranks):
+            with torch.device("meta"):
+                model = DistributedDataParallel(
+                    nn.Sequential(*(Attention(1024, 16, is_mended) for _ in range(2))).to(HALF)
+                )
+                x = torch.empty(8, 1024, 1024, dtype=HALF)
+            model(x).sum().backward()  # the first step makes its buckets anew
+            with FlopMeter(H100) as meter:
+                model(x).sum().backward()
+        return meter.report()
+
+    before, mended = report(is_mended=False), report(is_mended=True)
+    first = before.advice[0]
+    assert first.remedy.startswith("F.scaled_dot_product_attention")
+    assert first.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.03)
+    assert ("torch.compile" in [each.remedy for each in before.advice]) == (ranks == 1)
 
 
 @pytest.mark.parametrize("device", ["a100-sxm4-80gb", "b200-sxm-180gb"])

@@ -100,7 +100,7 @@ class Report:
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what else the reader must know about the trace
     in_mode: Callable[..., Report] | None = None  # the same run in another mode, or changed: see flopmeter.meter
-    cluster: Cluster | None = None  # the links that collectives use; None: there are no collectives
+    cluster: Cluster | None = None  # the links that collectives use; None: none has several ranks
     clock: RunClock = UNKNOWN_POWER
     ran: Ran = NOT_SAID
     dollars_per_kwh: float | None = None  # as the user has it

@@ -24,7 +24,7 @@ from flopmeter.report.advice.fused_attention import (
     dense,
     forward_call,
 )
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, may_drop_ops, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
@@ -41,8 +41,6 @@ _COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
 def materialised_attention(report: Report) -> Iterator[Proposal]:
     """softmax(q @ k^T) @ v op by op."""
     trace = trace_of(report)
-    if not may_drop_ops(trace):
-        return
     uses = _uses(trace)
     put_in: dict[int, Op] = {}
     dropped: set[int] = set()

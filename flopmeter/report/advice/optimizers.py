@@ -8,7 +8,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, may_drop_ops, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import with_ops
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten_overloads
@@ -26,7 +26,7 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
         if fused is not None:
             put_in[step[-1]] = fused
             dropped |= set(step)
-    if not put_in or not may_drop_ops(trace) or not are_in_torch(put_in.values()):
+    if not put_in or not are_in_torch(put_in.values()):
         return
     count = sum(kernel.op.phase == "optimizer" for kernel in report.kernels)
     yield Proposal(

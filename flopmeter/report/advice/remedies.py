@@ -65,12 +65,6 @@ def trace_of(report: Report) -> Trace:
     return trace if len(trace.ops) == steps else dataclasses.replace(trace, ops=trace.ops[:steps])
 
 
-def may_drop_ops(trace: Trace) -> bool:
-    """Whether ops may be left out. With several streams they may not, since waits are recorded by the index of an
-    op."""
-    return not trace.stream_use.streams and not trace.stream_use.syncs
-
-
 def are_in_torch(ops: Iterable[Op]) -> bool:
     """Whether this torch has the operators that a remedy puts in."""
     return not any(isinstance(op.call.func, Absent) for op in ops)
@@ -135,7 +129,7 @@ def waits_for_values(report: Report) -> Iterator[Proposal]:
     about = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
     of_device = {id(kernel.op) for kernel in about}  # to read a tensor of the host stops nobody
     asks = {index for index, op in enumerate(trace.ops) if id(op) in of_device}
-    if not asks or not may_drop_ops(trace):
+    if not asks:
         return
     yield Proposal(
         f"all that the host sends after {len(about)} reads of a value", everything,
@@ -331,7 +325,7 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
     usable = usable_bytes_if_known(report.hardware)
     if not any(kernel.op.phase == "recompute" for kernel, _ in timed(report)):  # views alone cost the device nothing
         return
-    if usable is None or not may_drop_ops(trace):
+    if usable is None or report.cluster is not None:  # among ranks, what is gathered may be gathered for both
         return
     kept = sum(storage.nbytes for storage in trace.storages if storage.born in again)
     needed = report.memory.steady_peak_bytes + kept
