@@ -27,7 +27,7 @@ def _is_long(row: Row) -> bool:
 CLAIMS = (
     Claim("GEMMs of language models in bf16 from 2 µs on, shapes that set no constant (aiconfigurator)",
           r"GEMM, bf16, held out, by GPU"),
-    Claim("the same in fp8 with the quantisation before them, at least 100 µs",
+    Claim("GEMMs in fp8 with the quantisation before them, at least 100 µs",
           r"GEMM, fp8, held out, by GPU", by_gpu=False, is_kept=_is_long),
     Claim("fused attention in 16 bits: prefill from 100 µs",
           r"attention, prefill, at least 100 µs, held out, by GPU", by_gpu=False),

@@ -593,7 +593,7 @@ def test_gradients_flow_through_a_known_mask():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"routing": "even"}, r"routing must be None, 'balanced' or .*, not 'even'"),
+        ({"routing": "even"}, r"routing must be None, 'balanced', 'independent' or .*, not 'even'"),
         ({"checks": True}, "checks must be None or 'hold', not True"),
         ({"mask_fraction": 1.5}, "mask_fraction must be None or a number from 0 to 1, not 1.5"),
     ],

@@ -118,8 +118,8 @@ def test_compiled_code_waits_for_a_functional_collective_at_once_by_the_rules_an
     eager, torchs = run(False), run(True).report()
     rules = eager.report(mode="compiled")
     assert eager.report().exposed_seconds < 0.7 * torchs.communication_seconds
-    assert torchs.exposed_seconds == pytest.approx(torchs.communication_seconds)
-    assert rules.exposed_seconds == pytest.approx(torchs.exposed_seconds)
+    assert torchs.exposed_seconds == pytest.approx(torchs.communication_seconds, rel=0.01)  # but for one launch
+    assert rules.exposed_seconds == pytest.approx(torchs.exposed_seconds, rel=0.01)
     assert rules.seconds == pytest.approx(torchs.seconds, rel=0.01)
 
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from torch._ops import OpOverload
 
 from flopmeter.torch_names import compiler as names
-from flopmeter.torch_names.operators import aten
+from flopmeter.torch_names.operators import aten_overloads
 from flopmeter.torch_names.private import DispatchKey, has_kernel
 
 COMPOSITE = "CompositeImplicitAutograd"
-_BY_ITSELF = aten.broadcast_tensors.default  # in no table; mse_loss, l1_loss and the like begin with it
+_BY_ITSELF = aten_overloads.broadcast_tensors.default  # in no table; mse_loss, l1_loss and the like begin with it
 
 
 @contextmanager

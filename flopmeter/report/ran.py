@@ -72,10 +72,11 @@ def _started_as() -> str:
 def _inputs(trace: Trace) -> list[str]:
     found: dict[int, str] = {}
     for op in trace.ops:
-        for spec in op.inputs:
-            storage = trace.storages[spec.storage]
-            if storage.born == BEFORE and storage.role is None and spec.storage not in found:
-                found[spec.storage] = f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
+        for spec in op.call.inputs:
+            number = op.storages[spec.storage]
+            storage = trace.storages[number]
+            if storage.born == BEFORE and storage.role is None and number not in found:
+                found[number] = f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
     return list(found.values())
 
 
