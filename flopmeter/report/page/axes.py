@@ -30,7 +30,7 @@ class Axis(NamedTuple):
 
     @property
     def ticks(self) -> list[float]:
-        """On a logarithmic axis each decade, with 2 and 5 times it if there are few; else two to five steps of a round value."""
+        """On a logarithmic axis each decade, with 2 and 5 times it if there are few; else two to five round steps."""
         if self.is_log:
             decades = self._within((1,))
             return decades if len(decades) > FEW_TICKS else self._within((1, 2, 5))
