@@ -41,7 +41,9 @@ def roofline(reports: Report | Sequence[Report]) -> Any:
 
     Kernels without FLOPs, or hardly any, have no place on the axes; the panel says how much of the time they take.
     """
-    several = [reports] if isinstance(reports, Report) else list(reports)
+    several = [reports] if isinstance(reports, Report) else reports
+    if not isinstance(several, Sequence) or not all(isinstance(each, Report) for each in several):
+        raise TypeError(f"roofline draws a report, as meter.report() gives it, or a list of them, not {reports!r}")
     rooflines = [roofline_of(report) for report in several]
     if not any(each.dots for each in rooflines):
         raise PlotError("no kernel has FLOPs: there is nothing to place under a roofline")
