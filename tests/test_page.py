@@ -160,6 +160,8 @@ def test_the_memory_picture_reaches_the_peak_of_the_report(report, text):
         areas = re.findall(r'<path class="area" d="(.*?)"', drawn)
         points = [(float(x), float(y)) for area in areas for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", area)]
         highest = min(y for _, y in points)
+        outline = re.search(r'<path class="phase" d="(M[^V]*?)"', drawn).group(1)  # in ink: it shows in either scheme
+        assert min(float(y) for y in re.findall(r" (-?[\d.]+)", outline)) == highest
         assert bottom - highest == pytest.approx((bottom - top) / 1.15, abs=0.2)
         x, y = map(float, re.search(r'class="peak" cx="([\d.]+)" cy="([\d.]+)"', drawn).groups())
         assert y == pytest.approx(highest, abs=0.1)

@@ -340,6 +340,12 @@ def test_the_picture_has_a_bar_for_each_split_parted_by_what_binds_it(tmp_path: 
         split_bars(replace(found, rows=()))
 
 
+def test_splits_that_differ_in_their_gathers_are_told_apart_in_words():
+    row = small_plan().rows[0]
+    told = {replace(row, split=replace(row.split, fsdp=2, pp=1, gather=each)).passes for each in ("microbatch", "step")}
+    assert len(told) == 2
+
+
 def test_less_memory_never_makes_a_faster_plan():
     room = small_plan()
     tight = small_plan(memory=0.9 * room.best.peak_memory_bytes)

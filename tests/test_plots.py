@@ -1,5 +1,6 @@
 """Pictures: drawn from the same figures as the tables. Skipped where matplotlib is not installed, but for the error."""
 
+import math
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -10,7 +11,7 @@ from flopmeter import FlopMeter, plots, sweep
 from flopmeter.ask.sweep_curve import sweep_curve
 from flopmeter.cli import main
 from flopmeter.models import BUILTINS, backward
-from flopmeter.report.figures import REGIME_LOOKS, dots
+from flopmeter.report.figures import REGIME_LOOKS, beside, dots
 from flopmeter.report.plots import PICTURES, PlotError, bars, memory_timeline, roofline, save
 from flopmeter.report.quantities import duration
 
@@ -74,6 +75,21 @@ def test_the_roofline_names_the_longest_kernels_and_is_as_wide_as_the_data(matpl
     intensities = [dot.intensity for dot in dots(report)]
     assert max(0.01, min(intensities) / 3) <= low <= min(intensities)
     assert max(intensities) <= high
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(93, 109), (123, 111), (116, 92), (79, 104), (98, 106), (94, 101)],
+        [(109, 111), (78, 97), (99, 88), (95, 98), (94, 106), (125, 89)],
+    ],
+)
+def test_no_number_stands_on_the_line_from_another_to_its_dot(points):
+    labels = beside(points, [8.0] * len(points), 14.0)
+    for number, (end, start) in enumerate(zip(points, labels, strict=True)):
+        along = [tuple(a + part / 50 * (b - a) for a, b in zip(start, end, strict=True)) for part in range(51)]
+        others = [label for other, label in enumerate(labels) if other != number]
+        assert min(math.dist(spot, label) for spot in along for label in others) > 5
 
 
 def boxes(figure):
@@ -211,6 +227,11 @@ def test_causal_attention_stays_under_the_roof(matplotlib):
     (panel,) = roofline(attention.report()).axes
     ((_, flop_per_s),) = panel.collections[0].get_offsets()
     assert 0.1 * 312e12 < flop_per_s < 312e12
+
+
+def test_shares_have_no_ticks_beyond_a_hundred_percent(matplotlib, meter):
+    (panel,) = bars(meter.report()).axes
+    assert list(panel.get_xticks()) == [0, 20, 40, 60, 80, 100]
 
 
 def test_bars_of_many_modules_stop_at_the_depth_that_has_room(matplotlib, meter):

@@ -536,7 +536,12 @@ def test_the_picture_has_a_curve_for_each_device(result):
     pytest.importorskip("matplotlib")
     from flopmeter.ask.serve.picture import serving_curves
 
-    panels = serving_curves(result).axes
+    figure = serving_curves(result)
+    figure.canvas.draw()
+    panels = figure.axes
+    for panel in panels:  # plain figures, no powers of ten
+        assert len([float(text.get_text()) for text in panel.get_yticklabels()]) >= 2
+        assert not any(text.get_text() for text in panel.get_yticklabels(minor=True))
     assert [panel.get_xlabel() for panel in panels] == ["tokens/s per GPU"] * 2
     assert {line.get_label() for line in panels[0].get_lines()} >= {H100, L40S}
 

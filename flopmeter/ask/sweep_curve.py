@@ -8,7 +8,7 @@ from typing import Any
 
 from flopmeter.ask.sweep import Sweep
 from flopmeter.report.figures import REGIME_LOOKS
-from flopmeter.report.plots import new_figure
+from flopmeter.report.plots import new_figure, plain_log_ticks
 
 _MOST_TICKS = 9  # sizes that have room under a panel
 
@@ -23,7 +23,7 @@ def sweep_curve(result: Sweep) -> Any:
     time.plot(sizes, [point.host_seconds * 1e3 for point in result.points], "k:", lw=1, label="host")
     time.plot(sizes, [point.busy_seconds * 1e3 for point in result.points], "k--", lw=1, label="device busy")
     time.set_yscale("log")
-    _plain_log_ticks(time.yaxis)
+    plain_log_ticks(time.yaxis)
     _draw_curve(rate, result, [point.items_per_s for point in result.points], f"throughput ({result.unit}/s)")
     rate.set_ylim(0, 1.08 * max(point.items_per_s for point in result.points))
     rate.yaxis.set_major_formatter(import_module("matplotlib.ticker").EngFormatter())
@@ -35,7 +35,7 @@ def sweep_curve(result: Sweep) -> Any:
     memory.set_yscale("log")  # so that both a small batch and the memory of a large device can be seen
     if usable is not None:
         memory.axhline(usable / 1e9, color="black", ls="-.", lw=1, label="memory of the device")
-    _plain_log_ticks(memory.yaxis)
+    plain_log_ticks(memory.yaxis)
     legends = (panel.get_legend_handles_labels() for panel in (time, memory))
     known = {text: handle for legend in legends for handle, text in zip(*legend, strict=True)}
     figure.legend(known.values(), known, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
@@ -55,13 +55,3 @@ def _draw_curve(panel: Any, result: Sweep, values: Sequence[float], label: str) 
     panel.minorticks_off()
     panel.set(xlabel=result.over, ylabel=label)
     panel.grid(alpha=0.3)
-
-
-def _plain_log_ticks(axis: Any) -> None:
-    """Figures instead of powers of ten, and 2 and 5 times these where an axis spans few."""
-    tickers = import_module("matplotlib.ticker")
-    low, high = axis.get_view_interval()
-    steps = (1.0,) if high / low > 1e4 else (1.0, 2.0, 5.0)
-    axis.set_major_locator(tickers.LogLocator(base=10, subs=steps))
-    axis.set_major_formatter(tickers.FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(tickers.NullLocator())

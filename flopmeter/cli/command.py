@@ -141,8 +141,13 @@ def settle_format(options: argparse.Namespace) -> None:
     different things."""
     if "format" not in options:
         return
-    by_ending = ENDINGS.get(Path(getattr(options, "output", None) or "").suffix)
-    asked = options.format
+    ending = Path(getattr(options, "output", None) or "").suffix
+    by_ending, asked = ENDINGS.get(ending), options.format
+    if ending and not (by_ending or asked):
+        picture = "; --plot draws pictures" if ending in PICTURE_ENDINGS and "plot" in options else ""
+        raise ValueError(
+            f"{options.output}: {ending} says no format: end it in {', '.join(ENDINGS)}, or add --format{picture}"
+        )
     if asked and by_ending and asked != by_ending:
         raise ValueError(
             f"--format {asked} contradicts the ending of {options.output}: leave --format out, or name another file"
@@ -230,7 +235,9 @@ def _float(text: str, wanted: str, holds: Callable[[float], bool]) -> float:
 
 def one_device(text: str) -> str:
     if "," in text:
-        raise argparse.ArgumentTypeError(f"expected one device, not {text!r} (`flopmeter compare` takes several)")
+        raise argparse.ArgumentTypeError(
+            f"expected one device, not {text!r} (several: `flopmeter compare`; a script: a run each)"
+        )
     return text
 
 

@@ -30,8 +30,11 @@ def on_meta(tree: T) -> T:
 
     Takes tensors, modules, mappings (a tokenizer's output too), dataclasses and any pytree of them. Tensors of up to
     2^20 elements keep their values, as long as they are not written to outside of a meter. Larger tensors and
-    parameters keep only shape, strides and dtype. A tensor that occurs twice has one twin.
+    parameters keep only shape, strides and dtype. A tensor that occurs twice has one twin. Raises TypeError for a name
+    or a class, which hold no tensors.
     """
+    if isinstance(tree, (str, type)):
+        raise TypeError(f"on_meta takes tensors, a module or what holds them, not {tree!r}")
     return _Twinning().of(tree)  # type: ignore[no-any-return]
 
 

@@ -218,7 +218,7 @@ Spot = tuple[float, float]  # in pixels
 
 def beside(points: Sequence[Spot], radii: Sequence[float], size: float, avoid: Sequence[Spot] = ()) -> list[Spot]:
     """Where the centre of a short label of that size goes beside each of the points: near to it, but not on another
-    label, another point or something else to avoid."""
+    label, another point, the line between another label and its point, or something else to avoid."""
     taken: list[Spot] = []
     for place, ((x, y), radius) in enumerate(zip(points, radii, strict=True)):
         others = [
@@ -227,6 +227,9 @@ def beside(points: Sequence[Spot], radii: Sequence[float], size: float, avoid: S
 
         def trouble(spot: Spot, others: Sequence[tuple[Spot, float]] = others, centre: Spot = (x, y)) -> float:
             hits = sum(dist(spot, label) < size for label in taken)
+            lines = list(zip(taken, points, strict=False))  # of the labels so far
+            hits += sum(_from_line(label, spot, centre) < size / 2 for label in taken)
+            hits += sum(_from_line(spot, *line) < size / 2 for line in lines)
             hits += sum(dist(spot, point) < own + size / 2 for point, own in others)
             hits += sum(dist(spot, point) < size for point in avoid)
             return hits * 10 * size + dist(spot, centre)
@@ -235,6 +238,14 @@ def beside(points: Sequence[Spot], radii: Sequence[float], size: float, avoid: S
         angles = [turn * pi / 8 for turn in range(16)]
         taken.append(min(((x + far * cos(a), y + far * sin(a)) for far in away for a in angles), key=trouble))
     return taken
+
+
+def _from_line(spot: Spot, start: Spot, end: Spot) -> float:
+    """How far a spot is from the straight line between two others."""
+    (x, y), (a, b), (c, d) = spot, start, end
+    squared = (c - a) ** 2 + (d - b) ** 2
+    along = min(1.0, max(0.0, ((x - a) * (c - a) + (y - b) * (d - b)) / squared)) if squared else 0.0
+    return dist(spot, (a + along * (c - a), b + along * (d - b)))
 
 
 class MemoryPicture(NamedTuple):

@@ -41,7 +41,9 @@ def roofline(reports: Report | Sequence[Report]) -> Any:
 
     Kernels without FLOPs, or hardly any, have no place on the axes; the panel says how much of the time they take.
     """
-    several = [reports] if isinstance(reports, Report) else list(reports)
+    several = [reports] if isinstance(reports, Report) else reports
+    if not isinstance(several, Sequence) or not all(isinstance(each, Report) for each in several):
+        raise TypeError(f"roofline draws a report, as meter.report() gives it, or a list of them, not {reports!r}")
     rooflines = [roofline_of(report) for report in several]
     if not any(each.dots for each in rooflines):
         raise PlotError("no kernel has FLOPs: there is nothing to place under a roofline")
@@ -179,6 +181,7 @@ def bars(report: Report, by: By = "class", *, most: int = 40) -> Any:
         panel.bar_label(drawn, labels=texts, padding=3, fontsize=7)
     panel.set_yticks(list(positions), [_bar_name(row, by) for row in rows], fontsize=8)
     panel.set(xlim=(0, 1.35 * max(*flops, *times, 1.0)), ylim=(len(rows) - 0.4, -0.6), xlabel="%")
+    panel.set_xticks([tick for tick in panel.get_xticks() if 0 <= tick <= 100])  # beyond is room for the texts
     left_out = f"\n{len(rows)} of {len(all_rows)} rows" if len(rows) < len(all_rows) else ""
     figure.suptitle(report.headline + left_out, fontsize=9)
     figure.legend(handles=_bar_legend(panel, rows), loc="outside lower right", fontsize=8, ncols=3, frameon=False)
@@ -277,3 +280,13 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
     except ImportError as error:
         raise PlotError("pictures need matplotlib: pip install 'flopmeter[plot]'") from error
     return figures.Figure(figsize=(width_inches, height_inches), layout="constrained", dpi=150)
+
+
+def plain_log_ticks(axis: Any) -> None:
+    """Figures instead of powers of ten, and 2 and 5 times these where an axis spans few."""
+    tickers = import_module("matplotlib.ticker")
+    low, high = axis.get_view_interval()
+    steps = (1.0,) if high / low > 1e4 else (1.0, 2.0, 5.0)
+    axis.set_major_locator(tickers.LogLocator(base=10, subs=steps))
+    axis.set_major_formatter(tickers.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(tickers.NullLocator())

@@ -74,7 +74,9 @@ class SplitRow:
         schedule = {"none": "", "1f1b": ", 1F1B", "interleaved": ", interleaved 1F1B", "zero-bubble": ", zero bubble"}
         stages = f" of {split.chunks} stages a rank" if split.chunks > 1 else ""
         sequences = f"{self.microbatches} x {split.microbatch} sequences a rank"
-        return f"{sequences}, {kept[split.recompute]}{schedule[split.schedule]}{stages}"
+        is_whole = split.gather == "step" and split.shards > 1 and split.pp == 1  # a pipeline has no other way
+        gathers = ", gathers each step" if is_whole else ""
+        return f"{sequences}, {kept[split.recompute]}{schedule[split.schedule]}{stages}{gathers}"
 
     def share(self, bound: Bound) -> float:
         """The share of the step."""

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from flopmeter.ask.serve.serving import Serving
-from flopmeter.report.plots import PlotError, new_figure
+from flopmeter.report.plots import PlotError, new_figure, plain_log_ticks
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 _ROOM = 0.1  # of the highest rate
@@ -44,7 +44,7 @@ def serving_curves(result: Serving) -> Any:
         panel.set(xlabel="tokens/s per GPU", ylabel=f"{label} (ms)", yscale="log")
         panel.set_xlim(0, 1.1 * fastest)
         panel.xaxis.set_major_formatter(tickers.EngFormatter())
-        panel.yaxis.set_major_formatter(tickers.FuncFormatter(lambda value, _: f"{value:g}"))
+        plain_log_ticks(panel.yaxis)
         panel.grid(alpha=0.3)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(

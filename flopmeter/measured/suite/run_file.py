@@ -103,7 +103,7 @@ def read_run(path: str | os.PathLike[str]) -> SuiteRun:
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, RunFileError):
             raise
-        raise RunFileError(f"{path} is no file of `flopmeter measure` ({type(error).__name__}: {error})") from None
+        raise RunFileError(f"{path} is no file of `flopmeter measure` ({error!r}): write one with its -o") from None
 
 
 def _as_dict(result: CaseResult) -> dict[str, Any]:

@@ -30,11 +30,11 @@ class Axis(NamedTuple):
 
     @property
     def ticks(self) -> list[float]:
-        """On a logarithmic axis each decade, with 2 and 5 times it if there are few; else about four round values."""
+        """On a logarithmic axis each decade, with 2 and 5 times it if there are few; else two to five round steps."""
         if self.is_log:
             decades = self._within((1,))
             return decades if len(decades) > FEW_TICKS else self._within((1, 2, 5))
-        step = _round_step((self.high - self.low) / 4)
+        step = _round_step((self.high - self.low) / 5)
         return [self.low + step * place for place in range(int((self.high - self.low) / step + 1e-9) + 1)]
 
     def _within(self, steps: tuple[int, ...]) -> list[float]:

@@ -87,7 +87,9 @@ def _bands(areas: Mapping[Category, object], edges: list[float], heights: list[l
         lower = _staircase(edges, [size.at(column[place - 1] if place else 0) for column in heights])
         outline = "M" + "L".join([*upper, *reversed(lower)]) + "Z"
         bands.append(tag("path", tag("title", category), class_="area", d=outline, fill=hatch(category)))
-    return join(bands)
+    # In the ink of the page: a peak of a few ops is thinner than a pixel, and its outline is all that shows.
+    whole = _staircase(edges, [size.at(column[-1]) for column in heights])
+    return join([*bands, tag("path", class_="phase", d="M" + "L".join(whole))])
 
 
 def _staircase(edges: list[float], levels: list[float]) -> list[str]:
