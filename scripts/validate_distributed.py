@@ -60,7 +60,8 @@ def sharded_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
 def _report(line: Line, program: Callable[[Line, DeviceMesh], Step]) -> Report:
     with world(GPUS, {"dp": GPUS}) as mesh:
         step = program(line, mesh)
-        step()  # the first one makes the optimizer's state
+        with FlopMeter(PROFILES[line["gpu"]]):
+            step()  # the first one makes the optimizer's state; outside of a meter torch warns of autocast without CUDA
         with FlopMeter(PROFILES[line["gpu"]]) as meter:
             step()
         with triton_attention(line["gpu"]) if line["source"] == "llm-foundry" else nullcontext():
