@@ -155,7 +155,7 @@ MORE = {
     "_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction",
     # what lies in the other half of a matrix is multiplied by zero, or comes twice
     "cholesky", "_linalg_eigh", "linalg_cholesky_ex", "linalg_householder_product", "linalg_ldl_factor_ex",
-    "linalg_ldl_solve", "linalg_solve_triangular", "ormqr",
+    "linalg_ldl_solve", "linalg_matrix_sqrth", "linalg_solve_triangular", "ormqr",
     # values decide, or there is one place only: masks, bounds, comparisons
     "_pdist_backward", "_segment_reduce_backward", "_embedding_bag_backward", "_linalg_check_errors", "bucketize",
     "bitwise_and", "bitwise_and_", "bitwise_or_", "grid_sampler_3d", "grid_sampler_3d_backward", "hardshrink_backward",
