@@ -102,9 +102,9 @@ def matrix_unit(device: Powered, unit: str, dtype: str, tflop_per_s: float) -> p
         sustained=None if known is None else known.matrix,
     )
     ceiling = min(power.MATRIX_CEILING, half.burst_share)
-    law = functools.partial(law, tflop_per_s, operand_picojoules=of_operand, ceiling=ceiling)
+    of_type = functools.partial(law, tflop_per_s, operand_picojoules=of_operand, ceiling=ceiling)
     if known is not None and dtype in known.matrix_by_dtype:
-        return law(picojoules=picojoules, sustained=known.matrix_by_dtype[dtype])
+        return of_type(picojoules=picojoules, sustained=known.matrix_by_dtype[dtype])
     if dtype in ("fp16", "bf16") or not half.picojoules or picojoules is None or of_half is None:
         return half
-    return law(picojoules=picojoules * half.picojoules / of_half, burst=half.burst_share)
+    return of_type(picojoules=picojoules * half.picojoules / of_half, burst=half.burst_share)
