@@ -14,8 +14,6 @@ from torch import nn
 
 from flopmeter.ask.plan.experts import holders_of_experts
 
-# transformers' names of styles that torch has, or that move nothing in a forward pass
-_STYLES = ("colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
 # Multi-head latent attention (arXiv 2405.04434): what makes heads from the latents is split, latents are not. Models
 # whose plan says nothing of their attention have it.
 _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
@@ -32,9 +30,10 @@ def styles_of_transformers(model: nn.Module) -> dict[str, Any]:
     if not any(".self_attn." in name for name in plan):
         plan |= dict(_of_latents(model))
     of_layers = any("*" in name or ".self_attn." in name for name in plan)
-    if not of_layers or not set(plan.values()) <= set(_STYLES):
+    styles = _styles_of_torch()
+    if not of_layers or not set(plan.values()) <= styles.keys():
         return {}
-    return {name: made for name, style in plan.items() if (made := _style(style))} | {
+    return {name: styles[style] for name, style in plan.items() if styles[style]} | {
         name: _part_of_tokens() for name in holders
     }
 
@@ -53,17 +52,18 @@ def _of_latents(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}.{part}", style) for part, style in _LATENT.items() if hasattr(module, part))
 
 
-def _style(name: str) -> Any:
+def _styles_of_torch() -> dict[str, Any]:
+    """By transformers' names; None for one that moves nothing in a forward pass."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import parallel as tp
 
-    made = {
+    return {
         "colwise": tp.ColwiseParallel(),
         "rowwise": tp.RowwiseParallel(),
         "embedding_rowwise": tp.RowwiseParallel(input_layouts=Replicate()),
         "colwise_gather_output": tp.ColwiseParallel(output_layouts=Replicate()),
+        "replicated_with_grad_allreduce": None,
     }
-    return made.get(name)
 
 
 def _part_of_tokens() -> Any:
