@@ -336,6 +336,14 @@ def test_a_device_without_a_cluster_is_assumed_to_come_in_a_node_of_eight(device
     assert "assumed" in cluster.intra.source
 
 
+def test_few_devices_of_a_mesh_use_only_the_links_between_them():
+    """Each MI300X has a link of 64 GB/s to each of seven others, of which .75 are assumed, 120/128 with LL128."""
+    cluster = cluster_of(load_hardware("mi300x"))
+    for ranks, links in ((2, 1), (4, 3), (8, 7)):
+        seconds = price_collective(Collective("broadcast", 8000 * MB, tuple(range(ranks))), cluster).seconds
+        assert seconds == pytest.approx(8e9 / (links * 64e9 * 0.75 * 120 / 128), rel=0.07)
+
+
 def test_a_collective_is_priced_on_the_devices_own_cluster_unless_another_is_named():
     call = Collective("all_gather", 800 * MB, tuple(range(8)))
     device = load_hardware("a100-sxm4-40gb")

@@ -85,6 +85,7 @@ class Link(SchemaRecord):
     blocks: groups of neighbours that reach more, smallest first.
     ll_share: NCCL's cap of its LL protocol, of the rate; with it NCCL chooses protocols.
     in_switch: the share that an all-reduce in the switch (NVLS) reaches; none if the switch cannot do that.
+    peers: how many others a GPU has a link of its own to, where no switch joins them: a group uses those within it.
     added_latency_us: of each step, in addition to NCCL's constants, which are those of InfiniBand in one building.
     """
 
@@ -95,6 +96,7 @@ class Link(SchemaRecord):
     blocks: tuple[Block, ...] = field(default=(), metadata=by(tuple_of(record(Block))))
     ll_share: float = field(default=ESTIMATED_LL_SHARE, metadata=by(_share))
     in_switch: float | None = field(default=None, metadata=by(_share))
+    peers: int | None = field(default=None, metadata=by(_count))
     added_latency_us: float = field(default=0.0, metadata=by(_microseconds))
     source: str = field(metadata=by(text))
 
@@ -115,7 +117,13 @@ class Link(SchemaRecord):
     def sustained_among(self, places: set[int]) -> float:
         """What a large collective of ranks with these numbers in their node reaches, in bytes/s."""
         block = self.block_of(places)
-        return self.bandwidth_bytes_per_s * (self.achieved if block is None else block.achieved)
+        return self.used_among(places) * (self.achieved if block is None else block.achieved)
+
+    def used_among(self, places: set[int]) -> float:
+        """By the datasheet, one direction, of the links that such a group can use, in bytes/s."""
+        if self.peers is None:
+            return self.bandwidth_bytes_per_s
+        return self.bandwidth_bytes_per_s * min(1.0, max(1, len(places) - 1) / self.peers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +248,7 @@ def _links_of(collective: Collective, cluster: Cluster) -> _Links:
     block = intra.block_of(places)
     fabric = Fabric(
         transport=intra.transport,
-        bytes_per_s=intra.bandwidth_bytes_per_s,
+        bytes_per_s=intra.used_among(places),
         ll_share=intra.ll_share,
         through_cpu=intra.transport == "pcie" and (not intra.blocks or block is not intra.blocks[0]),
         network_bytes_per_s=0.0 if inter is None else inter.bandwidth_bytes_per_s,
@@ -333,10 +341,11 @@ def _listed_name(hardware: Hardware) -> str:
 def _link_of(hardware: Hardware) -> Link:
     """The direct link if it joins all devices, else PCIe: a bridge joins only two, and a ring of 8 has to leave it."""
     transport: Transport = "pcie"
+    peers = None
     name, both_ways = "PCIe", None if hardware.pcie is None else hardware.pcie.bidirectional_gb_per_s
     own = hardware.interconnect
     if own is not None and own.bidirectional_gb_per_s is not None and "pairs" not in own.name:
-        name, both_ways = own.name, own.bidirectional_gb_per_s
+        name, both_ways, peers = own.name, own.bidirectional_gb_per_s, own.peers
         transport = "pcie" if own.name.startswith("PCIe") else "nvlink"
     if both_ways is None:
         raise HardwareError(f"{hardware.name} has no link to other devices in its profile: name a cluster")
@@ -345,6 +354,7 @@ def _link_of(hardware: Hardware) -> Link:
         transport=transport,
         bandwidth_gb_per_s=both_ways / 2,
         achieved=ASSUMED_SHARE[transport],
+        peers=peers,
         source=f"the rate is that of the hardware profile {hardware.name}; the share is assumed",
     )
 

@@ -59,10 +59,14 @@ class Achieved(SchemaRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interconnect(SchemaRecord):
-    """The link between devices; the rate is the sum of both directions of one device, as vendors print it."""
+    """The link between devices; the rate is the sum of both directions of one device, as vendors print it.
+
+    `peers`: how many others a device has a link of its own to, where no switch joins them; each gets its share.
+    """
 
     name: str = field(metadata=by(text))
     bidirectional_gb_per_s: float | None = field(default=None, metadata=by(amount))
+    peers: int | None = field(default=None, metadata=by(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

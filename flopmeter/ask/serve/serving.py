@@ -333,9 +333,8 @@ class _Server:
         transfer = 0.0
         if plan.is_disaggregated:
             links = plan.links(self._device)
-            transfer = self._kv_bytes(plan.prompt - self._shared) / (
-                (links.inter or links.intra).bandwidth_gb_per_s * 1e9
-            )
+            rate = links.inter.sustained_bytes_per_s if links.inter else links.intra.sustained_among({0, 1})
+            transfer = self._kv_bytes(plan.prompt - self._shared) / rate
         return RequestWork(
             output=plan.output,
             decode=lambda batch: self._decode(batch)[0],

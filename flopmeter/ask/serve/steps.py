@@ -9,6 +9,7 @@ from flopmeter.ask.serve.decoder import Decoder, kernel_for
 from flopmeter.ask.serve.formats import in_formats, narrow_bytes
 from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
+from flopmeter.device.peer_memory import all_reduce_seconds
 from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Collective
 from flopmeter.report.report import Report
@@ -96,12 +97,11 @@ class StepModel:
 
     def _collective_seconds(self, device: Hardware, tokens: int, scored: int) -> float:
         """All-reduces of the activations in each layer, and a gather of the logits; nothing hides them."""
-        ranks = tuple(range(self.decoder.ranks))
-        if len(ranks) == 1:
+        ranks = self.decoder.ranks
+        if ranks == 1:
             return 0.0
         config, cluster = self.decoder.config, self._cluster or cluster_of(device)
-        element = self.decoder.model.dtype.itemsize
-        sums = Collective("all_reduce", tokens * config.hidden_size * element, ranks)
-        logits = Collective("all_gather", scored * config.vocab_size * len(ranks) * LOGIT_BYTES, ranks)
-        in_layers: float = ALL_REDUCES * config.num_hidden_layers * price_collective(sums, cluster).seconds
+        summed = tokens * config.hidden_size * self.decoder.model.dtype.itemsize
+        logits = Collective("all_gather", scored * config.vocab_size * ranks * LOGIT_BYTES, tuple(range(ranks)))
+        in_layers: float = ALL_REDUCES * config.num_hidden_layers * all_reduce_seconds(summed, ranks, device, cluster)
         return in_layers + price_collective(logits, cluster).seconds
