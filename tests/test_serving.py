@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import heapq
 import io
 import json
+import random
 import re
 
 import pytest
@@ -317,8 +319,30 @@ def test_many_requests_by_hand():
     ten = load(work(), 10)
     assert ten.tpot_seconds == pytest.approx(0.01 + 9 * 0.2 / 100)
     assert ten.requests_per_s == pytest.approx(10 / (100 * 0.01 + 10 * 0.2))
-    rho = ten.requests_per_s * 0.2
-    assert ten.ttft_seconds == pytest.approx(0.2 + 0.01 / 2 * 0.9 + rho * 0.2 / (2 * (1 - rho)))
+
+
+def simulated_seconds(requests, service, away):
+    """Mean time in a queue of one server, to which each request comes back after a random time; 40,000 services."""
+    draw = random.Random(0)
+    coming = [(draw.expovariate(1 / away), place) for place in range(requests)]
+    heapq.heapify(coming)
+    free = total = 0.0
+    for _ in range(40_000):
+        time, place = heapq.heappop(coming)
+        free = max(time, free) + service
+        total += free - time
+        heapq.heappush(coming, (free + draw.expovariate(1 / away), place))
+    return total / 40_000
+
+
+@pytest.mark.parametrize("requests", [2, 10, 128])
+@pytest.mark.parametrize("output", [201, 2001, 20001])
+def test_the_wait_for_other_prefills_is_that_of_a_simulated_queue(requests, output):
+    """From a server that does little but prefill to one that seldom does."""
+    served = load(work(output=output, chunks=4, alone=0.01), requests)
+    expected = simulated_seconds(requests, 0.2, (output - 1) * served.tpot_seconds)
+    half_a_step = 0.01 / 2 * (requests - 1) / requests
+    assert served.ttft_seconds - half_a_step == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.parametrize("chunks", [0, 2.5, 4])
@@ -353,15 +377,19 @@ def test_expected_tokens_of_a_draft():
     assert expected_tokens(2, 0.5) == pytest.approx(1 + 0.5 + 0.25)
 
 
-def test_more_chunks_than_steps_are_no_load_for_more_than_one_request():
-    assert load(work(chunks=8, output=5), 4) is None
+def test_more_chunks_than_steps_leave_each_request_waiting_for_all_others():
+    """Four requests of 0.2 s of prefill: one each 0.2 s, and a new one waits for the rest."""
+    crowded = load(work(chunks=8, output=5), 4)
+    assert crowded.requests_per_s == pytest.approx(1 / 0.2)
+    assert 2 * 0.2 < crowded.ttft_seconds < 4 * 0.2
     assert load(work(chunks=8, output=5), 1).requests_per_s == pytest.approx(1 / (0.2 + 4 * 0.01))
 
 
 def test_short_prompts_share_a_chunk():
     crowded = {at_once: load(work(chunks=1, output=5, prefill=0.01, at_once=at_once), 16) for at_once in (1, 8)}
-    assert crowded[1] is None
+    assert crowded[1].requests_per_s == pytest.approx(1 / 0.01)
     assert crowded[8].requests_per_s == pytest.approx(16 / (5 * 0.01))
+    assert crowded[8].ttft_seconds < crowded[1].ttft_seconds / 4
 
 
 def test_a_model_whose_config_does_not_split_is_refused():

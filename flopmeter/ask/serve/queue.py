@@ -17,15 +17,21 @@ No request is faster than the power limit gives the energy of all b.
 Prefill as one step of P seconds stops decoding: x = P, and the request's own prefill takes T = P. Cut into n chunks of
 p seconds that run in the same steps as decoding, it reads the weights with it, which is d of each, the step of one
 sequence alone: x = n (p - d), and T = n (p + (D - d) (b - 1) / b). A last chunk that is not full is shared with the
-next prompt, so n is no whole number. In front of it stand half a step of decoding and the prefills of others: of
-random arrivals (M/D/1), but no more than all others at once.
+next prompt, so n is no whole number; c prompts go into one chunk. More chunks than steps there cannot be: r <= c / T.
 
-    time to first token          TTFT = T + D / 2 * (b - 1) / b + min(rho T / 2 (1 - rho), (b - 1) T),  rho = r T / c
+In front of a prefill stand half a step of decoding and the prefills of others, each of S = T / c. These are the b - 1
+requests of which each comes back Z = (output - 1) TPOT after its own, at random; so the time at prefill is R in
 
-where c is how many prompts go into one chunk.
+    R = S (1 + q - u / 2),  q = r' R (b - 1) / b,  u = r' S (b - 1) / b,  r' = b / (R + Z)
+
+(those that a request finds there, of which the first is half done: Bard and Schweitzer's approximation of the closed
+queue; of many requests it is M/D/1), and
+
+    time to first token          TTFT = T + D / 2 * (b - 1) / b + R - S
 
 With pools of their own for prefill and for decoding, decoding is never stopped (x = 0) and does not wait for T,
-prefill GPUs are so many that rho is `PREFILL_LOAD`, and the cache of a prompt goes over a link.
+prefill GPUs are so many that each is at work `PREFILL_LOAD` of the time (M/D/1), and the cache of a prompt goes over a
+link.
 """
 
 from __future__ import annotations
@@ -69,8 +75,8 @@ def expected_tokens(draft_tokens: int, acceptance: float) -> float:
     return float((1 - acceptance ** (draft_tokens + 1)) / (1 - acceptance))
 
 
-def load(work: RequestWork, batch: int) -> Load | None:
-    """The server's load; None if prefill alone needs more than the server has."""
+def load(work: RequestWork, batch: int) -> Load:
+    """The server's load."""
     step = work.decode(batch)
     others = (batch - 1) / batch
     own = work.prefill + work.chunks * max(0.0, step - work.alone) * others
@@ -79,11 +85,17 @@ def load(work: RequestWork, batch: int) -> Load | None:
     after = work.output - 1
     decoding = max(after * step / work.tokens_per_step + extra * (batch - 1), work.by_power(batch) - before)
     rate = batch / (before + decoding)
-    rho = PREFILL_LOAD if work.is_apart else rate * own / work.at_once
-    if rho >= 1 and work.chunks and batch > 1:
-        return None  # more chunks than steps: the server does nothing but prefill, and its queue only grows
-    waits = rho * own / (2 * (1 - rho)) if rho < 1 else math.inf
-    wait = waits if work.is_apart else min(waits, (batch - 1) * own) + step / 2 * others
-    servers = rate * own / PREFILL_LOAD if work.is_apart else 0.0
+    if work.is_apart:
+        wait, servers = PREFILL_LOAD * own / (2 * (1 - PREFILL_LOAD)), rate * own / PREFILL_LOAD
+    else:
+        rate, servers = min(rate, work.at_once / own), 0.0
+        wait = _wait_seconds(own / work.at_once, decoding, batch) + step / 2 * others
     tpot = decoding / after if after else step / work.tokens_per_step
     return Load(batch, own + wait + work.transfer, tpot, rate, servers)
+
+
+def _wait_seconds(service: float, away: float, requests: int) -> float:
+    """R - S above: what a request waits for others, of `requests` that are `away` between two services."""
+    short = service * requests - away
+    found = (short + math.sqrt(short**2 + 4 * service * (away - service * (requests - 1) / 2))) / 2
+    return found - service

@@ -218,11 +218,10 @@ class _Server:
                 f" {self._weight_bytes / 1e9:.1f} GB of weights on each of {plan.gpus} GPUs of"
                 f" {usable_bytes(self._device) / 1e9:.1f} GB"
             )
-        loads = {batch: load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)}
-        possible = [each for each in loads.values() if each is not None]
-        kept = [each for each in possible if not self._over(each)]
+        loads = [load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)]
+        kept = [each for each in loads if not self._over(each)]
         best = max(kept, key=lambda each: each.requests_per_s, default=None)
-        shown = [each for each in possible if each.batch in _doublings(most)]
+        shown = [each for each in loads if each.batch in _doublings(most)]
         servers = best.prefill_servers if best else 0.0
         return ServingRow(
             hardware=self._device.name,
@@ -234,7 +233,7 @@ class _Server:
             step_seconds=self._work.decode(1),
             points=tuple(self._point(each) for each in shown),
             best=None if best is None else self._point(best),
-            limited_by=self._limit(best, most, possible),
+            limited_by=self._limit(best, most, loads),
             dollars_per_hour=None if self._price is None else self._price * plan.gpus * (1 + servers),
         )
 
@@ -363,9 +362,9 @@ class _Server:
         found = {"ttft": each.ttft_seconds, "tpot": each.tpot_seconds}
         return [name.upper() for name, most in self._plan.slo.items() if found[name] > most]
 
-    def _limit(self, best: Load | None, most: int, possible: list[Load]) -> str:
+    def _limit(self, best: Load | None, most: int, loads: list[Load]) -> str:
         if best is None:
-            first = possible[0]
+            first = loads[0]
             return (
                 f"one request alone has its first token after {duration(first.ttft_seconds)} and the others every"
                 f" {duration(first.tpot_seconds)}: no batch keeps to the latencies"
@@ -375,10 +374,7 @@ class _Server:
                 f"{most} requests fill the memory" if most <= MOST_REQUESTS else f"{MOST_REQUESTS} are the most metered"
             )
             return f"{full} (TTFT {duration(best.ttft_seconds)}, TPOT {duration(best.tpot_seconds)})"
-        after = next((each for each in possible if each.batch == best.batch + 1), None)
-        if after is None:
-            return f"prefill: with more than {best.batch} requests there are more chunks than steps"
-        over = " and ".join(self._over(after)) or "throughput"
+        over = " and ".join(self._over(loads[best.batch])) or "prefill, which takes all steps that there are,"
         return f"{over} with more than {best.batch} requests at a time"
 
     def _point(self, each: Load) -> ServingPoint:
