@@ -372,3 +372,36 @@ def test_a_larger_batch_is_told_of_data_that_the_step_itself_makes_on_the_host_o
     times = int(advice.remedy.split()[0])
     assert times >= 16
     assert advice.run_seconds_then == pytest.approx(seconds_and_advice(8 * times)[0] / times, rel=0.05)
+
+
+def reason_of(name, run, device=H100):
+    with FlopMeter(device) as meter:
+        run()
+    return next(spot.why for spot in meter.report().hot_spots if spot.what.startswith(name))
+
+
+def test_a_repeated_operand_is_named_as_the_reason_and_not_a_change_of_order():
+    x, shift = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((64, 256, 1152), (64, 1, 6912)))
+    assert "operands do not lie alike" in reason_of("add", lambda: x + shift[..., :1152])
+    assert "another order" in reason_of("clone", lambda: x.transpose(1, 2).contiguous())
+
+
+def test_a_convolution_whose_image_is_turned_is_not_called_bound_by_memory():
+    """In tf32 at 345 FLOP/B, over the ridge point of 148: what moves is the layout."""
+    x, weight = (torch.empty(shape, device="meta") for shape in ((64, 256, 4096), (256, 256, 3)))
+    why = reason_of("convolution", lambda: torch.nn.functional.conv1d(x, weight, padding=1))
+    assert why == "the layout is NCHW, which matrix units take by way of copies"
+
+
+def test_the_reason_is_that_of_the_kernels_with_most_time_over_their_floor():
+    """One large addition near the bandwidth, and many small ones that are not."""
+    large, small, shift = (
+        torch.empty(shape, device="meta") for shape in ((4096, 8192), (64, 256, 1152), (64, 1, 2304))
+    )
+
+    def run():
+        large + large
+        for _ in range(40):
+            small + shift[..., :1152]
+
+    assert "operands do not lie alike" in reason_of("add", run)

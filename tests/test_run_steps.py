@@ -170,6 +170,37 @@ def test_inference_goes_by_the_calls_of_the_outermost_module():
     assert report.step.macs == 16 * 64 * 64
 
 
+def test_a_script_that_calls_layers_one_by_one_has_a_step_of_all_of_them():
+    """An embedding, three layers and a head for each of four tokens, after one call of something else."""
+    with flopmeter.cuda(A100) as device, torch.no_grad():
+        embed, head = nn.Embedding(100, 64).to(device), nn.Linear(64, 100, bias=False).to(device)
+        layers = [nn.Linear(64, 64, bias=False).to(device) for _ in range(3)]
+        nn.Linear(64, 64, bias=False).to(device)(torch.zeros(1, 64, device=device))
+        token = torch.zeros(8, dtype=torch.long, device=device)
+        for _ in range(4):
+            x = embed(token)
+            for layer in layers:
+                x = layer(x)
+            token = head(x).argmax(-1)
+    report = device.report()
+    assert report.parts.marked_by == "rounds of calls: Embedding, Linear ×4"
+    assert report.parts.count == 4
+    assert report.step.macs == 3 * 8 * 64 * 64 + 8 * 64 * 100
+
+
+def test_a_draft_and_its_target_are_a_step_together():
+    with flopmeter.cuda(A100) as device, torch.no_grad():
+        draft, target = nn.Linear(64, 64, bias=False).to(device), nn.Bilinear(64, 64, 64, bias=False).to(device)
+        x = torch.zeros(8, 64, device=device)
+        for _ in range(3):
+            for _ in range(4):
+                draft(x)
+            target(x, x)
+    report = device.report()
+    assert report.parts.marked_by == "rounds of calls: Linear ×4, Bilinear"
+    assert report.parts.count == 3
+
+
 def test_steps_may_be_marked_by_an_nvtx_range_which_is_a_row_too():
     wishes = Wishes(marker="nvtx:step")
     with flopmeter.cuda(A100, steps=2, wishes=wishes) as device:

@@ -156,6 +156,11 @@ class Steps:
         if self._calls and self._marker in (AUTO, FORWARD):
             # If a program also evaluates, its steps are the calls that record gradients.
             calls = [call for call in self._calls if call.learns] or self._calls
+            if self._marker == AUTO and (rounds := _rounds([call.module for call in calls])):
+                start, length = rounds
+                ends = [call.ops.stop for call in calls[start + length - 1 :: length]]
+                found = _parts(calls[start].ops.start, ends, _named_round(calls[start : start + length]))
+                return replace(found, ends_with_call=True)
             name, _ = Counter(call.name for call in calls).most_common(1)[0]
             ends = [call.ops.stop for call in calls if call.name == name]
             return replace(_parts(self._calls_start or 0, ends, f"calls of {name}"), ends_with_call=True)
@@ -272,6 +277,23 @@ def _with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[_Outermos
             break
         start = min(start, call.ops.start)
     return start
+
+
+def _rounds(modules: Sequence[object]) -> tuple[int, int] | None:
+    """Where the first round of calls starts, and how many calls a round is: the shortest sequence that comes at least
+    twice, up to the end, after less than a round of others. None: there is none of several calls."""
+    for length in range(1, len(modules) // 2 + 1):
+        start = len(modules) - length
+        while start and modules[start - 1] == modules[start - 1 + length]:
+            start -= 1
+        if start < length and len(modules) - start >= 2 * length:
+            return (start, length) if length > 1 else None
+    return None
+
+
+def _named_round(calls: Sequence[_OutermostCall]) -> str:
+    times = Counter(call.name for call in calls)
+    return "rounds of calls: " + ", ".join(name if times[name] == 1 else f"{name} ×{times[name]}" for name in times)
 
 
 def _learns(module: nn.Module) -> bool:

@@ -136,12 +136,22 @@ def _why(group: list[Timed], report: Report) -> str:
         return WAITS
     if ramps > over / 2:
         return "too small: launch and drain take longer than the work"
-    kernel, timing = max(group, key=lambda pair: pair[1].seconds)
+    kernel, timing = _furthest_above(group, report)
     return (_of_products if kernel.cost.macs else _of_bytes)(kernel.cost, timing, report)
+
+
+def _furthest_above(group: list[Timed], report: Report) -> Timed:
+    """A kernel of the kind that holds most of the time over the floor."""
+    over: dict[Cost, float] = defaultdict(float)
+    for kernel, timing in group:
+        over[kernel.cost] += timing.seconds - floor_of([(kernel, timing)], report)
+    return max(group, key=lambda pair: over[pair[0].cost])
 
 
 def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     device, peak = report.hardware, _peak(cost, report.hardware, report.switches)
+    if _is_turned(cost, peak) and (not timing.is_compute or item_bytes_of(cost.dtype) <= 2):
+        return "the layout is NCHW, which matrix units take by way of copies"
     if not timing.is_compute:
         shape = next(iter(matmuls_of(cost)), None)
         few = f", {min(shape.m, shape.n)} rows for the whole weight" if shape and min(shape.m, shape.n) < 64 else ""
@@ -151,13 +161,19 @@ def _of_products(cost: Cost, timing: Timing, report: Report) -> str:
     if (alignment := alignment_of(cost)) < constants.FULL_ALIGNMENT_BYTES:
         width = odd_width(cost)
         return f"odd width{f' {width}' if width else ''}: rows are aligned to {alignment} bytes, not 16"
-    if isinstance(cost.work, ConvolutionWork) and not cost.work.shape.channels_last and item_bytes_of(cost.dtype) <= 2:
-        return "the layout is NCHW, which matrix units take by way of copies"
     tiles = sum(map(tile_count, matmuls_of(cost)))
     if tiles and tiles < device.sm_count:
         return f"few tiles: {tiles} for {device.sm_count} SMs"
     share = percent_of(2 * cost.macs - cost.masked_flops, timing.seconds * peak.flop_per_s) / 100
     return f"at {percent(share)} % of the peak" + (", as such kernels get" if share > NEAR_PEAK else "")
+
+
+def _is_turned(cost: Cost, peak: Peak) -> bool:
+    """Whether a library turns a convolution's tensors before and after it."""
+    work = cost.work
+    if not isinstance(work, ConvolutionWork) or work.shape.channels_last:
+        return False
+    return peak.unit == "matrix" and work.implicit.batch == 1
 
 
 def matmuls_of(cost: Cost) -> tuple[Matmul, ...]:
@@ -203,6 +219,8 @@ def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:
         return "second reads of rows too long to be held"
     if work.rereads:
         return "the threads of a row wait for memory and for each other: its rows are short or few"
-    if cost.access == "strided" or work.index_operations:
+    if cost.access == "strided":
         return "it goes through memory in another order than its input lies"
+    if work.index_operations:
+        return "its operands do not lie alike (one is repeated, or has gaps): an address is computed for each element"
     return f"bound by memory, at {percent(share)} % of the bandwidth"
