@@ -23,7 +23,7 @@ from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import Assumption, KnownValues
 from flopmeter.known_values.generation import sequences_go_on
-from flopmeter.known_values.routing import Routing
+from flopmeter.known_values.routing import BALANCED, Routing
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE, whole_program
 from flopmeter.launch.modes import Mode, compiled_region, launches, mode_called, mode_of
@@ -415,7 +415,10 @@ class FlopMeter:
         return self._values.assumptions if self._values else ()
 
     def _assumptions(self) -> tuple[str, ...]:
-        return tuple(f"{use.rule} for {use.op} at {use.where} ({use.count}x)" for use in self.assumed)
+        means = {BALANCED: " (what unknown scores pick takes turns)"}
+        return tuple(
+            f"{use.rule}{means.get(use.rule, '')} for {use.op} at {use.where} ({use.count}x)" for use in self.assumed
+        )
 
 
 def reports_together(

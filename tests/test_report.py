@@ -195,6 +195,14 @@ def test_text_prints_the_table_and_the_lines_under_it(report):
     assert str(report) == text
 
 
+def test_the_headline_counts_modules_of_one_class():
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        for _ in range(3):
+            torch.nn.Linear(8, 8, device="meta")(torch.empty(4, 8, device="meta"))
+        torch.nn.ReLU()(torch.empty(4, 8, device="meta"))
+    assert meter.report().headline.startswith("Linear ×3, ReLU, forward · ")
+
+
 def test_the_switches_decide_the_unit_and_are_printed():
     x = torch.empty(4096, 4096, device="meta")
     fp32 = report_of(lambda: x @ x)

@@ -50,12 +50,15 @@ class RoutingLaw(NamedTuple):
         return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
+BALANCED = 'routing="balanced"'
+
+
 def routing_law(stated: Any) -> RoutingLaw | None:
     """The law that the user stated. Raises ValueError for anything else."""
     if stated is None:
         return None
     if stated == "balanced":
-        return RoutingLaw(None, 'routing="balanced"')
+        return RoutingLaw(None, BALANCED)
     if stated == "independent":
         return RoutingLaw(None, 'routing="independent"', is_independent=True)
     if isinstance(stated, Mapping) and stated.keys() == {"imbalance"}:

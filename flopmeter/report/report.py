@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,7 +122,8 @@ class Report:
         """What ran, where, in which type and mode."""
         modules = dict.fromkeys(op.module.split(".")[0] for kernel in self.kernels for op in kernel.ops)
         phases = dict.fromkeys(op.phase for kernel in self.kernels for op in kernel.ops)
-        what = ", ".join(name for name in modules if name) or "program"
+        classes = Counter(name.partition(" (")[0] for name in modules if name)  # the second Linear is `Linear (2)`
+        what = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in classes.items()) or "program"
         return " · ".join((f"{what}, {' + '.join(phases)}", self.hardware.title, self.main_dtype, self.mode))
 
     @cached_property

@@ -135,7 +135,7 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
     if isinstance(error, torch.OutOfMemoryError):
         return f"{head}: by the model of the device's memory it does not fit; --oom=report goes on and tells how much"
     if isinstance(error, DataDependentError):
-        return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), or leave --strict-values out"
+        return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), and give no --strict-values"
     if isinstance(error, MixedDevicesError):
         return f"{head}: as on a GPU, all of them have to be on one device; the one named cuda is called meta above"
     if isinstance(error, ImportError):

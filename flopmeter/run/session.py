@@ -22,6 +22,7 @@ from flopmeter.run.compiled import Tracing
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
+from flopmeter.run.initial_values import InitialValues
 from flopmeter.run.patches import applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
@@ -129,6 +130,7 @@ class ScriptSession:
             files = WeightFiles(self.named, self.note)
             answers = undo.enter_context(applied(list(self.cuda.patches())))
             undo.enter_context(applied(list(files.patches())))
+            undo.enter_context(applied(list(InitialValues(self.named, self.note).patches())))
             if self.wishes.synthetic is not None:
                 synthetic = SyntheticData(self.wishes.synthetic, self.note)
                 undo.callback(synthetic.close)

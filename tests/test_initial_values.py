@@ -1,0 +1,40 @@
+"""Models that a script builds on the CPU before it moves them to the device named cuda."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import flopmeter
+
+H100 = "h100-sxm5-80gb"
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="asks Linux how much memory this process has")
+@pytest.mark.parametrize("draw_again", [None, nn.init.trunc_normal_, lambda weight: weight.data.normal_(0, 0.02)])
+def test_a_large_model_built_on_the_cpu_takes_no_memory_of_this_machine(draw_again):
+    with flopmeter.cuda(H100) as device:
+        before = resident_bytes()
+        model = nn.Linear(16384, 16384, bias=False)  # 1 GiB
+        if draw_again:
+            draw_again(model.weight)
+        assert resident_bytes() - before < 100e6
+        model.cuda()(torch.zeros(8, 16384, device="cuda"))
+    report = device.report().step
+    assert report.macs == 8 * 16384 * 16384
+    assert "weights of 32 MiB and more that are made on the CPU get no random values" in report.notes
+
+
+def test_small_weights_and_large_data_on_the_cpu_are_drawn_as_ever():
+    with flopmeter.cuda(H100) as device:
+        small, data = nn.Linear(64, 64), torch.empty(4096, 4096).normal_()
+        small.cuda()(torch.zeros(1, 64, device="cuda"))
+        assert data.std().item() == pytest.approx(1, rel=0.01)
+    assert not any("random values" in note for note in device.report().step.notes)
+    assert nn.Linear(4096, 4096).weight.std() > 0  # after the run
