@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from flopmeter import FlopMeter, HardwareError, StreamError, available_hardware
+from flopmeter import FlopMeter, HardwareError, StreamError, available_hardware, on_meta
 from flopmeter.distributed import world
 from flopmeter.models import BUILTINS, training_step
 from flopmeter.models.gpt2 import GPT2, GPT2Config
@@ -94,6 +94,42 @@ def test_attention_of_transformers_wins_what_its_own_sdpa_does(name, device):
             tokens = torch.empty(8, 1024, dtype=torch.long)
         with FlopMeter(device, checks="hold") as meter:
             model(input_ids=tokens, labels=tokens).loss.backward()
+        return meter.report()
+
+    eager, fused = report("eager"), report("sdpa")
+    (advice,) = (each for each in eager.advice if each.remedy.startswith("F.scaled_dot_product_attention"))
+    assert advice.gain_seconds == pytest.approx(eager.seconds - fused.seconds, rel=0.05)
+
+
+def t5(transformers, implementation):
+    """A trained bias by position, which the decoder adds a causal mask to; dropout; keys that a cache has copied."""
+    config = transformers.T5Config(
+        d_model=1024, d_ff=4096, num_layers=2, num_heads=16, vocab_size=512, decoder_start_token_id=0, pad_token_id=0,
+        attn_implementation=implementation,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config), {}
+
+
+def padded_bert(transformers, implementation):
+    """A mask of padding for each sequence."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 2, "vocab_size": 512}
+    mask = torch.ones(8, 512, dtype=torch.long, device="cpu")
+    mask[:, 400:] = 0
+    config = transformers.BertConfig(**sizes, attn_implementation=implementation)
+    return transformers.BertForMaskedLM(config), {"attention_mask": on_meta(mask)}
+
+
+@pytest.mark.parametrize("build", [t5, padded_bert])
+def test_what_is_added_to_scores_goes_to_the_kernel_that_takes_it(build):
+    transformers = pytest.importorskip("transformers")
+
+    def report(implementation):
+        with torch.device("meta"):
+            model, inputs = build(transformers, implementation)
+            tokens = torch.empty(8, 512, dtype=torch.long)
+        model.to(HALF)
+        with FlopMeter("a100-sxm4-80gb", checks="hold") as meter:
+            model(input_ids=tokens, labels=tokens, **inputs).loss.backward()
         return meter.report()
 
     eager, fused = report("eager"), report("sdpa")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, Phase, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import (
+    Bias,
     NoKernelError,
     Operands,
     backend_of,
@@ -34,6 +36,7 @@ _PRODUCTS = (aten.bmm, aten.baddbmm, aten.mm, aten.matmul)
 _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.contiguous)
 _RESHAPES = (aten.expand, aten.view, aten._unsafe_view)
 _TRIANGLES = (aten.tril, aten.triu, aten.tril_, aten.triu_)
+_ADDITIONS = (aten.add, aten.add_)
 _COMPARISONS = (aten.le, aten.lt, aten.ge, aten.gt)
 
 
@@ -86,6 +89,8 @@ class _Materialised(NamedTuple):
     gradients: set[int]  # storages that its backward pass gives to others
     is_causal: bool
     dropout: float
+    bias: TensorSpec | None  # added to the scores, as the program has it
+    bias_gradient: TensorSpec | None  # of the scores' size: what the sum that gives the bias its gradient reads
 
 
 def _uses(trace: Trace) -> dict[int, list[int]]:
@@ -120,6 +125,10 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
     assert len(operands) == 3
     backward = (ops[index] for index in products if ops[index].phase == "backward")
     gradients = {out.storage for op in backward for out in op.outputs} - scores
+    bias, gradient = _bias(trace, uses, touched, scores, spec)
+    is_causal = bias is None and _is_causal(trace, uses, touched, spec)
+    if gradient is not None:
+        dropped -= {index for index in touched if _sums_bias_gradient(ops[index], spec)}
     return _Materialised(
         dropped,
         made[0],
@@ -127,9 +136,36 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
         spec,
         operands,
         gradients,
-        _is_causal(trace, uses, touched, spec),
+        is_causal,
         _dropout(trace, touched),
+        bias,
+        gradient,
     )
+
+
+def _bias(
+    trace: Trace, uses: dict[int, list[int]], touched: set[int], scores: set[int], square: TensorSpec
+) -> tuple[TensorSpec | None, TensorSpec | None]:
+    """What is added to the scores and is no causal mask, which SDPA takes as its mask, and what gives it its
+    gradient."""
+    ops = [trace.ops[index] for index in sorted(touched)]
+    added = (
+        spec
+        for op in ops
+        if op.phase != "backward" and op.call.func.overloadpacket in _ADDITIONS
+        for spec in op.inputs
+        if spec.storage not in scores and len(spec.shape) >= 2 and spec.shape[-1] == square.shape[-1]
+    )
+    bias = next((spec for spec in added if not _is_causal_mask(trace, uses, spec, square)), None)
+    summed = (op.inputs[0] for op in ops if _sums_bias_gradient(op, square))
+    return bias, next(summed, None) if bias is not None else None
+
+
+def _sums_bias_gradient(op: Op, square: TensorSpec) -> bool:
+    """Whether it adds up what all sequences, or all heads, say of a bias that they share."""
+    if op.phase != "backward" or op.call.func.overloadpacket is not aten.sum:
+        return False
+    return op.inputs[0].shape[-2:] == op.outputs[0].shape[-2:] == square.shape[-2:]
 
 
 def _of_scores(trace: Trace, uses: dict[int, list[int]], softmax: int) -> set[int]:
@@ -212,12 +248,15 @@ def _is_causal(trace: Trace, uses: dict[int, list[int]], touched: set[int], squa
     """Whether a mask of [queries, keys] is applied to a square of scores that says for each pair of places whether one
     comes after the other: it was made of comparisons of places, or all sequences share it, which is assumed to be
     causal."""
+    masks = (spec for index in touched for spec in trace.ops[index].inputs)
+    return any(_is_causal_mask(trace, uses, spec, square) for spec in masks if spec.distinct_elements < square.numel)
+
+
+def _is_causal_mask(trace: Trace, uses: dict[int, list[int]], spec: TensorSpec, square: TensorSpec) -> bool:
     *_, queries, keys = square.shape
-    masks = [spec for index in touched for spec in trace.ops[index].inputs if spec.shape[-2:] == (queries, keys)]
-    smaller = [spec for spec in masks if spec.distinct_elements < square.numel]
-    return queries == keys > 1 and any(
-        spec.distinct_elements == queries * keys or _compares_places(trace, uses, spec.storage) for spec in smaller
-    )
+    if not queries == keys > 1 or spec.shape[-2:] != (queries, keys):
+        return False
+    return spec.distinct_elements == queries * keys or _compares_places(trace, uses, spec.storage)
 
 
 def _compares_places(trace: Trace, uses: dict[int, list[int]], storage: int) -> bool:
@@ -289,17 +328,33 @@ def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase
     q, k, v = _operands(trace, attention)
     out = trace.ops[attention.values].outputs[0]
     sums = len(trace.storages)  # of a storage that no other op touches
-    numbers = tuple(dict.fromkeys((q.storage, k.storage, v.storage, out.storage, sums)))
+    bias = _bias_in_heads(attention, q.shape[:2])
+    of_bias = [] if bias is None else [spec.storage for spec in bias if spec is not None]
+    numbers = tuple(dict.fromkeys((q.storage, k.storage, v.storage, out.storage, sums, *of_bias)))
     place = {number: local for local, number in enumerate(numbers)}
     *heads, queries, _ = q.shape
     result = dense((*heads, queries, v.shape[-1]), out.dtype, out.device)._replace(storage=place[out.storage])
     norms = dense((*heads, queries), torch.float32, out.device)._replace(storage=place[sums])
     qkv = tuple(spec._replace(storage=place[spec.storage]) for spec in (q, k, v))
     assert len(qkv) == 3
-    backend = backend_of(qkv, device, is_causal=attention.is_causal, dropout=attention.dropout)
+    bias = bias and Bias(*(spec and spec._replace(storage=place[spec.storage]) for spec in bias))
+    backend = backend_of(qkv, device, is_causal=attention.is_causal, dropout=attention.dropout, bias=bias)
     build = backward_call if phase == "backward" else forward_call
-    call = build(qkv, result, norms, attention.is_causal, backend)
+    call = build(qkv, result, norms, attention.is_causal, backend, bias)
     return trace.ops[place_of]._replace(call=call, storages=numbers)
+
+
+def _bias_in_heads(attention: _Materialised, batch_and_heads: tuple[int, ...]) -> Bias | None:
+    """The bias as the fused kernel takes it: repeated for each sequence and head, without memory for that."""
+    bias, sizes = attention.bias, (*batch_and_heads, *attention.softmax.shape[-2:])
+    if bias is None or len(bias.shape) > len(sizes):
+        return None
+    shape = (1,) * (len(sizes) - len(bias.shape)) + bias.shape
+    if any(size not in (1, whole) for size, whole in zip(shape, sizes, strict=True)):
+        return None
+    stride = dense(shape, bias.dtype, bias.device).stride  # kernels want the keys innermost
+    steps = tuple(step if size > 1 else 0 for size, step in zip(shape, stride, strict=True))
+    return Bias(bias._replace(shape=sizes, stride=steps), attention.bias_gradient)
 
 
 def _operands(trace: Trace, attention: _Materialised) -> Operands:
@@ -310,7 +365,17 @@ def _operands(trace: Trace, attention: _Materialised) -> Operands:
     q, k, v = (_in_heads(spec, *size) for spec, size in zip(attention.operands, sizes, strict=True))
     if len({spec.shape[0] for spec in (q, k, v)}) > 1:
         q, k, v = (_packed(spec, *size) for spec, size in zip(attention.operands, sizes, strict=True))
+    q, k, v = (_in_batches(spec, attention.softmax.shape[:-2]) for spec in (q, k, v))
     return q, k, v
+
+
+def _in_batches(spec: TensorSpec, batch_and_heads: tuple[int, ...]) -> TensorSpec:
+    """One that is packed, with the scores' sequences apart from their heads, if it has as many."""
+    count, sizes = spec.shape[1], spec.shape[2:]
+    if spec.shape[0] > 1 or len(batch_and_heads) != 2 or count != prod(batch_and_heads) or not is_dense(spec):
+        return spec
+    own = dense((*batch_and_heads, *sizes), spec.dtype, spec.device)
+    return own._replace(storage=spec.storage, offset=spec.offset)
 
 
 def _in_heads(spec: TensorSpec, rows: int, width: int) -> TensorSpec:

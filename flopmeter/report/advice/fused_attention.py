@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -29,30 +30,49 @@ class NoKernelError(Exception):
     """scaled_dot_product_attention would do the same op by op, as in bf16 on a T4."""
 
 
-def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: float) -> str:
+class Bias(NamedTuple):
+    """What is added to the scores, [batch, heads, queries, keys], such as a mask of padding or a bias by position."""
+
+    spec: TensorSpec
+    gradient: TensorSpec | None  # None: it is not trained
+
+
+def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: float, bias: Bias | None = None) -> str:
     """The kernel that CUDA would choose, by the rules of the running torch. Raises NoKernelError where it has none."""
     capability = device.compute_capability
     target = CudaTarget.stand_in(device.title) if capability is None else CudaTarget(capability)
     q, k, v = (Operand(spec.shape, spec.stride, spec.dtype, 0, False) for spec in qkv)
     settings, is_grouped = Settings.now()._replace(grad=False), q.shape[1] != k.shape[1]
-    call = SdpaCall(q, k, v, None, dropout, is_causal, is_grouped, settings, target)
+    mask = bias and Operand(bias.spec.shape, bias.spec.stride, bias.spec.dtype, 0, bias.gradient is not None)
+    call = SdpaCall(q, k, v, mask, dropout, is_causal, is_grouped, settings, target)
     chosen = choose(call, rules_for(running_version()))
     if chosen is SDPBackend.MATH:
         raise NoKernelError
     return _BACKENDS[chosen]
 
 
-def forward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
+def forward_call(
+    qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str, bias: Bias | None = None
+) -> Call:
     func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention").default
-    return Call(func, qkv, {"dropout_p": 0.0, "is_causal": is_causal}, qkv, (out, sums))
+    specs = qkv if bias is None else (*qkv, bias.spec)
+    return Call(func, qkv, _settings(is_causal, bias), specs, (out, sums))
 
 
-def backward_call(qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str) -> Call:
+def backward_call(
+    qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str, bias: Bias | None = None
+) -> Call:
     """The call of the backward kernel. Its results are as large as q, k and v, and are written over them, which does
     not change the price."""
-    specs = (out, *qkv, out, sums)
+    read = (out, *qkv, out, sums) if bias is None else (out, *qkv, out, sums, bias.spec)
+    made = qkv if bias is None or bias.gradient is None else (*qkv, bias.gradient)
     func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention_backward").default
-    return Call(func, specs, {"dropout_p": 0.0, "is_causal": is_causal}, specs, qkv)
+    return Call(func, read[:6], _settings(is_causal, bias), read, made)
+
+
+def _settings(is_causal: bool, bias: Bias | None) -> dict[str, Any]:
+    settings = {"dropout_p": 0.0, "is_causal": is_causal}
+    return settings if bias is None else settings | {"attn_bias": bias.spec}
 
 
 def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
