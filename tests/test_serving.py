@@ -43,7 +43,7 @@ def steps(mode="cudagraph", weights="bf16", kv="bf16", ranks=1, cache="paged", *
 
 def served(hardware=(H100,), **options):
     options = {"prompt": 512, "output": 128} | options
-    return serving(config(), hardware, **options)
+    return serving(options.pop("model", None) or config(), hardware, **options)
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +269,32 @@ def test_unpacked_weights_are_bound_by_memory_for_few_rows(name):
     products = [sum(timing.work_seconds for kernel, timing in zip(run.kernels, run.timings, strict=True)
                     if kernel.cost.macs and "mlp" in kernel.op.module) for run in (wide, narrow)]  # fmt: skip
     assert 2.2 < products[0] / products[1] < 16 / 4.125
+
+
+def published(**quantization):
+    """A mixture whose config says how its weights were published, and whose pad token is the last one."""
+    return transformers.GptOssConfig(
+        architectures=["GptOssForCausalLM"], num_hidden_layers=2, num_local_experts=4, vocab_size=1024, hidden_size=512,
+        intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64, pad_token_id=1023,
+        quantization_config=quantization,
+    )  # fmt: skip
+
+
+def test_modules_that_a_config_leaves_out_keep_their_weights():
+    """Attention of two layers: q and o of 512 x 512, k and v of 128 x 512, in 16 bits for 4.25."""
+    kept = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    sizes = [served(model=published(**each), weights="mxfp4").rows[0].weight_bytes for each in (kept, {})]
+    assert sizes[0] - sizes[1] == pytest.approx(2 * (2 * 512 * 512 + 2 * 128 * 512) * (16 - 4.25) / 8)
+
+
+def test_a_format_that_the_config_names_is_told_where_another_is_served():
+    told = "by its config the model was published in mxfp4: weights='mxfp4' serves it so"
+    assert told in str(served(model=published(quant_method="mxfp4")))
+    assert told not in str(served(model=published(quant_method="mxfp4"), weights="mxfp4"))
+
+
+def test_a_pad_token_of_another_rank_does_not_stop_the_split():
+    assert served(model=published(), gpus=2).rows[0].best
 
 
 def test_decoding_on_amd_reads_its_cache_at_more_than_a_third_of_the_bandwidth():

@@ -8,7 +8,7 @@ from typing import Any
 
 from flopmeter.ask.checks import check_share, check_whole
 from flopmeter.ask.serve.decoder import Decoder, ServingError
-from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS, has_product
+from flopmeter.ask.serve.formats import HEAD, KV_BYTES, WEIGHTS, has_product, quantised
 from flopmeter.ask.serve.queue import expected_tokens
 from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, cluster_of
@@ -127,9 +127,17 @@ def notes_of(
             f"{draft.decoder.title} drafts {plan.draft_tokens} tokens, each accepted with {plan.acceptance:g}:"
             f" {figure(tokens)} tokens a step"
         )
-    chosen = WEIGHTS[plan.weights]
+    chosen, published = WEIGHTS[plan.weights], quantised(own.decoder.config)
+    if published.weights and published.weights != plan.weights:
+        notes.append(
+            f"by its config the model was published in {published.weights}: weights={published.weights!r} serves it so"
+        )
     if plan.weights != "bf16":
-        notes.append(f"weights in {plan.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is")
+        kept = ", ".join(name for name in published.kept if name != HEAD)
+        notes.append(
+            f"weights in {plan.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is"
+            + (f", and by the config {kept}" if kept else "")
+        )
     if product := chosen.product:
         lack = [device.name for device in devices if not has_product(device, product)]
         notes += (

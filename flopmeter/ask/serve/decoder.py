@@ -185,6 +185,8 @@ def _split(config: Any, ranks: int) -> Any:
             raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")
         else:
             setattr(text, name, -(-size // ranks))
+    if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
+        text.pad_token_id = None  # another rank's
     return share
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 from flopmeter.ask.serve.engine import with_one_sort
 from flopmeter.device.hardware import Hardware, HardwareError
@@ -12,6 +13,8 @@ from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.records import ATTENTION, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region, Trace
 
 HEAD = "lm_head"  # scores the vocabulary; it stays as it is, like embeddings and norms
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")  # of a quantization_config: module names, with stars
+_OF_METHODS = {"mxfp4": "mxfp4", "fp8": "fp8", "fbgemm_fp8": "fp8", "gptq": "int4", "awq": "int4"}
 
 
 class WeightFormat(NamedTuple):
@@ -30,10 +33,43 @@ WEIGHTS = {
     "mxfp4": WeightFormat(4 + 8 / 32, None, "an 8-bit scale for 32 weights (OCP MX), unpacked in the product"),
     "nvfp4": WeightFormat(4 + 8 / 16, "fp4", "an 8-bit scale for 16 numbers, products in fp4, activations alike"),
 }
+
+
+class Quantised(NamedTuple):
+    """What a config says of the weights that were published with it."""
+
+    weights: str | None  # of WEIGHTS; None: it says nothing, or something else
+    kept: tuple[str, ...]  # modules whose weights are as they were
+
+    def is_kept(self, module: str) -> bool:
+        """Whether the module of this path, which begins with the model's class, or one around it is among them."""
+        parts = module.split(".")[1:]
+        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        return any(fnmatchcase(path, each) for path in paths for each in self.kept)
+
+
+def quantised(config: Any) -> Quantised:
+    """From the `quantization_config` of a config of transformers."""
+    own = getattr(config, "quantization_config", None) or {}
+    facts = own if isinstance(own, dict) else own.to_dict()
+    kept = next((facts[name] for name in _LEFT_OUT if facts.get(name)), ())
+    return Quantised(_OF_METHODS.get(str(facts.get("quant_method"))), tuple(kept))
+
+
 KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
 
 
-def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weights: str, kv: str) -> list[Kernel]:
+NOTHING_KEPT = Quantised(None, ())
+
+
+def in_formats(
+    kernels: Sequence[Kernel],
+    trace: Trace,
+    device: Hardware,
+    weights: str,
+    kv: str,
+    published: Quantised = NOTHING_KEPT,
+) -> list[Kernel]:
     """The kernels of a step with weights and cache in these formats, the experts of a layer in one kernel. Where a
     device has no products of the type, the weights are unpacked in the product."""
     chosen, known = WEIGHTS[weights], dict[tuple[Cost, tuple[int, ...]], Cost]()
@@ -47,7 +83,7 @@ def in_formats(kernels: Sequence[Kernel], trace: Trace, device: Hardware, weight
             key = (cost, (-1,))
             known[key] = known.get(key) or _with_narrow_cache(cost, KV_BYTES[kv] / KV_BYTES["bf16"])
             return kernel._replace(cost=known[key])
-        held = weight_storages(kernel, trace)
+        held = weight_storages(kernel, trace, published)
         if weights == "bf16" or not held:
             return kernel
         storages = tuple(sorted(held))
@@ -66,11 +102,13 @@ def has_product(device: Hardware, dtype: str) -> bool:
         return False
 
 
-def weight_storages(kernel: Kernel, trace: Trace) -> set[int]:
-    """Storages, as the kernel's call numbers them, of the weights that it multiplies by."""
-    if not kernel.cost.macs or kernel.op.module.rpartition(".")[2] == HEAD:
+def weight_storages(kernel: Kernel, trace: Trace, published: Quantised) -> set[int]:
+    """Storages, as the kernel's call numbers them, of the weights that it multiplies by and that can be narrow."""
+    module = kernel.op.module
+    if not kernel.cost.macs or module.rpartition(".")[2] == HEAD or published.is_kept(module):
         return set()
-    return {place for place, number in enumerate(kernel.op.storages) if trace.storages[number].role == "parameters"}
+    matrices = (spec.storage for spec in kernel.op.call.inputs if len(spec.shape) > 1)  # a bias stays as it is
+    return {place for place in matrices if trace.storages[kernel.op.storages[place]].role == "parameters"}
 
 
 def _with_narrow_weights(cost: Cost, held: set[int], share: float, product: str | None) -> Cost:
@@ -92,7 +130,7 @@ def _with_narrow_cache(cost: Cost, share: float) -> Cost:
     return replace(cost, reads=(query, *(each._replace(nbytes=round(each.nbytes * share)) for each in cache)))
 
 
-def narrow_bytes(kernels: Sequence[Kernel], trace: Trace, weights: str) -> int:
+def narrow_bytes(kernels: Sequence[Kernel], trace: Trace, weights: str, published: Quantised) -> int:
     """By how much the format makes the weights of a step's products smaller."""
-    numbers = {kernel.op.storages[place] for kernel in kernels for place in weight_storages(kernel, trace)}
+    numbers = {kernel.op.storages[place] for kernel in kernels for place in weight_storages(kernel, trace, published)}
     return round(sum(trace.storages[number].nbytes for number in numbers) * (1 - WEIGHTS[weights].bits / 16))

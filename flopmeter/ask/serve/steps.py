@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, NamedTuple
 
 from flopmeter.ask.serve.decoder import Decoder, kernel_for
-from flopmeter.ask.serve.formats import in_formats, narrow_bytes
+from flopmeter.ask.serve.formats import in_formats, narrow_bytes, quantised
 from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
 from flopmeter.device.peer_memory import all_reduce_seconds
@@ -40,6 +40,7 @@ class StepModel:
         cluster: Cluster | None = None,
     ):
         self.decoder, self.mode, self.weights, self.kv, self._cluster = decoder, mode, weights, kv, cluster
+        self._published = quantised(decoder.config)
         self._options = {"routing": "independent", "checks": "hold", **meter_options}
         self._meters: dict[tuple[str, int, int, int, int], list[FlopMeter]] = {}
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
@@ -65,7 +66,9 @@ class StepModel:
     def weight_bytes(self, device: Hardware) -> int:
         """Bytes of this rank's weights, in the format."""
         report = self._eager(device, 1, 1, 0, 1)
-        return self.decoder.parameter_bytes - narrow_bytes(report.kernels, report.memory.trace, self.weights)
+        return self.decoder.parameter_bytes - narrow_bytes(
+            report.kernels, report.memory.trace, self.weights, self._published
+        )
 
     def report(self, device: Hardware, batch: int, new: int, cached: int) -> Report:
         """The step's own report, without collectives."""
@@ -74,7 +77,7 @@ class StepModel:
     def _report(self, device: Hardware, batch: int, new: int, cached: int, logits: int) -> Report:
         report = self._eager(device, batch, new, cached, logits)
         assert report.in_mode is not None
-        kernels = in_formats(report.kernels, report.memory.trace, device, self.weights, self.kv)
+        kernels = in_formats(report.kernels, report.memory.trace, device, self.weights, self.kv, self._published)
         return report.in_mode(self.mode, kernels=kernels)
 
     def _eager(self, device: Hardware, *sizes: int) -> Report:
