@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.patches import Patch
 
 LEAST_BYTES = 32 * 1024 * 1024  # from here on the C library asks the system for memory of its own, which is zero
+_CASTS = ("to", "half", "bfloat16", "float", "double")
 _DRAWS = ("uniform_", "normal_", "trunc_normal_")
 
 
@@ -27,9 +29,11 @@ class InitialValues:
 
     def __init__(self, named: NamedCuda, note: Callable[[str], None]) -> None:
         self._named, self._note = named, note
-        self._left_out: set[int] = set()  # addresses: a program may draw again by `weight.data`
+        self._left_out: dict[int, StorageWeakRef] = {}  # by address, which another storage may have later
 
     def patches(self) -> Iterator[Patch]:
+        for name in _CASTS:
+            yield Patch(Tensor, name, self._unless_left_out(getattr(Tensor, name)), "their casts have no values either")
         for name in _DRAWS:
             for owner in (Tensor, nn.init):
                 if draw := getattr(owner, name, None):
@@ -38,17 +42,42 @@ class InitialValues:
     def _unless_large(self, draw: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(draw)
         def drawn(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_large(tensor):
+                return draw(tensor, *args, **kwargs)
+            if isinstance(tensor, nn.Parameter):
+                self._note(f"weights of {LEAST_BYTES >> 20} MiB and more that are made on the CPU get no random values")
+                self._leave_out(tensor)
             return tensor if self._is_left_out(tensor) else draw(tensor, *args, **kwargs)
 
         return drawn
 
-    def _is_left_out(self, tensor: Tensor) -> bool:
+    def _unless_left_out(self, cast: Callable[..., Any]) -> Callable[..., Any]:
+        """Only a cast on the CPU writes memory."""
+
+        @functools.wraps(cast)
+        def casted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._left_out or not self._is_large(tensor) or not self._is_left_out(tensor):
+                return cast(tensor, *args, **kwargs)
+            like = cast(tensor.detach().flatten()[:1], *args, **kwargs)
+            if like.is_meta or like.dtype == tensor.dtype:
+                return cast(tensor, *args, **kwargs)
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=like.dtype, device="cpu")
+            self._leave_out(new)
+            return new
+
+        return casted
+
+    def _is_large(self, tensor: Tensor) -> bool:
+        """And plain, on the CPU."""
         if not self._named.is_open or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             return False
-        if tensor.nbytes < LEAST_BYTES or tensor.layout is not torch.strided:
-            return False
-        address = tensor.untyped_storage().data_ptr()
-        if isinstance(tensor, nn.Parameter):
-            self._left_out.add(address)
-            self._note(f"weights of {LEAST_BYTES >> 20} MiB and more that are made on the CPU get no random values")
-        return address in self._left_out
+        return tensor.layout is torch.strided and tensor.nbytes >= LEAST_BYTES
+
+    def _leave_out(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._left_out[storage.data_ptr()] = StorageWeakRef(storage)
+
+    def _is_left_out(self, tensor: Tensor) -> bool:
+        """A program may draw again by `weight.data`, which is another tensor of the same storage."""
+        known = self._left_out.get(tensor.untyped_storage().data_ptr())
+        return known is not None and not known.expired()

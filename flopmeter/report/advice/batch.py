@@ -51,7 +51,7 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
     if times == 1:
         return
     why = "the work of one batch is too small for the device"
-    remedy = f"{times} times the batch (priced for the work of one of today's)"
+    remedy = f"{times} times the batch (times are of what is now one batch)"
     is_fault = report.kernel_seconds > FAULT * then.kernel_seconds / times
     yield Proposal(all_kernels(report), everything, why, remedy, then, times, is_fault)
 
