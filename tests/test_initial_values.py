@@ -35,7 +35,7 @@ def test_a_large_model_built_on_the_cpu_takes_no_memory_of_this_machine(draw_aga
 
 
 def test_small_weights_and_large_data_on_the_cpu_are_drawn_as_ever():
-    with flopmeter.cuda(H100) as device:
+    with flopmeter.cuda(H100):
         small, data = nn.Linear(64, 64), torch.empty(4096, 4096).normal_()
         small.cuda()(torch.zeros(1, 64, device="cuda"))
         assert data.std().item() == pytest.approx(1, rel=0.01)
