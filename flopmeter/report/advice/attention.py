@@ -337,7 +337,10 @@ def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase
     norms = dense((*heads, queries), torch.float32, out.device)._replace(storage=place[sums])
     qkv = tuple(spec._replace(storage=place[spec.storage]) for spec in (q, k, v))
     assert len(qkv) == 3
-    bias = bias and Bias(*(spec and spec._replace(storage=place[spec.storage]) for spec in bias))
+    if bias is not None:
+        spec, gradient = bias.spec, bias.gradient
+        gradient = gradient and gradient._replace(storage=place[gradient.storage])
+        bias = Bias(spec._replace(storage=place[spec.storage]), gradient)
     backend = backend_of(qkv, device, is_causal=attention.is_causal, dropout=attention.dropout, bias=bias)
     build = backward_call if phase == "backward" else forward_call
     call = build(qkv, result, norms, attention.is_causal, backend, bias)
