@@ -163,3 +163,24 @@ def test_a_causal_convolution_multiplies_each_element_by_its_width():
 
     (row,) = (row for name, row in kernels(stepped("causal_conv1d", program)).items() if name == "causal_conv1d")
     assert row.flops == 2 * 64 * 512 * (4 + 3 + 4)  # products, sums, and x / (1 + exp(-x))
+
+
+def test_flash_attns_rotary_embedding_is_one_kernel_each_way_and_its_norm_one_forward():
+    """By hand: of [2, 64, 4, 32] the first half of each head is turned, at three operations an element."""
+
+    def program():
+        from flash_attn.layers.rotary import apply_rotary_emb
+        from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+        angles = torch.zeros(64, 8, device="cuda", dtype=torch.bfloat16)
+        x = torch.zeros(2, 64, 4, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        turned = apply_rotary_emb(x, angles, angles, interleaved=False)
+        weight = torch.ones(32, device="cuda", dtype=torch.bfloat16)
+        layer_norm_fn(turned, weight, None, is_rms_norm=True).sum().backward()
+        assert x.grad.shape == x.shape
+        with pytest.raises(NotImplementedError, match="cu_seqlens"):
+            apply_rotary_emb(x, angles, angles, cu_seqlens=angles)
+
+    found = kernels(stepped("flash_attn", program))
+    assert (found["rotary"].calls, found["rotary"].flops) == (2, 2 * 3 * 2 * 64 * 4 * 16)
+    assert found["_fused_rms_norm"].calls == 1

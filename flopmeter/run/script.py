@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flopmeter.distributed.errors import WorldError
 from flopmeter.known_values import DataDependentError
 from flopmeter.known_values.messages import NotSentYet
 from flopmeter.run.device import OtherDeviceError
@@ -138,6 +139,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), or leave --strict-values out"
     if isinstance(error, MixedDevicesError):
         return f"{head}: as on a GPU, all of them have to be on one device; the one named cuda is called meta above"
+    if isinstance(error, WorldError):
+        return f"{head}: what flopmeter cannot tell of ranks that do not run: {error}"
     if isinstance(error, ImportError):
         return f"{head}: {_about_import(error)}"
     if "operator torchvision::" in str(error):
