@@ -87,6 +87,22 @@ def test_apex_updates_and_norms_are_one_kernel():
     }
 
 
+def test_larc_scales_each_gradient_by_two_norms_and_waits_for_each():
+    """By hand: two parameters; the host asks of two norms each whether they are 0."""
+
+    def program():
+        from apex.parallel.LARC import LARC
+
+        model = nn.Linear(64, 64).cuda()
+        optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01), clip=False)
+        train(model, torch.zeros(8, 64, device="cuda"), optimizer)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.01
+
+    found = kernels(stepped("apex", program))
+    waits = found["_local_scalar_dense"].calls
+    assert (found["linalg_vector_norm"].calls, waits, found["mul_"].calls) == (4, 4, 2)
+
+
 def test_bitsandbytes_moves_a_byte_a_state_and_half_a_byte_a_weight():
     n, blocks = 256 * 256, 256
 
