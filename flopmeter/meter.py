@@ -41,6 +41,7 @@ from flopmeter.trace import overlap
 from flopmeter.trace.dtensor import unseen_propagation
 from flopmeter.trace.other_threads import OtherThreads
 from flopmeter.trace.recorder import Recorder
+from flopmeter.trace.shapes_only import ShapesOnly
 from flopmeter.trace.storages import StorageListener
 
 __all__ = ["DEFAULT_HARDWARE", "Causal", "FlopMeter", "Mode", "StreamError"]
@@ -245,6 +246,7 @@ class FlopMeter:
         )
         self._new_values()  # raises an error for unknown options now, not on entry
         self.storage_listener: StorageListener | None = None  # hears of storages while the meter is open
+        self.shapes_only: ShapesOnly | None = None  # what is on meta without being on the GPU that meta stands for
         self.around_tracing: AroundTracing = nothing_around  # where the compiler traces the program
         self.on_compiled_call: OnCompiledCall | None = None
         self._recorder: Recorder | None = None
@@ -273,6 +275,7 @@ class FlopMeter:
                     compiled_region=self._emulation.compiled_region if self._emulation and by_rules else None,
                     on_new_call=_check if self._strict else None,
                     storage_listener=self.storage_listener,
+                    shapes_only=self.shapes_only,
                 )
                 undo.enter_context(self._recorder)
                 self._exports = undo.enter_context(Exports()) if self._emulation else None

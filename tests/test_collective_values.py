@@ -20,6 +20,7 @@ from flopmeter.costs import kernels_of
 from flopmeter.device.cluster import cluster_of, load_cluster, price_collective
 from flopmeter.device.hardware import HardwareError
 from flopmeter.distributed import WorldError, world
+from flopmeter.distributed.ranks import run_ranks
 from flopmeter.records import Collective
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -387,3 +388,22 @@ def test_true_ranks_exchange_true_values(tmp_path: Path):
 def test_known_ids_brought_in_stay_known_after_a_broadcast_from_here():
     ids = on_meta(torch.tensor([5, 6]))
     assert answer(lambda: (dist.broadcast(ids, 0), ids.tolist())[1], rank=0) == ([5, 6], ())
+
+
+def test_objects_that_one_rank_has_reach_the_ranks_that_run_with_it():
+    """Rank 2 runs first, and starts again each time that it needs what rank 0 has not sent yet."""
+    runs = list[int]()
+
+    def program(rank: int) -> list[Any]:
+        runs.append(rank)
+        with world(3, rank=rank):
+            first, second, own, part = ([each if rank == 0 else None] for each in ("config", {"lr": 0.1}, 1, None))
+            dist.broadcast_object_list(first, src=0)
+            dist.broadcast_object_list(own if rank == 0 else [7], group_src=0)  # who has some already needs none
+            dist.broadcast_object_list(second, src=0)
+            dist.scatter_object_list(part, [10, 11, 12] if rank == 0 else None, src=0)
+        return [*first, *second, *part]
+
+    everywhere = ["config", {"lr": 0.1}]
+    assert run_ranks([2, 0, 1], program) == {rank: [*everywhere, 10 + rank] for rank in range(3)}
+    assert runs == [2, 0, 1, 2]

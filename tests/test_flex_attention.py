@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.pipelining.microbatch import _split_block_mask
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
@@ -143,6 +144,27 @@ def test_a_mask_that_reads_unknown_values_counts_every_block_and_says_so():
     (cost,) = flex_costs(meter)
     assert cost.masked_flops == 0
     assert "every block of a mask_mod that reads values which are not known" in meter.report().assumptions[0]
+
+
+def test_parts_of_a_mask_are_counted_each_by_its_own_mask_mod():
+    """As the stages of a pipeline cut it for their microbatches. By hand, of 8 x 8 blocks of 128: the first sequence is
+    one document, whose causal mask has 36; the second is eight of one block; the third one of half of the tokens, and
+    one of each other token."""
+    ends = torch.zeros(3, 1024, dtype=torch.int64)
+    ends[1, ::128] = 1
+    ends[2, 512:] = 1
+    with FlopMeter("h100-sxm5-80gb") as meter, torch.no_grad():
+        number = on_meta(ends).cumsum(1)
+        ours = torch.compile(create_block_mask)(
+            lambda b, h, query, key: (query >= key) & (number[b, query] == number[b, key]), 3, None, 1024, 1024, "meta"
+        )
+        for _ in range(2):
+            for part in _split_block_mask(ours, 3):
+                compiled(*(each[:1] for each in qkv(1024)), block_mask=part)
+    rows = [cost.executed_flops // (4 * 4 * 128 * 128 * 64) for cost in flex_costs(meter)]
+    of_third = 10 + 512 // 128
+    assert rows == [36, 8, of_third] * 2
+    assert not meter.report().assumptions
 
 
 # --- FLOPs and bytes

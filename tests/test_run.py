@@ -279,6 +279,20 @@ def test_the_device_meta_keeps_its_name():
         assert model.to_empty(device="cuda").weight.is_cuda
 
 
+def test_a_model_on_meta_takes_neither_memory_nor_time_until_it_is_emptied_to_the_gpu():
+    with flopmeter.cuda(A100) as device:
+        with torch.device("meta"):
+            model = nn.Linear(1024, 4096, bias=False)
+        nn.init.normal_(model.weight)
+        twin = model.weight.detach().clone() + 1
+        assert (twin.device.type, twin.new_zeros(3).device.type) == ("meta", "meta")
+        assert torch.empty_like(twin[0], device="cuda").device.type == "cuda"
+        assert torch.cuda.max_memory_allocated() == 4096  # the row that was asked for on the GPU
+        model.to_empty(device="cuda")
+        assert torch.cuda.memory_allocated() == 1024 * 4096 * 4
+    assert [kernel.cost.name for kernel in device.report().step.kernels if kernel.cost.bytes_written] == []
+
+
 def test_another_gpu_than_the_metered_one_is_refused_by_name():
     with flopmeter.cuda(A100):
         with pytest.raises(RuntimeError, match=r"no cuda:1 among 1; give flopmeter run --gpus 2"):

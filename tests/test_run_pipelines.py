@@ -69,3 +69,30 @@ def test_ranks_beyond_the_most_that_run_are_named_as_ready(monkeypatch, capsys):
     assert [row["rank"] for row in report["run"]["pipeline"]["rows"]] == [0, 1]
     (note,) = [note for note in report["notes"] if note.startswith("messages with rank")]
     assert note.startswith("messages with rank 2:")
+
+
+FAILS = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+if not hasattr(sys, "_warned"):
+    sys._warned = True
+    print("a library warns once in a process " * 100, file=sys.stderr)
+if dist.get_rank():
+    dist.send_object_list(["ready"], 0)
+else:
+    dist.recv_object_list([None], 1)
+try:
+    torch.ones(1 << 40, device="cuda")
+except torch.OutOfMemoryError as error:
+    raise RuntimeError("a stage failed") from error
+"""
+
+
+def test_a_rank_that_started_again_shows_its_traceback_and_what_was_behind_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "_warned", False, raising=False)
+    monkeypatch.delattr(sys, "_warned")
+    (tmp_path / "fails.py").write_text(FAILS)
+    assert main(["run", "--hardware", "h100-sxm5-80gb", "--gpus", "2", str(tmp_path / "fails.py")]) == 1
+    err = capsys.readouterr().err
+    assert "RuntimeError: a stage failed\n" in err
+    assert "fails.py ended with RuntimeError: by the model of the device's memory it does not fit" in err

@@ -95,6 +95,25 @@ def test_fsdp2_brings_a_model_that_was_made_on_the_cpu_to_the_gpu():
     assert [(each.kind, each.nbytes) for each in moved] == [("all_gather", 4 << 20), ("reduce_scatter", 4 << 20)]
 
 
+def test_a_model_on_meta_that_fsdp2_shards_takes_its_shard_alone():
+    """By hand: a rank holds an eighth of two weights of 4 MiB; what was on meta is gone, or never was."""
+    with flopmeter.cuda(A100, gpus=8, steps=2) as device:
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
+        for layer in (*model, model):
+            fully_shard(layer)
+        assert torch.cuda.max_memory_allocated() == 0
+        model.to_empty(device="cuda")
+        assert torch.cuda.max_memory_allocated() == 2 * (4 << 20) // 8
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            model(torch.randn(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert device.report().step.memory.at_peak["inputs"] < 4 << 20
+
+
 def test_parameters_that_fsdp2_offloads_cross_the_hosts_link_in_every_pass():
     """By hand: a rank holds a quarter of the weight in fp32. It is copied to the GPU before both passes, and its
     gradient back; the optimizer steps on the CPU, in place: it reads weight and gradient, and writes the weight."""

@@ -87,6 +87,22 @@ def test_apex_updates_and_norms_are_one_kernel():
     }
 
 
+def test_larc_scales_each_gradient_by_two_norms_and_waits_for_each():
+    """By hand: two parameters; the host asks of two norms each whether they are 0."""
+
+    def program():
+        from apex.parallel.LARC import LARC
+
+        model = nn.Linear(64, 64).cuda()
+        optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01), clip=False)
+        train(model, torch.zeros(8, 64, device="cuda"), optimizer)
+        assert optimizer.param_groups[0]["weight_decay"] == 0.01
+
+    found = kernels(stepped("apex", program))
+    waits = found["_local_scalar_dense"].calls
+    assert (found["linalg_vector_norm"].calls, waits, found["mul_"].calls) == (4, 4, 2)
+
+
 def test_bitsandbytes_moves_a_byte_a_state_and_half_a_byte_a_weight():
     n, blocks = 256 * 256, 256
 
@@ -163,3 +179,24 @@ def test_a_causal_convolution_multiplies_each_element_by_its_width():
 
     (row,) = (row for name, row in kernels(stepped("causal_conv1d", program)).items() if name == "causal_conv1d")
     assert row.flops == 2 * 64 * 512 * (4 + 3 + 4)  # products, sums, and x / (1 + exp(-x))
+
+
+def test_flash_attns_rotary_embedding_is_one_kernel_each_way_and_its_norm_one_forward():
+    """By hand: of [2, 64, 4, 32] the first half of each head is turned, at three operations an element."""
+
+    def program():
+        from flash_attn.layers.rotary import apply_rotary_emb
+        from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+        angles = torch.zeros(64, 8, device="cuda", dtype=torch.bfloat16)
+        x = torch.zeros(2, 64, 4, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        turned = apply_rotary_emb(x, angles, angles, interleaved=False)
+        weight = torch.ones(32, device="cuda", dtype=torch.bfloat16)
+        layer_norm_fn(turned, weight, None, is_rms_norm=True).sum().backward()
+        assert x.grad.shape == x.shape
+        with pytest.raises(NotImplementedError, match="cu_seqlens"):
+            apply_rotary_emb(x, angles, angles, cu_seqlens=angles)
+
+    found = kernels(stepped("flash_attn", program))
+    assert (found["rotary"].calls, found["rotary"].flops) == (2, 2 * 3 * 2 * 64 * 4 * 16)
+    assert found["_fused_rms_norm"].calls == 1

@@ -71,18 +71,36 @@ def answered(receive: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(receive)
     def receiving(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        group, source = given.get("group"), given.get("src")
+        group, box = given.get("group"), messages.mailbox
         rank = dist.get_rank(group)
-        if rank < 0 or _is_own(source, given.get("group_src"), rank):
+        if rank < 0:
             return receive(*args, **kwargs)
-        if name != "broadcast_object_list" or any(item is None for item in given["object_list"]):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        source = _peer(list(ranks), given.get("src"), given.get("group_src"))
+        if source == dist.get_rank():
+            if box is not None:
+                sent = given["object_list"] if name == _BROADCAST else given["scatter_object_input_list"]
+                box.send(ranks, messages.ALL, list(sent), has_objects=True)
+            return receive(*args, **kwargs)
+        ticket = box.expect_for_all(ranks, source) if box is not None and box.reaches(source) else None
+        is_needed = name != _BROADCAST or any(item is None for item in given["object_list"])
+        if is_needed and box is not None and ticket is not None:
+            objects = box.open(ticket)
+            if name == _BROADCAST:
+                given["object_list"][:] = objects
+            else:
+                given["scatter_object_output_list"][0] = objects[rank]
+        elif is_needed:
             raise _of_another_rank(name)
-        for known in open_ones()[-1:]:
-            known.assume.note(EQUAL_RANKS, name)
+        else:
+            for known in open_ones()[-1:]:
+                known.assume.note(EQUAL_RANKS, name)
         return None
 
     return receiving
 
+
+_BROADCAST = "broadcast_object_list"
 
 # How each function is answered, by its name in torch.distributed.
 ANSWERS = {
@@ -104,9 +122,3 @@ def _of_another_rank(name: str) -> WorldError:
 def _peer(ranks: list[int], peer: int | None, group_peer: int | None) -> int:
     """The global rank of the sender or receiver."""
     return ranks[group_peer] if group_peer is not None else int(peer or 0)
-
-
-def _is_own(source: int | None, group_source: int | None, rank: int) -> bool:
-    if group_source is not None:
-        return group_source == rank
-    return (source or 0) == dist.get_rank()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 UNKNOWN = object()  # the content of a message if no rank knows it
+ALL = -1  # the receiver of what a rank sends to its whole group
 
 
 class Route(NamedTuple):
@@ -34,7 +35,8 @@ class Ticket(NamedTuple):
 
     def __str__(self) -> str:
         what = "objects" if self.route.has_objects else "tensor"
-        return f"{what} {self.place + 1} from rank {self.route.sender} to rank {self.route.receiver}"
+        receiver = "all" if self.route.receiver == ALL else f"rank {self.route.receiver}"
+        return f"{what} {self.place + 1} from rank {self.route.sender} to {receiver}"
 
 
 class NotSentYet(BaseException):
@@ -71,8 +73,12 @@ class Mailbox:
         self._sent.setdefault(route, [])[place : place + 1] = [content]
 
     def expect(self, group: tuple[int, ...], sender: int, has_objects: bool = False) -> Ticket:
-        """The next message from that rank."""
+        """The next message from that rank to this one."""
         return self._next(Route(group, sender, self.rank, has_objects))
+
+    def expect_for_all(self, group: tuple[int, ...], sender: int) -> Ticket:
+        """The next objects from that rank to all of the group."""
+        return self._next(Route(group, sender, ALL, has_objects=True))
 
     def holds(self, ticket: Ticket) -> bool:
         return ticket.place < len(self._sent.get(ticket.route, ()))

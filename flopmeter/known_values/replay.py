@@ -57,6 +57,7 @@ class Knowledge:
         self.on_new: Callable[[Tensor], object] = lambda tensor: None  # called for meta tensors made without an op
         # The calls that the last `run` made instead of the given one, as (func, args, kwargs); () if it made that one.
         self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
+        self.masks_in_parts: dict[Any, Any] = {}  # BlockMasks that were evaluated: see trace/flex_blocks.py
         # `Call.groups` of the last `run`; None without groups, or if not known.
         self.groups: tuple[int, ...] | None = None
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +38,7 @@ from flopmeter.torch_names.private import (
     no_function_modes,
     torch_device,
 )
+from flopmeter.trace.shapes_only import MarkedStorages, ShapesOnly
 
 TOLD_THE_TRUTH = ("flopmeter.", *BELOW_DISPATCHER)
 ABOVE_DISPATCHER = ("torch.distributed.utils",)
@@ -76,8 +76,8 @@ class NamedCuda:
         self.count, self.index = count, index
         self.is_open = False  # functions that a library imported during the run do nothing after it
         self.name = torch.device("cuda", index)
-        self._on_true_meta: dict[int, weakref.ref[Any]] = {}  # storages that the program asked to be on meta
-        self._pinned: dict[int, weakref.ref[Any]] = {}
+        self.true_meta = ShapesOnly()  # what the program asked to be on meta
+        self._pinned = MarkedStorages()
 
     @contextmanager
     def open(self) -> Iterator[list[Patch]]:
@@ -131,7 +131,7 @@ class NamedCuda:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the device named cuda."""
-        return _true_is_meta(tensor) and not (self._on_true_meta and address(tensor) in self._on_true_meta)
+        return _true_is_meta(tensor) and not self.true_meta.has(tensor)
 
     def _device(self, tensor: Tensor) -> torch.device:
         true: torch.device = _true_device(tensor)
@@ -211,7 +211,7 @@ class NamedCuda:
         def taking(*args: Any, **kwargs: Any) -> Any:
             if self.is_open and kwargs.get("pin_memory"):
                 pinned = taking(*args, **{**kwargs, "pin_memory": False})
-                _mark(self._pinned, pinned)
+                self._pinned.add(pinned)
                 return pinned
             device = kwargs.get("device")
             if device is not None:
@@ -231,7 +231,7 @@ class NamedCuda:
         with no_dispatch_modes():
             result = original(*args, **kwargs)
         if isinstance(result, Tensor) and _true_is_meta(result):
-            _mark(self._on_true_meta, result)
+            self.true_meta.add(result)
         return result
 
     def _wrapping(self) -> Any:
@@ -296,17 +296,17 @@ class NamedCuda:
         def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
             if not tensor.is_cpu:
                 raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-            if address(tensor) in self._pinned:
+            if self._pinned.has(tensor):
                 return tensor
             with no_modes():
                 pinned = tensor.clone(memory_format=torch.preserve_format)
-            _mark(self._pinned, pinned)
+            self._pinned.add(pinned)
             return pinned.requires_grad_(tensor.requires_grad)
 
         return pin_memory
 
     def _is_pinned(self) -> Callable[..., bool]:
-        return lambda tensor, device=None: address(tensor) in self._pinned
+        return lambda tensor, device=None: self._pinned.has(tensor)
 
     def _share(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda storage: storage if storage.device.type == "meta" else original(storage)
@@ -401,12 +401,6 @@ def _asked_from_below() -> bool:
 def _default_is_meta() -> bool:
     modes = function_modes()
     return any(isinstance(mode, torch_device.DeviceContext) and mode.device.type == "meta" for mode in modes)
-
-
-def _mark(marks: dict[int, weakref.ref[Any]], tensor: Tensor) -> None:
-    storage = tensor.untyped_storage()
-    place = storage._cdata
-    marks[place] = weakref.ref(storage, lambda _: marks.pop(place, None))
 
 
 _OWN = ("to", "cuda", "type", "pin_memory", "is_pinned", "Generator")

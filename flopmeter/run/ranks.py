@@ -94,6 +94,10 @@ class _WrittenOnce(io.TextIOBase):
     def start(self) -> None:
         self._place = 0
 
+    def go_on(self) -> None:
+        """What comes now is new, even if this run wrote less: libraries warn once a process."""
+        self._place = self._length
+
     def write(self, text: str) -> int:
         new = text[max(self._length - self._place, 0) :]
         self._place += len(text)

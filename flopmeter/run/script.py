@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flopmeter.distributed.errors import WorldError
 from flopmeter.known_values import DataDependentError
 from flopmeter.known_values.messages import NotSentYet
 from flopmeter.run.device import OtherDeviceError
@@ -117,6 +118,7 @@ def _print_own_traceback(error: BaseException) -> None:
     frames = error.__traceback__
     while frames is not None and _is_of_the_runner(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
+    getattr(sys.stderr, "go_on", lambda: None)()  # the stream of a rank that started again (ranks.py)
     traceback.print_exception(type(error), error, frames or error.__traceback__)
 
 
@@ -127,7 +129,7 @@ def _is_of_the_runner(file: str) -> bool:
 def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> str:
     """One line about a script that ended in an error: what it means here, and what can be done. `guessed`: the lines
     that read values for which flopmeter stood in."""
-    error, head = ending.error, f"{script.name} ended with {type(ending.error).__name__}"
+    error, head = _telling(ending.error), f"{script.name} ended with {type(ending.error).__name__}"
     if isinstance(error, KeyboardInterrupt):
         return f"{script.name} was interrupted: the report is of what ran until then"
     if isinstance(error, SystemExit):
@@ -138,6 +140,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: state what share of such a mask holds (--mask-fraction 0.5), and give no --strict-values"
     if isinstance(error, MixedDevicesError):
         return f"{head}: as on a GPU, all of them have to be on one device; the one named cuda is called meta above"
+    if isinstance(error, WorldError):
+        return f"{head}: what flopmeter cannot tell of ranks that do not run: {error}"
     if isinstance(error, ImportError):
         return f"{head}: {_about_import(error)}"
     if "operator torchvision::" in str(error):
@@ -160,6 +164,16 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
             "error hangs on one of them, leave out what reads it, by the script's arguments"
         )
     return f"{head}, which is not flopmeter's: its traceback is above" if error is not None else head
+
+
+def _telling(error: BaseException | None) -> BaseException | None:
+    """The error that tells what happened: libraries wrap it, as a pipeline does what happens in a stage."""
+    cause = error
+    while cause is not None:
+        if isinstance(cause, (torch.OutOfMemoryError, DataDependentError, MixedDevicesError, WorldError)):
+            return cause
+        cause = cause.__cause__
+    return error
 
 
 def _stray_options(script: Script) -> str:

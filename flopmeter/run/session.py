@@ -78,6 +78,7 @@ class ScriptSession:
         self.meter.storage_listener = self.memory
         self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or wishes.gpus)
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
+        self.meter.shapes_only = self.named.true_meta
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
         self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward)
         self.cuda.nvtx.on_end = self.steps.on_range_end

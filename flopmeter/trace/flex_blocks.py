@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -11,13 +12,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import DataDependentError, KnownValues
-from flopmeter.known_values.values import no_modes
+from flopmeter.known_values.values import address, no_modes, spans_storage
 from flopmeter.records import BlockCount
 from flopmeter.torch_names.private import no_dispatch_modes
 
 MOST_PAIRS = 1 << 21
 """Pairs for which mask_mod runs at a time: larger tensors leave the CPU's caches."""
 UNKNOWN_MASK = "every block of a mask_mod that reads values which are not known"
+
+Maps = tuple[Tensor, Tensor | None]
+"""For each block whether it is computed with mask_mod, and whether without; None: there is no such list."""
 
 
 class BlockMaskArguments(NamedTuple):
@@ -69,26 +73,27 @@ def _maps(
     queries: int,
     keys: int,
     values: KnownValues | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Maps:
     """For each block whether it is computed with mask_mod, and whether without."""
     if values is not None and all(map(values.values.knows, mask.of_keys)):
         with no_modes():
             return _dense(mask.of_keys, shape, values)
+    if (seen := _seen(mask, values)) is not None:
+        return seen
     try:
         partial, full = _evaluate(mask, buffers, shape, queries, keys, values)
     except DataDependentError:
         if values is not None:
             values.assume.note(UNKNOWN_MASK, "flex_attention")
         return torch.ones(shape, dtype=torch.bool, device="cpu"), None
+    maps = (partial, full) if mask.has_full else (partial | full, None)
     if values is not None:
         with no_modes():
-            _remember(mask, partial, full, values)
-    return (partial, full) if mask.has_full else (partial | full, None)
+            _remember(mask, maps, values)
+    return maps
 
 
-def _dense(
-    tensors: Sequence[Tensor], shape: tuple[int, int, int, int], values: KnownValues
-) -> tuple[Tensor, Tensor | None]:
+def _dense(tensors: Sequence[Tensor], shape: tuple[int, int, int, int], values: KnownValues) -> Maps:
     """The lists of blocks as maps: the first half for partial blocks, the second for full ones."""
     maps = []
     for number, indices in zip(tensors[::2], tensors[1::2], strict=True):
@@ -100,14 +105,39 @@ def _dense(
     return maps[0], maps[1] if len(maps) > 1 else None
 
 
-def _remember(mask: BlockMaskArguments, partial: Tensor, full: Tensor, values: KnownValues) -> None:
-    """The values of the BlockMask are known from now on."""
-    maps = (partial, full) if mask.has_full else (partial | full,)
+def _remember(mask: BlockMaskArguments, maps: Maps, values: KnownValues) -> None:
+    """The values of the BlockMask are known from now on. One of several that were cut from a mask, as for the
+    microbatches of a pipeline, lies in a storage of which the rest is unknown: its maps are kept aside."""
+    if not all(map(spans_storage, mask.of_keys)):
+        storage, version = mask.of_keys[0].untyped_storage(), _version(mask.of_keys[0])
+        values.masks_in_parts[_place(mask.of_keys[0])] = (weakref.ref(storage), version, maps)
+        return
     for number, indices, each in zip(mask.of_keys[::2], mask.of_keys[1::2], maps, strict=False):
+        assert each is not None
         values.set(number, each.sum(-1).to(number.dtype))
         ordered = torch.argsort(each.int(), dim=-1, descending=True, stable=True).to(indices.dtype)
         if indices.shape == ordered.shape:
             values.set(indices, ordered)
+
+
+def _seen(mask: BlockMaskArguments, values: KnownValues | None) -> Maps | None:
+    """The maps of a part that was evaluated before, unless it was written to since."""
+    number = mask.of_keys[0]
+    if values is None or (kept := values.masks_in_parts.get(_place(number))) is None:
+        return None
+    storage, version, maps = kept
+    if storage() is None or version != _version(number):
+        del values.masks_in_parts[_place(number)]
+        return None
+    return maps
+
+
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    return address(tensor), int(tensor.storage_offset()), tensor.shape
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _OnValues(TorchDispatchMode):

@@ -46,6 +46,7 @@ from flopmeter.trace.implementations import body_of, python_key
 from flopmeter.trace.module_paths import ModulePaths
 from flopmeter.trace.process_groups import ProcessGroups, without_handles
 from flopmeter.trace.result_cache import ResultMaker, reaches_kernel_directly, result_maker
+from flopmeter.trace.shapes_only import ShapesOnly
 from flopmeter.trace.storages import StorageListener, Storages
 from flopmeter.trace.subclasses import is_plain, wrapped
 from flopmeter.trace.tensor_specs import build_call, has_strides, hashable, unstrided_spec
@@ -94,11 +95,15 @@ class Recorder(TorchDispatchMode):
         compiled_region: Callable[[], int | None] | None = None,
         on_new_call: Callable[[Call], None] | None = None,
         storage_listener: StorageListener | None = None,
+        shapes_only: ShapesOnly | None = None,
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_new_call = on_new_call
         self.trace = Trace(switches=switches_now())
-        self._storages = Storages(self.trace.ops, self.trace.storages, self.trace.resizes, storage_listener)
+        self._shapes_only = shapes_only or ShapesOnly()
+        self._storages = Storages(
+            self.trace.ops, self.trace.storages, self.trace.resizes, storage_listener, self._shapes_only
+        )
         self._number = self._storages.number  # asked for every tensor
         self.modules = ModulePaths(self._note_module, self.is_on)
         self._attribution = Attribution(self.trace, self.modules, self._number, compiled_region)
@@ -269,6 +274,8 @@ class Recorder(TorchDispatchMode):
         handling = self._handlings[func]
         if handling.is_host:
             return self._open(func, args, kwargs) if isinstance(func, HigherOrderOperator) else func(*args, **kwargs)
+        if self._shapes_only.covers(args, kwargs):
+            return self._shapes_only.run(func, args, kwargs)
         if handling.is_composite and all(has_strides(tensor) for tensor in tensors_in(args)):
             with self:
                 override = self._overrides.get(func)

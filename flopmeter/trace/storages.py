@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from flopmeter.records import BEFORE, Op, Resize, Storage, StorageRole
+from flopmeter.trace.shapes_only import ShapesOnly
 from flopmeter.trace.tensor_specs import storage_of
+
+NOWHERE = "nowhere"  # the device of a storage that is a shape only
 
 
 class StorageListener(Protocol):
@@ -36,9 +39,15 @@ class Storages:
     """
 
     def __init__(
-        self, ops: list[Op], found: list[Storage], resizes: list[Resize], listener: StorageListener | None = None
+        self,
+        ops: list[Op],
+        found: list[Storage],
+        resizes: list[Resize],
+        listener: StorageListener | None = None,
+        shapes_only: ShapesOnly | None = None,
     ):
         self._ops, self._found, self._resizes = ops, found, resizes
+        self._shapes_only = shapes_only or ShapesOnly()
         self._listener = listener or _NoListener()
         self._alive: dict[int, _Reference] = {}  # by address
         self._without: int | None = None  # the number that all tensors without a storage share
@@ -58,8 +67,13 @@ class Storages:
         known = self._alive.get(address)
         if known is not None:
             return known.number
-        # Asking for the device is slow. A FakeTensor's storage is on meta, so the tensor is asked.
-        return self._new(storage, "meta" if tensor.is_meta else tensor.device.type, born)
+        return self._new(storage, self._device_of(tensor), born)
+
+    def _device_of(self, tensor: Tensor) -> str:
+        """Asking for the device is slow. A FakeTensor's storage is on meta, so the tensor is asked."""
+        if self._shapes_only.has(tensor):
+            return NOWHERE
+        return "meta" if tensor.is_meta else tensor.device.type
 
     def _new(self, storage: torch.UntypedStorage, device: str, born: int) -> int:
         """The number of a storage that was not seen before."""

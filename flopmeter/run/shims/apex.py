@@ -1,7 +1,8 @@
 """apex (github.com/NVIDIA/apex): optimizers and norms for which torch now has kernels of its own.
 
 FusedAdam and FusedSGD update all parameters with multi-tensor kernels, as torch's optimizers do with fused=True; the
-fused norms are one kernel each way, as torch's.
+fused norms are one kernel each way, as torch's. LARC is Python of its own (apex/parallel/LARC.py): norms, and a rate
+for each parameter by them.
 """
 
 from __future__ import annotations
@@ -66,21 +67,58 @@ class FusedRMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine)
 
 
+class LARC:
+    """apex.parallel.LARC: an optimizer around another, which scales each gradient by the norms of parameter and
+    gradient. What it does not have itself is the other one's."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
+    ) -> None:
+        self.optim, self.trust_coefficient, self.clip, self.eps = optimizer, trust_coefficient, clip, eps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optim, name)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        decays = []
+        for group in self.optim.param_groups:
+            decays.append(group.get("weight_decay", 0))
+            group["weight_decay"] = 0  # it is in the scaled gradient
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._scale(parameter, group["lr"], decays[-1])
+        result = self.optim.step(closure)
+        for group, decay in zip(self.optim.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+        return result
+
+    def _scale(self, parameter: torch.Tensor, rate: float, decay: float) -> None:
+        norm, gradient_norm = torch.norm(parameter), torch.norm(parameter.grad)
+        _ = bool(norm != 0), bool(gradient_norm != 0)  # the host waits for both; where one is 0, apex leaves all out
+        adaptive: Any = self.trust_coefficient * norm / (gradient_norm + norm * decay + self.eps)
+        if self.clip:
+            adaptive = min(adaptive / rate, 1)
+        assert parameter.grad is not None
+        parameter.grad.add_(decay * parameter).mul_(adaptive)
+
+
 _NORMS = {
     "FusedLayerNorm": FusedLayerNorm,
     "MixedFusedLayerNorm": FusedLayerNorm,
     "FusedRMSNorm": FusedRMSNorm,
     "MixedFusedRMSNorm": FusedRMSNorm,
 }
-_PARALLEL = {
+_PARALLEL: dict[str, Any] = {
     "DistributedDataParallel": lambda module, *args, **kwargs: nn.parallel.DistributedDataParallel(module),
     "SyncBatchNorm": nn.SyncBatchNorm,
     "convert_syncbn_model": nn.SyncBatchNorm.convert_sync_batchnorm,
 }
-MODULES = {
+MODULES: dict[str, Any] = {
     "apex": {},
     "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
     "apex.normalization": _NORMS,
     "apex.normalization.fused_layer_norm": _NORMS,
     "apex.parallel": _PARALLEL,
+    "apex.parallel.LARC": {"LARC": LARC},
 }

@@ -1,4 +1,5 @@
-"""flash-attn (github.com/Dao-AILab/flash-attention): its attention functions, as torch's own FlashAttention-2 kernel.
+"""flash-attn (github.com/Dao-AILab/flash-attention): its attention functions, as torch's own FlashAttention-2 kernel;
+its rotary embedding, as one kernel each way (flash_attn/ops/triton/rotary.py); its norms, as torch's.
 
 Tensors are [batch, length, heads, head size], where torch has heads before the length. A causal mask of flash-attn is
 aligned to the last key, torch's to the first: with as many queries as keys they are the same.
@@ -11,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flopmeter.costs import make_cost
+from flopmeter.records import Call, Cost
+from flopmeter.run.shims.kernel import kernel
 
 _REFUSED = ("window_size", "softcap", "alibi_slopes", "return_attn_probs")
 _OFF: dict[str, tuple[Any, ...]] = {"window_size": ((-1, -1),), "softcap": (0.0,)}
@@ -57,9 +62,90 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
     return flash_attn_func(q, k, v, *args, **options)
 
 
+def _rotary_cost(call: Call) -> Cost:
+    """Two products and a sum for each element that is turned; the others are copied."""
+    x, cos = call.inputs[:2]
+    turned = x.numel // x.shape[-1] * 2 * cos.shape[-1]
+    return make_cost(call, "element-wise", 3 * turned)
+
+
+@kernel("rotary", _rotary_cost)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out: Tensor = _rotate(x, cos, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _rotate(gradient, *ctx.saved_tensors), None, None
+
+
+def apply_rotary_emb(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, **options: Any
+) -> Tensor:
+    """`x` is [batch, length, heads, head size]; `cos` and `sin` are [length, half of what is turned].
+
+    Raises NotImplementedError for sequences packed into one, and for offsets.
+    """
+    _refuse(options, "seqlen_offsets", "cu_seqlens")
+    out: Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return x.copy_(out) if inplace and not torch.is_grad_enabled() else out
+
+
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    **options: Any,
+) -> Any:
+    """The residual is added by a kernel of its own, where flash-attn's does both."""
+    _refuse(options, "x1", "weight1", "bias1", "rowscale")
+    x = torch.nn.functional.dropout(x, dropout_p) if dropout_p else x
+    total = x if residual is None else x + residual
+    total = total.float() if residual_in_fp32 else total
+    normed = total.to(x.dtype)
+    if is_rms_norm:
+        out = torch.nn.functional.rms_norm(normed, x.shape[-1:], weight, eps)
+        out = out if bias is None else out + bias
+    else:
+        out = torch.nn.functional.layer_norm(normed, x.shape[-1:], weight, bias, eps)
+    return (out, total) if prenorm else out
+
+
+def rms_norm_fn(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **options: Any) -> Any:
+    return layer_norm_fn(x, weight, bias, *args, is_rms_norm=True, **options)
+
+
+def _refuse(options: dict[str, Any], *names: str) -> None:
+    for name in names:
+        given = options.get(name)
+        if given is not None and not (isinstance(given, int) and given == 0):  # an offset of 0 is none
+            raise NotImplementedError(f"flopmeter's shim of flash_attn has no {name}: leave it out")
+
+
 _FUNCTIONS = {
     "flash_attn_func": flash_attn_func,
     "flash_attn_qkvpacked_func": flash_attn_qkvpacked_func,
     "flash_attn_kvpacked_func": flash_attn_kvpacked_func,
 }
-MODULES = {"flash_attn": _FUNCTIONS, "flash_attn.flash_attn_interface": _FUNCTIONS}
+MODULES: dict[str, dict[str, Any]] = {
+    "flash_attn": _FUNCTIONS,
+    "flash_attn.flash_attn_interface": _FUNCTIONS,
+    "flash_attn.layers": {},
+    "flash_attn.layers.rotary": {"apply_rotary_emb": apply_rotary_emb},
+    "flash_attn.ops": {},
+    "flash_attn.ops.triton": {},
+    "flash_attn.ops.triton.layer_norm": {"layer_norm_fn": layer_norm_fn, "rms_norm_fn": rms_norm_fn},
+}
