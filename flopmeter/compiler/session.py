@@ -36,14 +36,13 @@ from flopmeter.records.compiled import GraphPass
 from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
-from flopmeter.torch_names.private import FLEX_OPERATOR, PrivateName, no_dispatch_modes
+from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
 
 # Settings that need a device to measure on, or that keep compiled code on disk.
 WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
 AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
-FLEX_NEEDS_DRIVER = "inductor writes flex_attention from a template, for which it asks the driver of the GPU"
 MICRO_PIPELINE = "_micro_pipeline_tp"  # asynchronous tensor parallelism
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
@@ -240,9 +239,6 @@ class Session:
             self._is_micro_pipelined |= settings.get(MICRO_PIPELINE, getattr(asked, MICRO_PIPELINE, False))
             settings[MICRO_PIPELINE] = False  # its ops need symmetric memory to be lowered into kernels
             function, reason, self._reason = _function(), self._reason, None
-            if as_it_was is not None and _has_flex_attention(as_it_was):
-                self._compilation.failures[f"{function}: {FLEX_NEEDS_DRIVER}"] = None
-                return self._eagerly(as_it_was)
             start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
             inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
             graphs = len(self._compilation.graphs)
@@ -495,10 +491,6 @@ class _Entered:
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
-
-
-def _has_flex_attention(model: GraphModule) -> bool:
-    return any(node.target is FLEX_OPERATOR.value for node in model.graph.nodes)
 
 
 def _function() -> str:
