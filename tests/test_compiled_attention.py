@@ -262,3 +262,56 @@ def test_triton_need_not_be_there(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)  # importing it is an error
     assert kernels(metered(program)) == with_it
+
+
+# --- time
+
+
+def _seconds(
+    device: str = "a100-sxm4-80gb", *, heads: int = 16, key_heads: int = 16, score_mod: Any = None
+) -> list[float]:
+    """Of the templates forward and backward, on 4,096 tokens without a mask."""
+    with torch.device("meta"):
+        query, key, value = (
+            torch.empty(1, each, 4096, 128, dtype=torch.bfloat16, requires_grad=True)
+            for each in (heads, key_heads, key_heads)
+        )
+    run = torch.compile(flex_attention)
+    with FlopMeter(device, compile="rules") as meter:
+        trained(run, query, key, value, score_mod, None, None, key_heads < heads)
+    rows = {row.name: row.seconds for row in meter.report().rows("op")}
+    return [rows["flex_attention"], rows["flex_attention_backward"]]
+
+
+def test_seven_products_backward_take_longer_than_five_but_no_more_than_their_share():
+    query, key, value = (
+        torch.empty(1, 16, 4096, 128, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        trained(nn.functional.scaled_dot_product_attention, query, key, value)
+    rows = {row.name: row.seconds for row in meter.report().rows("op")}
+    five = rows["_scaled_dot_product_flash_attention_backward"]
+    assert five < _seconds()[1] < 7 / 5 * five
+
+
+def test_each_further_operation_on_a_score_takes_as_much_longer():
+    def chain(number: int) -> Any:
+        def score(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            for _ in range(number):
+                score = score * 3
+            return score
+
+        return score
+
+    times = [_seconds(score_mod=chain(number)) for number in (0, 10, 20, 30)]
+    for before, *others in zip(*times, strict=True):  # the first may still hide behind the power limit
+        ten, twenty, thirty = others
+        assert before < ten
+        assert thirty - twenty == pytest.approx(twenty - ten, rel=0.01)
+
+
+def test_a_single_head_of_keys_leaves_few_blocks_to_compute_its_gradient():
+    """Each of them serves all 16 heads of queries, as the grid of the template says."""
+    forward, backward = _seconds(key_heads=1)
+    assert forward == pytest.approx(_seconds()[0], rel=0.02)
+    assert backward > 1.5 * _seconds()[1]

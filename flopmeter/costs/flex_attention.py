@@ -102,7 +102,7 @@ def _template(
     cost = make_attention(
         call,
         products,
-        "flash" if body.splits_keys else "other",
+        "flash" if body.splits_keys else "flex",
         shape,
         extra=flops_of(ELEMENTWISE, [[(ELEMENTWISE, on_scores + on_masks)], *(op.flops_by_class for op in after)]),
         read=_seen(call, body.blocks, regions(call)[0] if read is None else read),
@@ -110,6 +110,7 @@ def _template(
         transcendentals=passes * transcendentals * computed + sum(op.transcendentals for op in after),
         recomputed_flops=repeated + on_scores // 2 if repeated else 0,
         masked_flops=of_one * hidden,
+        on_score=(passes * score, passes * transcendentals),
     )
     return replace(cost, name=name)
 
