@@ -189,10 +189,16 @@ def test_a_projected_lstm_and_packed_sequences_are_one_op_too(h100: Emulation) -
     assert (output.data.shape, hidden.shape, cell.shape) == ((8, 4), (1, 2, 4), (1, 2, 16))
 
 
-def test_a_bf16_lstm_is_not_cudnns_and_says_so(h100: Emulation) -> None:
+def test_a_bf16_lstm_is_cudnns_from_ampere_on(h100: Emulation) -> None:
     lstm = module(lambda: nn.LSTM(8, 16, dtype=torch.bfloat16))
-    assert "_cudnn_rnn" not in ops_of(lambda: lstm(bf16(5, 2, 8)))
-    assert any("not a cuDNN dtype" in note for note in h100.notes)
+    assert "_cudnn_rnn" in ops_of(lambda: lstm(bf16(5, 2, 8)))
+
+
+def test_a_bf16_lstm_on_turing_is_not_cudnns_and_says_so() -> None:
+    lstm = module(lambda: nn.LSTM(8, 16, dtype=torch.bfloat16))
+    with emulate_cuda(CudaTarget((7, 5))) as emulation:
+        assert "_cudnn_rnn" not in ops_of(lambda: lstm(bf16(5, 2, 8)))
+    assert any("not a cuDNN dtype" in note for note in emulation.notes)
 
 
 # --- optimizers ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 from watched_scheduler import watched_scheduler
@@ -235,13 +234,6 @@ def test_a_thread_that_goes_on_beside_the_program_makes_nothing_compile_again() 
             goes_on.set()
             thread.join()
     assert [graph.calls for graph in meter.trace.compilation.graphs] == [3]
-
-
-def test_flex_attention_is_not_compiled_and_a_note_says_why() -> None:
-    x, compiled = meta(1, 2, 128, 16), torch.compile(flex_attention)
-    _, report = metered(lambda: compiled(x, x, x))
-    assert any("flex_attention" in note and session.FLEX_NEEDS_DRIVER in note for note in report.notes)
-    assert not any("other threads" in note for note in report.notes)  # what reads its score function is no thread
 
 
 def test_cheap_activations_are_computed_again_instead_of_kept() -> None:

@@ -48,6 +48,8 @@ def qkv(length: int = 512, *, heads: int = 4, key_heads: int = 4, queries: int |
 
 
 def metered(program, **options) -> FlopMeter:
+    """By the rules of costs/flex_attention.py; compiled graphs launch the same: test_compiled_attention.py."""
+    options.setdefault("compile", "rules")
     with FlopMeter("h100-sxm5-80gb", **options) as meter:
         program()
     return meter

@@ -99,7 +99,7 @@ def attend_in_a_window() -> None:
 
 
 def attend_with_scores_changed() -> None:
-    flex_attention(*(meta(1, 2, 128, 64) for _ in range(3)), score_mod=lambda score, b, h, q, k: score * 2)
+    flex_attention(*(meta(1, 2, 128, 64) for _ in range(3)), score_mod=lambda score, b, h, q, k: score.tanh() * 2)
 
 
 def counted_by_formulas() -> Report:
@@ -307,5 +307,5 @@ def test_each_regime_is_that_of_some_kernel():
 
 
 def test_a_cost_of_fused_attention_that_does_not_say_whose_kernel_it_is_is_refused():
-    with pytest.raises(ValueError, match="says whose kernel it is, one of flash, efficient, cudnn, other"):
+    with pytest.raises(ValueError, match="says whose kernel it is, one of flash, efficient, cudnn, flex, other"):
         records.Cost("mine", records.ATTENTION, ((records.ATTENTION, 0),), (), (), "bf16", records.VectorWork())

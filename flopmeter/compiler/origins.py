@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from math import prod
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
+from flopmeter.compiler import flex
+from flopmeter.compiler.regions import Sizes
 from flopmeter.costs import RULES, costs_of
 from flopmeter.costs.arithmetic import normalization
 from flopmeter.costs.contractions import matmul
@@ -35,6 +38,7 @@ from flopmeter.trace.tensor_specs import build_call
 _ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
 _NAME = re.compile(r"\w+")
 _WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")  # between a module and those in it
+_FUNCTIONS = f"torch{os.sep}nn{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 ASSOCIATIVE_SCAN = "associative_scan"  # of the operators that take functions, the one that inductor writes kernels of
 
@@ -108,8 +112,14 @@ def origin_of(node: Any, call: Call | None, *, is_backward: bool) -> Origin:
     kept = _kept_class(node.target, original)
     if kept and op_class not in (CONTRACTION, UNCOUNTED):
         flops, op_class = tuple((kept, count) for _, count in flops), kept
-    tag = node.meta.get("partitioner_tag")
-    is_recomputed = is_backward and tag == "is_forward"
+    return origin_with(node, op_class, flops, transcendentals, is_backward=is_backward)
+
+
+def origin_with(
+    node: Any, op_class: str, flops: tuple[tuple[str, int], ...], transcendentals: int, *, is_backward: bool
+) -> Origin:
+    """An origin at the node's place in the program, with this work."""
+    is_recomputed = is_backward and node.meta.get("partitioner_tag") == "is_forward"
     return Origin(
         op_name(node),
         op_class,
@@ -246,6 +256,52 @@ def _module(node: Any) -> str:
 
 
 def _source(node: Any) -> str | None:
-    """The innermost line of the program that led to the node."""
+    """The innermost line of the program that led to the node; torch's functions for models are no lines of it."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return ":".join(frames[-1]) if frames else None
+    of_program = [frame for frame in frames if _FUNCTIONS not in frame[0]] or frames
+    return ":".join(of_program[-1]) if frames else None
+
+
+def origins_of(
+    parts: Iterable[Any], sizes: Sizes, is_backward: bool, elsewhere: Set[Any] = frozenset()
+) -> tuple[Origin, ...]:
+    """The ops of the graph that these parts of a kernel compute, in the graph's order; without views. A library
+    computes those `elsewhere`: a kernel that changes the layout of a convolution's image, or adds its bias, stems from
+    the convolution too.
+
+    Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where
+    its result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
+    """
+    found: dict[Any, Origin] = {}
+    for part in parts:
+        if part.node is None:
+            continue
+        loops = getattr(part, "group", None)  # a library call has none
+        steps = prod(sizes(size) for group in loops[1] for size in _as_tuple(group)) if loops else 0
+        masked = flex.flex_node(part.node) if part.is_reduction() else None
+        if masked is not None and masked not in elsewhere:
+            found[masked] = _row_sums(masked, steps, is_backward)
+            elsewhere = elsewhere | flex.earlier([masked])  # named with all that the template reads
+        for fx in part.node.origins:
+            if fx not in found and fx not in elsewhere and is_work(fx):
+                origin = origin_of(fx, None, is_backward=is_backward)
+                if reads_nothing(fx) or (part.read_writes.reads and steps >= least_steps(fx, origin, sizes)):
+                    found[fx] = origin
+    return tuple(found[fx] for fx in sorted(found))
+
+
+def _row_sums(fx: Any, steps: int, is_backward: bool) -> Origin:
+    """What flex_attention leaves to kernels beside its template: to sum up the rows of out * grad_out, or to combine
+    the parts of the keys. Both multiply and add."""
+    origin = origin_with(fx, REDUCTION, ((REDUCTION, 2 * steps),), 0, is_backward=is_backward)
+    return origin._replace(op=f"{fx.target.name()}: row sums")
+
+
+def _as_tuple(group: Any) -> tuple[Any, ...]:
+    return tuple(group) if isinstance(group, (list, tuple)) else (group,)
+
+
+def names_of(node: Any) -> list[str]:
+    """The names of the ops behind a kernel without work of its own, such as the second stage of a reduction."""
+    nodes = {fx: None for part in node.get_nodes() if part.node is not None for fx in part.node.origins}
+    return [op_name(fx) for fx in sorted(nodes) if is_work(fx)]

@@ -3,25 +3,25 @@ and those that are freed after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from flopmeter.compiler import flex
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
-    is_work,
-    least_steps,
-    op_name,
+    names_of,
     op_without_node,
     origin_of,
     origin_without_node,
+    origins_of,
     own_node,
-    reads_nothing,
     uncounted_origin,
 )
-from flopmeter.compiler.regions import Regions, Sizes
+from flopmeter.compiler.regions import Bytes, Regions, Sizes, is_needed
 from flopmeter.compiler.triton_launches import launch_of
 from flopmeter.costs.fused import name_of
 from flopmeter.records import ELEMENTWISE, Call, CompiledKernel, Origin, Region, TensorSpec
@@ -61,6 +61,7 @@ class PlanStep(NamedTuple):
     buffers: tuple[str, ...]  # by their numbers in the call
     kernel: CompiledKernel | None
     frees: tuple[str, ...]
+    flex: Any = None  # the FX node, if the call is flex_attention's, whose body depends on values
 
     @property
     def written(self) -> frozenset[int]:
@@ -82,6 +83,7 @@ class Plan(NamedTuple):
     inputs: tuple[str, ...]
     steps: tuple[PlanStep, ...]
     outputs: tuple[Placed | str | int | None, ...]  # a name: an input that is no tensor, such as a process group
+    masks: flex.Masks | None = None
 
     @property
     def kernels(self) -> tuple[CompiledKernel, ...]:
@@ -123,13 +125,23 @@ class _Planner:
 
     def plan(self) -> Plan:
         steps = tuple(map(self._step, self._lowered.nodes, self._lowered.bytes_of))
-        return Plan(tuple(self._graph.graph_input_names), steps, tuple(map(self._output, self._graph.graph_outputs)))
+        masked = {
+            step.flex: flex.splits_keys(node.get_template_node())
+            for step, node in zip(steps, self._lowered.nodes, strict=True)
+            if step.flex is not None
+        }
+        outputs = tuple(map(self._output, self._graph.graph_outputs))
+        masks = flex.Masks(masked, self._sizes) if masked else None
+        return Plan(tuple(self._graph.graph_input_names), steps, outputs, masks)
 
     def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
         frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
         made = tuple(self._allocations(node))
         if isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput) or _is_host(node):
             return PlanStep(made, None, (), None, frees)
+        fx = flex.flex_node(node.get_template_node()) if node.is_template() else None
+        if fx is not None:
+            return PlanStep(made, *self._attention(node, fx, scheduler_bytes), frees, fx)
         launched = self._launched(node.node, scheduler_bytes)
         if launched is not None:
             call, buffers, kernel = launched
@@ -137,7 +149,7 @@ class _Planner:
             call, buffers, kernel = self._library(node, scheduler_bytes)
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
-            origins = _origins(node, self._sizes, self._is_backward, self._called)
+            origins = origins_of(node.get_nodes(), self._sizes, self._is_backward, self._called)
             call, buffers, kernel = self._written(node, kind, (*self._biases(node), *origins), scheduler_bytes)
         return PlanStep(made, call, buffers, kernel, frees)
 
@@ -176,6 +188,52 @@ class _Planner:
         call = Call(compiled_kernel, (read, written), {"kernel": kernel}, read, written)
         return call, tuple(numbers), kernel
 
+    def _attention(self, node: Any, fx: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
+        """flex_attention, in a template of inductor's, with what fuses into its end."""
+        numbers: dict[str, int] = {}
+        template, parts = node.get_template_node(), node.get_nodes()
+
+        def spec(ir: Any, held: Any = None) -> TensorSpec:
+            placed = self._laid(ir) or self._placed(self.base(ir.get_name()))
+            if held is not None:  # in the template for few queries their heads are in groups
+                placed = self._faked(held.meta["val"], placed.buffer)._replace(offset=placed.offset)
+            return placed.spec(numbers.setdefault(placed.buffer, len(numbers)))
+
+        def regions(part: Bytes) -> tuple[Region, ...]:
+            placed = [(self._placed(name), nbytes) for name, nbytes in part]
+            return tuple(
+                Region(each.spec(numbers.setdefault(each.buffer, len(numbers))), nbytes) for each, nbytes in placed
+            )
+
+        tensors = flex.TemplateTensors.of(fx, template)
+        attended = map(spec, tensors.read, (*fx.args[:3], *(None for _ in tensors.read[3:])))
+        there = ([spec(ir) for ir in part if prod(map(self._sizes, ir.get_size()))] for part in tensors[1:])
+        call = flex.call_of(fx, flex.TemplateTensors(list(attended), *there))
+        after = [part for part in parts if part.node is not template]
+        read, written = map(regions, self._regions.of(node, after))
+        own = {buffer.get_name(): buffer for buffer in node.get_outputs()}[template.get_name()]
+        inner = () if is_needed(own, node) else (spec(template),)  # what no one reads but the kernel itself
+        origins = (
+            origin_of(fx, call, is_backward=self._is_backward),
+            *origins_of(after, self._sizes, self._is_backward, {fx}),
+        )
+        kernel = CompiledKernel(
+            name_of([origin.op for origin in origins]),
+            "template",
+            (*(Region(each, each.nbytes) for each in dict.fromkeys(call.inputs)), *read),
+            (*(Region(each, each.nbytes) for each in call.outputs if each not in inner), *written),
+            origins,
+            scheduler_bytes,
+        )
+        more_read, more_written = (tuple(region.spec for region in part if region.spec) for part in (read, written))
+        whole = replace(
+            call,
+            kwargs={"kernel": kernel},
+            inputs=(*call.inputs, *more_read),
+            outputs=(*call.outputs, *more_written),
+        )
+        return whole, tuple(numbers), kernel
+
     def _launched(self, operation: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel] | None:
         """The launch of a Triton kernel of the program's; None for anything else."""
         if not isinstance(operation, self._ir.UserDefinedTritonKernel):
@@ -201,7 +259,9 @@ class _Planner:
             call, buffers = self._call_without_node(node.node, op)
             origin = origin_without_node(call)
         elif fx is None or fx.target.namespace == "prims":  # an op of inductor's own
-            origins = () if self._runs_graphs(node.node) else _origins(node, self._sizes, self._is_backward)
+            origins = (
+                () if self._runs_graphs(node.node) else origins_of(node.get_nodes(), self._sizes, self._is_backward)
+            )
             origins = origins or (uncounted_origin(node.node),)
             return self._written(node, "library", origins, scheduler_bytes)
         else:
@@ -355,38 +415,6 @@ def _adds_bias(fx: Any) -> bool:
 
 def _name_of(node: Any) -> str:
     return getattr(node.node, "name", None) or ""  # a launch of the program's own kernel has none
-
-
-def _origins(node: Any, sizes: Sizes, is_backward: bool, elsewhere: Set[Any] = frozenset()) -> tuple[Origin, ...]:
-    """The ops of the graph that the kernel computes, in the graph's order; without views. A library computes those
-    `elsewhere`: a kernel that changes the layout of a convolution's image, or adds its bias, stems from the convolution
-    too.
-
-    Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where
-    its result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
-    """
-    found: dict[Any, Origin] = {}
-    for part in node.get_nodes():
-        if part.node is None:
-            continue
-        loops = getattr(part, "group", None)  # a library call has none
-        steps = prod(sizes(size) for group in loops[1] for size in _as_tuple(group)) if loops else 0
-        for fx in part.node.origins:
-            if fx not in found and fx not in elsewhere and is_work(fx):
-                origin = origin_of(fx, None, is_backward=is_backward)
-                if reads_nothing(fx) or (part.read_writes.reads and steps >= least_steps(fx, origin, sizes)):
-                    found[fx] = origin
-    return tuple(found[fx] for fx in sorted(found))
-
-
-def _as_tuple(group: Any) -> tuple[Any, ...]:
-    return tuple(group) if isinstance(group, (list, tuple)) else (group,)
-
-
-def names_of(node: Any) -> list[str]:
-    """The names of the ops behind a kernel without work of its own, such as the second stage of a reduction."""
-    nodes = {fx: None for part in node.get_nodes() if part.node is not None for fx in part.node.origins}
-    return [op_name(fx) for fx in sorted(nodes) if is_work(fx)]
 
 
 def _has_memory(buffer: Any, ir: Any) -> bool:

@@ -105,6 +105,9 @@ def _stand_ins(device: PosedDevice) -> Iterator[Replacement]:
     yield worker.owner.CudaInterface.Worker, "current_device", staticmethod(_here(lambda: 0, worker.value))
     triton = names.SCHEDULER_HAS_TRITON
     yield triton.owner, "has_triton", _here(lambda *_: True, triton.value)
+    yield names.TRITON_HASH.owner, "triton_hash_with_backend", _here(lambda: "", names.TRITON_HASH.value)
+    loads = names.LOADS_CODE  # of a template; nothing runs it, and Triton may not be there to be imported
+    yield loads.owner.PyCodeCache, "load", _here(lambda *_, **__: SimpleNamespace(__file__="", key=""), loads.value)
     folder = names.DEDUCE_VALUE
     yield folder.owner.UniformValueConstantFolder, "_deduce_value", _here(_on_cpu(folder.value), folder.value)
     yield from _posing_tensors()

@@ -12,6 +12,7 @@ from flopmeter.known_values import DataDependentError
 from flopmeter.torch_names import compiler as names
 
 Bytes = list[tuple[str, int]]
+"""By the name of a buffer."""
 
 
 class Sizes:
@@ -40,17 +41,18 @@ class Regions:
     def __init__(self, graph: Any, sizes: Sizes, base: Callable[[str], str]):
         self._graph, self._sizes, self._base = graph, sizes, base
 
-    def of(self, node: Any) -> tuple[Bytes, Bytes]:
-        """Bytes read and bytes written by a node of the scheduler, by the buffer that holds them.
+    def of(self, node: Any, parts: Iterable[Any] | None = None) -> tuple[Bytes, Bytes]:
+        """Bytes read and bytes written by a node of the scheduler, or by these parts of it, by the buffer that holds
+        them.
 
         Values that stay inside a fused kernel are not touched. An element that several loops read counts once where
         their indices agree; a lookup counts as many elements as it has indices; no buffer counts more than it holds.
         """
         inside = {buffer.get_name() for buffer in node.get_outputs()}
-        kept = {buffer.get_name() for buffer in node.get_outputs() if _is_needed(buffer, node)}
-        parts = [(part.read_writes, self._indices(part)) for part in node.get_nodes()]
-        reads = [(dep, indices) for deps, indices in parts for dep in deps.reads if dep.name not in inside]
-        writes = [(dep, indices) for deps, indices in parts for dep in deps.writes if dep.name in kept]
+        kept = {buffer.get_name() for buffer in node.get_outputs() if is_needed(buffer, node)}
+        accesses = [(part.read_writes, self._indices(part)) for part in (node.get_nodes() if parts is None else parts)]
+        reads = [(dep, indices) for deps, indices in accesses for dep in deps.reads if dep.name not in inside]
+        writes = [(dep, indices) for deps, indices in accesses for dep in deps.writes if dep.name in kept]
         return self._bytes(reads), self._bytes(writes)
 
     def _indices(self, node: Any) -> int | None:
@@ -116,7 +118,7 @@ class Regions:
             return 0
 
 
-def _is_needed(buffer: Any, node: Any) -> bool:
+def is_needed(buffer: Any, node: Any) -> bool:
     """Whether anyone but the kernel itself reads the buffer."""
     own = {id(part) for part in (node, *node.get_nodes())}
     return any(id(user.node) not in own for user in buffer.users) or bool(buffer.get_mutations())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flopmeter.compiler.lowering import Lowered
-from flopmeter.compiler.plan import Placed, Plan, plan_of
+from flopmeter.compiler.plan import Placed, Plan, PlanStep, plan_of
 from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
-from flopmeter.records import CompiledGraph, Phase
+from flopmeter.records import Call, CompiledGraph, FlexBody, Phase
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
@@ -43,6 +44,7 @@ class Replay:
         self._inputs = [(name, lowered.graph.graph_inputs[name]) for name in lowered.graph.graph_input_names]
         self._plans: dict[tuple[tuple[Any, int], ...], Plan] = {}
         self._paths = _Paths(recorder, meet)
+        self._bodies: dict[tuple[Call, FlexBody], Call] = {}
         if not any(getattr(size, "free_symbols", None) for _, held in self._inputs for size in _sizes_of(held)):
             self._plan(())
 
@@ -54,6 +56,7 @@ class Replay:
         self._graph.calls += 1
         root, phase = self._paths.root(self._graph, args), self._phase(plan)
         held: dict[str, Tensor] = dict(zip(plan.inputs, args, strict=True))
+        bodies, known = plan.masks.bodies(args, recorder.values) if plan.masks else ({}, {})
         held |= self._lowered.graph.constants
         args.clear()
         for step in plan.steps:
@@ -69,7 +72,7 @@ class Replay:
                 module = ".".join(filter(None, (root, main.module if main else "")))
                 is_again = step.kernel is not None and _is_recomputation(step.kernel.origins)
                 recorder.launch(
-                    step.call,
+                    step.call if step.flex is None else self._masked(step, bodies[step.flex]),
                     present,
                     module,
                     "recompute" if is_again else phase,
@@ -83,9 +86,19 @@ class Replay:
                     held.pop(name, None)
         results = [_result(output, held) for output in plan.outputs]
         self._paths.keep(self._graph, root, results)
+        if plan.masks:
+            plan.masks.hand_on(known, results, recorder.values)
         if self._graph.part == "forward":
             self._graph.saved_bytes = self._saved_bytes(plan, results)
         return results
+
+    def _masked(self, step: PlanStep, body: FlexBody) -> Call:
+        """flex_attention's call with this body: the same one for the same body."""
+        assert step.call is not None
+        key = step.call, body
+        if key not in self._bodies:
+            self._bodies[key] = replace(step.call, body=body)
+        return self._bodies[key]
 
     def _plan(self, symbols: tuple[tuple[Any, int], ...]) -> Plan:
         """The plan for these sizes."""

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from types import CodeType
 from typing import Any
 
@@ -25,25 +23,24 @@ from flopmeter.as_cuda.autocast import traced_tensors_cast
 from flopmeter.as_cuda.kernels.convolution import runs_channels_last
 from flopmeter.compiler import constants
 from flopmeter.compiler.composites import composites_differentiate
+from flopmeter.compiler.frames import AroundTracing, Frames, nothing_around, text_of
 from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
 from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose, unposed
 from flopmeter.compiler.replay import Owner, Replay, name_of
-from flopmeter.known_values import entry_points
 from flopmeter.records import CompiledGraph, GraphBreak
 from flopmeter.records.compiled import GraphPass
 from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
-from flopmeter.torch_names.private import FLEX_OPERATOR, PrivateName, no_dispatch_modes
+from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
 from flopmeter.trace.recorder import Recorder
 
 # Settings that need a device to measure on, or that keep compiled code on disk.
 WITHOUT_DEVICE = {"shape_padding": False, "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
 AOT_SETTINGS = {"enable_autograd_cache": False, "graphsafe_rng_functionalization": False}
-FLEX_NEEDS_DRIVER = "inductor writes flex_attention from a template, for which it asks the driver of the GPU"
 MICRO_PIPELINE = "_micro_pipeline_tp"  # asynchronous tensor parallelism
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
@@ -51,17 +48,9 @@ MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 _WARNING_OF_HOOKS = r"(?s).*Using `torch.compile\(module\)` when there are global hooks"
 _WARNING_OF_TF32 = r"TensorFloat32 tensor cores .* available but not enabled"  # the report says so
 
-AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
-"""A context in which torch is as it is without stand-ins; gives what these stand in for outside of it."""
-
-
 OnCompiledCall = Callable[[Owner], Callable[[], None]]
 """Told of a module or an optimizer when the first of its compiled kernels runs; what it returns is called when the
 compiled call has ended. Dynamo hides the hooks that would tell."""
-
-
-def nothing_around() -> AbstractContextManager[tuple[Any, ...]]:
-    return contextlib.nullcontext(())
 
 
 class Session:
@@ -88,11 +77,10 @@ class Session:
         self._met: dict[Owner, Callable[[], None]] = {}  # in the compiled call that runs
         self._compilation = recorder.trace.compilation
         self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
-        self._thread = threading.get_ident()
+        self._frames = Frames(around_tracing, self._outermost)
         self._reason: str | None = None  # of the compilation that runs
         self._is_micro_pipelined = self._has_regions = False
         self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
-        self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
         self._regions = 0
         self._region: int | None = None  # of a graph that runs eagerly now, for the rules to fuse
         self._depth = 0  # compiled calls inside compiled calls
@@ -167,7 +155,9 @@ class Session:
         if self._is_installed:
             return
         self._is_installed = True
-        with self._as_torch_is():  # modules of the compiler make tables of torch's functions when they are imported
+        with (
+            self._frames.as_torch_is()
+        ):  # modules of the compiler make tables of torch's functions when they are imported
             missing = names.missing()
         if missing:
             self._compilation.failures[f"this torch has no {', no '.join(missing)}"] = None
@@ -183,13 +173,13 @@ class Session:
             (names.RECOMPILE_REASONS, self._around_reasons),
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
-            (names.CONVERT_FRAME, self._around_frame),
+            (names.CONVERT_FRAME, self._frames.around),
             (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
-            (names.GUARD_IDENTITY, self._around_identity_guard),
+            (names.GUARD_IDENTITY, self._frames.around_identity_guard),
             (names.HAS_TRITON, self._around_has_triton),
             (names.CREATE_PROXY, constants.around_create_proxy),
-            (names.RULES, functools.partial(made_inside, self._as_torch_is)),
-            (names.HANDLERS, functools.partial(made_inside, self._as_torch_is)),
+            (names.RULES, functools.partial(made_inside, self._frames.as_torch_is)),
+            (names.HANDLERS, functools.partial(made_inside, self._frames.as_torch_is)),
         )
         for name, wrapper in wrappers:
             self._patch_name(name, wrapper)
@@ -221,7 +211,7 @@ class Session:
 
     @property
     def _is_here(self) -> bool:
-        return threading.get_ident() == self._thread
+        return self._frames.is_here
 
     def _in_place_of_compile_fx(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
@@ -240,16 +230,13 @@ class Session:
             self._is_micro_pipelined |= settings.get(MICRO_PIPELINE, getattr(asked, MICRO_PIPELINE, False))
             settings[MICRO_PIPELINE] = False  # its ops need symmetric memory to be lowered into kernels
             function, reason, self._reason = _function(), self._reason, None
-            if as_it_was is not None and _has_flex_attention(as_it_was):
-                self._compilation.failures[f"{function}: {FLEX_NEEDS_DRIVER}"] = None
-                return self._eagerly(as_it_was)
             start = functools.partial(CompiledGraph, function=function, recompiled_because=reason)
             inner = functools.partial(self._compile, start=start, breaks=tuple(_breaks(model)))
             graphs = len(self._compilation.graphs)
             try:
                 # Nearly always Dynamo calls; DDP's optimizer does when its parts run, with the recorder on.
                 with (
-                    self._as_torch_is(),
+                    self._frames.as_torch_is(),
                     traced_tensors_cast(False),
                     no_dispatch_modes(),
                     names.FUNCTORCH_CONFIG.value(**AOT_SETTINGS),
@@ -369,41 +356,6 @@ class Session:
 
         return set_capturable
 
-    def _around_frame(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Dynamo compiles only functions of the program, and sees torch as it is without a meter."""
-        skip = names.CONVERT_FRAME.owner.ConvertFrameReturn(
-            frame_exec_strategy=names.FRAME_STRATEGY.value(names.FRAME_ACTION.value.SKIP, names.FRAME_ACTION.value.SKIP)
-        )
-
-        @functools.wraps(plain)
-        def convert(callback: Any, frame: Any, *args: Any) -> Any:
-            if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
-                return skip
-            # torch forgets the modes where DDP splits the graph.
-            with self._as_torch_is(), traced_tensors_cast(True), no_dispatch_modes():
-                try:
-                    return plain(callback, frame, *args)
-                except Exception as error:
-                    if not (self._is_here and self._outermost and self._outermost.is_inside):
-                        raise
-                    self._outermost.note_eager(f"{name_of(frame.f_code)}: {_text(error)}")
-                    return names.CONVERT_FRAME.owner.ConvertFrameReturn()
-
-        return convert
-
-    @contextlib.contextmanager
-    def _as_torch_is(self) -> Iterator[None]:
-        """In this context this thread sees torch's own functions, without stand-ins."""
-        if not self._is_here:
-            yield
-            return
-        here = (entry_points.as_torch_has_them(), self._around_tracing(), triton_kernels.without_device())
-        with here[0] as theirs, here[1] as ours, here[2]:
-            functions = (*theirs, *ours)
-            codes = (function.__code__ for function in functions if hasattr(function, "__code__"))
-            self._stood_in_for = frozenset(map(id, (*functions, *codes)))
-            yield
-
     def _in_place_of_convolution_layout(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """The layout that cuDNN chooses. torch would ask cuDNN only for tensors that are on CUDA for C++ too."""
 
@@ -414,17 +366,6 @@ class Session:
             return CHANNELS_LAST[tensor.ndim] if is_last else torch.contiguous_format
 
         return layout
-
-    def _around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
-        """A guard that fails only because the running program sees a stand-in, where Dynamo saw torch's function, is no
-        reason to compile again."""
-
-        @functools.wraps(plain)
-        def guard_identity(builder: Any, guard: Any, *args: Any) -> None:
-            if not self._is_here or id(builder.get(guard)) not in self._stood_in_for:
-                plain(builder, guard, *args)
-
-        return guard_identity
 
     def _around_call(self, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """torch calls this with a setting before each compiled call, and after the call with what it returned
@@ -478,16 +419,7 @@ class Session:
         return run
 
     def _note_failure(self, function: str, error: Exception) -> None:
-        self._compilation.failures[f"{function}: {_text(error)}"] = None
-
-
-def _text(error: Exception) -> str:
-    """One line: messages of torch's may be a name or a dump, which the kind of error explains."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_MODELS = os.path.join(_PACKAGE, "models") + os.sep  # which are programs
+        self._compilation.failures[f"{function}: {text_of(error)}"] = None
 
 
 class _Entered:
@@ -495,10 +427,6 @@ class _Entered:
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
-
-
-def _has_flex_attention(model: GraphModule) -> bool:
-    return any(node.target is FLEX_OPERATOR.value for node in model.graph.nodes)
 
 
 def _function() -> str:

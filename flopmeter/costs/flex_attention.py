@@ -9,11 +9,13 @@ queries (torch/_inductor/kernel/flex/templates/flex_backwards.py.jinja): seven p
 from __future__ import annotations
 
 import functools
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil, prod
 
+from flopmeter.costs.fused import flops_of
 from flopmeter.costs.lookup import costs_of
 from flopmeter.costs.rules import make_attention, make_cost, rule, scratch
 from flopmeter.costs.traffic import regions
@@ -28,6 +30,7 @@ from flopmeter.records import (
     FlexBody,
     Mask,
     Matmul,
+    Origin,
     Region,
     TensorSpec,
 )
@@ -39,30 +42,37 @@ def flex_attention(call: Call) -> Cost:
     """softmax(score_mod(q @ k^T)) @ v, with q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]."""
     body, square = _body(call), _shape(call)
     shape = square._replace(mask=band(body.blocks, square.queries, square.keys))
-    out, lse, most = call.outputs
-    keeps_lse, keeps_most = call.argument("keeps_lse"), call.argument("keeps_max")
-    kept = (out, *((lse,) if keeps_lse else ()), *((most,) if keeps_most else ()))
+    out, *statistics = call.outputs
+    keeps = call.argument("keeps_lse"), call.argument("keeps_max")
+    kept = (out, *itertools.compress(statistics, keeps))
     return _template(call, "flex_attention", [*_products(shape, scores=1, values=1)], shape, written=kept)
 
 
 @rule(own.flex_attention_backward)
 def flex_attention_backward(call: Call) -> tuple[Cost, Cost]:
     """The sum over each row of out * grad_out, a kernel of inductor's own; then the template."""
-    body, square = _body(call), _shape(call)
-    shape = square._replace(mask=band(body.blocks, square.queries, square.keys), is_backward=True)
     out, lse, grad_out, grad_lse = (call.argument(name) for name in ("out", "logsumexp", "grad_out", "grad_logsumexp"))
     row_sums = scratch(lse)
     inputs = [spec for spec in (out, grad_out, grad_lse) if spec is not None]
     prepared = make_cost(
         call, REDUCTION, 2 * out.numel + (0 if grad_lse is None else 2 * lse.numel), read=inputs, written=(row_sums,)
     )
+    read = [spec for spec in regions(call)[0] if spec not in (out, grad_lse)]
+    return replace(prepared, name="flex_attention_backward: row sums"), _gradients(call, [*read, row_sums])
+
+
+@rule(own.flex_attention_gradients)
+def flex_attention_gradients(call: Call) -> Cost:
+    """The template alone, in a compiled graph: the graph has a kernel that sums up the rows."""
+    return _gradients(call, None)
+
+
+def _gradients(call: Call, read: Iterable[TensorSpec] | None) -> Cost:
+    body, square = _body(call), _shape(call)
+    shape = square._replace(mask=band(body.blocks, square.queries, square.keys), is_backward=True)
     products = _products(shape, scores=4, values=3)
     repeated = 2 * sum(map(prod, _products(shape, scores=2, values=1)))
-    read = [spec for spec in regions(call)[0] if spec not in (out, grad_lse)]
-    template = _template(
-        call, "flex_attention_backward", products, shape, read=[*read, row_sums], passes=2, repeated=repeated
-    )
-    return replace(prepared, name="flex_attention_backward: row sums"), template
+    return _template(call, "flex_attention_backward", products, shape, read=read, passes=2, repeated=repeated)
 
 
 def _template(
@@ -71,13 +81,16 @@ def _template(
     products: list[Matmul],
     shape: AttentionShape,
     *,
-    read: Iterable[TensorSpec] | None = None,
-    written: Iterable[TensorSpec] | None = None,
+    read: Iterable[TensorSpec | Region] | None = None,
+    written: Iterable[TensorSpec | Region] | None = None,
     passes: int = 1,
     repeated: int = 0,
 ) -> Cost:
-    """`passes` times over the scores, with score_mod in each."""
-    body = _body(call)
+    """`passes` times over the scores, with score_mod in each; in a compiled graph also with what fuses into it."""
+    body, kernel = _body(call), call.kwargs.get("kernel")
+    after: tuple[Origin, ...] = ()
+    if kernel is not None:
+        name, read, written, after = kernel.name, kernel.reads, kernel.writes, kernel.origins[1:]
     squares, pairs = shape.sequences * shape.heads, shape.queries * shape.keys
     score, transcendentals = _flops_of(body.score)
     on_pair, _ = _flops_of(body.mask)
@@ -89,14 +102,15 @@ def _template(
     cost = make_attention(
         call,
         products,
-        "flash" if body.splits_keys else "other",
+        "flash" if body.splits_keys else "flex",
         shape,
-        extra=((ELEMENTWISE, on_scores + on_masks),),
+        extra=flops_of(ELEMENTWISE, [[(ELEMENTWISE, on_scores + on_masks)], *(op.flops_by_class for op in after)]),
         read=_seen(call, body.blocks, regions(call)[0] if read is None else read),
         written=written,
-        transcendentals=passes * transcendentals * computed,
+        transcendentals=passes * transcendentals * computed + sum(op.transcendentals for op in after),
         recomputed_flops=repeated + on_scores // 2 if repeated else 0,
         masked_flops=of_one * hidden,
+        on_score=(passes * score, passes * transcendentals),
     )
     return replace(cost, name=name)
 
@@ -120,14 +134,13 @@ def _shape(call: Call) -> AttentionShape:
     return AttentionShape(batch, heads, k.shape[1], queries, k.shape[2], depth, v.shape[-1])
 
 
-def _seen(call: Call, blocks: BlockCount, read: Iterable[TensorSpec]) -> list[TensorSpec | Region]:
+def _seen(call: Call, blocks: BlockCount, read: Iterable[TensorSpec | Region]) -> list[TensorSpec | Region]:
     """The tensors that are read, without keys and values in columns where no block is computed."""
     key, value = call.argument("key"), call.argument("value")
     share = blocks.seen_keys, blocks.squares * key.shape[2]
-    return [
-        Region(spec, spec.nbytes * share[0] // share[1]) if spec in (key, value) and share[0] < share[1] else spec
-        for spec in read
-    ]
+    seen = (Region(spec, spec.nbytes * share[0] // share[1]) for spec in (key, value))
+    of_spec = dict(zip((key, value), seen, strict=True)) if share[0] < share[1] else {}
+    return [of_spec.get(each.spec if isinstance(each, Region) else each, each) for each in read]
 
 
 def _flops_of(ops: Iterable[BodyOp]) -> tuple[int, int]:

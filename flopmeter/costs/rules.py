@@ -229,9 +229,11 @@ def make_attention(
     read: Touched | None = None,
     written: Touched | None = None,
     transcendentals: int = 0,
+    on_score: tuple[int, int] = (0, 0),
 ) -> Cost:
-    """Fused attention: its matmuls, the library whose kernel it is, and the shape that it works on."""
-    work = AttentionWork(backend, shape, _macs(call, matmuls), masked_flops, recomputed_flops)
+    """Fused attention: its matmuls, the library whose kernel it is, and the shape that it works on. `on_score`: FLOPs
+    of a function on one score, and how many of them are transcendental."""
+    work = AttentionWork(backend, shape, _macs(call, matmuls), masked_flops, recomputed_flops, *on_score)
     return _multiplying(
         call, work, op_class=ATTENTION, extra=extra, read=read, written=written, transcendentals=transcendentals
     )

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from flopmeter.records.collectives import CollectiveKind
 
 Tf32Switch = Literal["matmul", "cudnn"]  # torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-AttentionBackend = Literal["flash", "efficient", "cudnn", "other"]
+AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "other"]
 
 
 # --- parts of the records below -------------------------------------------------------------------------------------
@@ -135,6 +135,8 @@ class AttentionWork(NamedTuple):
     macs: int
     masked_flops: int  # of a causal or windowed mask: counted, but skipped by the kernel
     recomputed_flops: int  # that the kernel computes a second time (flash backward's fifth matmul)
+    score_flops: int = 0  # of flex_attention's score_mod on one score, in all passes over it
+    score_functions: int = 0  # how many of them are exp, tanh and the like
 
 
 class FormulaWork(NamedTuple):

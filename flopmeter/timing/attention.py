@@ -71,7 +71,7 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
         partial_bytes = 4 * launch.slices * elements * shape.value_dim
         extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
         work += constants.COMBINE_SECONDS
-    if shape.is_backward:
+    if shape.is_backward and attends.backend != "flex":
         extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
     return Busy(compute, memory + extra, max(work, memory) + extra)
 
@@ -83,6 +83,8 @@ def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units:
         return constants.EFFICIENT_BEFORE_AMPERE if is_old and on_matrix_units else constants.EFFICIENT
     if hardware.vendor == "amd":
         return constants.AMD_SPLIT if splits else constants.AOTRITON
+    if backend == "flex":
+        return constants.FLEX
     if backend == "cudnn" and (hardware.compute_capability or _HOPPER)[0] in _WARPGROUP_CAPABILITIES:
         return constants.FLASH_3_SPLIT if splits else constants.FLASH_3
     return constants.FLASH_2_SPLIT if splits else constants.FLASH_2
@@ -93,7 +95,7 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
     tiles of the other nearly empty, and for few blocks, which would leave SMs idle."""
     on_matrix_units = peak.unit == "matrix"
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=False)
-    whole = _covered(shape, kernel, hardware)
+    whole = _covered(shape, kernel, hardware) if backend != "flex" else _covered_by_template(shape, kernel, hardware)
     if backend not in _FLASH_LIBRARY or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
         return [whole]
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
@@ -117,6 +119,24 @@ def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware)
     grid = tile_grid(shape.queries, shape.keys, max(rows // group, 1), columns, shape.mask)
     squares = shape.sequences * ceil(shape.heads / group) * ceil(group / rows)
     return _Launch(kernel, squares, grid, 1, rows * columns)
+
+
+def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
+    """flex_attention's templates. Backward, some blocks keep keys, for all heads that share them, others queries."""
+    major = min(max((hardware.compute_capability or _AMPERE)[0], 8), 11)
+    squares = shape.sequences * shape.heads
+    if not shape.is_backward:
+        other = constants.FLEX_OTHER_TILE if shape.head_dim <= 256 else constants.FLEX_LONG_TILE
+        rows, columns = constants.FLEX_TILES[major].get(shape.head_dim, other)
+        return _Launch(
+            kernel, squares, tile_grid(shape.queries, shape.keys, rows, columns, shape.mask), 1, rows * columns
+        )
+    rows, columns = constants.FLEX_BACKWARD_TILES[major]
+    grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
+    group = ceil(shape.heads / max(shape.key_heads, 1))
+    blocks = ceil(shape.queries / rows) + ceil(shape.keys / rows / group)
+    longest = ceil(constants.FLEX_KEY_SHARE * group * ceil(shape.queries / columns))
+    return _Launch(kernel, squares, grid._replace(blocks=blocks, longest=longest), 1, rows * columns)
 
 
 def tile_of(kernel: AttentionKernel, head_dim: int, hardware: Hardware) -> tuple[int, int]:
@@ -166,14 +186,24 @@ def score_seconds(
     GeForce's half rate for sums in fp32, which hides the softmax.
     """
     shape, sms = work.shape, hardware.sm_count
-    legacy = 1.0 if work.backend == "cudnn" else legacy_mma_share(hardware)
+    is_new = work.backend == "cudnn" or (
+        work.backend == "flex" and (hardware.compute_capability or _AMPERE)[0] in _WARPGROUP_CAPABILITIES
+    )
+    legacy = 1.0 if is_new else legacy_mma_share(hardware)
     pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
-    padded, plain = (_flops_per_score(shape, pads=pads) for pads in (True, False))
+    padded, plain = (_flops_per_score(work, pads=pads) for pads in (True, False))
     cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
     cycles += masked_share * constants.MASKED_SCORE_CYCLES
     issue = pipe * issue_ratio(dtype, hardware) * constants.ATTENTION_PIPE_SHARE
-    in_turns = padded * sms / issue + _sm_seconds(cycles, hardware)
+    in_turns = padded * sms / issue + _sm_seconds(cycles, hardware) + _function_seconds(work, hardware)
     return max(in_turns, padded * sms / pipe, plain * sms / peak.sustained_flop_per_s) / kernel.speed
+
+
+def _function_seconds(work: AttentionWork, hardware: Hardware) -> float:
+    """Of an SM, for flex_attention's function on one score: its arithmetic on the vector units, where the compiler
+    joins no product and sum for it."""
+    operations = work.score_flops + (constants.SCORE_FUNCTION_OPERATIONS - 1) * work.score_functions
+    return 2 * operations * hardware.sm_count / hardware.vector_peak("fp32").flop_per_s
 
 
 def _sm_seconds(cycles: float, hardware: Hardware) -> float:
@@ -190,9 +220,12 @@ def issue_ratio(dtype: str, hardware: Hardware) -> float:
     return rates["fp16"] / hardware.matrix_tflop_per_s.get("fp16", rates["fp16"])
 
 
-def _flops_per_score(shape: AttentionShape, *, pads: bool) -> int:
+def _flops_per_score(work: AttentionWork, *, pads: bool) -> int:
+    shape = work.shape
     keys, values = (_padded(size) if pads else size for size in (shape.head_dim, shape.value_dim))
-    return 2 * (3 * keys + 2 * values if shape.is_backward else keys + values)
+    if not shape.is_backward:
+        return 2 * (keys + values)
+    return 2 * (4 * keys + 3 * values if work.backend == "flex" else 3 * keys + 2 * values)
 
 
 def _padded(head_dim: int) -> int:

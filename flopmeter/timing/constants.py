@@ -35,6 +35,10 @@ PLAIN_ARITHMETIC_SHARE = 0.5
 # compiler approximates them: two cosines in one take little longer than one (article above).
 FUNCTION_OPERATIONS = 20
 
+# The same of a function on a score of flex_attention: an SM computes 16 of them in a clock cycle beside 128 additions
+# (CUDA C++ Programming Guide, table of arithmetic throughput), and what goes with it (tanh divides) is as much again.
+SCORE_FUNCTION_OPERATIONS = 16
+
 # Exponents p of (compute^p + memory^p)^(1/p): 1 is no overlap, infinity perfect overlap (those of matmuls are in
 # gemm_kernels.py). Element-wise kernels have many independent threads that overlap: 3, from the knee of the
 # fused-multiply curve of the article above. A thread computes the address of an element before it loads the element, in
@@ -209,6 +213,23 @@ AOTRITON = FLASH_2._replace(small_tiles=None, score_cycles=0.35, backward_score_
 # parts of 256; heads with the same keys share a block (vLLM's csrc/rocm/attention.cu, AITER's paged attention:
 # `mfma16`, grid of sequences x parts x key heads). Not measured: the other figures are FlashAttention-2's.
 AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, block_cycles=8000, shared_queries=1)
+
+# flex_attention's templates, by inductor's source and not measured. They go through the same steps as
+# FlashAttention-2, whose figures they have, but for three: Triton compiles them for the matrix instructions of the
+# device's own generation; the backward pass adds nothing atomically, so that it computes the scores twice; and a block
+# that keeps keys serves all query heads that share them. Tiles of the forward pass by the major of the compute
+# capability (template_heuristics/triton.py, 16-bit types): a head dimension without an entry there has 64 x 64. (11 and
+# 12 are alike. Before 8.0 there is no template.) Tiles of the backward pass keep 128 keys, or 64, and take 64 queries.
+FLEX = FLASH_2._replace(small_tiles=None)
+FLEX_TILES = {
+    8: {64: (128, 64), 128: (128, 64), 192: (128, 32), 256: (32, 64)},
+    9: {64: (128, 128), 128: (128, 64), 256: (64, 32)},
+    10: {64: (128, 128), 128: (128, 64), 192: (128, 128), 256: (64, 32)},
+    11: {64: (128, 64), 128: (128, 64), 256: (32, 64)},
+}
+FLEX_OTHER_TILE, FLEX_LONG_TILE = (64, 64), (64, 32)  # of other head dimensions up to 256, and of longer ones
+FLEX_BACKWARD_TILES = {8: (64, 64), 9: (128, 64), 10: (128, 64), 11: (64, 64)}
+FLEX_KEY_SHARE = 4 / 7  # of the backward pass's products, those of blocks that keep keys
 
 # Where blocks differ in length, the SMs run out of work at different times: the last ends so much of the longest block
 # after the mean. Simulated for FlashAttention-2's grids with two blocks on an SM: .6 to 1.2, lower for long sequences.

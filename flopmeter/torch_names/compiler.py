@@ -46,6 +46,8 @@ GRAPH_LOWERING = _name("torch._inductor.graph", "GraphLowering", "lowers a graph
 _name("torch._inductor.graph", "GraphLowering._update_scheduler", "fuses them")
 DECOMPOSES_FOR_GPU = _name("torch._inductor.decomposition", "is_gpu", "what becomes of a convolution's bias")
 SCHEDULER_HAS_TRITON = _name("torch._inductor.scheduler", "has_triton", "refuses without Triton")
+TRITON_HASH = _name("torch.utils._triton", "triton_hash_with_backend", "what it asks of Triton for a template")
+LOADS_CODE = _name("torch._inductor.codecache", "PyCodeCache.load", "where it loads what it wrote for a template")
 EXTERN_NODE = _name("torch._inductor.scheduler", "ExternKernelSchedulerNode", "which kernels are libraries'")
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
 _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from flopmeter.torch_names.private import (
     COMPOSITES,
     CTC_LOSS,
     EXCLUDE_FROM_TLS,
+    EXCLUDED_FROM_TLS,
     FOREACH,
     FUNCTORCH,
     INCLUDE_IN_TLS,
@@ -33,6 +36,7 @@ from flopmeter.torch_names.private import (
     RNN,
     SPARE_AUTOCAST_KEY,
     SPARSE,
+    DispatchKey,
 )
 
 COMPARED_VERSIONS = ((2, 13), (2, 15))
@@ -218,6 +222,18 @@ def _spare_autocast_keyset() -> torch._C.DispatchKeySet:
 def without_spare_autocast_key() -> Any:
     """Context in which calls skip the kernels at the spare key, as torch's own autocast kernels run their op."""
     return torch._C._ExcludeDispatchKeyGuard(_spare_autocast_keyset())
+
+
+@contextmanager
+def autograd_records() -> Iterator[None]:
+    """In this context autograd notes what runs, where gradients are on: also inside of a dispatch mode, below it."""
+    key = DispatchKey.AutogradFunctionality
+    was_off = EXCLUDED_FROM_TLS.value(key)
+    EXCLUDE_FROM_TLS.value(key, False)
+    try:
+        yield
+    finally:
+        EXCLUDE_FROM_TLS.value(key, was_off)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------

@@ -16,9 +16,12 @@ own = Packets("flopmeter")
 
 _SCHEMAS = (
     "flex_attention(Tensor query, Tensor key, Tensor value, Tensor[] blocks, Tensor[] captured, bool keeps_lse, "
-    "bool keeps_max) -> (Tensor, Tensor, Tensor)",
+    "bool keeps_max, *, str? kernel=None) -> (Tensor, Tensor, Tensor)",
     "flex_attention_backward(Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor grad_out, "
     "Tensor? grad_logsumexp, Tensor[] blocks, Tensor[] captured, Tensor[] learned) -> "
+    "(Tensor, Tensor, Tensor, Tensor[])",
+    "flex_attention_gradients(Tensor query, Tensor key, Tensor value, Tensor logsumexp, Tensor row_sums, "
+    "Tensor grad_out, Tensor[] blocks, Tensor[] captured, Tensor[] learned, *, str? kernel=None) -> "
     "(Tensor, Tensor, Tensor, Tensor[])",
     "triton_kernel(Tensor[] read, Tensor(a!)[] written, Tensor(b!)[] updated) -> ()",
     "compiled_kernel(Tensor[] read, Tensor(a!)[] written, *, str kernel) -> ()",
@@ -26,7 +29,13 @@ _SCHEMAS = (
 
 
 def _flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Tensor], captured: Sequence[Tensor], *_keeps: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Sequence[Tensor],
+    captured: Sequence[Tensor],
+    *_keeps: bool,
+    **_kernel: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output with the strides of the query, and two statistics of each row."""
     out = _in_order_of(query, (*query.shape[:-1], value.shape[-1]))
@@ -35,7 +44,7 @@ def _flex_attention(
 
 
 def _flex_attention_backward(
-    query: Tensor, key: Tensor, value: Tensor, *others: object
+    query: Tensor, key: Tensor, value: Tensor, *others: object, **_kernel: object
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     learned = others[-1]
     assert isinstance(learned, (list, tuple))
@@ -66,6 +75,6 @@ def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
 if not hasattr(torch.ops.flopmeter, "library"):  # a process may import this file afresh, and define operators once
     _library = torch.library.Library("flopmeter", "FRAGMENT")
     setattr(torch.ops.flopmeter, "library", _library)  # noqa: B010  (or they would go with this file)
-    _kernels = (_flex_attention, _flex_attention_backward, _triton_kernel, _compiled_kernel)
+    _kernels = (_flex_attention, _flex_attention_backward, _flex_attention_backward, _triton_kernel, _compiled_kernel)
     for _schema, _kernel in zip(_SCHEMAS, _kernels, strict=True):
         _library.impl(_library.define(_schema), _kernel, "CompositeExplicitAutograd")

@@ -169,6 +169,9 @@ EXCLUDE_KEY = listed(
     AUTOCAST, "torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast"
 )
 INCLUDE_IN_TLS = listed(AUTOCAST, "torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
+EXCLUDED_FROM_TLS = listed(
+    FLEX_ATTENTION, "torch._C", "_dispatch_tls_is_dispatch_key_excluded", "the gradient of a score function"
+)
 EXCLUDE_FROM_TLS = listed(AUTOCAST, "torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare key off")
 HIGHER_ORDER_OPERATORS = listed(AUTOCAST, "torch._ops", "_higher_order_ops", "which pass the autocast key")
 HIGHER_ORDER_FALLTHROUGH = listed(

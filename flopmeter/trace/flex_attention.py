@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopmeter.as_cuda.flex_attention import captured, scalars
 from flopmeter.known_values import KnownValues
 from flopmeter.records import BodyOp, FlexBody
+from flopmeter.torch_names.dispatcher import autograd_records
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import FLEX_GETITEM, no_dispatch_modes
@@ -160,7 +161,7 @@ def _body(
     Dynamo turned into arguments."""
     given = list(buffers)
     found = captured(lambda *args: function(*args, *given), query, has_score=has_score)
-    with no_dispatch_modes(), torch.set_grad_enabled(has_gradient), FLEX_GETITEM.value():
+    with no_dispatch_modes(), autograd_records(), torch.set_grad_enabled(has_gradient), FLEX_GETITEM.value():
         arguments = scalars(query, has_score=has_score)
         with _Collects() as mode:
             result = function(*arguments, *given)

@@ -152,9 +152,10 @@ class _OnValues(TorchDispatchMode):
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_meta:
-            if self._values is None or not self._values.values.knows(value):
+            known = None if self._values is None else self._values.values
+            if known is None or not known.knows(value) or known.is_blank(value):
                 raise DataDependentError("flex_attention")
-            return self._values.values.read(value)
+            return known.read(value)
         if isinstance(value, (list, tuple)):
             return type(value)([self._real(item) for item in value])
         return torch.device("cpu") if isinstance(value, torch.device) else value

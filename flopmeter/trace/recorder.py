@@ -191,6 +191,10 @@ class Recorder(TorchDispatchMode):
         if self._on_new_call is not None:
             self._on_new_call(call)
 
+    @property
+    def values(self) -> KnownValues | None:
+        return self._values
+
     def number_of(self, tensor: Tensor) -> int:
         """The number in the trace of the tensor's storage, while the recorder is on."""
         return self._number(tensor, BEFORE, [])

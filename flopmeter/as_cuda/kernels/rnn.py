@@ -16,7 +16,10 @@ from flopmeter.torch_names import dispatcher
 aten = torch.ops.aten
 
 CUDNN_DTYPES = (torch.float16, torch.float32, torch.float64)
-"""What cuDNN takes, as torch.backends.cudnn.CUDNN_TENSOR_DTYPES: not bfloat16."""
+"""What cuDNN takes on every device, as torch.backends.cudnn.CUDNN_TENSOR_DTYPES."""
+BFLOAT16_CUDNN, BFLOAT16_MAJOR = 91300, 8
+"""From which cuDNN, and on which compute capability, bfloat16 too (supportsBFloat16RNNWithCuDNN in
+aten/src/ATen/cuda/detail/CUDAHooks.cpp, which `use_cudnn` in RNN.cpp asks)."""
 
 RELU, TANH, LSTM, GRU = range(4)
 """cuDNN's numbers of the kinds, as the op's `mode` argument has them."""
@@ -70,13 +73,15 @@ def _packed(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
 
 
 def _cudnn_takes(scope: Scope, tensor: Tensor, train: bool) -> bool:
-    """cudnn_is_acceptable in aten/src/ATen/native: enabled, a dtype it has, not empty."""
-    if tensor.dtype in CUDNN_DTYPES:
+    """`use_cudnn` in aten/src/ATen/native/RNN.cpp: enabled, a dtype it has, not empty."""
+    target = scope.target
+    has_bfloat16 = target.cudnn_version >= BFLOAT16_CUDNN and target.compute_capability[0] >= BFLOAT16_MAJOR
+    if tensor.dtype in CUDNN_DTYPES or (tensor.dtype is torch.bfloat16 and has_bfloat16):
         takes = torch.backends.cudnn.enabled and tensor.numel() > 0
         if takes and train:
             scope.note("RNN in training: cuDNN's reserve taken for as large as what its backward pass needs")
         return takes
-    scope.note(f"{tensor.dtype} RNN: not a cuDNN dtype, runs step by step, here without CUDA's fused cell kernel")
+    scope.note(f"{tensor.dtype} RNN: not a cuDNN dtype there, runs step by step, here without CUDA's fused cell kernel")
     return False
 
 

@@ -1,0 +1,94 @@
+"""What surrounds the frames that Dynamo traces: in there torch is as it is without a meter."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flopmeter.as_cuda.autocast import traced_tensors_cast
+from flopmeter.compiler.outermost import OutermostCalls
+from flopmeter.compiler.replay import name_of
+from flopmeter.known_values import entry_points
+from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.private import no_dispatch_modes
+from flopmeter.trace import triton_kernels
+
+AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
+"""A context in which torch is as it is without stand-ins; gives what these stand in for outside of it."""
+
+
+def nothing_around() -> AbstractContextManager[tuple[Any, ...]]:
+    return contextlib.nullcontext(())
+
+
+class Frames:
+    """The frames of the thread that made it. `outermost`: what compiles the program's modules, if anything does."""
+
+    def __init__(self, around_tracing: AroundTracing, outermost: OutermostCalls | None) -> None:
+        self._around_tracing, self._outermost = around_tracing, outermost
+        self._thread = threading.get_ident()
+        self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
+
+    @property
+    def is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Dynamo compiles only functions of the program, and sees torch as it is without a meter."""
+        skip = names.CONVERT_FRAME.owner.ConvertFrameReturn(
+            frame_exec_strategy=names.FRAME_STRATEGY.value(names.FRAME_ACTION.value.SKIP, names.FRAME_ACTION.value.SKIP)
+        )
+
+        @functools.wraps(plain)
+        def convert(callback: Any, frame: Any, *args: Any) -> Any:
+            if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
+                return skip
+            # torch forgets the modes where DDP splits the graph.
+            with self.as_torch_is(), traced_tensors_cast(True), no_dispatch_modes():
+                try:
+                    return plain(callback, frame, *args)
+                except Exception as error:
+                    if not (self.is_here and self._outermost and self._outermost.is_inside):
+                        raise
+                    self._outermost.note_eager(f"{name_of(frame.f_code)}: {text_of(error)}")
+                    return names.CONVERT_FRAME.owner.ConvertFrameReturn()
+
+        return convert
+
+    @contextlib.contextmanager
+    def as_torch_is(self) -> Iterator[None]:
+        """In this context this thread sees torch's own functions, without stand-ins."""
+        if not self.is_here:
+            yield
+            return
+        here = (entry_points.as_torch_has_them(), self._around_tracing(), triton_kernels.without_device())
+        with here[0] as theirs, here[1] as ours, here[2]:
+            functions = (*theirs, *ours)
+            codes = (function.__code__ for function in functions if hasattr(function, "__code__"))
+            self._stood_in_for = frozenset(map(id, (*functions, *codes)))
+            yield
+
+    def around_identity_guard(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """A guard that fails only because the running program sees a stand-in, where Dynamo saw torch's function, is no
+        reason to compile again."""
+
+        @functools.wraps(plain)
+        def guard_identity(builder: Any, guard: Any, *args: Any) -> None:
+            if not self.is_here or id(builder.get(guard)) not in self._stood_in_for:
+                plain(builder, guard, *args)
+
+        return guard_identity
+
+
+def text_of(error: Exception) -> str:
+    """One line: messages of torch's may be a name or a dump, which the kind of error explains."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_MODELS = os.path.join(_PACKAGE, "models") + os.sep  # which are programs
