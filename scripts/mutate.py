@@ -57,7 +57,6 @@ LEFT_OUT = {
     "test_examples": "runs the examples in processes of their own",
     "test_article_script": "runs a script in a process of its own",
     "test_overhead": "times, which other work on the machine spoils",
-    "test_leaks": "holds nothing of cost or time",
     "test_hugging_face": "needs transformers",
     "test_wheel": "an installed copy",
     "test_page_browser": "starts a browser, which takes longer than all else",
@@ -72,6 +71,7 @@ FIRST_SECONDS = 2.0  # of CPU: tests that run before the files of the others are
 NAMED_SECONDS = 8.0  # of CPU: tests that name what the mutant names run before all others, the rarest names first
 MOST_NAMED = 100  # tests that may have a word, of which it then tells something
 RECORDS_SECONDS = 15.0  # of CPU: recorded prices that run next; they reach much, and would else come last
+QUICK_SECONDS = 15.0  # of CPU: the quickest of the others, which are hundreds, before slow ones of every file
 LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
 MEMORY_BYTES = 8 * 2**30  # that a mutant may ask for
 
@@ -302,11 +302,13 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
         records = [test for test in rest if _file(test) == RECORDS]
         # Narrow ones that all do the same say less than narrow and broad ones in turn.
         spread = _spread(records, RECORDS_SECONDS, reached)
+        rest = _without(spread, rest)
+        quick = _within(sorted(rest, key=reached.seconds.__getitem__), QUICK_SECONDS, reached)
         by_file = defaultdict[str, list[str]](list)
-        for test in _without(spread, rest):
+        for test in _without(quick, rest):
             by_file[_file(test)].append(test)
         in_turn = [test for turn in zip_longest(*by_file.values()) for test in turn if test]
-        others = _within([*spread, *in_turn], ENOUGH_SECONDS, reached)
+        others = _within([*spread, *quick, *in_turn], ENOUGH_SECONDS, reached)
         seconds = sum(reached.seconds[test] for test in (*first, *others))
         trials.append(Trial(mutant, (first, others), 30 + 4 * seconds))
     return trials

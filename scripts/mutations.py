@@ -146,7 +146,19 @@ def logic(module: Module) -> Iterator[Edit]:
 
 # `zip(strict=)`, `dataclass(frozen=)` and `patch(create=)` check or allow; `default=` and `key=` stay.
 CHECKS = ("strict", "frozen", "slots", "eq", "create")
-SYMMETRIC = ("min", "max", "gcd", "isinstance", "issubclass", "getattr", "hasattr", "setattr", "rule", "find_spec")
+SYMMETRIC = (
+    "min",
+    "max",
+    "gcd",
+    "isinstance",
+    "issubclass",
+    "getattr",
+    "hasattr",
+    "setattr",
+    "rule",
+    "find_spec",
+    "_present",
+)
 
 ONE_OF_ITS_KIND = {"call", "scope", "known", "self", "private", "mock", "torch"}  # no other argument is taken for it
 

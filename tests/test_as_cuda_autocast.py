@@ -95,6 +95,8 @@ def test_each_list_does_what_it_says() -> None:
     assert dtypes(lambda: torch.ops.aten.norm.Scalar(half, 2)) == torch.float32
     assert dtypes(lambda: torch.ops.aten.norm.Scalar(half)) == torch.float32
     assert dtypes(lambda: torch.ops.aten.norm.ScalarOpt_dim(half, 2, [1])) == torch.float32
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.ops.aten.norm.ScalarOpt_dim(half, 2, [1]).shape == half.shape[:1]  # keepdim is False by default
     assert dtypes(lambda: torch.ops.aten.norm.ScalarOpt_dim(half, 2, [1], True)) == torch.float32
     assert dtypes(lambda: torch.dot(x[0], half[0])) == torch.float32  # the widest
     assert dtypes(lambda: torch.dot(half[0], half[0])) == BF16

@@ -75,3 +75,10 @@ def test_a_mask_as_large_as_a_detectors_anchors_selects_the_share(dtype):
     with FlopMeter(mask_fraction=0.01):
         mask = (torch.randn(200_000, device="meta") > 0).to(dtype)
         assert len(mask.nonzero()) == 2000
+
+
+def test_the_host_waits_for_how_many_boxes_are_left(ops):
+    """As torchvision's nms does on CUDA, which copies the mask to the host to walk it."""
+    with FlopMeter(mask_fraction=0.5) as meter:
+        ops.nms(boxes(100), torch.empty(100, device="meta"), 0.5)
+    assert any(kernel.cost.blocks_host for kernel in meter.report().kernels)

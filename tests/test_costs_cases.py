@@ -442,7 +442,7 @@ ALL = CONTRACTIONS | ELEMENTWISE | NORMS_AND_REDUCTIONS | MOVEMENT | LIBRARY | R
 def test_an_op_costs_what_arithmetic_by_hand_says(name):
     program, flops, read, written = ALL[name]
     call = calls_of(program)[-1]
-    costs = costs_of(call)
+    costs = costs_of(call, strict=name != "mm int64")  # which no unit multiplies: listed as uncounted
     found = (
         sum(cost.flops for cost in costs),
         sum(cost.bytes_read for cost in costs),

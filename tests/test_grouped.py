@@ -51,6 +51,13 @@ def test_rows_beyond_the_last_group_are_neither_multiplied_nor_touched():
     assert kernel.cost.bytes_written == 2 * EXPERTS * WIDTH
 
 
+def test_groups_that_are_all_empty_take_a_launch_and_no_work():
+    report = product([0] * EXPERTS, tokens=4)
+    (timing,) = report.timings
+    assert report.flops == timing.compute_seconds == 0 < timing.seconds
+    assert report.bytes_read + report.bytes_written == 4 * EXPERTS
+
+
 def test_the_gradient_of_the_weights_multiplies_each_group_over_its_own_depth():
     """[DEPTH, tokens] @ [tokens, WIDTH] by groups of tokens; an expert without tokens has zeros."""
     lengths = [5, 0, 1, 0, 0, 0, 2, 0]

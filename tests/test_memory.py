@@ -659,6 +659,12 @@ def test_unused_segments_are_given_back_before_memory_runs_out():
         serve(lives, 2, capacity=39 * MIB)
 
 
+def test_the_last_byte_of_the_capacity_can_be_had():
+    allocator = CachingAllocator(capacity=20 * MIB)
+    allocator.allocate(20 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+
+
 def test_a_segment_that_is_partly_in_use_is_kept_and_serves_on():
     allocator = CachingAllocator(capacity=40 * MIB)
     allocator.allocate(5 * MIB)
@@ -785,3 +791,13 @@ def test_the_report_says_what_the_peak_is_made_of_and_whether_it_fits():
     with FlopMeter("l4") as meter:
         keeping(24 * 10**9)()
     assert "does NOT fit NVIDIA L4: 23.4 of 24.0 GB usable (0.6 assumed for the process)" in str(meter.report())
+
+
+def test_a_tensor_of_just_a_mebibyte_takes_the_small_pool_and_leaves_its_place_to_the_next():
+    """kSmallSize of CUDACachingAllocator.cpp: a segment of 2 MiB serves both."""
+
+    def program():
+        for _ in range(2):
+            torch.empty(2**20, dtype=torch.uint8, device="meta").add_(1)
+
+    assert memory_when(program).reserved_bytes == 2 * 2**20

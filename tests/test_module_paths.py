@@ -92,3 +92,36 @@ def test_a_child_in_the_place_of_one_that_is_gone_has_its_name():
         for _ in range(3):
             caller.parts[0] = nn.ReLU()
             assert paths(recorder, caller, caller.parts[0]) == ["Caller.parts.0"]
+
+
+class Attempt(nn.Module):
+    """Goes on where its child fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(2, 1)  # which a vector of one element does not fit
+
+    def forward(self, x):
+        try:
+            return self.child(x)
+        except RuntimeError:
+            return x + 1
+
+
+def test_ops_after_a_module_that_raised_belong_to_its_caller():
+    with torch.device("meta"):
+        attempt = Attempt()
+    with Recorder() as recorder:
+        assert paths(recorder, attempt)[-1] == "Attempt"
+
+
+class AddsOne(Caller):
+    def forward(self, x, *modules):
+        return super().forward(x, *(modules or self.parts)) + 1
+
+
+def test_ops_after_a_module_below_belong_to_the_module_that_called_it():
+    inner = AddsOne()
+    inner.parts = nn.ModuleList([nn.ReLU()])
+    with Recorder() as recorder:
+        assert paths(recorder, held(inner), inner) == ["Caller.parts.0.parts.0", "Caller.parts.0"]

@@ -159,6 +159,14 @@ def test_small_shared_memory_takes_the_small_tiles_of_flash_attentions_launch_te
     assert tile_of(constants.FLASH_2, head_dim, load_hardware(gpu)) == tile
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "tile"), [(40, (64, 64)), (64, (64, 64)), (65, (64, 128)), (128, (64, 128)), (129, (32, 128))]
+)
+def test_memory_efficient_kernels_have_the_tiles_that_torch_compiled(head_dim, tile):
+    """kQueriesPerBlock and kKeysPerBlock by kMaxK: mem_eff_attention/kernels/cutlassF.h."""
+    assert tile_of(constants.EFFICIENT, head_dim, load_hardware("a100-sxm4-80gb")) == tile
+
+
 def visible(query, key, queries, keys, mask):
     shift = keys - queries if mask.bottom_right else 0
     too_late = mask.right is not None and key > query + shift + mask.right
@@ -203,6 +211,12 @@ def test_heads_that_share_keys_decode_in_the_time_of_their_keys():
     """32 heads over 8 heads of keys read a quarter of what 32 over 32 do."""
     shared, apart = (flash(A100, 32, 1, 32, 128, key_heads=heads, keys=8192) for heads in (8, 32))
     assert shared == pytest.approx(apart / 4, rel=0.15)
+
+
+def test_heads_that_share_keys_and_fill_more_than_a_tile_still_read_them_together():
+    """Falcon-7B has 71 heads on one head of keys, and a tile has 64 rows: two blocks for each slice of the keys."""
+    shared, apart = (flash(A100, 32, 1, 71, 64, key_heads=heads, keys=8192) for heads in (1, 71))
+    assert shared < apart / 10
 
 
 def test_a_window_bounds_the_time_of_decoding():
