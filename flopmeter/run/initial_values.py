@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flopmeter.run.device import NamedCuda
+from flopmeter.run.device import NamedCuda, allowed_on_lazy_parameters
 from flopmeter.run.patches import Patch
 
 MOST_DRAWN_BYTES = 1 << 30  # of a program's large weights: the first ones are drawn, as a small model is
@@ -34,8 +34,10 @@ class InitialValues:
         self._left_out: dict[int, StorageWeakRef] = {}  # by address, which another storage may have later
 
     def patches(self) -> Iterator[Patch]:
-        for name in _CASTS:
-            yield Patch(Tensor, name, self._unless_left_out(getattr(Tensor, name)), "their casts have no values either")
+        reason = "casts of weights without values have none either"
+        casts = [Patch(Tensor, name, self._unless_left_out(getattr(Tensor, name)), reason) for name in _CASTS]
+        yield allowed_on_lazy_parameters(casts)
+        yield from casts
         for name in _DRAWS:
             for owner in (Tensor, nn.init):
                 if draw := getattr(owner, name, None):
