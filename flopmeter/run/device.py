@@ -83,7 +83,7 @@ class NamedCuda:
     def open(self) -> Iterator[list[Patch]]:
         """In this context torch tells and accepts the name. Yields the argument of `hidden`."""
         patches = list(self.patches())
-        with applied([*patches, _allowed_on_lazy_parameters(patches)]) as undoing:
+        with applied([*patches, allowed_on_lazy_parameters(patches)]) as undoing:
             self.is_open = True
             try:
                 yield undoing
@@ -335,7 +335,7 @@ class NamedCuda:
         return to
 
 
-def _allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
+def allowed_on_lazy_parameters(patches: Iterable[Patch]) -> Patch:
     """Parameters of nn.LazyLinear and its kin, which have no shape yet, refuse all but a list of methods."""
     allowed = lazy_type._allowed_methods
     ours = [patch.value for patch in patches if patch.owner is Tensor and getattr(Tensor, patch.name) in allowed]

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flopmeter.run.device import NamedCuda
+from flopmeter.run.device import NamedCuda, allowed_on_lazy_parameters
 from flopmeter.run.patches import Patch
 
+MOST_DRAWN_BYTES = 1 << 30  # of a program's large weights: the first ones are drawn, as a small model is
 LEAST_BYTES = 32 * 1024 * 1024  # from here on the C library asks the system for memory of its own, which is zero
 _CASTS = ("to", "half", "bfloat16", "float", "double")
 _DRAWS = ("uniform_", "normal_", "trunc_normal_")
@@ -29,11 +30,14 @@ class InitialValues:
 
     def __init__(self, named: NamedCuda, note: Callable[[str], None]) -> None:
         self._named, self._note = named, note
+        self._drawn_bytes = 0
         self._left_out: dict[int, StorageWeakRef] = {}  # by address, which another storage may have later
 
     def patches(self) -> Iterator[Patch]:
-        for name in _CASTS:
-            yield Patch(Tensor, name, self._unless_left_out(getattr(Tensor, name)), "their casts have no values either")
+        reason = "casts of weights without values have none either"
+        casts = [Patch(Tensor, name, self._unless_left_out(getattr(Tensor, name)), reason) for name in _CASTS]
+        yield allowed_on_lazy_parameters(casts)
+        yield from casts
         for name in _DRAWS:
             for owner in (Tensor, nn.init):
                 if draw := getattr(owner, name, None):
@@ -44,9 +48,11 @@ class InitialValues:
         def drawn(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self._is_large(tensor):
                 return draw(tensor, *args, **kwargs)
-            if isinstance(tensor, nn.Parameter):
-                self._note(f"weights of {LEAST_BYTES >> 20} MiB and more that are made on the CPU get no random values")
-                self._leave_out(tensor)
+            if isinstance(tensor, nn.Parameter) and not self._is_left_out(tensor):
+                self._drawn_bytes += tensor.nbytes
+                if self._drawn_bytes > MOST_DRAWN_BYTES:
+                    self._note("weights that are made on the CPU, beyond the first GiB, get no random values")
+                    self._leave_out(tensor)
             return tensor if self._is_left_out(tensor) else draw(tensor, *args, **kwargs)
 
         return drawn

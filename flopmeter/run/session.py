@@ -131,7 +131,7 @@ class ScriptSession:
             files = WeightFiles(self.named, self.note)
             answers = undo.enter_context(applied(list(self.cuda.patches())))
             undo.enter_context(applied(list(files.patches())))
-            undo.enter_context(applied(list(InitialValues(self.named, self.note).patches())))
+            undoing += undo.enter_context(applied(list(InitialValues(self.named, self.note).patches())))
             if self.wishes.synthetic is not None:
                 synthetic = SyntheticData(self.wishes.synthetic, self.note)
                 undo.callback(synthetic.close)
