@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
+import flopmeter
 from flopmeter import FlopMeter, HardwareError, load_hardware
 from flopmeter.ask.largest_batch import largest_batch
 from flopmeter.timing.allocator import CachingAllocator, OutOfMemoryError, serve
@@ -620,6 +621,28 @@ def test_small_requests_share_a_segment_and_large_ones_do_not_use_it():
     assert allocator.reserved_bytes == 2 * MIB
     allocator.allocate(1)
     assert allocator.reserved_bytes == 4 * MIB
+
+
+def test_what_one_stream_has_freed_serves_no_other():
+    """c10/cuda/CUDACachingAllocator.cpp looks for a block of the stream that asks; so 30 MiB are taken twice."""
+    allocator = CachingAllocator(capacity=60 * MIB)
+    allocator.free(allocator.allocate(30 * MIB))
+    piece = allocator.allocate(30 * MIB, stream=1)
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.free(piece)
+    allocator.allocate(30 * MIB, stream=1)
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.allocate(20 * MIB, stream=2)  # what nobody uses goes back first
+    assert allocator.reserved_bytes == 50 * MIB
+
+
+def test_reserved_memory_of_a_program_tells_its_streams_apart():
+    with flopmeter.cuda("a100-sxm4-80gb") as device:
+        torch.empty(32 * MIB, device="cuda", dtype=torch.uint8).add_(1)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.empty(32 * MIB, device="cuda", dtype=torch.uint8).add_(1)
+        assert torch.cuda.max_memory_reserved() == 64 * MIB
+    assert device.report().step.memory.reserved_bytes == 64 * MIB
 
 
 def test_freed_neighbours_become_one_piece_again():

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from gloo import printed_by_ranks
 from pipeline_programs import PROGRAMS, Step, around_a_ring, coalesced, scheduled
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -398,3 +399,26 @@ def test_the_page_of_a_pipeline_shows_every_rank_and_fetches_nothing():
 def test_the_name_of_a_lane_has_room_left_of_the_chart_on_a_phone_too():
     """There text is 15 pixels high (page.css), and a letter about .58 of that wide."""
     assert len("communication 10") * 15 * 0.58 <= _LEFT - 8
+
+
+def test_a_stage_that_gathers_what_it_received_waits_for_the_message_and_not_for_the_gather():
+    """The second stage does nothing until the first one has made its product, which takes nearly all of the step."""
+
+    def program(mesh):
+        rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
+        peer = dist.get_process_group_ranks(group)[1 - rank]
+        x = torch.empty(8192, 8192, device="meta")
+
+        def step() -> None:
+            if rank == 0:
+                dist.send(x @ x, peer)
+                return
+            dist.recv(x, peer)
+            torch.ops._c10d_functional.wait_tensor(all_gather_tensor(x[:64], 0, mesh["tp"])) @ x
+
+        return step
+
+    pipeline = time_pipeline(program, {"pp": 2, "tp": 2}, "h100-sxm5-80gb")
+    first, second = pipeline.rows
+    assert second.bubble_seconds > 0.9 * first.computing_seconds
+    assert second.exposed_seconds < 0.1 * first.computing_seconds

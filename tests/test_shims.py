@@ -97,6 +97,10 @@ def test_larc_scales_each_gradient_by_two_norms_and_waits_for_each():
         optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01), clip=False)
         train(model, torch.zeros(8, 64, device="cuda"), optimizer)
         assert optimizer.param_groups[0]["weight_decay"] == 0.01
+        import apex
+
+        with pytest.raises(NotImplementedError, match=r"torch\.autocast"):
+            apex.amp.initialize(model, optimizer, opt_level="O1")
 
     found = kernels(stepped("apex", program))
     waits = found["_local_scalar_dense"].calls

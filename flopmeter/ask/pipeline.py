@@ -273,11 +273,24 @@ def _waits_for_messages(report: Report) -> float:
     for placement, timing in zip(placements, timings, strict=bool(placements)):
         if timing.stream == DEFAULT_STREAM and timing.link_wait_seconds:
             latest = max(placement.after, key=lambda number: timings[number].end_seconds)
-            waits += timing.link_wait_seconds * is_message(report.kernels[latest].cost)
+            until = _end_of_message_behind(latest, report)
+            waits += max(0.0, min(timing.link_wait_seconds, until - timing.start_seconds + timing.link_wait_seconds))
     if last is not None and last.stream != DEFAULT_STREAM and is_message(report.kernels[timings.index(last)].cost):
         done = max((t.end_seconds for t in timings if t.stream == DEFAULT_STREAM), default=0.0)
         waits += last.end_seconds - max(done, report.host_seconds)
     return waits
+
+
+def _end_of_message_behind(number: int, report: Report) -> float:
+    """When the message came that the launch waited for, itself or by other collectives: what a stage receives, tensor
+    parallelism gathers first. 0 where there is none."""
+    placements, timings = report.launches.placements or [], report.timings
+    while not is_message(report.kernels[number].cost):
+        after = placements[number].after
+        if not timings[number].is_collective or not after:
+            return 0.0
+        number = max(after, key=lambda each: timings[each].end_seconds)
+    return timings[number].end_seconds
 
 
 def _in_flight(report: Report) -> float:

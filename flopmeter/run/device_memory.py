@@ -9,6 +9,7 @@ import torch
 from flopmeter.device.hardware import Hardware
 from flopmeter.timing.allocator import CachingAllocator, OutOfMemoryError, round_up
 from flopmeter.timing.peak_memory import usable_bytes, usable_bytes_if_known
+from flopmeter.trace import streams
 
 OnOutOfMemory = Literal["raise", "report"]
 GIB, MIB = 2**30, 2**20
@@ -72,14 +73,14 @@ class DeviceMemory:
         if device != "meta" or not nbytes:
             return
         try:
-            piece = self._allocator.allocate(nbytes)
+            piece = self._allocator.allocate(nbytes, streams.current())
         except OutOfMemoryError:
             text = self._no_room(nbytes)
             if self._raises:
                 raise torch.OutOfMemoryError(text) from None
             self.overflow = self.overflow or text
             self._allocator.capacity = None
-            piece = self._allocator.allocate(nbytes)
+            piece = self._allocator.allocate(nbytes, streams.current())
         self._held[number] = piece
         self.allocated += piece.nbytes
         self.allocations += 1

@@ -1,8 +1,9 @@
 """PyTorch's caching allocator for CUDA: how much memory it takes from the device.
 
-It follows c10/cuda/CUDACachingAllocator.cpp with default settings and one stream. Requests are rounded up; small and
-large ones have a pool each. The free block that fits best is split, and free neighbours are merged. Memory comes from
-the device in segments, which are kept: only when the device has none left are unused segments given back.
+It follows c10/cuda/CUDACachingAllocator.cpp with default settings. Requests are rounded up. Small and large ones of
+each stream have a pool: what one stream has freed serves no other. The free block that fits best is split, and free
+neighbours are merged. Memory comes from the device in segments, which are kept: only when the device has none left are
+unused segments given back.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from flopmeter.records import DEFAULT_STREAM
 
 MIB = 2**20
 BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple
@@ -34,6 +37,9 @@ class Lifetime(Protocol):
     def born(self) -> int: ...
     @property
     def died(self) -> int | None: ...
+    @property
+    def stream(self) -> int:
+        """That was current when the memory was asked for."""
 
 
 def round_up(nbytes: int, step: int) -> int:
@@ -58,8 +64,13 @@ def serve(lifetimes: Iterable[Lifetime], steps: int, capacity: int | None = None
             if number in held:
                 allocator.free(held.pop(number))
         for number in born.get(moment, ()):
-            held[number] = allocator.allocate(needed[number].nbytes)
+            held[number] = allocator.allocate(needed[number].nbytes, needed[number].stream)
     return allocator.peak_reserved_bytes
+
+
+class _Pool(NamedTuple):
+    is_small: bool
+    stream: int
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +79,7 @@ class _Piece:
 
     nbytes: int
     address: int
-    is_small: bool
+    pool: _Pool
     is_free: bool = False
     before: _Piece | None = None
     after: _Piece | None = None
@@ -80,16 +91,17 @@ class CachingAllocator:
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
         self._next_address = 0
-        self._free: dict[bool, list[tuple[int, int, _Piece]]] = {True: [], False: []}  # by pool: size, address
+        self._free: dict[_Pool, list[tuple[int, int, _Piece]]] = {}  # by size, then address
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
 
-    def allocate(self, nbytes: int) -> _Piece:
+    def allocate(self, nbytes: int, stream: int = DEFAULT_STREAM) -> _Piece:
         """A piece of at least `nbytes`. Raises OutOfMemoryError."""
         size = round_up(nbytes, BLOCK_BYTES)
-        piece = self._best_fit(size) or self._new_segment(size)
+        pool = _Pool(size <= SMALL_BYTES, stream)
+        piece = self._best_fit(size, pool) or self._new_segment(size, pool)
         rest = piece.nbytes - size
-        if rest >= BLOCK_BYTES if piece.is_small else rest > SMALL_BYTES:
+        if rest >= BLOCK_BYTES if pool.is_small else rest > SMALL_BYTES:
             self._split(piece, size)
         piece.is_free = False
         return piece
@@ -105,13 +117,13 @@ class CachingAllocator:
             _merge(piece, freed)
         self._offer(piece)
 
-    def _best_fit(self, size: int) -> _Piece | None:
-        pool = self._free[size <= SMALL_BYTES]
-        index = bisect_left(pool, (size, -1))
-        return pool.pop(index)[2] if index < len(pool) else None
+    def _best_fit(self, size: int, pool: _Pool) -> _Piece | None:
+        free = self._free.setdefault(pool, [])
+        index = bisect_left(free, (size, -1))
+        return free.pop(index)[2] if index < len(free) else None
 
-    def _new_segment(self, size: int) -> _Piece:
-        if size <= SMALL_BYTES:
+    def _new_segment(self, size: int, pool: _Pool) -> _Piece:
+        if pool.is_small:
             nbytes = SMALL_SEGMENT_BYTES
         elif size < OWN_SEGMENT_BYTES:
             nbytes = LARGE_SEGMENT_BYTES
@@ -123,19 +135,19 @@ class CachingAllocator:
                 raise OutOfMemoryError(f"{nbytes} bytes more than the {self.reserved_bytes} in use are not there")
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        piece = _Piece(nbytes, self._next_address, size <= SMALL_BYTES)
+        piece = _Piece(nbytes, self._next_address, pool)
         self._next_address += nbytes
         return piece
 
     def give_back(self) -> None:
         """Give the device those segments back that are completely free."""
-        for pool in self._free.values():
-            unused = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+        for free in self._free.values():
+            unused = [entry for entry in free if entry[2].before is None and entry[2].after is None]
             self.reserved_bytes -= sum(size for size, _, _ in unused)
-            pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+            free[:] = [entry for entry in free if entry[2].before is not None or entry[2].after is not None]
 
     def _split(self, piece: _Piece, size: int) -> None:
-        rest = _Piece(piece.nbytes - size, piece.address + size, piece.is_small, before=piece, after=piece.after)
+        rest = _Piece(piece.nbytes - size, piece.address + size, piece.pool, before=piece, after=piece.after)
         if piece.after is not None:
             piece.after.before = rest
         piece.after, piece.nbytes = rest, size
@@ -143,11 +155,11 @@ class CachingAllocator:
 
     def _offer(self, piece: _Piece) -> None:
         piece.is_free = True
-        insort(self._free[piece.is_small], (piece.nbytes, piece.address, piece))
+        insort(self._free[piece.pool], (piece.nbytes, piece.address, piece))
 
     def _forget(self, piece: _Piece) -> None:
-        pool = self._free[piece.is_small]
-        del pool[bisect_left(pool, (piece.nbytes, piece.address))]
+        free = self._free[piece.pool]
+        del free[bisect_left(free, (piece.nbytes, piece.address))]
 
 
 def _merge(piece: _Piece, following: _Piece) -> None:

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.device.hardware import Hardware, HardwareError
-from flopmeter.records import BEFORE, Op, Resize, Storage, Trace
+from flopmeter.records import BEFORE, DEFAULT_STREAM, Op, Resize, Storage, Trace
 from flopmeter.timing.allocator import BLOCK_BYTES, OutOfMemoryError, round_up, serve
 
 Category = Literal["parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs"]
@@ -36,6 +36,7 @@ class MemoryBlock(NamedTuple):
     died: int | None
     category: Category
     storage: int  # its number in the trace
+    stream: int = DEFAULT_STREAM  # that was current when it was asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ class Memory:
     def at_peak(self) -> Mapping[Category, int]:
         """The bytes of each category at the peak; their sum is `peak_bytes`."""
         sizes: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        for nbytes, born, died, category, _ in self.blocks:
+        for nbytes, born, died, category, *_ in self.blocks:
             if born <= self._peak and (died is None or died > self._peak):
                 sizes[category] += nbytes
         return sizes
@@ -108,9 +109,9 @@ class Memory:
 
     @cached_property
     def blocks(self) -> tuple[MemoryBlock, ...]:
-        category = _Categories(self.trace, self.steps)
+        category, streams = _Categories(self.trace, self.steps), self.trace.stream_use.streams
         return tuple(
-            MemoryBlock(nbytes, born, died, category(number), number)
+            MemoryBlock(nbytes, born, died, category(number), number, streams.get(born, DEFAULT_STREAM))
             for number, nbytes, born, died in _lives(self.trace, self.steps)
         )
 

@@ -103,6 +103,13 @@ class LARC:
         parameter.grad.add_(decay * parameter).mul_(adaptive)
 
 
+def _no_amp(*_: Any, **__: Any) -> None:
+    """Programs look at apex.amp also where they do not use it."""
+    raise NotImplementedError(
+        "flopmeter's shim of apex has no amp: use torch.autocast, or fp32, by the script's arguments"
+    )
+
+
 _NORMS = {
     "FusedLayerNorm": FusedLayerNorm,
     "MixedFusedLayerNorm": FusedLayerNorm,
@@ -116,6 +123,7 @@ _PARALLEL: dict[str, Any] = {
 }
 MODULES: dict[str, Any] = {
     "apex": {},
+    "apex.amp": dict.fromkeys(("initialize", "master_params", "scale_loss"), _no_amp),
     "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD},
     "apex.normalization": _NORMS,
     "apex.normalization.fused_layer_norm": _NORMS,
