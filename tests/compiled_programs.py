@@ -1,5 +1,6 @@
-"""Nearly sixty small programs for torch.compile: encoders, decoders, experts, convolutional nets, diffusion models,
-recurrences, optimizers and losses; inference and training; fp32, bf16 and autocast; on three generations of GPU.
+"""Some sixty small programs for torch.compile: encoders, decoders, experts, convolutional nets, diffusion models,
+recurrences, adapters, flex_attention, optimizers and losses; inference and training; fp32, bf16 and autocast; on three
+generations of GPU.
 
 Models of Hugging Face need transformers; no weights are loaded.
 """
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.optim import Optimizer
 
 from flopmeter.models.diffusion import DiT, DiTConfig, UNet, UNetConfig
@@ -158,6 +160,12 @@ def _models() -> Iterator[Maker]:
         True,
     )
     yield "segmentation", lambda: (Segmentation(), images()), True
+    tokens = lambda: (torch.randn(BATCH, LENGTH, WIDTH), _tokens()[0])  # noqa: E731
+    for trains in (False, True):
+        yield "documents", lambda: (Documents(), tokens()), trains
+    yield "adapter", lambda: (nn.Sequential(Adapter(), nn.SiLU(), Adapter()), tokens()[:1]), True
+    yield "int8-weights", lambda: (Int8(), (torch.randn(BATCH, WIDTH),)), False
+    yield "grouped-experts", lambda: (Experts(), (torch.randn(BATCH * LENGTH, WIDTH),)), True
 
 
 def _noised(size: int) -> tuple[Tensor, ...]:
@@ -256,6 +264,73 @@ class Scan(nn.Module):
             seen.append((state * read[:, place].unsqueeze(-2)).sum(-1))
         out: Tensor = self.out(torch.stack(seen, 1) * F.silu(gate))
         return out
+
+
+class Documents(nn.Module):
+    """A block whose attention (flex_attention) sees earlier tokens of the same document, and is gated."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.RMSNorm(width), nn.Linear(width, 4 * width, False), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        document = (tokens == 0).cumsum(0)
+
+        def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (document[query] == document[key])
+
+        mask = create_block_mask(visible, None, None, len(tokens), len(tokens), device=x.device)
+        *heads, gate = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.into(self.norm(x)).chunk(4, -1)
+        )
+        out: Any = flex_attention(*heads, block_mask=mask)
+        return x + self.out((out * torch.sigmoid(gate)).transpose(1, 2).flatten(2))
+
+
+class Adapter(nn.Module):
+    """A layer that does not learn, and two small ones that do."""
+
+    def __init__(self, width: int = WIDTH, rank: int = 16) -> None:
+        super().__init__()
+        self.base, self.down, self.up = (
+            nn.Linear(*sizes, bias=False) for sizes in ((width, width), (width, rank), (rank, width))
+        )
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * self.up(F.dropout(self.down(x), 0.1, self.training))
+
+
+class Int8(nn.Module):
+    """Weights of 8 bits, with a scale for each row."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(4 * width, width, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(4 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(F.linear(x, self.weight.to(x.dtype)) * self.scale)
+
+
+class Experts(nn.Module):
+    """Two of eight experts for each token, sorted by expert, in grouped matmuls."""
+
+    def __init__(self, width: int = WIDTH, experts: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(experts, *sizes)) for sizes in ((width, 2 * width), (width, width))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = torch.topk(torch.softmax(self.router(x).float(), -1), 2)
+        order = chosen.flatten().argsort(stable=True)
+        numbers = torch.histc(chosen.float(), self.up.size(0), 0, self.up.size(0) - 1)
+        ends = numbers.cumsum(0).to(torch.int32)
+        up, gate = F.grouped_mm(x[order // 2].bfloat16(), self.up.bfloat16(), offs=ends).chunk(2, -1)
+        seen = F.grouped_mm(up * F.silu(gate), self.down.bfloat16(), offs=ends)
+        return torch.zeros_like(x).index_add(0, order // 2, (seen * weight.flatten()[order, None]).to(x.dtype))
 
 
 # --- functions: losses, norms, masks

@@ -11,7 +11,6 @@ from costs_support import calls_of, meta
 from flopmeter.costs import costs_of, kernels_of
 from flopmeter.launch.fusion import fuse
 from flopmeter.launch.fusion.dataflow import Touch, _covers, _overlap
-from flopmeter.launch.fusion.dequantize import with_cast
 from flopmeter.launch.fusion.roles import OPAQUE, Loops, Role, role_of
 from flopmeter.launch.fusion.traffic import _common
 from flopmeter.trace.recorder import Recorder
@@ -220,25 +219,3 @@ def test_a_kernel_that_only_moves_is_of_the_class_that_moves_most():
 @pytest.mark.parametrize("function", [torch.neg, torch.clone])
 def test_what_reads_a_sparse_tensor_fuses_with_nothing(function):
     assert role(lambda: function(torch.eye(4).to_sparse())) is OPAQUE
-
-
-def test_a_product_that_casts_its_weight_reads_it_narrow_and_the_other_operand_as_it_was():
-    """Both of 4,096 bytes in fp16; the weight is half as wide before the cast."""
-    (product,) = costs_of(
-        calls_of(lambda: torch.mm(meta(32, 64, dtype=torch.half), meta(64, 32, dtype=torch.half)))[-1]
-    )
-    (cast,) = costs_of(calls_of(lambda: meta(64, 32, dtype=torch.int8).half())[-1])
-    made = with_cast(product, [cast], cast.bytes_read, cast.bytes_written)
-    assert made.bytes_read == 2048 + 4096
-    assert made.bytes_written == product.bytes_written
-
-
-@pytest.mark.parametrize(
-    ("weight", "factor", "kernels"), [(torch.int8, torch.float16, 1), (torch.float16, torch.int8, 2)]
-)
-def test_a_product_of_few_rows_casts_a_narrow_weight_and_no_wide_one(weight, factor, kernels):
-    """The weight may have a scale; a wide weight times a few narrow numbers is a kernel of its own."""
-    x, w, scale = meta(8, 64, dtype=torch.float16), meta(64, 32, dtype=weight), meta(32, dtype=factor)
-    with Recorder() as recorder:
-        torch.mm(x, w * scale)
-    assert len(fuse(kernels_of(recorder.trace), recorder.trace)) == kernels

@@ -5,7 +5,7 @@ kernel; matmuls, convolutions and fused attention stay the libraries' (inductor 
 or cuDNN by default). In order: layout.py says which convolutions run channels-last, graphs.py where a compiled graph
 ends, roles.py what may fuse; parts.py cuts kernels as inductor schedules them, recompute.py says what backward computes
 again, inlining.py what each reader computes for itself; dataflow.py follows who reads what, grouping.py makes the
-kernels, traffic.py counts their bytes, and dequantize.py puts casts of weights into matmuls.
+kernels, and traffic.py counts their bytes.
 
 A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
 backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody
@@ -27,7 +27,6 @@ import torch
 from flopmeter.costs import make_cost
 from flopmeter.costs.fused import HELD_ROW_ELEMENTS, flops_of, name_of, slowest_class
 from flopmeter.launch.fusion.dataflow import flow_of
-from flopmeter.launch.fusion.dequantize import casts_inside, with_cast
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, modules_compiled, whole_program
 from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.inlining import inlined
@@ -71,9 +70,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     traffic = Traffic(parts, trace, flow, groups)
     costs: dict[tuple[tuple[Cost, ...], int, int], Cost] = {}
     libraries: dict[Cost, Cost] = {}
-    taken_in = casts_inside(parts, flow, groups, traffic)
     draws = _draws_of(parts)
-    casts: dict[int, list[list[int]]] = {}  # by matmul: the groups of casts that it does itself
     fused = []
     for group in groups.in_order():
         members = sorted(group, key=lambda member: parts[member].source)
@@ -82,15 +79,8 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
         if first.graph is None:
             fused.append(kernels[first.source])
             continue
-        product = taken_in.get(groups.of(members[0]))
-        if product is not None:
-            casts.setdefault(product, []).append(members)
-            continue
         if first.role is OPAQUE:
             cost = padded(kernels[first.source], libraries)
-            for cast in casts.get(members[0], ()):
-                cost = with_cast(cost, [parts[member].cost for member in cast], *traffic.of_group(cast))
-                ops += tuple(_op(parts[member], kernels) for member in cast)
             fused.append(Kernel(ops, cost, 0, 0))
             continue
         drawing = [parts[member].op for member in members if _draws(parts[member])]
