@@ -73,7 +73,13 @@ def _beside(path: Path, count: int) -> Iterator[tuple[str, list[Row]]]:
         for line in lines:
             if line["model"] in chosen and line["mode"] in ("eager", "train"):
                 size = line["model"], line["img_size"], line["batch"]
-                meter = trace(*size, profile=profile, trains=line["mode"] == "train", has_fast_norms=False)
+                meter = trace(
+                    *size,
+                    profile=profile,
+                    trains=line["mode"] == "train",
+                    has_fast_norms=False,
+                    merges_branches=line.get("reparam") == "1",
+                )
                 rows += [] if meter is None else [_row(line, meter, profile, "eager")]
         if rows:
             yield title, rows
@@ -133,16 +139,22 @@ def trace(
     profile: str = "rtx-4090",
     trains: bool = False,
     has_fast_norms: bool = True,
+    merges_branches: bool = False,
 ) -> FlopMeter | None:
-    """The metered forward pass or training step; None for a model that does not run on meta."""
+    """The metered forward pass or training step; None for a model that does not run on meta. `merges_branches`: into
+    one convolution, as for inference (benchmark.py --reparam), which computes with the weights."""
     declare_torchvision_ops()
     timm = import_module("timm")
     timm.layers.set_fast_norm(has_fast_norms)
     timm.layers.set_fused_attn(not trains)
     order = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     try:
+        with torch.device("cpu" if merges_branches else "meta"):
+            model = timm.create_model(model_name)
+        if merges_branches:
+            model = import_module("timm.utils.model").reparameterize_model(model).to("meta")
+        model = model.train(trains).to(memory_format=order)
         with torch.device("meta"):
-            model = timm.create_model(model_name).train(trains).to(memory_format=order)
             images = torch.empty(int(batch), 3, int(img_size), int(img_size)).to(memory_format=order)
         with FlopMeter(profile) as meter:
             if trains:

@@ -14,7 +14,7 @@ from test_timing_laws import attention_cost, work
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.records import AttentionShape, Mask
 from flopmeter.timing import constants
-from flopmeter.timing.attention import kernel_of, tile_grid, tile_of
+from flopmeter.timing.attention import blocks_at_a_time, kernel_of, tile_grid, tile_of
 
 aten = torch.ops.aten
 A100, H100, L40S = (load_hardware(name) for name in ("a100-sxm4-80gb", "h100-sxm5-80gb", "l40s"))
@@ -144,19 +144,60 @@ def test_half_rate_matmuls_of_a_geforce_hide_the_softmax(name, measured):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "head_dim", "tile"),
+    ("gpu", "head_dim", "causal", "tile"),
     [
-        ("a100-sxm4-80gb", 64, (128, 128)),
-        ("a100-sxm4-80gb", 128, (128, 64)),
-        ("rtx-4090", 64, (128, 128)),
-        ("rtx-4090", 96, (128, 64)),
-        ("rtx-4090", 128, (64, 64)),
-        ("rtx-4090", 256, (64, 64)),
+        ("a100-sxm4-80gb", 64, True, (128, 128)),
+        ("a100-sxm4-80gb", 128, True, (128, 64)),
+        ("a100-sxm4-80gb", 256, False, (128, 64)),
+        ("h100-sxm5-80gb", 256, False, (64, 64)),
+        ("rtx-4090", 64, False, (128, 128)),
+        ("rtx-4090", 96, False, (128, 64)),
+        ("rtx-4090", 96, True, (64, 64)),
+        ("rtx-4090", 128, False, (128, 32)),
+        ("rtx-4090", 128, True, (64, 64)),
+        ("rtx-4090", 192, True, (128, 64)),
+        ("rtx-4090", 256, True, (64, 64)),
+        ("rtx-5090", 128, True, (128, 64)),
     ],
 )
-def test_small_shared_memory_takes_the_small_tiles_of_flash_attentions_launch_templates(gpu, head_dim, tile):
-    """Dao-AILab/flash-attention, csrc/flash_attn/src/flash_fwd_launch_template.h; heads of 128 under a causal mask."""
-    assert tile_of(constants.FLASH_2, head_dim, load_hardware(gpu)) == tile
+def test_tiles_are_those_of_flash_attentions_launch_templates(gpu, head_dim, causal, tile):
+    """Dao-AILab/flash-attention@0251105, csrc/flash_attn/src/flash_fwd_launch_template.h: `is_sm8x` is 8.6 to 8.9, not
+    12.0; the longest heads take tiles by the shared memory."""
+    shape = AttentionShape(1, 1, 1, 64, 64, head_dim, head_dim, Mask(right=0) if causal else Mask())
+    assert tile_of(constants.FLASH_2, shape, load_hardware(gpu)) == tile
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernel", "tile", "head_dim", "blocks"),
+    [
+        ("a100-sxm4-80gb", constants.FLASH_2_SPLIT, (64, 128), 128, 2),  # 80 of 164 kB
+        ("l40s", constants.FLASH_2_SPLIT, (64, 128), 128, 1),  # 80 of 100 kB
+        ("l40s", constants.FLASH_2, (128, 32), 128, 2),  # 48: 'since we get 2 CTAs per SM', its launch template says
+        ("a100-sxm4-80gb", constants.FLASH_2_SPLIT, (64, 64), 256, 1),  # 96 of 164
+        ("h100-sxm5-80gb", constants.FLASH_2, (64, 64), 256, 2),  # 96 of 228: 'since then we can get 2 CTAs per SM'
+    ],
+)
+def test_an_sm_holds_as_many_blocks_as_its_shared_memory_has_place_for(gpu, kernel, tile, head_dim, blocks):
+    assert blocks_at_a_time(kernel, *tile, head_dim, load_hardware(gpu)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("device", "batch", "heads", "key_heads", "keys", "head_dim", "window", "measured"),
+    [
+        (L40S, 256, 48, 8, 4, 128, 128, 332e-6),
+        (L40S, 2048, 64, 8, 64, 64, 128, 4325e-6),
+        (L40S, 1024, 32, 4, 4, 192, 128, 756e-6),
+        (A100, 512, 16, 16, 8, 128, None, 289e-6),
+    ],
+)
+def test_thousands_of_short_blocks_take_as_long_as_measured(
+    device, batch, heads, key_heads, keys, head_dim, window, measured
+):
+    """ai-dynamo/aiconfigurator@095f58a: decoding over a few keys by vLLM's FlashAttention-2. An L40S holds one block of
+    an SM at a time, an A100 two."""
+    left = -1 if window is None else window - 1
+    predicted = flash(device, batch, 1, heads, head_dim, key_heads=key_heads, keys=keys, left=left)
+    assert predicted == pytest.approx(measured, rel=0.13)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +205,8 @@ def test_small_shared_memory_takes_the_small_tiles_of_flash_attentions_launch_te
 )
 def test_memory_efficient_kernels_have_the_tiles_that_torch_compiled(head_dim, tile):
     """kQueriesPerBlock and kKeysPerBlock by kMaxK: mem_eff_attention/kernels/cutlassF.h."""
-    assert tile_of(constants.EFFICIENT, head_dim, load_hardware("a100-sxm4-80gb")) == tile
+    shape = AttentionShape(1, 1, 1, 128, 128, head_dim, head_dim)
+    assert tile_of(constants.EFFICIENT, shape, load_hardware("a100-sxm4-80gb")) == tile
 
 
 def visible(query, key, queries, keys, mask):
@@ -272,3 +314,13 @@ def test_amd_runs_the_kernels_of_aotriton_and_nvidia_those_of_flash_attention():
     assert kernel_of("flash", mi300x, on_matrix_units=True, splits=False) is constants.AOTRITON
     assert kernel_of("flash", H100, on_matrix_units=True, splits=False) is constants.FLASH_2
     assert kernel_of("cudnn", H100, on_matrix_units=True, splits=False) is constants.FLASH_3
+
+
+def test_on_data_centre_blackwell_the_softmax_runs_beside_the_matmuls():
+    """A tile of 128 x 128 takes 1,024 cycles of multiply-adds at head dimension 128 (8,192 FLOP a cycle and SM), and as
+    many of exp (16): in turns they would reach half of the peak. What GEMMs reach there is .65."""
+    b200, length = load_hardware("b200-sxm-180gb"), 32768
+    rate = 4 * 16 * 128 * length**2 / cudnn(b200, 1, length, 16, 128)
+    assert 0.5 * 2250e12 < rate <= 0.65 * 2250e12
+    narrow = 4 * 16 * 64 * length**2 / cudnn(b200, 1, length, 16, 64)  # exp alone takes twice as long as the matmuls
+    assert narrow < 0.5 * 8192 * 148 * 1965e6

@@ -22,6 +22,7 @@ from flopmeter.costs.contractions.varlen import VARLEN
 from flopmeter.costs.custom import torch_formula
 from flopmeter.costs.data_movement.indexing import accumulate_into_zeros
 from flopmeter.costs.data_movement.sparse import sparse_rule
+from flopmeter.costs.dense_operands import with_dense_operands
 from flopmeter.costs.prims import as_aten
 from flopmeter.costs.rules import FREE, RULES, Rule, make_cost
 from flopmeter.costs.traffic import is_view, writes_nothing
@@ -46,7 +47,8 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
         return (make_cost(call, UNCOUNTED),)
     if writes_nothing(call):
         return FREE
-    costs = _as_tuple(found(call))
+    copies, call = with_dense_operands(call)
+    costs = copies + _as_tuple(found(call))
     if strict and isinstance(kernel := call.kwargs.get("kernel"), CompiledKernel):
         unknown = dict.fromkeys(origin.op for origin in kernel.origins if origin.op_class == UNCOUNTED)
         if unknown:

@@ -20,9 +20,10 @@ from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.matmul import Busy, fastest, overlap
 
-_AMPERE, _HOPPER = (8, 0), (9, 0)
+_AMPERE, _HOPPER, _BLACKWELL_MAJOR = (8, 0), (9, 0), 10
 _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
 _WITH_SPLIT_KEYS = ("nvidia", "amd")  # vendors
+_ITEM_BYTES = 2  # of what flash attention works on
 _FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys
 
 
@@ -42,7 +43,9 @@ class _Launch(NamedTuple):
     squares: int  # sequences x heads; heads that share keys may be one
     grid: Grid
     slices: int
-    tile_scores: int
+    rows: int  # of a tile: queries
+    columns: int  # keys
+    resident: int  # blocks of an SM at a time
 
 
 def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, cached_bytes: float = 0.0) -> Busy:
@@ -60,8 +63,9 @@ def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, c
 def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardware, peak: Peak, memory: float) -> Busy:
     shape = attends.shape
     masked_share = launch.grid.masked / max(launch.grid.tiles, 1)
-    tile_seconds = launch.tile_scores * score_seconds(attends, cost.dtype, launch.kernel, masked_share, hardware, peak)
-    compute = _grid_seconds(launch, tile_seconds, hardware)
+    filled = _filled_share(launch, shape)
+    of_score = score_seconds(attends, cost.dtype, launch.kernel, masked_share, filled, hardware, peak)
+    compute = _grid_seconds(launch, launch.rows * launch.columns * of_score, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks have to fetch their instructions
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
@@ -76,7 +80,14 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     return Busy(compute, memory + extra, max(work, memory) + extra)
 
 
-def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units: bool, splits: bool) -> AttentionKernel:
+def kernel_of(
+    backend: AttentionBackend,
+    hardware: Hardware,
+    *,
+    on_matrix_units: bool,
+    splits: bool = False,
+    is_backward: bool = False,
+) -> AttentionKernel:
     """The family of kernels that runs for the backend on the device."""
     if backend == "efficient":
         is_old = hardware.compute_capability is not None and hardware.compute_capability < _AMPERE
@@ -85,8 +96,11 @@ def kernel_of(backend: AttentionBackend, hardware: Hardware, *, on_matrix_units:
         return constants.AMD_SPLIT if splits else constants.AOTRITON
     if backend == "flex":
         return constants.FLEX
-    if backend == "cudnn" and (hardware.compute_capability or _HOPPER)[0] in _WARPGROUP_CAPABILITIES:
-        return constants.FLASH_3_SPLIT if splits else constants.FLASH_3
+    major, _ = hardware.compute_capability or _HOPPER
+    if backend == "cudnn" and major in _WARPGROUP_CAPABILITIES:
+        if splits:
+            return constants.FLASH_3_SPLIT
+        return constants.FLASH_4 if major == _BLACKWELL_MAJOR and not is_backward else constants.FLASH_3
     return constants.FLASH_2_SPLIT if splits else constants.FLASH_2
 
 
@@ -94,7 +108,7 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
     """The kernels that the library may take. The one that can split the keys is for few queries, which would leave the
     tiles of the other nearly empty, and for few blocks, which would leave SMs idle."""
     on_matrix_units = peak.unit == "matrix"
-    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=False)
+    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, is_backward=shape.is_backward)
     whole = _covered(shape, kernel, hardware) if backend != "flex" else _covered_by_template(shape, kernel, hardware)
     if backend not in _FLASH_LIBRARY or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
         return [whole]
@@ -102,48 +116,60 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
     split = _covered(shape, kernel, hardware)
     blocks = split.squares * split.grid.blocks
     slices = _slices(blocks, split.grid.longest, hardware.sm_count * kernel.blocks_per_sm)
-    tile_rows, _ = tile_of(kernel, shape.head_dim, hardware)
+    tile_rows, _ = tile_of(kernel, shape, hardware)
     return [split if shape.queries <= tile_rows else whole, split._replace(slices=slices)][: 2 if slices > 1 else 1]
 
 
 def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
     """Heads that share keys share a block, if the kernel can do that and the queries of one head do not fill a block;
     not under a window (`seqlenq_ngroups_swapped` of torch's flash_api.cpp)."""
-    rows, columns = tile_of(kernel, shape.head_dim, hardware)
+    rows, columns = tile_of(kernel, shape, hardware)
+    resident = blocks_at_a_time(kernel, rows, columns, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries
         grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
         grid = grid._replace(blocks=ceil(shape.keys / rows), longest=ceil(shape.queries / columns))
-        return _Launch(kernel, shape.sequences * shape.heads, grid, 1, rows * columns)
+        return _Launch(kernel, shape.sequences * shape.heads, grid, 1, rows, columns, resident)
     shares = shape.queries <= kernel.shared_queries and shape.mask.left is None
     group = ceil(shape.heads / max(shape.key_heads, 1)) if shares else 1
     grid = tile_grid(shape.queries, shape.keys, max(rows // group, 1), columns, shape.mask)
     squares = shape.sequences * ceil(shape.heads / group) * ceil(group / rows)
-    return _Launch(kernel, squares, grid, 1, rows * columns)
+    return _Launch(kernel, squares, grid, 1, rows, columns, resident)
 
 
 def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
     """flex_attention's templates. Backward, some blocks keep keys, for all heads that share them, others queries."""
     major = min(max((hardware.compute_capability or _AMPERE)[0], 8), 11)
-    squares = shape.sequences * shape.heads
+    squares, resident = shape.sequences * shape.heads, kernel.blocks_per_sm
     if not shape.is_backward:
         other = constants.FLEX_OTHER_TILE if shape.head_dim <= 256 else constants.FLEX_LONG_TILE
         rows, columns = constants.FLEX_TILES[major].get(shape.head_dim, other)
-        return _Launch(
-            kernel, squares, tile_grid(shape.queries, shape.keys, rows, columns, shape.mask), 1, rows * columns
-        )
+        grid = tile_grid(shape.queries, shape.keys, rows, columns, shape.mask)
+        return _Launch(kernel, squares, grid, 1, rows, columns, resident)
     rows, columns = constants.FLEX_BACKWARD_TILES[major]
     grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
     group = ceil(shape.heads / max(shape.key_heads, 1))
     blocks = ceil(shape.queries / rows) + ceil(shape.keys / rows / group)
     longest = ceil(constants.FLEX_KEY_SHARE * group * ceil(shape.queries / columns))
-    return _Launch(kernel, squares, grid._replace(blocks=blocks, longest=longest), 1, rows * columns)
+    return _Launch(kernel, squares, grid._replace(blocks=blocks, longest=longest), 1, rows, columns, resident)
 
 
-def tile_of(kernel: AttentionKernel, head_dim: int, hardware: Hardware) -> tuple[int, int]:
+def tile_of(kernel: AttentionKernel, shape: AttentionShape, hardware: Hardware) -> tuple[int, int]:
     """Queries and keys of a tile: smaller ones where the head is long or the shared memory small."""
-    is_small = hardware.compute_capability in constants.SMALL_SHARED_MEMORY
-    tiles = kernel.small_tiles if is_small and kernel.small_tiles is not None else kernel.tiles
-    return next(((rows, columns) for most, rows, columns in tiles if head_dim <= most), tiles[-1][1:])
+    capability, mask = hardware.compute_capability or _AMPERE, shape.mask
+    tiles = kernel.tiles_on.get(capability, kernel.tiles)
+    if shape.is_backward or (mask.right == 0 and mask.left is None):
+        tiles = kernel.causal_tiles_on.get(capability, tiles)
+    return next(((rows, columns) for most, rows, columns in tiles if shape.head_dim <= most), tiles[-1][1:])
+
+
+def blocks_at_a_time(kernel: AttentionKernel, rows: int, columns: int, head_dim: int, hardware: Hardware) -> int:
+    """The thread blocks that an SM holds: as many as find place for their tiles of queries, keys and values."""
+    if not kernel.holds_tiles:
+        return kernel.blocks_per_sm
+    capability = hardware.compute_capability or _AMPERE
+    kilobytes = constants.SHARED_MEMORY_KB.get(capability, constants.OTHER_SHARED_MEMORY_KB)
+    of_block = _ITEM_BYTES * _padded(head_dim) * (rows + 2 * columns) + 1024 * constants.BLOCK_RESERVED_KB
+    return max(1, min(kernel.blocks_per_sm, 1024 * kilobytes // of_block))
 
 
 @functools.cache
@@ -177,13 +203,19 @@ def _slices(blocks: int, tiles: int, places: int) -> int:
 
 
 def score_seconds(
-    work: AttentionWork, dtype: str, kernel: AttentionKernel, masked_share: float, hardware: Hardware, peak: Peak
+    work: AttentionWork,
+    dtype: str,
+    kernel: AttentionKernel,
+    masked_share: float,
+    filled_share: float,
+    hardware: Hardware,
+    peak: Peak,
 ) -> float:
     """Seconds of one SM for one score: its multiply-adds, and then its softmax as far as that is not hidden.
 
-    `masked_share` is the share of tiles in which some scores are masked. They take no less than the multiply-adds at
-    the rate that is left by the power limit (padding of the head dimension takes time but little power), and by
-    GeForce's half rate for sums in fp32, which hides the softmax.
+    `masked_share` is the share of tiles in which some scores are masked, `filled_share` that of scores that a query and
+    a key stand behind. These take no less than the multiply-adds at the rate that is left by the power limit (padding
+    takes time but little power), and by GeForce's half rate for sums in fp32, which hides the softmax.
     """
     shape, sms = work.shape, hardware.sm_count
     is_new = work.backend == "cudnn" or (
@@ -195,8 +227,12 @@ def score_seconds(
     cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles
     cycles += masked_share * constants.MASKED_SCORE_CYCLES
     issue = pipe * issue_ratio(dtype, hardware) * constants.ATTENTION_PIPE_SHARE
-    in_turns = padded * sms / issue + _sm_seconds(cycles, hardware) + _function_seconds(work, hardware)
-    return max(in_turns, padded * sms / pipe, plain * sms / peak.sustained_flop_per_s) / kernel.speed
+    multiplying, softmax = padded * sms / issue, _sm_seconds(cycles, hardware) + _function_seconds(work, hardware)
+    in_turns = multiplying + softmax
+    if kernel.hides_softmax:
+        in_turns = overlap(multiplying, softmax, constants.VECTOR_OVERLAP)
+    with_power = plain * filled_share * sms / peak.sustained_flop_per_s
+    return max(in_turns, padded * sms / pipe, with_power) / kernel.speed
 
 
 def _function_seconds(work: AttentionWork, hardware: Hardware) -> float:
@@ -220,6 +256,19 @@ def issue_ratio(dtype: str, hardware: Hardware) -> float:
     return rates["fp16"] / hardware.matrix_tflop_per_s.get("fp16", rates["fp16"])
 
 
+def _filled_share(launch: _Launch, shape: AttentionShape) -> float:
+    """The share of the scores in all tiles that a query and a key stand behind, visible or not."""
+    if shape.is_backward:  # a block keeps keys
+        return _filled(shape.keys, launch.rows) * _filled(shape.queries, launch.columns)
+    places = launch.squares * launch.grid.blocks * launch.rows
+    queries = shape.sequences * shape.heads * shape.queries / max(1, places)
+    return min(1.0, queries) * min(1.0, shape.keys / launch.columns)
+
+
+def _filled(count: int, tile: int) -> float:
+    return count / max(1, ceil(count / tile) * tile)
+
+
 def _flops_per_score(work: AttentionWork, *, pads: bool) -> int:
     shape = work.shape
     keys, values = (_padded(size) if pads else size for size in (shape.head_dim, shape.value_dim))
@@ -235,15 +284,15 @@ def _padded(head_dim: int) -> int:
 
 
 def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> float:
-    """All tiles on all SMs. One block keeps an SM busy; a second one hides how the first begins and ends.
+    """All tiles on all SMs. While a block begins or ends, its SM waits; a second block on it fills half of that time.
 
     Equal blocks run in waves, so SMs without a block in the last wave are idle. If blocks differ, SMs run out of work
     at different times, but hardly so if the longest start first.
     """
     kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
     blocks, tiles = launch.squares * grid.blocks * launch.slices, launch.squares * grid.tiles
-    fixed = blocks * _sm_seconds(kernel.block_cycles, hardware)
-    busy = max(tiles * tile_seconds, (tiles * tile_seconds + fixed) / kernel.blocks_per_sm) / sms
+    waits = blocks * _sm_seconds(kernel.block_cycles, hardware) / launch.resident
+    busy = (tiles * tile_seconds + waits) / sms
     longest = ceil(grid.longest / launch.slices) * tile_seconds
     if grid.tiles == grid.blocks * grid.longest:
         return busy * ceil(blocks / sms) * sms / max(blocks, 1)

@@ -150,12 +150,14 @@ WINOGRAD_OUTPUT, WINOGRAD_PATCH = 4, 6
 # --- fused attention ---------------------------------------------------------------------------------------
 
 
+Tiles = tuple[tuple[int, int, int], ...]  # (up to this head dimension, rows of queries, columns of keys)
+
+
 class AttentionKernel(NamedTuple):
     """One family of attention kernels. A thread block keeps a tile of queries and passes over tiles of keys."""
 
-    tiles: tuple[tuple[int, int, int], ...]  # (up to this head dimension, rows of queries, columns of keys)
-    small_tiles: tuple[tuple[int, int, int], ...] | None  # of SMs with SMALL_SHARED_MEMORY; None: the same
-    blocks_per_sm: int  # at a time: while one begins or ends, the others compute
+    tiles: Tiles
+    blocks_per_sm: int  # at most, at a time: while one begins or ends, another one computes
     score_cycles: float  # of an SM per score, not hidden behind the matmuls: exp, row sums, conversion
     backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
     overlap_exponent: float  # of arithmetic and memory traffic, see above
@@ -163,6 +165,10 @@ class AttentionKernel(NamedTuple):
     shared_queries: int = 0  # up to so many queries, heads with the same keys share a block
     longest_first: bool = False  # under a causal mask the blocks with most keys start first
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
+    hides_softmax: bool = False  # that of one tile runs beside the matmuls of another: the cycles above overlap them
+    holds_tiles: bool = True  # whole tiles of queries, keys and values lie in the shared memory of an SM
+    tiles_on: Mapping[tuple[int, int], Tiles] = {}  # other tiles, by compute capability
+    causal_tiles_on: Mapping[tuple[int, int], Tiles] = {}  # those under a causal mask, and in the backward pass
 
 
 # Of the matrix peak, what the loop over the keys reaches beside the softmax.
@@ -173,7 +179,7 @@ ATTENTION_PIPE_SHARE = 0.9
 MASKED_SCORE_CYCLES = 4 / 64
 
 # FlashAttention-2's tiles are in its launch templates (Dao-AILab/flash-attention, csrc/flash_attn/src), those of
-# FlashAttention-3 in hopper/tile_size.h; cuDNN's kernels on Hopper and later are taken to be like the latter.
+# FlashAttention-3 in hopper/tile_size.h; cuDNN's kernels on Hopper are taken to be like the latter.
 # An SM computes 16 exp per clock cycle (CUDA C++ Programming Guide), .0625 cycles each. FlashAttention-2 hides none of
 # them: .1 with the rest of the softmax, .38 backward. They and the .9 are from the papers' curves, and alike on A100
 # (220 and 175 TFLOP/s forward and backward at head dimension 128, arXiv 2307.08691) and H100 (335 and 322 in arXiv
@@ -182,37 +188,54 @@ MASKED_SCORE_CYCLES = 4 / 64
 # assumed (.22).
 # The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
 # time. When decoding, a block of FlashAttention-2 loads a tile of keys and computes on it almost in turns: 1.2; in
-# FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 to 6,000 are alike
-# for prefill; a block that splits keys or reads one query takes longer, 8,000 (decoding on A100, L40S, same database).
+# FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 (decoding over few
+# keys, in thousands of blocks, same database: 9,450, 11,450 and 8,260 cycles each at head dimension 128, 64 and 192 on
+# an L40S, which holds one, and 5,400 on an A100, which holds two); 3,000 to 6,000 are alike for prefill.
 # FlashAttention-2 shares blocks among heads for one query, -3 for as many queries as do not fill a block.
+_FLASH_2_TILES_8_6: Tiles = ((64, 128, 128), (96, 128, 64), (128, 128, 32), (192, 128, 64), (512, 64, 64))
+_FLASH_2_CAUSAL_TILES_8_6: Tiles = ((64, 128, 128), (128, 64, 64), (192, 128, 64), (512, 64, 64))
 FLASH_2 = AttentionKernel(
-    tiles=((64, 128, 128), (512, 128, 64)), small_tiles=((64, 128, 128), (96, 128, 64), (512, 64, 64)),
-    blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=5000,
+    tiles=((64, 128, 128), (192, 128, 64), (512, 64, 64)),
+    tiles_on={
+        (8, 0): ((64, 128, 128), (512, 128, 64)), (8, 6): _FLASH_2_TILES_8_6, (8, 9): _FLASH_2_TILES_8_6,
+    },
+    causal_tiles_on={(8, 6): _FLASH_2_CAUSAL_TILES_8_6, (8, 9): _FLASH_2_CAUSAL_TILES_8_6},
+    blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=4000,
 )  # fmt: skip
 FLASH_2_SPLIT = FLASH_2._replace(
-    tiles=((64, 64, 256), (128, 64, 128), (512, 64, 64)), small_tiles=None,
-    overlap_exponent=1.2, block_cycles=8000, shared_queries=1,
+    tiles=((64, 64, 256), (128, 64, 128), (512, 64, 64)), tiles_on={}, causal_tiles_on={},
+    overlap_exponent=1.2, shared_queries=1,
 )  # fmt: skip
 FLASH_3 = AttentionKernel(
-    tiles=((128, 128, 128), (512, 128, 64)), small_tiles=None, blocks_per_sm=1, score_cycles=0.055,
-    backward_score_cycles=0.22, overlap_exponent=1.5, block_cycles=5000, shared_queries=128, longest_first=True,
+    tiles=((128, 128, 128), (512, 128, 64)), blocks_per_sm=1, score_cycles=0.055, backward_score_cycles=0.22,
+    overlap_exponent=1.5, block_cycles=5000, shared_queries=128, longest_first=True,
 )  # fmt: skip
 FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=3.0)
+# Data-centre Blackwell, forward (flash_attn/cute/flash_fwd_sm100.py at 0251105; CUTLASS's example 77 is built alike):
+# one warp issues the matmuls of two tiles of 128 queries, whose sums lie in a memory of the matrix unit, and two
+# warpgroups do nothing but their softmax, whose exp takes an SM .0625 cycles. So it runs beside the matmuls. cuDNN's
+# kernel is taken to be like that, its backward pass and its decoding like FlashAttention-3's. Not measured.
+FLASH_4 = FLASH_3._replace(tiles=((512, 256, 128),), score_cycles=0.0625, hides_softmax=True)
 
 # CUTLASS's memory-efficient kernels, at .73 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
 # they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls (there is
 # no `cp.async`), and pass the scores through shared memory: about half of that. From Stable Diffusion 1.5 on a V100
 # (diffusers' docs at 2c529b75, torch 2.0, 23 runs of 1 to 16 images), whose largest attention has heads of 40.
-EFFICIENT = FLASH_2._replace(tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), small_tiles=None, speed=0.73)
+EFFICIENT = FLASH_2._replace(
+    tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), tiles_on={}, causal_tiles_on={}, holds_tiles=False, speed=0.73
+)
 EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
 
 # AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
 # causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
-AOTRITON = FLASH_2._replace(small_tiles=None, score_cycles=0.35, backward_score_cycles=1.3, speed=0.44)
+AOTRITON = FLASH_2._replace(
+    tiles=((64, 128, 128), (512, 128, 64)), tiles_on={}, causal_tiles_on={}, holds_tiles=False,
+    score_cycles=0.35, backward_score_cycles=1.3, speed=0.44,
+)  # fmt: skip
 # For few queries ROCm's kernels have tiles of 16 rows, the height of its matrix instructions, and split the keys in
 # parts of 256; heads with the same keys share a block (vLLM's csrc/rocm/attention.cu, AITER's paged attention:
 # `mfma16`, grid of sequences x parts x key heads). Not measured: the other figures are FlashAttention-2's.
-AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, block_cycles=8000, shared_queries=1)
+AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, shared_queries=1)
 
 # flex_attention's templates, by inductor's source and not measured. They go through the same steps as
 # FlashAttention-2, whose figures they have, but for three: Triton compiles them for the matrix instructions of the
@@ -220,7 +243,7 @@ AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, blo
 # that keeps keys serves all query heads that share them. Tiles of the forward pass by the major of the compute
 # capability (template_heuristics/triton.py, 16-bit types): a head dimension without an entry there has 64 x 64. (11 and
 # 12 are alike. Before 8.0 there is no template.) Tiles of the backward pass keep 128 keys, or 64, and take 64 queries.
-FLEX = FLASH_2._replace(small_tiles=None)
+FLEX = FLASH_2._replace(tiles_on={}, causal_tiles_on={}, holds_tiles=False)
 FLEX_TILES = {
     8: {64: (128, 64), 128: (128, 64), 192: (128, 32), 256: (32, 64)},
     9: {64: (128, 128), 128: (128, 64), 256: (64, 32)},
@@ -235,9 +258,13 @@ FLEX_KEY_SHARE = 4 / 7  # of the backward pass's products, those of blocks that 
 # after the mean. Simulated for FlashAttention-2's grids with two blocks on an SM: .6 to 1.2, lower for long sequences.
 ATTENTION_TAIL = 0.7
 
-# SMs with 100 kB of shared memory, by compute capability: too few for the larger tiles (CUDA C++ Programming Guide,
-# table of technical specifications).
-SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0))
+# Bytes of shared memory of an SM, by compute capability (CUDA C++ Programming Guide, table of technical
+# specifications), those of others, and what the system takes of them for each thread block.
+SHARED_MEMORY_KB = {
+    (7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100,
+}  # fmt: skip
+OTHER_SHARED_MEMORY_KB = 228
+BLOCK_RESERVED_KB = 1
 
 # A kernel that splits the keys is taken if the blocks are fewer than this share of those that the device holds; of the
 # numbers of slices, the first that fills the last wave .85 as well as the best (FlashAttention's num_splits_heuristic).

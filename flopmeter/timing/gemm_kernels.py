@@ -93,6 +93,16 @@ def legacy_mma_share(hardware: Hardware) -> float:
     return min(1.0, constants.LEGACY_MMA_FLOP_PER_CYCLE / flop_per_cycle)
 
 
+def ampere_kernel_share(hardware: Hardware) -> float:
+    """The same for products and convolutions: `mma` is all that RTX Blackwell has, and reaches its peak there."""
+    return legacy_mma_share(hardware) if _has_newer_instructions(hardware) else 1.0
+
+
+def _has_newer_instructions(hardware: Hardware) -> bool:
+    capability = hardware.compute_capability
+    return capability is not None and capability[0] in _WARP_SPECIALIZED_MAJORS
+
+
 # How CUTLASS and cuDNN name the instructions of Ampere's kernels (`mma`, m16n8k16, and `wmma`).
 _AMPERE_INSTRUCTIONS = ("16816", "161616")
 
@@ -100,9 +110,7 @@ _AMPERE_INSTRUCTIONS = ("16816", "161616")
 def as_found_by(kernel_name: str, hardware: Hardware) -> Hardware:
     """The device as a library kernel of this name sees it. cuBLAS takes Ampere's kernels on Hopper too, for small
     products until its version 12.8."""
-    capability = hardware.compute_capability
-    is_newer = capability is not None and capability[0] in _WARP_SPECIALIZED_MAJORS
-    if not is_newer or not any(shape in kernel_name for shape in _AMPERE_INSTRUCTIONS):
+    if not _has_newer_instructions(hardware) or not any(shape in kernel_name for shape in _AMPERE_INSTRUCTIONS):
         return hardware
     share = legacy_mma_share(hardware)
     rates = {dtype: share * rate for dtype, rate in hardware.matrix_tflop_per_s.items()}

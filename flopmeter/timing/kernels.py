@@ -35,7 +35,7 @@ from flopmeter.timing.bandwidth import (
     threads_of,
 )
 from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
-from flopmeter.timing.gemm_kernels import gemm_kernels, legacy_mma_share
+from flopmeter.timing.gemm_kernels import ampere_kernel_share, gemm_kernels
 from flopmeter.timing.matmul import (
     Busy,
     MatmulBytes,
@@ -132,7 +132,7 @@ def _convolution(
         return depthwise(shape, implicit, moved, fp32, rates.bytes_per_s), "depthwise convolution"
     if shape.channels * moved.item_bytes < constants.CONVOLUTION_DEPTH_BYTES and implicit.batch == 1:
         # Registers bound these at the boost clock; at half the FLOPs, the power limit leaves more of the clock.
-        rates = rates.within(peak.flop_per_s * peak.burst * legacy_mma_share(hardware))
+        rates = rates.within(peak.flop_per_s * peak.burst * ampere_kernel_share(hardware))
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
     extra = conversions(shape, implicit.batch, moved, hardware) if peak.unit == "matrix" else 0.0
     busy = busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from flopmeter.costs.dense_operands import copy_of
 from flopmeter.costs.rules import FREE, make_convolution, make_cost, rule, scratch
 from flopmeter.costs.windows import covered
-from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Convolution, Cost, Matmul, Region, TensorSpec
+from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Convolution, Cost, Matmul, Region, TensorSpec
 from flopmeter.records.memory_format import dense_strides, is_channels_last, is_dense
 from flopmeter.torch_names.operators import aten
 
@@ -116,16 +117,12 @@ class _ConvolutionLayout:
             if spec.is_strided and not is_dense(spec.shape, spec.stride, channels_last=channels_last):
                 copy = scratch(spec, number)._replace(stride=dense_strides(spec.shape, channels_last=channels_last))
                 self._copied[spec] = copy
-                self.copies.append(_copy(call, spec, copy))
+                self.copies.append(copy_of(call, spec, copy))
 
     def part(self, operand: TensorSpec, met: TensorSpec) -> TensorSpec | Region:
         """The part of an operand that the matmul reads: what the filters meet."""
         copy = self._copied.get(operand)
         return met if copy is None else Region(copy, met.nbytes)
-
-
-def _copy(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:
-    return make_cost(call, MOVEMENT, read=(spec,), written=(copy,), access="strided", walks=(copy, spec))
 
 
 def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool, channels_last: bool) -> Convolution:

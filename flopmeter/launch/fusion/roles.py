@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.dense_operands import reads_dense
 from flopmeter.records import (
     ELEMENTWISE,
     MOVEMENT,
@@ -110,7 +111,7 @@ def role_of(call: Call, cost: Cost) -> Role:
     if not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
         return OPAQUE
     elements = max((region.spec.numel for region in cost.writes if region.spec is not None), default=0)
-    if cost.op_class == MOVEMENT and _is_for_library(cost):
+    if cost.op_class == MOVEMENT and _is_for_library(call, cost):
         return OPAQUE
     if packet in _WINDOWS:
         return Role(False, True, elements=elements)
@@ -126,11 +127,11 @@ def role_of(call: Call, cost: Cost) -> Role:
     return OPAQUE
 
 
-def _is_for_library(cost: Cost) -> bool:
+def _is_for_library(call: Call, cost: Cost) -> bool:
     """A copy that a library's kernel reads, such as that of a slice for a convolution. It does not fuse: then the
     published compiled times of mixnet, res2net and cspresnet (timm) are predicted better."""
     written = [region.spec for region in cost.writes if region.spec is not None]
-    return bool(written) and all(spec.storage < 0 for spec in written)
+    return bool(written) and all(spec.storage < 0 for spec in written) and not reads_dense(call)
 
 
 def _takes_lists(call: Call) -> bool:
