@@ -57,6 +57,7 @@ def test_a_pipeline_written_out_by_send_and_recv_has_the_bubble_of_the_papers(sc
     report = reported(["--gpus", str(RANKS), BY_HAND, schedule], capsys)
     pipeline = report["run"]["pipeline"]
     assert [row["rank"] for row in pipeline["rows"]] == [0, 1, 2]
+    assert any("first step are those of rank 0 alone" in note for note in report["notes"])
     assert pipeline["bubble_share"] == pytest.approx((RANKS - 1) / (MICROBATCHES + RANKS - 1), abs=0.03)
     # Of its five tensors a microbatch that was received keeps what the first layer read, and the sum of gradients.
     assert [row["in_flight"] for row in pipeline["rows"]] == pytest.approx(in_flight, abs=0.8)

@@ -27,6 +27,7 @@ from flopmeter.run.script import Ending, Script, run
 from flopmeter.run.session import ScriptSession, Wishes
 from flopmeter.run.world import environment
 
+ALONE = "setup and first step are those of rank 0 alone, which waits for no message there"
 MOST_RANKS = 32  # each takes as long as the script takes once
 
 
@@ -78,7 +79,7 @@ def report_of(runs: Mapping[int, RanAsRank], program: str) -> RunReport:
     together = reports_together(meters, session.wishes.mode, ops)
     notes = dict.fromkeys(note for each in together.values() for note in each.notes)
     assumed = dict.fromkeys(text for each in together.values() for text in each.assumptions)
-    step = replace(together[0], notes=(*notes, *session.own_notes()), assumptions=tuple(assumed))
+    step = replace(together[0], notes=(*notes, ALONE, *session.own_notes()), assumptions=tuple(assumed))
     by_part = {name: step if part is report.step else part for name, part in report.by_part.items()}
     pipeline = pipeline_of(together, cluster_of(session.hardware))
     return replace(report, step=step, by_part=by_part, pipeline=pipeline)

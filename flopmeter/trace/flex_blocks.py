@@ -125,6 +125,7 @@ def _seen(mask: BlockMaskArguments, values: KnownValues | None) -> Maps | None:
     number = mask.of_keys[0]
     if values is None or (kept := values.masks_in_parts.get(_place(number))) is None:
         return None
+    maps: Maps
     storage, version, maps = kept
     if storage() is None or version != _version(number):
         del values.masks_in_parts[_place(number)]

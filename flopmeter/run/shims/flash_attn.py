@@ -103,6 +103,7 @@ def layer_norm_fn(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None = None,
+    *,
     eps: float = 1e-6,
     dropout_p: float = 0.0,
     prenorm: bool = False,
@@ -124,8 +125,8 @@ def layer_norm_fn(
     return (out, total) if prenorm else out
 
 
-def rms_norm_fn(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **options: Any) -> Any:
-    return layer_norm_fn(x, weight, bias, *args, is_rms_norm=True, **options)
+def rms_norm_fn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, **options: Any) -> Any:
+    return layer_norm_fn(x, weight, bias, residual, **{**options, "is_rms_norm": True})
 
 
 def _refuse(options: dict[str, Any], *names: str) -> None:
