@@ -146,6 +146,7 @@ import torch
 import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
+from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -203,6 +204,19 @@ def gather(table_ptr, ids_ptr, out_ptr, WIDTH: tl.constexpr):
     at = tl.arange(0, WIDTH)
     row = tl.load(ids_ptr + tl.program_id(0))
     tl.store(out_ptr + tl.program_id(0) * WIDTH + at, tl.load(table_ptr + row * WIDTH + at))
+
+
+@triton.jit
+def histogram(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n)
+    tl.atomic_add(out_ptr + x.to(tl.int32), x, mask=at < n)
+
+
+@triton.jit
+def tanh(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, libdevice.tanh(tl.load(x_ptr + at, mask=at < n)), mask=at < n)
 
 
 @triton_op("flopmeter_tests::twice_added", mutates_args=())
@@ -289,6 +303,20 @@ def test_a_kernel_that_loads_less_than_its_tensors_hold_reads_less(kernels):
     table, ids, out = meta(50_000, 256), meta(10, dtype=torch.int64), meta(10, 256)
     (cost,) = costs(lambda: kernels.gather[(10,)](table, ids, out, WIDTH=256))
     assert (cost.bytes_read, cost.bytes_written, cost.op_class) == (10 * 8 + 10 * 512, 5120, "data movement")
+
+
+@needs_triton
+def test_an_atomic_addition_is_a_flop_and_reads_and_writes_what_it_adds_to(kernels):
+    x, out = meta(4096, dtype=torch.float32), meta(1 << 20, dtype=torch.float32)
+    (cost,) = costs(lambda: kernels.histogram[(4,)](x, out, 4096, BLOCK=1024))
+    assert (cost.flops, cost.bytes_read, cost.bytes_written) == (4096, 2 * 4 * 4096, 4 * 4096)
+
+
+@needs_triton
+def test_a_function_of_a_library_is_a_flop_and_takes_the_special_units(kernels):
+    x, out = meta(4096, dtype=torch.float32), meta(4096, dtype=torch.float32)
+    (cost,) = costs(lambda: kernels.tanh[(4,)](x, out, 4096, BLOCK=1024))
+    assert (cost.flops, cost.transcendentals) == (4096, 4096)
 
 
 @needs_triton

@@ -24,14 +24,14 @@ from flopmeter.records import (
     TritonBody,
     TritonOp,
 )
+from flopmeter.records.bodies import ATOMICS
 from flopmeter.records.dtypes import DTYPES
 from flopmeter.torch_names.own_operators import own
 
-_ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas")
 _FUNCTIONS = ("math.", "tt.extern_elementwise", "tt.precise_sqrt")  # one call of a library function an element
 _PLAIN = {  # FLOP an element
     **dict.fromkeys(("arith.addf", "arith.subf", "arith.mulf", "arith.divf", "arith.remf", "arith.negf"), 1),
-    **dict.fromkeys(("math.absf", "math.floor", "math.ceil", "tt.precise_divf", *_ATOMICS), 1),
+    **dict.fromkeys(("math.absf", "math.floor", "math.ceil", "tt.precise_divf", *ATOMICS), 1),
     "math.fma": 2,
 }
 # Selections, casts, copies, and operations that only name elements.
@@ -45,8 +45,8 @@ _FREE = frozenset(
     )
 )
 # Operations that load and store, by direction.
-_LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *_ATOMICS)
-_STORES = ("tt.store", *_ATOMICS)
+_LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *ATOMICS)
+_STORES = ("tt.store", *ATOMICS)
 
 
 @rule(own.triton_kernel)

@@ -40,6 +40,10 @@ class FlexBody(NamedTuple):
     splits_keys: bool  # the template for few queries, flex_decoding
 
 
+ATOMICS = ("tt.atomic_rmw", "tt.atomic_cas")
+"""Operations of TTIR that read and write where they work."""
+
+
 class TritonOp(NamedTuple):
     """An operation of Triton's intermediate language (TTIR), in all programs of a launch, the masked lanes included."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.values import no_modes
 from flopmeter.records import TritonBody
+from flopmeter.records.bodies import ATOMICS
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import TRITON, TRITON_ACCESSED, TRITON_TTIR, lost, no_dispatch_modes
@@ -168,6 +169,8 @@ def analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -
         text = module.str_nodebug() if hasattr(module, "str_nodebug") else str(module)
         body = body_of(kernel.fn.__name__, text, grid, [arguments.get(name) for name in names])
     read, written = (frozenset(dep.name for dep in deps) for deps in (uses.reads, uses.writes))
+    if any(op.name in ATOMICS for op in body.ops):
+        read |= written  # torch's analysis has atomic operations as stores
     return Analysed(body, read, written)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.records import TritonBody, TritonOp
+from flopmeter.records.bodies import ATOMICS
 
 Scalar = int | Tensor | None
 """The value of an integer: the same in all programs, one for each, or not known."""
@@ -24,7 +25,7 @@ Scalar = int | Tensor | None
 UNREADABLE = "a line of code that cannot be read"
 MOST_PROGRAMS = 1 << 22
 """Of larger grids the programs are not told apart."""
-MEMORY = ("tt.load", "tt.store", "tt.atomic_rmw", "tt.atomic_cas")
+MEMORY = ("tt.load", "tt.store", *ATOMICS)
 MOST_STEPS = 4096
 """A loop is walked step by step, where it has to be, if it has no more."""
 
