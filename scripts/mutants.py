@@ -24,6 +24,9 @@ PARTS = (
 )  # fmt: skip
 # Never drawn, since nobody could see them, and why: `file: change`, without the line.
 EQUIVALENT = {
+    "flopmeter/costs/data_movement/movement.py: return FREE  ->  return ()": "FREE is ()",
+    "flopmeter/costs/contractions/attention.py: k  ->  v  in  return AttentionShape(batch, heads, k.shape[1], queries, "
+    "k.shape[2], depth, v.shape[-1])": "keys and values have the same heads and tokens",
     "flopmeter/timing/allocator.py: 1  ->  2  in  index = bisect_left(pool, (size, -1))": "no address is below 0",
     "flopmeter/costs/arithmetic/resampling.py: 1  ->  2  in  flops = (axes * _UNNORMALIZE + weights) * positions + "
     "(2 * taps if taps > 1 else 0) * out.numel": "no filter has two taps",

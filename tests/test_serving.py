@@ -287,6 +287,17 @@ def test_modules_that_a_config_leaves_out_keep_their_weights():
     assert sizes[0] - sizes[1] == pytest.approx(2 * (2 * 512 * 512 + 2 * 128 * 512) * (16 - 4.25) / 8)
 
 
+def test_weights_of_4_bits_have_the_groups_that_the_config_names():
+    """Groups of 32 with a scale and a zero point: 4.625 bits; of 128 with a scale: 4.125, as where nothing is said."""
+    configs = ({"group_size": 32, "sym": False}, {"group_size": 128, "sym": True}, {"group_size": -1})
+    fine, coarse, unsaid = (served(model=published(quant_method="gptq", **each), weights="int4") for each in configs)
+    weights = {bits: served(model=published(), weights=bits).rows[0].weight_bytes for bits in ("bf16", "int4")}
+    in_products = (weights["bf16"] - weights["int4"]) / (16 - 4.125)
+    assert coarse.rows[0].weight_bytes == unsaid.rows[0].weight_bytes == weights["int4"]
+    assert fine.rows[0].weight_bytes - weights["int4"] == pytest.approx(in_products * 0.5)
+    assert "4.62 bits; a 16-bit scale and a zero point for 32 weights" in str(fine)
+
+
 def test_a_format_that_the_config_names_is_told_where_another_is_served():
     told = "by its config the model was published in mxfp4: weights='mxfp4' serves it so"
     assert told in str(served(model=published(quant_method="mxfp4")))

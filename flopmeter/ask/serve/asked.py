@@ -127,7 +127,8 @@ def notes_of(
             f"{draft.decoder.title} drafts {plan.draft_tokens} tokens, each accepted with {plan.acceptance:g}:"
             f" {figure(tokens)} tokens a step"
         )
-    chosen, published = WEIGHTS[plan.weights], quantised(own.decoder.config)
+    published = quantised(own.decoder.config)
+    chosen = published.format_of(plan.weights)
     if published.weights and published.weights != plan.weights:
         notes.append(
             f"by its config the model was published in {published.weights}: weights={published.weights!r} serves it so"

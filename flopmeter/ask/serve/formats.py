@@ -25,11 +25,18 @@ class WeightFormat(NamedTuple):
     what: str
 
 
+def in_groups(size: int, *, has_zeros: bool = False) -> WeightFormat:
+    """4 bits, and for each group of so many weights a scale, perhaps with a zero point of 4 bits (GPTQ, AWQ)."""
+    scale = "a 16-bit scale and a zero point" if has_zeros else "a 16-bit scale"
+    bits = 4 + (16 + 4 * has_zeros) / size
+    return WeightFormat(bits, None, f"{scale} for {size} weights, unpacked in the product")
+
+
 WEIGHTS = {
     "bf16": WeightFormat(16, None, "as the model has them"),
     "fp8": WeightFormat(8, "fp8", "products in fp8, activations quantised in the kernel before"),
     "int8": WeightFormat(8, "int8", "products in int8, activations quantised in the kernel before"),
-    "int4": WeightFormat(4 + 16 / 128, None, "a 16-bit scale for 128 weights, unpacked in the product"),
+    "int4": in_groups(128),
     "mxfp4": WeightFormat(4 + 8 / 32, None, "an 8-bit scale for 32 weights (OCP MX), unpacked in the product"),
     "nvfp4": WeightFormat(4 + 8 / 16, "fp4", "an 8-bit scale for 16 numbers, products in fp4, activations alike"),
 }
@@ -40,6 +47,10 @@ class Quantised(NamedTuple):
 
     weights: str | None  # of WEIGHTS; None: it says nothing, or something else
     kept: tuple[str, ...]  # modules whose weights are as they were
+    form: WeightFormat | None = None  # if it says more of it than WEIGHTS has
+
+    def format_of(self, weights: str) -> WeightFormat:
+        return self.form if self.form is not None and weights == self.weights else WEIGHTS[weights]
 
     def is_kept(self, module: str) -> bool:
         """Whether the module of this path, which begins with the model's class, or one around it is among them."""
@@ -53,7 +64,12 @@ def quantised(config: Any) -> Quantised:
     own = getattr(config, "quantization_config", None) or {}
     facts = own if isinstance(own, dict) else own.to_dict()
     kept = next((facts[name] for name in _LEFT_OUT if facts.get(name)), ())
-    return Quantised(_OF_METHODS.get(str(facts.get("quant_method"))), tuple(kept))
+    weights, group = _OF_METHODS.get(str(facts.get("quant_method"))), facts.get("group_size") or 0
+    if weights == "int4" and facts.get("bits", 4) != 4:
+        weights = None
+    has_zeros = facts.get("zero_point") or facts.get("sym") is False
+    form = in_groups(group, has_zeros=bool(has_zeros)) if weights == "int4" and group > 0 else None
+    return Quantised(weights, tuple(kept), form)
 
 
 KV_BYTES = {"bf16": 2.0, "fp8": 1.0}
@@ -72,7 +88,7 @@ def in_formats(
 ) -> list[Kernel]:
     """The kernels of a step with weights and cache in these formats, the experts of a layer in one kernel. Where a
     device has no products of the type, the weights are unpacked in the product."""
-    chosen, known = WEIGHTS[weights], dict[tuple[Cost, tuple[int, ...]], Cost]()
+    chosen, known = published.format_of(weights), dict[tuple[Cost, tuple[int, ...]], Cost]()
     product = chosen.product if chosen.product and has_product(device, chosen.product) else None
 
     def changed(kernel: Kernel) -> Kernel:
@@ -133,4 +149,6 @@ def _with_narrow_cache(cost: Cost, share: float) -> Cost:
 def narrow_bytes(kernels: Sequence[Kernel], trace: Trace, weights: str, published: Quantised) -> int:
     """By how much the format makes the weights of a step's products smaller."""
     numbers = {kernel.op.storages[place] for kernel in kernels for place in weight_storages(kernel, trace, published)}
-    return round(sum(trace.storages[number].nbytes for number in numbers) * (1 - WEIGHTS[weights].bits / 16))
+    return round(
+        sum(trace.storages[number].nbytes for number in numbers) * (1 - published.format_of(weights).bits / 16)
+    )

@@ -117,7 +117,6 @@ SPARSE: dict[OpOverloadPacket | OpOverload, Rule] = {
         _present(
             "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim", "values", "crow_indices", "col_indices",
             "ccol_indices", "row_indices", "_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims",
-            "_sparse_coo_tensor_unsafe",
         ),
         no_kernel,
     ),
