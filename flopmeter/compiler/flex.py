@@ -18,11 +18,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
+from flopmeter.compiler.integers import Held, hand_on, stand_in
 from flopmeter.compiler.lowering import copied
 from flopmeter.compiler.posing import CUDA, META, unpose
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values import KnownValues
-from flopmeter.known_values.values import no_modes, spans_storage
+from flopmeter.known_values.values import no_modes
 from flopmeter.records import BlockCount, Call, FlexBody
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
@@ -113,7 +114,7 @@ class Masks:
             if value.op == "get_attr":
                 return self._function(value)
             if value not in held:
-                held[value] = self._stand_in(value)
+                held[value] = stand_in(value, self._sizes)
                 if value in real and values is not None and isinstance(held[value], Tensor):
                     with no_modes():
                         values.set(held[value], real[value].contiguous())
@@ -130,15 +131,8 @@ class Masks:
         return bodies, held
 
     def hand_on(self, held: Held, results: Sequence[Any], values: KnownValues | None) -> None:
-        """What is known of these tensors is known of the results too, for the backward graph."""
-        if values is None:
-            return
-        for node, result in zip(self._outputs, results, strict=False):
-            tensor = held.get(node)
-            if isinstance(tensor, Tensor) and isinstance(result, Tensor) and tensor is not result:
-                with no_modes():
-                    if values.values.knows(tensor) and spans_storage(result):
-                        values.set(result, values.values.read(tensor).clone())
+        """For the backward graph."""
+        hand_on(self._outputs, held, results, values)
 
     def _function(self, node: Node) -> Any:
         if node not in self._functions:
@@ -148,14 +142,6 @@ class Masks:
                 unpose(found)
             self._functions[node] = found
         return self._functions[node]
-
-    def _stand_in(self, node: Node) -> Any:
-        val = node.meta["val"]
-        if not isinstance(val, Tensor):
-            return self._sizes(val)
-        with no_dispatch_modes():
-            shape, stride = (tuple(map(self._sizes, part)) for part in (val.shape, val.stride()))
-            return torch.empty_strided(shape, stride, dtype=val.dtype, device=META)
 
     def _learning(self, node: Node, read: Iterable[Any]) -> tuple[Any, ...]:
         """What score_mod reads, with a gradient where the joint graph computes one."""
@@ -194,10 +180,6 @@ class Masks:
             return False
         made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
         return all(torch.Size(map(self._sizes, value.shape)).numel() <= _MOST_ELEMENTS for value in made)
-
-
-Held = dict[Node, Any]
-"""Meta tensors, and numbers, by the node that makes them."""
 
 
 def earlier(nodes: Iterable[Node]) -> set[Node]:

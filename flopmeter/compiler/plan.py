@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.compiler import flex
+from flopmeter.compiler.integers import Integers
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
     names_of,
@@ -83,6 +84,7 @@ class Plan(NamedTuple):
     inputs: tuple[str, ...]
     steps: tuple[PlanStep, ...]
     outputs: tuple[Placed | str | int | None, ...]  # a name: an input that is no tensor, such as a process group
+    integers: Integers
     masks: flex.Masks | None = None
 
     @property
@@ -132,7 +134,8 @@ class _Planner:
         }
         outputs = tuple(map(self._output, self._graph.graph_outputs))
         masks = flex.Masks(masked, self._sizes) if masked else None
-        return Plan(tuple(self._graph.graph_input_names), steps, outputs, masks)
+        integers = Integers(self._graph.graph, self._sizes)
+        return Plan(tuple(self._graph.graph_input_names), steps, outputs, integers, masks)
 
     def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
         frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))

@@ -57,6 +57,7 @@ class Replay:
         root, phase = self._paths.root(self._graph, args), self._phase(plan)
         held: dict[str, Tensor] = dict(zip(plan.inputs, args, strict=True))
         bodies, known = plan.masks.bodies(args, recorder.values) if plan.masks else ({}, {})
+        integers = plan.integers.computed(args, recorder.values)
         held |= self._lowered.graph.constants
         args.clear()
         for step in plan.steps:
@@ -86,6 +87,7 @@ class Replay:
                     held.pop(name, None)
         results = [_result(output, held) for output in plan.outputs]
         self._paths.keep(self._graph, root, results)
+        plan.integers.hand_on(integers, results, recorder.values)
         if plan.masks:
             plan.masks.hand_on(known, results, recorder.values)
         if self._graph.part == "forward":

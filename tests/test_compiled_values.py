@@ -1,0 +1,84 @@
+"""Values that go through compiled graphs: experts that tokens pick by a stated law, lengths that a graph works on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flopmeter import DataDependentError, FlopMeter, on_meta
+from flopmeter.report.report import Report
+
+TOKENS, WIDTH, HIDDEN, EXPERTS, CHOICES = 32, 64, 128, 8, 2
+
+
+class Experts(nn.Module):
+    """A loop over experts, whose lengths leave the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, HIDDEN))
+        self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = torch.topk(self.gate(x).softmax(-1), CHOICES)
+        order = chosen.flatten().argsort(stable=True)
+        lengths = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+        rows = x[order // CHOICES].split(lengths)
+        parts = [F.silu(part @ up) @ down for part, up, down in zip(rows, self.up, self.down, strict=True)]
+        outputs = torch.cat(parts) * weights.flatten()[order][:, None]
+        return torch.zeros_like(x).index_add(0, order // CHOICES, outputs)
+
+
+def experts_report(routing: object, *, learns: bool = False) -> Report:
+    with torch.device("meta"):
+        model, x = Experts(), torch.empty(TOKENS, WIDTH)
+    model = torch.compile(model)
+    with FlopMeter("h100-sxm5-80gb", routing=routing) as meter, torch.set_grad_enabled(learns):
+        out = model(x)
+        if learns:
+            out.sum().backward()
+    return meter.report()
+
+
+def products(report: Report) -> int:
+    return next(row.flops for row in report.rows() if row.name == "tensor contraction")
+
+
+GATE, OF_ROWS = 2 * TOKENS * WIDTH * EXPERTS, 2 * 2 * TOKENS * CHOICES * WIDTH * HIDDEN
+
+
+@pytest.mark.parametrize("routing", ["balanced", {"imbalance": 1.5}])
+def test_the_routing_that_is_stated_holds_for_experts_picked_in_a_compiled_graph(routing):
+    report = experts_report(routing)
+    assert products(report) == GATE + OF_ROWS
+    assert any(line.startswith("routing=") and "topk" in line for line in report.assumptions)
+
+
+def test_the_backward_graphs_of_such_experts_cost_twice_the_forward_ones():
+    """Of the gate there is one product: its input needs no gradient."""
+    assert products(experts_report("balanced", learns=True)) == 2 * GATE + 3 * OF_ROWS - OF_ROWS // 2
+
+
+def test_without_a_stated_routing_the_lengths_are_unknown_as_in_eager_mode():
+    with pytest.raises(DataDependentError, match="routing"):
+        experts_report(None)
+
+
+def test_integers_that_a_graph_makes_of_known_ones_are_known():
+    with FlopMeter("a100-sxm4-80gb"):
+        lengths = on_meta(torch.tensor([3, 1, 2]))
+        ends = torch.compile(lambda lengths, x: (lengths.cumsum(0) * 2, x + 1))(lengths, torch.empty(4, device="meta"))
+        assert ends[0].tolist() == [6, 8, 12]
+
+
+def test_a_tensor_that_a_graph_writes_to_is_not_known_by_what_it_was():
+    def overwrite(lengths: Tensor, x: Tensor) -> Tensor:
+        lengths.copy_(x.argmax(-1))
+        return lengths + 1
+
+    with FlopMeter("a100-sxm4-80gb"), pytest.raises(DataDependentError):
+        lengths = on_meta(torch.tensor([3, 1, 2]))
+        torch.compile(overwrite)(lengths, torch.empty(3, 8, device="meta")).tolist()
