@@ -42,6 +42,9 @@ class Integers:
             return {}
         held: Held = dict(zip(self._inputs, args, strict=True))
         with no_modes():
+            for node, arg in zip(self._inputs, args, strict=True):
+                if isinstance(arg, Tensor) and values.values.is_blank(arg):  # nobody has written to it
+                    held[node] = torch.empty_like(arg)
             for node in self._ops:
                 held[node] = self._result(node, held, values)
         return held
