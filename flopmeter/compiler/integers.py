@@ -22,7 +22,9 @@ from flopmeter.compiler.posing import CUDA, META
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values import DataDependentError, KnownValues
 from flopmeter.known_values.values import no_modes, spans_storage
+from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
 
+_prims = Overloads(Packets("prims"))
 Held = dict[Node, Any]
 """Meta tensors, and numbers, by the node that makes them."""
 
@@ -64,11 +66,23 @@ class Integers:
         kwargs: Any = map_aggregate(dict(node.kwargs), argument)
         if node.target is operator.getitem:
             return args[0][args[1]]
+        func, args, kwargs = _in_aten(node.target, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         try:
-            return values.run(node.target, args, kwargs, tensors)
+            return values.run(func, args, kwargs, tensors)
         except (DataDependentError, NotImplementedError):
             return stand_in(node, self._sizes)
+
+
+def _in_aten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The op that the program called, where inductor has a primitive of its own for it."""
+    if func is _prims.convert_element_type.default:
+        return aten_overloads._to_copy.default, args[:1], {"dtype": args[1]}
+    if func is _prims.iota.default:
+        (length,), start, step = args, kwargs["start"], kwargs["step"]
+        options = {name: kwargs[name] for name in ("dtype", "device")}
+        return aten_overloads.arange.start_step, (start, start + length * step, step), options
+    return func, args, kwargs
 
 
 def hand_on(
