@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -158,3 +159,8 @@ def uncounted(calls: tuple[Call, ...]) -> set[str]:
 
 def as_fake(value: Any, mode: Any) -> Any:
     return tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def copies_what_has_gaps(name: str) -> bool:
+    """Whether the op copies operands that do not lie as its kernel, or its library, walks them."""
+    return re.search(r"convolution|fft|softmax|(layer|group|rms)_norm|cumsum|cumprod", name) is not None

@@ -61,14 +61,14 @@ def test_the_parts_of_a_split_batch_cost_what_the_whole_does(name, first, second
 @pytest.mark.parametrize("name", OF_A_BATCH)
 @given(rows=size, width=size)
 @settings(max_examples=15, deadline=None)
-def test_permuted_strides_change_nothing(name, rows, width):
-    function = OF_A_BATCH[name]
+def test_permuted_strides_change_nothing_but_for_a_copy_where_the_kernel_walks_dense_memory(name, rows, width):
+    function, x = OF_A_BATCH[name], meta(width, rows).t()
     if name == "fft":
         pytest.skip("fft copies a strided input first")
-    plain = costs_in(lambda: function(meta(rows, width)))
-    permuted = costs_in(lambda: function(meta(width, rows).t()))
+    plain, permuted = costs_in(lambda: function(meta(rows, width))), costs_in(lambda: function(x))
+    copied = 2 * x.nbytes if name in ("softmax", "layer norm", "cumsum") and not x.is_contiguous() else 0
     assert sum(cost.flops for cost in permuted) == sum(cost.flops for cost in plain)
-    assert sum(cost.bytes for cost in permuted) == sum(cost.bytes for cost in plain)
+    assert sum(cost.bytes for cost in permuted) == sum(cost.bytes for cost in plain) + copied
 
 
 @given(m=size, n=size, k=size)

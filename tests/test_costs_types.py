@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import calls_catalogue
 import torch
+from costs_support import copies_what_has_gaps
 from test_costs_by_hand import BY_HAND
 from torch.utils._pytree import tree_map
 
@@ -127,13 +128,13 @@ def test_a_wider_result_is_more_to_write_and_no_more_to_read():
 
 
 def test_tensors_with_gaps_are_as_much_work_and_as_many_bytes():
-    """Every other element. What is no tensor's own layout is copied first by convolutions and by Fourier transforms."""
+    """Every other element."""
 
     def law(call: Call) -> bool | None:
         def spread(spec: TensorSpec) -> TensorSpec:
             return spec._replace(stride=tuple(2 * stride for stride in spec.stride), offset=2 * spec.offset)
 
-        if "convolution" in call.name or "fft" in call.name:
+        if copies_what_has_gaps(call.name):
             return None
         spaced = costs_of(with_tensors(call, spread))
         return [(work(cost), *moved(cost)) for cost in costs_of(call)] == [
@@ -203,7 +204,7 @@ def test_a_name_says_how_an_op_walks_its_memory():
 
 
 def test_an_operand_of_equal_rows_is_computed_on_in_full_and_read_no_more():
-    """The first dimension expanded, with stride 0. (Convolutions copy such operands first.)"""
+    """The first dimension expanded, with stride 0."""
 
     def law(call: Call) -> bool | None:
         written = {spec.storage for spec in call.outputs}
@@ -212,7 +213,7 @@ def test_an_operand_of_equal_rows_is_computed_on_in_full_and_read_no_more():
             is_written = spec.storage in written or not spec.shape
             return spec if is_written else spec._replace(stride=(0, *spec.stride[1:]))
 
-        if "convolution" in call.name:
+        if copies_what_has_gaps(call.name):
             return None
         expanded = with_tensors(call, equal_rows)
         pairs = list(zip(costs_of(call), costs_of(expanded), strict=True))

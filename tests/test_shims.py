@@ -74,7 +74,7 @@ def test_apex_updates_and_norms_are_one_kernel():
         from apex.normalization import FusedLayerNorm
         from apex.optimizers import FusedAdam
 
-        model = nn.Sequential(nn.Linear(64, 64), FusedLayerNorm(64)).cuda()
+        model = nn.Sequential(FusedLayerNorm(64), nn.Linear(64, 64)).cuda()
         train(model, torch.zeros(8, 64, device="cuda"), FusedAdam(model.parameters(), adam_w_mode=False))
 
     found = kernels(stepped("apex", program))

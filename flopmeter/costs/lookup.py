@@ -40,6 +40,7 @@ class UncountedError(NotImplementedError):
 
 def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
     """The cost of each kernel that the call launches."""
+    copies, call = with_dense_operands(call)
     found = find_rule(call)
     if found is None:
         if strict:
@@ -47,7 +48,6 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
         return (make_cost(call, UNCOUNTED),)
     if writes_nothing(call):
         return FREE
-    copies, call = with_dense_operands(call)
     costs = copies + _as_tuple(found(call))
     if strict and isinstance(kernel := call.kwargs.get("kernel"), CompiledKernel):
         unknown = dict.fromkeys(origin.op for origin in kernel.origins if origin.op_class == UNCOUNTED)
