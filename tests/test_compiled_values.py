@@ -84,3 +84,14 @@ def test_a_tensor_that_a_graph_writes_to_is_not_known_by_what_it_was():
         more = torch.compile(overwrite)(lengths, torch.empty(3, 8, device="meta"))
         with pytest.raises(DataDependentError):
             more.tolist()
+
+
+def test_an_assertion_inside_of_a_compiled_kernel_is_counted():
+    def checked(x: Tensor) -> Tensor:
+        torch._assert_async((x > 0).all(), "positive")
+        return x + 1
+
+    with FlopMeter("h100-sxm5-80gb", checks="hold") as meter:
+        torch.compile(checked)(torch.empty(8, device="meta"))
+    assert not [note for note in meter.report().notes if note.startswith("uncounted")]
+    assert meter.report().flops == 8

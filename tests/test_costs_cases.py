@@ -392,6 +392,7 @@ RELATIVES: dict[str, Case] = {
     "replication_pad3d_backward": (
         lambda: aten.replication_pad3d_backward(T(1, 1, 5, 5, 5), T(1, 1, 3, 3, 3), [1] * 6), 125, 500, 108
     ),
+    "_assert_async": (lambda: aten._assert_async(T(1) > 0), 0, 1, 0),
     "select_copy": (lambda: aten.select_copy(T(4, 6), 0, 1), 0, 24, 24),
     "split_copy": (lambda: aten.split_copy(T(4, 6), 2), 0, 96, 96),
     "detach_copy": (lambda: aten.detach_copy(T(4, 6)), 0, 96, 96),

@@ -212,7 +212,7 @@ def _call(node: Any) -> Call:
         node.target,
         with_groups(node.target, args),
         kwargs,
-        node.meta["val"],
+        node.meta.get("val"),  # an op that returns nothing may have none
         lambda tensor: numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers)),
     )
 

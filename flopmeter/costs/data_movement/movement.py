@@ -183,6 +183,12 @@ def sorting(call: Call) -> Cost:
     return make_cost(call, SORTING)
 
 
+@rule(aten._assert_async)
+def assertion(call: Call) -> Cost:
+    """One thread looks at one number (aten/src/ATen/native/cuda/TensorCompare.cu); the host does not wait for it."""
+    return make_cost(call, MOVEMENT)
+
+
 @rule(aten._local_scalar_dense)
 def item(call: Call) -> Cost:
     """One element copied to the host, which waits for it."""
