@@ -47,7 +47,9 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
     copies = {
         spec: scratch(spec, number)._replace(stride=dense_strides(spec.shape, channels_last=False))
         for number, spec in enumerate(dict.fromkeys(given), 1)
-        if isinstance(spec, TensorSpec) and not is_dense(spec.shape, spec.stride, channels_last=False)
+        if isinstance(spec, TensorSpec)
+        and not is_dense(spec.shape, spec.stride, channels_last=False)
+        and not _is_kept(call, spec)
     }
     if not copies:
         return (), call
@@ -61,6 +63,13 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
             args[place[name]] = copies[spec]
     inputs = tuple(copies.get(spec, spec) for spec in call.inputs)
     return first, replace(call, args=tuple(args), kwargs=kwargs, inputs=inputs)
+
+
+def _is_kept(call: Call, spec: TensorSpec) -> bool:
+    """Whether the kernel walks the operand as it lies: group norm does so in channels-last from torch 2.15 on, where
+    its result lies alike."""
+    norms = aten.native_group_norm, aten.native_group_norm_backward
+    return call.func.overloadpacket in norms and any(out.stride == spec.stride for out in call.outputs)
 
 
 def copy_of(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:
