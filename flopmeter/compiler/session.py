@@ -155,9 +155,8 @@ class Session:
         if self._is_installed:
             return
         self._is_installed = True
-        with (
-            self._frames.as_torch_is()
-        ):  # modules of the compiler make tables of torch's functions when they are imported
+        # Modules of the compiler make tables of torch's functions when they are imported.
+        with self._frames.as_torch_is():
             missing = names.missing()
         if missing:
             self._compilation.failures[f"this torch has no {', no '.join(missing)}"] = None

@@ -36,10 +36,7 @@ def launch_of(
     given = {name: known[name] for name in kernel.arg_names if name in known}
     found = analysed(kernel, given, tuple(map(sizes, grid)))
     tensors = {name: value for name, value in arguments.items() if isinstance(value, TensorSpec)}
-    read, written, updated = (
-        tuple(spec for name, spec in tensors.items() if name in use)
-        for use in (found.read - found.written, found.written - found.read, found.read & found.written)
-    )
+    read, written, updated = found.by_use(tensors)
     call = Call(LAUNCH, (read, written, updated), {}, (*read, *written, *updated), (), body=found.body)
     fx = next(node for node in operation.origins if isinstance(node.target, HigherOrderOperator))
     origin = origin_of(fx, call, is_backward=is_backward)._replace(op=found.body.kernel)

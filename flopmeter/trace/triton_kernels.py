@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from unittest import mock
 
 import torch
@@ -41,12 +41,24 @@ class KernelRecorder(Protocol):
     def record_kernel(self, func: Any, args: tuple[Any, ...], body: TritonBody) -> Any: ...
 
 
+T = TypeVar("T")
+
+
 class Analysed(NamedTuple):
     """What a kernel does in a launch of these types, constants and grid, and with which of its arguments."""
 
     body: TritonBody
     read: frozenset[str]
     written: frozenset[str]
+
+    def by_use(self, tensors: Mapping[str, T]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...]]:
+        """Of these arguments by name: those that are only read, only written, and both."""
+        only_read, only_written = self.read - self.written, self.written - self.read
+        read, written, updated = (
+            tuple(tensor for name, tensor in tensors.items() if name in names)
+            for names in (only_read, only_written, self.read & self.written)
+        )
+        return read, written, updated
 
 
 _listeners: list[tuple[KernelRecorder, KnownValues | None]] = []
@@ -131,7 +143,8 @@ def _record(
     found = _known.get(key)
     if found is None:
         found = _known[key] = analysed(kernel, arguments, size)
-    read, written, updated = _by_use(arguments, found)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    read, written, updated = found.by_use(tensors)
     for recorder, values in listeners:
         with no_dispatch_modes():
             recorder.record_kernel(LAUNCH, (read, written, updated), found.body)
@@ -142,16 +155,6 @@ def _record(
 def _described(value: Any) -> Any:
     """The part of an argument that the generated code depends on."""
     return value.dtype if isinstance(value, Tensor) else (type(value), value)
-
-
-def _by_use(arguments: Mapping[str, Any], found: Analysed) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The tensors that are only read, only written, and both."""
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    return (
-        [tensor for name, tensor in tensors.items() if name in found.read - found.written],
-        [tensor for name, tensor in tensors.items() if name in found.written - found.read],
-        [tensor for name, tensor in tensors.items() if name in found.read & found.written],
-    )
 
 
 def analysed(kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> Analysed:
