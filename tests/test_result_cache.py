@@ -7,9 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_methods_invocations import (
+    foreach_binary_op_db,
+    foreach_other_op_db,
+    foreach_pointwise_op_db,
+    foreach_unary_op_db,
+    op_db,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from flopmeter import FlopMeter
 from flopmeter.trace.recorder import Recorder
@@ -78,7 +84,8 @@ def disagreements(op, samples=2):
 
 
 def unversioned(described):
-    """Without the version counters: torch.zeros writes once in torch 2.15, and under any dispatch mode not at all."""
+    """Without the version counters: torch.zeros writes once in torch 2.15, and it and foreach ops under any dispatch mode
+    not at all."""
     return [item[:-1] if isinstance(item, tuple) else item for item in described]
 
 
@@ -180,3 +187,53 @@ def test_a_meter_inside_of_a_transform_does_no_harm():
             return [row.sin() * 2 for _ in range(3)][-1]
 
     assert torch.vmap(metered)(torch.empty(5, 4, device="meta")).shape == (5, 4)
+
+
+FOREACH = (*foreach_unary_op_db, *foreach_binary_op_db, *foreach_pointwise_op_db, *foreach_other_op_db)
+
+
+@pytest.mark.parametrize("op", FOREACH, ids=lambda op: op.name)
+def test_a_foreach_op_on_lists_of_mixed_shapes_returns_what_it_returns_outside(op):
+    """Each sample's lists are doubled, so that every geometry comes twice."""
+    checked = 0
+    for sample in op.sample_inputs("cpu", torch.float32):
+        args = [arg + arg if isinstance(arg, list) else arg for arg in (sample.input, *sample.args)]
+        for function in filter(None, (op.method_variant, op.inplace_variant)):
+            outside, inside = (tree_map(fresh_on_meta, args) for _ in range(2))
+            try:
+                expected = function(*outside, **sample.kwargs)
+            except Exception:  # torch cannot run it on meta
+                continue
+            with Recorder():
+                result = function(*inside, **sample.kwargs)
+            assert unversioned(geometry(result, inside)) == unversioned(geometry(expected, outside))
+            checked += 1
+    assert checked
+
+
+def fresh_on_meta(x):
+    return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
+
+
+def test_a_foreach_op_runs_once_for_each_geometry():
+    calls = []
+
+    def sqrt(x):
+        calls.append(tuple(x.shape))
+        return torch.empty_like(x)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("sqrt", sqrt, "Meta", allow_override=True)
+        with Recorder() as recorder:
+            roots = torch._foreach_sqrt([torch.empty(size, device="meta") for size in (3, 4, 3, 4, 4)])
+    assert calls == [(3,), (4,)]
+    assert [root.numel() for root in roots] == [3, 4, 3, 4, 4]
+    assert len({output.storage for output in recorder.trace.ops[-1].call.outputs}) == 5
+
+
+def test_a_shape_that_does_not_fit_is_an_error_at_every_place_of_a_foreach_op():
+    lists = [[torch.empty(size, device="meta") for size in sizes] for sizes in ((3, 4, 4), (3, 4, 5))]
+    with Recorder(), pytest.raises(RuntimeError, match="broadcast|size"):
+        torch._foreach_add_(*lists)
+    with Recorder(), pytest.raises(RuntimeError, match="same"):
+        torch._foreach_add_(lists[0], lists[1][:2])

@@ -97,7 +97,7 @@ class Knowledge:
     def rewritten(self, call: Invocation, func: Any, args: tuple[Any, ...]) -> Invocation:
         """Another call, which runs in place of the given one and is recorded instead of it."""
         self.ran = ((func, args, call.kwargs),)
-        return call._replace(func=func, args=args, tensors=list(tensors_in(args)))
+        return call._replace(func=func, args=args, tensors=list(tensors_in(args)), kernel=None)
 
     def lift(self, result: Any) -> Any:
         """Meta twins, with known values, of the CPU tensors in a result."""

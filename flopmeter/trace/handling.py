@@ -29,6 +29,7 @@ class Handling(NamedTuple):
     changes_storages: bool  # resizes a storage that it was passed, or was passed a new one
     asks_values: bool  # known values may answer it whatever it is passed
     is_collective: bool = False  # is passed process groups and returns handles
+    is_foreach: bool = False  # does the same at each place of its lists
     launches_kernels: bool = False  # made of Triton kernels, or of collectives, which are recorded instead
 
 
@@ -52,6 +53,7 @@ def _handling(func: Any) -> Handling:
         has_out or func.overloadpacket in (*_RESIZING, *FRESH),
         False,
         func.namespace in NAMESPACES,
+        func._schema.name.startswith("aten::_foreach_"),
         func._schema.name in MADE_OF_COLLECTIVES
         or (TRITON_OPERATORS.loaded and func._schema.name in TRITON_OPERATORS.value),
     )

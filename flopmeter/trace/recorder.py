@@ -7,6 +7,7 @@ gradients that it otherwise adds in place (38 ops instead of 31 in a small net).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -45,7 +46,13 @@ from flopmeter.trace.handling import FRESH, Handling, Handlings
 from flopmeter.trace.implementations import body_of, python_key
 from flopmeter.trace.module_paths import ModulePaths
 from flopmeter.trace.process_groups import ProcessGroups, without_handles
-from flopmeter.trace.result_cache import ResultMaker, reaches_kernel_directly, result_maker
+from flopmeter.trace.result_cache import (
+    ResultMaker,
+    is_dense_meta,
+    once_for_each_geometry,
+    reaches_kernel_directly,
+    result_maker,
+)
 from flopmeter.trace.shapes_only import ShapesOnly
 from flopmeter.trace.storages import StorageListener, Storages
 from flopmeter.trace.subclasses import is_plain, wrapped
@@ -294,13 +301,13 @@ class Recorder(TorchDispatchMode):
             if any(is_lazy(tensor) for tensor in tensors_in((args, kwargs))):
                 return func(*args, **kwargs)  # an nn.LazyLinear that has met no batch: nothing to count
             raise
-        known = arrival.known
+        make = arrival.known and arrival.known.make_result
+        if make is not None and (types or not reaches_kernel_directly()):
+            make = None
         if handling.asks_values or not self._cells.keys().isdisjoint(arrival.addresses):
-            arrival, result = self._ask_values(arrival)
-        elif known is None or known.make_result is None or types or not reaches_kernel_directly():
-            result = self._run(arrival)
+            arrival, result = self._ask_values(arrival, make)
         else:
-            result = known.make_result(arrival.tensors)
+            result = self._run(arrival) if make is None else make(arrival.tensors)
         self._record(arrival, result)
         return result
 
@@ -353,12 +360,12 @@ class Recorder(TorchDispatchMode):
             known = self._calls.get(key)
         arrival.key, arrival.known = key, known
 
-    def _ask_values(self, arrival: _Arrival) -> tuple[_Arrival, Any]:
-        """The call that really ran, which may be another one, and its result."""
+    def _ask_values(self, arrival: _Arrival, make: ResultMaker | None) -> tuple[_Arrival, Any]:
+        """The call that really ran, which may be another one, and its result, which `make` gives without running it."""
         assert self._values is not None
         func, args, kwargs = arrival.func, arrival.args, arrival.kwargs
+        kernel = self._kernel(arrival) if make is None else lambda *_, **__: make(arrival.tensors)
         try:
-            kernel = self._overrides.get(func)
             result = self._values.run(func, args, kwargs, arrival.tensors, arrival.addresses, kernel)
         except RuntimeError as error:
             self._explain(error, arrival)
@@ -370,10 +377,15 @@ class Recorder(TorchDispatchMode):
             self._look_up(arrival, (arrival.key, arrival.groups))
         return arrival, result
 
+    def _kernel(self, arrival: _Arrival) -> Callable[..., Any] | None:
+        """What runs in place of the op, if anything does."""
+        if arrival.handling.is_foreach and reaches_kernel_directly() and all(map(is_dense_meta, arrival.tensors)):
+            return functools.partial(once_for_each_geometry, arrival.func)
+        return self._overrides.get(arrival.func)
+
     def _run(self, arrival: _Arrival) -> Any:
-        run = self._overrides.get(arrival.func, arrival.func)
         try:
-            return run(*arrival.args, **arrival.kwargs)
+            return (self._kernel(arrival) or arrival.func)(*arrival.args, **arrival.kwargs)
         except RuntimeError as error:
             self._explain(error, arrival)
             raise

@@ -32,16 +32,45 @@ def reaches_kernel_directly() -> bool:
 
 def result_maker(func: OpOverload, inputs: Sequence[Tensor], result: Any) -> ResultMaker | None:
     """A function that makes the result for calls of the same geometry, or None. `inputs` are all tensor arguments."""
-    if not _is_cacheable(func) or not all(map(_is_dense_meta, inputs)):
+    if not _is_cacheable(func) or not all(map(is_dense_meta, inputs)):
         return None
     storages = {tensor.untyped_storage()._cdata for tensor in inputs}
     return _maker(result, inputs, storages)
 
 
+def once_for_each_geometry(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a foreach op, which does to the tensors at one place of its lists what the op of single tensors
+    does: of places with equal shapes, strides and types only the first runs. All tensors are dense and on meta."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    if len({len(each) for each in lists}) != 1:
+        return func(*args, **kwargs)  # torch has an error to raise
+    first: dict[Any, int] = {}
+    firsts = [
+        first.setdefault(tuple(map(_geometry, place)), number) for number, place in enumerate(zip(*lists, strict=True))
+    ]
+
+    def chosen(value: Any) -> Any:
+        return [value[number] for number in first.values()] if isinstance(value, (list, tuple)) else value
+
+    result = func(*map(chosen, args), **{name: chosen(value) for name, value in kwargs.items()})
+    if result is None:  # written in place
+        return None
+    made = dict(zip(first.values(), result, strict=True))
+    return [made[like] if like == number else _alike(made[like]) for number, like in enumerate(firsts)]
+
+
+def _geometry(value: Any) -> Any:
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else type(value)
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def _is_dense_meta(tensor: Tensor) -> bool:
+def is_dense_meta(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.is_meta and tensor.layout is torch.strided
 
 
