@@ -7,7 +7,8 @@ FlopCounterMode counts contractions. FlopMeter counts every op with its bytes, m
 dispatches as CUDA would, and works out the report's totals; `raw` is the same without the dispatch of CUDA
 (as_cuda=False), on the op stream that FlopCounterMode sees. Each round runs all of them one after another on the same
 program; a column is the median over rounds of the ratio of CPU times to the bare program, the last two to
-FlopCounterMode. The last line is JSON. Exit status 1 if FlopMeter takes more than 0.75x FlopCounterMode's time anywhere.
+FlopCounterMode. The last line is JSON. Exit status 1 if FlopMeter takes more than 0.75x FlopCounterMode's time
+anywhere.
 """
 
 from __future__ import annotations

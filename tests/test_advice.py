@@ -164,12 +164,12 @@ def test_the_hot_spots_share_the_wall_clock_among_them(fault):
     assert all(0 <= spot.floor_seconds <= spot.seconds_now for spot in report.hot_spots)
 
 
-def test_text_page_and_json_show_the_same_advice_and_text_shows_it_after_the_time(fault):
+def test_text_page_and_json_show_the_same_advice_and_text_shows_it_within_its_first_ten_lines(fault):
     _, report = fault
-    lines = report.render("text").splitlines()
-    time = next(number for number, line in enumerate(lines) if line.startswith("predicted"))
-    assert lines[time + 1].startswith("where to win")
-    assert lines[time + 2].startswith(f"  1. {report.advice[0].remedy}: ")
+    lines = report.render("text").splitlines()[:10]
+    place = next(number for number, line in enumerate(lines) if line.startswith("where to win"))
+    assert any(line.startswith("predicted ") for line in lines[:place])
+    assert lines[place + 1].startswith(f"  1. {report.advice[0].remedy}: ")
     assert [each["remedy"] for each in json.loads(report.render("json"))["advice"]] == [
         each.remedy for each in report.advice
     ]

@@ -181,18 +181,25 @@ def test_csv_holds_one_line_a_class_in_si_units(report):
     assert [float(row["seconds"]) for row in rows] == [row.seconds for row in report.rows()]
 
 
-def test_text_prints_the_table_and_the_lines_under_it(report):
+def test_text_prints_the_answer_then_the_table_then_what_they_rest_on(report):
     text = report.render("text")
-    head, _, table = text.split("\n", 2)
+    head, answer, table, small_print = text.split("\n\n")
     assert head == "Mlp, forward + backward · NVIDIA A100-SXM4-80GB · fp32 · eager"
+    time, regime, memory, where_to_win, *_ = answer.splitlines()
+    assert time.startswith("predicted ")
+    assert "-bound · of the wall-clock: " in regime
+    assert memory.startswith("fits NVIDIA A100-SXM4-80GB: ")
+    assert where_to_win.startswith("where to win (wall-clock;")
     assert table.startswith("class ")
-    lines = text.splitlines()
-    place = next(number for number, line in enumerate(lines) if line.startswith("predicted "))
-    assert lines[place + 1].startswith("where to win (wall-clock;")
-    assert "ridge point 10 FLOP/B (19.5 TFLOP/s fp32 vector, 2039 GB/s)" in text
-    assert "-bound · of the wall-clock: " in text
-    assert "multiply-add = 2 FLOP" in text
+    assert "ridge point 10 FLOP/B (19.5 TFLOP/s fp32 vector, 2039 GB/s)" in small_print
+    assert "multiply-add = 2 FLOP" in small_print
     assert str(report) == text
+
+
+def test_markdown_nests_where_to_win_in_one_list(report):
+    answer = report.render("markdown").split("\n\n")[1].splitlines()
+    assert [line[:2] for line in answer[:4]] == ["- "] * 4
+    assert answer[4].startswith(("  1. ", "  furthest above"))
 
 
 def test_the_headline_counts_modules_of_one_class():

@@ -38,7 +38,7 @@ from flopmeter.device.hardware import load_hardware
 from flopmeter.launch.modes import MODES
 from flopmeter.meter import FlopMeter
 from flopmeter.report.drawers import FORMATS as REPORT_FORMATS
-from flopmeter.report.formats import csv_of, summary, table
+from flopmeter.report.formats import csv_of, laid_out, table
 from flopmeter.report.plots import PICTURES, save
 from flopmeter.report.report import GROUPINGS, By, Report
 from flopmeter.report.tables import FORMATS, Document
@@ -102,8 +102,8 @@ def _rendered(report: Report, format: str, by: By) -> str:
         return csv_of(report, rows)
     if by == "class" or format not in ("text", "markdown"):
         return report.render(format)
-    body = table(report, rows, by, "simple" if format == "text" else "github", indent=by == "module")
-    return "\n".join((report.headline, "", body, "", *summary(report)))
+    style = "simple" if format == "text" else "github"
+    return laid_out(report, [table(report, rows, by, style, indent=by == "module")], markdown=format == "markdown")
 
 
 def _table_arguments(parser: argparse.ArgumentParser) -> None:

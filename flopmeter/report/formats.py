@@ -67,18 +67,22 @@ def _cell(column: ReportColumn, report: Report, row: Row) -> Any:
     return value if column.scale == 1 else value / column.scale
 
 
-def summary(report: Report) -> list[str]:
-    """The lines under the table: time, where to win, what the time goes to, device facts, conventions, what ran."""
-    time, *rest = facts(report)
-    return [time, *in_lines(where_to_win(report)), *rest]
+def laid_out(
+    report: Report, tables: Iterable[str], *, title: str = "", first: Sequence[str] = (), markdown: bool = False
+) -> str:
+    """A report as text: its head, the answer, the tables, and the small print. `title` goes above the head, lines of
+    `first` above the answer."""
+    heads = [f"**{line}**" if markdown else line for line in (title, report.headline) if line]
+    parts = ([*first, *answer(report), *in_lines(where_to_win(report))], small_print(report))
+    # An indented line continues the item of a Markdown list that is above it.
+    above, below = (
+        "\n".join(f"- {line}" if markdown and line[0] != " " else line for line in lines) for lines in parts
+    )
+    return "\n\n".join(("\n".join(heads), above, *tables, below))
 
 
-def facts(report: Report) -> list[str]:
-    """The lines under the table, without where to win."""
-    device = report.hardware
-    peak = device.contraction_peak(report.main_dtype)
-    uncounted = ", ".join(f"{row.name} ({row.calls})" for row in report.uncounted) or "none"
-    switches = report.switches
+def answer(report: Report) -> list[str]:
+    """What is asked first: the time, what bounds it, and whether it fits into memory."""
     return [
         f"predicted {duration(report.seconds)} ({duration(report.seconds_low)} to {duration(report.seconds_high)})"
         f" · device busy {duration(report.kernel_seconds)}, host {duration(report.launch_seconds)},"
@@ -87,8 +91,18 @@ def facts(report: Report) -> list[str]:
         f" MFU {percent(report.mfu, 1)} %"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
-        _power(report),
         _memory(report),
+    ]
+
+
+def small_print(report: Report) -> list[str]:
+    """What the answer rests on: power, links, how sure the times are, conventions, assumptions, and what ran."""
+    device = report.hardware
+    peak = device.contraction_peak(report.main_dtype)
+    uncounted = ", ".join(f"{row.name} ({row.calls})" for row in report.uncounted) or "none"
+    switches = report.switches
+    return [
+        _power(report),
         *_communication(report),
         _band(report),
         f"ridge point {device.ridge_point(report.main_dtype):.0f} FLOP/B"
@@ -191,13 +205,12 @@ _CAUSAL = {"full": "in full", "exact": "where visible"}
 
 @draws(FORMATS, "text")
 def _text(report: Report) -> str:
-    return "\n".join((report.headline, "", table(report, report.rows(), "class"), "", *summary(report)))
+    return laid_out(report, [table(report, report.rows(), "class")])
 
 
 @draws(FORMATS, "markdown")
 def _markdown(report: Report) -> str:
-    body = table(report, report.rows(), "class", "github")
-    return "\n".join((f"**{report.headline}**", "", body, "", *(f"- {line}" for line in summary(report))))
+    return laid_out(report, [table(report, report.rows(), "class", "github")], markdown=True)
 
 
 @draws(FORMATS, "csv")
@@ -264,7 +277,7 @@ def _json(report: Report) -> str:
 
 @draws(FORMATS, "html")
 def _html(report: Report) -> str:
-    return page(report, facts(report))
+    return page(report, [*answer(report), *small_print(report)])
 
 
 @draws(VIEWS, "notebook")

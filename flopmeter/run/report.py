@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flopmeter.ask.pipeline import Pipeline
-from flopmeter.report.formats import as_dict, summary, table
+from flopmeter.report.formats import as_dict, laid_out, table
 from flopmeter.report.quantities import figure, in_gb, in_ms
 from flopmeter.report.report import Report
 from flopmeter.report.tables import Column, Table, grid
@@ -63,14 +63,11 @@ class RunReport:
             return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
         if format not in ("text", "markdown"):
             return self.step.render(format)
-        style, title = ("simple", "{}") if format == "text" else ("github", "**{}**")
-        grids = [grid(each, style) for each in self._tables()]
-        lines = summary(self.step) if format == "text" else [f"- {line}" for line in summary(self.step)]
-        if self.pipeline is not None:
-            lines = [*(f"pipeline: {line}" for line in self.pipeline.lines), *lines]
-        body = table(self.step, self.step.rows(), "class", style)
-        heads = (title.format(self.headline), self.step.headline)
-        return "\n\n".join(("\n".join(heads), body, *grids, "\n".join(lines)))
+        is_markdown = format == "markdown"
+        style = "github" if is_markdown else "simple"
+        tables = [table(self.step, self.step.rows(), "class", style), *(grid(each, style) for each in self._tables())]
+        stages = [] if self.pipeline is None else [f"pipeline: {line}" for line in self.pipeline.lines]
+        return laid_out(self.step, tables, title=self.headline, first=stages, markdown=is_markdown)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the kernels themselves, in plain types and SI units."""
