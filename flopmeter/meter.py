@@ -111,6 +111,7 @@ class _Run:
     ran: Ran
     known: _Memo
     dollars_per_kwh: float | None
+    repeats: bool = False  # the same ran before and runs again; nobody waits for its end
 
     def in_mode(self, name: str, **changed: Any) -> Report:
         """The report of a mode; `changed`: fields of _PricedInstead. Raises ValueError for an unknown mode."""
@@ -119,7 +120,10 @@ class _Run:
         if change.is_none and known is not None:
             return known
         run, trace = self.launched(name, change)
-        timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws)
+        timed = time_run(
+            run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws,
+            repeats=self.repeats and not trace.stream_use.host_waits,
+        )  # fmt: skip
         report = self.report(run, trace, timed, self.in_mode)
         if change.is_none:
             self.known.reports[name] = report
@@ -338,11 +342,14 @@ class FlopMeter:
         mode: Mode | None = None,
         cluster: str | os.PathLike[str] | Cluster | None = None,
         ops: range | None = None,
+        repeats: bool = False,
     ) -> Report:
         """Price what was metered so far, on the meter's device and cluster or on others.
 
         mode: as the program ran, which is eagerly unless it called torch.compile; or one of `Mode`.
         ops: only these of `trace.ops`, in a row, such as one step of many.
+        repeats: they are one turn of a loop. If the program does not wait for the device there, the host begins a turn
+            while the device is still at work on the one before. Without it the device is idle at first.
         Raises EmptyProgramError where nothing ran, StreamError if the other device would have run other ops, and
         HardwareError if it lacks a dtype that the program computes in, or if the cluster is too small for the
         program's collectives.
@@ -357,7 +364,7 @@ class FlopMeter:
         self._check_stream(device)
         trace = self.trace if ops is None else part_of(self.trace, ops)
         run = self._run(trace, device, self._cluster if cluster is None else load_cluster(cluster))
-        return run.in_mode(mode or mode_of(trace))
+        return replace(run, repeats=repeats).in_mode(mode or mode_of(trace))
 
     def check_ran(self) -> None:
         """Raises EmptyProgramError where the meter was left and nothing ran in it."""

@@ -53,6 +53,7 @@ class StreamUse:
 
     streams: dict[int, int] = field(default_factory=dict)  # op -> stream, if it is not the default one
     syncs: list[Sync] = field(default_factory=list)  # in the order in which they happened
+    host_waits: list[int] = field(default_factory=list)  # ops before which the host waited for the device
     batches: dict[int, int] = field(default_factory=dict)  # op -> how many messages, from this op on, run as one kernel
 
 
@@ -114,7 +115,8 @@ def renumbered(
         {new: value for op, value in of_op.items() if (new := place(op)) is not None}
         for of_op in (use.streams, use.batches)
     )
-    return StreamUse(streams, syncs, batches)
+    host_waits = [new for op in use.host_waits if (new := before(op)) is not None]
+    return StreamUse(streams, syncs, host_waits, batches)
 
 
 def part_of(trace: Trace, ops: range) -> Trace:

@@ -102,7 +102,21 @@ def _write(report: Report, events: Iterator[Event], path: str | os.PathLike[str]
 
 
 def events(report: Report) -> Iterator[Event]:
-    """All events, track by track, each track in the order of time; an outer slice before those inside it."""
+    """All events, track by track, each track in the order of time; an outer slice before those inside it. In a turn of
+    a loop the host may be ahead of the device; time begins with it."""
+    early = _ns(-_host_start(report)) / 1000
+    for event in _from_free_device(report):
+        if "ts" in event:
+            event["ts"] += early
+        yield event
+
+
+def _host_start(report: Report) -> float:
+    """When the host begins, if the device is free at 0."""
+    return min(0.0, report.timings[0].enqueued_seconds) if report.timings else 0.0
+
+
+def _from_free_device(report: Report) -> Iterator[Event]:
     launches = _launches(report)
     streams = _streams(report)
     yield from _names(report, [PROGRAM, *streams.values()])
@@ -178,7 +192,7 @@ def _launches(report: Report) -> list[Slice]:
     """What the host does for each kernel: the Python, views and module calls before its launch, and the launch.
     Kernels that a graph replays share the slice of its one launch."""
     slices: list[Slice] = []
-    ready = 0.0  # when the host begins with the kernel
+    ready = _host_start(report)  # when the host begins with the kernel
     graph_before: int | None = None
     for number, (kernel, timing, graph) in enumerate(
         zip(report.kernels, report.timings, report.launches.graphs, strict=True)

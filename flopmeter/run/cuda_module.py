@@ -26,6 +26,7 @@ from flopmeter.run.device_memory import DeviceMemory
 from flopmeter.run.named_types import LegacyType
 from flopmeter.run.patches import Patch
 from flopmeter.torch_names.private import INDUCTOR
+from flopmeter.trace.streams import host_waits
 
 # Threads and kB of shared memory of an SM, and kB that one block may ask for, by compute capability. Source: CUDA C++
 # Programming Guide, "Technical Specifications per Compute Capability".
@@ -130,7 +131,7 @@ class CudaModule:
             "get_gencode_flags": lambda: "",
             "is_tf32_supported": lambda: self._target.compute_capability >= (8, 0),
             "can_device_access_peer": lambda device, peer_device: True,
-            "synchronize": _nothing,
+            "synchronize": host_waits,
             "ipc_collect": _nothing,
             "set_sync_debug_mode": _nothing,
             "get_sync_debug_mode": lambda: 0,
@@ -189,7 +190,7 @@ class CudaModule:
             "set_device_index": self._set_device,
             "set_device_idx": self._set_device,
             "device_index": self._device_context,
-            "synchronize": _nothing,
+            "synchronize": host_waits,
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
             "get_memory_info": memory["mem_get_info"],

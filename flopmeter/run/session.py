@@ -167,7 +167,7 @@ class ScriptSession:
             "in eval mode": parts.evaluation,
         }
         mode = mode or self.wishes.mode
-        reports = {name: self._part(ops, mode) for name, ops in ranges.items() if ops}
+        reports = {name: self._part(ops, mode, ops is parts.steady) for name, ops in ranges.items() if ops}
         step = reports.get("steady step") or reports.get("first step") or reports["setup"]
         seconds = tuple(self._seconds_of(parts, step, mode))
         return RunReport(program, step, parts, reports, self._nvtx(parts), step_seconds=seconds)
@@ -181,7 +181,7 @@ class ScriptSession:
             if is_same and all(ops[number].call is ops[other].call for number, other in pairs):
                 yield steady.seconds
             else:
-                yield self.meter.report(ops=step, mode=mode).seconds
+                yield self.meter.report(ops=step, mode=mode, repeats=True).seconds
 
     def note_switches(self) -> None:
         """A script sets them after the run has begun."""
@@ -192,8 +192,8 @@ class ScriptSession:
         parts = self.steps.parts(self.now())
         return parts.steady or parts.first or parts.setup
 
-    def _part(self, ops: range, mode: Mode | None) -> Report:
-        report = self.meter.report(ops=ops, mode=mode)
+    def _part(self, ops: range, mode: Mode | None, repeats: bool) -> Report:
+        report = self.meter.report(ops=ops, mode=mode, repeats=repeats)
         return replace(report, notes=(*report.notes, *self.own_notes()))
 
     def lines_that_guess(self) -> list[str]:

@@ -29,19 +29,31 @@ def time_kernels(
     cluster: Cluster | None = None,
     clock_of: ClockOf | None = None,
     known: KernelPrices | None = None,
+    *,
+    repeats: bool = False,
 ) -> list[Timing]:
     """The timing of each kernel, in order. Without `host` the profile's host launches them; without `cluster`
     collectives go over the links of the device's default cluster. `clock_of` gives the clock of each kernel, as a share
     of that of `hardware`; without it all have this clock. `known`: prices of other runs on this `hardware`.
+    `repeats`: the same ran before and nobody waited for its end, so that the host began while the device was still at
+    work on that (of programs of one rank). Without it the device is idle at first.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     host = host or hardware.host
     prices = LaunchPrices(launches, known or KernelPrices(hardware, switches), cluster, clock_of)
+    run = Launched(launches, prices, host)
     if launches.placements is not None:
-        return time_ranks({0: Launched(launches, prices, host)})[0]
+        return time_ranks({0: run})[0]
+    timings = _in_order(run)
+    return _in_order(run, _lead_seconds(run, timings)) if repeats and timings else timings
+
+
+def _in_order(run: Launched, lead: float = 0.0) -> list[Timing]:
+    """On one stream, from when the device is free. The host began `lead` seconds before."""
+    launches, prices, host = run
     timings: list[Timing] = []
-    enqueued = 0.0  # when the host has sent the kernel
+    enqueued = -lead  # when the host has sent the kernel
     free = 0.0  # when the device has finished the last one
     for number, host_step in enumerate(_host_steps(launches, host)):
         work, ramp, kernel_class, bounds, clock, few_flops, _ = prices(number)
@@ -50,9 +62,22 @@ def time_kernels(
         times = (*bounds, work, ramp, start - free, start)
         timings.append(Timing(*times, kernel_class, enqueued, clock=clock, few_flops=few_flops))
         free = start + work + ramp
-        if launches.kernels[number].cost.blocks_host or hardware.is_cpu:
+        if prices.is_cpu or launches.kernels[number].cost.blocks_host:
             enqueued = free
     return timings
+
+
+def _lead_seconds(run: Launched, once: list[Timing]) -> float:
+    """How far the host is ahead of the device in a loop, when it begins anew. `once`: from an idle device.
+
+    If the device takes longer than the host and the host never waits, the lead grows with every turn: all of a turn is
+    enqueued before the device begins with it. Else it is what the device has left to do when the host is done.
+    """
+    waits = [run.prices.is_cpu or kernel.cost.blocks_host for kernel in run.launches.kernels]
+    host = sum(_host_steps(run.launches, run.host))
+    if not any(waits) and sum(timing.seconds for timing in once) > host:
+        return host
+    return 0.0 if waits[-1] else once[-1].end_seconds - once[-1].enqueued_seconds
 
 
 ClockOf = Callable[[int, float], float]  # from a kernel's number and how many of its bytes the cache holds

@@ -224,6 +224,9 @@ class Recorder(TorchDispatchMode):
         if op is not None:
             self.trace.stream_use.syncs.append(Sync(len(self.trace.ops), stream, "wait for op", op))
 
+    def on_host_wait(self) -> None:
+        self.trace.stream_use.host_waits.append(len(self.trace.ops))
+
     def on_batch(self, messages: int) -> None:
         self.trace.stream_use.batches[len(self.trace.ops)] = messages
 

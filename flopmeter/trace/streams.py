@@ -30,6 +30,9 @@ class Listener(Protocol):
     def on_wait_for_work(self, work: Any, stream: int) -> None:
         """What the stream is given later runs after the collective with this handle."""
 
+    def on_host_wait(self) -> None:
+        """The host waits until the device, or a stream of it, has done what it was given so far."""
+
     def on_batch(self, messages: int) -> None:
         """So many sends and receives follow that NCCL runs as one kernel (batch_isend_irecv)."""
 
@@ -52,6 +55,12 @@ _current = _Current()
 def current() -> int:
     """The number of the stream that this thread's ops are given to."""
     return _current.stream
+
+
+def host_waits(device: Any = None) -> None:
+    """torch.cuda.synchronize. Nothing takes time here, but on a GPU the host does not run ahead of this."""
+    for listener in listeners:
+        listener.on_host_wait()
 
 
 class MetaEvent:
@@ -77,7 +86,8 @@ class MetaEvent:
         return True
 
     def synchronize(self) -> None:
-        """The host waits; here there is nothing to wait for."""
+        """The host waits until it has happened."""
+        host_waits()
 
 
 class MetaStream:
@@ -113,7 +123,8 @@ class MetaStream:
         return True
 
     def synchronize(self) -> None:
-        """Let the host wait, for nothing."""
+        """The host waits until it is done."""
+        host_waits()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MetaStream) and other.number == self.number

@@ -101,8 +101,10 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     mode, run = best
     idle = percent_of(report.idle_seconds, report.seconds)
     why = "each op's result goes to memory and back"
-    if idle > 50 or mode.replays_graph:
+    if idle > 50 or not mode.fuses:
         why = f"the device waits for the host for {idle:.0f} % of the wall-clock"
+    elif mode.replays_graph:
+        why += ", and the host takes too long for what compiling leaves"
     yield Proposal(all_kernels(report), everything, why, mode.asked_by, run, is_fault=False)
 
 
