@@ -39,7 +39,7 @@ def test_a_replay_takes_what_its_kernels_take_and_one_launch():
     assert len(step.kernels) == DEPTH
     assert step.launch_seconds == pytest.approx(GRAPH_LAUNCH_SECONDS)
     on_device = sum(timing.seconds for timing in step.timings)
-    assert step.seconds == pytest.approx(on_device)  # the host launched it while the replay before was running
+    assert step.seconds == pytest.approx(max(GRAPH_LAUNCH_SECONDS, on_device))  # replays are launched ahead
     with FlopMeter(A100) as meter:
         adds(torch.zeros(1024, device="meta"))
     ops = range(len(meter.trace.ops) - DEPTH, len(meter.trace.ops))
