@@ -111,7 +111,7 @@ class _Run:
     ran: Ran
     known: _Memo
     dollars_per_kwh: float | None
-    repeats: bool = False  # the same ran before and runs again; nobody waits for its end
+    repeats: bool = False  # one turn of a loop
 
     def in_mode(self, name: str, **changed: Any) -> Report:
         """The report of a mode; `changed`: fields of _PricedInstead. Raises ValueError for an unknown mode."""
@@ -120,10 +120,7 @@ class _Run:
         if change.is_none and known is not None:
             return known
         run, trace = self.launched(name, change)
-        timed = time_run(
-            run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws,
-            repeats=self.repeats and not trace.stream_use.host_waits,
-        )  # fmt: skip
+        timed = time_run(run, self.hardware, trace.switches, self.host, self.cluster, self.clocks, self.known.laws)
         report = self.report(run, trace, timed, self.in_mode)
         if change.is_none:
             self.known.reports[name] = report
@@ -144,6 +141,7 @@ class _Run:
         if has_templates or change.trace is not None:
             kernels = self.kernels_of(trace, self.known.costs)
         run = launches(kernels, trace, mode, region, is_one_graph=change.is_one_graph)
+        run = run._replace(repeats=self.repeats and not trace.stream_use.host_waits)
         if change.is_none:
             self.known.launched[mode.has_graphs, mode.fuses] = run, trace
         return run, trace

@@ -53,6 +53,7 @@ class Launches(NamedTuple):
     mode: LaunchMode
     placements: list[Placement] | None = None  # None: all on one stream
     captured: Mapping[int, LaunchMode] | None = None  # how graphs run that the program captured itself
+    repeats: bool = False  # one turn of a loop that does not wait for the device: the turn before may still be running
 
     def mode_of(self, graph: int) -> LaunchMode:
         return (self.captured or {}).get(graph, self.mode)

@@ -61,23 +61,21 @@ def time_run(
     cluster: Cluster | None = None,
     clocks: Clocks = "sustained",
     laws: PowerLaws | None = None,
-    *,
-    repeats: bool = False,
 ) -> TimedRun:
     """The timing of each kernel, in order, at the clock that the power limit leaves it in a long run ('sustained'), or
     at the boost clock ('burst'). CPUs and devices of unknown power have one clock, that of their profile. `laws`: those
-    of other runs on the same device at the same `clocks`, with the prices found there. `repeats`: see `time_kernels`.
+    of other runs on the same device at the same `clocks`, with the prices found there.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     run = RankRun(launches, hardware, switches, host or hardware.host, cluster)
     law = _law(run, clocks) if laws is None else laws.of(run, clocks)
     if law is None:
-        timings = time_kernels(launches, hardware, switches, run.host, cluster, repeats=repeats)
-        return _timed(run, timings, law, clocks)
+        return _timed(run, time_kernels(launches, hardware, switches, run.host, cluster), law, clocks)
     clock_of, prices = law.of_kernels(launches), law.prices
-    timings = time_kernels(launches, prices.hardware, switches, run.host, cluster, clock_of, prices, repeats=repeats)
-    return _timed(run, timings, law, clocks)
+    return _timed(
+        run, time_kernels(launches, prices.hardware, switches, run.host, cluster, clock_of, prices), law, clocks
+    )
 
 
 def time_runs(ranks: Mapping[int, RankRun], clocks: Clocks = "sustained") -> dict[int, TimedRun]:

@@ -29,14 +29,11 @@ def time_kernels(
     cluster: Cluster | None = None,
     clock_of: ClockOf | None = None,
     known: KernelPrices | None = None,
-    *,
-    repeats: bool = False,
 ) -> list[Timing]:
     """The timing of each kernel, in order. Without `host` the profile's host launches them; without `cluster`
     collectives go over the links of the device's default cluster. `clock_of` gives the clock of each kernel, as a share
-    of that of `hardware`; without it all have this clock. `known`: prices of other runs on this `hardware`.
-    `repeats`: the same ran before and nobody waited for its end, so that the host began while the device was still at
-    work on that (of programs of one rank). Without it the device is idle at first.
+    of that of `hardware`; without it all have this clock. `known`: prices of other runs on this `hardware`. The device
+    is idle at first, unless the launches repeat on one stream: then the host is ahead as in a loop that runs for long.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
@@ -46,7 +43,7 @@ def time_kernels(
     if launches.placements is not None:
         return time_ranks({0: run})[0]
     timings = _in_order(run)
-    return _in_order(run, _lead_seconds(run, timings)) if repeats and timings else timings
+    return _in_order(run, _lead_seconds(run, timings)) if launches.repeats and timings else timings
 
 
 def _in_order(run: Launched, lead: float = 0.0) -> list[Timing]:
