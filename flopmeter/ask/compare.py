@@ -28,7 +28,7 @@ from flopmeter.ask.steps import (
 )
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 from flopmeter.ask.workers import results_of
-from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
+from flopmeter.device.hardware import Hardware, HardwareError, Host, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Regime
@@ -179,16 +179,31 @@ def compare(
         raise ValueError("to sort by cost, give prices: dollars per hour of each device")
     run = partial(_result, _DeviceJob(fn, mode, items, dollars, meter_options), [])
     found = results_of(run, devices, workers, executor, progress)
+    comparison = comparison_of(devices, found, sort, unit)
+    if not comparison.rows or items is None:
+        return comparison
+    return replace(comparison, title=f"{comparison.title} · {items:,.10g} {unit} a step")
+
+
+class DeviceResult(NamedTuple):
+    """The result of one device: a row, or why there is none."""
+
+    row: DeviceRow | None
+    title: str = ""
+    notes: tuple[str, ...] = ()
+    why: str = ""
+
+
+def comparison_of(
+    devices: Iterable[Hardware], found: Sequence[DeviceResult], sort: Sort = "seconds", unit: str = "items"
+) -> Comparison:
+    """The results of the devices, in this order, beside each other."""
     unable = {device.name: each.why for device, each in zip(devices, found, strict=True) if each.row is None}
     rows = [each.row for each in found if each.row is not None]
-    title = next((each.title for each in found if each.row is not None), "")
+    title = next((each.title for each in found if each.row is not None), "no device of the list can run this program")
     rows.sort(key=(lambda row: row.seconds) if sort == "seconds" else _by_cost)
-    if rows and items is not None:
-        title += f" · {items:,.10g} {unit} a step"
-    title = title or "no device of the list can run this program"
-    return Comparison(
-        title, tuple(rows), unable, unit, tuple(dict.fromkeys(note for each in found for note in each.notes))
-    )
+    notes = dict.fromkeys(note for each in found for note in each.notes)
+    return Comparison(title, tuple(rows), unable, unit, tuple(notes))
 
 
 def _check_options(fn: Callable[[], object], mode: Mode, items: float | None, unit: str, sort: Sort) -> None:
@@ -211,31 +226,28 @@ class _DeviceJob(NamedTuple):
     meter_options: Mapping[str, Any]
 
 
-class _DeviceResult(NamedTuple):
-    """The result of one device: a row, or why there is none."""
-
-    row: DeviceRow | None
-    title: str = ""
-    notes: tuple[str, ...] = ()
-    why: str = ""
-
-
-def _result(job: _DeviceJob, meters: list[FlopMeter], device: Hardware) -> _DeviceResult:
+def _result(job: _DeviceJob, meters: list[FlopMeter], device: Hardware) -> DeviceResult:
     """`meters` has one for each op stream of the devices so far in this process, and gets another one."""
     try:
         report = _report(job.fn, device, job.mode, meters, job.meter_options)
     except HardwareError as error:
-        return _DeviceResult(None, why=str(error))
+        return DeviceResult(None, why=str(error))
     if not report.kernels:
         raise ValueError("the program ran no op on meta tensors: there is nothing to compare")
-    changes = what_if(report, job.meter_options.get("host"))
-    notes = list(_notes(report))
+    result = result_of(report, job.dollars_per_hour.get(device.name), job.items, job.meter_options.get("host"))
     if device.compute_capability is None and job.meter_options.get("as_cuda", True):
-        notes += CudaTarget.stand_in(device.title).notes
-    return _DeviceResult(
-        row=_row(report, job.items, job.dollars_per_hour.get(device.name), changes),
-        title=report.headline.replace(f" · {device.title}", ""),
-        notes=tuple(notes),
+        result = result._replace(notes=(*result.notes, *CudaTarget.stand_in(device.title).notes))
+    return result
+
+
+def result_of(
+    report: Report, dollars_per_hour: float | None = None, items: float | None = None, host: Host | None = None
+) -> DeviceResult:
+    """The row of a report that was priced with `host`."""
+    return DeviceResult(
+        row=_row(report, items, dollars_per_hour, what_if(report, host)),
+        title=report.headline.replace(f" · {report.hardware.title}", ""),
+        notes=tuple(_notes(report)),
     )
 
 

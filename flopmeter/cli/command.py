@@ -236,7 +236,7 @@ def _float(text: str, wanted: str, holds: Callable[[float], bool]) -> float:
 def one_device(text: str) -> str:
     if "," in text:
         raise argparse.ArgumentTypeError(
-            f"expected one device, not {text!r} (several: `flopmeter compare`; a script: a run each)"
+            f"expected one device, not {text!r} (several: `flopmeter compare`, or `flopmeter run` for a script)"
         )
     return text
 

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from flopmeter.cli.command import Command, add_device, add_format, number, share, show
+from flopmeter.cli.command import Command, add_format, device_list, number, share, show
+from flopmeter.cli.prices import load_prices
 from flopmeter.cli.progress import Progress
-from flopmeter.meter import Mode
+from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.drawers import FORMATS
+from flopmeter.report.tables import FORMATS as TABLE_FORMATS
+from flopmeter.run.devices import compare_devices
 from flopmeter.run.launchers import CommandLine, launch_of
 from flopmeter.run.ranks import RanAsRank, report_of, run_as_ranks
 from flopmeter.run.report import RunReport
@@ -20,11 +23,13 @@ from flopmeter.run.session import Wishes
 from flopmeter.run.shims import SHIMS
 
 DEFAULT_STEPS = 3
+ONE = "where to win on one of them: name it alone in --hardware"
 EPILOG = """\
 The script's output is its own; the report goes to stderr, or to the file of -o. It is of one steady step, which ends
 where an optimizer has stepped; the run stops after --steps of them. Options of flopmeter come before the script:
 
   flopmeter run --hardware h100-sxm5-80gb train.py --batch_size 64
+  flopmeter run --hardware h100-sxm5-80gb,l40s --price l40s=0.9 train.py
   flopmeter run --gpus 8 -- torchrun --nproc-per-node 8 train.py
   flopmeter run --steps 3 -m package.train --config small.yaml
 """
@@ -38,18 +43,23 @@ def _run(options: argparse.Namespace) -> int:
     if not script.is_module and Path(script.target).is_dir() and not Path(script.target, "__main__.py").is_file():
         raise ValueError(f"{script.target} is a folder without __main__.py: name a script")
     script.check()
+    devices = device_list(options.hardware)
     wishes = Wishes(
         gpus=launch.world_size or options.gpus or 1,
         gpus_per_node=launch.gpus_per_node,
         steps=options.steps,
         marker=options.step_marker,
-        on_out_of_memory=options.oom,
+        on_out_of_memory=options.oom or ("raise" if len(devices) == 1 else "report"),
         strict_values=options.strict_values,
         mask_fraction=options.mask_fraction,
         mode=options.mode,
         shims=tuple(options.shim),
         synthetic=options.synthetic,
     )
+    if len(devices) > 1:
+        return _compare(script, devices, wishes, launch.environment, options)
+    if options.price:
+        raise ValueError("--price is for comparing devices: name several, as in --hardware h100-sxm5-80gb,l40s")
     runs = run_as_ranks(script, options.hardware, wishes, launch.environment)
     ending = next((each.ending for each in runs.values() if each.ending.error is not None), runs[0].ending)
     with Progress("pricing the step"):
@@ -59,8 +69,21 @@ def _run(options: argparse.Namespace) -> int:
         failed = next(each for each in runs.values() if each.ending is ending)
         print(f"flopmeter: {what_to_do(script, ending, failed.session.lines_that_guess())}", file=sys.stderr)
     if report is not None:
-        _show(report, options)
+        _print(report.render(options.format), options)
     return ending.code
+
+
+def _compare(
+    script: Script, devices: list[str], wishes: Wishes, variables: Mapping[str, str], options: argparse.Namespace
+) -> int:
+    if options.format not in TABLE_FORMATS:
+        raise ValueError(f"a comparison of devices has no {options.format}; it has {', '.join(TABLE_FORMATS)}")
+    prices = load_prices(options.price, devices)
+    with Progress("running the script") as telling:
+        found = compare_devices(script, devices, wishes, variables, prices.dollars_per_hour, telling.over)
+    sys.stdout.flush()
+    _print(found.with_note(prices.source).with_note(ONE).render(options.format), options)
+    return 0 if found.rows else 1
 
 
 def _launch(options: argparse.Namespace) -> CommandLine:
@@ -86,8 +109,7 @@ def _report(runs: Mapping[int, RanAsRank], script: Script, ending: Ending) -> Ru
     return report_of(runs, script.name)
 
 
-def _show(report: RunReport, options: argparse.Namespace) -> None:
-    text = report.render(options.format)
+def _print(text: str, options: argparse.Namespace) -> None:
     if options.output is None:
         print(text, file=sys.stderr)
     else:
@@ -95,7 +117,14 @@ def _show(report: RunReport, options: argparse.Namespace) -> None:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_device(parser, mode=False)
+    parser.add_argument(
+        "--hardware", metavar="NAME[,NAME...]", default=DEFAULT_HARDWARE,
+        help="a name of `flopmeter hardware`, or a YAML file (default: %(default)s); several are compared",
+    )  # fmt: skip
+    parser.add_argument(
+        "--price", metavar="NAME=DOLLARS|FILE", action="append", default=[],
+        help="dollars per hour of a device that is compared, or a YAML file of them (see flopmeter compare)",
+    )  # fmt: skip
     parser.add_argument("--steps", type=number, default=DEFAULT_STEPS, help="stop after so many (default: %(default)s)")
     parser.add_argument(
         "--step-marker", metavar="WHAT", default="auto",
@@ -105,8 +134,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=number, help="ranks in the world (default: 1, or what the launcher says)")
     parser.add_argument("--mode", choices=get_args(Mode), help="price the step so (default: as the script runs it)")
     parser.add_argument(
-        "--oom", choices=("raise", "report"), default="raise",
-        help="where the device's memory does not do: torch.OutOfMemoryError, as there, or go on (default: %(default)s)",
+        "--oom", choices=("raise", "report"),
+        help="where the device's memory does not do: torch.OutOfMemoryError, as there, or go on (default: raise; where"
+        " devices are compared, report)",
     )  # fmt: skip
     parser.add_argument(
         "--strict-values", action="store_true", help="a value that is read and not known is an error, not a stand-in"
