@@ -50,3 +50,10 @@ def test_a_device_on_which_the_script_fails_is_left_out_with_its_error(script):
     assert "left out: on l4 train.py ends with RuntimeError: no L4, please" in done.stderr
     assert "Traceback" not in done.stderr
     assert "h100-sxm5-80gb" in done.stderr
+
+
+def test_the_price_is_that_of_all_ranks(script):
+    words = ("--hardware", "l4,l40s", "--price", "l4=0.5", "--gpus", "2", "--format", "json")
+    done = flopmeter(*words, "--", "torchrun", "--nproc-per-node", "2", script)
+    row = next(row for row in json.loads(done.stderr)["rows"] if row["hardware"] == "l4")
+    assert row["dollars_per_hour"] == 1.0

@@ -41,6 +41,8 @@ def compare_devices(
 ) -> Comparison:
     """The steady step of a script on each device. What the script writes is shown for the first one.
 
+    dollars_per_hour: of one GPU, by the name of the device; all ranks of the script are paid.
+
     A device on which the script fails, or whose data types do not do, is listed in `unable`. Raises HardwareError for
     an unknown device, NothingRanError where the script does not use the device, and ValueError where it kills its
     process.
@@ -72,7 +74,8 @@ def _on_device(job: _ScriptJob, numbered: tuple[int, Hardware]) -> DeviceResult:
         )
     try:
         report = report_of(runs, job.script.name)
-        result = result_of(report.step, job.dollars_per_hour.get(device.name))
+        dollars = job.dollars_per_hour.get(device.name)
+        result = result_of(report.step, dollars and dollars * job.wishes.gpus)
     except HardwareError as lacking:
         return DeviceResult(None, why=str(lacking))
     return result._replace(title=f"{report.headline}\n{result.title}")
