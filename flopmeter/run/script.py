@@ -21,6 +21,7 @@ from flopmeter.run.device import OtherDeviceError
 from flopmeter.run.session import ScriptSession
 from flopmeter.run.shims import SHIMS
 from flopmeter.run.steps import StepsDone
+from flopmeter.run.synthetic import is_absent
 from flopmeter.trace.mixed_devices import MixedDevicesError
 
 
@@ -153,6 +154,11 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
     if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION):
         what = getattr(error, "filename", None) or "what it reads or downloads"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
+    if isinstance(error, AttributeError) and is_absent(error.obj):
+        return (
+            f"{head}: {type(error.obj).__name__} is not here, and the samples of --synthetic have no {error.name!r}: "
+            "the script needs its data"
+        )
     if isinstance(error, (NotImplementedError, OtherDeviceError)) and _is_of_flopmeter(error):
         return (
             f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
@@ -173,6 +179,8 @@ def _telling(error: BaseException | None) -> BaseException | None:
         if isinstance(cause, (torch.OutOfMemoryError, DataDependentError, MixedDevicesError, WorldError)):
             return cause
         cause = cause.__cause__
+    while isinstance(error, ImportError) and error.name is None and error.__cause__ is not None:
+        error = error.__cause__
     return error
 
 
@@ -182,7 +190,9 @@ def _stray_options(script: Script) -> str:
 
 
 def _about_import(error: ImportError) -> str:
-    name = (error.name or "").partition(".")[0]
+    if error.name is None:
+        return "its message is above; what it names is to be installed in the environment that runs flopmeter"
+    name = error.name.partition(".")[0]
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):
