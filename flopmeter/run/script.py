@@ -6,11 +6,14 @@ import importlib.machinery
 import importlib.util
 import os
 import runpy
+import shlex
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -145,6 +148,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: what flopmeter cannot tell of ranks that do not run: {error}"
     if isinstance(error, ImportError):
         return f"{head}: {_about_import(error)}"
+    if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
+        return f"{head}: it starts another Python, which is not metered: flopmeter run {words}"
     if "operator torchvision::" in str(error):
         return f"{head}: torchvision is built for another torch: install the two of one release, both for the CPU"
     if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
@@ -190,6 +195,8 @@ def _stray_options(script: Script) -> str:
 
 
 def _about_import(error: ImportError) -> str:
+    if _is_of_flopmeter(error):
+        return "flopmeter's shim does not have it: run the script's path without it, by its arguments"
     if error.name is None:
         return "its message is above; what it names is to be installed in the environment that runs flopmeter"
     name = error.name.partition(".")[0]
@@ -205,6 +212,12 @@ def _about_import(error: ImportError) -> str:
     if "shared object" in str(error) or "undefined symbol" in str(error):
         return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"
     return f"this version of {name or 'the package'} does not have it: install the version that the script wants"
+
+
+def _python_words(command: Any) -> str:
+    """What a command has another Python run; nothing if it starts something else."""
+    words = shlex.split(command) if isinstance(command, str) else [os.fspath(word) for word in command]
+    return shlex.join(words[1:]) if os.path.basename(words[0]).startswith("python") else ""
 
 
 def _is_of_flopmeter(error: BaseException) -> bool:
