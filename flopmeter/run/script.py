@@ -164,7 +164,9 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
             f"{head}: {type(error.obj).__name__} is not here, and the samples of --synthetic have no {error.name!r}: "
             "the script needs its data"
         )
-    if isinstance(error, (NotImplementedError, OtherDeviceError)) and _is_of_flopmeter(error):
+    if isinstance(error, OtherDeviceError):
+        return f"{head}: flopmeter run meters one GPU of a process; one process for each GPU is a torchrun (--gpus N)"
+    if isinstance(error, NotImplementedError) and _is_of_flopmeter(error):
         return (
             f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
         )
@@ -197,6 +199,8 @@ def _stray_options(script: Script) -> str:
 def _about_import(error: ImportError) -> str:
     if _is_of_flopmeter(error):
         return "flopmeter's shim does not have it: run the script's path without it, by its arguments"
+    if "relative import" in str(error):
+        return "it is a part of a package: run it as flopmeter run -m package.module, in the folder of the package"
     if error.name is None:
         return "its message is above; what it names is to be installed in the environment that runs flopmeter"
     name = error.name.partition(".")[0]
