@@ -239,7 +239,7 @@ MOST_LINES_TOLD = 3
 NAMED_OTHERWISE = {
     "PIL": "pillow", "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil":
     "python-dateutil", "dotenv": "python-dotenv", "fitz": "pymupdf", "git": "GitPython", "hydra": "hydra-core",
-    "patoolib": "patool", "pkg_resources": "setuptools", "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "patoolib": "patool", "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn",
     "yaml": "PyYAML",
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
