@@ -235,15 +235,17 @@ def test_a_batch_that_a_thread_pins_waits_until_the_compiler_has_traced():
         assert [batch.is_pinned() for batch in pinned] == [True]
 
 
-def test_a_picture_of_the_model_for_tensorboard_is_left_out_and_other_traces_of_jit_are_refused():
-    model, x = nn.Linear(4, 4), torch.zeros(2, 4)
+def test_a_picture_of_the_model_for_tensorboard_is_empty_and_other_traces_of_jit_on_the_gpu_are_refused():
+    model, x = nn.Conv2d(3, 4, 1), torch.zeros(2, 3, 8, 8)
     with flopmeter.cuda(A100) as device:
-        asked = {"__name__": "torch.utils.tensorboard._pytorch_graph", "trace": torch.jit.trace}
-        asked |= {"model": model.cuda(), "x": x.cuda()}
-        exec("graph = trace(model, x, strict=True).graph", asked)
-        assert list(asked["graph"].inputs())
+        assert torch.jit.trace(model, x)(x).shape == (2, 4, 8, 8)  # on the CPU
+        model, x = model.cuda(), x.cuda()
+        names = {"__name__": "torch.utils.tensorboard._pytorch_graph", "torch": torch, "model": model, "x": x}
+        exec("graph = torch.jit.trace(model, x, strict=True).graph", names)
+        assert list(names["graph"].inputs())
         with pytest.raises(NotImplementedError, match="call the module itself"):
-            torch.jit.trace(model, x.cuda())
+            torch.jit.trace(model, x)
+        assert model(x).is_cuda
     assert "TensorBoard's graph of the model (add_graph) is empty" in str(device.report().step.notes)
 
 

@@ -32,20 +32,23 @@ from flopmeter.torch_names.private import PIN_BATCHES, pin_batch
 TENSORBOARD = "torch.utils.tensorboard."
 
 
-def without_jit_traces(note: Callable[[str], None]) -> Patch:
-    """While torch.jit.trace is on, sizes are tensors, from which Python code computes no shapes, as meta needs.
+def jit_traces(note: Callable[[str], None]) -> Patch:
+    """While torch.jit.trace is on, sizes are tensors, from which Python code computes no shapes: most ops fail on meta.
     TensorBoard asks for a trace to draw the model, and gets one of nothing."""
     trace: Any = torch.jit.trace
 
     @functools.wraps(trace)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        if not str(sys._getframe(1).f_globals.get("__name__", "")).startswith(TENSORBOARD):
-            raise NotImplementedError("torch.jit.trace is not there under flopmeter: call the module itself")
-        note("TensorBoard's graph of the model (add_graph) is empty: torch.jit.trace is not there")
+        try:
+            return trace(*args, **kwargs)
+        except (TypeError, RuntimeError) as error:
+            if not str(sys._getframe(1).f_globals.get("__name__", "")).startswith(TENSORBOARD):
+                raise NotImplementedError("torch.jit.trace needs a GPU: call the module itself") from error
+        note("TensorBoard's graph of the model (add_graph) is empty: torch.jit.trace needs a GPU")
         with no_modes():
             return trace(torch.nn.Identity(), torch.zeros(1, device="cpu"))
 
-    return Patch(torch.jit, "trace", traced, "shapes without memory are computed in Python")
+    return Patch(torch.jit, "trace", traced, "it cannot trace what has no memory")
 
 
 class Tracing:
