@@ -295,7 +295,7 @@ def test_a_model_on_meta_takes_neither_memory_nor_time_until_it_is_emptied_to_th
 
 def test_another_gpu_than_the_metered_one_is_refused_by_name():
     with flopmeter.cuda(A100):
-        with pytest.raises(RuntimeError, match=r"no cuda:1 among 1; give flopmeter run --gpus 2"):
+        with pytest.raises(RuntimeError, match=r"no cuda:1 among 1"):
             torch.zeros(1, device="cuda:1")
     with flopmeter.cuda(A100, gpus=2):
         with pytest.raises(RuntimeError, match="one GPU of a process"):

@@ -27,6 +27,7 @@ for step in range(10):
     optimizer.step()
     print("step", step)
 """
+STARTS_PYTHON = "import subprocess, sys; subprocess.run([sys.executable, 'nowhere.py', '--x'], check=True)"
 
 
 @pytest.fixture
@@ -117,6 +118,10 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import cv2_nowhere", 1, "(pip install cv2_nowhere)"),
         ("raise ModuleNotFoundError('', name='patoolib.x')", 1, "(pip install patool)"),
         ("import subprocess; subprocess.run(['no-such-program'])", 1, "starts no-such-program, which is not installed"),
+        (STARTS_PYTHON, 1, "starts another Python, which is not metered: flopmeter run nowhere.py --x"),
+        ("from .config import width", 1, "flopmeter run -m package.module, in the folder of the package"),
+        ("import torch; torch.zeros(1, device='cuda:1')", 1, "one process for each GPU is a torchrun (--gpus N)"),
+        ("raise ImportError('get thing first')", 1, "its message is above; what it names is to be installed"),
         ("from torch._six import inf", 1, "the script wants another torch than this one"),
         ("import torch; torch.cuda.temperature()", 1, "the device named cuda does not do this"),
         ("import torch; torch.empty(1 << 40, device='cuda')", 1, "--oom=report goes on"),
@@ -133,6 +138,29 @@ def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys
     if "Traceback" in err:
         assert "runpy" not in err
         assert err.split("\n")[1].endswith('train.py", line 1, in <module>')
+
+
+def test_an_import_that_a_library_makes_late_is_told_by_the_package_that_was_missing(script, capsys):
+    """transformers imports what it is asked for, and raises an ImportError of its own."""
+    text = (
+        "try:\n    import nowhere_at_all\nexcept ImportError as error:\n    raise ImportError('not there') from error"
+    )
+    assert main(["run", script(text)]) == 1
+    assert capsys.readouterr().err.endswith("(pip install nowhere_at_all)\n")
+
+
+def test_what_a_shim_does_not_have_is_not_told_as_something_to_install(script, capsys):
+    text = "from flash_attn import bert_padding"
+    assert main(["run", "--shim", "flash_attn", script(text)]) == 1
+    assert "flopmeter's shim does not have it" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_script_that_tells_its_options_is_not_told_that_it_ran_nothing(script, capsys):
+    text = "import argparse; argparse.ArgumentParser(description='what it does').parse_args()"
+    assert main(["run", script(text), "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert "what it does" in out
+    assert err == ""
 
 
 def test_an_error_after_stand_ins_names_the_lines_that_read_them(script, capsys):

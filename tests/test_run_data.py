@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import flopmeter
 from flopmeter.cli import main
-from flopmeter.run.session import Wishes
+from flopmeter.run.session import ScriptSession, Wishes
 from flopmeter.run.synthetic import sample_of
 from flopmeter.torch_names.private import dispatch_modes
 
@@ -36,6 +37,14 @@ for images, labels in DataLoader(Images("nowhere"), batch_size=16):
     optimizer.step()
     print(tuple(images.shape), labels.dtype, int(labels.max()) < 10)
 """
+READS_AN_ARRAY = """
+import torch
+class Images(torch.utils.data.Dataset):
+    def __init__(self):
+        self.data = open("nowhere").read()
+    def __getitem__(self, index): ...
+print(Images().data)
+"""
 MAPS_TOKENS = """
 import numpy, torch
 data = numpy.memmap("train.bin", dtype=numpy.uint16, mode="r")
@@ -57,6 +66,14 @@ def test_a_data_set_that_cannot_be_made_gives_samples_of_the_stated_shape(tmp_pa
     assert out == "(16, 3, 8, 8) torch.int64 True\n" * 2
     assert "synthetic samples 3x8x8,:10 stand in for Images (FileNotFoundError" in err
     assert "flopmeter" not in str(Dataset.__init_subclass__)
+
+
+def test_what_a_program_asks_an_absent_data_set_for_beside_samples_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(READS_AN_ARRAY)
+    assert main(["run", "--synthetic", "3x8x8,:10", "train.py"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("Images is not here, and the samples of --synthetic have no 'data': the script needs its data")
 
 
 def test_an_array_in_a_file_that_is_not_there_is_of_zeros(tmp_path, monkeypatch, capsys):
@@ -101,7 +118,15 @@ def test_samples_are_tuples_or_dictionaries_of_tensors_integers_and_words():
     assert sample_of("7").value().shape == (7,)
 
 
-@pytest.mark.parametrize("text", ["", "3x", "3:nothing", "a=3,4", "x", "3,,4", "-1"])
+def test_fields_in_parentheses_are_one_part_of_a_sample():
+    (left, right), label = sample_of("(3x4x4, 3x2x2),:10").value()
+    assert (left.shape, right.shape, label) == ((3, 4, 4), (3, 2, 2), 0)
+    named = sample_of("views=(big=3x4,small=2),label=:10").value()
+    assert {name: each.shape for name, each in named["views"].items()} == {"big": (3, 4), "small": (2,)}
+    assert named["label"] == 0
+
+
+@pytest.mark.parametrize("text", ["", "3x", "3:nothing", "a=3,4", "x", "3,,4", "-1", "(3", "3),4", "()", "(a=3,4)"])
 def test_a_sample_that_cannot_be_read_is_one_line(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
@@ -192,6 +217,36 @@ def test_a_part_of_an_unknown_mask_has_the_fraction_of_the_whole():
         x = torch.randn(4, 100, 8, device="cuda")
         mask = x[..., 0] > 0
         assert sum(len(x[image][mask[image]]) for image in range(4)) == 200
+
+
+def test_a_batch_that_a_thread_pins_waits_until_the_compiler_has_traced():
+    """DataLoader(pin_memory=True) pins batches in a thread of its own."""
+    from torch.utils.data._utils import pin_memory
+
+    pinned: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: pinned.extend(pin_memory.pin_memory([torch.zeros(4)])))
+    session = ScriptSession(A100, Wishes())
+    with session.open():
+        with session.meter.around_tracing():
+            thread.start()
+            thread.join(0.2)
+            assert not pinned
+        thread.join(60)
+        assert [batch.is_pinned() for batch in pinned] == [True]
+
+
+def test_a_picture_of_the_model_for_tensorboard_is_empty_and_other_traces_of_jit_on_the_gpu_are_refused():
+    model, x = nn.Conv2d(3, 4, 1), torch.zeros(2, 3, 8, 8)
+    with flopmeter.cuda(A100) as device:
+        assert torch.jit.trace(model, x)(x).shape == (2, 4, 8, 8)  # on the CPU
+        model, x = model.cuda(), x.cuda()
+        names = {"__name__": "torch.utils.tensorboard._pytorch_graph", "torch": torch, "model": model, "x": x}
+        exec("graph = torch.jit.trace(model, x, strict=True).graph", names)
+        assert list(names["graph"].inputs())
+        with pytest.raises(NotImplementedError, match="call the module itself"):
+            torch.jit.trace(model, x)
+        assert model(x).is_cuda
+    assert "TensorBoard's graph of the model (add_graph) is empty" in str(device.report().step.notes)
 
 
 def test_memory_may_be_asked_for_pinned():

@@ -82,6 +82,20 @@ def test_of_ranks_that_a_program_starts_itself_the_first_runs_and_is_metered():
     ]
 
 
+def start_with(rank: int, path: str, ran: list[int]) -> None:
+    torch.zeros(1, device="cuda")
+    ran.append(rank)
+
+
+def test_a_process_is_a_rank_where_a_parameter_says_so_also_the_only_one():
+    for gpus in (1, 2):
+        ran: list[int] = []
+        with flopmeter.cuda(A100, gpus=gpus):
+            for rank in range(gpus):
+                mp.get_context("spawn").Process(target=start_with, args=(rank, "config.yaml", ran)).start()
+        assert ran == [0]
+
+
 def test_fsdp2_brings_a_model_that_was_made_on_the_cpu_to_the_gpu():
     with flopmeter.cuda(A100, gpus=4) as device:
         dist.init_process_group("nccl")

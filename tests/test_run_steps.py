@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from pathlib import Path
 
@@ -211,3 +212,22 @@ def test_steps_may_be_marked_by_an_nvtx_range_which_is_a_row_too():
     assert (report.parts.count, report.parts.marked_by) == (2, "nvtx:step")
     assert report.ranges["step"][0] == 1
     assert "nvtx range" in str(report)
+
+
+class FirstFails(nn.Linear):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError
+        return super().forward(x)
+
+
+def test_a_call_that_runs_no_op_is_no_step():
+    with flopmeter.cuda(A100) as device:
+        model, x = FirstFails(64, 64, bias=False).cuda(), torch.zeros(8, 64, device="cuda")
+        for model.fails in (False, True, True, False):
+            with contextlib.suppress(ValueError):
+                model(x)
+    report = device.report()
+    assert (report.parts.count, report.step.macs) == (2, 8 * 64 * 64)

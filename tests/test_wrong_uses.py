@@ -108,6 +108,7 @@ COMMANDS = {
     "-x": "unrecognized arguments: -x",
     "--hardware l4": "the command comes first",
     "tabel encoder-layer": "near to it: table",
+    "train.py --batch_size 64": "train.py is a script: flopmeter run train.py",
     "table encoder-layer --bacth 2": "did you mean --batch?",
     "table encoder-layer --depth 2": "unrecognized arguments: --depth 2 (see flopmeter table --help)",
     "table hf:empty.json": 'it lacks "model_type", such as "llama"',

@@ -94,6 +94,8 @@ def parsed(commands: Mapping[str, Command], given: Sequence[str]) -> argparse.Na
     """The options of a command line. Wrong ones are one line on stderr and SystemExit(2), before anything runs."""
     parser = parser_of(commands)
     first = given[0] if given else "--help"
+    if first.endswith(".py"):
+        parser.error(f"{first} is a script: flopmeter run {first}")
     if not first.startswith("-") and first not in commands:
         near = difflib.get_close_matches(first, commands, n=2) or list(commands)
         parser.error(f"no command is named {first!r}; near to it: {', '.join(near)}")

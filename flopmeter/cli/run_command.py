@@ -17,13 +17,14 @@ from flopmeter.report.tables import FORMATS as TABLE_FORMATS
 from flopmeter.run.devices import compare_devices
 from flopmeter.run.launchers import CommandLine, launch_of
 from flopmeter.run.ranks import RanAsRank, report_of, run_as_ranks
-from flopmeter.run.report import RunReport
+from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.script import Ending, Script, what_to_do
 from flopmeter.run.session import Wishes
 from flopmeter.run.shims import SHIMS
 
 DEFAULT_STEPS = 3
 ONE = "where to win on one of them: name it alone in --hardware"
+HELP = {"-h", "--help"}
 EPILOG = """\
 The script's output is its own; the report goes to stderr, or to the file of -o. It is of one steady step, which ends
 where an optimizer has stepped; the run stops after --steps of them. Options of flopmeter come before the script:
@@ -106,7 +107,12 @@ def _report(runs: Mapping[int, RanAsRank], script: Script, ending: Ending) -> Ru
     """The report of what ran until the last step, the end or Ctrl-C; None if the script failed."""
     if ending.error is not None and not isinstance(ending.error, KeyboardInterrupt):
         return None
-    return report_of(runs, script.name)
+    try:
+        return report_of(runs, script.name)
+    except NothingRanError:
+        if HELP.isdisjoint(script.arguments):
+            raise
+        return None  # the script has told its own options
 
 
 def _print(text: str, options: argparse.Namespace) -> None:

@@ -10,6 +10,9 @@ FlopMeter. What the program asks a traced tensor is answered cuda; where it pass
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +22,33 @@ from torch.utils._pytree import tree_map_only
 
 from flopmeter.compiler.hidden import made_inside
 from flopmeter.known_values.entry_points import scripting_inside
+from flopmeter.known_values.values import no_modes
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.named_types import META
 from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.private import PIN_BATCHES, pin_batch
+
+TENSORBOARD = "torch.utils.tensorboard."
+
+
+def jit_traces(note: Callable[[str], None]) -> Patch:
+    """While torch.jit.trace is on, sizes are tensors, from which Python code computes no shapes: most ops fail on meta.
+    TensorBoard asks for a trace to draw the model, and gets one of nothing."""
+    trace: Any = torch.jit.trace
+
+    @functools.wraps(trace)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return trace(*args, **kwargs)
+        except (TypeError, RuntimeError) as error:
+            if not str(sys._getframe(1).f_globals.get("__name__", "")).startswith(TENSORBOARD):
+                raise NotImplementedError("torch.jit.trace needs a GPU: call the module itself") from error
+        note("TensorBoard's graph of the model (add_graph) is empty: torch.jit.trace needs a GPU")
+        with no_modes():
+            return trace(torch.nn.Identity(), torch.zeros(1, device="cpu"))
+
+    return Patch(torch.jit, "trace", traced, "it cannot trace what has no memory")
 
 
 class Tracing:
@@ -33,6 +59,7 @@ class Tracing:
     def __init__(self, named: NamedCuda, undoing: list[Patch]) -> None:
         self._named, self._undoing = named, undoing
         self._is_hidden = False
+        self._traces = threading.RLock()
 
     @contextmanager
     def __call__(self) -> Iterator[tuple[Any, ...]]:
@@ -40,12 +67,23 @@ class Tracing:
         if self._is_hidden:
             yield replaced
             return
-        self._is_hidden = True
-        try:
-            with hidden(self._undoing), applied(self._patches()):
-                yield replaced
-        finally:
-            self._is_hidden = False
+        with self._traces:
+            self._is_hidden = True
+            try:
+                with hidden(self._undoing), applied(self._patches()):
+                    yield replaced
+            finally:
+                self._is_hidden = False
+
+    def pinning(self) -> Patch:
+        """The threads of data loaders that pin batches wait while the compiler traces."""
+
+        @functools.wraps(pin_batch)
+        def pin_memory(*args: Any, **kwargs: Any) -> Any:
+            with self._traces:
+                return pin_batch(*args, **kwargs)
+
+        return Patch(importlib.import_module(PIN_BATCHES), "pin_memory", pin_memory, "they run beside the program")
 
     def tables(self, answers: list[Patch]) -> list[Patch]:
         """What makes Dynamo's tables, and compiles TorchScript, with torch as it is, also without the `answers` of

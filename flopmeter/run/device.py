@@ -184,13 +184,10 @@ class NamedCuda:
         if index is None or index == self.index:
             return
         if index >= self.count or index < 0:
-            raise OtherDeviceError(
-                f"CUDA error: invalid device ordinal: there is no cuda:{index} among {self.count}; give flopmeter run "
-                f"--gpus {index + 1}"
-            )
+            raise OtherDeviceError(f"CUDA error: invalid device ordinal: there is no cuda:{index} among {self.count}")
         raise OtherDeviceError(
             f"the program puts a tensor on cuda:{index}, and this process is metered as cuda:{self.index}: flopmeter "
-            "run meters one GPU of a process. Start one process for each GPU (--gpus N -- torchrun ...), or use one GPU"
+            "run meters one GPU of a process. Start one for each GPU (--gpus N -- torchrun ...), or use one GPU"
         )
 
     def _scatter(self) -> Callable[..., Any]:

@@ -6,11 +6,14 @@ import importlib.machinery
 import importlib.util
 import os
 import runpy
+import shlex
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +24,7 @@ from flopmeter.run.device import OtherDeviceError
 from flopmeter.run.session import ScriptSession
 from flopmeter.run.shims import SHIMS
 from flopmeter.run.steps import StepsDone
+from flopmeter.run.synthetic import is_absent
 from flopmeter.trace.mixed_devices import MixedDevicesError
 
 
@@ -144,6 +148,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: what flopmeter cannot tell of ranks that do not run: {error}"
     if isinstance(error, ImportError):
         return f"{head}: {_about_import(error)}"
+    if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
+        return f"{head}: it starts another Python, which is not metered: flopmeter run {words}"
     if "operator torchvision::" in str(error):
         return f"{head}: torchvision is built for another torch: install the two of one release, both for the CPU"
     if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
@@ -153,7 +159,14 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
     if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION):
         what = getattr(error, "filename", None) or "what it reads or downloads"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
-    if isinstance(error, (NotImplementedError, OtherDeviceError)) and _is_of_flopmeter(error):
+    if isinstance(error, AttributeError) and is_absent(error.obj):
+        return (
+            f"{head}: {type(error.obj).__name__} is not here, and the samples of --synthetic have no {error.name!r}: "
+            "the script needs its data"
+        )
+    if isinstance(error, OtherDeviceError):
+        return f"{head}: flopmeter run meters one GPU of a process; one process for each GPU is a torchrun (--gpus N)"
+    if isinstance(error, NotImplementedError) and _is_of_flopmeter(error):
         return (
             f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
         )
@@ -173,6 +186,8 @@ def _telling(error: BaseException | None) -> BaseException | None:
         if isinstance(cause, (torch.OutOfMemoryError, DataDependentError, MixedDevicesError, WorldError)):
             return cause
         cause = cause.__cause__
+    while isinstance(error, ImportError) and error.name is None and error.__cause__ is not None:
+        error = error.__cause__
     return error
 
 
@@ -182,7 +197,13 @@ def _stray_options(script: Script) -> str:
 
 
 def _about_import(error: ImportError) -> str:
-    name = (error.name or "").partition(".")[0]
+    if _is_of_flopmeter(error):
+        return "flopmeter's shim does not have it: run the script's path without it, by its arguments"
+    if "relative import" in str(error):
+        return "it is a part of a package: run it as flopmeter run -m package.module, in the folder of the package"
+    if error.name is None:
+        return "its message is above; what it names is to be installed in the environment that runs flopmeter"
+    name = error.name.partition(".")[0]
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):
@@ -195,6 +216,12 @@ def _about_import(error: ImportError) -> str:
     if "shared object" in str(error) or "undefined symbol" in str(error):
         return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"
     return f"this version of {name or 'the package'} does not have it: install the version that the script wants"
+
+
+def _python_words(command: Any) -> str:
+    """What a command has another Python run; nothing if it starts something else."""
+    words = shlex.split(command) if isinstance(command, str) else [os.fspath(word) for word in command]
+    return shlex.join(words[1:]) if os.path.basename(words[0]).startswith("python") else ""
 
 
 def _is_of_flopmeter(error: BaseException) -> bool:
@@ -212,7 +239,7 @@ MOST_LINES_TOLD = 3
 NAMED_OTHERWISE = {
     "PIL": "pillow", "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil":
     "python-dateutil", "dotenv": "python-dotenv", "fitz": "pymupdf", "git": "GitPython", "hydra": "hydra-core",
-    "patoolib": "patool", "pkg_resources": "setuptools", "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "patoolib": "patool", "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn",
     "yaml": "PyYAML",
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""

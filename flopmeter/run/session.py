@@ -18,7 +18,7 @@ from flopmeter.records import DEFAULT_STREAM
 from flopmeter.report.quantities import in_gb
 from flopmeter.report.report import Report
 from flopmeter.run import data, driver_tool, shims, values, world
-from flopmeter.run.compiled import Tracing
+from flopmeter.run.compiled import Tracing, jit_traces
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
@@ -146,7 +146,7 @@ class ScriptSession:
                 variables = world.of_torchrun(self.wishes.gpus, self.gpus_per_node, self.rank)
                 undo.enter_context(world.environment(variables))
             self.meter.around_tracing = tracing = Tracing(self.named, undoing)
-            undo.enter_context(applied(tracing.tables(answers)))
+            undo.enter_context(applied([*tracing.tables(answers), tracing.pinning(), jit_traces(self.note)]))
             self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
             undoing += undo.enter_context(applied(values.patches(self.named, self._decided)))

@@ -225,7 +225,7 @@ class Steps:
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and any(True for _ in module.parameters()):
+        if self._depth == 0 and self._now() > self._call_start and any(True for _ in module.parameters()):
             learns = torch.is_grad_enabled() and _learns(module)
             evaluates = not (module.training or torch.is_grad_enabled()) and self._is_updated(module)
             ops = range(self._call_start, self._now())

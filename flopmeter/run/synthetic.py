@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from flopmeter.run.patches import Patch
@@ -28,7 +29,7 @@ ROWS = 2**12  # length of a table of Hugging Face's datasets, which is in memory
 ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
 ABSENT = (OSError, RuntimeError)  # raised by torchvision, and by code that opens files or sockets
 TEXT = "text"
-_GRAMMAR = "fields with commas between them, each [NAME=]SHAPE[:DTYPE or :COUNT], such as 3x224x224,:1000"
+_GRAMMAR = "fields with commas between them, each [NAME=]SHAPE[:DTYPE or :COUNT] or (fields), such as 3x224x224,:1000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Sample:
 
     text: str
     names: tuple[str, ...]
-    fields: tuple[Field, ...]
+    fields: tuple[Field | Sample, ...]
 
     def value(self) -> Any:
         values = [field.value() for field in self.fields]
@@ -68,15 +69,34 @@ class Sample:
 
 
 def sample_of(text: str) -> Sample:
-    """Read '3x224x224,:1000' or 'input_ids=1024:50257,labels=1024:50257'. Raises ValueError for anything else."""
+    """Read '3x224x224,:1000', 'input_ids=1024:50257,labels=1024:50257' or '(3x96x96,3x96x96),:10'. Raises ValueError
+    for anything else."""
+    return _sample_of(text, text)
+
+
+def _sample_of(part: str, text: str) -> Sample:
     names, fields = [], []
-    for part in text.split(","):
-        name, _, kind = part.strip().rpartition("=")
+    for each in _between_commas(part):
+        name, equals, kind = each.strip().partition("=")
+        if not equals or "(" in name:
+            name, kind = "", each.strip()
         names += [name] if name else []
-        fields.append(_field_of(kind, text))
+        in_parentheses = kind[:1] + kind[-1:] == "()"
+        fields.append(_sample_of(kind[1:-1], text) if in_parentheses else _field_of(kind, text))
     if names and len(names) < len(fields):
         raise ValueError(f"--synthetic {text}: name each field of a sample, or none")
-    return Sample(text, tuple(names), tuple(fields))
+    return Sample(part, tuple(names), tuple(fields))
+
+
+def _between_commas(text: str) -> Iterator[str]:
+    """The parts of a text between the commas that are in no parentheses."""
+    depth = start = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            yield text[start:place]
+            start = place + 1
+    yield text[start:]
 
 
 def _field_of(kind: str, text: str) -> Field:
@@ -93,6 +113,11 @@ def _field_of(kind: str, text: str) -> Field:
     except (ValueError, AttributeError):
         pass
     raise ValueError(f"--synthetic {text}: {kind!r} is no field: give 'first', or {_GRAMMAR}")
+
+
+def is_absent(data: Any) -> bool:
+    """Whether synthetic samples stand in for this data set."""
+    return isinstance(data, Dataset) and vars(data).get("flopmeter_absent", False)
 
 
 class SyntheticData:
@@ -156,7 +181,7 @@ class SyntheticData:
         self._note(f"synthetic samples {self._sample.text} stand in for {what} ({type(error).__name__}: {why})")
 
     def _is_absent(self, data: Any) -> bool:
-        return self._is_open and getattr(data, "flopmeter_absent", False)
+        return self._is_open and is_absent(data)
 
     def _stands_in(self, data: Any) -> bool:
         return self._is_absent(data) or (self._is_open and self._sample is None)
@@ -247,7 +272,7 @@ class SyntheticData:
                         f"the data set {path} is not here: give its columns, as --synthetic text=100:text"
                     ) from error
                 self._tell(path, error)
-                columns = {name: [_plain(value)] * ROWS for name, value in self._sample.value().items()}
+                columns = {name: [value] * ROWS for name, value in _without_tensors(self._sample.value()).items()}
                 table = hub.Dataset.from_dict(columns)
                 table = table.to_iterable_dataset() if streaming else table
                 return table if split is not None else _splits(hub, table, streaming)
@@ -280,8 +305,8 @@ def _splits(hub: Any, table: Any, streaming: bool) -> Any:
     )
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+def _without_tensors(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.tolist, value)
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -8,6 +8,7 @@ Until: never; one process meters one rank.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,9 @@ from flopmeter.distributed.meta import runs_on_meta
 from flopmeter.distributed.objects import lone_store
 from flopmeter.run.patches import Patch, applied
 from flopmeter.torch_names import distributed as private
+
+RANKS = ("rank", "local_rank")
+"""Parameters of functions that are started as processes, one for each GPU."""
 
 _ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "flopmeter"}
 
@@ -172,11 +176,15 @@ def _start(
 
 
 def _rank_of(process: Any, world_size: int) -> int | None:
-    """Programs name a rank by (rank, size of the world, ...)."""
+    """Programs name a rank by (rank, size of the world, ...), or by the parameter that takes it."""
     given: list[Any] = list(process._args[:2])
-    if world_size == 1 or [type(each) for each in given] != [int, int] or given[1] != world_size:
+    if world_size > 1 and [type(each) for each in given] == [int, int] and given[1] == world_size > given[0] >= 0:
+        return int(given[0])
+    try:
+        arguments = inspect.signature(process._target).bind(*process._args, **process._kwargs).arguments
+    except (TypeError, ValueError):  # no target, or one without a signature
         return None
-    return given[0] if 0 <= given[0] < world_size else None
+    return next((arguments[name] for name in RANKS if type(arguments.get(name)) is int), None)
 
 
 def _holds_gpu(process: Any, on_gpu: Callable[[Tensor], bool]) -> bool:

@@ -244,6 +244,8 @@ lazy_type = needed("torch.nn.parameter", "UninitializedTensorMixin", "which para
 needed("torch.nn.parameter", "UninitializedTensorMixin._allowed_methods", "what those may be asked")
 BATCHES = "_get_iterator"
 needed("torch.utils.data", f"DataLoader.{BATCHES}", "which processes make batches")
+PIN_BATCHES = "torch.utils.data._utils.pin_memory"
+pin_batch = needed(PIN_BATCHES, "pin_memory", "what the threads of data loaders do with batches")
 torch_device = importlib.import_module("torch.utils._device")
 INDUCTOR = "torch._inductor"
 BELOW_DISPATCHER = (
