@@ -6,7 +6,7 @@ import argparse
 from typing import get_args
 
 from flopmeter.ask.serve import serving
-from flopmeter.ask.serve.decoder import CacheKind
+from flopmeter.ask.serve.cache import CacheKind
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.picture import serving_curves
 from flopmeter.ask.serve.serving import USUAL_CHUNK
@@ -57,7 +57,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
     add_energy_price(parser)
     add("--mode", choices=get_args(Mode), default="cudagraph", help="how a step is launched (default: %(default)s)")
-    add("--weights", choices=WEIGHTS, default="bf16", help="how products keep weights (default: %(default)s)")
+    add("--weights", choices=WEIGHTS, help="how products keep weights (default: as published, else bf16)")
     add("--kv", choices=KV_BYTES, default="bf16", help="how the cache is kept (default: %(default)s)")
     cuts = parser.add_mutually_exclusive_group()
     cuts.add_argument(
