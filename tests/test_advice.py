@@ -101,6 +101,28 @@ def test_attention_of_transformers_wins_what_its_own_sdpa_does(name, device):
     assert advice.gain_seconds == pytest.approx(eager.seconds - fused.seconds, rel=0.05)
 
 
+@pytest.mark.parametrize("device", [H100, "a100-sxm4-80gb"])
+def test_a_softmax_that_is_written_out_is_found_in_attention(device):
+    def softmax(scores):
+        powers = torch.exp(scores - scores.max(-1, keepdim=True).values)
+        return powers / powers.sum(-1, keepdim=True)
+
+    def report(attend):
+        with torch.device("meta"):
+            mix = nn.Linear(1024, 3072, dtype=HALF)
+            x = torch.empty(8, 1024, 1024, dtype=HALF, requires_grad=True)
+        with FlopMeter(device) as meter:
+            q, k, v = (part.unflatten(-1, (16, 64)).transpose(1, 2) for part in mix(x).chunk(3, -1))
+            attend(q, k, v).transpose(1, 2).reshape(x.shape).sum().backward()
+        return meter.report()
+
+    before = report(lambda q, k, v: softmax(q @ k.transpose(-2, -1) / 8) @ v)
+    mended = report(nn.functional.scaled_dot_product_attention)
+    first = before.advice[0]
+    assert first.remedy.startswith("F.scaled_dot_product_attention")
+    assert first.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.01)
+
+
 def t5(transformers, implementation):
     """A trained bias by position, which the decoder adds a causal mask to; dropout; keys that a cache has copied."""
     config = transformers.T5Config(
