@@ -101,6 +101,28 @@ def test_attention_of_transformers_wins_what_its_own_sdpa_does(name, device):
     assert advice.gain_seconds == pytest.approx(eager.seconds - fused.seconds, rel=0.05)
 
 
+@pytest.mark.parametrize("device", [H100, "a100-sxm4-80gb"])
+def test_a_softmax_that_is_written_out_is_found_in_attention(device):
+    def softmax(scores):
+        powers = torch.exp(scores - scores.max(-1, keepdim=True).values)
+        return powers / powers.sum(-1, keepdim=True)
+
+    def report(attend):
+        with torch.device("meta"):
+            mix = nn.Linear(1024, 3072, dtype=HALF)
+            x = torch.empty(8, 1024, 1024, dtype=HALF, requires_grad=True)
+        with FlopMeter(device) as meter:
+            q, k, v = (part.unflatten(-1, (16, 64)).transpose(1, 2) for part in mix(x).chunk(3, -1))
+            attend(q, k, v).transpose(1, 2).reshape(x.shape).sum().backward()
+        return meter.report()
+
+    before = report(lambda q, k, v: softmax(q @ k.transpose(-2, -1) / 8) @ v)
+    mended = report(nn.functional.scaled_dot_product_attention)
+    first = before.advice[0]
+    assert first.remedy.startswith("F.scaled_dot_product_attention")
+    assert first.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.01)
+
+
 def t5(transformers, implementation):
     """A trained bias by position, which the decoder adds a causal mask to; dropout; keys that a cache has copied."""
     config = transformers.T5Config(
@@ -135,6 +157,40 @@ def test_what_is_added_to_scores_goes_to_the_kernel_that_takes_it(build):
     eager, fused = report("eager"), report("sdpa")
     (advice,) = (each for each in eager.advice if each.remedy.startswith("F.scaled_dot_product_attention"))
     assert advice.gain_seconds == pytest.approx(eager.seconds - fused.seconds, rel=0.05)
+
+
+def test_a_fused_optimizer_wins_in_the_first_step_what_it_wins_in_others():
+    """The first step also makes the states, which a fused optimizer does too."""
+
+    def gain(is_first):
+        with FlopMeter(H100):
+            model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).to("meta")
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(1 if is_first else 2):
+            with FlopMeter(H100) as meter:
+                model(torch.empty(64, 512, device="meta")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        (fused,) = (each for each in meter.report().advice if "fused=True" in each.remedy)
+        return fused.gain_seconds
+
+    assert gain(is_first=True) == pytest.approx(gain(is_first=False), rel=0.1)
+
+
+@pytest.mark.parametrize("device", ["l40s", "a100-sxm4-80gb"])
+def test_fp64_is_told_first_and_wins_what_fp32_does(device):
+    def report(dtype):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).to(dtype)
+            x = torch.empty(4096, 1024, dtype=dtype)
+        with FlopMeter(device) as meter:
+            model(x).square().mean().backward()
+        return meter.report()
+
+    before, mended = report(torch.float64), report(torch.float32)
+    first = before.advice[0]
+    assert first.remedy.startswith("float32: model.to(torch.float32), and data made by NumPy too")
+    assert first.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.01)
 
 
 def test_sixteen_bits_are_told_also_where_they_win_bytes_alone():
@@ -340,7 +396,7 @@ def test_a_minor_fault_stands_by_what_it_wins():
     a tenth stands first whatever else wins: NCHW under AMP, above.)"""
     with torch.device("meta"):
         layers = (each for _ in range(6) for each in (nn.Linear(4096, 4096), nn.GELU(), nn.LayerNorm(4096)))
-        net, x = nn.Sequential(*layers).to(HALF), torch.empty(32768, 4096, dtype=HALF)
+        net, x = nn.Sequential(*layers).to(HALF), torch.empty(24576, 4096, dtype=HALF)
     with FlopMeter(H100) as meter:
         trained(net, (x,))()
     first, second = meter.report().advice

@@ -298,10 +298,13 @@ def test_weights_of_4_bits_have_the_groups_that_the_config_names():
     assert "4.62 bits; a 16-bit scale and a zero point for 32 weights" in str(fine)
 
 
-def test_a_format_that_the_config_names_is_told_where_another_is_served():
-    told = "by its config the model was published in mxfp4: weights='mxfp4' serves it so"
-    assert told in str(served(model=published(quant_method="mxfp4")))
-    assert told not in str(served(model=published(quant_method="mxfp4"), weights="mxfp4"))
+def test_a_model_is_served_as_its_config_says_that_it_was_published():
+    said, other = (served(model=published(quant_method="mxfp4"), **asked) for asked in ({}, {"weights": "bf16"}))
+    assert said.rows == served(model=published(), weights="mxfp4").rows
+    assert other.rows == served(model=published()).rows
+    assert "weights mxfp4, KV bf16" in str(said)
+    assert "by its config the model was published in mxfp4: weights='mxfp4' serves it so" in str(other)
+    assert "serves it so" not in str(said)
 
 
 def test_a_pad_token_of_another_rank_does_not_stop_the_split():

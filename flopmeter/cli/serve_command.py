@@ -6,7 +6,7 @@ import argparse
 from typing import get_args
 
 from flopmeter.ask.serve import serving
-from flopmeter.ask.serve.decoder import CacheKind
+from flopmeter.ask.serve.cache import CacheKind
 from flopmeter.ask.serve.formats import KV_BYTES, WEIGHTS
 from flopmeter.ask.serve.picture import serving_curves
 from flopmeter.ask.serve.serving import USUAL_CHUNK
@@ -48,23 +48,30 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="a built-in Llama (llama-3-8b), or hf:CONFIG.json, hf:TYPE, hf:OWNER/NAME: a causal language model of "
         "transformers",
     )
+    requests = parser.add_argument_group("requests").add_argument
+    gpus = parser.add_argument_group("GPUs and prices")
+    engine = parser.add_argument_group("engine")
+    add = gpus.add_argument
     add("--hardware", metavar="A,B,C", default="h100-sxm5-80gb", help="devices (default: %(default)s)")
-    add("--prompt", metavar="N", type=number, required=True, help="tokens of a request's prompt")
-    add("--output", metavar="N", type=number, required=True, dest="output_tokens", help="tokens that it wants")
-    add("--slo", metavar="ttft=500ms,tpot=30ms", type=_slo, help="latencies to keep to: first token, each other token")
+    requests("--prompt", metavar="N", type=number, required=True, help="tokens of a request's prompt")
+    requests("--output", metavar="N", type=number, required=True, dest="output_tokens", help="tokens that it wants")
+    requests(
+        "--slo", metavar="ttft=500ms,tpot=30ms", type=_slo, help="latencies to keep to: first token, each other token"
+    )
     add("--gpus", metavar="N", type=number, default=1, help="tensor parallel GPUs of one copy (default: %(default)s)")
     add("--cluster", metavar="NAME|FILE", help="links between GPUs (default: those that each device comes in)")
     add("--price", metavar="NAME=DOLLARS|FILE", nargs="+", action="extend", default=[], help="dollars per GPU and hour")
-    add_energy_price(parser)
+    add_energy_price(gpus)
+    add = engine.add_argument
     add("--mode", choices=get_args(Mode), default="cudagraph", help="how a step is launched (default: %(default)s)")
-    add("--weights", choices=WEIGHTS, default="bf16", help="how products keep weights (default: %(default)s)")
+    add("--weights", choices=WEIGHTS, help="how products keep weights (default: as published, else bf16)")
     add("--kv", choices=KV_BYTES, default="bf16", help="how the cache is kept (default: %(default)s)")
-    cuts = parser.add_mutually_exclusive_group()
+    cuts = engine.add_mutually_exclusive_group()
     cuts.add_argument(
         "--chunk", metavar="N", type=number, help=f"tokens of a prompt in a step (default: {USUAL_CHUNK})"
     )
     cuts.add_argument("--no-chunks", action="store_true", help="prefill stops decoding")
-    add("--prefix", metavar="SHARE", type=share, help="of each prompt, what the cache has already (0 to 1)")
+    requests("--prefix", metavar="SHARE", type=share, help="of each prompt, what the cache has already (0 to 1)")
     add("--draft", metavar="TARGET", help="a smaller model that proposes tokens")
     add("--draft-tokens", metavar="N", type=number, help="that it proposes at a time (default: 4)")
     add("--acceptance", metavar="SHARE", type=share, help="with which each is accepted (default: 0.7)")
@@ -72,7 +79,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--cache", choices=get_args(CacheKind), default="paged", help="who holds keys and values (default: %(default)s)"
     )
-    add("--plot", metavar="FILE", help="also draw latency over throughput to a .png or .svg (needs matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="also draw latency over throughput to a .png or .svg (needs matplotlib)"
+    )
     add_format(parser, FORMATS, flag="--output-file")
 
 

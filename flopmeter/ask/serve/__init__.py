@@ -2,7 +2,7 @@
 bits, slo.py the latencies to keep to, queue.py the arithmetic of many requests, serving.py the answer, picture.py its
 picture."""
 
-from flopmeter.ask.serve.decoder import ServingError
+from flopmeter.ask.serve.cache import ServingError
 from flopmeter.ask.serve.serving import Serving, ServingRow, serving
 
 __all__ = ["Serving", "ServingError", "ServingRow", "serving"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flopmeter.ask.checks import check_share, check_whole
-from flopmeter.ask.serve.decoder import Decoder, ServingError
+from flopmeter.ask.serve.cache import ServingError
+from flopmeter.ask.serve.decoder import Decoder
 from flopmeter.ask.serve.formats import HEAD, KV_BYTES, WEIGHTS, has_product, quantised
 from flopmeter.ask.serve.queue import expected_tokens
 from flopmeter.ask.serve.steps import StepCost, StepModel
@@ -27,7 +28,7 @@ class ServingPlan:
     slo: Mapping[str, float]
     gpus: int
     mode: Mode
-    weights: str
+    weights: str | None  # None: as the model was published
     kv: str
     chunk: int | None
     prefix: float
@@ -56,9 +57,9 @@ class ServingPlan:
             raise ServingError("prefill gives the one token that is wanted: GPUs of their own have nothing to decode")
         check_share(ServingError, prefix=self.prefix, acceptance=self.acceptance)
         mode_called(self.mode, ServingError)
-        for name, known in (("weights", WEIGHTS), ("kv", KV_BYTES)):
-            if getattr(self, name) not in tuple(known):
-                raise ServingError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+        for name, given, known in (("weights", self.weights or "bf16", WEIGHTS), ("kv", self.kv, KV_BYTES)):
+            if given not in tuple(known):
+                raise ServingError(f"unknown {name} {given!r}; known: {', '.join(known)}")
 
 
 MOST_PADDING = 0.01  # by which vocabularies of the same tokens differ, since some are padded
@@ -74,12 +75,12 @@ def check_draft(own: Decoder, draft: Decoder) -> None:
         )
 
 
-def title_of(plan: ServingPlan, model: Decoder) -> str:
+def title_of(plan: ServingPlan, own: StepModel) -> str:
     how = f", {plan.gpus} tensor parallel GPUs" if plan.gpus > 1 else ""
     slo = ", ".join(f"{name.upper()} up to {duration(seconds)}" for name, seconds in plan.slo.items())
     return (
-        f"{model.title} · {plan.prompt} tokens in, {plan.output} out{how} · weights {plan.weights}, KV {plan.kv},"
-        f" {model.cache} cache · {plan.mode}" + (f" · {slo}" if slo else "")
+        f"{own.decoder.title} · {plan.prompt} tokens in, {plan.output} out{how} · weights {own.weights}, KV {plan.kv},"
+        f" {own.decoder.cache} cache · {plan.mode}" + (f" · {slo}" if slo else "")
     )
 
 
@@ -111,6 +112,8 @@ def notes_of(
     chunks = "prefill stops decoding" if plan.chunk is None else f"prompts in chunks of {plan.chunk} tokens"
     notes.append("GPUs of their own for prefill" if plan.is_disaggregated else chunks)
     notes += links
+    if own.decoder.part_of:
+        notes.append(f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out")
     if picks := getattr(own.decoder.config, "num_experts_per_tok", None):
         notes.append(f"each token picks {picks} experts of a layer; assumed: routing={own.routing!r}")
     positions = getattr(own.decoder.config, "max_position_embeddings", None)
@@ -128,15 +131,14 @@ def notes_of(
             f" {figure(tokens)} tokens a step"
         )
     published = quantised(own.decoder.config)
-    chosen = published.format_of(plan.weights)
-    if published.weights and published.weights != plan.weights:
-        notes.append(
-            f"by its config the model was published in {published.weights}: weights={published.weights!r} serves it so"
-        )
-    if plan.weights != "bf16":
+    chosen = published.format_of(own.weights)
+    if published.weights:
+        so = "" if published.weights == own.weights else f": weights={published.weights!r} serves it so"
+        notes.append(f"by its config the model was published in {published.weights}{so}")
+    if own.weights != "bf16":
         kept = ", ".join(name for name in published.kept if name != HEAD)
         notes.append(
-            f"weights in {plan.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is"
+            f"weights in {own.weights}: {figure(chosen.bits)} bits; {chosen.what}; lm_head as it is"
             + (f", and by the config {kept}" if kept else "")
         )
     if product := chosen.product:

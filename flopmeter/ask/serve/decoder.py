@@ -11,29 +11,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, cache_of, kept_in
 from flopmeter.ask.serve.engine import choose_tokens, pack
 from flopmeter.device.hardware import Hardware
+from flopmeter.meter import FlopMeter
 from flopmeter.models.hubs import config_of_llama, hub_config, model_of
 from flopmeter.models.llama import LLAMAS
 
-CacheKind = Literal["paged", "transformers"]
-"""Who holds keys and values: a server, in memory of its own, or transformers' DynamicCache."""
-
 PAGED = "flopmeter_paged"  # the start of the names under which transformers knows the attention below
-MOST_ABSORBED_TOKENS = 16  # of a step of decoding with a draft; a longer chunk expands the latents
+MOST_DECODED_TOKENS = 16  # of each sequence in a step of decoding, with a draft; more are a chunk of a prompt
 FLASH_3_CAPABILITIES = (9, 10)  # majors, on which servers run FlashAttention-3 or the like; elsewhere FlashAttention-2
-
-
-class ServingError(ValueError):
-    """What was asked of a server makes no sense, or its model cannot be run step by step."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,7 @@ class Decoder:
     config: Any
     cache: CacheKind
     ranks: int
+    part_of: str | None = None  # the type of a model of images or sound, of which this is the language model
 
     @property
     def title(self) -> str:
@@ -59,19 +55,22 @@ class Decoder:
         return sum(tensor.numel() for tensor in _distinct(self.model))
 
     def kv_bytes(self, tokens: int, element_bytes: float) -> float:
-        """What one sequence of so many tokens holds on this rank, in all layers: keys and values of the grouped heads,
-        or the latent of multi-head latent attention (of which each rank has all); of a layer with a window no more
-        tokens than that.
-        """
-        config = self.config
-        windows = [window_of(config, layer) or tokens for layer in range(config.num_hidden_layers)]
-        return sum(min(tokens, window) for window in windows) * kv_width(config, self.cache) * element_bytes
+        """What one sequence of so many tokens holds on this rank, in all layers; of a layer with a window no more
+        tokens than that. Of latents each rank has all."""
+        return sum(min(tokens, layer.most_tokens) * layer.elements for layer in self._kept) * element_bytes
 
-    def metered_kv_bytes(self, tokens: int) -> float:
-        """The same as a metered step holds it: in the model's type, whatever the window. Versions of transformers that
-        expand latents before they are cached hold the keys and values of all heads."""
-        width = kv_width(self.config, "paged" if self._latent_layers else "transformers")
-        return float(self.config.num_hidden_layers * tokens * width * self.model.dtype.itemsize)
+    def metered_kv_bytes(self, cached: int, new: int) -> float:
+        """The same as a metered step of `new` tokens holds it, in the model's type."""
+        elements = sum((min(cached, layer.most_old) + new) * layer.elements for layer in self._kept)
+        return float(elements * self.model.dtype.itemsize)
+
+    @functools.cached_property
+    def _kept(self) -> tuple[KeptLayer, ...]:
+        """What each layer keeps, as a step of one token shows."""
+        cache = cache_of(self.config, 0, self.cache)
+        with FlopMeter(routing="independent", checks="hold"):
+            self._run(cache, 1, 1, 1, "flash")
+        return kept_in(cache)
 
     @property
     def _latent_layers(self) -> list[Any]:
@@ -82,22 +81,19 @@ class Decoder:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
         cache. The vocabulary is scored for the last `logits` tokens; `kernel`: of `PAGED_KERNELS`, for a paged cache.
         """
+        cache = cache_of(self.config, cached, self.cache)
+        return lambda: self._run(cache, batch, new, logits, kernel)
+
+    def _run(self, cache: Any, batch: int, new: int, logits: int, kernel: str) -> None:
+        is_paged = self.cache == "paged"
         ids = torch.empty(batch, new, dtype=torch.long, device="meta")
-        caches = import_module("transformers.cache_utils")
-
-        def run() -> None:
-            layer = _held_layer(caches, _paged if self.cache == "paged" else _copied)
-            self.model.config._attn_implementation = self.config._attn_implementation = (
-                f"{PAGED}_{kernel}" if self.cache == "paged" else "sdpa"
-            )
-            kv = caches.Cache(layers=[layer(cached) for _ in range(self.config.num_hidden_layers)])
-            absorbed = self._latent_layers if self.cache == "paged" and new <= MOST_ABSORBED_TOKENS else []
-            with torch.no_grad(), _absorbed(absorbed, new):
-                out = self.model(input_ids=ids, past_key_values=kv, use_cache=True, logits_to_keep=logits)
-                if self.cache == "paged":
-                    choose_tokens(out.logits)
-
-        return run
+        for config in (self.model.config, self.config):
+            config._attn_implementation = f"{PAGED}_{kernel}" if is_paged else "sdpa"
+        absorbed = self._latent_layers if is_paged and new <= MOST_DECODED_TOKENS else []
+        with torch.no_grad(), _absorbed(absorbed, new):
+            out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=logits)
+            if is_paged:
+                choose_tokens(out.logits)
 
 
 def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
@@ -109,24 +105,25 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     """
     if cache not in get_args(CacheKind):
         raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")
-    config = _config_of(target)
-    text = config.get_text_config()
+    given = _config_of(target)
+    config = _language_of(given)
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-    missing = [name for name in needed if not getattr(text, name, None)]
+    missing = [name for name in needed if name not in _by_layer(config) and not getattr(config, name, None)]
     if missing:
-        raise ServingError(f"{target}: a config to serve has {', '.join(needed)}; this one lacks {', '.join(missing)}")
+        raise ServingError(
+            f"{type(config).__name__}: a config to serve has {', '.join(needed)}; this one lacks {', '.join(missing)}"
+        )
     if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
         config.architectures = [_causal_class(config)]
+    cache_of(config, 0, cache)  # refuses what cannot be served
     share = _split(config, ranks)
     _register_paged_attention()
-    own = Decoder(model_of(share), share.get_text_config(), cache, ranks)
+    own = Decoder(model_of(share), share, cache, ranks, given.model_type if config is not given else None)
     if cache == "paged":
         pack(own.model)
     if ranks > 1:
         whole = _split(config, 1)
-        if _in_layers(own.model, own.config) * ranks > MOST_COPIED * _in_layers(
-            model_of(whole), whole.get_text_config()
-        ):
+        if _in_layers(own.model, own.config) * ranks > MOST_COPIED * _in_layers(model_of(whole), whole):
             raise ServingError(
                 f"{own.title} cannot be split over {ranks} GPUs by its config: a rank keeps too much of it"
             )
@@ -151,6 +148,17 @@ def _config_of(target: Any) -> Any:
     return copy.deepcopy(config)
 
 
+def _language_of(config: Any) -> Any:
+    """The config of the language model, where the model takes images or sound as well."""
+    language = config.get_text_config(decoder=True)
+    if language is not config:
+        for name in ("dtype", "quantization_config"):
+            if getattr(language, name, None) is None and getattr(config, name, None) is not None:
+                setattr(language, name, getattr(config, name))
+        language.architectures = None
+    return language
+
+
 def _causal_class(config: Any) -> str:
     known = import_module("transformers.models.auto.modeling_auto")
     names = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -171,46 +179,42 @@ _SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "mo
 
 def _split(config: Any, ranks: int) -> Any:
     share = copy.deepcopy(config)
-    text = share.get_text_config()
-    if getattr(text, "num_key_value_heads", None) is None:
-        text.num_key_value_heads = text.num_attention_heads
-    text.head_dim = head_dim(text)
+    if ranks == 1:
+        return share
+    by_layer = _by_layer(share)
+    if "num_key_value_heads" not in by_layer and getattr(share, "num_key_value_heads", None) is None:
+        share.num_key_value_heads = share.num_attention_heads
+    if "head_dim" not in by_layer and not getattr(share, "head_dim", None):
+        share.head_dim = share.hidden_size // share.num_attention_heads
+    if by_layer:
+        share.per_layer_config = {
+            place: {name: _share(name, getattr(layer, name), ranks) for name in by_layer}
+            for place, layer in enumerate(share.per_layer_config)
+        }
     for name in _SPLIT:
-        size = getattr(text, name, None)
-        if not size or ranks == 1:
-            continue
-        if name == "num_key_value_heads":
-            setattr(text, name, max(1, size // ranks))  # fewer heads than ranks: several have the same
-        elif size % ranks and name != "vocab_size":
-            raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")
-        else:
-            setattr(text, name, -(-size // ranks))
-    if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
-        text.pad_token_id = None  # another rank's
+        if name not in by_layer and getattr(share, name, None):
+            setattr(share, name, _share(name, getattr(share, name), ranks))
+    if (getattr(share, "pad_token_id", None) or 0) >= share.vocab_size:
+        share.pad_token_id = None  # another rank's
     return share
 
 
-def head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _by_layer(config: Any) -> Collection[str]:
+    """The attributes in which the layers of a config differ; nothing where transformers has no such configs."""
+    return getattr(config, "per_layer_attributes", None) or ()
 
 
-def kv_width(config: Any, cache: CacheKind) -> int:
-    """Elements of one token in the cache of one layer."""
-    latent = getattr(config, "kv_lora_rank", None)
-    if not latent:
-        return 2 * int(config.num_key_value_heads) * head_dim(config)
-    if cache == "paged":
-        return int(latent + config.qk_rope_head_dim)
-    return int(config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
-
-
-def window_of(config: Any, layer: int) -> int | None:
-    """For how many tokens the layer keeps keys and values; None: for all."""
-    window = getattr(config, "sliding_window", None)
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return None
-    types = getattr(config, "layer_types", None)
-    return int(window) if types is None or types[layer] == "sliding_attention" else None
+def _share(name: str, size: Any, ranks: int) -> Any:
+    """A rank's share of a size of the config, which may be one for each layer; all of it where it is not split."""
+    if name not in _SPLIT or not size:
+        return size
+    if isinstance(size, list):
+        return [_share(name, each, ranks) for each in size]
+    if name == "num_key_value_heads":
+        return max(1, size // ranks)  # fewer heads than ranks: several have the same
+    if size % ranks and name != "vocab_size":
+        raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")
+    return -(-size // ranks)
 
 
 def _distinct(model: Any) -> list[Tensor]:
@@ -220,31 +224,6 @@ def _distinct(model: Any) -> list[Tensor]:
 def _in_layers(model: Any, config: Any) -> int:
     """Parameters without those of the vocabulary."""
     return sum(tensor.numel() for tensor in _distinct(model) if config.vocab_size not in tensor.shape)
-
-
-def _held_layer(caches: Any, held_with: Callable[[int, Tensor], Tensor]) -> Any:
-    class HeldLayer(caches.DynamicLayer):  # type: ignore[misc]
-        """A cache of so many tokens; `held_with` puts those of a step beside them."""
-
-        def __init__(self, cached: int) -> None:
-            super().__init__()
-            self.cached = cached
-
-        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            return held_with(self.cached, key_states), held_with(self.cached, value_states)
-
-        def get_seq_length(self) -> int:
-            return self.cached
-
-    return HeldLayer
-
-
-def _paged(cached: int, new: Tensor) -> Tensor:
-    """Memory for all tokens, laid out as flash kernels read it; a step writes its own."""
-    batch, heads, tokens, width = new.shape
-    held = new.new_empty(batch, cached + tokens, heads, width).transpose(1, 2)
-    held[:, :, cached:].copy_(new)
-    return held
 
 
 @contextlib.contextmanager
@@ -278,12 +257,6 @@ def _as_values(out: Tensor, module: Any, value: Tensor) -> Tensor:
     return out[..., :width] if width == value.shape[-1] else out.new_empty(*out.shape[:-1], width)
 
 
-def _copied(cached: int, new: Tensor) -> Tensor:
-    """transformers' own cache: at each step old and new tokens are copied together."""
-    batch, heads, _, width = new.shape
-    return torch.cat((new.new_empty(batch, heads, cached, width), new), dim=-2) if cached else new
-
-
 def _register_paged_attention() -> None:
     modeling, masking = import_module("transformers.modeling_utils"), import_module("transformers.masking_utils")
     for name, kernel in PAGED_KERNELS.items():
@@ -293,6 +266,8 @@ def _register_paged_attention() -> None:
 
 def kernel_for(device: Hardware) -> str:
     """The one of PAGED_KERNELS that servers run on the device."""
+    if device.vendor == "amd":
+        return "aiter"
     capability = device.compute_capability
     return "cudnn" if capability is not None and capability[0] in FLASH_3_CAPABILITIES else "flash"
 
@@ -301,17 +276,39 @@ def cudnn_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """FlashAttention-3, priced as cuDNN's kernel, the one of torch that reaches as much: scripts/validate_attention.py.
-    cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls."""
+    cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls. It has no
+    window: a chunk of a prompt under one is priced as FlashAttention-2's."""
+    key, value, window = _in_window(query, key, value, options.pop("sliding_window", None))
+    if window:
+        return flash_attention(module, query, key, value, *rest, sliding_window=window, **options)
     new, cached = query.shape[2], key.shape[2] - query.shape[2]
     query = _in_latents(query, key)
-    if options.get("sliding_window"):
-        return flash_attention(module, query, key, value, *rest, **options)
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     parts = [slice(None)] if new == 1 or not cached else [slice(cached), slice(cached, None)]
     for part in parts:
         is_causal = new > 1 and part != slice(cached)
         out = attend(query, key[:, :, part], value[:, :, part], None, False, 0.0, is_causal)[0]
     return _as_values(out.transpose(1, 2), module, value), None
+
+
+def aiter_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """The paged kernels of AITER and vLLM on AMD's devices, priced by torch's flash kernel."""
+    key, value, window = _in_window(query, key, value, options.pop("sliding_window", None))
+    return flash_attention(module, query, key, value, *rest, sliding_window=window, **options)
+
+
+def _in_window(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, int | None]:
+    """Keys, values and window for kernels in which heads share a block under a window too, as FlashAttention-3's do and
+    FlashAttention-2's do not: the few tokens of a step of decoding see the last keys, all of them."""
+    new, keys = query.shape[2], key.shape[2]
+    if not window or window >= keys:
+        return key, value, None
+    if new > MOST_DECODED_TOKENS:
+        return key, value, window
+    seen = slice(-(window + new - 1), None)
+    return key[:, :, seen], value[:, :, seen], None
 
 
 def flash_attention(
@@ -328,4 +325,4 @@ def flash_attention(
     return _as_values(out, module, value), None
 
 
-PAGED_KERNELS = {"flash": flash_attention, "cudnn": cudnn_attention}
+PAGED_KERNELS = {"flash": flash_attention, "cudnn": cudnn_attention, "aiter": aiter_attention}

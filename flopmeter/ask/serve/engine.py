@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flopmeter.launch.grouped_matmul import is_grouped
 from flopmeter.records import Kernel
+from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -81,9 +84,33 @@ def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
     start = len(kernels)
     while start and not kernels[start - 1].cost.macs and kernels[start - 1].op.module.startswith(layer):
         start -= 1
-    scores = kernels[start - 1].op.call.outputs[0].numel if start else 0
+    if not start:
+        return kernels
+    scores = kernels[start - 1].op.call.outputs[0].numel
     chosen = [kernel for kernel in kernels[start:] if kernel.op.call.func.overloadpacket is aten.topk]
     return [
-        *kernels[:start],
+        *_with_scores_uncast(kernels[:start]),
         *(k for k in kernels[start:] if k in chosen[-1:] or any(spec.numel > scores for spec in k.op.call.outputs)),
     ]
+
+
+def _with_scores_uncast(kernels: list[Kernel]) -> list[Kernel]:
+    """The last one multiplies by the weights of the router. Some models of transformers cast these and the tokens to
+    fp32 each time; engines multiply them as they are (SGLang's MoEGate), and sum in fp32.
+    """
+    product, start = kernels[-1], len(kernels) - 1
+    while start and _is_cast(kernels[start - 1]) and kernels[start - 1].op.module == product.op.module:
+        start -= 1
+    if start == len(kernels) - 1:
+        return kernels
+    uncast = kernels[start].op.call.inputs[0].dtype
+    reads = tuple(
+        read._replace(nbytes=read.nbytes * uncast.itemsize // torch.float32.itemsize) for read in product.cost.reads
+    )
+    return [*kernels[:start], product._replace(cost=replace(product.cost, reads=reads, dtype=name_of(uncast)))]
+
+
+def _is_cast(kernel: Kernel) -> bool:
+    """To fp32."""
+    call = kernel.op.call
+    return call.func.overloadpacket is aten._to_copy and call.outputs[0].dtype is torch.float32

@@ -69,7 +69,7 @@ def quantised(config: Any) -> Quantised:
         weights = None
     has_zeros = facts.get("zero_point") or facts.get("sym") is False
     form = in_groups(group, has_zeros=bool(has_zeros)) if weights == "int4" and group > 0 else None
-    return Quantised(weights, tuple(kept), form)
+    return Quantised(weights, tuple(name.replace("language_model.", "") for name in kept), form)
 
 
 KV_BYTES = {"bf16": 2.0, "fp8": 1.0}

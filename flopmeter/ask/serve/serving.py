@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 from flopmeter.ask.checks import check_flags
 from flopmeter.ask.compare import SECONDS_PER_HOUR, AnyHardware, checked_devices, checked_prices
 from flopmeter.ask.serve.asked import ServingPlan, check_draft, links_of, notes_of, title_of
-from flopmeter.ask.serve.decoder import CacheKind, ServingError, decoder
+from flopmeter.ask.serve.cache import CacheKind, ServingError
+from flopmeter.ask.serve.decoder import decoder
 from flopmeter.ask.serve.formats import KV_BYTES
 from flopmeter.ask.serve.queue import PREFILL_LOAD, Load, RequestWork, expected_tokens, load
 from flopmeter.ask.serve.slo import read_slo
@@ -130,7 +131,7 @@ def serving(
     slo: str | Mapping[str, float] | None = None,
     gpus: int = 1,
     mode: Mode = "cudagraph",
-    weights: str = "bf16",
+    weights: str | None = None,
     kv: str = "bf16",
     chunk: int | Literal["usual"] | None = "usual",
     prefix: float = 0.0,
@@ -154,7 +155,8 @@ def serving(
     slo: latencies to keep to, as 'ttft=500ms,tpot=30ms' or in seconds, {'ttft': 0.5, 'tpot': 0.03}.
     gpus: that share one copy of the model, as tensor parallel ranks.
     mode: how a step is launched; 'cudagraph' is what servers do.
-    weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4', 'mxfp4' or 'nvfp4'. kv: the cache, 'bf16' or 'fp8'.
+    weights: 'bf16' (as the model has them), 'fp8', 'int8', 'int4', 'mxfp4' or 'nvfp4'; None: as its config says that it
+        was published, else 'bf16'. kv: the cache, 'bf16' or 'fp8'.
     chunk: tokens of a prompt that run in one step with decoding, as a rule 2048; None: prefill stops decoding.
     prefix: share of each prompt whose keys and values are in the cache already; a paged cache holds it once for all.
     draft: a smaller model (as `target`) that proposes `draft_tokens` tokens (4), each accepted with `acceptance` (0.7).
@@ -198,7 +200,7 @@ def serving(
             unable[device.name] = str(error)
     rows.sort(key=lambda row: -row.best.tokens_per_s_per_gpu if row.best else 0.0)
     notes = notes_of(plan, own, other, devices, [each for each in links if each])
-    return Serving(title_of(plan, own.decoder), tuple(rows), unable, plan.slo, notes)
+    return Serving(title_of(plan, own), tuple(rows), unable, plan.slo, notes)
 
 
 class _Server:
@@ -251,9 +253,14 @@ class _Server:
 
     @functools.cached_property
     def _most(self) -> int:
-        """How many requests fit beside the weights and the memory of a step, each with all of its tokens."""
-        room = usable_bytes(self._device) - self._weight_bytes - self._prefill_chunk.working_bytes
-        return max(0, int((room - self._kv_bytes(self._shared)) / self._own_kv_bytes))
+        """How many requests fit beside the weights and the memory of a step, each with all of its tokens. A step works
+        on a chunk and on a token of each request, whose logits alone may be a megabyte."""
+        held = self._weight_bytes + self._prefill_chunk.working_bytes + self._kv_bytes(self._shared)
+        room = usable_bytes(self._device) - held
+        beside = min(MOST_REQUESTS, max(1, int(room / self._own_kv_bytes)))
+        metered = 1 << (beside.bit_length() - 1)
+        room -= self._step(metered).working_bytes * beside / metered
+        return max(0, int(room / self._own_kv_bytes))
 
     @property
     def _shared(self) -> int:

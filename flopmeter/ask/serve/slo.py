@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from flopmeter.ask.checks import is_positive
-from flopmeter.ask.serve.decoder import ServingError
+from flopmeter.ask.serve.cache import ServingError
 
 SLOS = ("ttft", "tpot")
 

@@ -34,13 +34,14 @@ class StepModel:
         self,
         decoder: Decoder,
         mode: Mode,
-        weights: str,
+        weights: str | None,
         kv: str,
         meter_options: dict[str, Any],
         cluster: Cluster | None = None,
     ):
-        self.decoder, self.mode, self.weights, self.kv, self._cluster = decoder, mode, weights, kv, cluster
+        self.decoder, self.mode, self.kv, self._cluster = decoder, mode, kv, cluster
         self._published = quantised(decoder.config)
+        self.weights = weights or self._published.weights or "bf16"
         self._options = {"routing": "independent", "checks": "hold", **meter_options}
         self._meters: dict[tuple[str, int, int, int, int], list[FlopMeter]] = {}
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
@@ -59,7 +60,7 @@ class StepModel:
             joules = None
             if report.joules is not None and report.clock.idle_watts is not None:
                 joules = report.joules + report.clock.idle_watts * links
-            held = self.decoder.parameter_bytes + self._cache_bytes(batch, new + cached)
+            held = self.decoder.parameter_bytes + round(batch * self.decoder.metered_kv_bytes(cached, new))
             self._known[key] = StepCost(report.seconds + links, joules, max(0, report.memory.peak_bytes - held), links)
         return self._known[key]
 
@@ -93,10 +94,6 @@ class StepModel:
             run()
         meters.append(meter)
         return meter.report()
-
-    def _cache_bytes(self, batch: int, tokens: int) -> int:
-        """Bytes of the cache as the metered program holds it: in the model's type, without the limit of a window."""
-        return round(batch * self.decoder.metered_kv_bytes(tokens))
 
     def _collective_seconds(self, device: Hardware, tokens: int, scored: int) -> float:
         """All-reduces of the activations in each layer, and a gather of the logits; nothing hides them."""

@@ -1,9 +1,9 @@
 """Attention that writes its scores to memory, and the fused kernel that could take its place.
 
-Around each softmax, the tensors of the scores' size are found (scores, mask, probabilities, dropout, their gradients);
-all ops that touch one are the attention, with the copies that only feed these or take their results. One fused op
-stands where the forward pass ended, and one where the backward pass did. Views of tensors that nobody makes any more,
-and ops that made a causal mask, go too: they cost the host time.
+Around each softmax, one that is written out too, the tensors of the scores' size are found (scores, mask,
+probabilities, dropout, their gradients); all ops that touch one are the attention, with the copies that only feed these
+or take their results. One fused op stands where the forward pass ended, and one where the backward pass did. Views of
+tensors that nobody makes any more, and ops that made a causal mask, go too: they cost the host time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     gradients: set[int] = set()
     found, needs_mask = [], False
     for index, op in enumerate(trace.ops):
-        if op.call.func.overloadpacket not in _SOFTMAX or op.phase not in ("forward", "recompute"):
+        if op.phase not in ("forward", "recompute") or not _is_softmax(trace, uses, index):
             continue
         attention = _around(trace, uses, index)
         if attention is None or attention.ops & dropped:
@@ -109,7 +109,7 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
         return None
     scores = _of_scores(trace, uses, softmax)
     touched = {index for number in scores for index in uses[number] if not _is_view(ops[index])}
-    if sum(ops[index].call.func.overloadpacket in _SOFTMAX for index in touched) != 1:
+    if sum(_is_softmax(trace, uses, index) for index in touched) != 1:
         return None
     products = [index for index in sorted(touched) if ops[index].call.func.overloadpacket in _PRODUCTS]
     phase = ops[softmax].phase
@@ -141,6 +141,17 @@ def _around(trace: Trace, uses: dict[int, list[int]], softmax: int) -> _Material
         bias,
         gradient,
     )
+
+
+def _is_softmax(trace: Trace, uses: dict[int, list[int]], index: int) -> bool:
+    """Also one that is written out: the exponentials of scores, of which each row is added up."""
+    call = trace.ops[index].call
+    if call.func.overloadpacket is not aten.exp:
+        return call.func.overloadpacket in _SOFTMAX
+    out = trace.ops[index].outputs[0]
+    readers = (trace.ops[place] for place in uses[out.storage] if place > index)
+    sums = (op for op in readers if op.call.func.overloadpacket is aten.sum and op.phase == trace.ops[index].phase)
+    return any(op.inputs[0].shape == out.shape and op.outputs[0].shape == (*out.shape[:-1], 1) for op in sums)
 
 
 def _bias(

@@ -11,9 +11,10 @@ from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import with_ops
 from flopmeter.report.report import Report
-from flopmeter.torch_names.operators import aten_overloads
+from flopmeter.torch_names.operators import aten, aten_overloads
 
 _ADAM = ("addcdiv", "addcmul")  # in the names of its ops
+_MAKE_STATES = (aten.zeros_like, aten.zeros, aten.zero_, aten.fill_)  # in the first step, whatever the optimizer
 
 
 @remedy
@@ -25,7 +26,7 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
         fused = _fused(trace, step)
         if fused is not None:
             put_in[step[-1]] = fused
-            dropped |= set(step)
+            dropped |= {index for index in step if trace.ops[index].call.func.overloadpacket not in _MAKE_STATES}
     if not put_in or not are_in_torch(put_in.values()):
         return
     count = sum(kernel.op.phase == "optimizer" for kernel in report.kernels)

@@ -186,11 +186,13 @@ def tf32(report: Report) -> Iterator[Proposal]:
 
 
 @remedy
-def sixteen_bits(report: Report) -> Iterator[Proposal]:
-    """The whole program in fp32, or in a 16-bit type without matrix units (bf16 before Ampere) where the device is
-    faster in another."""
-    narrow, device = _narrow_type(report.hardware), report.hardware
-    wide = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}.get(report.main_dtype)
+def narrower_numbers(report: Report) -> Iterator[Proposal]:
+    """The whole program in fp64, as data of NumPy are; in fp32; or in a 16-bit type without matrix units (bf16 before
+    Ampere) where the device is faster in another."""
+    device, fp32 = report.hardware, torch.float32
+    types = {"fp64": torch.float64, "fp32": fp32, "tf32": fp32, "bf16": torch.bfloat16}
+    wide = types.get(report.main_dtype)
+    narrow = fp32 if wide is torch.float64 else _narrow_type(device)
     if narrow in (None, wide) or wide is None or not any(k.cost.macs for k in report.kernels):
         return
     units = [device.contraction_peak(name).unit for name in (report.main_dtype, name_of(narrow))]
@@ -201,17 +203,18 @@ def sixteen_bits(report: Report) -> Iterator[Proposal]:
         is_wide = spec.dtype == wide and spec.device != "cpu"
         return spec._replace(dtype=narrow) if is_wide else spec
 
-    name, bytes_too = str(narrow).removeprefix("torch."), wide is torch.float32
+    name, bytes_too = str(narrow).removeprefix("torch."), wide is not torch.bfloat16
     reasons = [f"twice the bytes of {name}"] * bytes_too
     reasons += ["no matrix units for it"] * (units[0] != "matrix" == units[1])
-    how = f"{name}: model.to(torch.{name})" + (
-        ", or torch.autocast where weights have to stay fp32" if bytes_too else ""
-    )
+    beside = {
+        torch.float64: ", and data made by NumPy too",
+        fp32: ", or torch.autocast where weights have to stay fp32",
+    }
     then = with_chosen_kernels(with_tensors(trace_of(report), narrowed, dtypes={wide: narrow}), device)
     yield Proposal(
         all_kernels(report), everything,
-        f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}", how,
-        priced(report, then),
+        f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
+        f"{name}: model.to(torch.{name}){beside.get(wide, '')}", priced(report, then),
     )  # fmt: skip
 
 

@@ -1,0 +1,134 @@
+"""Serving: models whose layers keep different things, and what their configs say of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from flopmeter import FlopMeter, ServingError, load_hardware, serving  # noqa: E402
+from flopmeter.ask.serve.decoder import decoder  # noqa: E402
+from flopmeter.ask.serve.steps import StepModel  # noqa: E402
+from flopmeter.models.hubs import model_of  # noqa: E402
+
+H100 = "h100-sxm5-80gb"
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 4000, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 65}
+
+
+def own_cache_bytes(config, tokens):
+    """What transformers' own cache holds after a prompt of so many tokens."""
+    config.architectures = [type(config).__name__.replace("TextConfig", "ForCausalLM").replace("Config", "ForCausalLM")]
+    cache = transformers.DynamicCache(config=config)
+    with FlopMeter(H100, routing="balanced", checks="hold"), torch.no_grad():
+        ids = torch.empty(1, tokens, dtype=torch.long, device="meta")
+        model_of(config)(input_ids=ids, past_key_values=cache, use_cache=True)
+    held = [each for layer in cache.layers for each in (layer.keys, layer.values) if each is not None]
+    return sum(each.nbytes for each in held)
+
+
+CONFIGS = {
+    "layers of different heads": lambda: transformers.Gemma4TextConfig(
+        **SMALL, **WINDOWS, head_dim=32, global_head_dim=64, num_global_key_value_heads=2, attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+    ),
+    "layers that read another's cache": lambda: transformers.Gemma3nTextConfig(
+        **SMALL, **WINDOWS, head_dim=32, num_kv_shared_layers=3, vocab_size_per_layer_input=4000
+    ),
+    "values narrower than keys": lambda: transformers.MiMoV2FlashConfig(
+        **SMALL, **WINDOWS, head_dim=48, v_head_dim=32, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
+    "chunks": lambda: transformers.Llama4TextConfig(
+        **SMALL, head_dim=32, attention_chunk_size=65, num_local_experts=2, intermediate_size_mlp=512
+    ),
+    "latents": lambda: transformers.DeepseekV3Config(**SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_request_holds_what_transformers_own_cache_holds(kind):
+    """In a layer with a window transformers keeps the last 64 of 65 tokens; a server also the one that it works on."""
+    tokens, own = 512, decoder(CONFIGS[kind]())
+    own_bytes = own_cache_bytes(CONFIGS[kind](), tokens)
+    windows = sum(layer.elements for layer in own._kept if layer.most_tokens < tokens) * 2
+    assert own.kv_bytes(tokens, 2) == own_bytes + windows
+
+
+def test_two_ranks_share_the_heads_of_each_layer():
+    one, two = (decoder(CONFIGS["layers of different heads"](), ranks) for ranks in (1, 2))
+    assert two.kv_bytes(512, 2) == one.kv_bytes(512, 2) / 2
+
+
+def test_chunks_of_attention_limit_what_a_step_reads():
+    def read(cached):
+        own = StepModel(decoder(CONFIGS["chunks"]()), "eager", "bf16", "bf16", {})
+        report = own.report(load_hardware(H100), 4, 1, cached)
+        return next(row for row in report.rows() if row.name == "attention (fused)").bytes_read
+
+    in_full, of_token = decoder(CONFIGS["chunks"]())._kept, 4 * 2
+    without = sum(layer.elements for layer in in_full if layer.most_tokens > 4096) * of_token
+    assert read(4096) - read(2048) == pytest.approx(2048 * without, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [H100, "b200-sxm-180gb", "mi300x"])
+def test_decoding_under_a_window_takes_as_long_as_over_so_many_tokens(name):
+    """Heads share the keys under a window too: measured on H100 and H200 at a third of what torch's kernel takes."""
+
+    def attention_seconds(cached, **window):
+        config = transformers.MistralConfig(**SMALL | {"num_key_value_heads": 1}, head_dim=64, **window)
+        own = StepModel(decoder(config), "eager", "bf16", "bf16", {})
+        kernels = own.report(load_hardware(name), 256, 1, cached)
+        return next(row for row in kernels.rows() if row.name == "attention (fused)").seconds
+
+    assert attention_seconds(4096, sliding_window=128) == pytest.approx(
+        attention_seconds(127, sliding_window=None), rel=1e-2
+    )
+
+
+@pytest.mark.parametrize("kind", ["Qwen3NextConfig", "NemotronHConfig", "DeepseekV32Config"])
+def test_layers_that_keep_other_things_than_keys_are_refused_in_one_line(kind):
+    with pytest.raises(ServingError, match=r"keep more than keys and values .* it cannot be served here"):
+        decoder(getattr(transformers, kind)())
+
+
+def test_of_a_model_that_takes_images_the_language_model_is_served_as_if_it_were_alone(tmp_path):
+    language = CONFIGS["layers of different heads"]()
+    whole = transformers.Gemma4Config(text_config=language, architectures=["Gemma4ForConditionalGeneration"])
+    (tmp_path / "config.json").write_text(json.dumps(whole.to_dict()))
+    both = [serving(each, [H100], prompt=64, output=16) for each in (f"hf:{tmp_path}/config.json", language)]
+    assert both[0].rows == both[1].rows
+    assert "the language model of gemma4 alone: what it has for images or sound is left out" in str(both[0])
+    assert "alone: what" not in str(both[1])
+
+
+def test_a_router_multiplies_by_its_weights_in_their_own_type():
+    """transformers casts them to fp32 in each step; 64 x 256 weights and 8 tokens of 256 are read in bf16."""
+    config = transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 8}, first_k_dense_replace=0, n_routed_experts=64, moe_intermediate_size=64
+    )
+    own = StepModel(decoder(config), "eager", "bf16", "bf16", {})
+    kernels = [
+        each for each in own.report(load_hardware(H100), 8, 1, 64).kernels if each.op.module.endswith("mlp.gate")
+    ]
+    assert not [each.cost.name for each in kernels if each.cost.name == "_to_copy"]
+    products = [each.cost for each in kernels if each.cost.macs]
+    assert {(cost.dtype, cost.bytes_read) for cost in products} == {("bf16", 2 * (64 * 256 + 8 * 256))}
+    assert len(products) == 6
+
+
+def test_logits_of_all_requests_at_a_time_have_room_beside_the_cache():
+    """Of each request a step has logits of 262,144 tokens, in bf16 and in fp32; with a draft of 7 those of 8 tokens."""
+    config = transformers.LlamaConfig(**SMALL | {"vocab_size": 262_144})
+    plain = serving(config, [H100], prompt=65536, output=16).rows[0]
+    drafted = serving(config, [H100], prompt=65536, output=16, draft=config, draft_tokens=7).rows[0]
+    room = load_hardware(H100).memory_bytes - 0.6e9 - drafted.weight_bytes
+    a_request = drafted.kv_bytes_per_request + 8 * 262_144 * (2 + 4)
+    assert drafted.most_requests == pytest.approx(room / a_request, rel=0.02)
+    assert plain.most_requests > 2 * drafted.most_requests  # whose caches are twice as large
