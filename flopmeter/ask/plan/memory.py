@@ -30,41 +30,40 @@ class MemoryUse(NamedTuple):
     reserved_bytes: int  # what torch's allocator takes from a device that has room for it
 
 
-def memory_of(work: SplitWork) -> MemoryUse:
-    """Of the whole world."""
-    uses = [memory_of_rank(work, rank) for rank in _fullest(work.split)]
-    return MemoryUse(max(use.peak_bytes for use in uses), max(use.reserved_bytes for use in uses))
+def memory_of(work: SplitWork, usable_bytes: int | None = None) -> MemoryUse:
+    """Of the whole world. Raises OutOfMemoryError if that many bytes do not do. Unused segments are given back
+    before it fails."""
+    ranks = _fullest(work.split)
+    uses = [_Rank(work, rank, most_bytes=usable_bytes).step() for rank in ranks]
+    use = MemoryUse(max(use.peak_bytes for use in uses), max(use.reserved_bytes for use in uses))
+    if usable_bytes is not None and use.reserved_bytes > usable_bytes:
+        for rank in ranks:
+            _Rank(work, rank, capacity_bytes=usable_bytes).step()
+    return use
 
 
-def fits(work: SplitWork, use: MemoryUse, usable_bytes: int | None) -> bool:
-    """Whether the allocator gets by with so many bytes: it gives unused segments back before it fails."""
-    if usable_bytes is None or use.reserved_bytes <= usable_bytes:
-        return True
-    if use.peak_bytes > usable_bytes:
-        return False
-    try:
-        for rank in _fullest(work.split):
-            memory_of_rank(work, rank, usable_bytes)
-    except OutOfMemoryError:
-        return False
-    return True
-
-
-def memory_of_rank(work: SplitWork, rank: int, capacity_bytes: int | None = None) -> MemoryUse:
-    """Of that rank of the pipeline. Raises OutOfMemoryError if its step takes more than the capacity."""
-    return _Rank(work, rank, capacity_bytes).step()
+def memory_of_rank(work: SplitWork, rank: int) -> MemoryUse:
+    """Of that rank of the pipeline."""
+    return _Rank(work, rank).step()
 
 
 def least_bytes(work: SplitWork) -> float:
-    """A lower bound for the fullest rank: its state, and the activations that are in flight."""
+    """A lower bound for the fullest rank: its state, the activations that are in flight, and what is whole then."""
     return max(_least_bytes(work, rank) for rank in range(work.split.pp))
 
 
 def _least_bytes(work: SplitWork, rank: int) -> float:
     chunks = work.chunks(rank)
     made = [float(sum(part.activation_bytes for part in parts)) for parts in chunks]
-    order = work.order(rank, min(work.microbatches, ROUNDS * work.split.pp))
-    return state_bytes(work.split) * _shard_numel(work, chunks) + most_in_flight(order, made)
+    split, microbatches = work.split, min(work.microbatches, ROUNDS * work.split.pp)
+    whole = 0
+    if split.gather == "step" and split.shards > 1:
+        parts = [part for parts in chunks for part in parts]
+        whole = sum(part.gathered_bytes for part in parts)
+        if split.chunks == 1 and microbatches > split.pp:  # as many microbatches are in flight after a backward pass
+            whole += REDUCED_BYTES * sum(part.parameters for part in parts)
+    in_flight = most_in_flight(work.order(rank, microbatches), made)
+    return state_bytes(split) * _shard_numel(work, chunks) + in_flight + whole
 
 
 def state_bytes(split: Split) -> int:
@@ -76,10 +75,10 @@ def _shard_numel(work: SplitWork, chunks: list[list[PartCost]]) -> float:
     return sum(work.shard_numel(part) for parts in chunks for part in parts)
 
 
-def _fullest(split: Split) -> set[int]:
+def _fullest(split: Split) -> list[int]:
     """The ranks that may be. Those after the second one have no more layers, and fewer microbatches in flight; the last
     one has the head."""
-    return {0, min(1, split.pp - 1), split.pp - 1}
+    return sorted({0, min(1, split.pp - 1), split.pp - 1})
 
 
 class _Taken(NamedTuple):
@@ -91,13 +90,16 @@ _Group = tuple[tuple[int, int], ...]  # parts that FSDP2 gathers together: the c
 
 
 class _Rank:
-    def __init__(self, work: SplitWork, rank: int, capacity_bytes: int | None) -> None:
+    def __init__(
+        self, work: SplitWork, rank: int, most_bytes: int | None = None, capacity_bytes: int | None = None
+    ) -> None:
+        """No more than `most_bytes` can be in use, or be reserved than the capacity."""
         self._work, self._rank, self._split = work, rank, work.split
         self._chunks = work.chunks(rank)
         self._microbatches = min(work.microbatches, ROUNDS * self._split.pp)  # more do not fill it further
         self._keeps_whole, self._is_sharded = self._split.gather == "step", self._split.shards > 1
         self._allocator = CachingAllocator(capacity_bytes)
-        self._in_use = self._peak = 0
+        self._in_use, self._peak, self._most_bytes = 0, 0, most_bytes
         self._blocks: dict[tuple[int, int, int], dict[int, _Taken]] = defaultdict(dict)  # by chunk, place, microbatch
         self._whole: dict[tuple[int, int], list[_Taken]] = {}  # parameters, by chunk and place
         self._new: dict[tuple[int, int], list[_Taken]] = defaultdict(list)  # gradients of this pass
@@ -282,6 +284,8 @@ class _Rank:
         taken = _Taken(self._allocator.allocate(round(nbytes), stream), round(nbytes))
         self._in_use += taken.nbytes
         self._peak = max(self._peak, self._in_use)
+        if self._most_bytes is not None and self._in_use > self._most_bytes:
+            raise OutOfMemoryError(f"rank {self._rank} needs more than {self._most_bytes} bytes")
         return taken
 
     def _give(self, blocks: list[_Taken]) -> None:

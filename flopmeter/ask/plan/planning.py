@@ -15,7 +15,7 @@ from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_seconds
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
-from flopmeter.ask.plan.memory import MemoryUse, fits, least_bytes, memory_of, state_bytes
+from flopmeter.ask.plan.memory import MemoryUse, least_bytes, memory_of, state_bytes
 from flopmeter.ask.plan.rows import ParallelPlan, SplitRow
 from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, checked_wishes, splits
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
@@ -26,6 +26,7 @@ from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.quantities import figure, percent
+from flopmeter.timing.allocator import OutOfMemoryError
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
 USUAL_LENGTH = 8192  # tokens of a sequence, if nobody says it and the model takes as many
@@ -215,8 +216,9 @@ def _fastest(works: list[SplitWork], rows: int, usable_bytes: int | None) -> lis
         found = sorted(best.values(), key=lambda each: each.step.seconds)[:rows]
         if len(found) == rows and least >= found[-1].step.seconds:
             break
-        use = memory_of(work)
-        if not fits(work, use, usable_bytes):
+        try:
+            use = memory_of(work, usable_bytes)
+        except OutOfMemoryError:
             continue
         this, alike = _Found(work.split, compose(work), use), replace(work.split, dp=1, fsdp=work.split.replicas)
         if alike not in best or this.step.seconds < best[alike].step.seconds:
