@@ -41,7 +41,7 @@ def blocks_of(
 ) -> dict[int, Blocks]:
     """The blocks of each part, but for what one fused kernel alone makes and reads. `parts`: of each op, its part
     and whether it belongs to the backward pass. `gradients`: storages that became gradients of parameters."""
-    found = _Blocks(memory, parts, gradients)
+    found = _BlocksOfParts(memory, parts, gradients)
     inside = _inside_of_kernels(memory, kernels)
     for block in memory.blocks:
         if block.born >= 0 and block.nbytes and block.storage not in inside:
@@ -59,13 +59,13 @@ def _inside_of_kernels(memory: Memory, kernels: Sequence[Kernel]) -> set[int]:
     return {storage for storage, of in users.items() if len(of) == 1 and min(of) >= 0}
 
 
-class _Event(NamedTuple):
+class _TakeOrGive(NamedTuple):
     place: float  # among the ops of the pass
     takes: bool  # what is given back goes first
     number: int
 
 
-class _Blocks:
+class _BlocksOfParts:
     def __init__(self, memory: Memory, parts: Sequence[tuple[int, bool]], gradients: set[int]) -> None:
         self._parts, self._gradients = parts, gradients
         self._end = next((number for number, (_, is_backward) in enumerate(parts) if is_backward), len(parts))
@@ -76,7 +76,7 @@ class _Blocks:
             ops_of[each] += 1
         self._readers = self._find_readers(memory)
         self._nbytes: dict[int, list[int]] = defaultdict(list)
-        self._events: dict[tuple[int, bool], list[_Event]] = defaultdict(list)
+        self._events: dict[tuple[int, bool], list[_TakeOrGive]] = defaultdict(list)
         self._special: dict[tuple[int, str], set[int]] = defaultdict(set)
 
     def of(self, part: int) -> Blocks:
@@ -138,8 +138,8 @@ class _Blocks:
     def _take(self, part: int, is_backward: bool, place: float, block: MemoryBlock) -> int:
         number = len(self._nbytes[part])
         self._nbytes[part].append(block.nbytes)
-        self._events[part, is_backward].append(_Event(place, True, number))
+        self._events[part, is_backward].append(_TakeOrGive(place, True, number))
         return number
 
     def _give(self, part: int, is_backward: bool, place: float, number: int) -> None:
-        self._events[part, is_backward].append(_Event(place, False, number))
+        self._events[part, is_backward].append(_TakeOrGive(place, False, number))
