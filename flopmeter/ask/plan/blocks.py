@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from flopmeter.records import Kernel
@@ -25,15 +26,22 @@ class Blocks(NamedTuple):
     @property
     def kept(self) -> frozenset[int]:
         """Taken in the forward pass for the backward pass."""
-        return frozenset(n for n in self.forward if n >= 0 and ~n not in self.forward)
+        given = {~number for number in self.forward if number < 0}
+        return frozenset(number for number in self.forward if number >= 0) - given
 
     @property
     def kept_bytes(self) -> int:
-        return sum(self.nbytes[number] for number in self.kept)
+        return _kept_bytes(self)
 
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
         return tuple(self.nbytes[number] for number in sorted(self.gradients))
+
+
+@cache
+def _kept_bytes(blocks: Blocks) -> int:
+    """Asked for each of thousands of splits."""
+    return sum(blocks.nbytes[number] for number in blocks.kept)
 
 
 def blocks_of(
