@@ -7,6 +7,7 @@ Runs of llm-foundry are in validate_distributed.py.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from flopmeter import SplitRow, plan
 from flopmeter.device.hardware import load_hardware
 from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.models.gpt2 import Block as GPT2Block
-from flopmeter.models.layers import SelfAttention
+from flopmeter.models.layers import SelfAttention, next_token_loss
 from flopmeter.models.llama import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Block, Llama, LlamaConfig
 
 H100_500W = Path(__file__).parent / "h100-96gb-500w.yaml"
@@ -53,7 +55,7 @@ class Run(NamedTuple):
     compile: Any = False
     async_tp: bool = False
     fp8: bool = False
-    asks_for_flash: bool = False  # as torchtitan does, on GPUs before Blackwell
+    is_titan: bool = False  # FlashAttention before Blackwell, expandable segments (run_llama_train.sh of f6a9daa)
 
 
 def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
@@ -64,7 +66,9 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
         if express is None:
             continue
         run = express(line)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if run.asks_for_flash else nullcontext():
+        allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.is_titan else {}
+        flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if run.is_titan else nullcontext()
+        with flash, patch.dict(os.environ, allocator):
             (found,) = plan(
                 run.model, int(line["n_gpus"]), run.hardware, run.memory, batch=run.batch, length=run.length,
                 only={"cp": 1, **run.only}, mode=run.mode, rows=1, tensor_parallel=run.styles, loss=run.loss,
@@ -78,7 +82,7 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
         )
         rows.setdefault(f"{line['source']}, {line['unit']}, planned", []).append(row)
         if stated := re.search(r"memory ([\d.]+) GiB", line["other_config"]):
-            kept = float(found.peak_memory_bytes)
+            kept = float(found.reserved_memory_bytes)  # torchtitan prints what its allocator reserves
             of_memory = row._replace(
                 measured=float(stated[1]) * 2**30, predicted=kept, low=kept, high=kept, roofline=kept
             )
@@ -116,14 +120,19 @@ def _titan(line: Line) -> Run:
         only |= {"schedule": "interleaved", "chunks": 2} if "interleaved" in text else {"schedule": "1f1b"}
         assumed.append("as many microbatches as ranks of the pipeline, torchtitan's default, and two stages a rank")
     if "fp8" in line["dtype"]:
-        assumed.append("what FSDP and tensor parallelism gather is as large as in bf16, where it is fp8")
+        assumed.append("FSDP gathers in fp8; what tensor parallelism gathers is as large as in bf16, where it is fp8")
     hardware = "a100-sxm4-80gb" if line["gpu"].startswith("A100") else H100_500W
     is_compiled = re.search("compile(?!=false)", line["mode"]) is not None
     run = Run(
-        model, hardware, replicas * int(line["batch"]), int(line["seq"] or 8192), only,
-        "compiled" if is_compiled else "eager", "; ".join(assumed) or "nothing",
+        partial(_compiled_layers, model) if is_compiled else model, hardware, replicas * int(line["batch"]),
+        int(line["seq"] or 8192), only, "compiled" if is_compiled else "eager", "; ".join(assumed) or "nothing",
+        compile="rules" if is_compiled else False,
     )  # fmt: skip
-    return run._replace(async_tp="async" in text.lower(), asks_for_flash=True, fp8="fp8" in line["dtype"])
+    if (
+        is_compiled and line["source"] == "torchtitan 2025-06"
+    ):  # the loss, too: torchtitan/components/loss.py of 820504e
+        run = run._replace(loss=compiled_loss)
+    return run._replace(async_tp="async" in text.lower(), is_titan=True, fp8="fp8" in line["dtype"])
 
 
 LLAMAS = {
@@ -137,6 +146,33 @@ class RecomputedBlock(Block):
     def forward(self, *args: Tensor) -> Tensor:
         out: Tensor = checkpoint(super().forward, *args, use_reentrant=False)
         return out
+
+
+class CompiledBlock(Block):
+    """torchtitan compiles each layer, its recomputation inside (parallelize_llama.py of f6a9daa)."""
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        return _compiled_call(self, *args)
+
+
+@torch.compile
+def _compiled_call(block: nn.Module, *args: Tensor) -> Tensor:
+    out: Tensor = nn.Module.__call__(block, *args)
+    return out
+
+
+def _compiled_layers(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    for block in model.get_submodule("blocks").children():
+        block.__class__ = CompiledBlock
+    return model
+
+
+def compiled_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return _compiled_loss(model(tokens), tokens)
+
+
+_compiled_loss = torch.compile(next_token_loss)
 
 
 def _every_second_recomputed(config: LlamaConfig) -> nn.Module:
@@ -178,7 +214,7 @@ def _nemo(line: Line) -> Run:
     only |= {"schedule": "interleaved", "chunks": of["VP"]} if "VP" in of else {"schedule": NOT_DEFERRED}
     only["recompute"] = "none"
     model = partial(Llama, LLAMAS[line["model"]])
-    assumed = "nothing recomputed; Transformer Engine's kernels as inductor's; gathers as large as in bf16"
+    assumed = "nothing recomputed; Transformer Engine's kernels as inductor's; parameters gathered in fp8"
     run = Run(model, "h100-sxm5-80gb", of["GBS"], int(line["seq"]), only, "compiled", assumed)
     return run._replace(async_tp=True, fp8=True)
 

@@ -825,3 +825,38 @@ def test_a_tensor_of_just_a_mebibyte_takes_the_small_pool_and_leaves_its_place_t
             torch.empty(2**20, dtype=torch.uint8, device="meta").add_(1)
 
     assert memory_when(program).reserved_bytes == 2 * 2**20
+
+
+def test_expandable_segments_grow_by_what_is_lacking(monkeypatch: pytest.MonkeyPatch):
+    """In pages of 20 MiB (c10/cuda/CUDACachingAllocator.cpp, Note [Expandable Segments]): 30 MiB take two; after they
+    are given back, 70 MiB take two more, where a segment of their own would be 70."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB))
+    assert allocator.reserved_bytes == 40 * MIB
+    held = allocator.allocate(70 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+    other = allocator.allocate(10 * MIB)  # the rest of the last page
+    allocator.allocate(25 * MIB, stream=1)  # a segment of its own
+    assert allocator.reserved_bytes == 120 * MIB
+    allocator.free(held)
+    allocator.allocate(50 * MIB)
+    allocator.allocate(20 * MIB)
+    assert allocator.reserved_bytes == 120 * MIB
+    allocator.free(other)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    fixed = CachingAllocator()
+    fixed.free(fixed.allocate(30 * MIB))
+    fixed.allocate(70 * MIB)
+    assert fixed.reserved_bytes == 100 * MIB
+
+
+def test_expandable_segments_give_all_free_pages_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    allocator = CachingAllocator(capacity=60 * MIB)
+    first = allocator.allocate(30 * MIB)
+    allocator.allocate(10 * MIB)
+    allocator.free(first)
+    allocator.allocate(40 * MIB, stream=1)  # of 60, 10 are in use
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(30 * MIB)

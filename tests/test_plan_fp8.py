@@ -37,6 +37,9 @@ def test_large_layers_do_the_same_products_in_less_time(tp: int):
     assert 0.45 < narrow.forward.compute_seconds / wide.forward.compute_seconds < 0.8
     assert narrow.forward.seconds + narrow.backward.seconds < 0.85 * (wide.forward.seconds + wide.backward.seconds)
     assert narrow.parameters == wide.parameters
+    norms = 2 * LARGE.width  # in bf16
+    assert narrow.gathered_bytes == narrow.parameters - norms + 2 * norms
+    assert wide.gathered_bytes == 2 * wide.parameters
 
 
 def test_small_layers_gain_little_for_the_casts():

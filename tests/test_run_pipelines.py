@@ -64,6 +64,17 @@ def test_a_pipeline_written_out_by_send_and_recv_has_the_bubble_of_the_papers(sc
     assert not [note for note in report["notes"] if note.startswith("messages with rank")]
 
 
+def test_a_report_tells_waits_for_other_ranks_from_waits_for_the_host(capsys):
+    """GPipe of three stages and eight microbatches waits for two tenths; its messages take far less."""
+    assert main(["run", "--hardware", "h100-sxm5-80gb", "--gpus", str(RANKS), BY_HAND, "GPipe"]) == 0
+    text = capsys.readouterr().err
+    assert "communication includes the bubble, in which rank 0 waits for messages: 2" in text
+    assert "waits for other ranks included" in text
+    assert "waits for the host before it" not in text
+    heading = next(line for line in text.splitlines() if "bubble ms" in line)
+    assert heading.split()[0] == "rank"  # the ranks of a script need not be stages
+
+
 def test_ranks_beyond_the_most_that_run_are_named_as_ready(monkeypatch, capsys):
     monkeypatch.setattr(ranks, "MOST_RANKS", 2)
     report = reported(["--gpus", str(RANKS), BY_HAND, "GPipe"], capsys)

@@ -3,6 +3,8 @@ them."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,6 +167,15 @@ def test_a_world_of_the_scripts_own_numbers_has_the_clusters_nodes():
     step = device.report().step
     assert collective_ranks(step) == [(16, None)]
     assert not [note for note in step.notes if "launcher" in note]
+
+
+def test_more_gpus_than_a_node_has_are_several_nodes_of_the_devices_cluster():
+    """16 A100 are two DGX of eight, as torchrun would start them: ranks 0 to 7 are on the first."""
+    with flopmeter.cuda(A100, gpus=16) as device:
+        dist.init_process_group("nccl")
+        assert (os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_WORLD_SIZE"]) == ("8", "2")
+        dist.all_reduce(torch.zeros(1_000_000, device="cuda"))
+    assert collective_ranks(device.report().step) == [(16, 8)]
 
 
 def test_a_process_group_without_a_launcher_has_one_gpu_and_a_note_says_so():

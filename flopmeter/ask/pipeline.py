@@ -5,6 +5,7 @@ One rank of every stage is metered. Their timelines are put on one clock: a stag
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ class StageRow(Step):
         "usable_memory_bytes", "fits",
     )  # fmt: skip
 
-    place: int  # along the pipeline, from 0
+    place: int | None  # along the pipeline, from 0; None: the ranks of a script are not known to be stages
     rank: int  # in the world
     computing_seconds: float  # of kernels on the computing stream
     bubble_seconds: float  # in which it waits for messages, and for the others at the end
@@ -114,7 +115,7 @@ class Pipeline(Shown):
     @property
     def table(self) -> Table:
         """A row for each rank."""
-        return table_of(_COLUMNS, self.rows)
+        return table_of(_COLUMNS, self.rows, hides_unknown=True)
 
     @property
     def lines(self) -> list[str]:
@@ -142,7 +143,7 @@ def _own_seconds(row: StageRow) -> float:
 
 
 _COLUMNS: list[ColumnOf[StageRow]] = [
-    ColumnOf("stage", lambda row: row.place, str),
+    ColumnOf("stage", lambda row: row.place),
     ColumnOf("rank", lambda row: row.rank, str),
     ColumnOf("computes ms", lambda row: row.computing_seconds, in_ms),
     ColumnOf("bubble ms", lambda row: row.bubble_seconds, in_ms),
@@ -211,10 +212,11 @@ def pipeline_ranks(mesh: Mapping[str, int], stages: str) -> range:
     return range(0, stride * mesh[stages], stride)
 
 
-def pipeline_of(reports: Mapping[int, Report], links: Cluster) -> Pipeline:
+def pipeline_of(reports: Mapping[int, Report], links: Cluster, *, are_stages: bool = True) -> Pipeline:
     """The pipeline of ranks whose reports are on one clock, by global rank."""
     end = max(report.seconds for report in reports.values())
-    rows = tuple(_row(place, rank, report, end) for place, (rank, report) in enumerate(reports.items()))
+    places = range(len(reports)) if are_stages else itertools.repeat(None)
+    rows = tuple(_row(place, rank, report, end) for place, (rank, report) in zip(places, reports.items(), strict=False))
     first = next(iter(reports.values()))
     notes = dict.fromkeys(note for report in reports.values() for note in report.notes)
     assumed = dict.fromkeys(f"assumed: {each}" for report in reports.values() for each in report.assumptions)
@@ -222,7 +224,7 @@ def pipeline_of(reports: Mapping[int, Report], links: Cluster) -> Pipeline:
     return Pipeline(title, rows, reports, (f"cluster: {links.title}", *notes, *assumed))
 
 
-def _row(place: int, rank: int, report: Report, end: float) -> StageRow:
+def _row(place: int | None, rank: int, report: Report, end: float) -> StageRow:
     waits = _waits_for_messages(report)
     spans = _spans(report)
     backward = [span for span in spans if span.phase == "backward"]

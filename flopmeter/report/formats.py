@@ -159,9 +159,11 @@ def _communication(report: Report) -> list[str]:
     if report.cluster is None:
         return []
     count = sum(kernel.cost.collective is not None for kernel in report.kernels)
+    seconds, exposed = report.communication_seconds, report.exposed_seconds
+    waits = "of it exposed" if exposed <= seconds else "in which nothing computes, waits for other ranks included"
     return [
-        f"communication {duration(report.communication_seconds)} in {count} collectives over {report.cluster.title},"
-        f" {duration(report.exposed_seconds)} of it exposed",
+        f"communication {duration(seconds)} in {count} collectives over {report.cluster.title}, "
+        f"{duration(exposed)} {waits}",
     ]
 
 

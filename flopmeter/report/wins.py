@@ -10,6 +10,7 @@ MINOR_FAULT = 0.1  # of the wall-clock: a fault that wins less is sorted by its 
 
 WHOLE = "the whole program"
 WAITS = "the device waits for the host before it"
+WAITS_FOR_LINK = "the computing stream waits for communication before it"
 
 
 class HotSpot(NamedTuple):

@@ -22,6 +22,7 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.distributed.ranks import run_ranks
 from flopmeter.meter import reports_together
 from flopmeter.records.traces import part_of
+from flopmeter.report.quantities import percent
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run
 from flopmeter.run.session import ScriptSession, Wishes
@@ -77,11 +78,14 @@ def report_of(runs: Mapping[int, RanAsRank], program: str) -> RunReport:
     meters = {rank: each.meter for rank, each in sessions.items()}
     ops = {rank: each.step_ops() for rank, each in sessions.items()}
     together = reports_together(meters, session.wishes.mode, ops)
-    notes = dict.fromkeys(note for each in together.values() for note in each.notes)
+    noted = dict.fromkeys(note for each in together.values() for note in each.notes)
     assumed = dict.fromkeys(text for each in together.values() for text in each.assumptions)
-    step = replace(together[0], notes=(*notes, ALONE, *session.own_notes()), assumptions=tuple(assumed))
+    pipeline = pipeline_of(together, cluster_of(session.hardware), are_stages=False)
+    waits = percent(pipeline.rows[0].bubble_seconds / pipeline.seconds)
+    bubble = f"communication includes the bubble, in which rank 0 waits for messages: {waits} % of the step"
+    notes = (*noted, bubble, ALONE, *session.own_notes())
+    step = replace(together[0], notes=notes, assumptions=tuple(assumed))
     by_part = {name: step if part is report.step else part for name, part in report.by_part.items()}
-    pipeline = pipeline_of(together, cluster_of(session.hardware))
     return replace(report, step=step, by_part=by_part, pipeline=pipeline)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.records import DEFAULT_STREAM
@@ -38,7 +39,7 @@ class Wishes:
     """What the user asked of a run.
 
     gpus: ranks in the world, of which this process is rank 0; gpus_per_node: of them on each node, as a launcher
-        starts them; None: there is no launcher, and all are on one node.
+        starts them; None: there is no launcher, and nodes are those of the device's default cluster.
     steps: stop after so many; None: run to the end. marker: what ends a step (see steps.py).
     on_out_of_memory: 'raise' as the device would, or 'report' and go on.
     strict_values: an unknown value that the program reads is an error, not a stand-in.
@@ -76,7 +77,8 @@ class ScriptSession:
         )
         self.memory = DeviceMemory(self.hardware, wishes.on_out_of_memory)
         self.meter.storage_listener = self.memory
-        self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or wishes.gpus)
+        on_node = cluster_of(self.hardware).gpus_per_node if wishes.gpus > 1 else 1
+        self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or on_node)
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.meter.shapes_only = self.named.true_meta
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)

@@ -91,6 +91,11 @@ class Memory:
         with the gaps in them. torch.cuda.max_memory_reserved()."""
         return serve(self.blocks, self.steps)
 
+    @cached_property
+    def steady_reserved_bytes(self) -> int:
+        """The same if the program ran again, as `steady_peak_bytes`."""
+        return serve(self._steady_blocks, self.steps)
+
     def fits(self, hardware: Hardware, *, allocator: bool = False) -> bool:
         """Whether the program, repeated, stays within `usable_bytes` of the device.
 
@@ -98,11 +103,14 @@ class Memory:
             segments before it fails; False counts only the bytes that tensors ask for.
         Raises HardwareError where the device's memory is unknown.
         """
-        usable = usable_bytes(hardware)
+        return self.fits_in(usable_bytes(hardware), allocator=allocator)
+
+    def fits_in(self, usable_bytes: int, *, allocator: bool = False) -> bool:
+        """The same for so many bytes."""
         if not allocator:
-            return self.steady_peak_bytes <= usable
+            return self.steady_peak_bytes <= usable_bytes
         try:
-            serve(self._steady_blocks, self.steps, usable)
+            serve(self._steady_blocks, self.steps, usable_bytes)
         except OutOfMemoryError:
             return False
         return True

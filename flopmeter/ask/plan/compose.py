@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from flopmeter.ask.plan.layers import LayerCosts, PartCost, PassCost
-from flopmeter.ask.plan.schedules import Pass, PassKind, most_in_flight, order_of
+from flopmeter.ask.plan.schedules import Pass, PassKind, order_of
 from flopmeter.ask.plan.splits import Split
 from flopmeter.device.cluster import Cluster, price_collective
 from flopmeter.device.hardware import Hardware
@@ -24,7 +24,6 @@ from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 Bound = Literal["compute", "memory", "communication", "overhead", "bubble", "delays"]
 GATHERED_BYTES, REDUCED_BYTES = 2, 4  # of a parameter in bf16, of a gradient in fp32
-STATE_BYTES = 16  # of a parameter in the shard: itself, its gradient, and Adam's two averages, all in fp32
 # Streams of FSDP2, beside the one that computes.
 GATHER, SCATTER, SUM = 1, 2, 3
 FIRST_MESSAGE = 4
@@ -33,12 +32,11 @@ ROUNDS = 2  # multiples of the pipeline's length: from this number of microbatch
 
 @dataclass(frozen=True)
 class Composed:
-    """A step of one split: the figures of the rank of the pipeline that has the most to do, except for memory."""
+    """A step of one split: the figures of the rank of the pipeline that has the most to do."""
 
     seconds: float
     seconds_by_bound: Mapping[Bound, float]
     model_flops: float  # of each rank, on average
-    memory_bytes: int  # of the fullest rank
     microbatches: int
 
 
@@ -110,7 +108,6 @@ def compose(work: SplitWork) -> Composed:
         seconds=sum(step.values()),
         seconds_by_bound=step,
         model_flops=flops * microbatches / pp,
-        memory_bytes=most_memory_bytes(work),
         microbatches=microbatches,
     )
 
@@ -228,25 +225,28 @@ class _RankOfSplit:
         if scatters and outside:
             self._scatter(outside)
 
-    def _sharded(self, parts: list[PartCost]) -> list[tuple[int, tuple[int, ...]]]:
-        """How many parameters are sharded over which ranks: experts are a group of their own."""
+    def _sharded(self, parts: list[PartCost]) -> list[tuple[int, int, tuple[int, ...]]]:
+        """How many parameters are sharded over which ranks, and their bytes when gathered: experts are a group of their
+        own."""
         experts = sum(part.expert_parameters for part in parts) if self._split.ep > 1 else 0
-        others = sum(part.parameters for part in parts) - experts
-        found = [(others, self._split.group("fsdp", "cp")), (experts, self._split.expert_shards)]
-        return [(numel, ranks) for numel, ranks in found if numel] if experts else found[:1]
+        numel, nbytes = sum(part.parameters for part in parts), sum(part.gathered_bytes for part in parts)
+        of_experts = GATHERED_BYTES * experts
+        others = (numel - experts, nbytes - of_experts, self._split.group("fsdp", "cp"))
+        found = [others, (experts, of_experts, self._split.expert_shards)]
+        return [each for each in found if each[0]] if experts else [others]
 
     def _gather(self, parts: list[PartCost], after: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters are gathered, and copied out of the buffer."""
-        for numel, ranks in self._sharded(parts):
-            gathered = self._transfer(Collective("all_gather", GATHERED_BYTES * numel, ranks), GATHER, after)
-            after = self._compute(PassCost(memory_seconds=self._moved(2 * GATHERED_BYTES * numel)), gathered)
+        for _, nbytes, ranks in self._sharded(parts):
+            gathered = self._transfer(Collective("all_gather", nbytes, ranks), GATHER, after)
+            after = self._compute(PassCost(memory_seconds=self._moved(2 * nbytes)), gathered)
         return after
 
     def _scatter(self, parts: list[PartCost]) -> None:
         """Gradients are copied into the buffer in fp32, once the scatter before is done; scattered; and summed up over
         replicas."""
         split, after = self._split, self._done
-        for numel, ranks in self._sharded(parts):
+        for numel, _, ranks in self._sharded(parts):
             if split.shards > 1:
                 copy = PassCost(memory_seconds=self._moved((GATHERED_BYTES + REDUCED_BYTES) * numel))
                 after = self._compute(copy, (*self._done, *self._last_scatter))
@@ -335,45 +335,3 @@ class _RankOfSplit:
             shares["overhead"] += cost.overhead_seconds * slowed
             end = stretch.end_seconds
         return shares
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
-def most_memory_bytes(work: SplitWork) -> int:
-    """Memory of the rank that needs the most."""
-    return max(memory_bytes(work, rank) for rank in range(work.split.pp))
-
-
-def memory_bytes(work: SplitWork, rank: int) -> int:
-    """At the fullest moment of a step: state, parameters and gradients that are whole, activations, temporaries."""
-    split, chunks, costs = work.split, work.chunks(rank), work.costs
-    parts = [part for chunk in chunks for part in chunk]
-    microbatches = min(work.microbatches, ROUNDS * split.pp)  # more do not fill it further
-    made = [float(sum(part.activation_bytes for part in chunk)) for chunk in chunks]
-    held = [float(sum(part.held_bytes for part in chunk)) for chunk in chunks] if split.defers_weights else None
-    activations = most_in_flight(work.order(rank, microbatches), made, held)
-    state = STATE_BYTES * sum(map(work.shard_numel, parts))
-    after = sum(part.activation_bytes for part in parts if part is costs.after)
-    # While the last part runs backward all activations are there; while a layer does, those of the loss are gone.
-    moments = (
-        part.transient_bytes + _whole_bytes(work, parts, part) - (0 if part is costs.after else after) for part in parts
-    )
-    return round(state + activations + max(moments))
-
-
-def _whole_bytes(work: SplitWork, parts: list[PartCost], running: PartCost) -> float:
-    """Parameters and gradients that are whole while this part runs backward."""
-    split, costs = work.split, work.costs
-    layer = max(part.parameters for part in costs.layers.values())
-    if split.shards == 1:
-        return (GATHERED_BYTES + GATHERED_BYTES) * sum(part.parameters for part in parts)
-    buffers = (GATHERED_BYTES + REDUCED_BYTES) * layer  # the layer's own gradients, and the scatter of those before
-    if split.gather == "step":  # parameters stay gathered, and gradients are added up in fp32
-        gradients = REDUCED_BYTES if work.microbatches > 1 else 0
-        return (GATHERED_BYTES + gradients) * sum(part.parameters for part in parts) + buffers
-    outside = GATHERED_BYTES * (costs.before.parameters + costs.after.parameters)
-    gathered = 2 * GATHERED_BYTES * layer  # this layer, and the buffer of the next one
-    if running is costs.after:
-        return outside + gathered
-    return outside + GATHERED_BYTES * costs.after.parameters + gathered + buffers

@@ -1,7 +1,8 @@
 """Linear layers whose products run in fp8, as torchao's dynamic scaling has them (the tensorwise recipe of torchtitan).
 
 Activations and gradients are cast with the largest value of the tensor, activations to e4m3 and gradients to e5m2.
-Parameters are cast as shards and gathered in fp8; here what is gathered is as large as in bf16. Casts are kernels of
+Parameters are cast as shards and gathered by FSDP2 in fp8 (`enable_fsdp_float8_all_gather`). What tensor parallelism
+gathers is in bf16 here, where torchao casts before. Casts are kernels of
 their own where layers run eagerly, and fuse with their neighbours where they are compiled.
 """
 
@@ -22,6 +23,12 @@ def in_fp8(layers: list[nn.Module]) -> None:
             if type(module) is nn.Linear and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
                 module.__class__ = Fp8Linear
         layer.register_forward_hook(lambda *args: _last_casts.clear())  # compiled code keeps nothing beyond its layer
+
+
+def fp8_numel(layer: nn.Module) -> int:
+    """Parameters of this rank that are gathered in fp8."""
+    weights: list[Any] = [module.weight for module in layer.modules() if isinstance(module, Fp8Linear)]
+    return sum((each.to_local() if hasattr(each, "to_local") else each).numel() for each in weights)
 
 
 class Fp8Linear(nn.Linear):

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from flopmeter.ask.plan.blocks import Blocks, blocks_of
 from flopmeter.ask.plan.experts import experts_of, with_routing
+from flopmeter.ask.plan.fp8 import fp8_numel
 from flopmeter.ask.plan.overlap import hidden_seconds
 from flopmeter.ask.plan.program import PARAMETERS, backward, optimizer_step, split_layers
 from flopmeter.ask.plan.schedules import PassKind
@@ -52,11 +54,21 @@ class PartCost(NamedTuple):
     forward: PassCost
     backward: PassCost  # recomputation included
     parameters: int  # of this rank, before FSDP shards them
-    activation_bytes: int  # that a microbatch leaves until its backward pass
-    transient_bytes: int  # the most beside those while it runs: temporaries, and what recomputation makes again
+    blocks: Blocks = Blocks()  # of memory
     expert_parameters: int = 0  # of `parameters`, those of this rank's experts
     weights: PassCost = PassCost()  # of `backward`, what makes nothing but gradients of parameters
     held_bytes: int = 0  # gradients of activations that `weights` needs
+    fp8_parameters: int = 0  # of `parameters`, those that are gathered in fp8
+
+    @property
+    def activation_bytes(self) -> int:
+        """That a microbatch leaves until its backward pass."""
+        return self.blocks.kept_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the whole parameters, in the types in which products read them."""
+        return PARAMETERS.itemsize * self.parameters - (PARAMETERS.itemsize - 1) * self.fp8_parameters
 
 
 class LayerCosts(NamedTuple):
@@ -67,6 +79,7 @@ class LayerCosts(NamedTuple):
     after: PartCost
     boundary_bytes: int  # of what one layer hands to the next: a message between stages
     optimizer_seconds_per_parameter: float  # of a shard
+    optimizer_bytes_per_parameter: float  # that its step takes for itself
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -109,11 +122,15 @@ def meter_layers(job: LayersJob) -> LayerCosts:
     outside = sum(map(_local_numel, model.parameters())) - sum(inside)
     first = _local_numel(next(model.parameters()))
     return LayerCosts(
-        layers={kind: parts.cost(place, inside[place], experts[place]) for place, kind in enumerate(chosen) if place},
+        layers={
+            kind: parts.cost(place, inside[place], experts[place])._replace(fp8_parameters=fp8_numel(blocks[place]))
+            for place, kind in enumerate(chosen)
+            if place
+        },
         before=parts.cost(BEFORE, min(first, outside)),
         after=parts.cost(AFTER, max(0, outside - first)),
         boundary_bytes=boundary[0],
-        optimizer_seconds_per_parameter=_optimizer(blocks[1], job),
+        **_optimizer(blocks[1], job),
         notes=report.notes,
         assumptions=report.assumptions,
     )
@@ -145,8 +162,8 @@ def _watch_boundary(block: nn.Module) -> list[int]:
     return found
 
 
-def _optimizer(block: nn.Module, job: LayersJob) -> float:
-    """Optimizer seconds for each parameter, from a whole layer in fp32; a shard is assumed to take its share."""
+def _optimizer(block: nn.Module, job: LayersJob) -> dict[str, float]:
+    """Seconds and bytes for each parameter, from a whole layer in fp32; a shard is assumed to take its share."""
     shards = [torch.empty(_local(each).shape, device="meta", requires_grad=True) for each in block.parameters()]
     step = optimizer_step(shards)
     for _ in range(2):  # the first one makes the state
@@ -154,8 +171,11 @@ def _optimizer(block: nn.Module, job: LayersJob) -> float:
             each.grad = torch.empty_like(each)
         with FlopMeter(job.hardware, **job.meter_options) as meter:
             step()
-    report = meter.report(mode=job.mode)
-    return (report.seconds - report.idle_seconds) / sum(each.numel() for each in shards)
+    report, numel = meter.report(mode=job.mode), sum(each.numel() for each in shards)
+    return {
+        "optimizer_seconds_per_parameter": (report.seconds - report.idle_seconds) / numel,
+        "optimizer_bytes_per_parameter": max(report.memory.timeline["temporaries"]) / numel,
+    }
 
 
 class _PartsOfReport:
@@ -169,13 +189,15 @@ class _PartsOfReport:
         self._passes: dict[tuple[int, PassKind], PassCost] = {}
         for part, kind, cost in self._spans():
             self._passes[part, kind] = self._passes.get((part, kind), PassCost()) + cost
-        self._activations, self._transients = self._memory()
+        place = _Place(prefix)
+        parts = [place(op.module, op.phase) for op in report.memory.trace.ops]
+        self._blocks = blocks_of(report.memory, report.kernels, parts, self._gradients)
         self._held = self._held_for_weights()
 
     def cost(self, part: int, parameters: int, experts: int = 0) -> PartCost:
         forward, backward, weights = (self._passes.get((part, kind), PassCost()) for kind in get_args(PassKind))
-        memory = self._activations.get(part, 0), self._transients.get(part, 0)
-        return PartCost(forward, backward + weights, parameters, *memory, experts, weights, self._held.get(part, 0))
+        blocks, held = self._blocks.get(part, Blocks()), self._held.get(part, 0)
+        return PartCost(forward, backward + weights, parameters, blocks, experts, weights, held)
 
     def _find_gradients(self) -> set[int]:
         """Storages that became gradients of parameters."""
@@ -233,33 +255,6 @@ class _PartsOfReport:
                 ),
             )
             end = timing.end_seconds
-
-    def _memory(self) -> tuple[dict[int, int], dict[int, int]]:
-        """For each part, the bytes that it keeps until the loss has been computed, and the most bytes that are alive
-        beside activations while it runs. What one part makes for one other, such as the input of the next layer, is
-        kept by that one."""
-        memory, place = self._report.memory, _Place(self._prefix)
-        ops = memory.trace.ops
-        parts = [place(op.module, op.phase)[0] for op in ops]
-        end = next((number for number, op in enumerate(ops) if op.phase in ("backward", "recompute")), len(ops))
-        readers: dict[int, set[int]] = {}
-        for part, op in zip(parts, ops[:end], strict=False):
-            for storage in {op.storages[spec.storage] for spec in op.call.inputs}:
-                readers.setdefault(storage, set()).add(part)
-        kept: dict[int, int] = {}
-        for block in memory.blocks:
-            if block.category == "activations" and 0 <= block.born < end and (block.died is None or block.died > end):
-                maker = parts[block.born]
-                others = readers.get(block.storage, set()) - {maker}
-                keeper = others.pop() if len(others) == 1 else maker
-                kept[keeper] = kept.get(keeper, 0) + block.nbytes
-        most: dict[int, int] = {}
-        held = memory.timeline["activations"][end]
-        for part, alive, again in zip(
-            parts, memory.timeline["temporaries"], memory.timeline["activations"], strict=False
-        ):
-            most[part] = max(most.get(part, 0), alive + max(0, again - held))
-        return kept, most
 
 
 class _Place:

@@ -13,15 +13,9 @@ from typing import Any, NamedTuple
 from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
-from flopmeter.ask.plan.compose import (
-    STATE_BYTES,
-    Composed,
-    SplitWork,
-    compose,
-    least_seconds,
-    most_memory_bytes,
-)
+from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_seconds
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
+from flopmeter.ask.plan.memory import MemoryUse, least_bytes, memory_of, state_bytes
 from flopmeter.ask.plan.rows import ParallelPlan, SplitRow
 from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, checked_wishes, splits
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
@@ -32,11 +26,9 @@ from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, Mode
 from flopmeter.report.quantities import figure, percent
+from flopmeter.timing.allocator import OutOfMemoryError
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
-# What allocators reserve beyond what is in use: torchtitan's runs (benchmarks/llama3_h100_202412_torchtitan.md) against
-# what is predicted here.
-RESERVED_BEYOND_USE = 0.12
 USUAL_LENGTH = 8192  # tokens of a sequence, if nobody says it and the model takes as many
 
 
@@ -125,7 +117,7 @@ def plan(
         f"{sequences:,} sequences of {tokens:,} tokens a step",
         tuple(_delayed(row, delays) for row in shown),
         search.considered,
-        search.fitting,
+        search.may_fit,
         len(search.costs),
         tuple(dict.fromkeys(filter(None, notes))),
     )
@@ -137,6 +129,7 @@ _Runner = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]  # runs a f
 class _Found(NamedTuple):
     split: Split
     step: Composed
+    memory: MemoryUse
 
 
 class _Search:
@@ -150,7 +143,7 @@ class _Search:
         self._mode: Mode = mode
         self._usable, self._meter_options, self._async_tp = usable, meter_options, async_tp
         self.costs: dict[Shape, LayerCosts] = {}
-        self.considered = self.fitting = 0
+        self.considered = self.may_fit = 0
 
     def best(self, wishes: Mapping[str, tuple[object, ...]], rows: int, run: _Runner) -> list[_Found]:
         """The fastest splits that fit, else those that need the least memory."""
@@ -163,15 +156,16 @@ class _Search:
         jobs = [LayersJob(self._subject, shape, *self._where, self._async_tp) for shape in shapes]
         self.costs = dict(zip(shapes, run(meter_layers, jobs), strict=True))
         works = [self._work(each) for each in worth]
-        sizes = [most_memory_bytes(work) for work in works]
-        fitting = [
+        sizes = [least_bytes(work) for work in works]
+        may_fit = [
             work for work, size in zip(works, sizes, strict=True) if self._usable is None or size <= self._usable
         ]
-        self.fitting = len(fitting)
-        if not fitting:
+        found = _fastest(may_fit, rows, self._usable)
+        if not found:
             smallest = heapq.nsmallest(rows, range(len(works)), key=sizes.__getitem__)
-            return [_Found(works[number].split, compose(works[number])) for number in smallest]
-        return _fastest(fitting, rows)
+            return [_Found(work.split, compose(work), memory_of(work)) for work in map(works.__getitem__, smallest)]
+        self.may_fit = len(may_fit)
+        return found
 
     @property
     def _where(self) -> tuple[int, Hardware, Cluster, Mode, Mapping[str, Any]]:
@@ -180,7 +174,7 @@ class _Search:
     def _may_fit(self, split: Split) -> bool:
         """Whether parameters, gradients and optimizer state alone fit."""
         share = split.tp * split.pp * split.shards
-        return self._usable is None or STATE_BYTES * self._subject.parameters / share <= self._usable
+        return self._usable is None or state_bytes(split) * self._subject.parameters / share <= self._usable
 
     def _work(self, split: Split) -> SplitWork:
         return SplitWork(
@@ -188,7 +182,7 @@ class _Search:
         )
 
     def row(self, found: _Found, dollars: float | None) -> SplitRow:
-        split, step = found
+        split, step, memory = found
         peak = self._device.contraction_peak("bf16").flop_per_s
         return SplitRow(
             split=split,
@@ -199,28 +193,34 @@ class _Search:
             composed_seconds=step.seconds,
             seconds_by_bound=step.seconds_by_bound,
             mfu=step.model_flops / step.seconds / peak,
-            peak_memory_bytes=step.memory_bytes,
+            peak_memory_bytes=memory.peak_bytes,
+            reserved_memory_bytes=memory.reserved_bytes,
             usable_memory_bytes=self._usable,
+            fits=None if self._usable is None else self.may_fit > 0,
             dollars_per_gpu_hour=dollars,
         )
 
     def whole_job(self, row: SplitRow) -> WholeJob:
-        return WholeJob(self._subject, row.split, row.microbatches, *self._where)
+        return WholeJob(self._subject, row.split, row.microbatches, *self._where, self._usable)
 
     def notes(self) -> list[str]:
         found = [note for costs in self.costs.values() for note in costs.notes]
         return found + [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
 
 
-def _fastest(works: list[SplitWork], rows: int) -> list[_Found]:
-    """The fastest splits. They are composed in the order of their lower bounds, until no other one can be among the
-    fastest. Of splits that differ only in how replicas are divided between dp and fsdp, only the fastest is kept."""
+def _fastest(works: list[SplitWork], rows: int, usable_bytes: int | None) -> list[_Found]:
+    """The fastest splits that fit. They are composed in the order of their lower bounds, until no other one can be
+    faster. Of splits that differ only in how replicas are divided between dp and fsdp, only the fastest is kept."""
     best: dict[object, _Found] = {}
     for least, work in sorted(((least_seconds(work), work) for work in works), key=lambda pair: pair[0]):
         found = sorted(best.values(), key=lambda each: each.step.seconds)[:rows]
         if len(found) == rows and least >= found[-1].step.seconds:
             break
-        this, alike = _Found(work.split, compose(work)), replace(work.split, dp=1, fsdp=work.split.replicas)
+        try:
+            use = memory_of(work, usable_bytes)
+        except OutOfMemoryError:
+            continue
+        this, alike = _Found(work.split, compose(work), use), replace(work.split, dp=1, fsdp=work.split.replicas)
         if alike not in best or this.step.seconds < best[alike].step.seconds:
             best[alike] = this
     return sorted(best.values(), key=lambda each: each.step.seconds)[:rows]
@@ -242,7 +242,9 @@ def _as_whole(row: SplitRow, found: Whole) -> SplitRow:
         seconds=found.seconds,
         seconds_by_bound=found.seconds_by_bound,
         mfu=row.mfu * row.seconds / found.seconds,
-        peak_memory_bytes=found.peak_memory_bytes,
+        peak_memory_bytes=found.memory.peak_bytes,
+        reserved_memory_bytes=found.memory.reserved_bytes,
+        fits=found.fits,
     )
 
 
@@ -261,8 +263,8 @@ def _compared(row: SplitRow) -> str:
 
 
 _FP8 = (
-    "fp8 in the linear layers of each layer (scales of whole tensors, gathers as large as in bf16; MFU is of the bf16 "
-    "peak), elsewhere in bf16"
+    "fp8 in the linear layers of each layer (scales of whole tensors; FSDP gathers them in fp8, tensor parallelism in "
+    "bf16; MFU is of the bf16 peak), elsewhere in bf16"
 )
 
 
@@ -291,11 +293,10 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
 def _cautions(rows: Iterable[SplitRow], async_tp: bool, delays: Delays) -> Iterator[str]:
     if async_tp:
         yield "async tensor parallelism: products hide the collectives next to them, where steps are composed"
-    reserved = 1 + RESERVED_BEYOND_USE
-    if any(row.fits and row.peak_memory_bytes * reserved > (row.usable_memory_bytes or 0) for row in rows):
+    if any(row.fits and row.reserved_memory_bytes > (row.usable_memory_bytes or 0) for row in rows):
         yield (
-            f"peak GB is what is in use: torch's allocator may reserve {percent(RESERVED_BEYOND_USE)} % more, so that a"
-            " split near the limit may not fit"
+            "where more would be reserved than there is, torch's allocator gives unused segments back first, in a time "
+            "that is not counted"
         )
     yield from delay_notes(delays)
 

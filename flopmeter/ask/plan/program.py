@@ -44,10 +44,9 @@ def shard(subject: Subject, model: nn.Module, mesh: DeviceMesh, split: Split) ->
         shards = "shards"
         getattr(mesh["fsdp", "cp"], private.FLATTEN)(shards)
     of_fsdp = mesh[shards] if split.dp == 1 else mesh["dp", shards]
-    options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=PARAMETERS, reduce_dtype=REDUCED),
-        "reshard_after_forward": split.gather != "step",
-    }
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=PARAMETERS, reduce_dtype=REDUCED)}
+    if split.gather == "step":  # else torch's own choice: layers are, what is outside of them is not
+        options["reshard_after_forward"] = False
     of_experts = of_fsdp if split.ep == 1 else _mesh_of_experts(split)
     for block in subject.layers_of(model):
         for experts in experts_of(block) if split.ep > 1 else ():

@@ -22,7 +22,8 @@ class SplitRow:
     KEYS = (
         "name", "dp", "fsdp", "tp", "cp", "pp", "ep", "microbatch", "microbatches", "recompute", "schedule", "chunks",
         "gather", "how", "seconds", "composed_seconds", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "bound_by",
-        "peak_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_step", "dollars_per_million_tokens",
+        "peak_memory_bytes", "reserved_memory_bytes", "usable_memory_bytes", "fits", "dollars_per_step",
+        "dollars_per_million_tokens",
     )  # fmt: skip
 
     split: Split
@@ -33,8 +34,10 @@ class SplitRow:
     composed_seconds: float
     seconds_by_bound: Mapping[Bound, float]  # of the rank that has the most to do
     mfu: float
-    peak_memory_bytes: int  # of the fullest rank
+    peak_memory_bytes: int  # in use, on the fullest rank
+    reserved_memory_bytes: int  # that torch's allocator takes for it, where there is room
     usable_memory_bytes: int | None
+    fits: bool | None  # whether the allocator gets by; None: it is not known with how much
     dollars_per_gpu_hour: float | None
 
     @property
@@ -53,10 +56,6 @@ class SplitRow:
     def bound_by(self) -> Bound:
         """The largest share of the step."""
         return max(self.seconds_by_bound, key=self.seconds_by_bound.__getitem__)
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.usable_memory_bytes is None else self.peak_memory_bytes <= self.usable_memory_bytes
 
     @property
     def dollars_per_step(self) -> float | None:
@@ -95,7 +94,7 @@ class ParallelPlan(Shown):
     title: str
     rows: tuple[SplitRow, ...]
     considered: int  # splits that divide the work evenly
-    fitting: int
+    may_fit: int  # of these, whose parameters, optimizer state and activations do; the rows are of those that fit
     metered: int  # shapes of layers
     notes: tuple[str, ...]
 
@@ -111,7 +110,7 @@ class ParallelPlan(Shown):
     def _document(self) -> Document:
         records = [row.as_dict() for row in self.rows]
         found = (
-            f"{self.considered:,} splits divide the work evenly, {self.fitting:,} of them fit; "
+            f"{self.considered:,} splits divide the work evenly, {self.may_fit:,} of them may fit; "
             f"put together from layers of {self.metered:,} shapes"
         )
         best = "none of the splits fits in memory; these need the least"
@@ -122,7 +121,7 @@ class ParallelPlan(Shown):
             title=self.title,
             tables=[table_of(_COLUMNS, self.rows, hides_unknown=True)],
             notes=[best, found, *self.notes],
-            data={"considered": self.considered, "fitting": self.fitting, "rows": records},
+            data={"considered": self.considered, "may_fit": self.may_fit, "rows": records},
             records=records,
         )
 
@@ -147,6 +146,7 @@ _COLUMNS: list[ColumnOf[SplitRow]] = [
     ColumnOf("bubble %", lambda row: percent(row.share("bubble")), str),
     ColumnOf("delays %", lambda row: row.share("delays"), lambda share: percent(share) if share else UNKNOWN),
     ColumnOf("peak GB", lambda row: row.peak_memory_bytes, in_gb),
+    ColumnOf("reserved GB", lambda row: row.reserved_memory_bytes, in_gb),
     ColumnOf("of GB", lambda row: row.usable_memory_bytes, in_gb),
     ColumnOf("$/step", lambda row: row.dollars_per_step),
     ColumnOf("$/M tokens", lambda row: row.dollars_per_million_tokens),

@@ -10,6 +10,7 @@ import torch
 
 from flopmeter.ask.plan.compose import Bound
 from flopmeter.ask.plan.experts import with_routing
+from flopmeter.ask.plan.memory import MemoryUse
 from flopmeter.ask.plan.program import backward, optimizer_step, shard, split_layers
 from flopmeter.ask.plan.splits import Split
 from flopmeter.ask.plan.subject import Subject
@@ -30,6 +31,7 @@ class WholeJob(NamedTuple):
     cluster: Cluster
     mode: Mode
     meter_options: Mapping[str, Any]
+    usable_bytes: int | None = None
 
 
 class Whole(NamedTuple):
@@ -37,12 +39,13 @@ class Whole(NamedTuple):
 
     seconds: float
     seconds_by_bound: Mapping[Bound, float]
-    peak_memory_bytes: int
+    memory: MemoryUse
+    fits: bool | None  # None: the job does not say in how many bytes
 
 
 def meter_whole(job: WholeJob) -> Whole:
-    """A split without a pipeline: the optimizer's step and one microbatch, or, where parameters stay gathered between
-    microbatches, the first, one between and the last; and one of them so often again as a step has more."""
+    """A split without a pipeline: the optimizer's step and two microbatches, or, where parameters stay gathered between
+    microbatches, the first, one between and the last; and the second one so often again as a step has more."""
     subject, split = job.subject, job.split
     with world(math.prod(split.mesh.values()), split.mesh, gpus_per_node=job.cluster.gpus_per_node) as mesh:
         model = subject.model()
@@ -51,20 +54,24 @@ def meter_whole(job: WholeJob) -> Whole:
         step = optimizer_step(model.parameters())
         tokens = torch.empty(split.microbatch, job.length, dtype=torch.long, device="meta")
         with FlopMeter(job.hardware, cluster=job.cluster, **with_routing(split.ep, job.meter_options)) as meter:
-            count = min(job.microbatches, 3) if split.gather == "step" else 1
+            count = min(job.microbatches, 3 if split.gather == "step" else 2)
             passes: list[range] = []
             for number in range(count):
                 is_last = number == count - 1
-                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-                model.set_reshard_after_backward(is_last)  # type: ignore[operator]
+                if split.gather == "step":
+                    model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                    model.set_reshard_after_backward(is_last)  # type: ignore[operator]
                 start = len(meter.trace.ops)
                 backward(subject, model, mesh, tokens)
                 passes.append(range(start, len(meter.trace.ops)))
             step()
         report = meter.report(mode=job.mode)
         again = job.microbatches - count
-        more = meter.report(mode=job.mode, ops=passes[len(passes) // 2]).seconds_by_regime if again else {}
+        more = meter.report(mode=job.mode, ops=passes[1]).seconds_by_regime if again else {}
     by_bound: dict[Bound, float] = {
         bound: seconds + again * more.get(bound, 0.0) for bound, seconds in report.seconds_by_regime.items()
     }
-    return Whole(sum(by_bound.values()), by_bound | {"bubble": 0.0}, report.memory.steady_peak_bytes)
+    memory, usable = report.memory, job.usable_bytes
+    use = MemoryUse(memory.steady_peak_bytes, memory.steady_reserved_bytes)
+    fits = None if usable is None else memory.fits_in(usable, allocator=True)
+    return Whole(sum(by_bound.values()), by_bound | {"bubble": 0.0}, use, fits)

@@ -24,7 +24,7 @@ from flopmeter.records import (
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.report.quantities import figure, percent, percent_of
 from flopmeter.report.report import OUTSIDE, Report
-from flopmeter.report.wins import WAITS, HotSpot
+from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, HotSpot
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import miss_share
 from flopmeter.timing.matmul import tile_count
@@ -127,13 +127,14 @@ def pattern(module: str) -> str:
 
 def _why(group: list[Timed], report: Report) -> str:
     """What keeps the kernels above their floor: the reason of the largest part of the time over it."""
-    waits = sum(timing.wait_seconds + timing.link_wait_seconds for _, timing in group)
+    waits = sum(timing.wait_seconds for _, timing in group)
+    for_link = sum(timing.link_wait_seconds for _, timing in group)
     ramps = sum(timing.floor_seconds for _, timing in group)
     over = wall_clock(group) - floor_of(group, report)
     if any(timing.is_collective for _, timing in group):
         return "nothing computes while it communicates"
-    if waits > over / 2:
-        return WAITS
+    if waits + for_link > over / 2:
+        return WAITS if waits > for_link or report.cluster is None else WAITS_FOR_LINK
     if ramps > over / 2:
         return "too small: launch and drain take longer than the work"
     kernel, timing = _furthest_above(group, report)
