@@ -20,16 +20,14 @@ import torch
 from torch import Tensor
 
 from flopmeter.ask.serve.engine import choose_tokens, pack
-from flopmeter.device.hardware import Hardware
 from flopmeter.models.hubs import config_of_llama, hub_config, model_of
 from flopmeter.models.llama import LLAMAS
 
 CacheKind = Literal["paged", "transformers"]
 """Who holds keys and values: a server, in memory of its own, or transformers' DynamicCache."""
 
-PAGED = "flopmeter_paged"  # the start of the names under which transformers knows the attention below
+PAGED = "flopmeter_paged"  # the name under which transformers knows the attention below
 MOST_ABSORBED_TOKENS = 16  # of a step of decoding with a draft; a longer chunk expands the latents
-FLASH_3_CAPABILITIES = (9, 10)  # majors, on which servers run FlashAttention-3 or the like; elsewhere FlashAttention-2
 
 
 class ServingError(ValueError):
@@ -78,18 +76,16 @@ class Decoder:
         """Multi-head latent attentions that cache the latent."""
         return [module for module in self.model.modules() if hasattr(module, "expand_kv")]
 
-    def step(self, batch: int, new: int, cached: int, logits: int = 1, kernel: str = "flash") -> Callable[[], None]:
+    def step(self, batch: int, new: int, cached: int, logits: int = 1) -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
-        cache. The vocabulary is scored for the last `logits` tokens; `kernel`: of `PAGED_KERNELS`, for a paged cache.
-        """
+        cache. The vocabulary is scored for the last `logits` tokens."""
         ids = torch.empty(batch, new, dtype=torch.long, device="meta")
         caches = import_module("transformers.cache_utils")
 
         def run() -> None:
             layer = _held_layer(caches, _paged if self.cache == "paged" else _copied)
-            self.model.config._attn_implementation = self.config._attn_implementation = (
-                f"{PAGED}_{kernel}" if self.cache == "paged" else "sdpa"
-            )
+            attention = PAGED if self.cache == "paged" else "sdpa"
+            self.model.config._attn_implementation = self.config._attn_implementation = attention
             kv = caches.Cache(layers=[layer(cached) for _ in range(self.config.num_hidden_layers)])
             absorbed = self._latent_layers if self.cache == "paged" and new <= MOST_ABSORBED_TOKENS else []
             with torch.no_grad(), _absorbed(absorbed, new):
@@ -286,39 +282,15 @@ def _copied(cached: int, new: Tensor) -> Tensor:
 
 def _register_paged_attention() -> None:
     modeling, masking = import_module("transformers.modeling_utils"), import_module("transformers.masking_utils")
-    for name, kernel in PAGED_KERNELS.items():
-        modeling.AttentionInterface.register(f"{PAGED}_{name}", kernel)
-        masking.AttentionMaskInterface.register(f"{PAGED}_{name}", lambda *_, **__: None)
+    modeling.AttentionInterface.register(PAGED, _flash_attention)
+    masking.AttentionMaskInterface.register(PAGED, lambda *_, **__: None)
 
 
-def kernel_for(device: Hardware) -> str:
-    """The one of PAGED_KERNELS that servers run on the device."""
-    capability = device.compute_capability
-    return "cudnn" if capability is not None and capability[0] in FLASH_3_CAPABILITIES else "flash"
-
-
-def cudnn_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """FlashAttention-3, priced as cuDNN's kernel, the one of torch that reaches as much: scripts/validate_attention.py.
-    cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls."""
-    new, cached = query.shape[2], key.shape[2] - query.shape[2]
-    query = _in_latents(query, key)
-    if options.get("sliding_window"):
-        return flash_attention(module, query, key, value, *rest, **options)
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    parts = [slice(None)] if new == 1 or not cached else [slice(cached), slice(cached, None)]
-    for part in parts:
-        is_causal = new > 1 and part != slice(cached)
-        out = attend(query, key[:, :, part], value[:, :, part], None, False, 0.0, is_causal)[0]
-    return _as_values(out.transpose(1, 2), module, value), None
-
-
-def flash_attention(
+def _flash_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """FlashAttention-2, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads, tokens, D]; gives
-    [B, new, heads, D] and no weights."""
+    """The flash-attention library's, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads, tokens,
+    D]; gives [B, new, heads, D] and no weights."""
     q, k, v = (each.transpose(1, 2) for each in (_in_latents(query, key), key, value))
     window = options.get("sliding_window") or None
     size = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
@@ -326,6 +298,3 @@ def flash_attention(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=options.get("scaling"), **size
     )[0]
     return _as_values(out, module, value), None
-
-
-PAGED_KERNELS = {"flash": flash_attention, "cudnn": cudnn_attention}
