@@ -1,11 +1,10 @@
 """Measured attention: attention.csv of aiconfigurator, kernels of FlashAttention-2 and -3 as frameworks call them.
 
-FlashAttention-2 (A100, L40S) is priced as torch's flash kernel, and FlashAttention-3 (H100, H200) as cuDNN's, the
-kernel of torch that reaches as much there. cuDNN's op has no window, so the rows of FlashAttention-3 with one are left
-out. A benchmark repeats one call, so its inputs are in the L2 cache where they fit. A row is what a framework's wrapper
-takes: it also writes the new keys and values into the paged cache, and some launch a kernel that plans the splits. So
-each row is compared with the attention alone and, in a second table, with these two kernels priced too: in prefill with
-as many key heads as query heads the first of them takes a fifth of the time.
+FlashAttention-2 (A100, L40S) is priced as torch's flash kernel, and FlashAttention-3 (H100, H200) as `flopmeter serve`
+prices it. A benchmark repeats one call, so its inputs are in the L2 cache where they fit. A row is what a framework's
+wrapper takes: it also writes the new keys and values into the paged cache, and some launch a kernel that plans the
+splits. So each row is compared with the attention alone and, in a second table, with these two kernels priced too: in
+prefill with as many key heads as query heads the first of them takes a fifth of the time.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from __future__ import annotations
 import torch
 from validate_kernels import LEAST_SECONDS, Program, kernel_row
 from validation_rows import Line, Row
+
+from flopmeter.ask.serve.engine import with_newest_attention
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ def attentions(lines: list[Line]) -> dict[str, list[Row]]:
         if measured < LEAST_SECONDS or not _is_of_family(line):
             continue
         run = program_of(line)
-        row = kernel_row(line["kernel_source"], line, run, _shape_of(line), "eager-cudagraph", before=run)
+        row = _row(line, run)
         phase = line["phase"]
         least = f"at least {LONG_SECONDS[phase] * 1e6:.0f} µs"
         kind = "shorter" if measured < LONG_SECONDS[phase] else least
@@ -42,16 +43,20 @@ def attentions(lines: list[Line]) -> dict[str, list[Row]]:
             kind = "with a window that is not in the row"
         tables.setdefault(f"attention, {NAMES[phase]}, {kind}", []).append(row)
         if phase != "encoder" and not _is_mislabelled(line):
-            run = wrapper_of(line)
-            whole = kernel_row(line["kernel_source"], line, run, _shape_of(line), "eager-cudagraph", before=run)
+            whole = _row(line, wrapper_of(line))
             tables.setdefault(f"attention, {NAMES[phase]}, {kind}, with cache and plan", []).append(whole)
     return dict(sorted(tables.items()))
 
 
+def _row(line: Line, run: Program) -> Row:
+    newest = FAMILY[line["gpu"]] is FLASH_3
+    return kernel_row(
+        line["kernel_source"], line, run, _shape_of(line), before=run, as_run=with_newest_attention if newest else None
+    )
+
+
 def _is_of_family(line: Line) -> bool:
-    is_flash_3 = FAMILY[line["gpu"]] is FLASH_3
-    has_kernel = int(line["head_dim"]) <= MOST_HEAD_DIM and not (is_flash_3 and float(line["window_size"]))
-    return line["kernel_source"] in FAMILY[line["gpu"]] and has_kernel
+    return line["kernel_source"] in FAMILY[line["gpu"]] and int(line["head_dim"]) <= MOST_HEAD_DIM
 
 
 def _is_mislabelled(line: Line) -> bool:
@@ -76,16 +81,12 @@ def program_of(line: Line) -> Program:
     if line["phase"] == "generation" and line["kernel_source"] == "flash_attention" and window:
         keys, window = min(keys, window), 0  # this library lets heads share blocks under a window too; torch does not
     is_causal = line["phase"] == "context"
-    heads_first = FAMILY[line["gpu"]] is FLASH_3
 
     def tensor(count: int, length: int) -> torch.Tensor:
-        middle = (count, length) if heads_first else (length, count)
-        return torch.empty(batch, *middle, head_dim, dtype=torch.bfloat16, device="meta")
+        return torch.empty(batch, length, count, head_dim, dtype=torch.bfloat16, device="meta")
 
     q, k = tensor(heads, new), tensor(key_heads or heads, keys)
     v = torch.empty_like(k)
-    if heads_first:
-        return lambda: aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, is_causal)
     left = window - 1 if window else -1
     return lambda: aten._flash_attention_forward(
         q, k, v, None, None, new, keys, 0.0, is_causal, False,

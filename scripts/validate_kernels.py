@@ -18,7 +18,7 @@ from validation_rows import Line, Row, roofline_of, sampled
 from flopmeter import FlopMeter, Hardware, load_hardware
 from flopmeter.costs import kernels_of
 from flopmeter.launch.modes import MODES, Mode, launches
-from flopmeter.records import Clocks, Launches, Switches, Timing
+from flopmeter.records import Clocks, Kernel, Launches, Switches, Timing
 from flopmeter.timing import time_run, uncertainty
 
 LEAST_SECONDS = 2e-6
@@ -85,9 +85,10 @@ def kernel_row(
     shape: tuple[object, ...],
     mode: Mode = "eager-cudagraph",
     before: Program | None = None,
+    as_run: Callable[[list[Kernel], Hardware], list[Kernel]] | None = None,
 ) -> Row:
     """A row whose kernels were measured without the host: replayed by a graph, or long after their launch. `before` ran
-    just before, so that its results are in the cache."""
+    just before, so that its results are in the cache; `as_run`: what a server runs in place of these kernels."""
     device, measured = load_hardware(line["gpu"]), float(line["ms"]) * 1e-3
     with torch.inference_mode(), FlopMeter(device) as meter:
         if before is not None:
@@ -95,6 +96,7 @@ def kernel_row(
         first = len(kernels_of(meter.trace))
         run()
     traced = kernels_of(meter.trace, strict=True)
+    traced = as_run(traced, device) if as_run else traced
     seconds, low, high = replayed(launches(traced, meter.trace, MODES[mode]), device, meter.trace.switches, first)
     roofline = roofline_of((kernel.cost for kernel in traced[first:]), meter.trace.switches, device)
     return Row(group, line["gpu"], measured, seconds, low, high, roofline, held_out=is_held_out(*shape))

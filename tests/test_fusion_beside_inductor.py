@@ -82,6 +82,12 @@ def norm_of_sum(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(x + y, (64,), w, w)
 
 
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions as a product of complex numbers."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).relu()
+
+
 SMALL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "two cosines": (lambda x: x.cos().cos(), [(64, 64)]),
     "residual and norm": (norm_of_sum, [(64, 64), (64, 64), (64,)]),
@@ -93,6 +99,7 @@ SMALL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "late residual": (lambda x, w: x.relu() + (x @ w).relu() @ w, [(64, 64), (64, 64)]),
     "swiglu": (swiglu, [(64, 64), (64, 64)]),
     "mlp": (mlp, [(64, 64), (64, 64), (64,), (64, 64), (64,)]),
+    "rotary positions": (turned, [(64, 64), (64, 32)]),
     "norm and column sums": (lambda x: F.layer_norm(x, (64,)).sum(0), [(64, 64)]),
 }
 

@@ -69,6 +69,7 @@ def test_an_element_wise_op_computes_the_elements_of_its_result():
         lambda: aten.median(T(4, 6), 1),
         lambda: aten._foreach_norm([T(6), T(5)], 2),
         lambda: aten._foreach_mul([T(6), T(5)], [2.0, 3.0]),
+        lambda: aten.mul(T(6).to(torch.complex64), T(6)),
     ],
 )
 def test_what_inductor_leaves_to_libraries_and_to_eager_is_opaque(program):

@@ -173,6 +173,33 @@ def test_a_window_limits_the_cache_and_what_is_read_of_it():
     assert read[1] - read[0] == pytest.approx(8 * (16384 - 1024) * KV_OF_TOKEN, rel=0.02)
 
 
+@pytest.mark.parametrize(("name", "shares_blocks"), [(H100, True), ("b200-sxm-180gb", True), (A100, False)])
+def test_under_a_window_heads_of_the_same_keys_share_blocks_only_in_the_newer_libraries(name, shares_blocks):
+    """With 4 times the heads on as many keys, FlashAttention-3 has as many blocks to decode with, FlashAttention-2 4
+    times as many."""
+
+    def attention_seconds(heads):
+        sizes = {**config().to_dict(), "num_attention_heads": heads, "head_dim": 128, "model_type": "mistral"}
+        own = decoder(transformers.MistralConfig(**sizes, sliding_window=128))
+        report = StepModel(own, "cudagraph", "bf16", "bf16", {}).report(load_hardware(name), 512, 1, 4096)
+        timings = zip(report.kernels, report.timings, strict=True)
+        return sum(timing.seconds for kernel, timing in timings if kernel.cost.op_class == "attention (fused)")
+
+    ratio = attention_seconds(4 * KV_HEADS) / attention_seconds(KV_HEADS)
+    assert (ratio < 1.2) if shares_blocks else (2 < ratio <= 4)
+
+
+@pytest.mark.parametrize(("name", "share"), [(H100, 0.45), (A100, 0.6)])
+def test_a_prompt_under_a_wide_window_runs_at_the_rate_of_one_without(name, share):
+    """On an H100 that is FlashAttention-3's, of which FlashAttention-2 reaches two thirds."""
+    windowed = transformers.MistralConfig(**{**config().to_dict(), "sliding_window": 16384, "model_type": "mistral"})
+    report = StepModel(decoder(windowed), "eager", "bf16", "bf16", {}).report(load_hardware(name), 1, 16384, 0)
+    (row,) = [row for row in report.rows() if row.name == "attention (fused)"]
+    visible = LAYERS * HEADS * 16384**2 / 2 * 4 * HEAD
+    peak = load_hardware(name).contraction_peak("bf16").flop_per_s
+    assert visible / row.seconds > share * peak
+
+
 def test_latent_attention_keeps_its_latent():
     latent = transformers.DeepseekV3Config(num_hidden_layers=2)
     own = decoder(latent)

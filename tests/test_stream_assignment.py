@@ -194,7 +194,7 @@ def test_ddp_hides_all_buckets_but_the_last_behind_the_backward_pass():
 
 
 @pytest.fixture(scope="module")
-def fsdp() -> Report:
+def fsdp_meter() -> FlopMeter:
     """A step of GPT-2 under FSDP2 on 8 GPUs."""
     with world(8) as mesh:
         with torch.device("meta"):
@@ -204,7 +204,19 @@ def fsdp() -> Report:
         fully_shard(model, mesh=mesh)
         with FlopMeter(HARDWARE) as meter:
             model.loss(tokens).backward()
-    return meter.report()
+    return meter
+
+
+@pytest.fixture(scope="module")
+def fsdp(fsdp_meter) -> Report:
+    return fsdp_meter.report()
+
+
+def test_what_backward_computes_again_runs_on_the_stream_of_the_model(fsdp_meter):
+    """Not on that of the first op of all, which copies a block's parameters for their gather."""
+    report = fsdp_meter.report(mode="compiled")
+    timings = zip(report.kernels, report.timings, strict=True)
+    assert {timing.stream for kernel, timing in timings if len(kernel.ops) > 1} == {0}
 
 
 def test_fsdp_gathers_the_next_block_while_this_one_computes(fsdp):

@@ -1,8 +1,11 @@
 """Error bands: what a class is validated on, and how classes add up to a run."""
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flopmeter import available_hardware, load_hardware
+from flopmeter import FlopMeter, available_hardware, load_hardware
 from flopmeter.records import ELEMENTWISE, OP_CLASSES, Timing
 from flopmeter.timing import uncertainty
 from flopmeter.timing.bands import BANDS, HOST_BAND, UNVALIDATED, band
@@ -67,6 +70,19 @@ def test_classes_are_marked_validated_transferred_or_extrapolated():
     assert result.validated == ()
     assert result.transferred == (ELEMENTWISE, "product, fp16")
     assert result.extrapolated == ("sorting",)
+
+
+@pytest.mark.parametrize(
+    ("backend", "measured"), [(SDPBackend.FLASH_ATTENTION, True), (SDPBackend.CUDNN_ATTENTION, False)]
+)
+def test_only_flash_attentions_backward_pass_counts_as_measured(backend, measured):
+    q, k, v = (torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
+    with FlopMeter("h100-sxm5-80gb") as meter, sdpa_kernel(backend):
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+    report = meter.report()
+    found = uncertainty(report.timings, report.seconds, H100)
+    assert "attention, bf16" in found.validated
+    assert ("attention backward, bf16" in found.extrapolated) is not measured
 
 
 def test_a_kind_of_kernel_in_a_type_that_was_not_measured_has_the_widest_band_of_the_kind():

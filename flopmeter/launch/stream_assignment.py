@@ -23,6 +23,7 @@ from flopmeter.records import DEFAULT_STREAM, Call, Kernel, Placement, Sync, Tra
 from flopmeter.records.collectives import WAIT_OPS
 
 FUNCTIONAL = "_c10d_functional"  # collectives that return their result, as DTensor uses them
+_AGAIN = -1  # the index of what is computed again
 
 
 def assign_streams(
@@ -58,8 +59,9 @@ class _StreamAssignment:
 
     def run(self, kernels: list[Kernel]) -> list[Placement]:
         for kernel in kernels:
-            # A fused kernel runs when its first op would; it waits for the inputs of all its ops in any case.
-            index = min((self._index.get(id(op), 0) for op in kernel.ops), default=0)
+            # A fused kernel runs when its first op would; it waits for the inputs of all its ops in any case. What
+            # backward computes again is no op of the trace: a kernel of nothing else runs on the default stream.
+            index = min((self._index[id(op)] for op in kernel.ops if id(op) in self._index), default=_AGAIN)
             self._go_to(index)
             self._assign(kernel, index)
         return self._placements

@@ -121,15 +121,15 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
 
 
 def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
-    """Heads that share keys share a block, if the kernel can do that and the queries of one head do not fill a block;
-    not under a window (`seqlenq_ngroups_swapped` of torch's flash_api.cpp)."""
+    """Heads that share keys share a block, if the kernel can do that and the queries of one head do not fill a
+    block."""
     rows, columns = tile_of(kernel, shape, hardware)
     resident = blocks_at_a_time(kernel, rows, columns, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries
         grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
         grid = grid._replace(blocks=ceil(shape.keys / rows), longest=ceil(shape.queries / columns))
         return _Launch(kernel, shape.sequences * shape.heads, grid, 1, rows, columns, resident)
-    shares = shape.queries <= kernel.shared_queries and shape.mask.left is None
+    shares = shape.queries <= kernel.shared_queries and (shape.mask.left is None or kernel.shares_in_window)
     group = ceil(shape.heads / max(shape.key_heads, 1)) if shares else 1
     grid = tile_grid(shape.queries, shape.keys, max(rows // group, 1), columns, shape.mask)
     squares = shape.sequences * ceil(shape.heads / group) * ceil(group / rows)

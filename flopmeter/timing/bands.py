@@ -42,7 +42,8 @@ class Band(NamedTuple):
 # By class of kernel, as `Timing.kernel_class` names it. fp32: from single operators (NeuSight). fp16: from whole image
 # models, whose error is divided among their classes; `fused` from their compiled runs. bf16 and fp8: GEMMs from 2 µs
 # to 30 ms, and layers of experts, of aiconfigurator's database (of which the B200's half is not at hand). Attention in
-# bf16: long kernels of FlashAttention-2 and -3; frameworks' wrappers differ by 1.2 to 1.5 on one shape.
+# bf16: long kernels of FlashAttention-2 and -3; frameworks' wrappers differ by 1.2 to 1.5 on one shape. Of the backward
+# pass there are curves of FlashAttention-2 only: those of other kernels are a class without measurements.
 BANDS: dict[str, Band] = {
     "product, fp32 on vector units": Band(0.13, 0.22, NEUSIGHT),
     "small product, fp32 on vector units": Band(0.18, 0.50, NEUSIGHT),

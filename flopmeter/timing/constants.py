@@ -163,6 +163,7 @@ class AttentionKernel(NamedTuple):
     overlap_exponent: float  # of arithmetic and memory traffic, see above
     block_cycles: float  # of a block beside its tiles: start, queries and first keys from DRAM, output
     shared_queries: int = 0  # up to so many queries, heads with the same keys share a block
+    shares_in_window: bool = False  # they do so under a window too
     longest_first: bool = False  # under a causal mask the blocks with most keys start first
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
     hides_softmax: bool = False  # that of one tile runs beside the matmuls of another: the cycles above overlap them
@@ -191,7 +192,8 @@ MASKED_SCORE_CYCLES = 4 / 64
 # FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 (decoding over few
 # keys, in thousands of blocks, same database: 9,450, 11,450 and 8,260 cycles each at head dimension 128, 64 and 192 on
 # an L40S, which holds one, and 5,400 on an A100, which holds two); 3,000 to 6,000 are alike for prefill.
-# FlashAttention-2 shares blocks among heads for one query, -3 for as many queries as do not fill a block.
+# FlashAttention-2 shares blocks among heads for one query, -3 for as many queries as do not fill a block, and under a
+# window too (`seqlenq_ngroups_swapped` in flash_api.cpp, `should_pack_gqa` in hopper/heuristics.h).
 _FLASH_2_TILES_8_6: Tiles = ((64, 128, 128), (96, 128, 64), (128, 128, 32), (192, 128, 64), (512, 64, 64))
 _FLASH_2_CAUSAL_TILES_8_6: Tiles = ((64, 128, 128), (128, 64, 64), (192, 128, 64), (512, 64, 64))
 FLASH_2 = AttentionKernel(
@@ -208,7 +210,7 @@ FLASH_2_SPLIT = FLASH_2._replace(
 )  # fmt: skip
 FLASH_3 = AttentionKernel(
     tiles=((128, 128, 128), (512, 128, 64)), blocks_per_sm=1, score_cycles=0.055, backward_score_cycles=0.22,
-    overlap_exponent=1.5, block_cycles=5000, shared_queries=128, longest_first=True,
+    overlap_exponent=1.5, block_cycles=5000, shared_queries=128, shares_in_window=True, longest_first=True,
 )  # fmt: skip
 FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=3.0)
 # Data-centre Blackwell, forward (flash_attn/cute/flash_fwd_sm100.py at 0251105; CUTLASS's example 77 is built alike):
@@ -235,7 +237,7 @@ AOTRITON = FLASH_2._replace(
 # For few queries ROCm's kernels have tiles of 16 rows, the height of its matrix instructions, and split the keys in
 # parts of 256; heads with the same keys share a block (vLLM's csrc/rocm/attention.cu, AITER's paged attention:
 # `mfma16`, grid of sequences x parts x key heads). Not measured: the other figures are FlashAttention-2's.
-AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, shared_queries=1)
+AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, shared_queries=1, shares_in_window=True)
 
 # flex_attention's templates, by inductor's source and not measured. They go through the same steps as
 # FlashAttention-2, whose figures they have, but for three: Triton compiles them for the matrix instructions of the

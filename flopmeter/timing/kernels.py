@@ -100,7 +100,9 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s
         return Busy(compute, memory, overlap(compute, memory, library.overlap_exponent)), "product"
     if isinstance(work, AttentionWork):
-        return attention(cost, work, hardware, peak, cached_bytes), "attention"
+        was_compared = not work.shape.is_backward or work.backend == "flash"
+        kind = "attention" if was_compared else "attention backward"
+        return attention(cost, work, hardware, peak, cached_bytes), kind
     rates = Rates(
         peak.sustained_flop_per_s,
         max(peak.sustained_flop_per_s, peak.flop_per_s if library.reaches_peak else 0.0),

@@ -21,14 +21,12 @@ from torch import Tensor
 
 from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, cache_of, kept_in
 from flopmeter.ask.serve.engine import choose_tokens, pack
-from flopmeter.device.hardware import Hardware
 from flopmeter.meter import FlopMeter
 from flopmeter.models.hubs import config_of_llama, hub_config, model_of
 from flopmeter.models.llama import LLAMAS
 
-PAGED = "flopmeter_paged"  # the start of the names under which transformers knows the attention below
+PAGED = "flopmeter_paged"  # the name under which transformers knows the attention below
 MOST_DECODED_TOKENS = 16  # of each sequence in a step of decoding, with a draft; more are a chunk of a prompt
-FLASH_3_CAPABILITIES = (9, 10)  # majors, on which servers run FlashAttention-3 or the like; elsewhere FlashAttention-2
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Decoder:
         """What each layer keeps, as a step of one token shows."""
         cache = cache_of(self.config, 0, self.cache)
         with FlopMeter(routing="independent", checks="hold"):
-            self._run(cache, 1, 1, 1, "flash")
+            self._run(cache, 1, 1, 1)
         return kept_in(cache)
 
     @property
@@ -77,18 +75,17 @@ class Decoder:
         """Multi-head latent attentions that cache the latent."""
         return [module for module in self.model.modules() if hasattr(module, "expand_kv")]
 
-    def step(self, batch: int, new: int, cached: int, logits: int = 1, kernel: str = "flash") -> Callable[[], None]:
+    def step(self, batch: int, new: int, cached: int, logits: int = 1) -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
-        cache. The vocabulary is scored for the last `logits` tokens; `kernel`: of `PAGED_KERNELS`, for a paged cache.
-        """
+        cache. The vocabulary is scored for the last `logits` tokens."""
         cache = cache_of(self.config, cached, self.cache)
-        return lambda: self._run(cache, batch, new, logits, kernel)
+        return lambda: self._run(cache, batch, new, logits)
 
-    def _run(self, cache: Any, batch: int, new: int, logits: int, kernel: str) -> None:
+    def _run(self, cache: Any, batch: int, new: int, logits: int) -> None:
         is_paged = self.cache == "paged"
         ids = torch.empty(batch, new, dtype=torch.long, device="meta")
         for config in (self.model.config, self.config):
-            config._attn_implementation = f"{PAGED}_{kernel}" if is_paged else "sdpa"
+            config._attn_implementation = PAGED if is_paged else "sdpa"
         absorbed = self._latent_layers if is_paged and new <= MOST_DECODED_TOKENS else []
         with torch.no_grad(), _absorbed(absorbed, new):
             out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=logits)
@@ -259,63 +256,15 @@ def _as_values(out: Tensor, module: Any, value: Tensor) -> Tensor:
 
 def _register_paged_attention() -> None:
     modeling, masking = import_module("transformers.modeling_utils"), import_module("transformers.masking_utils")
-    for name, kernel in PAGED_KERNELS.items():
-        modeling.AttentionInterface.register(f"{PAGED}_{name}", kernel)
-        masking.AttentionMaskInterface.register(f"{PAGED}_{name}", lambda *_, **__: None)
+    modeling.AttentionInterface.register(PAGED, _flash_attention)
+    masking.AttentionMaskInterface.register(PAGED, lambda *_, **__: None)
 
 
-def kernel_for(device: Hardware) -> str:
-    """The one of PAGED_KERNELS that servers run on the device."""
-    if device.vendor == "amd":
-        return "aiter"
-    capability = device.compute_capability
-    return "cudnn" if capability is not None and capability[0] in FLASH_3_CAPABILITIES else "flash"
-
-
-def cudnn_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """FlashAttention-3, priced as cuDNN's kernel, the one of torch that reaches as much: scripts/validate_attention.py.
-    cuDNN's op is causal from the top left: old keys, which all new tokens see, and new ones are two calls. It has no
-    window: a chunk of a prompt under one is priced as FlashAttention-2's."""
-    key, value, window = _in_window(query, key, value, options.pop("sliding_window", None))
-    if window:
-        return flash_attention(module, query, key, value, *rest, sliding_window=window, **options)
-    new, cached = query.shape[2], key.shape[2] - query.shape[2]
-    query = _in_latents(query, key)
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    parts = [slice(None)] if new == 1 or not cached else [slice(cached), slice(cached, None)]
-    for part in parts:
-        is_causal = new > 1 and part != slice(cached)
-        out = attend(query, key[:, :, part], value[:, :, part], None, False, 0.0, is_causal)[0]
-    return _as_values(out.transpose(1, 2), module, value), None
-
-
-def aiter_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """The paged kernels of AITER and vLLM on AMD's devices, priced by torch's flash kernel."""
-    key, value, window = _in_window(query, key, value, options.pop("sliding_window", None))
-    return flash_attention(module, query, key, value, *rest, sliding_window=window, **options)
-
-
-def _in_window(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, Tensor, int | None]:
-    """Keys, values and window for kernels in which heads share a block under a window too, as FlashAttention-3's do and
-    FlashAttention-2's do not: the few tokens of a step of decoding see the last keys, all of them."""
-    new, keys = query.shape[2], key.shape[2]
-    if not window or window >= keys:
-        return key, value, None
-    if new > MOST_DECODED_TOKENS:
-        return key, value, window
-    seen = slice(-(window + new - 1), None)
-    return key[:, :, seen], value[:, :, seen], None
-
-
-def flash_attention(
+def _flash_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """FlashAttention-2, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads, tokens, D]; gives
-    [B, new, heads, D] and no weights."""
+    """The flash-attention library's, causal from the bottom right. q [B, heads, new, D], k and v [B, key heads, tokens,
+    D]; gives [B, new, heads, D] and no weights."""
     q, k, v = (each.transpose(1, 2) for each in (_in_latents(query, key), key, value))
     window = options.get("sliding_window") or None
     size = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
@@ -323,6 +272,3 @@ def flash_attention(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=options.get("scaling"), **size
     )[0]
     return _as_values(out, module, value), None
-
-
-PAGED_KERNELS = {"flash": flash_attention, "cudnn": cudnn_attention, "aiter": aiter_attention}

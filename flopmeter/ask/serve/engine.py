@@ -1,6 +1,7 @@
 """What serving engines (vLLM, SGLang, TensorRT-LLM) run otherwise than transformers, in the same model.
 
-Projections of one input are one product; one kernel sorts tokens by their experts; and a step ends with the next token.
+Projections of one input are one product; one kernel sorts tokens by their experts; attention is of the flash-attention
+library's newest generation for the device; and a step ends with the next token.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flopmeter.device.hardware import Hardware
 from flopmeter.launch.grouped_matmul import is_grouped
-from flopmeter.records import Kernel
+from flopmeter.records import AttentionWork, Kernel
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
+FLASH_3_CAPABILITIES = (9, 10)  # majors
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Children of one module that read the same input: `qkv_proj`, `gate_up_proj` and `fused_qkv_a_proj` of vLLM."""
 
@@ -59,6 +62,22 @@ def pack(model: Any) -> None:
 def choose_tokens(logits: Tensor) -> None:
     """The most likely token of each row, of logits in fp32 as engines keep them."""
     logits.float().argmax(-1)
+
+
+def with_newest_attention(kernels: Sequence[Kernel], device: Hardware) -> list[Kernel]:
+    """The kernels of a step on a device for which there is FlashAttention-3 or -4: attention over the paged cache is
+    priced as cuDNN's, the kernel of torch that reaches as much (scripts/validate_attention.py). Elsewhere it is
+    FlashAttention-2."""
+    capability = device.compute_capability
+    if capability is None or capability[0] not in FLASH_3_CAPABILITIES:
+        return list(kernels)
+    return [
+        kernel._replace(cost=replace(kernel.cost, work=kernel.cost.work._replace(backend="cudnn")))
+        if kernel.op.call.func.overloadpacket is aten._flash_attention_forward
+        and isinstance(kernel.cost.work, AttentionWork)
+        else kernel
+        for kernel in kernels
+    ]
 
 
 def with_one_sort(kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from flopmeter.ask.serve.engine import with_one_sort
+from flopmeter.ask.serve.engine import with_newest_attention, with_one_sort
 from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.records import ATTENTION, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region, Trace
@@ -108,7 +108,8 @@ def in_formats(
         )
         return kernel._replace(cost=known[cost, storages])
 
-    return [changed(kernel) for kernel in with_one_sort(in_one_kernel(kernels))]
+    as_run = with_newest_attention(with_one_sort(in_one_kernel(kernels)), device)
+    return [changed(kernel) for kernel in as_run]
 
 
 def has_product(device: Hardware, dtype: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, NamedTuple
 
-from flopmeter.ask.serve.decoder import Decoder, kernel_for
+from flopmeter.ask.serve.decoder import Decoder
 from flopmeter.ask.serve.formats import in_formats, narrow_bytes, quantised
 from flopmeter.device.cluster import Cluster, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware
@@ -43,7 +43,7 @@ class StepModel:
         self._published = quantised(decoder.config)
         self.weights = weights or self._published.weights or "bf16"
         self._options = {"routing": "independent", "checks": "hold", **meter_options}
-        self._meters: dict[tuple[str, int, int, int, int], list[FlopMeter]] = {}
+        self._meters: dict[tuple[int, int, int, int], list[FlopMeter]] = {}
         self._known: dict[tuple[str, int, int, int, int], StepCost] = {}
 
     @property
@@ -83,13 +83,12 @@ class StepModel:
 
     def _eager(self, device: Hardware, *sizes: int) -> Report:
         batch, new, cached, logits = sizes
-        kernel = kernel_for(device)
-        meters = self._meters.setdefault((kernel, batch, new, cached, logits), [])
+        meters = self._meters.setdefault((batch, new, cached, logits), [])
         for meter in meters:
             with contextlib.suppress(StreamError):
                 return meter.report(hardware=device)
         meter = FlopMeter(device, **self._options)
-        run = self.decoder.step(batch, new, cached, logits, kernel)
+        run = self.decoder.step(batch, new, cached, logits)
         with meter:
             run()
         meters.append(meter)

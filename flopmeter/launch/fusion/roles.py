@@ -108,8 +108,8 @@ def role_of(call: Call, cost: Cost) -> Role:
         return Role(True, True, elements=sum(spec.numel for spec in tensors), lists=len(tensors))
     if packet in _FALLBACKS or call.func.namespace != "aten" or cost.link_bytes or _takes_lists(call):
         return OPAQUE
-    if not all(spec.is_strided for spec in (*call.inputs, *call.outputs)):
-        return OPAQUE
+    if any(spec.dtype.is_complex or not spec.is_strided for spec in (*call.inputs, *call.outputs)):
+        return OPAQUE  # eager PyTorch's kernel runs (`unsupported_input_tensor` in torch/_inductor/lowering.py)
     elements = max((region.spec.numel for region in cost.writes if region.spec is not None), default=0)
     if cost.op_class == MOVEMENT and _is_for_library(call, cost):
         return OPAQUE
