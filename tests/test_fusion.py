@@ -217,6 +217,34 @@ def test_what_a_product_of_backward_reads_is_kept():
     assert (moved_by["relu"], moved_by["threshold_backward"]) == (2, 3)
 
 
+def _around_a_product(y: Tensor, weight: Tensor) -> Tensor:
+    before = y.cos()
+    return (y @ weight + before) * y.sigmoid()
+
+
+CUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "an input on both sides of a product": lambda x, weight, half: _around_a_product(x, weight),
+    "a value on both sides of a product": lambda x, weight, half: _around_a_product(x + 1, weight),
+    "what a product made": lambda x, weight, half: (x @ weight).log_softmax(-1).sin(),
+    "what a product read": lambda x, weight, half: (x + half).sigmoid() @ weight,
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_as_much_is_kept_and_read_again_as_by_torchs_own_partitioner(name: str):
+    def moved_between(**options: str) -> tuple[int, int]:
+        x, weight, half = meta(ROWS, WIDTH, grad=True), meta(WIDTH, WIDTH), meta(ROWS, WIDTH, dtype=torch.half)
+        with FlopMeter("a100-sxm4-80gb", **options) as meter:
+            result = torch.compile(CUTS[name])(x, weight, half)
+            result.backward(torch.empty_like(result))
+        forward, backward = [], []
+        for kernel in meter.report(mode="compiled").kernels:
+            (forward if kernel.ops[0].phase == "forward" else backward).append(kernel.cost)
+        return sum(cost.bytes_written for cost in forward), sum(cost.bytes_read for cost in backward)
+
+    assert moved_between(compile="rules") == pytest.approx(moved_between(), rel=0.01)  # but for two numbers a row
+
+
 def test_random_numbers_and_reductions_are_kept_and_what_follows_from_them_is_not():
     """A dropout keeps its mask of one byte an element; a log-softmax the statistics of its rows."""
     x, names = meta(ROWS, WIDTH, grad=True), torch.empty(ROWS, dtype=torch.int64, device="meta")
