@@ -34,7 +34,7 @@ class PerInput(NamedTuple):
 
 
 _COMPARES = (
-    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.count_nonzero, aten.cummax,
+    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.cummax,
     aten.cummin, aten.median, aten.nanmedian, aten.mode, aten.equal, aten.adaptive_max_pool2d,
     aten.adaptive_max_pool3d, aten.fractional_max_pool2d, aten.fractional_max_pool3d, aten.hash_tensor,
 )  # fmt: skip
@@ -194,6 +194,16 @@ def adaptive_average_pool_backward(call: Call) -> Cost:
     """Each gradient is divided by its window's size and added to all of its window."""
     grad, (out,) = call.inputs[0], call.outputs
     return make_cost(call, REDUCTION, grad.numel + out.numel, read=(grad,))
+
+
+@rule(aten.count_nonzero)
+def count_nonzero(call: Call) -> tuple[Cost, ...]:
+    """The sum of `x != 0`, which a kernel of its own writes (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
+    (x,) = call.inputs
+    if x.dtype is torch.bool:
+        return (make_cost(call, REDUCTION),)
+    flags = scratch(x)._replace(dtype=torch.bool)
+    return make_cost(call, ELEMENTWISE, written=(flags,)), make_cost(call, REDUCTION, read=(flags,))
 
 
 @rule(aten.dist)
