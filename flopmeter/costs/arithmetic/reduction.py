@@ -208,8 +208,8 @@ def count_nonzero(call: Call) -> tuple[Cost, ...]:
 
 @rule(aten.dist)
 def dist(call: Call) -> Cost:
-    """The norm of a difference: subtract, square (or power), add; then a root."""
-    return _distances(call, call.inputs[0].numel, 1)
+    """The norm of a difference, to whose shape both are broadcast: subtract, square (or power), add; then a root."""
+    return _distances(call, prod(torch.broadcast_shapes(*(spec.shape for spec in call.inputs))), 1)
 
 
 @rule(aten._cdist_forward)

@@ -104,7 +104,7 @@ class _Partition:
         self._users: defaultdict[Source, list[int]] = defaultdict(list)  # in the graph, in order
         self._nbytes: dict[Source, int] = {}
         self._wanted: set[Source] = set()  # by a backward graph
-        self._in_memory: set[Source] = set()  # since a library makes or reads it, or it is an input
+        self._in_memory: set[Source] = set()  # since a library reads it, or it is an input
         last_write = {value.touch.storage: place for place, made in enumerate(flow.writes) for value in made}
         for place in members:
             self._note(place)
@@ -139,7 +139,7 @@ class _Partition:
             for reader in value.readers:
                 if _is_backward(self._parts[reader]):
                     self._wanted.add(made)
-                if not (self._parts[place].role.joins_consumers and self._parts[reader].role.joins_producers):
+                if not self._parts[reader].role.joins_producers:
                     self._in_memory.add(made)
         self._inputs[place] = []
         for touch, values in self._flow.reads[place]:
