@@ -82,6 +82,15 @@ def test_a_sample_reads_its_probabilities_three_times_and_draws_as_many_numbers(
     assert drawn.bytes == matrix + 8 * 64 * 2
 
 
+def test_one_weight_for_all_is_one_more_number_to_read():
+    x, y = meta(64, 32), meta(64, 32)
+    plain, weighted = (
+        sum(cost.bytes for cost in costs_in(lambda w=w: torch.ops.aten.binary_cross_entropy(x, y, w)))
+        for w in (None, meta(1))
+    )
+    assert weighted - plain == 4
+
+
 def test_whether_all_is_true_is_compared_and_not_computed():
     with FlopMeter("a100-sxm4-80gb", strict=True) as meter:
         mask = meta(64, 64, dtype=torch.bool)
