@@ -27,7 +27,7 @@ EQUIVALENT = {
     "flopmeter/costs/data_movement/movement.py: return FREE  ->  return ()": "FREE is ()",
     "flopmeter/costs/contractions/attention.py: k  ->  v  in  return AttentionShape(batch, heads, k.shape[1], queries, "
     "k.shape[2], depth, v.shape[-1])": "keys and values have the same heads and tokens",
-    "flopmeter/timing/allocator.py: 1  ->  2  in  index = bisect_left(pool, (size, -1))": "no address is below 0",
+    "flopmeter/timing/allocator.py: 1  ->  2  in  index = bisect_left(free, (size, -1))": "no address is below 0",
     "flopmeter/costs/arithmetic/resampling.py: 1  ->  2  in  flops = (axes * _UNNORMALIZE + weights) * positions + "
     "(2 * taps if taps > 1 else 0) * out.numel": "no filter has two taps",
     **dict.fromkeys(
@@ -43,7 +43,7 @@ EQUIVALENT = {
         "of an op of the host nothing else is asked",
     ),
     "flopmeter/launch/fusion/roles.py: all  ->  any  in  return bool(written) and all((spec.storage < 0 for spec in "
-    "written))": "a kernel writes scratch or tensors of the program, never both",
+    "written)) and (not reads_dense(call))": "a kernel writes scratch or tensors of the program, never both",
     "flopmeter/timing/convolution.py: busy.work_seconds  ->  busy.seconds": "kernels of vector units have no latency",
     **dict.fromkeys(
         (

@@ -24,6 +24,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -193,11 +194,23 @@ def run_tests(files: Iterable[str], *options: str, plugin: object) -> int:
 
 
 def measure_all(copy: Path, only: list[str], jobs: int) -> Reached:
-    """What every test that counts reaches. Each of the processes takes its share of the files of tests."""
+    """What every test that counts reaches. Each of the processes takes the next file of tests when it is done with one,
+    since some take a hundred times as long as others; the recorded prices, which take longest, come first."""
     every = (path for path in sorted((copy / "tests").glob("test_*.py")) if path.stem not in LEFT_OUT)
     files = [f"tests/{path.name}" for path in every if not only or path.name in only]
+    files.sort(key=RECORDS.__ne__)
+    taken = multiprocessing.Value("i", 0)
+
+    def left() -> Iterator[str]:
+        while True:
+            with taken.get_lock():
+                number, taken.value = taken.value, taken.value + 1
+            if number >= len(files):
+                return
+            yield files[number]
+
     parts = [copy / f"reached-{number}.json" for number in range(jobs)]
-    running = [in_child(functools.partial(measure, copy, part, files[n::jobs])) for n, part in enumerate(parts)]
+    running = [in_child(functools.partial(measure, copy, part, left())) for part in parts]
     statuses = [os.waitpid(pid, 0)[1] for pid in running]
     if any(statuses):
         sys.exit("what tests reach: a process ended early")
@@ -214,7 +227,7 @@ def merged(parts: Iterable[Reached]) -> Reached:
     return Reached(seconds, lines)
 
 
-def measure(copy: Path, found: Path, files: list[str]) -> int:
+def measure(copy: Path, found: Path, files: Iterable[str]) -> int:
     """Run these tests, and write what each reaches. Those that fail without a mutant do not count."""
     import coverage
 
@@ -222,8 +235,8 @@ def measure(copy: Path, found: Path, files: list[str]) -> int:
     measured.set_option("run:core", "ctrace")  # which can tell contexts
     plugin = _Contexts(measured)
     measured.start()
-    if files:
-        run_tests(files, plugin=plugin)
+    for file in files:
+        run_tests([file], plugin=plugin)
     measured.stop()
     for test in plugin.left_out & plugin.seconds.keys():
         del plugin.seconds[test]

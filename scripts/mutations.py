@@ -220,7 +220,8 @@ def sibling(module: Module) -> Iterator[Edit]:
     """An attribute, or an argument, of another name that such objects have too."""
     for node in module.nodes(ast.Attribute):
         is_method = isinstance(up := module.parent[node], ast.Call) and up.func is node
-        if not is_method and isinstance(node.ctx, ast.Load):  # a method that is called is none of a record's
+        is_counted = isinstance(up, ast.Call) and _name(up.func) == "len"  # shapes and strides have the same length
+        if not is_method and not is_counted and isinstance(node.ctx, ast.Load):  # a called method is none of a record's
             yield from (Edit(node, "attr", other, node) for other in _BESIDE.get(node.attr, ()))
     for call in module.nodes(ast.Call):
         given = {each.arg: each for each in call.keywords}

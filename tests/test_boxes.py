@@ -82,3 +82,13 @@ def test_the_host_waits_for_how_many_boxes_are_left(ops):
     with FlopMeter(mask_fraction=0.5) as meter:
         ops.nms(boxes(100), torch.empty(100, device="meta"), 0.5)
     assert any(kernel.cost.blocks_host for kernel in meter.report().kernels)
+
+
+def test_a_small_box_of_a_large_image_reads_the_neighbours_of_its_places_alone(ops):
+    """7 x 7 bins of 4 places, each with 4 neighbours, in 16 channels; and the box itself."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        ops.roi_align(
+            torch.empty(1, 16, 500, 500, device="meta"), torch.empty(1, 5, device="meta"), 1.0, 7, 7, 2, False
+        )
+    (kernel,) = meter.report().kernels
+    assert kernel.cost.bytes_read == 4 * (16 * 7 * 7 * 4 * 4 + 5)

@@ -444,3 +444,11 @@ def test_an_op_of_the_gpu_costs_what_arithmetic_by_hand_says(name):
 def test_a_sum_of_powers_is_a_norm_without_its_roots():
     call = call_by_hand(aten._foreach_powsum.Scalar, ([T(6), T(5)], 2), (T(), T()))
     assert sum(cost.flops for cost in costs_of(call)) == 2 * 11
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_with_relu_tells_the_time_model_its_layout(order):
+    x, out = (T(2, 8, 8, 8).contiguous(memory_format=order) for _ in range(2))
+    operands = (x, T(8, 8, 3, 3).contiguous(memory_format=order), None, [1, 1], [1, 1], [1, 1], 1)
+    (cost,) = costs_of(call_by_hand(aten.cudnn_convolution_relu.default, operands, (out,)))
+    assert cost.work.shape.channels_last is (order is torch.channels_last)

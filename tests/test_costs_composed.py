@@ -13,9 +13,11 @@ from flopmeter.records import UNCOUNTED
 
 WINDOWS = [torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window, torch.kaiser_window]
 MAKES_NO_KERNEL = {
-    "empty", "resize_", "narrow", "slice", "as_strided", "to", "_to_copy", "empty_strided", "copy_",
+    "empty", "resize_", "narrow", "slice", "as_strided", "to", "_to_copy", "empty_strided", "copy_", "empty_like",
+    "fill_",
 }  # fmt: skip
-"""On a CPU a Python number becomes a tensor and is cast: on a GPU it is an argument of the kernel."""
+"""On a CPU a Python number becomes a tensor and is cast, and what a reduction starts from is written: on a GPU both are
+arguments of the kernel."""
 
 
 def kernels_by_torchs_profiler(program):
@@ -53,6 +55,40 @@ def test_a_spectrogram_with_its_window_leaves_nothing_uncounted():
         window = torch.hann_window(400, device="meta")
         torch.stft(meta(2, 16000), 400, 160, window=window, return_complex=True).abs()
     assert meter.report().uncounted == []
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "options"),
+    [
+        (torch.multinomial, (4, 8), (1,)),
+        (torch.multinomial, (8,), (1, True)),
+        (torch.multinomial, (4, 8), (3,)),
+        (torch.count_nonzero, (4, 8), (1,)),
+    ],
+)
+def test_samples_and_counts_launch_what_torch_runs_for_them(op, shape, options):
+    costs = costs_in(lambda: op(meta(*shape), *options))
+    x = torch.rand(shape)
+    assert len(costs) == len(kernels_by_torchs_profiler(lambda: op(x, *options)))
+
+
+def test_a_sample_reads_its_probabilities_three_times_and_draws_as_many_numbers():
+    """Their least and largest, their sum, and their quotient by random numbers, of which the largest is looked for."""
+    costs = costs_in(lambda: torch.multinomial(meta(64, 1000), 1))
+    matrix = 4 * 64 * 1000
+    assert sum(cost.bytes_read for cost in costs) == pytest.approx((3 + 1 + 1) * matrix, rel=0.01)
+    assert sum(cost.bytes_written for cost in costs) == pytest.approx((1 + 1) * matrix, rel=0.01)
+    (drawn,) = costs_in(lambda: torch.multinomial(meta(64, 1000), 2, replacement=True))
+    assert drawn.bytes == matrix + 8 * 64 * 2
+
+
+def test_one_weight_for_all_is_one_more_number_to_read():
+    x, y = meta(64, 32), meta(64, 32)
+    plain, weighted = (
+        sum(cost.bytes for cost in costs_in(lambda w=w: torch.ops.aten.binary_cross_entropy(x, y, w)))
+        for w in (None, meta(1))
+    )
+    assert weighted - plain == 4
 
 
 def test_whether_all_is_true_is_compared_and_not_computed():

@@ -89,6 +89,14 @@ SCATTERED = {
     ),
     "a matrix, transposed": (lambda: T(1024, 1024).t().contiguous(), 2048 * (512 - 64)),
     "a sum with a matrix that is transposed": (lambda: T(1024, 1024) + T(1024, 1024).t(), 2048 * (512 - 64)),
+    # Of an operand in channels-last only: the other one lies as its shape says.
+    "two images joined": (
+        lambda: torch.cat((T(2, 64, 64, 64).to(memory_format=torch.channels_last), T(2, 8, 64, 64)), 1),
+        1024 * (512 - 64),
+    ),
+    "a transposed factor and a row": (
+        lambda: torch.addcmul(T(1024, 1024), T(1024, 1024).t(), T(1024)), 2048 * (512 - 64)
+    ),
     "heads into one row": (lambda: transposed(2, 16, 128, 64).contiguous(), 0),
     "both transposed": (lambda: T(1024, 1024).t() * T(1024, 1024).t(), 0),
     "a row and a matrix": (lambda: T(1024, 1024) * T(1024), 0),

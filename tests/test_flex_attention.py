@@ -248,6 +248,16 @@ def test_soft_capping_counts_its_tanh():
     assert dict(cost.flops_by_class)["element-wise"] == 3 * 2 * 4 * 512 * 512
 
 
+def test_the_gradient_sees_the_mask_of_the_forward_pass_where_keys_are_more_than_queries():
+    def program():
+        mask = create_block_mask(window(200), None, None, 256, 1024, device="meta")
+        compiled(*qkv(1024, queries=256, grad=True), block_mask=mask).sum().backward()
+
+    forward, backward = (cost.work.shape for cost in flex_costs(metered(program)) if cost.macs)
+    assert forward == backward._replace(is_backward=False)
+    assert forward.mask != Mask()
+
+
 def test_decoding_reads_the_keys_of_its_window_only():
     """One query at position 4,095: of 32 blocks of keys the last two hold its window of 200."""
 

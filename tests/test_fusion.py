@@ -217,6 +217,33 @@ def test_what_a_product_of_backward_reads_is_kept():
     assert (moved_by["relu"], moved_by["threshold_backward"]) == (2, 3)
 
 
+def _around_a_product(y: Tensor, weight: Tensor) -> Tensor:
+    before = y.cos()
+    return (y @ weight + before) + y.sigmoid()
+
+
+CUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "an input on both sides of a product": lambda x, weight, half: _around_a_product(x, weight),
+    "a value on both sides of a product": lambda x, weight, half: _around_a_product(x + 1, weight),
+    "what a product read": lambda x, weight, half: (x + half).sigmoid() @ weight,
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_as_much_is_kept_and_read_again_as_by_torchs_own_partitioner(name: str):
+    def moved_between(**options: str) -> tuple[int, int]:
+        x, weight, half = meta(ROWS, WIDTH, grad=True), meta(WIDTH, WIDTH), meta(ROWS, WIDTH, dtype=torch.half)
+        with FlopMeter("a100-sxm4-80gb", **options) as meter:
+            result = torch.compile(CUTS[name])(x, weight, half)
+            result.backward(torch.empty_like(result))
+        forward, backward = [], []
+        for kernel in meter.report(mode="compiled").kernels:
+            (forward if kernel.ops[0].phase == "forward" else backward).append(kernel.cost)
+        return sum(cost.bytes_written for cost in forward), sum(cost.bytes_read for cost in backward)
+
+    assert moved_between(compile="rules") == moved_between()
+
+
 def test_random_numbers_and_reductions_are_kept_and_what_follows_from_them_is_not():
     """A dropout keeps its mask of one byte an element; a log-softmax the statistics of its rows."""
     x, names = meta(ROWS, WIDTH, grad=True), torch.empty(ROWS, dtype=torch.int64, device="meta")
@@ -386,6 +413,13 @@ def test_reading_a_number_on_the_host_breaks_the_graph():
     _, fused, _ = compiled(program)
     assert [kernel.cost.name for kernel in fused] == ["fused(mul, sum)", "_local_scalar_dense", "add"]
     assert graphs_of(fused) == [0, None, 1]
+
+
+def test_an_index_by_a_mask_breaks_the_graph():
+    """How many elements there are is known only when it has run."""
+    x = torch.ones(ROWS, WIDTH)
+    fused = compiled(lambda: x[x > 0] + 1).fused
+    assert graphs_of(fused)[-1] != graphs_of(fused)[0]
 
 
 def test_only_marked_modules_are_compiled():

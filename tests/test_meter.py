@@ -143,6 +143,13 @@ def test_entering_a_meter_inside_itself_changes_nothing():
     assert meter.report().flops == 2 * 4**3
 
 
+def test_of_a_program_on_one_device_only_the_host_is_noted():
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.empty(4, device="meta").sin()
+    (note,) = meter.report().notes
+    assert note.startswith("the host: ")
+
+
 def test_nested_meters_of_one_device_agree():
     with FlopMeter() as outer, FlopMeter() as inner:
         attention()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,31 @@ with torch.autocast("cuda", dtype=torch.bfloat16):
 print(meter.report().notes)
 """)
     assert "import flopmeter first" in said
+
+
+@contextlib.contextmanager
+def entered_unseen() -> Iterator[None]:
+    """What an autocast that was entered before flopmeter was imported leaves of itself: torch counts it."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_an_autocast_that_was_entered_before_the_import_is_told(is_seen: bool) -> None:
+    with torch.autocast("cuda", dtype=BF16) if is_seen else entered_unseen(), FlopMeter() as meter:
+        torch.empty(4, device="meta").sin()
+    assert ("import flopmeter first" in str(meter.report().notes)) is not is_seen
+
+
+def test_a_meter_that_ends_while_autocast_is_on_leaves_the_threads_keys_as_they_were(x: Tensor) -> None:
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        before = torch._C._dispatch_tls_local_include_set()
+        with FlopMeter():
+            assert (x @ x.mT).dtype == torch.float16
+        assert torch._C._dispatch_tls_local_include_set() == before
+    finally:
+        torch.set_autocast_enabled("cuda", False)

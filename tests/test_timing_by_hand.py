@@ -53,7 +53,7 @@ def rates(flop_per_s, bytes_per_s, sm_count, kernels=SIMT):
 
 def test_kernels_that_unpack_weights_have_tiles_of_few_rows_and_none_of_few_columns():
     """Tokens are the rows: 16 of them take half of what 32 do, as many outputs take what 64 do. By tiles of 16 x 256,
-    and of 64 x 64, which are the narrowest otherwise."""
+    and of 64 x 64, which are the narrowest otherwise. Both 16 and 32 rows have a tile of half the columns."""
     family = gemm_kernels(A100, A100.contraction_peak("fp16"), unpacks_weights=True)
 
     def seconds(m: int, n: int) -> float:
@@ -61,6 +61,7 @@ def test_kernels_that_unpack_weights_have_tiles_of_few_rows_and_none_of_few_colu
 
     assert seconds(16, 4096) < 0.6 * seconds(32, 4096) < 0.6 * 0.6 * seconds(64, 4096)
     assert seconds(4096, 16) == pytest.approx(seconds(4096, 64), rel=0.01)
+    assert seconds(32, 128) / seconds(32, 256) == pytest.approx(seconds(16, 128) / seconds(16, 256))
 
 
 # --- convolutions on vector units ------------------------------------------------------------------------------------

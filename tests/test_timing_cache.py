@@ -35,6 +35,15 @@ def test_the_same_weights_twice_are_found_in_the_cache():
     assert meter.report().kernel_seconds < weights.nbytes / device.bandwidth_bytes_per_s
 
 
+def test_the_other_half_of_a_tensor_is_not_in_the_cache():
+    x, weights = torch.empty(16, 2048, **BF16), torch.empty(2, 2048, 2048, **BF16)
+    with FlopMeter("l40s") as meter:
+        for half in (weights[0], weights[1], weights[1]):
+            x @ half
+    _, other, again = cached_bytes(kernels_of(meter.trace), load_hardware("l40s").l2_cache_bytes)
+    assert again - other == weights[1].nbytes
+
+
 @pytest.mark.parametrize(("columns", "share"), [(2048, 1.0), (2112, 1 - 0.03125 / 0.1), (2304, 0.0)])
 def test_weights_that_fill_little_more_than_the_cache_are_found_in_part(columns, share):
     """Six of 4096 rows in turn: of 2048 columns of 2 bytes they are the 96 MB of an L40S; of 2112 a thirty-second more;

@@ -291,6 +291,27 @@ def test_the_source_line_of_the_caller_is_recorded_on_request():
         assert "x.sin()" in lines.readlines()[int(line) - 1]
 
 
+def test_a_recorder_that_starts_inside_of_a_step_sees_the_next_one_whole():
+    recorder = Recorder()
+    model, x, optimizer = build()
+    step(model, x, optimizer)
+    starts = optimizer.register_step_pre_hook(lambda *_: recorder.__enter__() and None)
+    step(model, x, optimizer)
+    starts.remove()
+    step(model, x, optimizer)
+    recorder.__exit__(None, None, None)
+    decayed = dict.fromkeys(op.phase for op in recorder.trace.ops if "mul_" in op.call.name)  # the momentum
+    assert [*decayed] == ["forward", "optimizer"]
+
+
+def test_nested_recorders_agree_on_ops_of_one_geometry():
+    x = build()[1]
+    with Recorder() as outer, Recorder() as inner:
+        for _ in range(3):
+            x.sin()
+    assert names(outer.trace) == names(inner.trace) == ["sin"] * 3
+
+
 def test_nested_recorders_agree():
     with Recorder() as outer, Recorder() as inner:
         step(*build())

@@ -123,9 +123,10 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
     ways = []
     for rows, columns, share in _tiles(rates.kernels, rates.kernels.least_batched_side):
         counts = [shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns) for shape in shapes]
-        depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / max(sum(counts), 1)
-        tile = _Tile(rows * columns, share, moved.written_bytes / max(sum(counts), 1))
-        ways.append(_in_waves(sum(counts), tile, depth, moved, rates))
+        tiles = sum(counts)
+        depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / tiles
+        tile = _Tile(rows * columns, share, moved.written_bytes / tiles)
+        ways.append(_in_waves(tiles, tile, depth, moved, rates))
     return fastest(ways)
 
 

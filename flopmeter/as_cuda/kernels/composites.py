@@ -53,11 +53,11 @@ def install_ctc_loss(scope: Scope) -> None:
 
 
 def ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *options: Any, **named: Any
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *options: Any
 ) -> Tensor:
     """ctc_loss of tensors in aten/src/ATen/native/LossCTC.cpp."""
     lengths = [lengths.to("cpu", torch.long).tolist() for lengths in (input_lengths, target_lengths)]
-    loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *lengths, *options, **named)
+    loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *lengths, *options)
     return loss
 
 

@@ -34,7 +34,7 @@ class PerInput(NamedTuple):
 
 
 _COMPARES = (
-    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.count_nonzero, aten.cummax,
+    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.cummax,
     aten.cummin, aten.median, aten.nanmedian, aten.mode, aten.equal, aten.adaptive_max_pool2d,
     aten.adaptive_max_pool3d, aten.fractional_max_pool2d, aten.fractional_max_pool3d, aten.hash_tensor,
 )  # fmt: skip
@@ -196,10 +196,20 @@ def adaptive_average_pool_backward(call: Call) -> Cost:
     return make_cost(call, REDUCTION, grad.numel + out.numel, read=(grad,))
 
 
+@rule(aten.count_nonzero)
+def count_nonzero(call: Call) -> tuple[Cost, ...]:
+    """The sum of `x != 0`, which a kernel of its own writes (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
+    (x,) = call.inputs
+    if x.dtype is torch.bool:
+        return (make_cost(call, REDUCTION),)
+    flags = scratch(x)._replace(dtype=torch.bool)
+    return make_cost(call, ELEMENTWISE, written=(flags,)), make_cost(call, REDUCTION, read=(flags,))
+
+
 @rule(aten.dist)
 def dist(call: Call) -> Cost:
-    """The norm of a difference: subtract, square (or power), add; then a root."""
-    return _distances(call, call.inputs[0].numel, 1)
+    """The norm of a difference, to whose shape both are broadcast: subtract, square (or power), add; then a root."""
+    return _distances(call, prod(torch.broadcast_shapes(*(spec.shape for spec in call.inputs))), 1)
 
 
 @rule(aten._cdist_forward)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
+import torch
+
 from flopmeter.costs.index_arithmetic import cat_operations, cat_sectors
-from flopmeter.costs.rules import FREE, make_cost, rule
+from flopmeter.costs.rules import FREE, make_cost, rule, scratch
 from flopmeter.costs.windows import covered
-from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, SORTING, Call, Cost, Region, TensorSpec
+from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 
@@ -165,12 +167,43 @@ def random_fill(call: Call) -> Cost:
 
 
 @rule(
-    aten.bernoulli, aten.normal, aten.multinomial, aten.poisson, aten.binomial, aten._sample_dirichlet,
+    aten.bernoulli, aten.normal, aten.poisson, aten.binomial, aten._sample_dirichlet,
     aten._standard_gamma, aten._philox_key_split, aten._philox_key_fold_in,
 )  # fmt: skip
 def random_sample(call: Call) -> Cost:
     """Reads probabilities, parameters or keys, writes the samples or keys."""
     return make_cost(call, RANDOM)
+
+
+@rule(aten.multinomial)
+def multinomial(call: Call) -> tuple[Cost, ...]:
+    """With replacement a kernel draws all samples. One sample, or samples without replacement, are where p / q is
+    largest, with q drawn from an exponential distribution. Before that kernels check p: it has to be finite and not
+    negative, and no row's sum 0 (aten/src/ATen/native/Distributions.cpp)."""
+    (p,), (samples,) = call.inputs, call.outputs
+    draws = call.argument("num_samples")
+    if call.argument("replacement") and draws > 1:
+        return (make_cost(call, RANDOM),)
+    rows = p.shape[:-1]
+    q, sums, one = scratch(p), *(scratch(p, n)._replace(shape=s, stride=(1,) * len(s)) for n, s in ((2, rows), (3, ())))
+    found, flag = (spec._replace(dtype=torch.bool, storage=spec.storage - 2) for spec in (sums, one))
+
+    def kernel(op_class: str, read: tuple[TensorSpec, ...], written: tuple[TensorSpec, ...], flops: int = 0) -> Cost:
+        return make_cost(call, op_class, flops, read=read, written=written)
+
+    turned, asserted = kernel(ELEMENTWISE, (flag,), (flag,)), kernel(MOVEMENT, (flag,), ())
+    return (
+        kernel(REDUCTION, (p,), (one, one)),
+        *(kernel(ELEMENTWISE, (one,), (flag,)),) * 2,
+        *(turned, asserted),
+        kernel(REDUCTION, (p,), (sums,), p.numel),
+        kernel(ELEMENTWISE, (sums,), (found,)),
+        *((kernel(REDUCTION, (found,), (flag,)),) if rows else ()),
+        *(turned, asserted),
+        kernel(RANDOM, (), (q,)),
+        kernel(ELEMENTWISE, (p, q), (q,), p.numel),
+        kernel(REDUCTION if draws == 1 else SORTING, (q,), (samples,)),
+    )
 
 
 @rule(

@@ -171,24 +171,25 @@ class _Partition:
         """Parts that read what others read too, before a library's kernel in between: with those they will not share a
         kernel (a residual stream, above all)."""
         for source, users in self._users.items():
-            if len(users) > 1 and (source[0] < 0 or self._parts[source[0]].role.joins_consumers):
+            if len(users) > 1 and source[0] >= 0 and self._parts[source[0]].role.joins_consumers:
                 first = self._first_not_fusible(users)
                 yield from (user for user in users if user > first)
 
     def _first_not_fusible(self, users: list[int]) -> int:
-        last, waiting, seen = users[-1], [(user, True) for user in users], set(users)
+        last, waiting = users[-1], [(user, True) for user in users]
+        seen = {*waiting}
         heapq.heapify(waiting)
         while waiting:
             place, fuses = heapq.heappop(waiting)
             if not fuses:
                 return place
-            for value in self._flow.writes[place]:
-                for reader in value.readers:
-                    if reader in self._inside and reader <= last and reader not in seen:
-                        seen.add(reader)
-                        role = self._parts[place].role
-                        may_fuse = role.joins_consumers or role.loops is not None  # split loops, for the partitioner
-                        heapq.heappush(waiting, (reader, may_fuse and self._parts[reader].role.joins_producers))
+            role = self._parts[place].role
+            may_fuse = role.joins_consumers or role.loops is not None  # split loops, for the partitioner
+            for reader in {reader for value in self._flow.writes[place] for reader in value.readers} & self._inside:
+                use = reader, may_fuse and self._parts[reader].role.joins_producers
+                if reader <= last and use not in seen:
+                    seen.add(use)
+                    heapq.heappush(waiting, use)
         return last
 
     def _steps_to_backward(self) -> dict[Source, int]:
