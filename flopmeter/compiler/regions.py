@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -50,10 +50,21 @@ class Regions:
         """
         inside = {buffer.get_name() for buffer in node.get_outputs()}
         kept = {buffer.get_name() for buffer in node.get_outputs() if is_needed(buffer, node)}
-        accesses = [(part.read_writes, self._indices(part)) for part in (node.get_nodes() if parts is None else parts)]
-        reads = [(dep, indices) for deps, indices in accesses for dep in deps.reads if dep.name not in inside]
-        writes = [(dep, indices) for deps, indices in accesses for dep in deps.writes if dep.name in kept]
+        accesses = [(part, self._indices(part)) for part in (node.get_nodes() if parts is None else parts)]
+        reads = [(dep, count) for part, count in accesses for dep in self._read(part) if dep.name not in inside]
+        writes = [(dep, count) for part, count in accesses for dep in part.read_writes.writes if dep.name in kept]
         return self._bytes(reads), self._bytes(writes)
+
+    def _read(self, node: Any) -> Iterator[Any]:
+        """What the node reads. The scheduler also lists whole what loops write into, such as a cache, to put them after
+        earlier writes: only an atomic addition reads it, where it adds."""
+        writes, is_loops = node.read_writes.writes, isinstance(node, names.LOOPS_NODE.value)
+        into = {self._base(dep.name) for dep in writes} if is_loops else set()
+        for dep in node.read_writes.reads:
+            if isinstance(dep, names.STAR_DEP.value) and self._base(dep.name) in into:
+                yield from (each.rename({each.name: dep.name}) for each in writes if each.mode == "atomic_add")
+            else:
+                yield dep
 
     def _indices(self, node: Any) -> int | None:
         """At most how many indices the node loads: one for each of the integers that it reads, or pair of them. None if
