@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
@@ -150,17 +152,28 @@ def test_each_of_two_convolutions_in_a_row_is_counted() -> None:
     assert not report.uncounted
 
 
-def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted() -> None:
-    def chosen(x: Tensor) -> Tensor:
-        square: Tensor = torch.cond(x.new_ones((), dtype=torch.bool), lambda x: x @ x, lambda x: x + x, (x,))
-        return square
+def chosen(x: Tensor, _rows: Tensor) -> Any:
+    return torch.cond(x.new_ones((), dtype=torch.bool), lambda x: x @ x, lambda x: x + x, (x,))
 
-    _, report = metered(lambda: torch.compile(chosen)(meta(64, 64)))
+
+def looped(x: Tensor, _rows: Tensor) -> Any:
+    return while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, (x @ x).sin()), (x.new_zeros(()), x))
+
+
+def scanned(x: Tensor, rows: Tensor) -> Any:
+    weight = x + 1
+    return scan(lambda state, row: (torch.tanh(state @ weight + row), state.clone()), x, rows)
+
+
+@pytest.mark.parametrize("flow", [chosen, looped, scanned])
+def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted(flow: Callable[[Tensor, Tensor], Any]) -> None:
+    with torch.no_grad():
+        _, report = metered(lambda: torch.compile(flow, fullgraph=True)(meta(64, 64), meta(8, 64, 64)))
     ((name,),) = [graph.uncounted for graph in report.graphs]
-    assert name in ("Conditional", "Switch")  # as inductor calls it, the second from torch 2.15 on
+    assert name in ("Conditional", "Switch", "WhileLoop")  # Switch: from torch 2.15 on; a scan is made a loop
     assert [row.name for row in report.uncounted] == [name]
-    with FlopMeter(strict=True), pytest.raises(UncountedError, match=name):
-        torch.compile(chosen)(meta(64, 64))
+    with FlopMeter(strict=True), torch.no_grad(), pytest.raises(UncountedError, match=name):
+        torch.compile(flow, fullgraph=True)(meta(64, 64), meta(8, 64, 64))
 
 
 def test_a_scan_combines_each_element_once() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from flopmeter.compiler import flex
+from flopmeter.compiler.known import before
 from flopmeter.compiler.regions import Sizes
 from flopmeter.costs import RULES, costs_of
 from flopmeter.costs.arithmetic import normalization
@@ -281,7 +282,7 @@ def origins_of(
         masked = flex.flex_node(part.node) if part.is_reduction() else None
         if masked is not None and masked not in elsewhere:
             found[masked] = _row_sums(masked, steps, is_backward)
-            elsewhere = elsewhere | flex.earlier([masked])  # named with all that the template reads
+            elsewhere = elsewhere | before(flex.mask_reads([masked]))  # named with all that the template reads
         for fx in part.node.origins:
             if fx not in found and fx not in elsewhere and is_work(fx):
                 origin = origin_of(fx, None, is_backward=is_backward)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.compiler import flex
-from flopmeter.compiler.integers import Integers
+from flopmeter.compiler.known import KnownInGraph, ends_of
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
     names_of,
@@ -62,7 +62,7 @@ class PlanStep(NamedTuple):
     buffers: tuple[str, ...]  # by their numbers in the call
     kernel: CompiledKernel | None
     frees: tuple[str, ...]
-    flex: Any = None  # the FX node, if the call is flex_attention's, whose body depends on values
+    depends: Any = None  # the FX node, if the call's work depends on values: flex_attention, a grouped product
 
     @property
     def written(self) -> frozenset[int]:
@@ -84,8 +84,8 @@ class Plan(NamedTuple):
     inputs: tuple[str, ...]
     steps: tuple[PlanStep, ...]
     outputs: tuple[Placed | str | int | None, ...]  # a name: an input that is no tensor, such as a process group
-    integers: Integers
-    masks: flex.Masks | None = None
+    known: KnownInGraph
+    masks: flex.Masks
 
     @property
     def kernels(self) -> tuple[CompiledKernel, ...]:
@@ -128,33 +128,35 @@ class _Planner:
     def plan(self) -> Plan:
         steps = tuple(map(self._step, self._lowered.nodes, self._lowered.bytes_of))
         masked = {
-            step.flex: flex.splits_keys(node.get_template_node())
+            step.depends: flex.splits_keys(node.get_template_node())
             for step, node in zip(steps, self._lowered.nodes, strict=True)
-            if step.flex is not None
+            if step.depends is not None and flex.is_flex(step.depends)
         }
         outputs = tuple(map(self._output, self._graph.graph_outputs))
-        masks = flex.Masks(masked, self._sizes) if masked else None
-        integers = Integers(self._graph.graph, self._sizes)
-        return Plan(tuple(self._graph.graph_input_names), steps, outputs, integers, masks)
+        known = KnownInGraph(self._graph.graph, self._sizes, flex.mask_reads(masked))
+        return Plan(tuple(self._graph.graph_input_names), steps, outputs, known, flex.Masks(masked, self._sizes))
 
     def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
         frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
         made = tuple(self._allocations(node))
-        if isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput) or _is_host(node):
+        is_free = isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput)
+        if is_free or (_is_host(node) and not self._runs_graphs(node.node)):  # a loop's counter is on the host
             return PlanStep(made, None, (), None, frees)
         fx = flex.flex_node(node.get_template_node()) if node.is_template() else None
         if fx is not None:
             return PlanStep(made, *self._attention(node, fx, scheduler_bytes), frees, fx)
-        launched = self._launched(node.node, scheduler_bytes)
+        launched, depends = self._launched(node.node, scheduler_bytes), None
         if launched is not None:
             call, buffers, kernel = launched
         elif isinstance(node, names.EXTERN_NODE.value):
             call, buffers, kernel = self._library(node, scheduler_bytes)
+            fx = own_node(node.node)
+            depends = fx if fx is not None and ends_of(fx) is not None else None
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
             origins = origins_of(node.get_nodes(), self._sizes, self._is_backward, self._called)
             call, buffers, kernel = self._written(node, kind, (*self._biases(node), *origins), scheduler_bytes)
-        return PlanStep(made, call, buffers, kernel, frees)
+        return PlanStep(made, call, buffers, kernel, frees, depends)
 
     def _biases(self, node: Any) -> Iterator[Origin]:
         """The biases of convolutions that the kernel adds; once each, however many kernels compute it again."""
