@@ -70,6 +70,23 @@ def test_tokens_are_looked_up_once_each() -> None:
 
 
 @pytest.mark.parametrize(
+    ("look_up", "elements"),
+    [
+        (lambda x, places: x[:, places], 100 * 5),
+        (lambda x, places: x.gather(1, places.expand(100, 5)), 100 * 5),
+        (lambda x, places: F.interpolate(x[None, None], scale_factor=2.0), 100 * 64),
+    ],
+)
+def test_what_is_looked_up_along_the_innermost_dimension_is_read(
+    look_up: Callable[[Tensor, Tensor], Tensor], elements: int
+) -> None:
+    """Five columns of 64 that are named, or all of them twice."""
+    x, places = meta(100, 64), meta(5, dtype=torch.int64)
+    report = metered(lambda: torch.compile(look_up)(x, places))
+    assert report.bytes_read == 4 * elements + (5 * 8 if elements == 100 * 5 else 0)
+
+
+@pytest.mark.parametrize(
     ("write", "read_bytes", "written_bytes"),
     [
         (lambda cache, row, place: cache.index_copy_(1, place, row), ROW + 8, ROW),
