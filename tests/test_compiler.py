@@ -24,7 +24,7 @@ from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 from watched_scheduler import watched_scheduler
 
-from flopmeter import FlopMeter, Report
+from flopmeter import DataDependentError, FlopMeter, Report
 from flopmeter.compiler import session
 from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.costs import UncountedError, kernels_of
@@ -272,6 +272,43 @@ def test_attention_that_is_checkpointed_runs_again_in_the_backward_graph_as_in_e
     attention = next(row for row in report.rows("class") if row.name == "attention (fused)")
     assert attention.flops == pytest.approx((2 + 2 + 5) * 2 * 4 * 128 * 128 * 64, rel=0.05)
     assert not any(graph.uncounted for graph in report.graphs)
+
+
+def test_a_copy_to_the_device_inside_of_a_graph_goes_over_the_link() -> None:
+    ids = torch.arange(4, device="cpu")
+    _, report = metered(lambda: torch.compile(lambda x: x[ids.to(x.device)] * 2)(meta(64, 64)))
+    assert [(kernel.cost.link_bytes, kernel.cost.blocks_host) for kernel in report.kernels] == [(32, True), (0, False)]
+    assert not report.uncounted
+
+
+def test_what_a_graph_copies_to_the_host_is_not_known_there() -> None:
+    with pytest.raises(DataDependentError), FlopMeter():
+        torch.compile(lambda x: (x * 2).cpu())(meta(64, 64))
+
+
+@pytest.mark.parametrize("device", ["a100-sxm4-80gb", "h100-sxm5-80gb"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_attention_that_a_program_writes_out_is_the_kernel_that_cuda_takes_for_it(
+    learns: bool, masked: bool, device: str
+) -> None:
+    """A pattern of inductor's puts scaled_dot_product_attention in its place, which CUDA dispatches."""
+    q, k, v = (meta(4, 8, 256, 64, dtype=torch.bfloat16, requires_grad=learns) for _ in range(3))
+    mask = meta(4, 8, 256, 256, dtype=torch.bfloat16) if masked else None
+
+    def written_out() -> Tensor:
+        scores = q @ k.transpose(-2, -1) / 8.0
+        return torch.softmax(scores if mask is None else scores + mask, dim=-1) @ v
+
+    def named() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    def attention(run: Callable[[], Tensor]) -> list[str]:
+        with torch.set_grad_enabled(learns), FlopMeter(device) as meter:
+            run()
+        return [kernel.cost.name for kernel in meter.report().kernels if kernel.cost.flops]
+
+    assert attention(torch.compile(written_out)) == attention(named)
 
 
 def test_what_products_need_is_kept() -> None:

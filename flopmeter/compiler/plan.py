@@ -25,10 +25,11 @@ from flopmeter.compiler.origins import (
 from flopmeter.compiler.regions import Bytes, Regions, Sizes, is_needed
 from flopmeter.compiler.triton_launches import launch_of
 from flopmeter.costs.fused import name_of
+from flopmeter.known_values import DataDependentError
 from flopmeter.records import ELEMENTWISE, Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
 from flopmeter.torch_names import compiler as names
-from flopmeter.torch_names.operators import Overloads
+from flopmeter.torch_names.operators import Overloads, aten_overloads
 from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace.process_groups import with_groups
@@ -139,6 +140,8 @@ class _Planner:
     def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
         frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
         made = tuple(self._allocations(node))
+        if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
+            raise DataDependentError("aten._to_copy.default")
         is_free = isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput)
         if is_free or (_is_host(node) and not self._runs_graphs(node.node)):  # a loop's counter is on the host
             return PlanStep(made, None, (), None, frees)
@@ -260,6 +263,8 @@ class _Planner:
     def _library(self, node: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
         fx = own_node(node.node)
         op = op_without_node(node.node) if fx is None else None
+        if isinstance(node.node, self._ir.DeviceCopy):
+            op, fx = aten_overloads._to_copy.default, None
         if op is not None:
             call, buffers = self._call_without_node(node.node, op)
             origin = origin_without_node(call)
@@ -316,13 +321,14 @@ class _Planner:
     def _call_without_node(self, kernel: Any, op: Any) -> tuple[Call, tuple[str, ...]]:
         """The call of a library's op, made from what inductor passes: tensors and constants, each in the op's order."""
         numbers: dict[str, int] = {}
-        tensors = iter(self._tensors_of(kernel))
-        constants = iter(kernel.constant_args)
+        tensors, named, constants = iter(self._tensors_of(kernel)), kernel.kwargs, iter(kernel.constant_args)
+        if isinstance(kernel, self._ir.DeviceCopy):
+            named = {"non_blocking": next(constants)}
         inputs: list[TensorSpec] = []
 
         def argument(parameter: Any) -> Any:
             if not isinstance(parameter.type, torch.TensorType):
-                return kernel.kwargs.get(parameter.name, next(constants, parameter.default_value))
+                return named.get(parameter.name, next(constants, parameter.default_value))
             ir = next(tensors)
             laid = self._laid(ir) or self._placed(self.base(ir.get_name()))
             inputs.append(laid.spec(numbers.setdefault(laid.buffer, len(numbers))))
