@@ -87,6 +87,24 @@ def test_what_is_looked_up_along_the_innermost_dimension_is_read(
 
 
 @pytest.mark.parametrize(
+    "scatter",
+    [
+        lambda table, x, ids: torch.zeros_like(table).index_add(0, ids, x),
+        lambda table, x, ids: table.index_add(0, ids, x),
+        lambda table, x, ids: table.index_put((ids,), x, accumulate=True),
+        lambda table, x, ids: torch.ops.aten.embedding_dense_backward(x, ids, 1000, -1, False),
+    ],
+)
+def test_the_kernel_that_scatters_has_the_additions(scatter: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """64 rows of 32 are added to a table of 1,000, which another kernel has filled: with zeros, or with a copy."""
+    table, x, ids = meta(1000, 32), meta(64, 32), meta(64, dtype=torch.int64)
+    report = metered(lambda: torch.compile(scatter)(table, x, ids))
+    filled, scattered = report.kernels
+    assert (filled.cost.flops, scattered.cost.flops) == (0, 64 * 32)
+    assert scattered.cost.bytes_written == 4 * 64 * 32
+
+
+@pytest.mark.parametrize(
     ("write", "read_bytes", "written_bytes"),
     [
         (lambda cache, row, place: cache.index_copy_(1, place, row), ROW + 8, ROW),

@@ -101,7 +101,7 @@ class Regions:
         """Elements that the loops of one access touch: those over which its index moves. If it looks its place up, so
         many for each index; one for each of the `steps` of all loops, if the number of indices is not known."""
         moved = prod(self._sizes(size) for var, size in dep.ranges.items() if var in dep.index.free_symbols)
-        if not any(str(symbol).startswith(("tmp", "indirect")) for symbol in dep.index.free_symbols):
+        if not looks_up(dep):
             return moved
         return steps if indices is None else min(steps, indices * moved)
 
@@ -136,6 +136,11 @@ class Regions:
         except NotImplementedError:  # several results, each of which is a buffer of its own, or none
             return None
         return found
+
+
+def looks_up(dep: Any) -> bool:
+    """Whether the place of an access is a value that the kernel has read or computed."""
+    return any(str(symbol).startswith(("tmp", "indirect")) for symbol in getattr(dep, "index", dep).free_symbols)
 
 
 def _is_loops(node: Any) -> bool:
