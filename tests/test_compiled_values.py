@@ -119,6 +119,22 @@ def test_a_tensor_that_a_graph_writes_to_is_not_known_by_what_it_was():
             more.tolist()
 
 
+def test_what_a_graph_computes_on_the_cpu_is_computed():
+    """Numbers of a program that lie on the CPU, returned or changed in place, among kernels of the device."""
+
+    def run(x: Tensor, count: Tensor, rate: Tensor) -> tuple[Tensor, ...]:
+        count += 1
+        return x * 2, count * 10, rate * 3.0
+
+    count, rate = torch.tensor(3, device="cpu"), torch.tensor(2.0, device="cpu")
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        compiled = torch.compile(run)
+        results = [compiled(torch.empty(8, device="meta"), count, rate)[1:] for _ in range(2)]
+    assert [[number.item() for number in each] for each in results] == [[40, 6.0], [50, 6.0]]
+    assert count.item() == 5
+    assert meter.report().flops == 2 * 8
+
+
 def test_an_assertion_inside_of_a_compiled_kernel_is_counted():
     def checked(x: Tensor) -> Tensor:
         torch._assert_async((x > 0).all(), "positive")

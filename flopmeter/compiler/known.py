@@ -1,9 +1,10 @@
 """What is known, in a call of a compiled graph, of the tensors that the graph makes.
 
-Nothing is computed here, so what a graph returns is unknown. But which experts tokens take follows from a stated law,
-and lengths, offsets and documents from what the program was given. So each call goes once more, on meta tensors and
-unrecorded, through the ops that lead to what matters: integers and bools that the graph returns, the ends of the groups
-of a grouped product, and what the mask of flex_attention reads. They are answered as in eager mode.
+Nothing is computed here on the device, so what a graph returns is unknown. But which experts tokens take follows from a
+stated law, and lengths, offsets and documents from what the program was given. So each call goes once more, on meta
+tensors and unrecorded, through the ops that lead to what matters: integers and bools that the graph returns, the ends
+of the groups of a grouped product, what the mask of flex_attention reads, and what is on the CPU. They are answered as
+in eager mode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from flopmeter.compiler.posing import CUDA, META
 from flopmeter.compiler.regions import Sizes
-from flopmeter.known_values import KnownValues
+from flopmeter.known_values import DataDependentError, KnownValues
 from flopmeter.known_values.rules import group_lengths
 from flopmeter.known_values.values import no_modes, spans_storage
 from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
@@ -40,9 +41,10 @@ class KnownInGraph:
         ends = filter(None, map(ends_of, graph.nodes))
         counted = [each for each in (*self._outputs, *ends) if isinstance(each, Node) and _is_integer(each)]
         # Of numbers with a fraction nothing is known where experts are picked; documents may come from some.
-        of_masks = before(read)
-        self._has_masks, self._has_counts = bool(of_masks), bool(counted)
-        makers = before(counted, _leads_by_integers) | of_masks
+        on_cpu = [each for each in graph.nodes if _is_on_cpu(each) and (each in self._outputs or _overwrites(each))]
+        wanted = before((*read, *on_cpu))
+        self._has_counts, self._is_always_wanted = bool(counted), bool(wanted)
+        makers = before(counted, _leads_by_integers) | wanted
         self._ops = [
             node
             for node in graph.nodes
@@ -52,7 +54,7 @@ class KnownInGraph:
     def computed(self, args: Sequence[Any], values: KnownValues | None) -> Held:
         """What these ops give in a call with these arguments of the graph."""
         if values is None or not (
-            self._has_masks or (self._has_counts and (values.assume.routing or _any_known(args, values)))
+            self._is_always_wanted or (self._has_counts and (values.assume.routing or _any_known(args, values)))
         ):
             return {}
         held: Held = dict(zip(self._inputs, args, strict=True))
@@ -75,7 +77,11 @@ class KnownInGraph:
             tensor = held.get(node)
             if isinstance(tensor, Tensor) and isinstance(result, Tensor) and tensor is not result:
                 with no_modes():
-                    if values.values.knows(tensor) and spans_storage(result):
+                    if result.device.type == "cpu":
+                        if tensor.is_meta:
+                            raise DataDependentError(str(node.target))
+                        result.copy_(tensor)
+                    elif values.values.knows(tensor) and spans_storage(result):
                         values.set(result, values.values.read(tensor).clone())
 
     def _result(self, node: Node, held: Held, values: KnownValues) -> Any:
@@ -130,6 +136,16 @@ def before(nodes: Iterable[Node], leads: Callable[[Node], bool] = lambda node: T
 def _attribute(node: Node) -> Any:
     """A constant, or a function; None for other nodes."""
     return getattr(node.graph.owning_module, str(node.target)) if node.op == "get_attr" else None
+
+
+def _is_on_cpu(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _overwrites(node: Node) -> bool:
+    """Whether it puts a result into an input of the graph, which the program changed in place."""
+    return node.target is aten_overloads.copy_.default
 
 
 def _leads_by_integers(node: Node) -> bool:

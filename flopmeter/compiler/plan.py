@@ -143,7 +143,8 @@ class _Planner:
         if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
             raise DataDependentError("aten._to_copy.default")
         is_free = isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput)
-        if is_free or (_is_host(node) and not self._runs_graphs(node.node)):  # a loop's counter is on the host
+        is_loop = isinstance(node, names.EXTERN_NODE.value) and self._runs_graphs(node.node)
+        if is_free or (_is_host(node) and not is_loop):  # a loop's counter is on the host
             return PlanStep(made, None, (), None, frees)
         fx = flex.flex_node(node.get_template_node()) if node.is_template() else None
         if fx is not None:
