@@ -40,7 +40,6 @@ class KnownInGraph:
         self._inputs = graph.find_nodes(op="placeholder")
         ends = filter(None, map(ends_of, graph.nodes))
         counted = [each for each in (*self._outputs, *ends) if isinstance(each, Node) and _is_integer(each)]
-        # Of numbers with a fraction nothing is known where experts are picked; documents may come from some.
         on_cpu = [each for each in graph.nodes if _is_on_cpu(each) and (each in self._outputs or _overwrites(each))]
         wanted = before((*read, *on_cpu))
         self._has_counts, self._is_always_wanted = bool(counted), bool(wanted)
@@ -93,7 +92,8 @@ class KnownInGraph:
             return self._sizes(value) if isinstance(value, torch.SymInt) else value
 
         if (constant := _attribute(node)) is not None:
-            return values.lift(torch.tensor(constant.tolist(), dtype=constant.dtype, device="cpu"))
+            numbers = torch.tensor(constant.tolist(), dtype=constant.dtype, device="cpu")
+            return numbers if _is_on_cpu(node) else values.lift(numbers)
         args: Any = map_aggregate(node.args, argument)
         kwargs: Any = map_aggregate(dict(node.kwargs), argument)
         if node.target is operator.getitem:
@@ -149,6 +149,7 @@ def _overwrites(node: Node) -> bool:
 
 
 def _leads_by_integers(node: Node) -> bool:
+    """Not by numbers with a fraction, such as the scores by which experts are picked: nothing is known of these."""
     is_op = isinstance(node.target, OpOverload) or node.target is operator.getitem
     return is_op and (_is_integer(node) or not isinstance(node.meta.get("val"), Tensor))
 
