@@ -446,6 +446,15 @@ def test_dynamic_shapes_are_compiled_once_though_dynamo_starts_again_on_the_way(
     assert meter.report().macs == 4 * (128 + 160) * 64 * 64
 
 
+def test_products_of_equal_layers_in_one_graph_have_one_cost() -> None:
+    """So that each is priced once: a report of a deep model that is compiled whole took seconds."""
+    model = on_meta(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6))))
+    with torch.no_grad():
+        _, report = metered(lambda: torch.compile(model)(meta(8, 64)))
+    costs = [kernel.cost for kernel in report.kernels if kernel.cost.macs]
+    assert (len(costs), len(set(costs))) == (6, 1)
+
+
 def test_equal_blocks_are_compiled_once_and_keep_their_own_paths() -> None:
     model = on_meta(lambda: nn.Sequential(Mlp(), Mlp(), Mlp()))
     for block in model:

@@ -120,6 +120,7 @@ class _Planner:
             for fx, operation in nodes.items()
             if fx is not None and _adds_bias(fx) and len(self._tensors_of(operation)) == CONVOLVED
         }
+        self._calls: dict[Any, Call] = {}
         self._biased: set[Any] = set()  # those of them to which a kernel has added it
         self._parts: dict[str, list[Any]] = {}  # of an op with several results: the nodes that stand for them
         for node in lowered.nodes:
@@ -317,7 +318,10 @@ class _Planner:
         args = with_groups(fx.target, tuple(map(argument, given)))
         kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
         outputs = tuple(spec(placed) for placed in self._results(kernel, fx))
-        return Call(fx.target, args, kwargs, tuple(inputs), outputs), tuple(numbers)
+        # Equal calls, such as those of equal layers, are one, which is priced once.
+        key = (fx.target, args, tuple(kwargs.items()), tuple(inputs), outputs)
+        call = self._calls.setdefault(key, Call(fx.target, args, kwargs, tuple(inputs), outputs))
+        return call, tuple(numbers)
 
     def _call_without_node(self, kernel: Any, op: Any) -> tuple[Call, tuple[str, ...]]:
         """The call of a library's op, made from what inductor passes: tensors and constants, each in the op's order."""
