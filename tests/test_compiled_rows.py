@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch._inductor import config
 
 from flopmeter import FlopMeter, Report
 from flopmeter.records import CONTRACTION
+
+ROW, CACHE = 4 * 8 * 64, 4 * 8 * 1024 * 64  # bytes of a token's keys, and of 1,024 of them
 
 
 def metered(run: Callable[[], Any], device: str = "h100-sxm5-80gb") -> Report:
@@ -64,6 +67,66 @@ def test_tokens_are_looked_up_once_each() -> None:
     product = torch.compile(lambda i: (F.embedding(i, table) * weight).sum(-1))
     (kernel,) = metered(lambda: product(tokens)).graphs[0].kernels
     assert kernel.bytes_read == 4 * 7 * 512 + 4 * 256 * 512 + 7 * 8
+
+
+@pytest.mark.parametrize(
+    ("look_up", "elements"),
+    [
+        (lambda x, places: x[:, places], 100 * 5),
+        (lambda x, places: x.gather(1, places.expand(100, 5)), 100 * 5),
+        (lambda x, places: F.interpolate(x[None, None], scale_factor=2.0), 100 * 64),
+    ],
+)
+def test_what_is_looked_up_along_the_innermost_dimension_is_read(
+    look_up: Callable[[Tensor, Tensor], Tensor], elements: int
+) -> None:
+    """Five columns of 64 that are named, or all of them twice."""
+    x, places = meta(100, 64), meta(5, dtype=torch.int64)
+    report = metered(lambda: torch.compile(look_up)(x, places))
+    assert report.bytes_read == 4 * elements + (5 * 8 if elements == 100 * 5 else 0)
+
+
+@pytest.mark.parametrize(
+    "scatter",
+    [
+        lambda table, x, ids: torch.zeros_like(table).index_add(0, ids, x),
+        lambda table, x, ids: table.index_add(0, ids, x),
+        lambda table, x, ids: table.index_put((ids,), x, accumulate=True),
+        lambda table, x, ids: torch.ops.aten.embedding_dense_backward(x, ids, 1000, -1, False),
+    ],
+)
+def test_the_kernel_that_scatters_has_the_additions(scatter: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """64 rows of 32 are added to a table of 1,000, which another kernel has filled: with zeros, or with a copy."""
+    table, x, ids = meta(1000, 32), meta(64, 32), meta(64, dtype=torch.int64)
+    report = metered(lambda: torch.compile(scatter)(table, x, ids))
+    filled, scattered = report.kernels
+    assert (filled.cost.flops, scattered.cost.flops) == (0, 64 * 32)
+    assert scattered.cost.bytes_written == 4 * 64 * 32
+
+
+@pytest.mark.parametrize(
+    ("write", "read_bytes", "written_bytes"),
+    [
+        (lambda cache, row, place: cache.index_copy_(1, place, row), ROW + 8, ROW),
+        (lambda cache, row, place: cache[:, 3:4].copy_(row), ROW, ROW),
+        (lambda cache, row, place: cache.zero_(), 0, CACHE),
+        (lambda cache, row, place: cache.copy_(row.expand(8, 1024, 64)), ROW, CACHE),
+        (lambda cache, row, place: cache.index_add_(1, place, row), ROW + 8 + ROW, ROW),  # it reads what it adds to
+        (lambda cache, row, place: cache.add_(row), ROW + CACHE, CACHE),
+    ],
+)
+def test_a_kernel_that_writes_into_a_cache_reads_it_only_where_it_adds(
+    write: Callable[[Tensor, Tensor, Tensor], Any], read_bytes: int, written_bytes: int
+) -> None:
+    cache, row, place = meta(8, 1024, 64), meta(8, 1, 64), torch.tensor([3], device="meta")
+
+    def update(row: Tensor, place: Tensor) -> None:
+        write(cache, row, place)
+
+    report = metered(lambda: torch.compile(update)(row, place))
+    assert [(kernel.cost.bytes_read, kernel.cost.bytes_written) for kernel in report.kernels] == [
+        (read_bytes, written_bytes)
+    ]
 
 
 def test_a_row_waits_for_its_loads_and_for_its_threads() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flopmeter import DataDependentError, FlopMeter, on_meta
+from flopmeter.records import GroupedMatmulWork
 from flopmeter.report.report import Report
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, CHOICES = 32, 64, 128, 8, 2
@@ -62,6 +66,35 @@ def test_the_backward_graphs_of_such_experts_cost_twice_the_forward_ones():
     assert products(experts_report("balanced", learns=True)) == 2 * GATE + 3 * OF_ROWS - OF_ROWS // 2
 
 
+def grouped(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """The first products of experts, as one grouped product; its offsets stay in the graph."""
+    chosen = (x @ gate).topk(CHOICES).indices.flatten()
+    lengths = torch.histc(chosen.int(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    rows = x[chosen.argsort(stable=True) // CHOICES]
+    return F.grouped_mm(rows, up, offs=lengths.cumsum(0, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("routing", ["balanced", {"imbalance": 1.5}, None])
+def test_groups_inside_of_a_graph_are_those_of_the_eager_run(routing):
+    def groups(function: Callable[..., Tensor]) -> list[tuple[Any, ...]]:
+        x, gate, up = (
+            torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for shape in ((TOKENS, WIDTH), (WIDTH, EXPERTS), (EXPERTS, WIDTH, HIDDEN))
+        )
+        with FlopMeter("h100-sxm5-80gb", routing=routing) as meter:
+            function(x, gate, up).square().sum().backward()
+        report = meter.report()
+        assert ("groups of equal length" in str(report)) is (routing is None)
+        costs = [kernel.cost for kernel in report.kernels]
+        return sorted((cost.flops, cost.work.matmuls) for cost in costs if isinstance(cost.work, GroupedMatmulWork))
+
+    in_graph = groups(torch.compile(grouped))
+    assert in_graph == groups(grouped)
+    assert len(in_graph) == 3
+    lengths = {matmul.m for _, matmuls in in_graph for matmul in matmuls}
+    assert (TOKENS * CHOICES // EXPERTS * 3 // 2 in lengths) is isinstance(routing, dict)  # the busiest expert's
+
+
 def test_without_a_stated_routing_the_lengths_are_unknown_as_in_eager_mode():
     with pytest.raises(DataDependentError, match="routing"):
         experts_report(None)
@@ -84,6 +117,22 @@ def test_a_tensor_that_a_graph_writes_to_is_not_known_by_what_it_was():
         more = torch.compile(overwrite)(lengths, torch.empty(3, 8, device="meta"))
         with pytest.raises(DataDependentError):
             more.tolist()
+
+
+def test_what_a_graph_computes_on_the_cpu_is_computed():
+    """Numbers of a program that lie on the CPU, returned or changed in place, among kernels of the device."""
+
+    def run(x: Tensor, count: Tensor, rate: Tensor) -> tuple[Tensor, ...]:
+        count += 1
+        return x * 2, count * 10, rate * 3.0
+
+    count, rate = torch.tensor(3, device="cpu"), torch.tensor(2.0, device="cpu")
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        compiled = torch.compile(run)
+        results = [compiled(torch.empty(8, device="meta"), count, rate)[1:] for _ in range(2)]
+    assert [[number.item() for number in each] for each in results] == [[40, 6.0], [50, 6.0]]
+    assert count.item() == 5
+    assert meter.report().flops == 2 * 8
 
 
 def test_an_assertion_inside_of_a_compiled_kernel_is_counted():

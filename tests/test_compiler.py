@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 from watched_scheduler import watched_scheduler
 
-from flopmeter import FlopMeter, Report
+from flopmeter import DataDependentError, FlopMeter, Report
 from flopmeter.compiler import session
 from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.costs import UncountedError, kernels_of
@@ -150,17 +152,28 @@ def test_each_of_two_convolutions_in_a_row_is_counted() -> None:
     assert not report.uncounted
 
 
-def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted() -> None:
-    def chosen(x: Tensor) -> Tensor:
-        square: Tensor = torch.cond(x.new_ones((), dtype=torch.bool), lambda x: x @ x, lambda x: x + x, (x,))
-        return square
+def chosen(x: Tensor, _rows: Tensor) -> Any:
+    return torch.cond(x.new_ones((), dtype=torch.bool), lambda x: x @ x, lambda x: x + x, (x,))
 
-    _, report = metered(lambda: torch.compile(chosen)(meta(64, 64)))
+
+def looped(x: Tensor, _rows: Tensor) -> Any:
+    return while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, (x @ x).sin()), (x.new_zeros(()), x))
+
+
+def scanned(x: Tensor, rows: Tensor) -> Any:
+    weight = x + 1
+    return scan(lambda state, row: (torch.tanh(state @ weight + row), state.clone()), x, rows)
+
+
+@pytest.mark.parametrize("flow", [chosen, looped, scanned])
+def test_control_flow_that_stays_in_a_graph_is_listed_as_uncounted(flow: Callable[[Tensor, Tensor], Any]) -> None:
+    with torch.no_grad():
+        _, report = metered(lambda: torch.compile(flow, fullgraph=True)(meta(64, 64), meta(8, 64, 64)))
     ((name,),) = [graph.uncounted for graph in report.graphs]
-    assert name in ("Conditional", "Switch")  # as inductor calls it, the second from torch 2.15 on
+    assert name in ("Conditional", "Switch", "WhileLoop")  # Switch: from torch 2.15 on; a scan is made a loop
     assert [row.name for row in report.uncounted] == [name]
-    with FlopMeter(strict=True), pytest.raises(UncountedError, match=name):
-        torch.compile(chosen)(meta(64, 64))
+    with FlopMeter(strict=True), torch.no_grad(), pytest.raises(UncountedError, match=name):
+        torch.compile(flow, fullgraph=True)(meta(64, 64), meta(8, 64, 64))
 
 
 def test_a_scan_combines_each_element_once() -> None:
@@ -259,6 +272,43 @@ def test_attention_that_is_checkpointed_runs_again_in_the_backward_graph_as_in_e
     attention = next(row for row in report.rows("class") if row.name == "attention (fused)")
     assert attention.flops == pytest.approx((2 + 2 + 5) * 2 * 4 * 128 * 128 * 64, rel=0.05)
     assert not any(graph.uncounted for graph in report.graphs)
+
+
+def test_a_copy_to_the_device_inside_of_a_graph_goes_over_the_link() -> None:
+    ids = torch.arange(4, device="cpu")
+    _, report = metered(lambda: torch.compile(lambda x: x[ids.to(x.device)] * 2)(meta(64, 64)))
+    assert [(kernel.cost.link_bytes, kernel.cost.blocks_host) for kernel in report.kernels] == [(32, True), (0, False)]
+    assert not report.uncounted
+
+
+def test_what_a_graph_copies_to_the_host_is_not_known_there() -> None:
+    with pytest.raises(DataDependentError), FlopMeter():
+        torch.compile(lambda x: (x * 2).cpu())(meta(64, 64))
+
+
+@pytest.mark.parametrize("device", ["a100-sxm4-80gb", "h100-sxm5-80gb"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_attention_that_a_program_writes_out_is_the_kernel_that_cuda_takes_for_it(
+    learns: bool, masked: bool, device: str
+) -> None:
+    """A pattern of inductor's puts scaled_dot_product_attention in its place, which CUDA dispatches."""
+    q, k, v = (meta(4, 8, 256, 64, dtype=torch.bfloat16, requires_grad=learns) for _ in range(3))
+    mask = meta(4, 8, 256, 256, dtype=torch.bfloat16) if masked else None
+
+    def written_out() -> Tensor:
+        scores = q @ k.transpose(-2, -1) / 8.0
+        return torch.softmax(scores if mask is None else scores + mask, dim=-1) @ v
+
+    def named() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    def attention(run: Callable[[], Tensor]) -> list[str]:
+        with torch.set_grad_enabled(learns), FlopMeter(device) as meter:
+            run()
+        return [kernel.cost.name for kernel in meter.report().kernels if kernel.cost.flops]
+
+    assert attention(torch.compile(written_out)) == attention(named)
 
 
 def test_what_products_need_is_kept() -> None:
@@ -394,6 +444,15 @@ def test_dynamic_shapes_are_compiled_once_though_dynamo_starts_again_on_the_way(
     (graph,) = meter.report().graphs
     assert graph.calls == 2
     assert meter.report().macs == 4 * (128 + 160) * 64 * 64
+
+
+def test_products_of_equal_layers_in_one_graph_have_one_cost() -> None:
+    """So that each is priced once: a report of a deep model that is compiled whole took seconds."""
+    model = on_meta(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6))))
+    with torch.no_grad():
+        _, report = metered(lambda: torch.compile(model)(meta(8, 64)))
+    costs = [kernel.cost for kernel in report.kernels if kernel.cost.macs]
+    assert (len(costs), len(set(costs))) == (6, 1)
 
 
 def test_equal_blocks_are_compiled_once_and_keep_their_own_paths() -> None:

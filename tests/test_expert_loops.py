@@ -82,10 +82,12 @@ def test_groups_that_are_not_known_are_taken_as_equal_and_that_is_told():
 
 
 @pytest.mark.slow
-def test_a_compiled_graph_has_them_too_and_says_what_it_assumes():
+def test_a_compiled_graph_has_them_too_with_the_lengths_that_are_known():
     compiled = torch.compile(loop)
     with torch.no_grad(), FlopMeter("h100-sxm5-80gb") as meter:
         compiled(*experts())
     report = meter.report()
-    assert sum(kernel.cost.macs for kernel in report.kernels) == sum(ROWS) * IN * OUT
-    assert report.assumptions == ("groups of equal length for transformers::grouped_mm_fallback in compiled graphs",)
+    assert [kernel.cost.macs for kernel in report.kernels if kernel.cost.macs] == [
+        rows * IN * OUT for rows in ROWS if rows
+    ]
+    assert not report.assumptions

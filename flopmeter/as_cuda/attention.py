@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
 from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, Qkv, Rules, SdpaCall, choose, rules_for
@@ -59,7 +60,13 @@ def install(scope: Scope) -> None:
         return attend(qkv, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
 
     # vmap decomposes this composite at a higher level than others, where it also checks for random ops.
-    scope.override(composite, scaled_dot_product_attention, vmap_key="FuncTorchVmapMode")
+    scope.override(composite, scaled_dot_product_attention, vmap_key="FuncTorchVmapMode", where=_is_dispatched)
+
+
+def _is_dispatched(tensor: object) -> bool:
+    """Whether it is emulated, or poses as a tensor on the device: inductor's patterns put this composite in the place
+    of attention that a program writes out."""
+    return dispatcher.is_emulated(tensor) or (isinstance(tensor, FakeTensor) and tensor.device.type == "cuda")
 
 
 def _difference(chosen: Mapping[SdpaCall, SDPBackend], rules: Rules, target: CudaTarget) -> str | None:

@@ -39,15 +39,23 @@ class Scope:
         """State an assumption or a rule once, for the report."""
         self._notes[text] = None
 
-    def override(self, op: OpOverload, kernel: DispatcherKernel, *, vmap_key: str | None = "FuncTorchBatched") -> None:
+    def override(
+        self,
+        op: OpOverload,
+        kernel: DispatcherKernel,
+        *,
+        vmap_key: str | None = "FuncTorchBatched",
+        where: Callable[[Any], bool] = dispatcher.is_emulated,
+    ) -> None:
         """Run `kernel` instead of the composite `op` for meta tensors: above autograd, and inside torch.func.grad and
         torch.vmap.
 
         Plain meta tensors reach the key AutogradMeta, those that torch.func.grad wraps AutogradOther, and those that
         torch.vmap wraps `vmap_key`, where vmap decomposes composites. In __torch_dispatch__ a composite is decomposed
-        already, except under inference_mode: then the dispatch mode calls the kernel in `overrides`.
+        already, except under inference_mode: then the dispatch mode calls the kernel in `overrides`. `where`: for which
+        first arguments.
         """
-        guarded = self.overrides[op] = _for_emulated_tensors(op, kernel)
+        guarded = self.overrides[op] = _guarded(op, kernel, where)
         for key in ("AutogradMeta", "AutogradOther", *([vmap_key] if vmap_key else [])):
             self.kernel(op.name(), guarded, key)
 
@@ -97,12 +105,12 @@ def _no_warning_of_override() -> Iterator[None]:
         yield
 
 
-def _for_emulated_tensors(op: OpOverload, kernel: DispatcherKernel) -> DispatcherKernel:
-    """`kernel` if the first argument is a tensor to emulate, else torch's own decomposition of `op`."""
+def _guarded(op: OpOverload, kernel: DispatcherKernel, where: Callable[[Any], bool]) -> DispatcherKernel:
+    """`kernel` where the first argument is one to emulate, else torch's own decomposition of `op`."""
 
     @functools.wraps(kernel)
     def guarded(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if dispatcher.is_emulated(first):
+        if where(first):
             return kernel(first, *args, **kwargs)
         return dispatcher.decompose(op, first, *args, **kwargs)
 

@@ -1,29 +1,26 @@
 """flex_attention in a compiled graph: a template of inductor's, into which ops that come after it may fuse.
 
 How much the template computes depends on values: on the blocks that the mask leaves. So each call of the graph asks
-what it was given of them, and computes on the CPU what the graph itself makes of known values, such as the documents of
-a batch of tokens. What is not known then counts as in eager programs: mask_mod tells, or every block is computed.
+what is known of them (known.py), such as the documents of a batch of tokens. What is not known then counts as in eager
+programs: mask_mod tells, or every block is computed.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
-from flopmeter.compiler.integers import Held, hand_on, stand_in
+from flopmeter.compiler.known import Held, stand_in
 from flopmeter.compiler.lowering import copied
-from flopmeter.compiler.posing import CUDA, META, unpose
+from flopmeter.compiler.posing import unpose
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values import KnownValues
-from flopmeter.known_values.values import no_modes
 from flopmeter.records import BlockCount, Call, FlexBody
 from flopmeter.torch_names.operators import Overloads
 from flopmeter.torch_names.own_operators import own
@@ -35,8 +32,6 @@ _overloads = Overloads(own)
 _MASK, _MASK_READS = {FORWARD: 4, BACKWARD: 9}, {FORWARD: 8, BACKWARD: 13}  # their places among the arguments
 _JOINT, _SCORE_READS, _OPTIONS = 8, 12, {FORWARD: 6, BACKWARD: 11}
 _SCALARS = 5  # the score and four indices: their gradients come first in the results of the joint graph
-_MOST_ELEMENTS = 1 << 22
-"""Of a tensor that is computed on the CPU; a larger one is a mask of all pairs, which mask_mod tells in parts."""
 
 
 def is_flex(node: Node) -> bool:
@@ -97,42 +92,28 @@ class Masks:
 
     def __init__(self, nodes: Mapping[Node, bool], sizes: Sizes) -> None:
         self._nodes, self._sizes = nodes, sizes
-        graph, of_masks = next(iter(nodes)).graph, earlier(nodes)
-        self._inputs = graph.find_nodes(op="placeholder")
-        self._outputs = tree_leaves(graph.output_node().args)
-        self._earlier = [node for node in graph.nodes if node in of_masks]
         self._functions: dict[Node, Any] = {}
 
-    def bodies(self, args: Sequence[Any], values: KnownValues | None) -> tuple[dict[Node, FlexBody], Held]:
-        """By node, in a call with these arguments of the graph; and the tensors whose values that took."""
-        held = dict(zip(self._inputs, args, strict=True))
-        real = {} if values is None else self._computed(held, values)
+    def bodies(self, held: Held, values: KnownValues | None) -> dict[Node, FlexBody]:
+        """By node, in a call of the graph that has these tensors."""
+        given = dict(held)
 
         def argument(value: Any) -> Any:
             if not isinstance(value, Node):
                 return self._sizes(value) if isinstance(value, torch.SymInt) else value
-            if value.op == "get_attr":
-                return self._function(value)
-            if value not in held:
-                held[value] = stand_in(value, self._sizes)
-                if value in real and values is not None and isinstance(held[value], Tensor):
-                    with no_modes():
-                        values.set(held[value], real[value].contiguous())
-            return held[value]
+            if value not in given:
+                given[value] = self._function(value) if value.op == "get_attr" else stand_in(value, self._sizes)
+            return given[value]
 
         bodies = {}
         for node, splits in self._nodes.items():
-            given = list(map_aggregate(node.args, argument))
+            arguments = list(map_aggregate(node.args, argument))
             if node.target.name() == BACKWARD:  # type: ignore[union-attr]
-                given[_SCORE_READS] = self._learning(node, given[_SCORE_READS])  # type: ignore[arg-type]
-            template = template_of(node.target, tuple(given), {}, values)  # type: ignore[arg-type]
+                arguments[_SCORE_READS] = self._learning(node, arguments[_SCORE_READS])  # type: ignore[arg-type]
+            template = template_of(node.target, tuple(arguments), {}, values)  # type: ignore[arg-type]
             assert template is not None
             bodies[node] = template.body._replace(splits_keys=splits)
-        return bodies, held
-
-    def hand_on(self, held: Held, results: Sequence[Any], values: KnownValues | None) -> None:
-        """For the backward graph."""
-        hand_on(self._outputs, held, results, values)
+        return bodies
 
     def _function(self, node: Node) -> Any:
         if node not in self._functions:
@@ -154,62 +135,13 @@ class Masks:
                 for tensor, learns in zip(read, learned, strict=True)
             )
 
-    def _computed(self, held: Mapping[Node, Any], values: KnownValues) -> dict[Node, Any]:
-        """What the graph makes of known values before it masks."""
-        real: dict[Node, Any] = {}
-        with no_modes():
-            for node in self._earlier:
-                if node in held:
-                    value = held[node]
-                    if not isinstance(value, Tensor):
-                        real[node] = value
-                    elif values.values.knows(value) and not values.values.is_blank(value):
-                        real[node] = values.values.read(value)
-                elif self._is_computable(node, real):
-                    try:
-                        real[node] = _on_cpu(node, real, self._sizes)
-                    except Exception:  # whatever an op of the compiler's raises there: its result is not known
-                        continue
-        return real
 
-    def _is_computable(self, node: Node, real: Mapping[Node, Any]) -> bool:
-        if node.op == "get_attr":
-            return True
-        is_op = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded not in node.target.tags
-        if not (is_op or node.target is operator.getitem) or any(each not in real for each in node.all_input_nodes):
-            return False
-        made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-        return all(torch.Size(map(self._sizes, value.shape)).numel() <= _MOST_ELEMENTS for value in made)
-
-
-def earlier(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes on which the masks of these calls depend."""
-    found: set[Node] = set()
-    open_ones = [
+def mask_reads(nodes: Iterable[Node]) -> list[Node]:
+    """What the masks of these calls read."""
+    return [
         each
         for node in nodes
         for place in (_MASK, _MASK_READS)
         for each in tree_leaves(node.args[place[node.target.name()]])  # type: ignore[union-attr]
         if isinstance(each, Node)
     ]
-    while open_ones:
-        node = open_ones.pop()
-        if node not in found:
-            found.add(node)
-            open_ones += node.all_input_nodes
-    return found
-
-
-def _on_cpu(node: Node, real: Mapping[Node, Any], sizes: Sizes) -> Any:
-    if node.op == "get_attr":
-        constant = getattr(node.graph.owning_module, node.target)  # type: ignore[arg-type]
-        return torch.tensor(constant.tolist(), dtype=constant.dtype, device="cpu")
-
-    def argument(value: Any) -> Any:
-        if isinstance(value, Node):
-            return real[value]
-        if isinstance(value, torch.device):
-            return torch.device("cpu") if value in (CUDA, META) else value
-        return sizes(value) if isinstance(value, torch.SymInt) else value
-
-    return node.target(*map_aggregate(node.args, argument), **map_aggregate(dict(node.kwargs), argument))  # type: ignore[operator]

@@ -12,7 +12,8 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from flopmeter.compiler import flex
-from flopmeter.compiler.regions import Sizes
+from flopmeter.compiler.known import before
+from flopmeter.compiler.regions import Sizes, looks_up
 from flopmeter.costs import RULES, costs_of
 from flopmeter.costs.arithmetic import normalization
 from flopmeter.costs.contractions import matmul
@@ -40,6 +41,10 @@ _NAME = re.compile(r"\w+")
 _WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")  # between a module and those in it
 _FUNCTIONS = f"torch{os.sep}nn{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_SCATTERS = aten.present(
+    "index_put", "index_put_", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add",
+    "scatter", "scatter_add", "scatter_reduce",
+)  # fmt: skip
 ASSOCIATIVE_SCAN = "associative_scan"  # of the operators that take functions, the one that inductor writes kernels of
 
 
@@ -270,7 +275,7 @@ def origins_of(
     the convolution too.
 
     Inductor names an op at every loop that stems from it: also at the second stage of its split reduction, and where
-    its result is set to zero first. Those loops are shorter than the op's own work, or read nothing.
+    its result is set to zero first, or is a copy of what it adds to.
     """
     found: dict[Any, Origin] = {}
     for part in parts:
@@ -281,13 +286,23 @@ def origins_of(
         masked = flex.flex_node(part.node) if part.is_reduction() else None
         if masked is not None and masked not in elsewhere:
             found[masked] = _row_sums(masked, steps, is_backward)
-            elsewhere = elsewhere | flex.earlier([masked])  # named with all that the template reads
+            elsewhere = elsewhere | before(flex.mask_reads([masked]))  # named with all that the template reads
         for fx in part.node.origins:
             if fx not in found and fx not in elsewhere and is_work(fx):
                 origin = origin_of(fx, None, is_backward=is_backward)
-                if reads_nothing(fx) or (part.read_writes.reads and steps >= least_steps(fx, origin, sizes)):
+                if _works_on(fx, part, steps, least_steps(fx, origin, sizes)):
                     found[fx] = origin
     return tuple(found[fx] for fx in sorted(found))
+
+
+def _works_on(fx: Any, part: Any, steps: int, least: int) -> bool:
+    """Whether the part's loops do the op's work, rather than prepare it or end it. They are long enough, unless the op
+    scatters: its result may be of any size, but its loops look up where they write."""
+    if reads_nothing(fx):
+        return True
+    if getattr(fx.target, "overloadpacket", None) in _SCATTERS:
+        return any(map(looks_up, part.read_writes.writes))
+    return bool(part.read_writes.reads) and steps >= least
 
 
 def _row_sums(fx: Any, steps: int, is_backward: bool) -> Origin:

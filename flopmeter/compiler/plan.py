@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.compiler import flex
-from flopmeter.compiler.integers import Integers
+from flopmeter.compiler.known import KnownInGraph, ends_of
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
     names_of,
@@ -25,10 +25,11 @@ from flopmeter.compiler.origins import (
 from flopmeter.compiler.regions import Bytes, Regions, Sizes, is_needed
 from flopmeter.compiler.triton_launches import launch_of
 from flopmeter.costs.fused import name_of
+from flopmeter.known_values import DataDependentError
 from flopmeter.records import ELEMENTWISE, Call, CompiledKernel, Origin, Region, TensorSpec
 from flopmeter.records.compiled import KernelKind
 from flopmeter.torch_names import compiler as names
-from flopmeter.torch_names.operators import Overloads
+from flopmeter.torch_names.operators import Overloads, aten_overloads
 from flopmeter.torch_names.own_operators import own
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace.process_groups import with_groups
@@ -62,7 +63,7 @@ class PlanStep(NamedTuple):
     buffers: tuple[str, ...]  # by their numbers in the call
     kernel: CompiledKernel | None
     frees: tuple[str, ...]
-    flex: Any = None  # the FX node, if the call is flex_attention's, whose body depends on values
+    depends: Any = None  # the FX node, if the call's work depends on values: flex_attention, a grouped product
 
     @property
     def written(self) -> frozenset[int]:
@@ -84,8 +85,8 @@ class Plan(NamedTuple):
     inputs: tuple[str, ...]
     steps: tuple[PlanStep, ...]
     outputs: tuple[Placed | str | int | None, ...]  # a name: an input that is no tensor, such as a process group
-    integers: Integers
-    masks: flex.Masks | None = None
+    known: KnownInGraph
+    masks: flex.Masks
 
     @property
     def kernels(self) -> tuple[CompiledKernel, ...]:
@@ -119,6 +120,7 @@ class _Planner:
             for fx, operation in nodes.items()
             if fx is not None and _adds_bias(fx) and len(self._tensors_of(operation)) == CONVOLVED
         }
+        self._calls: dict[Any, Call] = {}
         self._biased: set[Any] = set()  # those of them to which a kernel has added it
         self._parts: dict[str, list[Any]] = {}  # of an op with several results: the nodes that stand for them
         for node in lowered.nodes:
@@ -128,33 +130,38 @@ class _Planner:
     def plan(self) -> Plan:
         steps = tuple(map(self._step, self._lowered.nodes, self._lowered.bytes_of))
         masked = {
-            step.flex: flex.splits_keys(node.get_template_node())
+            step.depends: flex.splits_keys(node.get_template_node())
             for step, node in zip(steps, self._lowered.nodes, strict=True)
-            if step.flex is not None
+            if step.depends is not None and flex.is_flex(step.depends)
         }
         outputs = tuple(map(self._output, self._graph.graph_outputs))
-        masks = flex.Masks(masked, self._sizes) if masked else None
-        integers = Integers(self._graph.graph, self._sizes)
-        return Plan(tuple(self._graph.graph_input_names), steps, outputs, integers, masks)
+        known = KnownInGraph(self._graph.graph, self._sizes, flex.mask_reads(masked))
+        return Plan(tuple(self._graph.graph_input_names), steps, outputs, known, flex.Masks(masked, self._sizes))
 
     def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
         frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
         made = tuple(self._allocations(node))
-        if isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput) or _is_host(node):
+        if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
+            raise DataDependentError("aten._to_copy.default")
+        is_free = isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput)
+        is_loop = isinstance(node, names.EXTERN_NODE.value) and self._runs_graphs(node.node)
+        if is_free or (_is_host(node) and not is_loop):  # a loop's counter is on the host
             return PlanStep(made, None, (), None, frees)
         fx = flex.flex_node(node.get_template_node()) if node.is_template() else None
         if fx is not None:
             return PlanStep(made, *self._attention(node, fx, scheduler_bytes), frees, fx)
-        launched = self._launched(node.node, scheduler_bytes)
+        launched, depends = self._launched(node.node, scheduler_bytes), None
         if launched is not None:
             call, buffers, kernel = launched
         elif isinstance(node, names.EXTERN_NODE.value):
             call, buffers, kernel = self._library(node, scheduler_bytes)
+            fx = own_node(node.node)
+            depends = fx if fx is not None and ends_of(fx) is not None else None
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
             origins = origins_of(node.get_nodes(), self._sizes, self._is_backward, self._called)
             call, buffers, kernel = self._written(node, kind, (*self._biases(node), *origins), scheduler_bytes)
-        return PlanStep(made, call, buffers, kernel, frees)
+        return PlanStep(made, call, buffers, kernel, frees, depends)
 
     def _biases(self, node: Any) -> Iterator[Origin]:
         """The biases of convolutions that the kernel adds; once each, however many kernels compute it again."""
@@ -258,6 +265,8 @@ class _Planner:
     def _library(self, node: Any, scheduler_bytes: int) -> tuple[Call, tuple[str, ...], CompiledKernel]:
         fx = own_node(node.node)
         op = op_without_node(node.node) if fx is None else None
+        if isinstance(node.node, self._ir.DeviceCopy):
+            op, fx = aten_overloads._to_copy.default, None
         if op is not None:
             call, buffers = self._call_without_node(node.node, op)
             origin = origin_without_node(call)
@@ -309,18 +318,22 @@ class _Planner:
         args = with_groups(fx.target, tuple(map(argument, given)))
         kwargs = {name: argument(value) for name, value in fx.kwargs.items()}
         outputs = tuple(spec(placed) for placed in self._results(kernel, fx))
-        return Call(fx.target, args, kwargs, tuple(inputs), outputs), tuple(numbers)
+        # Equal calls, such as those of equal layers, are one, which is priced once.
+        key = (fx.target, args, tuple(kwargs.items()), tuple(inputs), outputs)
+        call = self._calls.setdefault(key, Call(fx.target, args, kwargs, tuple(inputs), outputs))
+        return call, tuple(numbers)
 
     def _call_without_node(self, kernel: Any, op: Any) -> tuple[Call, tuple[str, ...]]:
         """The call of a library's op, made from what inductor passes: tensors and constants, each in the op's order."""
         numbers: dict[str, int] = {}
-        tensors = iter(self._tensors_of(kernel))
-        constants = iter(kernel.constant_args)
+        tensors, named, constants = iter(self._tensors_of(kernel)), kernel.kwargs, iter(kernel.constant_args)
+        if isinstance(kernel, self._ir.DeviceCopy):
+            named = {"non_blocking": next(constants)}
         inputs: list[TensorSpec] = []
 
         def argument(parameter: Any) -> Any:
             if not isinstance(parameter.type, torch.TensorType):
-                return kernel.kwargs.get(parameter.name, next(constants, parameter.default_value))
+                return named.get(parameter.name, next(constants, parameter.default_value))
             ir = next(tensors)
             laid = self._laid(ir) or self._placed(self.base(ir.get_name()))
             inputs.append(laid.spec(numbers.setdefault(laid.buffer, len(numbers))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -50,27 +50,44 @@ class Regions:
         """
         inside = {buffer.get_name() for buffer in node.get_outputs()}
         kept = {buffer.get_name() for buffer in node.get_outputs() if is_needed(buffer, node)}
-        accesses = [(part.read_writes, self._indices(part)) for part in (node.get_nodes() if parts is None else parts)]
-        reads = [(dep, indices) for deps, indices in accesses for dep in deps.reads if dep.name not in inside]
-        writes = [(dep, indices) for deps, indices in accesses for dep in deps.writes if dep.name in kept]
+        reads, writes = [], []
+        for part in node.get_nodes() if parts is None else parts:
+            steps, indices = self._steps(part), self._indices(part)
+            reads += [(dep, steps, indices) for dep in self._read(part) if dep.name not in inside]
+            writes += [(dep, steps, indices) for dep in part.read_writes.writes if dep.name in kept]
         return self._bytes(reads), self._bytes(writes)
+
+    def _steps(self, node: Any) -> int:
+        """Of all loops of the node; 1 where it has none."""
+        return prod(self._sizes(size) for loops in node.get_ranges() for size in loops) if _is_loops(node) else 1
+
+    def _read(self, node: Any) -> Iterator[Any]:
+        """What the node reads. The scheduler also lists whole what loops write into, such as a cache, to put them after
+        earlier writes: only an atomic addition reads it, where it adds."""
+        writes = node.read_writes.writes
+        into = {self._base(dep.name) for dep in writes} if _is_loops(node) else set()
+        for dep in node.read_writes.reads:
+            if isinstance(dep, names.STAR_DEP.value) and self._base(dep.name) in into:
+                yield from (each.rename({each.name: dep.name}) for each in writes if each.mode == "atomic_add")
+            else:
+                yield dep
 
     def _indices(self, node: Any) -> int | None:
         """At most how many indices the node loads: one for each of the integers that it reads, or pair of them. None if
         it reads none, or makes indices of its loops too."""
         deps = [dep for dep in node.read_writes.reads if isinstance(dep, names.MEMORY_DEP.value)]
-        counts = [self._elements(dep, None) for dep in deps if self._holds_indices(dep.name)]
+        counts = [self._elements(dep, self._steps(node), None) for dep in deps if self._holds_indices(dep.name)]
         return prod(counts) if counts and not node.read_writes.index_exprs else None
 
-    def _bytes(self, deps: Iterable[tuple[Any, int | None]]) -> Bytes:
+    def _bytes(self, deps: Iterable[tuple[Any, int, int | None]]) -> Bytes:
         elements: dict[str, dict[Any, int]] = {}
-        for dep, indices in deps:
+        for dep, steps, indices in deps:
             if isinstance(dep, names.WEAK_DEP.value):
                 continue
             parts = elements.setdefault(dep.name, {})
             if isinstance(dep, names.MEMORY_DEP.value):
                 index = dep.normalize().index
-                parts[index] = max(parts.get(index, 0), self._elements(dep, indices))
+                parts[index] = max(parts.get(index, 0), self._elements(dep, steps, indices))
             else:
                 parts[None] = self._whole(dep.name)
         found: dict[str, int] = {}
@@ -80,15 +97,13 @@ class Regions:
             found[place] = min(found.get(place, 0) + nbytes, self._whole(place) * self._item_bytes(place))
         return [(name, nbytes) for name, nbytes in found.items() if nbytes]
 
-    def _elements(self, dep: Any, indices: int | None) -> int:
-        """Elements that the loops of one access touch: those over which the index moves, for each index that it looks
-        up; all if these are not known."""
-        sizes = {var: self._sizes(size) for var, size in dep.ranges.items()}
-        moves = dep.index.free_symbols
-        if not any(str(symbol).startswith(("tmp", "indirect")) for symbol in moves):
-            indices = 1
-        every = prod(sizes.values())
-        return every if indices is None else min(every, indices * prod(sizes[var] for var in sizes if var in moves))
+    def _elements(self, dep: Any, steps: int, indices: int | None) -> int:
+        """Elements that the loops of one access touch: those over which its index moves. If it looks its place up, so
+        many for each index; one for each of the `steps` of all loops, if the number of indices is not known."""
+        moved = prod(self._sizes(size) for var, size in dep.ranges.items() if var in dep.index.free_symbols)
+        if not looks_up(dep):
+            return moved
+        return steps if indices is None else min(steps, indices * moved)
 
     def _buffer(self, name: str) -> Any:
         found = self._graph.name_to_buffer.get(name)
@@ -108,14 +123,28 @@ class Regions:
             return 0
 
     def _holds_indices(self, name: str) -> bool:
-        return getattr(self._buffer(name), "dtype", None) in (torch.int32, torch.int64)
+        return self._dtype(name) in (torch.int32, torch.int64)
 
     def _item_bytes(self, name: str) -> int:
+        dtype = self._dtype(name)
+        return 0 if dtype is None else dtype.itemsize
+
+    def _dtype(self, name: str) -> torch.dtype | None:
         held = self._graph.constants.get(name) if name in self._graph.constants else self._buffer(name)
         try:
-            return 0 if held is None else int(held.dtype.itemsize)
-        except NotImplementedError:  # several results: each is a buffer of its own
-            return 0
+            found: torch.dtype | None = getattr(held, "dtype", None)
+        except NotImplementedError:  # several results, each of which is a buffer of its own, or none
+            return None
+        return found
+
+
+def looks_up(dep: Any) -> bool:
+    """Whether the place of an access is a value that the kernel has read or computed."""
+    return any(str(symbol).startswith(("tmp", "indirect")) for symbol in getattr(dep, "index", dep).free_symbols)
+
+
+def _is_loops(node: Any) -> bool:
+    return isinstance(node, names.LOOPS_NODE.value)
 
 
 def is_needed(buffer: Any, node: Any) -> bool:

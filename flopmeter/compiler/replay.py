@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flopmeter.compiler.known import Held, groups_in
 from flopmeter.compiler.lowering import Lowered
+from flopmeter.compiler.origins import origin_of
 from flopmeter.compiler.plan import Placed, Plan, PlanStep, plan_of
 from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
-from flopmeter.records import Call, CompiledGraph, FlexBody, Phase
+from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Phase
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
@@ -44,7 +46,7 @@ class Replay:
         self._inputs = [(name, lowered.graph.graph_inputs[name]) for name in lowered.graph.graph_input_names]
         self._plans: dict[tuple[tuple[Any, int], ...], Plan] = {}
         self._paths = _Paths(recorder, meet)
-        self._bodies: dict[tuple[Call, FlexBody], Call] = {}
+        self._calls: dict[tuple[Call, FlexBody | None, tuple[int, ...] | None], Call] = {}
         if not any(getattr(size, "free_symbols", None) for _, held in self._inputs for size in _sizes_of(held)):
             self._plan(())
 
@@ -56,10 +58,11 @@ class Replay:
         self._graph.calls += 1
         root, phase = self._paths.root(self._graph, args), self._phase(plan)
         held: dict[str, Tensor] = dict(zip(plan.inputs, args, strict=True))
-        bodies, known = plan.masks.bodies(args, recorder.values) if plan.masks else ({}, {})
-        integers = plan.integers.computed(args, recorder.values)
+        known = plan.known.computed(args, recorder.values)
+        bodies = plan.masks.bodies(known, recorder.values)
         held |= self._lowered.graph.constants
         args.clear()
+        kernels: list[CompiledKernel] = []
         for step in plan.steps:
             born = {placed.buffer: _allocate(placed) for placed in step.allocates}
             held |= born
@@ -69,11 +72,13 @@ class Replay:
                 written = step.written
                 for number in written:
                     self._forget(present[number])
-                main = step.main
+                main, launched = step.main, self._told(step, known, bodies)
+                if step.kernel is not None:
+                    kernels.append(self._kernel(step.kernel, step, launched))
                 module = ".".join(filter(None, (root, main.module if main else "")))
                 is_again = step.kernel is not None and _is_recomputation(step.kernel.origins)
                 recorder.launch(
-                    step.call if step.flex is None else self._masked(step, bodies[step.flex]),
+                    launched,
                     present,
                     module,
                     "recompute" if is_again else phase,
@@ -87,20 +92,32 @@ class Replay:
                     held.pop(name, None)
         results = [_result(output, held) for output in plan.outputs]
         self._paths.keep(self._graph, root, results)
-        plan.integers.hand_on(integers, results, recorder.values)
-        if plan.masks:
-            plan.masks.hand_on(known, results, recorder.values)
+        plan.known.hand_on(known, results, recorder.values)
+        if self._graph.calls == 1:
+            self._graph.kernels = tuple(kernels)
         if self._graph.part == "forward":
             self._graph.saved_bytes = self._saved_bytes(plan, results)
         return results
 
-    def _masked(self, step: PlanStep, body: FlexBody) -> Call:
-        """flex_attention's call with this body: the same one for the same body."""
+    def _told(self, step: PlanStep, known: Held, bodies: Mapping[Any, FlexBody]) -> Call:
+        """The step's call, with what this call of the graph knows of its work: the same one for the same knowledge."""
         assert step.call is not None
-        key = step.call, body
-        if key not in self._bodies:
-            self._bodies[key] = replace(step.call, body=body)
-        return self._bodies[key]
+        body = bodies.get(step.depends)
+        groups = None if step.depends is None else groups_in(known, step.depends, self._recorder.values)
+        if body is None and groups is None:
+            return step.call
+        key = step.call, body, groups
+        if key not in self._calls:
+            self._calls[key] = replace(step.call, body=body, groups=groups)
+        return self._calls[key]
+
+    def _kernel(self, kernel: CompiledKernel, step: PlanStep, call: Call) -> CompiledKernel:
+        """The step's kernel, with the FLOPs of a call that knows more than the plan does."""
+        if call is step.call:
+            return kernel
+        own = replace(call, kwargs={name: value for name, value in call.kwargs.items() if value is not kernel})
+        origin = origin_of(step.depends, own, is_backward=self._graph.part == "backward")
+        return replace(kernel, origins=(origin, *kernel.origins[1:]))
 
     def _plan(self, symbols: tuple[tuple[Any, int], ...]) -> Plan:
         """The plan for these sizes."""

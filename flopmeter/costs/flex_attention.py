@@ -22,6 +22,7 @@ from flopmeter.costs.traffic import regions
 from flopmeter.records import (
     ELEMENTWISE,
     REDUCTION,
+    AttentionBackend,
     AttentionShape,
     BlockCount,
     BodyOp,
@@ -89,8 +90,10 @@ def _template(
     """`passes` times over the scores, with score_mod in each; in a compiled graph also with what fuses into it."""
     body, kernel = _body(call), call.kwargs.get("kernel")
     after: tuple[Origin, ...] = ()
+    backend: AttentionBackend = "flash" if body.splits_keys else "flex"
     if kernel is not None:
         name, read, written, after = kernel.name, kernel.reads, kernel.writes, kernel.origins[1:]
+        backend = "flex_decoding" if body.splits_keys else "flex"
     squares, pairs = shape.sequences * shape.heads, shape.queries * shape.keys
     score, transcendentals = _flops_of(body.score)
     on_pair, _ = _flops_of(body.mask)
@@ -102,7 +105,7 @@ def _template(
     cost = make_attention(
         call,
         products,
-        "flash" if body.splits_keys else "flex",
+        backend,
         shape,
         extra=flops_of(ELEMENTWISE, [[(ELEMENTWISE, on_scores + on_masks)], *(op.flops_by_class for op in after)]),
         read=_seen(call, body.blocks, regions(call)[0] if read is None else read),

@@ -26,7 +26,7 @@ from flopmeter.known_values.data_dependent import (
     suppressed,
 )
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
-from flopmeter.known_values.values import address, is_discrete, is_weight, no_modes, spans_storage
+from flopmeter.known_values.values import Values, address, is_discrete, is_weight, no_modes, spans_storage
 from flopmeter.records.sparse_layouts import COMPRESSED, pointers_and_indices
 from flopmeter.torch_names.operators import aten_overloads as aten
 
@@ -90,13 +90,19 @@ def grouped(known: Knowledge, call: Invocation) -> Any:
     ends = call.argument(place, "offs")
     if ends is None:  # batched: no groups
         return known.run_unknown(call)
-    if known.values.knows(ends) and not isinstance(ends, FakeTensor):
-        with no_modes():
-            bounds = known.values.read(ends).tolist()
-        known.groups = tuple(max(end - start, 0) for start, end in pairwise((0, *bounds)))
-    else:
+    known.groups = group_lengths(ends, known.values)
+    if known.groups is None:
         known.assume.note("groups of equal length", call.func)
     return known.run_unknown(call)
+
+
+def group_lengths(ends: Tensor, values: Values) -> tuple[int, ...] | None:
+    """The lengths of groups that lie one after another and have these ends; None if they are not known."""
+    if isinstance(ends, FakeTensor) or not values.knows(ends):
+        return None
+    with no_modes():
+        bounds = values.read(ends).tolist()
+    return tuple(max(end - start, 0) for start, end in pairwise((0, *bounds)))
 
 
 def forget_all(known: Knowledge, call: Invocation) -> Any:

@@ -67,7 +67,7 @@ class GraphBreak(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CompiledGraph:
-    """One graph that inductor compiled. A graph that was compiled for symbolic sizes has the kernels of its first call.
+    """One graph that inductor compiled. It has the kernels of its first call, if sizes or values tell what they do.
 
     `calls` counts how often the program ran it.
     """

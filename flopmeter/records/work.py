@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 from flopmeter.records.collectives import CollectiveKind
 
 Tf32Switch = Literal["matmul", "cudnn"]  # torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "other"]
+AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "flex_decoding", "other"]
+"""`flex_decoding`: the template for few queries in a compiled graph, of which other kernels combine the parts."""
 
 
 # --- parts of the records below -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ _AMPERE, _HOPPER, _BLACKWELL_MAJOR = (8, 0), (9, 0), 10
 _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
 _WITH_SPLIT_KEYS = ("nvidia", "amd")  # vendors
 _ITEM_BYTES = 2  # of what flash attention works on
-_FLASH_LIBRARY: tuple[AttentionBackend, ...] = ("flash", "cudnn")  # they split keys
+_SPLITTING: tuple[AttentionBackend, ...] = ("flash", "cudnn", "flex_decoding")  # they split keys
 
 
 class Grid(NamedTuple):
@@ -71,7 +71,9 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
     elements = shape.sequences * shape.heads * shape.queries
     extra = 0.0
-    if launch.slices > 1:  # each slice writes partial results in fp32; those that the cache cannot hold go to memory
+    if (
+        launch.slices > 1 and attends.backend != "flex_decoding"
+    ):  # each slice writes partial results in fp32; those that the cache cannot hold go to memory
         partial_bytes = 4 * launch.slices * elements * shape.value_dim
         extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
         work += constants.COMBINE_SECONDS
@@ -110,7 +112,7 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
     on_matrix_units = peak.unit == "matrix"
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, is_backward=shape.is_backward)
     whole = _covered(shape, kernel, hardware) if backend != "flex" else _covered_by_template(shape, kernel, hardware)
-    if backend not in _FLASH_LIBRARY or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
+    if backend not in _SPLITTING or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
         return [whole]
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
     split = _covered(shape, kernel, hardware)
