@@ -40,6 +40,7 @@ SEVERAL_KERNELS = {
     "aten.masked_scatter_.default",
     "aten._cdist_forward.default",
     "aten._euclidean_dist.default",
+    "aten.multinomial.default",  # thirteen, of which seven pass over the probabilities
 }
 
 

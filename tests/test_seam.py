@@ -102,6 +102,10 @@ def attend_with_scores_changed() -> None:
     flex_attention(*(meta(1, 2, 128, 64) for _ in range(3)), score_mod=lambda score, b, h, q, k: score.tanh() * 2)
 
 
+def attend_with_few_queries() -> Any:
+    return flex_attention(meta(1, 2, 1, 64), meta(1, 2, 4096, 64), meta(1, 2, 4096, 64))
+
+
 def counted_by_formulas() -> Report:
     """Of two ops that only torch's counter knows."""
     with torch.library._scoped_library("seam", "FRAGMENT") as library, pytest.MonkeyPatch.context() as patch:
@@ -206,6 +210,7 @@ def catalogue() -> tuple[Report, ...]:
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp())),
         metered(torch.compile(lambda: (meta(33, 77) @ meta(77, 55)).relu().exp()), compile="rules"),
         metered(torch.compile(attend_with_scores_changed), compile="rules"),
+        metered(torch.compile(attend_with_few_queries)),
         metered(lambda: torch.compile(lambda narrow: narrow.to(BF16) * 2)(meta(8, 16, dtype=torch.int8))),
     ]
     with world(4, rank=1):
@@ -307,5 +312,5 @@ def test_each_regime_is_that_of_some_kernel():
 
 
 def test_a_cost_of_fused_attention_that_does_not_say_whose_kernel_it_is_is_refused():
-    with pytest.raises(ValueError, match="says whose kernel it is, one of flash, efficient, cudnn, flex, other"):
+    with pytest.raises(ValueError, match="one of flash, efficient, cudnn, flex, flex_decoding, other"):
         records.Cost("mine", records.ATTENTION, ((records.ATTENTION, 0),), (), (), "bf16", records.VectorWork())

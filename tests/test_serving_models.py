@@ -78,8 +78,9 @@ def test_chunks_of_attention_limit_what_a_step_reads():
 
 
 @pytest.mark.parametrize("name", [H100, "b200-sxm-180gb", "mi300x"])
-def test_decoding_under_a_window_takes_as_long_as_over_so_many_tokens(name):
-    """Heads share the keys under a window too: measured on H100 and H200 at a third of what torch's kernel takes."""
+def test_decoding_under_a_window_takes_little_longer_than_over_so_many_tokens(name):
+    """Heads share the keys under a window too: measured on H100 and H200 at a third of what torch's kernel takes. But
+    128 keys that begin anywhere lie in two tiles."""
 
     def attention_seconds(cached, **window):
         config = transformers.MistralConfig(**SMALL | {"num_key_value_heads": 1}, head_dim=64, **window)
@@ -87,9 +88,8 @@ def test_decoding_under_a_window_takes_as_long_as_over_so_many_tokens(name):
         kernels = own.report(load_hardware(name), 256, 1, cached)
         return next(row for row in kernels.rows() if row.name == "attention (fused)").seconds
 
-    assert attention_seconds(4096, sliding_window=128) == pytest.approx(
-        attention_seconds(127, sliding_window=None), rel=1e-2
-    )
+    aligned = attention_seconds(127, sliding_window=None)
+    assert aligned <= attention_seconds(4096, sliding_window=128) <= 1.25 * aligned
 
 
 @pytest.mark.parametrize("kind", ["Qwen3NextConfig", "NemotronHConfig", "DeepseekV32Config"])

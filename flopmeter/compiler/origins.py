@@ -32,6 +32,7 @@ from flopmeter.records import (
     Origin,
 )
 from flopmeter.records.collectives import WAIT_OPS
+from flopmeter.torch_names.compiler import MEMORY_DEP
 from flopmeter.torch_names.operators import aten
 from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.tensor_specs import build_call
@@ -301,7 +302,8 @@ def _works_on(fx: Any, part: Any, steps: int, least: int) -> bool:
     if reads_nothing(fx):
         return True
     if getattr(fx.target, "overloadpacket", None) in _SCATTERS:
-        return any(map(looks_up, part.read_writes.writes))
+        places = [dep for dep in part.read_writes.writes if isinstance(dep, MEMORY_DEP.value)]
+        return not places or any(map(looks_up, places))  # a library's kernel tells none
     return bool(part.read_writes.reads) and steps >= least
 
 

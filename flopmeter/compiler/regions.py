@@ -140,7 +140,7 @@ class Regions:
 
 def looks_up(dep: Any) -> bool:
     """Whether the place of an access is a value that the kernel has read or computed."""
-    return any(str(symbol).startswith(("tmp", "indirect")) for symbol in getattr(dep, "index", dep).free_symbols)
+    return any(str(symbol).startswith(("tmp", "indirect")) for symbol in dep.index.free_symbols)
 
 
 def _is_loops(node: Any) -> bool:

@@ -76,7 +76,7 @@ def laid_out(
     parts = ([*first, *answer(report), *in_lines(where_to_win(report))], small_print(report))
     # An indented line continues the item of a Markdown list that is above it.
     above, below = (
-        "\n".join(f"- {line}" if markdown and line[0] != " " else line for line in lines) for lines in parts
+        "\n".join(f"- {line}" if markdown and line[:1] != " " else line for line in lines) for lines in parts
     )
     return "\n\n".join(("\n".join(heads), above, *tables, below))
 
