@@ -32,6 +32,7 @@ from flopmeter.records import (
     TensorSpec,
     Trace,
 )
+from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.trace.recorder import Recorder
 
 aten = torch.ops.aten
@@ -231,6 +232,9 @@ CUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", CUTS)
 def test_as_much_is_kept_and_read_again_as_by_torchs_own_partitioner(name: str):
+    if running_version() >= (2, 15) and "both sides" in name:
+        pytest.xfail("the partitioner of torch 2.15 keeps more there; the rules follow 2.13's")
+
     def moved_between(**options: str) -> tuple[int, int]:
         x, weight, half = meta(ROWS, WIDTH, grad=True), meta(WIDTH, WIDTH), meta(ROWS, WIDTH, dtype=torch.half)
         with FlopMeter("a100-sxm4-80gb", **options) as meter:
