@@ -16,7 +16,7 @@ from flopmeter.report.drawers import FORMATS
 from flopmeter.report.tables import FORMATS as TABLE_FORMATS
 from flopmeter.run.devices import compare_devices
 from flopmeter.run.launchers import CommandLine, launch_of
-from flopmeter.run.ranks import RanAsRank, report_of, run_as_ranks
+from flopmeter.run.ranks import RanAsRank, first_failed, report_of, run_as_ranks
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.script import Ending, Script, what_to_do
 from flopmeter.run.session import Wishes
@@ -62,12 +62,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.price:
         raise ValueError("--price is for comparing devices: name several, as in --hardware h100-sxm5-80gb,l40s")
     runs = run_as_ranks(script, options.hardware, wishes, launch.environment)
-    ending = next((each.ending for each in runs.values() if each.ending.error is not None), runs[0].ending)
+    failed = first_failed(runs)
+    ending = (failed or runs[0]).ending
     with Progress("pricing the step"):
         report = _report(runs, script, ending)
     sys.stdout.flush()
-    if ending.error is not None:
-        failed = next(each for each in runs.values() if each.ending is ending)
+    if failed is not None:
         print(f"flopmeter: {what_to_do(script, ending, failed.session.lines_that_guess())}", file=sys.stderr)
     if report is not None:
         _print(report.render(options.format), options)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from flopmeter.ask.compare import AnyHardware, Comparison, DeviceResult, checked_devices, comparison_of, result_of
 from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import Hardware, HardwareError
-from flopmeter.run.ranks import report_of, run_as_ranks
+from flopmeter.run.ranks import first_failed, report_of, run_as_ranks
 from flopmeter.run.script import Script
 from flopmeter.run.session import Wishes
 
@@ -66,8 +66,8 @@ def _on_device(job: _ScriptJob, numbered: tuple[int, Hardware]) -> DeviceResult:
             undo.enter_context(redirect_stdout(nowhere))
             undo.enter_context(redirect_stderr(nowhere))
         runs = run_as_ranks(job.script, device, job.wishes, job.variables)
-    error = next((each.ending.error for each in runs.values() if each.ending.error is not None), None)
-    if error is not None:
+    if failed := first_failed(runs):
+        error = failed.ending.error
         first_line = (str(error).splitlines() or [""])[0]
         return DeviceResult(
             None, why=f"on {device.name} {job.script.name} ends with {type(error).__name__}: {first_line}"

@@ -59,6 +59,11 @@ def run_as_ranks(
     return run_ranks([0], run_rank, grows=True, peers=_peers, most=MOST_RANKS)
 
 
+def first_failed(runs: Mapping[int, RanAsRank]) -> RanAsRank | None:
+    """The first rank whose script ended in an error."""
+    return next((each for each in runs.values() if each.ending.error is not None), None)
+
+
 def _peers(ran: RanAsRank) -> set[int]:
     """The ranks with which it exchanges messages in a step."""
     session = ran.session

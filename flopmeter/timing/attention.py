@@ -71,9 +71,8 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
     elements = shape.sequences * shape.heads * shape.queries
     extra = 0.0
-    if (
-        launch.slices > 1 and attends.backend != "flex_decoding"
-    ):  # each slice writes partial results in fp32; those that the cache cannot hold go to memory
+    is_combined = launch.slices > 1 and attends.backend != "flex_decoding"  # of that one, by kernels of the graph
+    if is_combined:  # each slice writes partial results in fp32; those that the cache cannot hold go to memory
         partial_bytes = 4 * launch.slices * elements * shape.value_dim
         extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
         work += constants.COMBINE_SECONDS

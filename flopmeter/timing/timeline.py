@@ -59,7 +59,7 @@ def _in_order(run: Launched, lead: float = 0.0) -> list[Timing]:
         times = (*bounds, work, ramp, start - free, start)
         timings.append(Timing(*times, kernel_class, enqueued, clock=clock, few_flops=few_flops))
         free = start + work + ramp
-        if prices.is_cpu or launches.kernels[number].cost.blocks_host:
+        if run.host_waits_for(number):
             enqueued = free
     return timings
 
@@ -70,8 +70,8 @@ def _lead_seconds(run: Launched, once: list[Timing]) -> float:
     If the device takes longer than the host and the host never waits, the lead grows with every turn: all of a turn is
     enqueued before the device begins with it. Else it is what the device has left to do when the host is done.
     """
-    waits = [run.prices.is_cpu or kernel.cost.blocks_host for kernel in run.launches.kernels]
-    host = sum(_host_steps(run.launches, run.host))
+    waits = [run.host_waits_for(number) for number in range(len(once))]
+    host = host_seconds(run.launches, run.host)
     if not any(waits) and sum(timing.seconds for timing in once) > host:
         return host
     return 0.0 if waits[-1] else once[-1].end_seconds - once[-1].enqueued_seconds
@@ -87,6 +87,10 @@ class Launched(NamedTuple):
     launches: Launches
     prices: LaunchPrices
     host: Host
+
+    def host_waits_for(self, number: int) -> bool:
+        """Whether the host goes on only when that kernel has ended."""
+        return self.prices.is_cpu or self.launches.kernels[number].cost.blocks_host
 
 
 def time_ranks(ranks: Mapping[int, Launched]) -> dict[int, list[Timing]]:
@@ -106,7 +110,7 @@ def _works(launched: Launched) -> list[Activity]:
     for number, (kernel, placement, host_step) in enumerate(zip(launches.kernels, placements, host_steps, strict=True)):
         priced = prices(number)
         route = (group_of(kernel.op.call).ranks, *message_ends(kernel)) if is_message(kernel.cost) else None
-        blocks = kernel.cost.blocks_host or prices.is_cpu
+        blocks = launched.host_waits_for(number)
         seconds = priced.work_seconds + priced.floor_seconds
         works.append(Activity(host_step, seconds, blocks, *placement, route, priced.demand))
     return works

@@ -56,15 +56,11 @@ def once_for_each_geometry(func: Callable[..., Any], *args: Any, **kwargs: Any) 
     if result is None:  # written in place
         return None
     made = dict(zip(first.values(), result, strict=True))
-    return [made[like] if like == number else _alike(made[like]) for number, like in enumerate(firsts)]
+    return [made[like] if like == number else torch.empty_like(made[like]) for number, like in enumerate(firsts)]
 
 
 def _geometry(value: Any) -> Any:
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else type(value)
-
-
-def _alike(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
