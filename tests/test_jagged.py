@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,3 +89,28 @@ def test_a_script_trains_on_jagged_tensors():
     step = device.report().step
     assert step.macs > 2 * (17 + 33) * WIDTH * 3 * WIDTH
     assert not step.uncounted
+
+
+def test_each_sequence_meets_its_own_keys_only():
+    """Two products of 2 FLOP for each pair of tokens of one sequence, and width."""
+    lengths = (17, 33, 128)
+    with FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
+        attend(*layer_and_sequences(torch.bfloat16, lengths))
+    report = meter.report()
+    (attention,) = (each.cost for each in report.kernels if each.cost.op_class == "attention (fused)")
+    assert attention.flops == sum(length**2 for length in lengths) * 4 * WIDTH
+    assert not any("as long as the longest" in told for told in report.assumptions)
+
+
+def test_jagged_attention_needs_nothing_that_only_other_programs_import():
+    """torch.nested names torch.utils.flop_counter for tensors on meta, which nothing here imports."""
+    program = """
+import torch
+from flopmeter import FlopMeter
+with FlopMeter("a100-sxm4-80gb") as meter:
+    parts = [torch.empty(length, 4, 64, device="meta", dtype=torch.bfloat16) for length in (17, 33)]
+    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from costs_support import costs_in
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import FlopCounterMode
 
-from flopmeter import FlopMeter
+from flopmeter import FlopMeter, on_meta
 from flopmeter.records import ATTENTION, MOVEMENT
 
 HEADS, HEAD = 4, 64
@@ -97,4 +99,103 @@ def test_of_a_paged_cache_the_pages_in_use_are_read():
     (cost,) = attention_costs(decode)
     assert cost.flops == 2 * 2 * HEADS * HEAD * 2 * 256
     cache = 2 * 2 * 256 * HEADS * HEAD * 2
+    assert cost.bytes_read == cache + 2 * HEADS * HEAD * 2 + (3 + 2 + 2 * 16) * 4
+
+
+def known(lengths, *, keys=None, **options):
+    """Attention of bf16 sequences whose lengths the program knows."""
+    starts = [on_meta(torch.tensor([0, *accumulate(each)], dtype=torch.int32)) for each in (lengths, keys or lengths)]
+    sizes = (sum(lengths), sum(keys or lengths), sum(keys or lengths))
+    q, k, v = (
+        torch.empty(tokens, HEADS, HEAD, dtype=torch.bfloat16, device="meta", requires_grad=True) for tokens in sizes
+    )
+    return varlen_attn(q, k, v, *starts, max(lengths), max(keys or lengths), **options)
+
+
+def one_by_one(lengths, *, keys=None, is_causal=False):
+    """The same sequences, each in a call of its own."""
+    for queries, of_keys in zip(lengths, keys or lengths, strict=True):
+        q, k, v = (
+            torch.empty(1, HEADS, tokens, HEAD, dtype=torch.bfloat16, device="meta", requires_grad=True)
+            for tokens in (queries, of_keys, of_keys)
+        )
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).sum().backward()
+
+
+def attention_of(program, device="a100-sxm4-80gb"):
+    with FlopMeter(device) as meter:
+        program()
+    report = meter.report()
+    timings = zip(report.kernels, report.timings, strict=True)
+    return report, [(kernel.cost, timing) for kernel, timing in timings if kernel.cost.op_class == ATTENTION]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_sequences_of_known_lengths_cost_what_each_costs_alone(is_causal):
+    lengths = [1000, 300, 17]
+    window = (-1, 0) if is_causal else (-1, -1)
+    report, packed_ones = attention_of(lambda: known(lengths, window_size=window).sum().backward())
+    _, alone = attention_of(lambda: one_by_one(lengths, is_causal=is_causal))
+    assert report.assumptions == ()
+    for count in ("flops", "masked_flops"):
+        assert sum(getattr(cost, count) for cost, _ in packed_ones) == sum(getattr(cost, count) for cost, _ in alone)
+
+
+def test_queries_of_known_lengths_meet_their_own_keys():
+    """3 queries and 50 keys, 4 queries and 20 keys: 230 pairs, 4 FLOP for each place of a head."""
+    _, ((cost, _),) = attention_of(lambda: known([3, 4], keys=[50, 20]))
+    assert cost.flops == (3 * 50 + 4 * 20) * 4 * HEADS * HEAD
+
+
+def test_equal_sequences_take_as_long_packed_as_in_a_batch():
+    (_, packed_ones), (_, batched) = (
+        attention_of(lambda: known([512] * 16).sum().backward()),
+        attention_of(lambda: in_a_batch(16, 512)),
+    )
+    assert [timing.work_seconds for _, timing in packed_ones] == pytest.approx([t.work_seconds for _, t in batched])
+
+
+def in_a_batch(sequences, length):
+    q, k, v = (
+        torch.empty(sequences, length, HEADS, HEAD, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for _ in range(3)
+    )
+    heads_first = (each.transpose(1, 2) for each in (q, k, v))
+    torch.nn.functional.scaled_dot_product_attention(*heads_first).sum().backward()
+
+
+def test_short_sequences_beside_a_long_one_take_less_time_than_if_all_were_long():
+    lengths = [4096] + [256] * 16
+    _, ((_, known_ones),) = attention_of(lambda: known(lengths))
+    _, ((_, guessed),) = attention_of(lambda: packed(lengths))
+    assert 0.4 < known_ones.work_seconds / guessed.work_seconds < 0.7  # pairs: 17.8 of 33.6 million
+
+
+def test_a_compiled_program_knows_the_lengths_of_its_sequences_too():
+    lengths = [1000, 300, 17]
+    with FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to("meta")
+        q = torch.empty(sum(lengths), HEADS, HEAD, dtype=torch.bfloat16, device="meta")
+        torch.compile(lambda q, starts: varlen_attn(q, q, q, starts, starts, 1000, 1000) * 2)(q, starts)
+    report = meter.report()
+    assert report.assumptions == ()
+    assert 2 * report.macs == sum(length**2 for length in lengths) * 4 * HEADS * HEAD
+
+
+def test_of_a_paged_cache_as_many_pages_are_read_as_each_sequence_fills():
+    """250 and 20 tokens in pages of 16: 16 and 2 pages."""
+    if "block_table" not in varlen_attn.__kwdefaults__:
+        pytest.skip("this torch has no paged varlen_attn")
+    query = torch.empty(2, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
+    pool = torch.empty(10_000, 16, HEADS, HEAD, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(2, 16, dtype=torch.int32, device="meta")
+
+    def decode():
+        starts, used = (on_meta(torch.tensor(each, dtype=torch.int32)) for each in ([0, 1, 2], [250, 20]))
+        values = torch.empty_like(pool)
+        varlen_attn(query, pool, values, starts, None, 1, 256, seqused_k=used, block_table=table)
+
+    _, ((cost, _),) = attention_of(decode)
+    assert cost.flops == (250 + 20) * 4 * HEADS * HEAD
+    cache = 2 * (16 + 2) * 16 * HEADS * HEAD * 2
     assert cost.bytes_read == cache + 2 * HEADS * HEAD * 2 + (3 + 2 + 2 * 16) * 4

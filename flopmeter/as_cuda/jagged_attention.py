@@ -9,7 +9,6 @@ memory-efficient, math, cuDNN), and calls the kernel itself.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +26,9 @@ ASKED = {
 
 
 def install(scope: Scope) -> None:
-    """Answer for jagged tensors on meta which backends the target has."""
+    """Answer for jagged tensors on meta which backends the target has, and that they are on a GPU: torch.nested looks
+    for torch's counter among the modes of those on meta, in a module that it does not import."""
+    scope.patch_private(private.JAGGED_ON_META, lambda tensor: False)
     for backend, name in ASKED.items():
         _answer(scope, backend, name)
 
@@ -39,7 +40,6 @@ def _answer(scope: Scope, backend: SDPBackend, name: private.PrivateName) -> Non
     def can_use(params: Any, debug: bool = False) -> bool:
         if not dispatcher.is_emulated(params.query._values):  # a plain tensor, which tells its true device
             return bool(of_its_device(params, debug))
-        importlib.import_module("torch.utils.flop_counter")  # torch.nested names it for meta, and does not import it
         call = SdpaCall(
             query=_operand(params.query),
             key=_operand(params.key),

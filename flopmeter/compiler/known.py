@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from flopmeter.compiler.posing import CUDA, META
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values import DataDependentError, KnownValues
-from flopmeter.known_values.rules import group_lengths
+from flopmeter.known_values.lengths import arguments_with_lengths, lengths
 from flopmeter.known_values.values import no_modes, spans_storage
 from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
 
@@ -38,8 +38,8 @@ class KnownInGraph:
     def __init__(self, graph: Graph, sizes: Sizes, read: Iterable[Node]) -> None:
         self._sizes, self._outputs = sizes, tree_leaves(graph.output_node().args)
         self._inputs = graph.find_nodes(op="placeholder")
-        ends = filter(None, map(ends_of, graph.nodes))
-        counted = [each for each in (*self._outputs, *ends) if isinstance(each, Node) and _is_integer(each)]
+        told = (each for node in graph.nodes for each in makers_of_lengths(node).values())
+        counted = [each for each in (*self._outputs, *told) if isinstance(each, Node) and _is_integer(each)]
         on_cpu = [each for each in graph.nodes if _is_on_cpu(each) and (each in self._outputs or _overwrites(each))]
         wanted = before((*read, *on_cpu))
         self._has_counts, self._is_always_wanted = bool(counted), bool(wanted)
@@ -103,22 +103,26 @@ class KnownInGraph:
         return values.run(func, args, kwargs, tensors)
 
 
-def ends_of(node: Node) -> Node | None:
-    """The ends of the groups, if the node is a grouped product with groups."""
+def makers_of_lengths(node: Node) -> dict[str, Node]:
+    """What tells the lengths of its groups or packed sequences, by argument; empty for nearly all nodes."""
     if not isinstance(node.target, OpOverload):
-        return None
-    names = [argument.name for argument in node.target._schema.arguments]
-    if "offs" not in names:
-        return None
-    place = names.index("offs")
-    found = node.kwargs.get("offs", node.args[place] if place < len(node.args) else None)
-    return found if isinstance(found, Node) else None
+        return {}
+    names, given = arguments_with_lengths(node.target), _arguments(node)
+    return {name: given[name] for name in names if isinstance(given.get(name), Node)}
 
 
 def groups_in(held: Mapping[Node, Any], node: Node, values: KnownValues | None) -> tuple[int, ...] | None:
-    """The lengths of the groups of a grouped product, if they are known."""
-    ends = held.get(ends_of(node))  # type: ignore[arg-type]
-    return group_lengths(ends, values.values) if isinstance(ends, Tensor) and values is not None else None
+    """The lengths of the groups or packed sequences of the node, if they are known."""
+    if values is None or not isinstance(node.target, OpOverload):
+        return None
+    given = _arguments(node) | {name: held.get(maker) for name, maker in makers_of_lengths(node).items()}
+    return lengths(node.target, given.get, values.values)
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    assert isinstance(node.target, OpOverload)
+    named = zip(node.target._schema.arguments, node.args, strict=False)
+    return {argument.name: value for argument, value in named} | node.kwargs
 
 
 def before(nodes: Iterable[Node], leads: Callable[[Node], bool] = lambda node: True) -> set[Node]:

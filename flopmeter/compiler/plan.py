@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.compiler import flex
-from flopmeter.compiler.known import KnownInGraph, ends_of
+from flopmeter.compiler.known import KnownInGraph, makers_of_lengths
 from flopmeter.compiler.lowering import Lowered
 from flopmeter.compiler.origins import (
     names_of,
@@ -156,7 +156,7 @@ class _Planner:
         elif isinstance(node, names.EXTERN_NODE.value):
             call, buffers, kernel = self._library(node, scheduler_bytes)
             fx = own_node(node.node)
-            depends = fx if fx is not None and ends_of(fx) is not None else None
+            depends = fx if fx is not None and makers_of_lengths(fx) else None
         else:
             kind: KernelKind = "template" if node.is_template() else "triton"
             origins = origins_of(node.get_nodes(), self._sizes, self._is_backward, self._called)

@@ -4,13 +4,11 @@ else follows from its schema and its tags."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flopmeter.known_values import collectives, stand_ins
 from flopmeter.known_values.assumed import assumed_handler
@@ -25,8 +23,9 @@ from flopmeter.known_values.data_dependent import (
     shape,
     suppressed,
 )
+from flopmeter.known_values.lengths import arguments_with_lengths, with_lengths
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
-from flopmeter.known_values.values import Values, address, is_discrete, is_weight, no_modes, spans_storage
+from flopmeter.known_values.values import address, is_discrete, is_weight, no_modes, spans_storage
 from flopmeter.records.sparse_layouts import COMPRESSED, pointers_and_indices
 from flopmeter.torch_names.operators import aten_overloads as aten
 
@@ -48,6 +47,8 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
     writes = tuple((i, a.name) for i, a in enumerate(arguments) if _is_written(a))
     if handler := assumed_handler(func, assumptions) or SPECIAL.get(func) or _BY_NAME.get(func._schema.name):
         return ValueRule(handler, True, writes)
+    if arguments_with_lengths(func):
+        return ValueRule(with_lengths, True, writes)
     if exchange := collectives.handler_of(func):
         return ValueRule(exchange, True)
     if torch.Tag.data_dependent_output in func.tags:
@@ -81,28 +82,6 @@ def view(known: Knowledge, call: Invocation) -> Any:
     """A view shares the storage of its base, so it shares the value. A view of a weight makes the value unknown."""
     known.knows_all(call.tensors)
     return call.run()
-
-
-def grouped(known: Knowledge, call: Invocation) -> Any:
-    """The work of a grouped matmul depends on the lengths of its groups. If they are unknown, they are assumed
-    equal."""
-    place = [argument.name for argument in call.func._schema.arguments].index("offs")
-    ends = call.argument(place, "offs")
-    if ends is None:  # batched: no groups
-        return known.run_unknown(call)
-    known.groups = group_lengths(ends, known.values)
-    if known.groups is None:
-        known.assume.note("groups of equal length", call.func)
-    return known.run_unknown(call)
-
-
-def group_lengths(ends: Tensor, values: Values) -> tuple[int, ...] | None:
-    """The lengths of groups that lie one after another and have these ends; None if they are not known."""
-    if isinstance(ends, FakeTensor) or not values.knows(ends):
-        return None
-    with no_modes():
-        bounds = values.read(ends).tolist()
-    return tuple(max(end - start, 0) for start, end in pairwise((0, *bounds)))
 
 
 def forget_all(known: Knowledge, call: Invocation) -> Any:
@@ -223,12 +202,7 @@ def histogram(known: Knowledge, call: Invocation) -> Any:
     return result
 
 
-_GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")  # the last since torch 2.10
-# Of transformers and torchvision: the op is there once a program has imported it.
-_BY_NAME: dict[str, Handler] = {
-    **dict.fromkeys(("transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"), grouped),
-    "torchvision::nms": suppressed,
-}
+_BY_NAME: dict[str, Handler] = {"torchvision::nms": suppressed}  # the op is there once a program has imported it
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
 
 SPECIAL: dict[OpOverload, Handler] = {
@@ -241,7 +215,6 @@ SPECIAL: dict[OpOverload, Handler] = {
     aten.masked_fill_.Tensor: masked_fill,
     aten.histc.default: histogram,
     aten.resize_.default: forget_all,
-    **{getattr(aten, name).default: grouped for name in _GROUPED if hasattr(aten, name)},
     **dict.fromkeys(GATHERS, index),
     **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default), index_put),
     **dict.fromkeys((aten.scatter.src, aten.scatter_.src, aten.index_copy.default, aten.index_copy_.default), scatter),

@@ -26,7 +26,8 @@ class Call:
     kwargs: Mapping[str, Any]
     inputs: tuple[TensorSpec, ...]  # every tensor argument in order, duplicates kept
     outputs: tuple[TensorSpec, ...]
-    # The length of each group of a grouped matmul, if its offsets are known; of an index by masks, what they select.
+    # Lengths that are data, if they are known: those of the groups of a grouped matmul; the queries, then the keys, of
+    # each sequence that attention takes packed; how much the masks of an index select.
     groups: tuple[int, ...] | None = None
     body: FlexBody | TritonBody | OpsBody | None = None  # of a kernel, or an op, that belongs to this program
 

@@ -5,6 +5,8 @@ A record has no defaults for what decides its time, so that mypy finds a fact th
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from flopmeter.records.collectives import CollectiveKind
@@ -57,12 +59,28 @@ class AttentionShape(NamedTuple):
     sequences: int
     heads: int  # of queries
     key_heads: int  # heads / key_heads heads of queries share one head of keys and values
-    queries: int  # of one sequence
+    queries: int  # of one sequence, the most if they differ
     keys: int
     head_dim: int  # of q and k
     value_dim: int  # of v and the output
     mask: Mask = Mask()
     is_backward: bool = False
+    lengths: tuple[tuple[int, int], ...] = ()  # queries and keys of each sequence, if they differ
+
+    @property
+    def sizes(self) -> Mapping[tuple[int, int], int]:
+        """How many sequences have so many queries and keys."""
+        return Counter(self.lengths) if self.lengths else {(self.queries, self.keys): self.sequences}
+
+    @property
+    def all_queries(self) -> int:
+        """Of all sequences."""
+        return sum(count * queries for (queries, _), count in self.sizes.items())
+
+    @property
+    def all_keys(self) -> int:
+        """Of all sequences."""
+        return sum(count * keys for (_, keys), count in self.sizes.items())
 
 
 class Reread(NamedTuple):

@@ -28,7 +28,7 @@ _SPLITTING: tuple[AttentionBackend, ...] = ("flash", "cudnn", "flex_decoding")  
 
 
 class Grid(NamedTuple):
-    """The tiles of one square of queries x keys."""
+    """The tiles of one square of queries x keys, or of those of all sequences."""
 
     blocks: int
     tiles: int  # of all blocks
@@ -40,8 +40,8 @@ class _Launch(NamedTuple):
     """How one kernel covers the work."""
 
     kernel: AttentionKernel
-    squares: int  # sequences x heads; heads that share keys may be one
-    grid: Grid
+    heads: int  # those that share keys may be one
+    grid: Grid  # of one head, all sequences
     slices: int
     rows: int  # of a tile: queries
     columns: int  # keys
@@ -69,7 +69,7 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks have to fetch their instructions
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
-    elements = shape.sequences * shape.heads * shape.queries
+    elements = shape.heads * shape.all_queries
     extra = 0.0
     is_combined = launch.slices > 1 and attends.backend != "flex_decoding"  # of that one, by kernels of the graph
     if is_combined:  # each slice writes partial results in fp32; those that the cache cannot hold go to memory
@@ -115,7 +115,7 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
         return [whole]
     kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, splits=True)
     split = _covered(shape, kernel, hardware)
-    blocks = split.squares * split.grid.blocks
+    blocks = split.heads * split.grid.blocks
     slices = _slices(blocks, split.grid.longest, hardware.sm_count * kernel.blocks_per_sm)
     tile_rows, _ = tile_of(kernel, shape, hardware)
     return [split if shape.queries <= tile_rows else whole, split._replace(slices=slices)][: 2 if slices > 1 else 1]
@@ -127,31 +127,37 @@ def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware)
     rows, columns = tile_of(kernel, shape, hardware)
     resident = blocks_at_a_time(kernel, rows, columns, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries
-        grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
-        grid = grid._replace(blocks=ceil(shape.keys / rows), longest=ceil(shape.queries / columns))
-        return _Launch(kernel, shape.sequences * shape.heads, grid, 1, rows, columns, resident)
+        blocks = sum(count * ceil(keys / rows) for (_, keys), count in shape.sizes.items())
+        grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=ceil(shape.queries / columns))
+        return _Launch(kernel, shape.heads, grid, 1, rows, columns, resident)
     shares = shape.queries <= kernel.shared_queries and (shape.mask.left is None or kernel.shares_in_window)
     group = ceil(shape.heads / max(shape.key_heads, 1)) if shares else 1
-    grid = tile_grid(shape.queries, shape.keys, max(rows // group, 1), columns, shape.mask)
-    squares = shape.sequences * ceil(shape.heads / group) * ceil(group / rows)
-    return _Launch(kernel, squares, grid, 1, rows, columns, resident)
+    grid, heads = _grid(shape, max(rows // group, 1), columns), ceil(shape.heads / group) * ceil(group / rows)
+    return _Launch(kernel, heads, grid, 1, rows, columns, resident)
+
+
+def _grid(shape: AttentionShape, rows: int, columns: int) -> Grid:
+    """The tiles of one head: of all sequences, of which each has a grid of its own."""
+    grids = [(tile_grid(*size, rows, columns, shape.mask), count) for size, count in shape.sizes.items()]
+    blocks, tiles, masked = (
+        sum(count * getattr(grid, name) for grid, count in grids) for name in ("blocks", "tiles", "masked")
+    )
+    return Grid(blocks, tiles, max(grid.longest for grid, _ in grids), masked)
 
 
 def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
     """flex_attention's templates. Backward, some blocks keep keys, for all heads that share them, others queries."""
     major = min(max((hardware.compute_capability or _AMPERE)[0], 8), 11)
-    squares, resident = shape.sequences * shape.heads, kernel.blocks_per_sm
     if not shape.is_backward:
         other = constants.FLEX_OTHER_TILE if shape.head_dim <= 256 else constants.FLEX_LONG_TILE
         rows, columns = constants.FLEX_TILES[major].get(shape.head_dim, other)
-        grid = tile_grid(shape.queries, shape.keys, rows, columns, shape.mask)
-        return _Launch(kernel, squares, grid, 1, rows, columns, resident)
+        return _Launch(kernel, shape.heads, _grid(shape, rows, columns), 1, rows, columns, kernel.blocks_per_sm)
     rows, columns = constants.FLEX_BACKWARD_TILES[major]
-    grid = tile_grid(shape.queries, shape.keys, columns, rows, shape.mask)
     group = ceil(shape.heads / max(shape.key_heads, 1))
-    blocks = ceil(shape.queries / rows) + ceil(shape.keys / rows / group)
+    blocks = shape.sequences * (ceil(shape.queries / rows) + ceil(shape.keys / rows / group))
     longest = ceil(constants.FLEX_KEY_SHARE * group * ceil(shape.queries / columns))
-    return _Launch(kernel, squares, grid._replace(blocks=blocks, longest=longest), 1, rows, columns, resident)
+    grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=longest)
+    return _Launch(kernel, shape.heads, grid, 1, rows, columns, kernel.blocks_per_sm)
 
 
 def tile_of(kernel: AttentionKernel, shape: AttentionShape, hardware: Hardware) -> tuple[int, int]:
@@ -259,15 +265,14 @@ def issue_ratio(dtype: str, hardware: Hardware) -> float:
 
 def _filled_share(launch: _Launch, shape: AttentionShape) -> float:
     """The share of the scores in all tiles that a query and a key stand behind, visible or not."""
+    sizes, rows, columns = shape.sizes.items(), launch.rows, launch.columns
     if shape.is_backward:  # a block keeps keys
-        return _filled(shape.keys, launch.rows) * _filled(shape.queries, launch.columns)
-    places = launch.squares * launch.grid.blocks * launch.rows
-    queries = shape.sequences * shape.heads * shape.queries / max(1, places)
-    return min(1.0, queries) * min(1.0, shape.keys / launch.columns)
-
-
-def _filled(count: int, tile: int) -> float:
-    return count / max(1, ceil(count / tile) * tile)
+        scores = sum(count * queries * keys for (queries, keys), count in sizes)
+        tiles = sum(count * ceil(keys / rows) * ceil(queries / columns) for (queries, keys), count in sizes)
+        return scores / max(1, tiles * rows * columns)
+    tokens, places = shape.all_queries, launch.heads * launch.grid.blocks * rows
+    in_columns = sum(count * queries * min(1.0, keys / columns) for (queries, keys), count in sizes)
+    return min(1.0, shape.heads * tokens / max(1, places)) * in_columns / max(1, tokens)
 
 
 def _flops_per_score(work: AttentionWork, *, pads: bool) -> int:
@@ -291,7 +296,7 @@ def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> f
     at different times, but hardly so if the longest start first.
     """
     kernel, grid, sms = launch.kernel, launch.grid, hardware.sm_count
-    blocks, tiles = launch.squares * grid.blocks * launch.slices, launch.squares * grid.tiles
+    blocks, tiles = launch.heads * grid.blocks * launch.slices, launch.heads * grid.tiles
     waits = blocks * _sm_seconds(kernel.block_cycles, hardware) / launch.resident
     busy = (tiles * tile_seconds + waits) / sms
     longest = ceil(grid.longest / launch.slices) * tile_seconds

@@ -162,6 +162,9 @@ _JAGGED = "torch.nested._internal.sdpa"
 JAGGED_FLASH = listed(JAGGED, _JAGGED, "can_use_flash_attention", "the first backend that jagged attention asks for")
 JAGGED_EFFICIENT = listed(JAGGED, _JAGGED, "can_use_efficient_attention", "the second one")
 JAGGED_CUDNN = listed(JAGGED, _JAGGED, "can_use_cudnn_attention", "the last one")
+JAGGED_ON_META = listed(
+    JAGGED, _JAGGED, "_is_computing_meta_flops", "whether torch's own counter is on, for tensors on meta"
+)
 listed(JAGGED, "torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True)
 GET_KERNEL = listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
 SPARE_AUTOCAST_KEY = listed(AUTOCAST, "torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")

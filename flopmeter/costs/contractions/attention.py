@@ -52,13 +52,13 @@ def attention_backward(call: Call) -> Cost:
 @rule(aten._flash_attention_forward, aten._flash_attention_forward_no_dropout_inplace)  # torch 2.13
 def flash_attention(call: Call) -> Cost:
     """q [B, Sq, H, D], or sequences of several lengths end to end, [tokens, H, D]."""
-    return _forward(call, "flash", _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
+    return _forward(call, "flash", of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
 
 
 @rule(aten._flash_attention_backward)
 def flash_attention_backward(call: Call) -> Cost:
     """The gradients of `flash_attention`, see `_backward`."""
-    return _backward(call, "flash", _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
+    return _backward(call, "flash", of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
 
 
 @rule(aten._cudnn_attention_forward, aten._cudnn_attention_forward_no_dropout_inplace)  # the second: torch 2.15
@@ -76,14 +76,14 @@ def cudnn_attention_backward(call: Call) -> Cost:
 @rule(aten._efficient_attention_forward)
 def efficient_attention(call: Call) -> Cost:
     """q [B, Sq, H, D]; packed sequences are [1, tokens, H, D]."""
-    square = _of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+    square = of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
     return _forward(call, "efficient", square, _efficient_mask(call))
 
 
 @rule(aten._efficient_attention_backward)
 def efficient_attention_backward(call: Call) -> Cost:
     """The gradients of `efficient_attention`, see `_backward`."""
-    square = _of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+    square = of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
     return _backward(call, "efficient", square, _efficient_mask(call))
 
 
@@ -106,22 +106,24 @@ def _pairs_up_to(queries: int, keys: int, offset: int) -> int:
 
 def _forward(call: Call, backend: AttentionBackend, square: AttentionShape, mask: Mask) -> Cost:
     shape = square._replace(mask=mask)
-    return _fused(call, backend, [_scores(shape), _values(shape)], shape)
+    return _fused(call, backend, [*_scores(shape), *_values(shape)], shape)
 
 
 def _backward(call: Call, backend: AttentionBackend, square: AttentionShape, mask: Mask) -> Cost:
     """Five matmuls: the scores again (recomputed, since they were not kept), then dv = p^T @ do,
     dp = do @ v^T, dq = ds @ k, dk = ds^T @ q. That is 2.5x the forward pass where D = Dv."""
     shape = square._replace(mask=mask, is_backward=True)
-    squares, queries, keys = shape.sequences * shape.heads, shape.queries, shape.keys
-    products = [
-        _scores(shape),
-        Matmul(squares, keys, shape.value_dim, queries),
-        Matmul(squares, queries, keys, shape.value_dim),
-        Matmul(squares, queries, shape.head_dim, keys),
-        Matmul(squares, keys, shape.head_dim, queries),
-    ]
-    return _fused(call, backend, products, shape, recomputed_flops=2 * _macs(products[0]))
+    again = _scores(shape)
+    products = list(again)
+    for (queries, keys), count in shape.sizes.items():
+        squares = count * shape.heads
+        products += (
+            Matmul(squares, keys, shape.value_dim, queries),
+            Matmul(squares, queries, keys, shape.value_dim),
+            Matmul(squares, queries, shape.head_dim, keys),
+            Matmul(squares, keys, shape.head_dim, queries),
+        )
+    return _fused(call, backend, products, shape, recomputed_flops=2 * _macs(again))
 
 
 def _fused(
@@ -132,9 +134,9 @@ def _fused(
     *,
     recomputed_flops: int = 0,
 ) -> Cost:
-    flops, pairs = 2 * sum(map(_macs, products)), shape.queries * shape.keys
-    hidden = pairs - visible_pairs(shape.queries, shape.keys, shape.mask)
-    masked_flops = flops * hidden // max(pairs, 1)
+    pairs = sum(count * queries * keys for (queries, keys), count in shape.sizes.items())
+    visible = sum(count * visible_pairs(*size, shape.mask) for size, count in shape.sizes.items())
+    masked_flops = 2 * _macs(products) * (pairs - visible) // max(pairs, 1)
     return make_attention(
         call, products, backend, shape,
         masked_flops=masked_flops, recomputed_flops=recomputed_flops, read=_seen(call, shape),
@@ -144,27 +146,29 @@ def _fused(
 def _seen(call: Call, shape: AttentionShape) -> list[TensorSpec | Region] | None:
     """The tensors without the keys and values that lie before the window of the first query; None if nothing is left
     out."""
-    shift = shape.keys - shape.queries if shape.mask.bottom_right else 0
-    unseen = 0 if shape.mask.left is None else max(shift - shape.mask.left, 0)
-    if not unseen or shape.is_backward:
+    mask, keys = shape.mask, shape.all_keys
+    if mask.left is None or not mask.bottom_right or shape.is_backward:
+        return None
+    seen = keys - sum(count * max(k - q - mask.left, 0) for (q, k), count in shape.sizes.items())
+    if seen == keys:
         return None
     sources = (call.argument("key"), call.argument("value"))
     read, _ = regions(call)
-    return [
-        Region(spec, spec.nbytes * (shape.keys - unseen) // shape.keys) if spec in sources else spec for spec in read
-    ]
+    return [Region(spec, spec.nbytes * seen // keys) if spec in sources else spec for spec in read]
 
 
-def _scores(shape: AttentionShape) -> Matmul:
-    return Matmul(shape.sequences * shape.heads, shape.queries, shape.keys, shape.head_dim)
+def _scores(shape: AttentionShape) -> list[Matmul]:
+    sizes = shape.sizes.items()
+    return [Matmul(count * shape.heads, queries, keys, shape.head_dim) for (queries, keys), count in sizes]
 
 
-def _values(shape: AttentionShape) -> Matmul:
-    return Matmul(shape.sequences * shape.heads, shape.queries, shape.value_dim, shape.keys)
+def _values(shape: AttentionShape) -> list[Matmul]:
+    sizes = shape.sizes.items()
+    return [Matmul(count * shape.heads, queries, shape.value_dim, keys) for (queries, keys), count in sizes]
 
 
-def _macs(product: Matmul) -> int:
-    return product.batch * product.m * product.n * product.k
+def _macs(products: list[Matmul]) -> int:
+    return sum(product.batch * product.m * product.n * product.k for product in products)
 
 
 def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
@@ -172,23 +176,28 @@ def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
     return AttentionShape(batch, heads, k.shape[1], queries, k.shape[2], depth, v.shape[-1])
 
 
-def _of_library(call: Call, lengths: str, longest_query: str, longest_key: str) -> AttentionShape:
-    """The shape of the work; heads are the third dimension. For packed sequences a trace knows only the number of
-    tokens and the longest length: all sequences count as that long, and each token meets the longest row of keys."""
+def of_library(call: Call, starts: str, longest_query: str, longest_key: str) -> AttentionShape:
+    """The shape of the work; heads are the third dimension. The lengths of packed sequences are data: if they are not
+    known, all count as long as the longest, and each token meets the longest row of keys."""
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
     heads, depth = q.shape[-2:]
-    starts = call.argument(lengths)
-    if starts is None:
-        return AttentionShape(q.shape[0], heads, k.shape[-2], q.shape[1], k.shape[1], depth, v.shape[-1])
+    of_head = heads, k.shape[-2]
+    sizes = depth, v.shape[-1]
+    if call.argument(starts) is None:
+        return AttentionShape(q.shape[0], *of_head, q.shape[1], k.shape[1], *sizes)
+    if call.groups:
+        count = len(call.groups) // 2
+        lengths = tuple(zip(call.groups[:count], call.groups[count:], strict=True))
+        most = max(call.groups[:count]), max(call.groups[count:])
+        return AttentionShape(count, *of_head, *most, *sizes, lengths=lengths if len(set(lengths)) > 1 else ())
     tokens, queries = q.numel // max(heads * depth, 1), max(call.argument(longest_query), 1)
-    sequences = max(ceil(tokens / queries), 1)
-    return AttentionShape(sequences, heads, k.shape[-2], queries, call.argument(longest_key), depth, v.shape[-1])
+    return AttentionShape(max(ceil(tokens / queries), 1), *of_head, queries, call.argument(longest_key), *sizes)
 
 
 def _of_cudnn(call: Call) -> AttentionShape:
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
     is_packed = call.argument("cum_seq_q") is not None
-    return _of_library(call, "cum_seq_q", "max_q", "max_k") if is_packed else _heads_first(q, k, v)
+    return of_library(call, "cum_seq_q", "max_q", "max_k") if is_packed else _heads_first(q, k, v)
 
 
 def _causal_mask(call: Call) -> Mask:

@@ -45,9 +45,10 @@ VARLEN: dict[str, Rule] = {
 
 
 def packed_assumptions(kernels: Iterable[Kernel]) -> list[str]:
-    """What is assumed about the lengths of packed sequences, which are data."""
+    """What is assumed about the lengths of packed sequences, which are data, where they are not known."""
     calls = {kernel.op.call for kernel in kernels if kernel.cost.op_class == ATTENTION}
-    names = sorted({call.name for call in calls if any(_given(call, name) is not None for name in _STARTS)})
+    guessed = (call for call in calls if call.groups is None)
+    names = sorted({call.name for call in guessed if any(_given(call, name) is not None for name in _STARTS)})
     return [f"sequences packed for {', '.join(names)} are all as long as the longest"] if names else []
 
 
@@ -56,7 +57,7 @@ def _of_flash(call: Call, func: OpOverload) -> Call:
     left, right = call.argument("window_size") or (-1, -1)
     kwargs = {name: call.argument(name) for name in ("query", "key", "value", "max_q", "max_k", "is_causal")}
     kwargs |= {"cum_seq_q": call.argument("cu_seq_q"), "window_size_left": left, "window_size_right": right}
-    return Call(func, (), kwargs, call.inputs, call.outputs)
+    return Call(func, (), kwargs, call.inputs, call.outputs, call.groups)
 
 
 def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:
@@ -74,8 +75,9 @@ def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:
 def _used(call: Call, pool: TensorSpec, pages: TensorSpec) -> Region:
     """The part of the pool that the pages of these sequences hold."""
     _, page_tokens, *token = pool.shape
-    used = pages.shape[0] * ceil(call.argument("max_k") / page_tokens) * page_tokens * prod(token)
-    return Region(pool, min(pool.nbytes, used * pool.dtype.itemsize))
+    lengths = call.groups[pages.shape[0] :] if call.groups else (call.argument("max_k"),) * pages.shape[0]
+    used = sum(ceil(keys / page_tokens) for keys in lengths)
+    return Region(pool, min(pool.nbytes, used * page_tokens * prod(token) * pool.dtype.itemsize))
 
 
 def _given(call: Call, name: str) -> Any:
