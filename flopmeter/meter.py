@@ -155,7 +155,7 @@ class _Run:
             hardware=self.hardware,
             switches=switches,
             host_seconds=host_seconds(run, self.host),
-            memory=memory_of(trace),
+            memory=memory_of(trace, self.hardware),
             causal=self.causal,
             assumptions=self.assumptions,
             notes=(*self.notes, *self._notes_of(mode)),

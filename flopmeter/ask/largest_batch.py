@@ -43,7 +43,7 @@ def largest_batch(
         with FlopMeter(device, **meter_options) as meter:
             fn_of_batch(batch)
         meter.check_ran()
-        return memory_of(meter.trace).fits(device, allocator=allocator)
+        return memory_of(meter.trace, device).fits(device, allocator=allocator)
 
     fitting, too_large = 0, 1
     while too_large <= limit and fits(too_large):

@@ -199,7 +199,8 @@ def _memory(report: Report) -> str:
         verdict += f", {with_prefix(memory.steady_peak_bytes, 'B')} from the second step on"
     op = memory.peak_op
     at = f" · at {op.call.name}{op.module and f' in {op.module}'} ({op.phase})" if op else ""
-    return f"{verdict} · at the peak: {made_of or 'nothing'}{at}"
+    counted = f" · {with_prefix(memory.allocated_bytes, 'B')} by torch.cuda.max_memory_allocated()"
+    return f"{verdict} · at the peak: {made_of or 'nothing'}{at}{counted if report.kernels else ''}"
 
 
 _CAUSAL = {"full": "in full", "exact": "where visible"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,28 +21,39 @@ class DeviceMemory:
 
     on_out_of_memory: 'raise' gives the program torch.OutOfMemoryError, as on the device; 'report' goes on without
         limit, and `overflow` says so.
+    kept_scratch: the bytes that ops have asked for so far and keep for themselves (scratch.py).
     """
 
-    def __init__(self, hardware: Hardware, on_out_of_memory: OnOutOfMemory) -> None:
-        self.hardware, self._raises = hardware, on_out_of_memory == "raise"
+    def __init__(
+        self, hardware: Hardware, on_out_of_memory: OnOutOfMemory, kept_scratch: Callable[[], int] = lambda: 0
+    ) -> None:
+        self.hardware, self._raises, self._kept_scratch = hardware, on_out_of_memory == "raise", kept_scratch
         self.usable_bytes = usable_bytes_if_known(hardware)
         self._allocator = CachingAllocator(self.usable_bytes)
         self._held: dict[int, Any] = {}
-        self.allocated = self.peak_allocated = 0  # bytes in blocks of the allocator
+        self._allocated = self._peak_allocated = 0  # bytes in blocks of the allocator
         self.allocations = 0
         self._fraction = 1.0
         self.overflow: str | None = None  # what did not fit, in words
 
     @property
+    def allocated(self) -> int:
+        return self._allocated + self._kept_scratch()
+
+    @property
+    def peak_allocated(self) -> int:
+        return self._peak_allocated + self._kept_scratch()
+
+    @property
     def reserved(self) -> int:
-        return self._allocator.reserved_bytes
+        return self._allocator.reserved_bytes + self._kept_scratch()
 
     @property
     def peak_reserved(self) -> int:
-        return self._allocator.peak_reserved_bytes
+        return self._allocator.peak_reserved_bytes + self._kept_scratch()
 
     def reset_peaks(self) -> None:
-        self.peak_allocated = self.allocated
+        self._peak_allocated = self._allocated
         self._allocator.peak_reserved_bytes = self._allocator.reserved_bytes
 
     @property
@@ -82,14 +94,14 @@ class DeviceMemory:
             self._allocator.capacity = None
             piece = self._allocator.allocate(nbytes, streams.current())
         self._held[number] = piece
-        self.allocated += piece.nbytes
+        self._allocated += piece.nbytes
         self.allocations += 1
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self._peak_allocated = max(self._peak_allocated, self._allocated)
 
     def on_death(self, number: int) -> None:
         piece = self._held.pop(number, None)
         if piece is not None:
-            self.allocated -= piece.nbytes
+            self._allocated -= piece.nbytes
             self._allocator.free(piece)
 
     def _no_room(self, nbytes: int) -> str:

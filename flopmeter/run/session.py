@@ -29,6 +29,7 @@ from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
 from flopmeter.run.synthetic import SyntheticData
 from flopmeter.run.weights import WeightFiles
+from flopmeter.timing.scratch import kept_bytes
 from flopmeter.torch_names.private import DYNAMO
 from flopmeter.trace import streams
 from flopmeter.trace.recorder import switches_now
@@ -75,7 +76,9 @@ class ScriptSession:
             unknown=None if wishes.strict_values else "stand-in",
             source=True,  # the lines of a script that its reader knows; a twentieth of the time
         )
-        self.memory = DeviceMemory(self.hardware, wishes.on_out_of_memory)
+        self.memory = DeviceMemory(
+            self.hardware, wishes.on_out_of_memory, lambda: kept_bytes(self.meter.trace, self.hardware)
+        )
         self.meter.storage_listener = self.memory
         on_node = cluster_of(self.hardware).gpus_per_node if wishes.gpus > 1 else 1
         self.gpus_per_node = min(wishes.gpus, wishes.gpus_per_node or on_node)

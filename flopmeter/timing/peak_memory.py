@@ -1,8 +1,8 @@
 """Memory of a trace: how much was alive at each op, in which category, and whether that fits a device.
 
 A storage counts from the op that makes it until its last tensor is freed; one that existed before the trace counts from
-the start. Storages are seen if an op touched them, or if they belong to a module or an optimizer that ran. Workspaces
-inside kernels (cuBLAS, cuDNN, sorts) and the memory of other libraries are not seen.
+the start. Storages are seen if an op touched them, or if they belong to a module or an optimizer that ran. What the
+allocator gives to ops for themselves (scratch.py) is no storage of the program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.records import BEFORE, DEFAULT_STREAM, Op, Resize, Storage, Trace
-from flopmeter.timing.allocator import BLOCK_BYTES, OutOfMemoryError, round_up, serve
+from flopmeter.timing.allocator import BLOCK_BYTES, Lifetime, OutOfMemoryError, round_up, serve
+from flopmeter.timing.scratch import scratch_of
 
 Category = Literal["parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -46,6 +47,7 @@ class Memory:
 
     trace: Trace = field(repr=False)
     steps: int
+    device: Hardware | None = field(default=None, repr=False)  # whose libraries ask for scratch; None: for none
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -81,20 +83,21 @@ class Memory:
 
     @cached_property
     def allocated_bytes(self) -> int:
-        """The peak in blocks of the allocator, multiples of 512 B: torch.cuda.max_memory_allocated()."""
-        rounded = (block._replace(nbytes=round_up(block.nbytes, BLOCK_BYTES)) for block in self.blocks)
-        return max(_alive(rounded, self.steps))
+        """The peak in blocks of the allocator, multiples of 512 B, with the scratch memory of ops:
+        torch.cuda.max_memory_allocated()."""
+        asked = ((each, round_up(each.nbytes, BLOCK_BYTES)) for each in self._asked_for(self.blocks))
+        return max(_alive(((nbytes, each.born, each.died) for each, nbytes in asked), self.steps))
 
     @cached_property
     def reserved_bytes(self) -> int:
         """The memory that PyTorch's caching allocator takes from a device with enough room: all of its segments,
         with the gaps in them. torch.cuda.max_memory_reserved()."""
-        return serve(self.blocks, self.steps)
+        return serve(self._asked_for(self.blocks), self.steps)
 
     @cached_property
     def steady_reserved_bytes(self) -> int:
         """The same if the program ran again, as `steady_peak_bytes`."""
-        return serve(self._steady_blocks, self.steps)
+        return serve(self._asked_for(self._steady_blocks, repeats=True), self.steps)
 
     def fits(self, hardware: Hardware, *, allocator: bool = False) -> bool:
         """Whether the program, repeated, stays within `usable_bytes` of the device.
@@ -110,7 +113,7 @@ class Memory:
         if not allocator:
             return self.steady_peak_bytes <= usable_bytes
         try:
-            serve(self._steady_blocks, self.steps, usable_bytes)
+            serve(self._asked_for(self._steady_blocks, repeats=True), self.steps, usable_bytes)
         except OutOfMemoryError:
             return False
         return True
@@ -132,6 +135,12 @@ class Memory:
             else block
             for block in self.blocks
         )
+
+    def _asked_for(self, blocks: tuple[MemoryBlock, ...], *, repeats: bool = False) -> tuple[Lifetime, ...]:
+        """All that the allocator serves: these tensors, and the scratch memory of ops."""
+        if self.device is None:
+            return blocks
+        return *blocks, *scratch_of(self.trace, self.steps, self.device, repeats=repeats)
 
     @cached_property
     def _totals(self) -> list[int]:
@@ -159,8 +168,8 @@ def usable_bytes_if_known(hardware: Hardware) -> int | None:
     return None if hardware.memory_bytes is None else usable_bytes(hardware)
 
 
-def memory_of(trace: Trace) -> Memory:
-    """The memory of what the trace holds so far on the program's device.
+def memory_of(trace: Trace, device: Hardware | None = None) -> Memory:
+    """The memory of what the trace holds so far on the program's device; with `device`, that of its libraries too.
 
     Each storage is in one category for all of its life:
 
@@ -171,7 +180,7 @@ def memory_of(trace: Trace) -> Memory:
     inputs: what else was there before.
     temporaries: the rest, such as the gradients of activations.
     """
-    return Memory(trace, len(trace.ops))
+    return Memory(trace, len(trace.ops), device)
 
 
 def _alive(blocks: Iterable[tuple[Any, ...]], steps: int) -> list[int]:
