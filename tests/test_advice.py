@@ -177,6 +177,37 @@ def test_a_fused_optimizer_wins_in_the_first_step_what_it_wins_in_others():
     assert gain(is_first=True) == pytest.approx(gain(is_first=False), rel=0.1)
 
 
+@pytest.mark.parametrize(("kind", "has_it"), [("Adam", True), ("Muon", False), ("NAdam", False), ("RMSprop", False)])
+def test_fused_is_told_only_of_optimizers_that_have_it(kind, has_it):
+    """RMSprop that centers keeps two states a weight, as Adam does; Muon one, as SGD with momentum."""
+    options = {"centered": True} if kind == "RMSprop" else {}
+    weights = [nn.Parameter(torch.empty(256, 256, device="meta")) for _ in range(16)]
+    optimizer = getattr(torch.optim, kind)(weights, lr=1e-3, **options)
+    for _ in range(2):
+        with FlopMeter(H100) as meter:
+            for weight in weights:
+                weight.grad = torch.empty_like(weight)
+            optimizer.step()
+    assert any("fused=True" in each.remedy for each in meter.report().advice) == has_it
+
+
+def test_of_two_optimizers_the_one_that_has_fused_is_told_so():
+    """One after the other, they are one stretch of ops."""
+    weights = [nn.Parameter(torch.empty(256, 256, device="meta")) for _ in range(32)]
+    muon, adam = torch.optim.Muon(weights[:1], lr=1e-3), torch.optim.Adam(weights[1:])
+    reports = []
+    for optimizers in ((muon, adam), (adam,)):
+        for _ in range(2):
+            with FlopMeter(H100) as meter:
+                for weight in weights:
+                    weight.grad = torch.empty_like(weight)
+                for optimizer in optimizers:
+                    optimizer.step()
+        reports.append(meter.report())
+    both, alone = ([each for each in report.advice if "fused=True" in each.remedy] for report in reports)
+    assert both[0].gain_seconds == pytest.approx(alone[0].gain_seconds, rel=0.05)
+
+
 @pytest.mark.parametrize("device", ["l40s", "a100-sxm4-80gb"])
 def test_fp64_is_told_first_and_wins_what_fp32_does(device):
     def report(dtype):

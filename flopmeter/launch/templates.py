@@ -47,4 +47,5 @@ def with_templates(trace: Trace) -> Trace:
         stream_use=renumbered(trace.stream_use, moved),
         templates=[],
         forward_ends=list(map(moved, trace.forward_ends)),
+        optimizer_steps=[step._replace(end=moved(step.end)) for step in trace.optimizer_steps],
     )

@@ -34,6 +34,7 @@ from flopmeter.records.traces import (
     BEFORE,
     DEFAULT_STREAM,
     Accumulation,
+    OptimizerStep,
     Resize,
     Storage,
     StorageRole,

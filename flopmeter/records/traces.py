@@ -64,6 +64,13 @@ class Accumulation(NamedTuple):
     leaf: int  # its storage
 
 
+class OptimizerStep(NamedTuple):
+    """An optimizer made a step."""
+
+    end: int  # how many ops had run by then
+    takes_fused: bool  # torch has a kernel for all of it, behind the optimizer's option `fused`
+
+
 class TemplateRun(NamedTuple):
     """The ops from `start` to before `stop` are what torch runs eagerly for a kernel that it only has compiled:
     torch.compile would launch `op` in their place."""
@@ -88,6 +95,7 @@ class Trace:
     compilation: Compilation = field(default_factory=Compilation)
 
     forward_ends: list[int] = field(default_factory=list)  # how many ops had run when an outermost module's call ended
+    optimizer_steps: list[OptimizerStep] = field(default_factory=list)
     devices: dict[str, None] = field(default_factory=dict)  # the devices that ops touched, in order of appearance
 
     def __repr__(self) -> str:
@@ -140,6 +148,9 @@ def part_of(trace: Trace, ops: range) -> Trace:
         ],
         compilation=trace.compilation.of(op.graph for op in trace.ops[start:stop]),
         forward_ends=[end - start for end in trace.forward_ends if start < end <= stop],
+        optimizer_steps=[
+            step._replace(end=step.end - start) for step in trace.optimizer_steps if start < step.end <= stop
+        ],
         devices=trace.devices,
     )
 

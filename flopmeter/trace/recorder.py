@@ -29,6 +29,7 @@ from flopmeter.records import (
     Call,
     FlexBody,
     Op,
+    OptimizerStep,
     Phase,
     StorageRole,
     Switches,
@@ -242,6 +243,7 @@ class Recorder(TorchDispatchMode):
         if not self.is_on():
             return
         self._attribution.leave_step()
+        self.trace.optimizer_steps.append(OptimizerStep(len(self.trace.ops), "fused" in optimizer.defaults))
         self.note_optimizer(optimizer)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -38,14 +38,15 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
 
 
 def _steps(trace: Trace) -> list[list[int]]:
-    """The ops of each call of an optimizer."""
-    steps: list[list[int]] = []
-    for index, op in enumerate(trace.ops):
-        if op.phase == "optimizer":
-            if index and trace.ops[index - 1].phase == "optimizer":
-                steps[-1].append(index)
-            else:
-                steps.append([index])
+    """The ops of each step of an optimizer that has the option."""
+    steps, before = [], 0
+    for end, takes_fused in trace.optimizer_steps:
+        start = end
+        while start > before and trace.ops[start - 1].phase == "optimizer":
+            start -= 1
+        if takes_fused and start < end:
+            steps.append(list(range(start, end)))
+        before = end
     return steps
 
 

@@ -87,6 +87,7 @@ def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | 
         ),
         templates=[run._replace(start=place[run.start], stop=place[run.stop]) for run in trace.templates],
         forward_ends=[place[end] for end in trace.forward_ends],
+        optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
     )
 
 
