@@ -792,12 +792,15 @@ def test_the_largest_batch_of_a_training_fits_and_the_next_does_not():
 
     device = load_hardware("t4")
     batch = largest_batch(step, device, allocator=True)
-    assert memory_when(step, batch, as_cuda=True).fits(device, allocator=True)
-    assert not memory_when(step, batch + 1, as_cuda=True).fits(device, allocator=True)
+    for more, fits in ((0, True), (1, False)):
+        with FlopMeter(device) as meter:
+            step(batch + more)
+        assert memory_of(meter.trace, device).fits(device, allocator=True) == fits
     # At the GELU's gradient: weights and two moments, the second layer's gradients, and of each item the
-    # input, the hidden layer, and its gradients before and after the GELU. Segments round up to 2 MiB.
+    # input, the hidden layer, and its gradients before and after the GELU. Segments round up to 2 MiB, and cuBLAS has
+    # 8.5 MB of workspace in each of two threads.
     fixed = 3 * state_bytes(model.parameters()) + state_bytes(model[2].parameters())
-    assert batch == pytest.approx((usable_bytes(device) - fixed) / (4 * 4096 * FLOAT), rel=1e-3)
+    assert batch == pytest.approx((usable_bytes(device) - fixed) / (4 * 4096 * FLOAT), rel=2e-3)
 
 
 # In the report
