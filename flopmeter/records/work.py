@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 from flopmeter.records.collectives import CollectiveKind
 
 Tf32Switch = Literal["matmul", "cudnn"]  # torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "flex_decoding", "other"]
-"""`flex_decoding`: the template for few queries in a compiled graph, of which other kernels combine the parts."""
+AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "flex_decoding", "paged", "other"]
+"""`flex_decoding`: the template for few queries in a compiled graph, of which other kernels combine the parts. `paged`:
+what servers run over a paged cache where FlashAttention-2 is the newest."""
 
 
 # --- parts of the records below -------------------------------------------------------------------------------------
@@ -63,6 +64,7 @@ class AttentionShape(NamedTuple):
     value_dim: int  # of v and the output
     mask: Mask = Mask()
     is_backward: bool = False
+    is_packed: bool = False  # sequences of any length lie one after another in one tensor
 
 
 class Reread(NamedTuple):

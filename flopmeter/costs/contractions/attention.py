@@ -182,7 +182,8 @@ def _of_library(call: Call, lengths: str, longest_query: str, longest_key: str) 
         return AttentionShape(q.shape[0], heads, k.shape[-2], q.shape[1], k.shape[1], depth, v.shape[-1])
     tokens, queries = q.numel // max(heads * depth, 1), max(call.argument(longest_query), 1)
     sequences = max(ceil(tokens / queries), 1)
-    return AttentionShape(sequences, heads, k.shape[-2], queries, call.argument(longest_key), depth, v.shape[-1])
+    keys = call.argument(longest_key)
+    return AttentionShape(sequences, heads, k.shape[-2], queries, keys, depth, v.shape[-1], is_packed=True)
 
 
 def _of_cudnn(call: Call) -> AttentionShape:
