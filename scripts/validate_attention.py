@@ -1,10 +1,10 @@
 """Measured attention: attention.csv of aiconfigurator, kernels of FlashAttention-2 and -3 as frameworks call them.
 
-FlashAttention-2 (A100, L40S) is priced as torch's flash kernel, and FlashAttention-3 (H100, H200) as `flopmeter serve`
-prices it. A benchmark repeats one call, so its inputs are in the L2 cache where they fit. A row is what a framework's
-wrapper takes: it also writes the new keys and values into the paged cache, and some launch a kernel that plans the
-splits. So each row is compared with the attention alone and, in a second table, with these two kernels priced too: in
-prefill with as many key heads as query heads the first of them takes a fifth of the time.
+FlashAttention-2 (A100, L40S) is priced as torch's flash kernel, over vLLM's paged cache as `flopmeter serve` prices it,
+and so is FlashAttention-3 (H100, H200). A benchmark repeats one call, so its inputs are in the L2 cache where they fit.
+A row is what a framework's wrapper takes: it also writes the new keys and values into the paged cache, and some launch
+a kernel that plans the splits. So each row is compared with the attention alone and, in a second table, with these two
+kernels priced too: in prefill with as many key heads as query heads the first of them takes a fifth of the time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ aten = torch.ops.aten
 
 FLASH_2 = ("flash_attention", "vllm_flash_attn", "vllm_flash_attn_fa2", "vllm_vit_flash_attn_fa2")
 FLASH_3 = ("fa3", "flash_attention", "vllm_flash_attn", "vllm_flash_attn_fa3", "vllm_vit_flash_attn_fa3")
+PAGED = ("vllm_flash_attn", "vllm_flash_attn_fa2")
 FAMILY = {"a100-sxm4-80gb": FLASH_2, "l40s": FLASH_2, "h100-sxm5-80gb": FLASH_3, "h200-sxm-141gb": FLASH_3}
 LONG_SECONDS = {"context": 100e-6, "encoder": 100e-6, "generation": 50e-6}
 NAMES = {"context": "prefill", "encoder": "without a mask", "generation": "decoding"}
@@ -49,10 +50,9 @@ def attentions(lines: list[Line]) -> dict[str, list[Row]]:
 
 
 def _row(line: Line, run: Program) -> Row:
-    newest = FAMILY[line["gpu"]] is FLASH_3
-    return kernel_row(
-        line["kernel_source"], line, run, _shape_of(line), before=run, as_run=with_newest_attention if newest else None
-    )
+    as_served = FAMILY[line["gpu"]] is FLASH_3 or line["kernel_source"] in PAGED
+    as_run = with_newest_attention if as_served else None
+    return kernel_row(line["kernel_source"], line, run, _shape_of(line), before=run, as_run=as_run)
 
 
 def _is_of_family(line: Line) -> bool:

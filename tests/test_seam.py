@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from flopmeter import FlopMeter, load_hardware, on_meta, records
+from flopmeter.ask.serve.engine import with_newest_attention
 from flopmeter.ask.serve.formats import in_formats
 from flopmeter.distributed import world
 from flopmeter.report.report import Report
@@ -133,6 +134,11 @@ def in_four_bits() -> list[records.Kernel]:
     net = Experts()
     meter = metered(lambda: net(meta(4, 64, dtype=BF16)), "h100-sxm5-80gb")
     return in_formats(meter.report().kernels, meter.trace, load_hardware("h100-sxm5-80gb"), "int4", "bf16")
+
+
+def in_pages() -> list[records.Kernel]:
+    """Kernels of a server whose cache lies in pages."""
+    return with_newest_attention(metered(attend_in_a_window).report().kernels, load_hardware("a100-sxm4-80gb"))
 
 
 def recur() -> None:
@@ -263,7 +269,7 @@ def said() -> dict[tuple[str, str], set[str]]:
     values: dict[tuple[str, str], set[str]] = defaultdict(set)
     seen: set[int] = set()
     found = [(report.kernels, report.timings, report.switches) for report in catalogue()]
-    for record in walk([*found, in_four_bits()], seen):
+    for record in walk([*found, in_four_bits(), in_pages()], seen):
         for name in RECORDS[type(record)]:
             values[type(record).__name__, name].add(_print(getattr(record, name)))
     return values
@@ -312,5 +318,5 @@ def test_each_regime_is_that_of_some_kernel():
 
 
 def test_a_cost_of_fused_attention_that_does_not_say_whose_kernel_it_is_is_refused():
-    with pytest.raises(ValueError, match="one of flash, efficient, cudnn, flex, flex_decoding, other"):
+    with pytest.raises(ValueError, match="one of flash, efficient, cudnn, flex, flex_decoding, paged, other"):
         records.Cost("mine", records.ATTENTION, ((records.ATTENTION, 0),), (), (), "bf16", records.VectorWork())

@@ -189,9 +189,10 @@ def test_under_a_window_heads_of_the_same_keys_share_blocks_only_in_the_newer_li
     assert (ratio < 1.2) if shares_blocks else (2 < ratio <= 4)
 
 
-@pytest.mark.parametrize(("name", "share"), [(H100, 0.45), (A100, 0.6)])
+@pytest.mark.parametrize(("name", "share"), [(H100, 0.45), (A100, 0.5)])
 def test_a_prompt_under_a_wide_window_runs_at_the_rate_of_one_without(name, share):
-    """On an H100 that is FlashAttention-3's, of which FlashAttention-2 reaches two thirds."""
+    """On an H100 that is FlashAttention-3's, of which FlashAttention-2 reaches two thirds. That one masks every tile
+    under a window (flash_fwd_kernel.h): on an A100 .62 of the peak become .55."""
     windowed = transformers.MistralConfig(**{**config().to_dict(), "sliding_window": 16384, "model_type": "mistral"})
     report = StepModel(decoder(windowed), "eager", "bf16", "bf16", {}).report(load_hardware(name), 1, 16384, 0)
     (row,) = [row for row in report.rows() if row.name == "attention (fused)"]

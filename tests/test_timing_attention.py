@@ -31,6 +31,18 @@ def seconds(program, device):
     return meter.report(mode="eager-cudagraph").timings[-1].seconds
 
 
+def packed(device, batch, queries, heads, head_dim, *, left=-1):
+    """Causal, sequences of one length one after another in one tensor."""
+    q, k, v = (meta(batch * queries, heads, head_dim) for _ in range(3))
+    starts = meta(batch + 1, dtype=torch.int32)
+    return seconds(
+        lambda: aten._flash_attention_forward(
+            q, k, v, starts, starts, queries, queries, 0.0, left < 0, False, window_size_left=left, window_size_right=0
+        ),
+        device,
+    )
+
+
 def flash(device, batch, queries, heads, head_dim, *, key_heads=None, keys=None, causal=False, left=-1):
     q, k, v = (
         meta(batch, tokens, count, head_dim)
@@ -261,6 +273,22 @@ def test_heads_that_share_keys_and_fill_more_than_a_tile_still_read_them_togethe
     assert shared < apart / 10
 
 
+def test_flash_2_masks_a_tile_more_of_each_block_where_lengths_may_not_fill_its_tiles():
+    """flash_fwd_kernel.h: ceil(128 / 64) + 1 of the tiles of 128 x 64, not 2. On an A100 a score is masked by four
+    instructions on 64 lanes. 64 heads of 4,096 tokens have 64 x 32 blocks."""
+    cycles = 64 * 32 * (128 * 64) * 4 / 64 / A100.sm_count
+    more = packed(A100, 1, 4096, 64, 128) - flash(A100, 1, 4096, 64, 128, causal=True)
+    assert more == pytest.approx(cycles / (A100.boost_clock_mhz * 1e6), rel=0.15)
+
+
+def test_flash_2_masks_every_tile_under_a_window():
+    """One of 4,096 keys hides no more of 4,096 tokens than a causal mask does. Of 2 + 4 + ... + 64 tiles of each head a
+    causal kernel masks 3 of each of 32 blocks."""
+    cycles = 64 * (1056 - 3 * 32) * (128 * 64) * 4 / 64 / A100.sm_count
+    more = packed(A100, 1, 4096, 64, 128, left=4095) - packed(A100, 1, 4096, 64, 128)
+    assert more == pytest.approx(cycles / (A100.boost_clock_mhz * 1e6), rel=0.15)
+
+
 def test_a_window_bounds_the_time_of_decoding():
     short, long = (flash(L40S, 64, 1, 8, 128, keys=keys, left=1023) for keys in (2048, 32768))
     assert long == pytest.approx(short, rel=0.02)
@@ -324,3 +352,18 @@ def test_on_data_centre_blackwell_the_softmax_runs_beside_the_matmuls():
     assert 0.5 * 2250e12 < rate <= 0.65 * 2250e12
     narrow = 4 * 16 * 64 * length**2 / cudnn(b200, 1, length, 16, 64)  # exp alone takes twice as long as the matmuls
     assert narrow < 0.5 * 8192 * 148 * 1965e6
+
+
+def test_blackwell_ultra_passes_the_bound_that_exp_sets_on_blackwell():
+    """At head dimension 64 a score takes 256 FLOP and one exp. 16 of them in a cycle allow 4,096 FLOP; Ultra has 32."""
+    b300, length = load_hardware("b300-sxm-288gb"), 32768
+    rate = 4 * 16 * 64 * length**2 / cudnn(b300, 1, length, 16, 64)
+    bound = 4096 * b300.sm_count * b300.boost_clock_mhz * 1e6
+    assert bound < rate < 2 * bound
+
+
+def test_a_paged_cache_has_tiles_of_64_queries():
+    """flash_fwd_launch_template.h, `run_mha_fwd_splitkv_dispatch`: FlashAttention-2's only kernel for such a cache."""
+    kernel = kernel_of("paged", A100, on_matrix_units=True)
+    shapes = [AttentionShape(1, 1, 1, 4096, 4096, head_dim, head_dim, Mask(right=0)) for head_dim in (64, 128, 256)]
+    assert [tile_of(kernel, shape, A100) for shape in shapes] == [(64, 256), (64, 128), (64, 64)]

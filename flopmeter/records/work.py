@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 from flopmeter.records.collectives import CollectiveKind
 
 Tf32Switch = Literal["matmul", "cudnn"]  # torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "flex_decoding", "other"]
-"""`flex_decoding`: the template for few queries in a compiled graph, of which other kernels combine the parts."""
+AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "flex_decoding", "paged", "other"]
+"""`flex_decoding`: the template for few queries in a compiled graph, of which other kernels combine the parts. `paged`:
+what servers run over a paged cache where FlashAttention-2 is the newest."""
 
 
 # --- parts of the records below -------------------------------------------------------------------------------------
@@ -65,7 +66,8 @@ class AttentionShape(NamedTuple):
     value_dim: int  # of v and the output
     mask: Mask = Mask()
     is_backward: bool = False
-    lengths: tuple[tuple[int, int], ...] = ()  # queries and keys of each sequence, if they differ
+    is_packed: bool = False  # sequences of any length lie one after another in one tensor
+    lengths: tuple[tuple[int, int], ...] = ()  # of packed ones: queries and keys of each, if known and not all alike
 
     @property
     def sizes(self) -> Mapping[tuple[int, int], int]:

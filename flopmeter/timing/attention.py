@@ -20,11 +20,11 @@ from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.matmul import Busy, fastest, overlap
 
-_AMPERE, _HOPPER, _BLACKWELL_MAJOR = (8, 0), (9, 0), 10
+_AMPERE, _HOPPER, _BLACKWELL_ULTRA, _BLACKWELL_MAJOR = (8, 0), (9, 0), (10, 3), 10
 _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
 _WITH_SPLIT_KEYS = ("nvidia", "amd")  # vendors
 _ITEM_BYTES = 2  # of what flash attention works on
-_SPLITTING: tuple[AttentionBackend, ...] = ("flash", "cudnn", "flex_decoding")  # they split keys
+_SPLITTING: tuple[AttentionBackend, ...] = ("flash", "cudnn", "flex_decoding", "paged")  # they split keys
 
 
 class Grid(NamedTuple):
@@ -62,7 +62,7 @@ def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, c
 
 def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardware, peak: Peak, memory: float) -> Busy:
     shape = attends.shape
-    masked_share = launch.grid.masked / max(launch.grid.tiles, 1)
+    masked_share = _masked_tiles(launch, shape) / max(launch.grid.tiles, 1)
     filled = _filled_share(launch, shape)
     of_score = score_seconds(attends, cost.dtype, launch.kernel, masked_share, filled, hardware, peak)
     compute = _grid_seconds(launch, launch.rows * launch.columns * of_score, hardware)
@@ -101,8 +101,12 @@ def kernel_of(
     if backend == "cudnn" and major in _WARPGROUP_CAPABILITIES:
         if splits:
             return constants.FLASH_3_SPLIT
-        return constants.FLASH_4 if major == _BLACKWELL_MAJOR and not is_backward else constants.FLASH_3
-    return constants.FLASH_2_SPLIT if splits else constants.FLASH_2
+        if major != _BLACKWELL_MAJOR or is_backward:
+            return constants.FLASH_3
+        return constants.FLASH_4_ULTRA if hardware.compute_capability == _BLACKWELL_ULTRA else constants.FLASH_4
+    if splits:
+        return constants.FLASH_2_SPLIT
+    return constants.FLASH_2_PAGED if backend == "paged" else constants.FLASH_2
 
 
 def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardware, peak: Peak) -> list[_Launch]:
@@ -193,6 +197,23 @@ def tile_grid(queries: int, keys: int, rows: int, columns: int, mask: Mask) -> G
         all_to = keys if mask.right is None else min(first + shift + mask.right + 1, keys)
         whole += max(all_to // columns - ceil(all_from / columns), 0)
     return Grid(len(counts), sum(counts), max(counts, default=0), sum(counts) - whole)
+
+
+def _masked_tiles(launch: _Launch, shape: AttentionShape) -> int:
+    """The tiles of a square that a kernel masks: those at an edge, or, as in FlashAttention-2's forward pass, the last
+    ones of each block by a count that is one more where tiles may not divide the lengths (`n_masking_steps` in
+    flash_fwd_kernel.h), and under a window all."""
+    grid = launch.grid
+    if shape.is_backward or not launch.kernel.masks_by_count:
+        return grid.masked
+    if shape.mask.left is not None:
+        return grid.tiles
+    is_even = not (shape.is_packed or shape.queries % launch.rows or shape.keys % launch.columns)
+    is_even &= shape.head_dim <= constants.MOST_EVEN_HEAD_DIM
+    of_block = 0 if is_even else 1
+    if shape.mask.right is not None and shape.queries > 1:
+        of_block += ceil(launch.rows / launch.columns)
+    return min(grid.tiles, of_block * grid.blocks)
 
 
 def _slices(blocks: int, tiles: int, places: int) -> int:

@@ -168,6 +168,7 @@ class AttentionKernel(NamedTuple):
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
     hides_softmax: bool = False  # that of one tile runs beside the matmuls of another: the cycles above overlap them
     holds_tiles: bool = True  # whole tiles of queries, keys and values lie in the shared memory of an SM
+    masks_by_count: bool = False  # forward, so many tiles at the end of a block, and all under a window
     tiles_on: Mapping[tuple[int, int], Tiles] = {}  # other tiles, by compute capability
     causal_tiles_on: Mapping[tuple[int, int], Tiles] = {}  # those under a causal mask, and in the backward pass
 
@@ -175,9 +176,13 @@ class AttentionKernel(NamedTuple):
 # Of the matrix peak, what the loop over the keys reaches beside the softmax.
 ATTENTION_PIPE_SHARE = 0.9
 
-# Clock cycles of an SM per score of a tile at the edge of a mask or of the keys: four instructions (index, compare,
-# select) on 64 integer lanes. Without them the curve below is 6 % too fast at 512 tokens.
+# Clock cycles of an SM per score of a masked tile: four instructions (index, compare, select) on 64 integer lanes.
+# Without them the curve below is 6 % too fast at 512 tokens.
 MASKED_SCORE_CYCLES = 4 / 64
+
+# Up to this head dimension FlashAttention-2 has kernels for lengths that its tiles divide
+# (flash_fwd_launch_template.h).
+MOST_EVEN_HEAD_DIM = 128
 
 # FlashAttention-2's tiles are in its launch templates (Dao-AILab/flash-attention, csrc/flash_attn/src), those of
 # FlashAttention-3 in hopper/tile_size.h; cuDNN's kernels on Hopper are taken to be like the latter.
@@ -203,11 +208,15 @@ FLASH_2 = AttentionKernel(
     },
     causal_tiles_on={(8, 6): _FLASH_2_CAUSAL_TILES_8_6, (8, 9): _FLASH_2_CAUSAL_TILES_8_6},
     blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=4000,
+    masks_by_count=True,
 )  # fmt: skip
 FLASH_2_SPLIT = FLASH_2._replace(
     tiles=((64, 64, 256), (128, 64, 128), (512, 64, 64)), tiles_on={}, causal_tiles_on={},
     overlap_exponent=1.2, shared_queries=1,
 )  # fmt: skip
+# For a paged cache FlashAttention-2 has no other kernel than the one that can split keys, for any number of queries
+# (`mha_varlen_fwd` in flash_api.cpp).
+FLASH_2_PAGED = FLASH_2._replace(tiles=FLASH_2_SPLIT.tiles, tiles_on={}, causal_tiles_on={})
 FLASH_3 = AttentionKernel(
     tiles=((128, 128, 128), (512, 128, 64)), blocks_per_sm=1, score_cycles=0.055, backward_score_cycles=0.22,
     overlap_exponent=1.5, block_cycles=5000, shared_queries=128, shares_in_window=True, longest_first=True,
@@ -218,13 +227,21 @@ FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_
 # warpgroups do nothing but their softmax, whose exp takes an SM .0625 cycles. So it runs beside the matmuls. cuDNN's
 # kernel is taken to be like that, its backward pass and its decoding like FlashAttention-3's. Not measured.
 FLASH_4 = FLASH_3._replace(tiles=((512, 256, 128),), score_cycles=0.0625, hides_softmax=True)
+# Blackwell Ultra (10.3) computes exp twice as fast (NVIDIA, "Making Softmax More Efficient with NVIDIA Blackwell
+# Ultra", 2026), and FlashAttention-4 leaves all of it to that unit there.
+FLASH_4_ULTRA = FLASH_4._replace(score_cycles=FLASH_4.score_cycles / 2)
 
 # CUTLASS's memory-efficient kernels, at .73 of FlashAttention-2's speed. From [timm]: attention with a mask, which only
 # they accept, against attention without. Before Ampere they load through registers, in turn with the matmuls (there is
 # no `cp.async`), and pass the scores through shared memory: about half of that. From Stable Diffusion 1.5 on a V100
 # (diffusers' docs at 2c529b75, torch 2.0, 23 runs of 1 to 16 images), whose largest attention has heads of 40.
 EFFICIENT = FLASH_2._replace(
-    tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), tiles_on={}, causal_tiles_on={}, holds_tiles=False, speed=0.73
+    tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)),
+    tiles_on={},
+    causal_tiles_on={},
+    holds_tiles=False,
+    masks_by_count=False,
+    speed=0.73,
 )
 EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
 
@@ -232,7 +249,7 @@ EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
 # causal heads of 559 tokens on MI300X, if half of that is the softmax: right in magnitude, no more.
 AOTRITON = FLASH_2._replace(
     tiles=((64, 128, 128), (512, 128, 64)), tiles_on={}, causal_tiles_on={}, holds_tiles=False,
-    score_cycles=0.35, backward_score_cycles=1.3, speed=0.44,
+    masks_by_count=False, score_cycles=0.35, backward_score_cycles=1.3, speed=0.44,
 )  # fmt: skip
 # For few queries ROCm's kernels have tiles of 16 rows, the height of its matrix instructions, and split the keys in
 # parts of 256; heads with the same keys share a block (vLLM's csrc/rocm/attention.cu, AITER's paged attention:
@@ -245,7 +262,7 @@ AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, sha
 # that keeps keys serves all query heads that share them. Tiles of the forward pass by the major of the compute
 # capability (template_heuristics/triton.py, 16-bit types): a head dimension without an entry there has 64 x 64. (11 and
 # 12 are alike. Before 8.0 there is no template.) Tiles of the backward pass keep 128 keys, or 64, and take 64 queries.
-FLEX = FLASH_2._replace(tiles_on={}, causal_tiles_on={}, holds_tiles=False)
+FLEX = FLASH_2._replace(tiles_on={}, causal_tiles_on={}, holds_tiles=False, masks_by_count=False)
 FLEX_TILES = {
     8: {64: (128, 64), 128: (128, 64), 192: (128, 32), 256: (32, 64)},
     9: {64: (128, 128), 128: (128, 64), 256: (64, 32)},

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.launch.grouped_matmul import is_grouped
-from flopmeter.records import AttentionWork, Kernel
+from flopmeter.records import AttentionBackend, AttentionWork, Kernel
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
@@ -65,14 +65,19 @@ def choose_tokens(logits: Tensor) -> None:
 
 
 def with_newest_attention(kernels: Sequence[Kernel], device: Hardware) -> list[Kernel]:
-    """The kernels of a step on a device for which there is FlashAttention-3 or -4: attention over the paged cache is
-    priced as cuDNN's, the kernel of torch that reaches as much (scripts/validate_attention.py). Elsewhere it is
-    FlashAttention-2."""
+    """The kernels of a step, with the device's attention over a paged cache: FlashAttention-3 and -4 are priced
+    as cuDNN's, the kernel of torch that reaches as much (scripts/validate_attention.py); elsewhere it is
+    FlashAttention-2, which has one kernel for such a cache."""
     capability = device.compute_capability
-    if capability is None or capability[0] not in FLASH_3_CAPABILITIES:
+    if capability is None or device.vendor != "nvidia":
         return list(kernels)
+    backend: AttentionBackend = "cudnn" if capability[0] in FLASH_3_CAPABILITIES else "paged"
+
+    def in_pages(work: AttentionWork) -> AttentionWork:
+        return work._replace(backend=backend, shape=work.shape._replace(is_packed=True))
+
     return [
-        kernel._replace(cost=replace(kernel.cost, work=kernel.cost.work._replace(backend="cudnn")))
+        kernel._replace(cost=replace(kernel.cost, work=in_pages(kernel.cost.work)))
         if kernel.op.call.func.overloadpacket is aten._flash_attention_forward
         and isinstance(kernel.cost.work, AttentionWork)
         else kernel

@@ -189,9 +189,11 @@ def of_library(call: Call, starts: str, longest_query: str, longest_key: str) ->
         count = len(call.groups) // 2
         lengths = tuple(zip(call.groups[:count], call.groups[count:], strict=True))
         most = max(call.groups[:count]), max(call.groups[count:])
-        return AttentionShape(count, *of_head, *most, *sizes, lengths=lengths if len(set(lengths)) > 1 else ())
+        lengths = lengths if len(set(lengths)) > 1 else ()
+        return AttentionShape(count, *of_head, *most, *sizes, is_packed=True, lengths=lengths)
     tokens, queries = q.numel // max(heads * depth, 1), max(call.argument(longest_query), 1)
-    return AttentionShape(max(ceil(tokens / queries), 1), *of_head, queries, call.argument(longest_key), *sizes)
+    sequences, keys = max(ceil(tokens / queries), 1), call.argument(longest_key)
+    return AttentionShape(sequences, *of_head, queries, keys, *sizes, is_packed=True)
 
 
 def _of_cudnn(call: Call) -> AttentionShape:
