@@ -83,7 +83,7 @@ class _Task:
 class _Rank:
     """The program of one rank, and how far it has come."""
 
-    def __init__(self, number: int, works: Sequence[Activity]):
+    def __init__(self, number: int, works: Sequence[Activity], lead: float):
         self.number, self.works = number, works
         self.messages: dict[int, _Task] = {}  # by the number of this side's work
         self.kernels: set[_Task] = set()  # that run now
@@ -95,7 +95,7 @@ class _Rank:
         self.queues: defaultdict[int, deque[_Queued]] = defaultdict(deque)
         self.waiting: defaultdict[int, list[_Queued]] = defaultdict(list)  # for the end of a work
         self.next = 0  # that the host sends
-        self.host = 0.0  # how far the host is
+        self.host = -lead  # how far the host is
         entry: _Queued | None = None
         for number, work in enumerate(works):
             joins = entry is not None and work.batch is not None and work.batch == works[number - 1].batch
@@ -115,8 +115,8 @@ class _Rank:
 class _Simulation:
     """Goes from event to event: work that could start, and work that ends."""
 
-    def __init__(self, ranks: Mapping[int, Sequence[Activity]]):
-        self._ranks = {number: _Rank(number, works) for number, works in ranks.items()}
+    def __init__(self, ranks: Mapping[int, Sequence[Activity]], lead: float):
+        self._ranks = {number: _Rank(number, works, lead) for number, works in ranks.items()}
         # When, in which order, what, of which version: an entry may start; a task ends, or its bytes begin to move.
         self._events: list[tuple[float, int, _Queued | _Task, int]] = []
         self._count = 0
@@ -296,10 +296,10 @@ def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
     return transfer_rate(max((users[port] for port in demand.ports), default=1), kernels, memory)
 
 
-def run_concurrently(ranks: Mapping[int, Sequence[Activity]]) -> dict[int, list[Stretch]]:
-    """When the works of each rank run, by global rank.
+def run_concurrently(ranks: Mapping[int, Sequence[Activity]], lead: float = 0.0) -> dict[int, list[Stretch]]:
+    """When the works of each rank run, by global rank. Its host began `lead` seconds before its device was free.
 
     Messages to and from a rank that is not among them start when this side is ready.
     Raises HangError where ranks wait for each other for ever.
     """
-    return _Simulation(ranks).run()
+    return _Simulation(ranks, lead).run()
