@@ -12,11 +12,21 @@ from typing import NamedTuple
 from flopmeter.costs.data_movement.communication import group_of, is_message, message_ends
 from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Collective, Cost, Launches, Placement, Switches, Timing
+from flopmeter.records import (
+    COMMUNICATION,
+    DEFAULT_STREAM,
+    Collective,
+    Cost,
+    Kernel,
+    Launches,
+    Placement,
+    Switches,
+    Timing,
+)
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
-from flopmeter.timing.concurrency import Activity, Stretch, run_concurrently
+from flopmeter.timing.concurrency import Activity, Route, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 from flopmeter.timing.kernels import Price
 
@@ -119,11 +129,19 @@ def _works(launched: Launched) -> list[Activity]:
     host_steps = _host_steps(launches, launched.host)
     for number, (kernel, placement, host_step) in enumerate(zip(launches.kernels, placements, host_steps, strict=True)):
         priced = prices(number)
-        route = (group_of(kernel.op.call).ranks, *message_ends(kernel)) if is_message(kernel.cost) else None
+        route = _route_of(kernel)
         blocks = launched.host_waits_for(number)
         seconds = priced.work_seconds + priced.floor_seconds
         works.append(Activity(host_step, seconds, blocks, *placement, route, priced.demand))
     return works
+
+
+def _route_of(kernel: Kernel) -> Route | None:
+    if kernel.cost.collective is None:
+        return None
+    if is_message(kernel.cost):
+        return Route(group_of(kernel.op.call).ranks, message_ends(kernel))
+    return Route(kernel.cost.collective.ranks)
 
 
 def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:
