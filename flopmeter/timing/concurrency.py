@@ -3,8 +3,8 @@
 A stream runs what it is given in order. A kernel starts once the host has sent it, its stream is free, and what it
 waits for has ended. A message starts when both sides are there, as NCCL's do, and ends on both at once, and so does a
 collective on all of its ranks that run here; the messages of a batch are one kernel, which starts and ends as a whole
-on its rank. All ranks share one clock, which begins with the
-step. Kernels and transfers that run at the same time slow each other down (contention.py).
+on its rank. All ranks share one clock, which begins with the step. Kernels and transfers that run at the same time slow
+each other down (contention.py).
 
 Approximation: a small message, too, waits for its receiver. (NCCL's send returns once its buffers of a few MB hold the
     message.)
