@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformer_engine import in_fp8
 from validation_rows import Line, Row, roofline_seconds
 
 from flopmeter import FlopMeter
@@ -33,7 +34,7 @@ PROFILES: dict[str, str | Path] = {
     "h100_80gb": "h100-sxm5-80gb",
     "H100 96GB HBM2e (500W)": Path(__file__).parent / "h100-96gb-500w.yaml",
 }
-DTYPES = ("bf16", "amp_bf16")
+DTYPES = ("bf16", "amp_bf16", "amp_fp8")
 Step = Callable[[], None]
 
 
@@ -41,8 +42,8 @@ def sharded_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
     """The rows of each source and GPU, tokens/s in place of seconds, and once more for the memory that was stated, in
     bytes.
 
-    Left out are the lines with fp8, whose products another library defines, those of more than 8 GPUs (see
-    validate_parallel.py), and those without a batch size.
+    Left out are torchtitan's lines with fp8 and those of more than 8 GPUs (see validate_parallel.py), and those without
+    a batch size.
     """
     reports: dict[str, list[tuple[Line, Report]]] = {}
     for line in csv.DictReader(path.open()):
@@ -100,7 +101,8 @@ def _memory(line: Line, report: Report) -> Row:
 
 
 def _named(line: Line) -> str:
-    return f"{line['id']}: {line['model']}, {line['mode'].partition(' (')[0]}, {line['batch']} x {line['seq']}"
+    how = f"{line['dtype']}, {line['mode'].partition(' (')[0]}"
+    return f"{line['id']}: {line['model']}, {how}, {line['batch']} x {line['seq']}"
 
 
 def _shard(model: Any, mesh: DeviceMesh, reduced_in: torch.dtype) -> None:
@@ -122,6 +124,8 @@ def _recompute(blocks: Iterable[nn.Module], **options: Any) -> None:
 def _mpt(line: Line, mesh: DeviceMesh) -> Step:
     length = int(line["seq"])
     model = mpt(line["other_config"], length)
+    if line["dtype"] == "amp_fp8":
+        in_fp8(model.blocks)
     if "AC=True" in line["other_config"]:
         _recompute(model.blocks)
     _shard(model, mesh, reduced_in=torch.bfloat16)

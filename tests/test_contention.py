@@ -10,7 +10,7 @@ from flopmeter import FlopMeter
 from flopmeter.device.cluster import CollectivePrice
 from flopmeter.distributed import world
 from flopmeter.records import Collective
-from flopmeter.timing.concurrency import Activity, HangError, run_concurrently
+from flopmeter.timing.concurrency import Activity, HangError, Route, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -84,9 +84,18 @@ def test_a_message_is_as_slow_as_the_fuller_of_its_two_ports():
     out, back = transfer((("nic", "out"),)), transfer((("nic", "in"),))
     spans = run_concurrently(
         {
-            0: [on_link(4.0, 1, out, route=((0, 1, 2), 0, 1)), on_link(4.0, 2, out, route=((0, 1, 2), 0, 2))],
-            1: [on_link(4.0, 1, back, route=((0, 1, 2), 0, 1)), on_link(4.0, 3, out, route=((0, 1, 2), 1, 2))],
-            2: [on_link(4.0, 2, back, route=((0, 1, 2), 0, 2)), on_link(4.0, 3, back, route=((0, 1, 2), 1, 2))],
+            0: [
+                on_link(4.0, 1, out, route=Route((0, 1, 2), (0, 1))),
+                on_link(4.0, 2, out, route=Route((0, 1, 2), (0, 2))),
+            ],
+            1: [
+                on_link(4.0, 1, back, route=Route((0, 1, 2), (0, 1))),
+                on_link(4.0, 3, out, route=Route((0, 1, 2), (1, 2))),
+            ],
+            2: [
+                on_link(4.0, 2, back, route=Route((0, 1, 2), (0, 2))),
+                on_link(4.0, 3, back, route=Route((0, 1, 2), (1, 2))),
+            ],
         }
     )
     assert [[span.end_seconds for span in spans[rank]] for rank in range(3)] == [[8, 8], [8, 8], [8, 8]]
@@ -94,14 +103,14 @@ def test_a_message_is_as_slow_as_the_fuller_of_its_two_ports():
 
 def test_a_message_waits_for_both_sides_and_a_batch_for_all_of_its_messages():
     """Rank 1 computes for 3 s first. The batch of rank 0 ends with its second message, and what follows it waits."""
-    route = {"there": ((0, 1), 0, 1), "back": ((0, 1), 1, 0)}
+    route = {"there": Route((0, 1), (0, 1)), "back": Route((0, 1), (1, 0))}
     out, back = transfer((("nic", "out"),)), transfer((("nic", "in"),))
     spans = run_concurrently(
         {
             0: [
                 on_link(1.0, 1, out, batch=1, route=route["there"]),
                 on_link(2.0, 1, back, batch=1, route=route["back"]),
-                on_link(1.0, 1, out, route=((5,), 0, 9)),
+                on_link(1.0, 1, out, route=Route((5,), (0, 9))),
             ],
             1: [
                 kernel(3.0),
@@ -117,7 +126,7 @@ def test_a_message_waits_for_both_sides_and_a_batch_for_all_of_its_messages():
 def test_sides_that_never_meet_are_named():
     out = transfer((("nic", "out"),))
     with pytest.raises(HangError, match=r"rank 0 in its message to rank 1"):
-        run_concurrently({0: [on_link(1.0, 1, out, route=((0, 1), 0, 1))], 1: [kernel(1.0)]})
+        run_concurrently({0: [on_link(1.0, 1, out, route=Route((0, 1), (0, 1)))], 1: [kernel(1.0)]})
 
 
 def test_the_host_waits_where_it_is_told_to():

@@ -249,3 +249,19 @@ def test_async_tensor_parallelism_along_the_last_dimension_splits_depth_and_widt
             z = torch.ops.symm_mem.fused_matmul_reduce_scatter(whole, b, "avg", 2, group)
     assert [tuple(each.shape) for each in (whole, y, z)] == [(8, 16, 128), (8, 16, 32), (8, 16, 16)]
     assert meter.report().macs == 2 * 8 * 16 * 128 * 32
+
+
+def test_copies_of_shards_sum_each_gradient_after_its_scatter():
+    """HSDP: two copies of a model that two ranks share, all in fp32. Each layer is gathered for both passes."""
+    with world(4, {"copies": 2, "shards": 2}) as mesh:
+        model = layers()
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            model(x()).sum().backward()
+    collectives = [kernel.cost.collective for kernel in meter.report().kernels if kernel.cost.collective]
+    layer = NUMEL // 2 * FP32
+    scatter_and_sum = [("reduce_scatter", layer, (0, 1)), ("all_reduce", layer // 2, (0, 2))]
+    assert [(each.kind, each.nbytes, each.ranks) for each in collectives] == [
+        *[("all_gather", layer, (0, 1))] * 4, *scatter_and_sum, *scatter_and_sum,
+    ]  # fmt: skip

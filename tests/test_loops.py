@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flopmeter import FlopMeter, load_hardware
+from flopmeter.distributed import world
 from flopmeter.run.script import Script, run
 from flopmeter.run.session import ScriptSession, Wishes
 
@@ -51,6 +53,29 @@ def test_a_turn_takes_what_one_more_turn_adds_to_a_long_loop(turn):
     count = len(meter.trace.ops) // 12
     long, longer = (meter.report(ops=range(turns * count)).seconds for turns in (11, 12))
     assert meter.report(ops=range(count), repeats=True).seconds == pytest.approx(longer - long, rel=1e-6)
+
+
+def sums_beside(products: int):
+    """A sum over ranks runs beside the products, and the next turn begins when it is done."""
+    handle = dist.all_reduce(LARGE, async_op=True)
+    for _ in range(40):
+        SMALL.sin()
+    for _ in range(products):
+        LARGE @ LARGE
+    handle.wait()
+    LARGE.sin()
+
+
+@pytest.mark.parametrize("products", [1, 8])  # the host is the slower one, or the device is
+def test_a_turn_of_a_rank_takes_what_one_more_turn_adds_to_a_long_loop(products):
+    with world(8), FlopMeter(H100, clocks="burst") as meter:
+        for _ in range(12):
+            sums_beside(products)
+    count = len(meter.trace.ops) // 12
+    once, long, longer = (meter.report(ops=range(turns * count)).seconds for turns in (1, 11, 12))
+    turn = meter.report(ops=range(count), repeats=True).seconds
+    assert turn == pytest.approx(longer - long, rel=1e-6)
+    assert turn < 0.97 * once
 
 
 def test_a_turn_of_a_loop_in_which_nobody_waits_takes_the_longer_of_host_and_device():

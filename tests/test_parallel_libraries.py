@@ -1,4 +1,4 @@
-"""Programs of DeepSpeed and Megatron-Core, where these are installed: their collectives against closed forms."""
+"""Programs of DeepSpeed, Megatron-Core and torchao, where these are installed: their collectives by closed forms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from flopmeter import FlopMeter
+from flopmeter.distributed import world
 
 PROGRAMS = Path(__file__).parent / "programs"
 PARAMETERS = 4 * (1024 * 1024 + 1024)
@@ -50,3 +56,26 @@ def test_a_layer_of_megatron_core_sums_twice_forward_and_twice_backward(tmp_path
     tokens = 4 * 128
     nbytes = 4 * ((2 * 2 * 2 + 2) * tokens * 512 + 3 * tokens)
     assert found == {"c10d::allreduce_": (2 * 2 * 2 + 2 + 3, nbytes, nbytes)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("gathers_fp8", "itemsize"), [(False, 2), (True, 1)])
+def test_torchaos_layers_are_gathered_in_a_byte_a_parameter_if_asked_and_their_largest_values_are_agreed_on(
+    gathers_fp8: bool, itemsize: int
+):
+    """Once, since each layer is a root of FSDP2. Each rank casts its shard, with the largest value of all shards."""
+    float8 = pytest.importorskip("torchao.float8")
+    with world(4):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
+            x = torch.empty(64, 256, dtype=torch.bfloat16, requires_grad=True)
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=gathers_fp8)
+        float8.convert_to_float8_training(model, config=config)
+        for layer in model:
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            model(x).sum().backward()
+    rows = {row.name: row for row in meter.report().rows("op")}
+    assert rows["c10d::_allgather_base_"].bytes_written == 2 * 256 * 512 * itemsize
+    assert rows["c10d::_reduce_scatter_base_"].bytes_read == 2 * 256 * 512 * 4
+    assert ("_c10d_functional::all_reduce" in rows) == gathers_fp8

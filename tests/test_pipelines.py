@@ -233,6 +233,42 @@ def test_the_messages_of_a_batch_are_one_kernel_on_the_stream_of_the_group():
     assert len({placement.stream for placement in placements}) == 1
 
 
+def unequal(mesh: DeviceMesh, *, is_async: bool) -> Step:
+    """Rank n multiplies n + 1 times; then all sum one number, and multiply once more."""
+    with torch.device("meta"):
+        x, number = torch.empty(4096, 4096, dtype=torch.bfloat16), torch.empty(1)
+
+    def step() -> None:
+        for _ in range(dist.get_rank() + 1):
+            torch.mm(x, x)
+        work = dist.all_reduce(number, group=mesh.get_group("pp"), async_op=is_async)
+        if work is not None:
+            work.wait()
+        torch.mm(x, x)
+
+    return step
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_ranks_wait_for_each_other_at_a_collective_of_all(is_async: bool):
+    program = partial(unequal, is_async=is_async)
+    found = time_pipeline(program, {"pp": 4}, H100, NO_LATENCY, host=NO_HOST, clocks="burst")
+    product = found.rows[0].computing_seconds / 2
+    assert [row.seconds for row in found.rows] == pytest.approx([5 * product] * 4, rel=0.01)
+    assert [row.bubble_seconds for row in found.rows] == pytest.approx(
+        [3 * product, 2 * product, product, 0], abs=0.01 * product
+    )
+
+
+def test_ranks_whose_steps_have_other_numbers_of_a_collective_do_not_wait():
+    def program(mesh: DeviceMesh) -> Step:
+        step = unequal(mesh, is_async=False)
+        return lambda: [step() for _ in range(1 + dist.get_rank() % 2)] and None
+
+    found = time_pipeline(program, {"pp": 2}, H100, NO_LATENCY, host=NO_HOST, clocks="burst")
+    assert found.rows[1].seconds == pytest.approx(3 * found.rows[0].seconds, rel=0.01)
+
+
 # --- against real processes
 
 

@@ -441,6 +441,37 @@ def test_a_function_that_makes_a_model_is_planned_with_a_layer_of_each_kind():
     assert "no tensor parallelism: the model has no plan for it" in str(found)
 
 
+def compiled_mixers() -> nn.Module:
+    model = Mixers()
+    for layer in model.layers:
+        layer.compile()
+    return model
+
+
+def test_layers_that_the_model_compiles_are_eager_unless_the_mode_says_otherwise():
+    only = {"microbatch": 1, "recompute": "none", "pp": 1}
+    told = "layers run eagerly, though the model compiles them"
+    for mode in ("eager", "compiled"):
+        found, plain = (plan(make, 4, H100, length=256, mode=mode, only=only) for make in (compiled_mixers, Mixers))
+        assert found.best.seconds == plain.best.seconds
+        assert (told in str(found), told in str(plain)) == (mode == "eager", False)
+
+
+class CallsForward(Mixers):
+    """Hooks of its layers do not run."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = layer.forward(x)
+        return self.head(x)
+
+
+def test_layers_that_are_not_called_as_modules_are_no_layers_without_cost():
+    with pytest.raises(PlanError, match=r"nothing ran in layers of .*block\(x\)"):
+        plan(CallsForward, 4, H100, length=256, only={"microbatch": 1, "recompute": "none"})
+
+
 def test_styles_of_the_callers_own_split_a_model():
     styles = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
     only = {"microbatch": 1, "recompute": "none", "fsdp": 1, "pp": 1}

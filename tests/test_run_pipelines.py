@@ -68,11 +68,37 @@ def test_a_report_tells_waits_for_other_ranks_from_waits_for_the_host(capsys):
     """GPipe of three stages and eight microbatches waits for two tenths; its messages take far less."""
     assert main(["run", "--hardware", "h100-sxm5-80gb", "--gpus", str(RANKS), BY_HAND, "GPipe"]) == 0
     text = capsys.readouterr().err
-    assert "communication includes the bubble, in which rank 0 waits for messages: 2" in text
+    assert "communication includes the bubble, in which rank 0 waits for other ranks: 2" in text
     assert "waits for other ranks included" in text
     assert "waits for the host before it" not in text
     heading = next(line for line in text.splitlines() if "bubble ms" in line)
     assert heading.split()[0] == "rank"  # the ranks of a script need not be stages
+
+
+ENDS_FIRST = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("nccl")
+x = torch.empty(4096, 4096, device="cuda", dtype=torch.bfloat16)
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(1, device="cuda"))])
+for _ in range(2):
+    if dist.get_rank() == 0:
+        dist.send(x @ x, 1)
+    else:
+        dist.recv(x, 0)
+        x @ x @ x @ x
+    optimizer.step()
+"""
+
+
+def test_where_rank_0_ends_first_a_note_says_how_long_all_take(tmp_path: Path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(ENDS_FIRST)
+    report = reported(["--gpus", "2", str(script)], capsys)
+    later = report["run"]["pipeline"]["seconds"]
+    assert later > 1.3 * report["totals"]["seconds"]
+    (note,) = [note for note in report["notes"] if note.startswith("rank 0 ends first")]
+    assert f"until all ranks have ended a step takes {1e3 * later:.2f}" in note
 
 
 def test_ranks_beyond_the_most_that_run_are_named_as_ready(monkeypatch, capsys):

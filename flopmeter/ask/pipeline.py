@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class StageRow(Step):
     place: int | None  # along the pipeline, from 0; None: the ranks of a script are not known to be stages
     rank: int  # in the world
     computing_seconds: float  # of kernels on the computing stream
-    bubble_seconds: float  # in which it waits for messages, and for the others at the end
+    bubble_seconds: float  # in which it waits for messages and other ranks of the pipeline, also at the end
     exposed_seconds: float  # in which it waits for other collectives, or runs them itself
     warm_up_seconds: float  # until its first backward pass
     steady_seconds: float  # from there until its last forward pass has ended
@@ -216,7 +216,10 @@ def pipeline_of(reports: Mapping[int, Report], links: Cluster, *, are_stages: bo
     """The pipeline of ranks whose reports are on one clock, by global rank."""
     end = max(report.seconds for report in reports.values())
     places = range(len(reports)) if are_stages else itertools.repeat(None)
-    rows = tuple(_row(place, rank, report, end) for place, (rank, report) in zip(places, reports.items(), strict=False))
+    rows = tuple(
+        _row(place, rank, report, end, reports.keys())
+        for place, (rank, report) in zip(places, reports.items(), strict=False)
+    )
     first = next(iter(reports.values()))
     notes = dict.fromkeys(note for report in reports.values() for note in report.notes)
     assumed = dict.fromkeys(f"assumed: {each}" for report in reports.values() for each in report.assumptions)
@@ -224,8 +227,8 @@ def pipeline_of(reports: Mapping[int, Report], links: Cluster, *, are_stages: bo
     return Pipeline(title, rows, reports, (f"cluster: {links.title}", *notes, *assumed))
 
 
-def _row(place: int | None, rank: int, report: Report, end: float) -> StageRow:
-    waits = _waits_for_messages(report)
+def _row(place: int | None, rank: int, report: Report, end: float, ranks: Set[int]) -> StageRow:
+    waits = _waits_for_others(report, ranks)
     spans = _spans(report)
     backward = [span for span in spans if span.phase == "backward"]
     first_backward = backward[0].start if backward else report.seconds
@@ -268,14 +271,15 @@ def _spans(report: Report) -> list[PhaseSpan]:
     ]
 
 
-def _waits_for_messages(report: Report) -> float:
-    """How long the computing stream waits for messages: before a kernel, and at the end."""
-    placements, timings = report.launches.placements or [], report.timings
+def _waits_for_others(report: Report, ranks: Set[int]) -> float:
+    """How long the computing stream waits for messages, before a kernel and at the end, and until `ranks` come to a
+    collective."""
+    timings = report.timings
     waits, last = 0.0, max(timings, key=lambda timing: timing.end_seconds, default=None)
-    for placement, timing in zip(placements, timings, strict=bool(placements)):
+    for number, timing in enumerate(timings):
         if timing.stream == DEFAULT_STREAM and timing.link_wait_seconds:
-            latest = max(placement.after, key=lambda number: timings[number].end_seconds)
-            until = _end_of_message_behind(latest, report)
+            behind = number if timing.is_collective else _latest(number, report)
+            until = 0.0 if behind is None else _others_until(behind, report, ranks)
             waits += max(0.0, min(timing.link_wait_seconds, until - timing.start_seconds + timing.link_wait_seconds))
     if last is not None and last.stream != DEFAULT_STREAM and is_message(report.kernels[timings.index(last)].cost):
         done = max((t.end_seconds for t in timings if t.stream == DEFAULT_STREAM), default=0.0)
@@ -283,16 +287,25 @@ def _waits_for_messages(report: Report) -> float:
     return waits
 
 
-def _end_of_message_behind(number: int, report: Report) -> float:
-    """When the message came that the launch waited for, itself or by other collectives: what a stage receives, tensor
-    parallelism gathers first. 0 where there is none."""
-    placements, timings = report.launches.placements or [], report.timings
-    while not is_message(report.kernels[number].cost):
-        after = placements[number].after
-        if not timings[number].is_collective or not after:
-            return 0.0
-        number = max(after, key=lambda each: timings[each].end_seconds)
-    return timings[number].end_seconds
+def _others_until(number: int, report: Report, ranks: Set[int]) -> float:
+    """When the others were ready that the collective waited for, itself or by collectives before it: what a stage
+    receives, tensor parallelism gathers first. 0 where it waited for none."""
+    while (collective := report.kernels[number].cost.collective) is not None:
+        if is_message(report.kernels[number].cost):
+            return report.timings[number].end_seconds
+        if len(ranks & {*collective.ranks}) > 1:
+            return report.timings[number].start_seconds
+        latest = _latest(number, report)
+        if latest is None:
+            break
+        number = latest
+    return 0.0
+
+
+def _latest(number: int, report: Report) -> int | None:
+    """Of what the launch waited for on other streams, that which ended last."""
+    placements = report.launches.placements or []
+    return max(placements[number].after, key=lambda each: report.timings[each].end_seconds, default=None)
 
 
 def _in_flight(report: Report) -> float:

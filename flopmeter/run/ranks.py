@@ -22,13 +22,14 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.distributed.ranks import run_ranks
 from flopmeter.meter import reports_together
 from flopmeter.records.traces import part_of
-from flopmeter.report.quantities import percent
+from flopmeter.report.quantities import duration, percent
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Ending, Script, run
 from flopmeter.run.session import ScriptSession, Wishes
 from flopmeter.run.world import environment
 
 ALONE = "setup and first step are those of rank 0 alone, which waits for no message there"
+ENDS_LATER = 1.01  # times the step of rank 0, for another rank to be named
 MOST_RANKS = 32  # each takes as long as the script takes once
 
 
@@ -87,9 +88,11 @@ def report_of(runs: Mapping[int, RanAsRank], program: str) -> RunReport:
     assumed = dict.fromkeys(text for each in together.values() for text in each.assumptions)
     pipeline = pipeline_of(together, cluster_of(session.hardware), are_stages=False)
     waits = percent(pipeline.rows[0].bubble_seconds / pipeline.seconds)
-    bubble = f"communication includes the bubble, in which rank 0 waits for messages: {waits} % of the step"
-    notes = (*noted, bubble, ALONE, *session.own_notes())
-    step = replace(together[0], notes=notes, assumptions=tuple(assumed))
+    notes = [*noted, f"communication includes the bubble, in which rank 0 waits for other ranks: {waits} % of the step"]
+    if pipeline.seconds > ENDS_LATER * together[0].seconds:
+        notes.append(f"rank 0 ends first: until all ranks have ended a step takes {duration(pipeline.seconds)}")
+    notes += [ALONE, *session.own_notes()]
+    step = replace(together[0], notes=tuple(notes), assumptions=tuple(assumed))
     by_part = {name: step if part is report.step else part for name, part in report.by_part.items()}
     return replace(report, step=step, by_part=by_part, pipeline=pipeline)
 

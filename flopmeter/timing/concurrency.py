@@ -1,9 +1,10 @@
 """What runs at the same time: the streams of a device, and the ranks that send each other messages.
 
 A stream runs what it is given in order. A kernel starts once the host has sent it, its stream is free, and what it
-waits for has ended. A message starts when both sides are there, as NCCL's do, and ends on both at once; the messages of
-a batch are one kernel, which starts and ends as a whole on its rank. All ranks share one clock, which begins with the
-step. Kernels and transfers that run at the same time slow each other down (contention.py).
+waits for has ended. A message starts when both sides are there, as NCCL's do, and ends on both at once, and so does a
+collective on all of its ranks that run here; the messages of a batch are one kernel, which starts and ends as a whole
+on its rank. All ranks share one clock, which begins with the step. Kernels and transfers that run at the same time slow
+each other down (contention.py).
 
 Approximation: a small message, too, waits for its receiver. (NCCL's send returns once its buffers of a few MB hold the
     message.)
@@ -18,7 +19,12 @@ from typing import NamedTuple
 
 from flopmeter.timing.contention import Demand, Transfer, kernel_rate, transfer_rate
 
-MessageRoute = tuple[tuple[int, ...], int, int]  # the ranks of the group, sender, receiver
+
+class Route(NamedTuple):
+    """Who takes part in a collective."""
+
+    group: tuple[int, ...]  # global ranks
+    ends: tuple[int, int] | None = None  # of a message: sender and receiver
 
 
 class HangError(RuntimeError):
@@ -34,7 +40,7 @@ class Activity(NamedTuple):
     stream: int
     after: tuple[int, ...] = ()  # numbers of works of this rank that have to end before
     batch: int | None = None  # neighbours with the same number are one kernel
-    route: MessageRoute | None = None  # of a message
+    route: Route | None = None  # of a collective or a message
     demand: Demand | Transfer = Demand(0.0, 0.0)
 
 
@@ -62,11 +68,12 @@ class _Queued:
 
 
 class _Task:
-    """What runs: a kernel, a collective, or a message with both of its sides."""
+    """What runs: a kernel, or a collective or message with all of its sides."""
 
-    __slots__ = ("is_moving", "is_transfer", "left", "moves", "rate", "sides", "since", "version")
+    __slots__ = ("expected", "is_moving", "is_transfer", "left", "moves", "rate", "sides", "since", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, expected: int = 1) -> None:
+        self.expected = expected  # sides that have to be there before it begins
         self.sides: list[tuple[_Queued, int]] = []
         self.left = 0.0  # seconds, were it alone
         self.rate = 1.0
@@ -83,9 +90,9 @@ class _Task:
 class _Rank:
     """The program of one rank, and how far it has come."""
 
-    def __init__(self, number: int, works: Sequence[Activity]):
+    def __init__(self, number: int, works: Sequence[Activity], lead: float):
         self.number, self.works = number, works
-        self.messages: dict[int, _Task] = {}  # by the number of this side's work
+        self.shared: dict[int, _Task] = {}  # with other ranks, by the number of this side's work
         self.kernels: set[_Task] = set()  # that run now
         self.transfers: set[_Task] = set()
         self.sent = [0.0] * len(works)
@@ -95,7 +102,7 @@ class _Rank:
         self.queues: defaultdict[int, deque[_Queued]] = defaultdict(deque)
         self.waiting: defaultdict[int, list[_Queued]] = defaultdict(list)  # for the end of a work
         self.next = 0  # that the host sends
-        self.host = 0.0  # how far the host is
+        self.host = -lead  # how far the host is
         entry: _Queued | None = None
         for number, work in enumerate(works):
             joins = entry is not None and work.batch is not None and work.batch == works[number - 1].batch
@@ -115,24 +122,36 @@ class _Rank:
 class _Simulation:
     """Goes from event to event: work that could start, and work that ends."""
 
-    def __init__(self, ranks: Mapping[int, Sequence[Activity]]):
-        self._ranks = {number: _Rank(number, works) for number, works in ranks.items()}
+    def __init__(self, ranks: Mapping[int, Sequence[Activity]], lead: float):
+        self._ranks = {number: _Rank(number, works, lead) for number, works in ranks.items()}
         # When, in which order, what, of which version: an entry may start; a task ends, or its bytes begin to move.
         self._events: list[tuple[float, int, _Queued | _Task, int]] = []
         self._count = 0
         self._pair()
 
     def _pair(self) -> None:
-        """The n-th send of a route meets its n-th receive. Of messages with a rank that does not run here there is
-        one side only, for which the other one is always ready."""
-        messages: dict[tuple[MessageRoute, int], _Task] = {}
+        """The n-th send of a route meets its n-th receive, and the n-th collective of a group is one. Of messages with
+        a rank that does not run here there is one side only, for which the other one is always ready. So are ranks that
+        have another number of the group's collectives: their steps are cut elsewhere."""
+        if len(self._ranks) == 1:
+            return
+        counts = {number: Counter(work.route for work in rank.works) for number, rank in self._ranks.items()}
+        expected = {route: self._sides(route, counts) for count in counts.values() for route in count if route}
+        tasks: dict[tuple[Route, int], _Task] = {}
         for rank in self._ranks.values():
-            places: Counter[MessageRoute] = Counter()
+            places: Counter[Route] = Counter()
             for index, work in enumerate(rank.works):
-                if work.route is not None and self._ranks.keys() >= {*work.route[1:]}:
+                if work.route is not None and expected[work.route] > 1:
                     place = (work.route, places[work.route])
                     places[work.route] += 1
-                    rank.messages[index] = messages.setdefault(place, _Task())
+                    rank.shared[index] = tasks.setdefault(place, _Task(expected[work.route]))
+
+    def _sides(self, route: Route, counts: Mapping[int, Counter[Route | None]]) -> int:
+        """How many ranks that run here take part."""
+        if route.ends is not None:
+            return 2 if self._ranks.keys() >= {*route.ends} else 1
+        here = self._ranks.keys() & {*route.group}
+        return len(here) if len({counts[number][route] for number in here}) == 1 else 1
 
     def run(self) -> dict[int, list[Stretch]]:
         for rank in self._ranks.values():
@@ -176,10 +195,9 @@ class _Simulation:
 
     def _start(self, entry: _Queued, now: float) -> None:
         for number in entry.works:
-            message = entry.rank.messages.get(number)
-            task = _Task() if message is None else message
+            task = entry.rank.shared.get(number) or _Task()
             task.sides.append((entry, number))
-            if message is None or len(task.sides) == 2:
+            if len(task.sides) == task.expected:
                 self._begin(task, now)
 
     def _begin(self, task: _Task, now: float) -> None:
@@ -274,10 +292,17 @@ class _Simulation:
                 for index in queue[0].works if queue else ():
                     route = rank.works[index].route
                     if route is not None and rank.starts[index] is None:
-                        way = f"to rank {route[2]}" if route[1] == number else f"from rank {route[1]}"
-                        stuck.append(f"rank {number} in its message {way}")
+                        stuck.append(f"rank {number} in its {_described(route, number)}")
         if stuck:
             raise HangError(f"the program would hang on GPUs; these wait for ever: {'; '.join(stuck)}")
+
+
+def _described(route: Route, rank: int) -> str:
+    """For that rank."""
+    if route.ends is None:
+        return f"collective of {len(route.group)} ranks"
+    sender, receiver = route.ends
+    return f"message to rank {receiver}" if sender == rank else f"message from rank {sender}"
 
 
 def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
@@ -296,10 +321,10 @@ def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
     return transfer_rate(max((users[port] for port in demand.ports), default=1), kernels, memory)
 
 
-def run_concurrently(ranks: Mapping[int, Sequence[Activity]]) -> dict[int, list[Stretch]]:
-    """When the works of each rank run, by global rank.
+def run_concurrently(ranks: Mapping[int, Sequence[Activity]], lead: float = 0.0) -> dict[int, list[Stretch]]:
+    """When the works of each rank run, by global rank. Its host began `lead` seconds before its device was free.
 
     Messages to and from a rank that is not among them start when this side is ready.
     Raises HangError where ranks wait for each other for ever.
     """
-    return _Simulation(ranks).run()
+    return _Simulation(ranks, lead).run()

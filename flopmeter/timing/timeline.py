@@ -12,11 +12,21 @@ from typing import NamedTuple
 from flopmeter.costs.data_movement.communication import group_of, is_message, message_ends
 from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import COMMUNICATION, DEFAULT_STREAM, Collective, Cost, Launches, Placement, Switches, Timing
+from flopmeter.records import (
+    COMMUNICATION,
+    DEFAULT_STREAM,
+    Collective,
+    Cost,
+    Kernel,
+    Launches,
+    Placement,
+    Switches,
+    Timing,
+)
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
-from flopmeter.timing.concurrency import Activity, Stretch, run_concurrently
+from flopmeter.timing.concurrency import Activity, Route, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 from flopmeter.timing.kernels import Price
 
@@ -33,21 +43,24 @@ def time_kernels(
     """The timing of each kernel, in order. Without `host` the profile's host launches them; without `cluster`
     collectives go over the links of the device's default cluster. `clock_of` gives the clock of each kernel, as a share
     of that of `hardware`; without it all have this clock. `known`: prices of other runs on this `hardware`. The device
-    is idle at first, unless the launches repeat on one stream: then the host is ahead as in a loop that runs for long.
+    is idle at first, unless the launches repeat: then the host is ahead as in a loop that runs for long.
 
     Raises HardwareError if the device lacks a kernel's dtype, or if the cluster has too few GPUs.
     """
     host = host or hardware.host
     prices = LaunchPrices(launches, known or KernelPrices(hardware, switches), cluster, clock_of)
     run = Launched(launches, prices, host)
-    if launches.placements is not None:
-        return time_ranks({0: run})[0]
-    timings = _in_order(run)
-    return _in_order(run, _lead_seconds(run, timings)) if launches.repeats and timings else timings
+    timings = _alone(run)
+    return _as_a_turn(run, timings) if launches.repeats and timings else timings
 
 
-def _in_order(run: Launched, lead: float = 0.0) -> list[Timing]:
-    """On one stream, from when the device is free. The host began `lead` seconds before."""
+def _alone(run: Launched, lead: float = 0.0) -> list[Timing]:
+    """From when the device is free. The host began `lead` seconds before."""
+    return _in_order(run, lead) if run.launches.placements is None else time_ranks({0: run}, lead)[0]
+
+
+def _in_order(run: Launched, lead: float) -> list[Timing]:
+    """On one stream."""
     launches, prices, host = run
     timings: list[Timing] = []
     enqueued = -lead  # when the host has sent the kernel
@@ -64,17 +77,23 @@ def _in_order(run: Launched, lead: float = 0.0) -> list[Timing]:
     return timings
 
 
-def _lead_seconds(run: Launched, once: list[Timing]) -> float:
-    """How far the host is ahead of the device in a loop, when it begins anew. `once`: from an idle device.
+def _as_a_turn(run: Launched, once: list[Timing]) -> list[Timing]:
+    """One turn of a loop that runs for long. `once`: from an idle device.
 
-    If the device takes longer than the host and the host never waits, the lead grows with every turn: all of a turn is
-    enqueued before the device begins with it. Else it is what the device has left to do when the host is done.
+    If the host never waits and the device takes longer, the host gets further ahead with every turn: all of a turn is
+    enqueued before the device begins with it. Else it is ahead by what the device has left to do when the host is done.
     """
     waits = [run.host_waits_for(number) for number in range(len(once))]
     host = host_seconds(run.launches, run.host)
-    if not any(waits) and sum(timing.seconds for timing in once) > host:
-        return host
-    return 0.0 if waits[-1] else once[-1].end_seconds - once[-1].enqueued_seconds
+    if not any(waits):
+        ahead = _alone(run, host)
+        if _end(ahead) > host:
+            return ahead
+    return once if waits[-1] else _alone(run, _end(once) - once[-1].enqueued_seconds)
+
+
+def _end(timings: list[Timing]) -> float:
+    return max(timing.end_seconds for timing in timings)
 
 
 ClockOf = Callable[[int, float], float]  # from a kernel's number and how many of its bytes the cache holds
@@ -93,12 +112,13 @@ class Launched(NamedTuple):
         return self.prices.is_cpu or self.launches.kernels[number].cost.blocks_host
 
 
-def time_ranks(ranks: Mapping[int, Launched]) -> dict[int, list[Timing]]:
-    """The timing of each kernel of ranks that run at the same time, by global rank, on one clock.
+def time_ranks(ranks: Mapping[int, Launched], lead: float = 0.0) -> dict[int, list[Timing]]:
+    """The timing of each kernel of ranks that run at the same time, by global rank, on one clock. Their hosts began
+    `lead` seconds before their devices were free.
 
     Raises HangError where they wait for each other for ever.
     """
-    spans = run_concurrently({number: _works(launched) for number, launched in ranks.items()})
+    spans = run_concurrently({number: _works(launched) for number, launched in ranks.items()}, lead)
     return {number: _timings(launched, spans[number]) for number, launched in ranks.items()}
 
 
@@ -109,11 +129,19 @@ def _works(launched: Launched) -> list[Activity]:
     host_steps = _host_steps(launches, launched.host)
     for number, (kernel, placement, host_step) in enumerate(zip(launches.kernels, placements, host_steps, strict=True)):
         priced = prices(number)
-        route = (group_of(kernel.op.call).ranks, *message_ends(kernel)) if is_message(kernel.cost) else None
+        route = _route_of(kernel)
         blocks = launched.host_waits_for(number)
         seconds = priced.work_seconds + priced.floor_seconds
         works.append(Activity(host_step, seconds, blocks, *placement, route, priced.demand))
     return works
+
+
+def _route_of(kernel: Kernel) -> Route | None:
+    if kernel.cost.collective is None:
+        return None
+    if is_message(kernel.cost):
+        return Route(group_of(kernel.op.call).ranks, message_ends(kernel))
+    return Route(kernel.cost.collective.ranks)
 
 
 def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:

@@ -19,7 +19,7 @@ from flopmeter.ask.plan.splits import Split
 from flopmeter.device.cluster import Cluster, price_collective
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import DEFAULT_STREAM, Collective
-from flopmeter.timing.concurrency import Activity, MessageRoute, Stretch, run_concurrently
+from flopmeter.timing.concurrency import Activity, Route, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 Bound = Literal["compute", "memory", "communication", "overhead", "bubble", "delays"]
@@ -155,7 +155,7 @@ class _RankOfSplit:
         self.world_rank = rank * self._stride
         self.activities: list[Activity] = []
         self._costs: list[PassCost | None] = []  # of each activity that computes
-        self._streams: dict[MessageRoute, int] = {}
+        self._streams: dict[Route, int] = {}
         self._scatters: list[int] = []
         self._last_scatter: tuple[int, ...] = ()
         self._done: tuple[int, ...] = ()  # the last activity of the pass that the program is at
@@ -278,7 +278,7 @@ class _RankOfSplit:
     # --- activities ---
 
     def _add(
-        self, seconds: float, demand: Demand | Transfer, stream: int, after: tuple[int, ...], **route: MessageRoute
+        self, seconds: float, demand: Demand | Transfer, stream: int, after: tuple[int, ...], **route: Route
     ) -> tuple[int, ...]:
         self.activities.append(
             Activity(0.0, seconds, False, stream, tuple(sorted(set(after))), None, **route, demand=demand)
@@ -301,14 +301,12 @@ class _RankOfSplit:
         pair = tuple(sorted(ends))
         # Forward and backward messages between two ranks go in other directions, or (with two ranks and more chunks)
         # share one in the order of the schedule.
-        route: MessageRoute = (pair, *ends)
+        route = Route(pair, ends)
         stream = self._streams.setdefault(route, FIRST_MESSAGE + len(self._streams))
         collective = Collective(kind, self._work.costs.boundary_bytes, pair)
         return self._transfer(collective, stream, after, route=route)
 
-    def _transfer(
-        self, collective: Collective, stream: int, after: tuple[int, ...], **route: MessageRoute
-    ) -> tuple[int, ...]:
+    def _transfer(self, collective: Collective, stream: int, after: tuple[int, ...], **route: Route) -> tuple[int, ...]:
         device, cluster = self._work.hardware, self._work.cluster
         price = price_collective(collective, cluster)
         demand = transfer_of(

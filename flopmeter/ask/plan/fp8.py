@@ -19,10 +19,12 @@ MULTIPLE = 16  # of rows and columns, which torch's product in fp8 needs
 def in_fp8(layers: list[nn.Module]) -> None:
     """Linear layers inside, in place."""
     for layer in layers:
-        for module in layer.modules():
+        casts = _Casts()
+        for module in list(layer.modules()):
             if type(module) is nn.Linear and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
                 module.__class__ = Fp8Linear
-        layer.register_forward_hook(lambda *args: _last_casts.clear())  # compiled code keeps nothing beyond its layer
+                module.casts = casts  # type: ignore[assignment]
+        layer.register_forward_hook(casts.forget)
 
 
 def fp8_numel(layer: nn.Module) -> int:
@@ -31,7 +33,33 @@ def fp8_numel(layer: nn.Module) -> int:
     return sum((each.to_local() if hasattr(each, "to_local") else each).numel() for each in weights)
 
 
+class _Casts:
+    """The last casts of one layer: a tensor that several products read is cast once, as in compiled code."""
+
+    MOST = 4
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """In that type, and the scale that undoes it."""
+        key = x.untyped_storage()._cdata, x.shape, x.stride(), dtype
+        if key not in self._made:
+            scale = torch.finfo(dtype).max / x.abs().amax().float()
+            cast = (x.float() * scale).to(dtype).contiguous(), scale.reciprocal()
+            self._made[key] = x, cast  # with x, so that no other tensor gets its storage's address
+            while len(self._made) > self.MOST:
+                del self._made[next(iter(self._made))]
+        return self._made[key][1]
+
+    def forget(self, *_: Any) -> None:
+        """As a hook after the layer: compiled code keeps none for later."""
+        self._made.clear()
+
+
 class Fp8Linear(nn.Linear):
+    casts: _Casts
+
     def forward(self, x: Any) -> Tensor:
         from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -47,7 +75,7 @@ class Fp8Linear(nn.Linear):
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         product: Any = _Product.apply
-        out: Tensor = product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        out: Tensor = product(x.flatten(0, -2), weight, self.casts).unflatten(0, x.shape[:-1])
         return out
 
 
@@ -55,17 +83,18 @@ class _Product(torch.autograd.Function):
     """Scales and casts, and products whose second factor lies by columns."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, casts: _Casts) -> Tensor:
         ctx.save_for_backward(x, weight)
-        a, scale = _cast(x, torch.float8_e4m3fn)
+        ctx.casts = casts
+        a, scale = casts(x, torch.float8_e4m3fn)
         return _scaled(a, _as_gathered(weight), scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        by_rows, scale = _cast(gradient, torch.float8_e5m2)
+        by_rows, scale = ctx.casts(gradient, torch.float8_e5m2)
         of_x = _scaled(by_rows, _as_gathered(weight).t().contiguous(), scale)
-        return of_x, _scaled(by_rows.t().contiguous(), _cast(x.t(), torch.float8_e4m3fn)[0], scale)
+        return of_x, _scaled(by_rows.t().contiguous(), ctx.casts(x.t(), torch.float8_e4m3fn)[0], scale), None
 
 
 def _scaled(a: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
@@ -75,19 +104,3 @@ def _scaled(a: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
 def _as_gathered(weight: Tensor) -> Tensor:
     """In fp8: its first half, since values do not matter here."""
     return weight.detach().flatten().view(torch.float8_e4m3fn)[: weight.numel()].view(weight.shape)
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One tensor that several products read is cast once, as in compiled code."""
-    key = x.untyped_storage()._cdata, x.shape, x.stride(), dtype
-    if key not in _last_casts:
-        scale = torch.finfo(dtype).max / x.abs().amax().float()
-        made = (x.float() * scale).to(dtype).contiguous(), scale.reciprocal()
-        _last_casts[key] = x, made
-        while len(_last_casts) > MOST_CASTS:  # what is kept is alive: no other tensor has its storage's address
-            del _last_casts[next(iter(_last_casts))]
-    return _last_casts[key][1]
-
-
-MOST_CASTS = 4
-_last_casts: dict[Any, tuple[Tensor, tuple[Tensor, Tensor]]] = {}

@@ -15,7 +15,7 @@ from flopmeter.ask.plan.fp8 import fp8_numel
 from flopmeter.ask.plan.overlap import hidden_seconds
 from flopmeter.ask.plan.program import PARAMETERS, backward, optimizer_step, split_layers
 from flopmeter.ask.plan.schedules import PassKind
-from flopmeter.ask.plan.splits import Shape
+from flopmeter.ask.plan.splits import PlanError, Shape
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware
@@ -121,12 +121,18 @@ def meter_layers(job: LayersJob) -> LayerCosts:
     experts = [sum(each.numel() for module in experts_of(block) for each in module.parameters()) for block in blocks]
     outside = sum(map(_local_numel, model.parameters())) - sum(inside)
     first = _local_numel(next(model.parameters()))
+    layers = {
+        kind: parts.cost(place, inside[place], experts[place])._replace(fp8_parameters=fp8_numel(blocks[place]))
+        for place, kind in enumerate(chosen)
+        if place
+    }
+    if not boundary or not all(cost.forward.seconds for cost in layers.values()):
+        raise PlanError(
+            f"nothing ran in {subject.layers} of {subject.name}: plan needs a model that calls them as "
+            "modules, block(x), not in a function that torch.compile compiles (mode='compiled' compiles layers)"
+        )
     return LayerCosts(
-        layers={
-            kind: parts.cost(place, inside[place], experts[place])._replace(fp8_parameters=fp8_numel(blocks[place]))
-            for place, kind in enumerate(chosen)
-            if place
-        },
+        layers=layers,
         before=parts.cost(BEFORE, min(first, outside)),
         after=parts.cost(AFTER, max(0, outside - first)),
         boundary_bytes=boundary[0],

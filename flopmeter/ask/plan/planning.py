@@ -205,6 +205,8 @@ class _Search:
 
     def notes(self) -> list[str]:
         found = [note for costs in self.costs.values() for note in costs.notes]
+        if self._subject.is_compiled and self._mode == "eager":
+            found.append("layers run eagerly, though the model compiles them: mode='compiled' prices them as compiled")
         return found + [f"assumed: {each}" for costs in self.costs.values() for each in costs.assumptions]
 
 

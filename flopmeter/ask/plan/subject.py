@@ -41,6 +41,7 @@ class Subject(NamedTuple):
     longest: int | None  # tokens of a sequence that its config allows; None: it does not say
     has_experts: bool
     experts: int | None  # of each layer that has some; None: none that can be split over ranks
+    is_compiled: bool  # by the program, layer by layer
     fp8: bool = False  # products of linear layers; see fp8.py
 
     def model(self, layers: list[int] | None = None) -> nn.Module:
@@ -93,6 +94,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         longest=_first_number(config, _LENGTHS),
         has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
         experts=gcd(*counts) or None,
+        is_compiled=any(getattr(block, "_compiled_call_impl", None) for block in blocks),
         fp8=fp8,
     )
     return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)

@@ -52,13 +52,13 @@ def attention_backward(call: Call) -> Cost:
 @rule(aten._flash_attention_forward, aten._flash_attention_forward_no_dropout_inplace)  # torch 2.13
 def flash_attention(call: Call) -> Cost:
     """q [B, Sq, H, D], or sequences of several lengths end to end, [tokens, H, D]."""
-    return _forward(call, "flash", of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
+    return _forward(call, "flash", _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
 
 
 @rule(aten._flash_attention_backward)
 def flash_attention_backward(call: Call) -> Cost:
     """The gradients of `flash_attention`, see `_backward`."""
-    return _backward(call, "flash", of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
+    return _backward(call, "flash", _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
 
 
 @rule(aten._cudnn_attention_forward, aten._cudnn_attention_forward_no_dropout_inplace)  # the second: torch 2.15
@@ -76,14 +76,14 @@ def cudnn_attention_backward(call: Call) -> Cost:
 @rule(aten._efficient_attention_forward)
 def efficient_attention(call: Call) -> Cost:
     """q [B, Sq, H, D]; packed sequences are [1, tokens, H, D]."""
-    square = of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+    square = _of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
     return _forward(call, "efficient", square, _efficient_mask(call))
 
 
 @rule(aten._efficient_attention_backward)
 def efficient_attention_backward(call: Call) -> Cost:
     """The gradients of `efficient_attention`, see `_backward`."""
-    square = of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+    square = _of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
     return _backward(call, "efficient", square, _efficient_mask(call))
 
 
@@ -176,7 +176,7 @@ def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
     return AttentionShape(batch, heads, k.shape[1], queries, k.shape[2], depth, v.shape[-1])
 
 
-def of_library(call: Call, starts: str, longest_query: str, longest_key: str) -> AttentionShape:
+def _of_library(call: Call, starts: str, longest_query: str, longest_key: str) -> AttentionShape:
     """The shape of the work; heads are the third dimension. The lengths of packed sequences are data: if they are not
     known, all count as long as the longest, and each token meets the longest row of keys."""
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
@@ -199,7 +199,7 @@ def of_library(call: Call, starts: str, longest_query: str, longest_key: str) ->
 def _of_cudnn(call: Call) -> AttentionShape:
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
     is_packed = call.argument("cum_seq_q") is not None
-    return of_library(call, "cum_seq_q", "max_q", "max_k") if is_packed else _heads_first(q, k, v)
+    return _of_library(call, "cum_seq_q", "max_q", "max_k") if is_packed else _heads_first(q, k, v)
 
 
 def _causal_mask(call: Call) -> Mask:
