@@ -6,30 +6,25 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-with warnings.catch_warnings():  # torch warns where NumPy is not installed, and nothing here needs it
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    import torch  # noqa: F401
-
-from flopmeter.ask.compare import Comparison, compare
-from flopmeter.ask.counting import FlopCount, count
-from flopmeter.ask.generation import Generation, time_generation
-from flopmeter.ask.largest_batch import largest_batch
-from flopmeter.ask.sweep import Sweep, sweep
-from flopmeter.costs import UncountedError, register_cost
-from flopmeter.device.hardware import Hardware, HardwareError, available_hardware, load_hardware
-from flopmeter.known_values import Assumption, DataDependentError, on_meta
-from flopmeter.meter import EmptyProgramError, FlopMeter, StreamError
-from flopmeter.report.report import Report, Row
-from flopmeter.report.wins import Advice, HotSpot
-from flopmeter.timing.peak_memory import Memory
-
 if TYPE_CHECKING:
+    from flopmeter.ask.compare import Comparison, compare
+    from flopmeter.ask.counting import FlopCount, count
     from flopmeter.ask.delays import Delays
+    from flopmeter.ask.generation import Generation, time_generation
+    from flopmeter.ask.largest_batch import largest_batch
     from flopmeter.ask.pipeline import Pipeline, time_pipeline
     from flopmeter.ask.plan import ParallelPlan, PlanError, Split, SplitRow, plan
     from flopmeter.ask.serve import Serving, ServingError, serving
+    from flopmeter.ask.sweep import Sweep, sweep
+    from flopmeter.costs import UncountedError, register_cost
+    from flopmeter.device.hardware import Hardware, HardwareError, available_hardware, load_hardware
+    from flopmeter.known_values import Assumption, DataDependentError, on_meta
     from flopmeter.measured import Check, ProfileError, check
+    from flopmeter.meter import EmptyProgramError, FlopMeter, StreamError
+    from flopmeter.report.report import Report, Row
+    from flopmeter.report.wins import Advice, HotSpot
     from flopmeter.run import CudaRun, RunReport, cuda
+    from flopmeter.timing.peak_memory import Memory
 
 __version__ = "0.1.0"
 __all__ = [
@@ -78,22 +73,37 @@ __all__ = [
     "register_cost",
 ]
 
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's, and nothing here needs NumPy
 
-_LATE = {
-    **dict.fromkeys(("Check", "ProfileError", "check"), "flopmeter.measured"),
-    **dict.fromkeys(("CudaRun", "RunReport", "cuda"), "flopmeter.run"),
-    **dict.fromkeys(("Serving", "ServingError", "serving"), "flopmeter.ask.serve"),
-    "Delays": "flopmeter.ask.delays",
-    **dict.fromkeys(("ParallelPlan", "PlanError", "Split", "SplitRow", "plan"), "flopmeter.ask.plan"),
-    **dict.fromkeys(("Pipeline", "time_pipeline"), "flopmeter.ask.pipeline"),  # it imports torch.distributed
+_HOMES = {
+    "flopmeter.ask.compare": ("Comparison", "compare"),
+    "flopmeter.ask.counting": ("FlopCount", "count"),
+    "flopmeter.ask.delays": ("Delays",),
+    "flopmeter.ask.generation": ("Generation", "time_generation"),
+    "flopmeter.ask.largest_batch": ("largest_batch",),
+    "flopmeter.ask.pipeline": ("Pipeline", "time_pipeline"),
+    "flopmeter.ask.plan": ("ParallelPlan", "PlanError", "Split", "SplitRow", "plan"),
+    "flopmeter.ask.serve": ("Serving", "ServingError", "serving"),
+    "flopmeter.ask.sweep": ("Sweep", "sweep"),
+    "flopmeter.costs": ("UncountedError", "register_cost"),
+    "flopmeter.device.hardware": ("Hardware", "HardwareError", "available_hardware", "load_hardware"),
+    "flopmeter.known_values": ("Assumption", "DataDependentError", "on_meta"),
+    "flopmeter.measured": ("Check", "ProfileError", "check"),
+    "flopmeter.meter": ("EmptyProgramError", "FlopMeter", "StreamError"),
+    "flopmeter.report.report": ("Report", "Row"),
+    "flopmeter.report.wins": ("Advice", "HotSpot"),
+    "flopmeter.run": ("CudaRun", "RunReport", "cuda"),
+    "flopmeter.timing.peak_memory": ("Memory",),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Names from modules that metering does not need: the module is imported when its name is first used."""
-    if name in _LATE:
-        return getattr(import_module(_LATE[name]), name)
-    raise AttributeError(f"module 'flopmeter' has no attribute {name!r}")
+    """A public name: its module is imported, and torch with it, when the name is first used."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'flopmeter' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value
 
 
 class _Moved(ModuleType):

@@ -446,3 +446,16 @@ def test_count_is_one_line():
     counted = flopmeter.count(torch.nn.Linear(8, 8), torch.empty(2, 8))
     assert (counted.flops, counted.macs, counted.parameters) == (2 * 2 * 8 * 8 + 16, 128, 72)
     assert str(counted).startswith("272 FLOP, 128 MAC, ")
+
+
+def test_the_version_is_told_before_torch_is_imported():
+    program = "import sys; from flopmeter.__main__ import main; code = main(); print(code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, "--version"], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"flopmeter {flopmeter.__version__}", "0 False"]
+
+
+def test_every_public_name_is_found_where_it_is_said_to_be():
+    for name in flopmeter.__all__:
+        assert getattr(flopmeter, name).__module__.startswith("flopmeter."), name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        flopmeter.nothing  # noqa: B018

@@ -108,6 +108,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import no_such_package", 1, "pip install no_such_package"),
         ("import flash_attn_3_nowhere", 1, "pip install"),
         ("import apex", 1, "apex is compiled for CUDA, and not installed: let flopmeter stand in with --shim apex"),
+        ("import transformer_engine.pytorch", 1, "not installed: use torch's own layers; for fp8 those of torchao"),
         ("from os import nothing_there", 1, "does not have it: install the version that the script wants"),
         ("import json.nothing_there", 1, "this version of json does not have it"),
         ("import sys; sys.exit(2)", 2, "--synthetic went to the script: options of flopmeter run come before its name"),

@@ -204,3 +204,70 @@ def test_flash_attns_rotary_embedding_is_one_kernel_each_way_and_its_norm_one_fo
     found = kernels(stepped("flash_attn", program))
     assert (found["rotary"].calls, found["rotary"].flops) == (2, 2 * 3 * 2 * 64 * 4 * 16)
     assert found["_fused_rms_norm"].calls == 1
+
+
+def test_flash_attn_over_sequences_end_to_end_and_windows_are_the_products_of_what_is_seen():
+    """By hand: two sequences of 64 tokens, two products forward and five backward; a causal window of 16 and one."""
+    heads, size = 4, 32
+
+    def program():
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+        q = torch.zeros(128, heads, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        starts = torch.tensor([0, 64, 128], dtype=torch.int32, device="cuda")
+        flash_attn_varlen_func(q, q, q, starts, starts, 64, 64).sum().backward()
+        batch = q.detach().view(2, 64, heads, size)
+        out = flash_attn_func(batch[:, -8:], batch, batch, causal=True, window_size=(15, 0), softcap=0.0)
+        assert out.shape == (2, 8, heads, size)
+        with pytest.raises(NotImplementedError, match="softcap"):
+            flash_attn_func(batch, batch, batch, softcap=30.0)
+        with pytest.raises(RuntimeError, match="fp16 and bf16"):
+            flash_attn_func(batch.float(), batch.float(), batch.float())
+
+    report = stepped("flash_attn", program)
+    assert report.macs == heads * size * (7 * 2 * 64 * 64 + 2 * 2 * 8 * 64)
+    seen = 2 * 8 * 16  # each of the last 8 queries sees 16 keys, the query's own the last
+    pairs = {kernel.cost.masked_flops for kernel in report.kernels if kernel.cost.masked_flops}
+    assert pairs == {2 * 2 * heads * size * (2 * 8 * 64 - seen)}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_flash_attn_over_a_cache_reads_what_it_holds_and_writes_what_is_new(paged):
+    """By hand: three sequences that hold 100, 20 and 9 tokens, and one more each: 132 in all, in a cache of 3 x 256."""
+    heads, groups, size = 8, 2, 64
+
+    def program():
+        from flash_attn import flash_attn_with_kvcache
+
+        shape = (50, 16, groups, size) if paged else (3, 256, groups, size)
+        cache = [torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        q = torch.zeros(3, 1, heads, size, device="cuda", dtype=torch.bfloat16)
+        new = torch.zeros(3, 1, groups, size, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.tensor([100, 20, 9], dtype=torch.int32, device="cuda")
+        table = torch.zeros(3, 16, dtype=torch.int32, device="cuda") if paged else None
+        out = flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, block_table=table, causal=True)
+        assert out.shape == q.shape
+        with pytest.raises(NotImplementedError, match="rotary_cos"):
+            flash_attn_with_kvcache(q, *cache, rotary_cos=q, cache_seqlens=lengths)
+
+    report = stepped("flash_attn", program)
+    assert report.macs == 2 * heads * size * 132
+    (row,) = (row for name, row in kernels(report).items() if name == "flash_attn_over_cache")
+    token = 2 * groups * size * 2  # keys and values in bf16
+    given = 3 * heads * size * 2
+    appended = 3 * groups * size * 2  # one tensor stands for the new keys and the new values
+    assert row.bytes_read == 132 * token + given + appended + 3 * 4 + (3 * 16 * 4 if paged else 0)
+    assert row.bytes_written == given + 3 * token
+
+
+def test_a_cache_of_unknown_lengths_counts_as_full_and_the_report_says_so():
+    def program():
+        from flash_attn import flash_attn_with_kvcache
+
+        cache = torch.zeros(2, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.randint(1, 256, (2,), device="cuda").int() + (torch.randn(2, device="cuda") > 0)
+        flash_attn_with_kvcache(cache[:, :1], cache, cache, cache_seqlens=lengths.int())
+
+    report = stepped("flash_attn", program)
+    assert report.macs == 2 * 2 * 256 * 4 * 64
+    assert any("a cache that is full" in each for each in report.assumptions)

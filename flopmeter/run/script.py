@@ -264,5 +264,7 @@ CUDA_EXTENSIONS = {
     "triton": "pip install triton, which works without a GPU",
     "deepspeed": "use DDP or FSDP2",
     "flash_attn_interface": "use scaled_dot_product_attention, or flash_attn with --shim flash_attn",
+    "transformer_engine": "use torch's own layers; for fp8 those of torchao.float8 (pip install torchao)",
+    "vllm": "use flopmeter serve, which predicts what a server of a model costs",
 }
 """Packages of compiled kernels, and what to do without them."""

@@ -1,24 +1,32 @@
-"""flash-attn (github.com/Dao-AILab/flash-attention): its attention functions, as torch's own FlashAttention-2 kernel;
+"""flash-attn (github.com/Dao-AILab/flash-attention): its attention functions, as torch's own call of that library;
+attention over a cache, as one kernel that appends new keys too (csrc/flash_attn/flash_api.cpp, `mha_fwd_kvcache`);
 its rotary embedding, as one kernel each way (flash_attn/ops/triton/rotary.py); its norms, as torch's.
 
-Tensors are [batch, length, heads, head size], where torch has heads before the length. A causal mask of flash-attn is
-aligned to the last key, torch's to the first: with as many queries as keys they are the same.
+Tensors are [batch, length, heads, head size]; sequences that lie end to end are [tokens, heads, head size].
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter.costs import make_cost
-from flopmeter.records import Call, Cost
+from flopmeter.costs.contractions.attention import flash_attention
+from flopmeter.costs.traffic import as_regions
+from flopmeter.known_values.entry_points import open_ones
+from flopmeter.known_values.values import no_modes
+from flopmeter.records import Call, Cost, Region
 from flopmeter.run.shims.kernel import kernel
+from flopmeter.torch_names.operators import aten
 
-_REFUSED = ("window_size", "softcap", "alibi_slopes", "return_attn_probs")
-_OFF: dict[str, tuple[Any, ...]] = {"window_size": ((-1, -1),), "softcap": (0.0,)}
+NO_WINDOW = (-1, -1)
+_NOT_TORCHS = ("softcap", "return_attn_probs")  # what torch's call of the library does not have
+_NOT_OVER_CACHES = (*_NOT_TORCHS, "alibi_slopes", "rotary_cos", "return_softmax_lse")
 
 
 def flash_attn_func(
@@ -28,38 +36,155 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
     **options: Any,
 ) -> Tensor:
-    """Raises NotImplementedError for options that torch's kernel does not have, and for a causal mask over other
-    numbers of queries and keys."""
-    for name in _REFUSED:
-        if options.get(name) not in (None, False, *_OFF.get(name, ())):
-            raise NotImplementedError(f"flopmeter's shim of flash_attn has no {name}: leave it out, or use sdpa")
-    if causal and q.shape[1] != k.shape[1]:
-        raise NotImplementedError("flopmeter's shim of flash_attn: a causal mask needs as many queries as keys")
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            dropout_p=dropout_p,
-            is_causal=causal,
-            scale=softmax_scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-    return out.transpose(1, 2)
+    """Raises NotImplementedError for options that torch's call of the library does not have."""
+    return _attend(
+        q, k, v, (None, None, q.shape[1], k.shape[1]), dropout_p, softmax_scale, causal, window_size, options
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
+    block_table: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """With a `block_table`, `k` and `v` are pools of pages, [pages, tokens of a page, heads, head size]."""
+    longest = int(max_seqlen_q), int(max_seqlen_k)
+    if block_table is None:
+        lengths = (cu_seqlens_q, cu_seqlens_k, *longest)
+        return _attend(q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, options)
+    _refuse(options, *_NOT_OVER_CACHES)
+    out: Tensor = _over_cache(q, k, v, cu_seqlens_q, block_table, None, None, *longest, causal, list(window_size))
+    return out
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Tensor:
     """`qkv` is [batch, length, 3, heads, head size]."""
-    q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, *args, **options)
+    return flash_attn_func(*qkv.unbind(2), *args, **options)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Tensor:
     """`kv` is [batch, length, 2, heads, head size]."""
-    k, v = kv.unbind(2)
-    return flash_attn_func(q, k, v, *args, **options)
+    return flash_attn_func(q, *kv.unbind(2), *args, **options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
+) -> Tensor:
+    """`qkv` is [tokens, 3, heads, head size]."""
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *args, **options)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = NO_WINDOW,
+    **options: Any,
+) -> Tensor:
+    """The cache is [batch, length, heads, head size] or, with a `block_table`, a pool of pages. `k` and `v` are
+    appended to it. Its sequences count with their mean length; where `cache_seqlens` is not known, with a full cache
+    (*assumed*). Raises NotImplementedError for a rotary embedding, which the package's kernel can do on the way.
+    """
+    _refuse({"rotary_cos": rotary_cos, **options}, *_NOT_OVER_CACHES)
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    keys = min(_mean(cache_seqlens, room) + (0 if k is None else k.shape[1]), room)
+    out: Tensor = _over_cache(
+        q, k_cache, v_cache, cache_seqlens, block_table, k, v, q.shape[1], keys, causal, list(window_size)
+    )
+    return out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[Tensor | None, Tensor | None, int, int],
+    dropout: float,
+    scale: float | None,
+    causal: bool,
+    window: Sequence[int],
+    options: dict[str, Any],
+) -> Tensor:
+    _refuse(options, *_NOT_TORCHS)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, not {q.dtype}")
+    left, right = window
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, dropout, causal, False, scale=scale,
+        window_size_left=left, window_size_right=right, alibi_slopes=options.get("alibi_slopes"),
+    )[0]  # fmt: skip
+    return out
+
+
+def _mean(lengths: Tensor | None, room: int) -> int:
+    """The mean length of the sequences in a cache that has room for so many tokens each, rounded up."""
+    known = open_ones()[-1] if open_ones() else None
+    if lengths is None or known is None:
+        return room
+    if not known.values.knows(lengths):
+        known.assume.note("a cache that is full", "flash_attn_with_kvcache")
+        return room
+    with no_modes():
+        return -int(-known.values.read(lengths).sum() // lengths.numel())
+
+
+def _cache_cost(call: Call) -> Cost:
+    """The library's price over so many keys. What these sequences hold is read, and what is new written."""
+    query, key, value, pages = (call.argument(name) for name in ("query", "key", "value", "block_table"))
+    news = [new for name in ("new_key", "new_value") if (new := call.argument(name)) is not None]
+    longest, (left, right) = call.argument("max_k"), call.argument("window_size")
+    kwargs = {name: call.argument(name) for name in ("query", "key", "value", "max_q", "max_k", "is_causal")}
+    kwargs |= {"cum_seq_q": query, "window_size_left": left, "window_size_right": right}
+    cost = flash_attention(Call(aten._flash_attention_forward.default, (), kwargs, call.inputs, call.outputs))
+    seen = longest if left < 0 else min(longest, left + call.argument("max_q"))
+    tokens = (query if pages is None else pages).shape[0] * seen
+    held = [Region(each, min(each.nbytes, tokens * each.nbytes // prod(each.shape[:2]))) for each in (key, value)]
+    added = [Region(into, new.nbytes) for into, new in zip((key, value), news, strict=False)]
+    rest = [spec for spec in call.inputs if spec not in (key, value)]
+    return replace(cost, name=call.name, reads=as_regions([*rest, *held]), writes=as_regions([*call.outputs, *added]))
+
+
+@kernel("flash_attn_over_cache", _cache_cost, mutates=("key", "value"))
+def _over_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    block_table: Tensor | None,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    window_size: list[int],
+) -> Tensor:
+    return torch.empty_like(query)
 
 
 def _rotary_cost(call: Call) -> Cost:
@@ -132,7 +257,7 @@ def rms_norm_fn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 def _refuse(options: dict[str, Any], *names: str) -> None:
     for name in names:
         given = options.get(name)
-        if given is not None and not (isinstance(given, int) and given == 0):  # an offset of 0 is none
+        if given is not None and not (isinstance(given, (int, float)) and given == 0):  # none
             raise NotImplementedError(f"flopmeter's shim of flash_attn has no {name}: leave it out")
 
 
@@ -140,6 +265,9 @@ _FUNCTIONS = {
     "flash_attn_func": flash_attn_func,
     "flash_attn_qkvpacked_func": flash_attn_qkvpacked_func,
     "flash_attn_kvpacked_func": flash_attn_kvpacked_func,
+    "flash_attn_varlen_func": flash_attn_varlen_func,
+    "flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func,
+    "flash_attn_with_kvcache": flash_attn_with_kvcache,
 }
 MODULES: dict[str, dict[str, Any]] = {
     "flash_attn": _FUNCTIONS,
