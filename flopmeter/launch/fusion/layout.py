@@ -11,8 +11,6 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from flopmeter.launch.fusion.graphs import CompiledRegion
 from flopmeter.records import (
     MOVEMENT,
@@ -26,6 +24,7 @@ from flopmeter.records import (
     VectorWork,
 )
 from flopmeter.records.memory_format import CHANNELS_LAST, dense_strides, is_channels_last, is_dense
+from flopmeter.torch_names.dispatcher import running_version
 
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
 GROUPED, DEFAULT, NARROWING, SMALL = 1.358, 0.823, 0.725, 0.783
@@ -37,7 +36,7 @@ MOST_NODES_PER_CONVOLUTION = 300  # of the graph: with fewer convolutions the co
 NORMALIZATION_NODES = 9
 # torch 2.13 counts the convolutions of a forward graph only, so that a backward graph takes layouts as they come; 2.15
 # counts those of backward too (`decide_layout_opt`, since github.com/pytorch/pytorch/pull/188236).
-BACKWARD_GRAPHS_CHOOSE = torch.__version__ >= (2, 15)
+BACKWARD_GRAPHS_CHOOSE = running_version() >= (2, 15)
 _TURNED = -8  # the number of an op's first storage in the other layout; eager PyTorch's copies have those before
 
 
@@ -71,8 +70,8 @@ class _Filters(NamedTuple):
 def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kernel]:
     """The kernels, with the convolutions of every region that inductor converts in channels-last.
 
-    What such a region is given otherwise is copied where it is read: the image, and filters larger than one pixel. Where
-    backward graphs choose too, so are the gradients of these filters, which the program gets in its own layout.
+    What such a region is given otherwise is copied where it is read: the image, and filters larger than one pixel. So
+    are the gradients of these filters, which the program gets in its own layout, where backward graphs choose too.
     """
     if os.environ.get(SWITCH, "1") != "1":
         return kernels
