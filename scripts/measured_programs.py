@@ -157,6 +157,15 @@ class GptFastLlama(nn.Module):
         return logits
 
 
+def next_token(model: nn.Module, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """A token and the probabilities that it is drawn by, of the 200 most likely ones (generate.py's defaults)."""
+    logits = model(tokens, positions) / 0.8
+    least_likely = torch.topk(logits, 200)[0][..., -1:]
+    probabilities = torch.softmax(torch.where(logits < least_likely, -math.inf, logits), -1)
+    drawn = probabilities / torch.empty_like(probabilities).exponential_(1)
+    return drawn.argmax(-1, keepdim=True).to(torch.int32), probabilities
+
+
 class Int8Linear(nn.Module):
     """Weights of 8 bits, and a scale for each output."""
 

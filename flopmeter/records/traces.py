@@ -25,6 +25,7 @@ class Storage:
     born: int
     died: int | None = None  # None: alive when the context ended
     role: StorageRole | None = None  # if a module or an optimizer holds it
+    died_inside: bool = False  # of a call of a module or of a compiled function, which so did not return it
 
 
 class Resize(NamedTuple):

@@ -80,6 +80,10 @@ class Attribution:
         """Whether the op belongs to a compiled region."""
         return self._compiled_region is not None and self.region(self.phase_and_module()[0]) is not None
 
+    def is_inside(self) -> bool:
+        """Whether a module or a compiled function runs."""
+        return bool(self._modules.path) or (self._compiled_region is not None and self._compiled_region() is not None)
+
     def _path_in_backward(self) -> str:
         if self._modules.path:
             return self._modules.path

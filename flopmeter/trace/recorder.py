@@ -110,7 +110,12 @@ class Recorder(TorchDispatchMode):
         self.trace = Trace(switches=switches_now())
         self._shapes_only = shapes_only or ShapesOnly()
         self._storages = Storages(
-            self.trace.ops, self.trace.storages, self.trace.resizes, storage_listener, self._shapes_only
+            self.trace.ops,
+            self.trace.storages,
+            self.trace.resizes,
+            storage_listener,
+            self._shapes_only,
+            lambda: self._attribution.is_inside(),
         )
         self._number = self._storages.number  # asked for every tensor
         self.modules = ModulePaths(self._note_module, self.is_on)

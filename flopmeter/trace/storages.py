@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -45,10 +45,11 @@ class Storages:
         resizes: list[Resize],
         listener: StorageListener | None = None,
         shapes_only: ShapesOnly | None = None,
+        is_inside: Callable[[], bool] = bool,  # whether a module or a compiled function runs
     ):
         self._ops, self._found, self._resizes = ops, found, resizes
         self._shapes_only = shapes_only or ShapesOnly()
-        self._listener = listener or _NoListener()
+        self._listener, self._is_inside = listener or _NoListener(), is_inside
         self._alive: dict[int, _Reference] = {}  # by address
         self._without: int | None = None  # the number that all tensors without a storage share
 
@@ -136,7 +137,8 @@ class Storages:
 
     def _on_death(self, reference: _Reference) -> None:
         self._alive.pop(reference.address, None)
-        self._found[reference.number].died = len(self._ops)
+        storage = self._found[reference.number]
+        storage.died, storage.died_inside = len(self._ops), self._is_inside()
         self._listener.on_death(reference.number)
 
 

@@ -101,14 +101,16 @@ class Groups:
         self._unite({*self._own[kernel], *partners}, level)
 
     def _edges_into(self, kernel: int) -> list[_Edge]:
-        wants_inlined = self._flow.roles[kernel].wants_inlined
+        role = self._flow.roles[kernel]
+        filled = {value.touch.storage for value in self._flow.writes[kernel]} if role.scatters else ()
         joins: dict[int, bool] = {}
         for own in self._own[kernel]:
             for before in self._flow.befores[own]:
-                joins.setdefault(self._into[before], True)
-            for value in (value for _, values in self._flow.reads[own] for value in values):
-                is_private = not wants_inlined or value.readers == [own]
-                joins[self._into[value.kernel]] = joins.get(self._into[value.kernel], True) and is_private
+                joins.setdefault(self._into[before], not role.scatters)
+            for touch, values in self._flow.reads[own]:
+                for value in values:
+                    can = touch.storage not in filled and (not role.wants_inlined or value.readers == [own])
+                    joins[self._into[value.kernel]] = joins.get(self._into[value.kernel], True) and can
         graph = self._graphs[kernel]
         return [
             _Edge(before, kernel, can and self._can_join(before, kernel))

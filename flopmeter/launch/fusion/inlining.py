@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flopmeter.launch.fusion.dataflow import Flow, Touch, flow_of
+from flopmeter.launch.fusion.dataflow import Flow, Touch, Value, flow_of
 from flopmeter.launch.fusion.parts import Part, fresh_storage
 from flopmeter.launch.fusion.roles import is_pointwise
 from flopmeter.launch.fusion.traffic import Lifetimes
@@ -27,10 +27,11 @@ _STORED = aten.present("cat", "stack")  # each operand is written to its place
 def inlined(parts: list[Part], trace: Trace) -> list[Part]:
     """The parts, with a copy of such a value before each that reads it."""
     flow = flow_of(parts)
-    inline = _inlined(parts, flow, Lifetimes(parts, trace))
+    lifetimes = Lifetimes(parts, trace)
+    inline, dead = _inlined(parts, flow, lifetimes), _dead(parts, flow, lifetimes)
     copies, made = Copies(), []
     for reader, part in enumerate(parts):
-        if reader in inline:
+        if reader in inline or reader in dead:
             continue
         share = {reader: 1.0}  # of its elements that the reader wants, which may pick some of them
         waiting, fresh = [-reader], {}
@@ -86,6 +87,22 @@ def _copy(cost: Cost, *, is_again: bool, share: float) -> Cost:
         silent = tuple((name, 0) for name, _ in cost.flops_by_class)
         cost = replace(cost, flops_by_class=silent, transcendentals=0)
     return cost
+
+
+def _dead(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
+    """The places of the parts whose values nobody wants, which torch.compile leaves out (GraphModule's
+    eliminate_dead_code). Random numbers are drawn, and collectives run, whoever wants them."""
+    dead: set[int] = set()
+    for place in reversed(range(len(parts))):
+        part, values = parts[place], flow.writes[place]
+        may_go = part.graph is not None and part.role.repeats and not part.cost.link_bytes
+        if may_go and values and all(_is_dead(value, dead, lifetimes) for value in values):
+            dead.add(place)
+    return dead
+
+
+def _is_dead(value: Value, dead: set[int], lifetimes: Lifetimes) -> bool:
+    return dead.issuperset(value.readers) and not lifetimes.outlives_graph(value)
 
 
 def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:

@@ -24,6 +24,7 @@ from flopmeter.records import (
     VectorWork,
 )
 from flopmeter.records.memory_format import CHANNELS_LAST, dense_strides, is_channels_last, is_dense
+from flopmeter.torch_names.dispatcher import running_version
 
 # Time of a convolution in channels-last over that in NCHW, as inductor has it. Nobody measured these here.
 GROUPED, DEFAULT, NARROWING, SMALL = 1.358, 0.823, 0.725, 0.783
@@ -33,6 +34,10 @@ MOST_NODES_PER_CONVOLUTION = 300  # of the graph: with fewer convolutions the co
 # Nodes of a normalization in the decomposed graph (var_mean and its two results, sub, add, rsqrt, two mul, add); of
 # most other ops there is one. Views have one each.
 NORMALIZATION_NODES = 9
+# torch 2.13 counts the convolutions of a forward graph only, so that a backward graph takes layouts as they come; 2.15
+# counts those of backward too (`decide_layout_opt`, since github.com/pytorch/pytorch/pull/188236).
+BACKWARD_GRAPHS_CHOOSE = running_version() >= (2, 15)
+_TURNED = -8  # the number of an op's first storage in the other layout; eager PyTorch's copies have those before
 
 
 class _Filters(NamedTuple):
@@ -65,7 +70,8 @@ class _Filters(NamedTuple):
 def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kernel]:
     """The kernels, with the convolutions of every region that inductor converts in channels-last.
 
-    What such a region is given otherwise is copied at each forward pass: the image, and filters larger than one pixel.
+    What such a region is given otherwise is copied where it is read: the image, and filters larger than one pixel. So
+    are the gradients of these filters, which the program gets in its own layout, where backward graphs choose too.
     """
     if os.environ.get(SWITCH, "1") != "1":
         return kernels
@@ -96,7 +102,8 @@ def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kern
 def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     """What the kernel becomes. `given`: which inputs the region did not make itself."""
     cost, work, op = kernel.cost, kernel.cost.work, kernel.op
-    if op.phase == "forward" and cost.access == "statistics":
+    orders_inputs = op.phase == "forward" or BACKWARD_GRAPHS_CHOOSE
+    if cost.access == "statistics" and orders_inputs:
         yield replace(cost, access="normalize")  # of channels that lie next to one another
         return
     if cost.op_class == REDUCTION:
@@ -105,22 +112,38 @@ def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     if not isinstance(work, ConvolutionWork) or work.shape.channels_last:
         yield cost
         return
-    copied: dict[TensorSpec, TensorSpec] = {}
-    if op.phase == "forward":
-        for number, (spec, is_given) in enumerate(zip(op.call.inputs[:2], given[:2], strict=True)):
-            if is_given and _changes_order(spec):
-                copied[spec] = spec._replace(storage=-1 - number)
-                yield replace(
-                    cost,
-                    name="clone",
-                    op_class=MOVEMENT,
-                    flops_by_class=((MOVEMENT, 0),),
-                    reads=(Region(spec, spec.nbytes),),
-                    writes=(Region(copied[spec], spec.nbytes),),
-                    work=VectorWork(()),
-                )
-    reads = tuple(each._replace(spec=copied.get(each.spec, each.spec)) if each.spec else each for each in cost.reads)
-    yield replace(cost, reads=reads, work=work._replace(shape=work.shape._replace(channels_last=True)))
+    inputs = op.call.inputs
+    foreign = {spec.storage: spec for spec, is_given in zip(inputs, given, strict=True) if is_given and orders_inputs}
+    # The program wants the gradient of the filters as they lie.
+    filters = inputs[2].shape if op.phase == "backward" and orders_inputs else None
+    reads, writes, after = list(cost.reads), list(cost.writes), []
+    for place, region in enumerate(cost.reads):
+        spec = foreign.get(region.spec.storage) if region.spec else None
+        if spec is not None and _changes_order(spec):
+            turned = spec._replace(storage=_TURNED - place)
+            reads[place] = Region(turned, region.nbytes)
+            yield _copy(cost, spec, turned)
+    for place, region in enumerate(cost.writes):
+        spec = region.spec
+        if spec is not None and spec.shape == filters and _changes_order(spec):
+            turned = spec._replace(storage=_TURNED - len(reads) - place)
+            writes[place] = Region(turned, region.nbytes)
+            after.append(_copy(cost, turned, spec))
+    shape = work.shape._replace(channels_last=True)
+    yield replace(cost, reads=tuple(reads), writes=tuple(writes), work=work._replace(shape=shape))
+    yield from after
+
+
+def _copy(cost: Cost, read: TensorSpec, written: TensorSpec) -> Cost:
+    return replace(
+        cost,
+        name="clone",
+        op_class=MOVEMENT,
+        flops_by_class=((MOVEMENT, 0),),
+        reads=(Region(read, read.nbytes),),
+        writes=(Region(written, written.nbytes),),
+        work=VectorWork(()),
+    )
 
 
 def _in_channels_last(region: Region) -> Region:

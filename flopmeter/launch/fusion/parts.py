@@ -51,8 +51,10 @@ def parts_of(kernels: list[Kernel], graphs: list[int | None], places: list[int])
             own[id(op)] = op._replace(storages=(*op.storages, *(fresh_storage() for _ in range(_PRIVATE))))
         if (cost, is_eager) not in made:
             role, numbered = role_of(op.call, cost), _numbered(cost, len(op.storages))
-            apart = [(numbered, role)] if is_eager else _apart(op, numbered, role)
-            made[cost, is_eager] = tuple(stage for part in apart for stage in _stages(op, *part, is_eager))
+            into_zeros = role.scatters and len(numbered.writes) > 1
+            apart = _into_zeros if into_zeros else _apart
+            cut = [(numbered, role)] if is_eager else apart(op, numbered, role)
+            made[cost, is_eager] = tuple(stage for part in cut for stage in _stages(op, *part, is_eager))
         parts += [Part(own[id(op)], *part, source, graph, place) for part in made[cost, is_eager]]
     return list(_composed(parts))
 
@@ -137,6 +139,25 @@ def _apart(op: Op, cost: Cost, role: Role) -> Iterable[tuple[Cost, Role]]:
         replace(silent, reads=(*cost.reads, statistics), writes=large),
         Role(True, True, None, max(region.spec.numel for region in large if region.spec)),
     )
+
+
+def _into_zeros(op: Op, cost: Cost, role: Role) -> Iterable[tuple[Cost, Role]]:
+    """A gradient of a table: zeros, what is added to them, and a cast if the table has 16 bits, since it is added up in
+    fp32 (embedding_dense_backward in torch/_refs or torch/_decomp)."""
+    whole, named = cost.writes
+    assert whole.spec is not None
+    narrow = whole.spec
+    wide = narrow
+    if narrow.dtype.itemsize < torch.float32.itemsize:
+        wide = narrow._replace(dtype=torch.float32, storage=len(op.storages) + 1 + MOST_SCRATCH)
+    rows = Region(wide, named.nbytes // narrow.dtype.itemsize * wide.dtype.itemsize)
+    reads = tuple(rows if each.spec == narrow else each for each in cost.reads)
+    pointwise = Role(True, True, elements=narrow.numel)
+    silent = replace(cost, op_class=ELEMENTWISE, flops_by_class=((ELEMENTWISE, 0),), access=None)
+    yield replace(silent, reads=(), writes=(Region(wide, wide.nbytes),)), pointwise
+    yield replace(cost, reads=reads, writes=(rows,)), role
+    if wide is not narrow:
+        yield replace(silent, reads=(Region(wide, wide.nbytes),), writes=(whole,)), pointwise
 
 
 def _stages(op: Op, cost: Cost, role: Role, is_eager: bool) -> Iterable[tuple[Cost, Role]]:

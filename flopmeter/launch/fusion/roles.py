@@ -11,6 +11,7 @@ from torch._ops import OpOverloadPacket
 from flopmeter.costs.dense_operands import reads_dense
 from flopmeter.records import (
     ELEMENTWISE,
+    INDEXING,
     MOVEMENT,
     NORMALIZATION,
     RANDOM,
@@ -43,6 +44,7 @@ class Role(NamedTuple):
     elements: int = 0  # that it computes
     lists: int = 0  # how many tensors each list of a foreach op has
     repeats: bool = True  # recomputation gives the same numbers: they are not random
+    scatters: bool = False  # into memory that holds something already
 
     @property
     def wants_inlined(self) -> bool:
@@ -76,6 +78,15 @@ _FALLBACKS = _packets("""
     adaptive_max_pool3d_backward _cdist_forward _pack_padded_sequence
     _native_multi_head_attention _transformer_encoder_layer_fwd
 """)
+
+# A loop over what is written, into memory that a kernel before has filled (index_put, scatter_reduce_ and what is
+# decomposed into them, in torch/_inductor/lowering.py).
+_SCATTERS = _packets("""
+    index_put index_put_ _index_put_impl_ _unsafe_index_put _unsafe_masked_index_put_accumulate index_add index_add_
+    index_copy index_copy_ index_fill index_fill_ scatter scatter_ scatter_add scatter_add_ scatter_reduce
+    scatter_reduce_ embedding_dense_backward
+""")
+_NOT_ATOMIC = (torch.int64, torch.bool)  # needs_fallback_due_to_atomic_add_limitations in torch/_inductor/utils.py
 
 # Ops on lists that inductor writes itself, one loop for each place of the lists in one kernel (`foreach_ops` in
 # torch/_inductor/lowering.py; lerp by decomposition). With a list of numbers it knows lerp only.
@@ -113,6 +124,8 @@ def role_of(call: Call, cost: Cost) -> Role:
     elements = max((region.spec.numel for region in cost.writes if region.spec is not None), default=0)
     if cost.op_class == MOVEMENT and _is_for_library(call, cost):
         return OPAQUE
+    if packet in _SCATTERS and cost.op_class == INDEXING:
+        return _role_of_scatter(call, cost)
     if packet in _WINDOWS:
         return Role(False, True, elements=elements)
     if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or cost.access == "gather":  # a load at a computed place
@@ -132,6 +145,15 @@ def _is_for_library(call: Call, cost: Cost) -> bool:
     published compiled times of mixnet, res2net and cspresnet (timm) are predicted better."""
     written = [region.spec for region in cost.writes if region.spec is not None]
     return bool(written) and all(spec.storage < 0 for spec in written) and not reads_dense(call)
+
+
+def _role_of_scatter(call: Call, cost: Cost) -> Role:
+    written = {region.spec for region in cost.writes}
+    adds = any(region.spec in written for region in cost.reads)
+    by_mask = any(spec.dtype is torch.bool for spec in call.inputs[1:])
+    if by_mask or (adds and any(spec is not None and spec.dtype in _NOT_ATOMIC for spec in written)):
+        return OPAQUE
+    return Role(True, False, elements=_elements_of(cost.writes[-1]), scatters=True)
 
 
 def _takes_lists(call: Call) -> bool:
@@ -165,10 +187,10 @@ def _reduces_nothing(call: Call, cost: Cost, results: int) -> bool:
     """A loss for each element, and the gradient of one that reads what its targets name."""
     names = {argument.name for argument in call.func._schema.arguments}
     is_unreduced = "reduction" in names and call.argument("reduction") == 0
-    return is_unreduced or results > sum(map(_elements_read, cost.reads))
+    return is_unreduced or results > sum(map(_elements_of, cost.reads))
 
 
-def _elements_read(region: Region) -> int:
+def _elements_of(region: Region) -> int:
     return region.nbytes // region.spec.dtype.itemsize if region.spec is not None else 0
 
 
@@ -180,7 +202,7 @@ def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
     if isinstance(dims, int):
         dims = (dims,)
     shape = call.inputs[0].shape
-    picked = max(map(_elements_read, cost.reads), default=0)
+    picked = max(map(_elements_of, cost.reads), default=0)
     if not dims and picked < prod(shape):  # a loss reads what its targets name
         return Loops(results, picked // max(results, 1), True)
     if not dims and results > 1 and shape[1:2] == (results,):

@@ -36,7 +36,7 @@ class Lifetimes:
         died = self._storages[value.touch.storage].died
         if died is None or died > self._end[graph]:
             return True
-        return not value.readers and died > self.last[graph]
+        return not value.readers and died > self.last[graph] and not self._storages[value.touch.storage].died_inside
 
 
 class Traffic:
