@@ -9,6 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, CompiledGraph
+from flopmeter.report.advice.optimizers import later_step_seconds
 from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, share_of
 from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, VIEWS, draws
@@ -18,12 +19,14 @@ from flopmeter.report.quantities import duration, figure, percent, percent_of, w
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv
 from flopmeter.report.winning import in_lines, where_to_win
+from flopmeter.report.wins import LEAST_GAIN
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
 
 SYMBOLS = {CONTRACTION: "△", NORMALIZATION: "□", ELEMENTWISE: "○"}  # as in the paper's table
 JSON_SCHEMA_VERSION = 1
 GIGA = 1e9
 _POWERS = {"G": GIGA, "M": 1e6, "k": 1e3}
+LEAST_SHARE = 1e-3  # of the peak memory that is named
 LEAST_SHOWN = 0.1  # of a unit: the largest figure of a column with two digits after the point is at least this
 
 
@@ -91,7 +94,19 @@ def answer(report: Report) -> list[str]:
         f" MFU {percent(report.mfu, 1)} %"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
+        *_first_step(report),
         _memory(report),
+    ]
+
+
+def _first_step(report: Report) -> list[str]:
+    """That a later step is another, if it is."""
+    later = later_step_seconds(report)
+    if later is None or later > (1 - LEAST_GAIN) * report.seconds:
+        return []
+    return [
+        f"a first step, in which the optimizer makes its states; a later one takes {duration(later)}"
+        " (for its report, run a step before the meter is entered)"
     ]
 
 
@@ -194,7 +209,8 @@ def _memory(report: Report) -> str:
             f"{fits} {device.title}: {usable_bytes(device) / 1e9:.1f} of {device.memory_bytes / 1e9:.1f} GB usable"
             f" ({CONTEXT_BYTES / 1e9:.1f} assumed for the process)"
         )
-    made_of = ", ".join(f"{name} {with_prefix(nbytes, 'B')}" for name, nbytes in memory.at_peak.items() if nbytes)
+    parts = [(name, nbytes) for name, nbytes in memory.at_peak.items() if nbytes > LEAST_SHARE * memory.peak_bytes]
+    made_of = ", ".join(f"{name} {with_prefix(nbytes, 'B')}" for name, nbytes in parts)
     if memory.steady_peak_bytes > memory.peak_bytes:
         verdict += f", {with_prefix(memory.steady_peak_bytes, 'B')} from the second step on"
     op = memory.peak_op

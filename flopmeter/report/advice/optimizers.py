@@ -37,6 +37,21 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
     )  # fmt: skip
 
 
+def later_step_seconds(report: Report) -> float | None:
+    """What a step takes in which the optimizer's states are there already; None where they are in this one."""
+    if report.in_mode is None:
+        return None
+    trace = trace_of(report)
+    made = {
+        index
+        for index, op in enumerate(trace.ops)
+        if op.phase == "optimizer"
+        and op.call.func.overloadpacket in _MAKE_STATES
+        and all(trace.storages[number].role == "optimizer state" for number in op.storages)
+    }
+    return priced(report, with_ops(trace, made)).seconds if made else None
+
+
 def _steps(trace: Trace) -> list[list[int]]:
     """The ops of each call of an optimizer."""
     steps: list[list[int]] = []
