@@ -152,7 +152,8 @@ def blocking_copies(report: Report) -> Iterator[Proposal]:
         return
     put_in = {index: _without_waiting(op) for index, op in enumerate(trace.ops) if id(op) in blocking}
     yield Proposal(
-        f"all that the host sends after {counted(len(about), 'copy', 'copies')}", everything, "the host waits for each copy to be done",
+        f"all that the host sends after {counted(len(about), 'copy', 'copies')}", everything,
+        "the host waits for each copy to be done",
         "DataLoader(pin_memory=True) and .to(device, non_blocking=True)", priced(report, with_ops(trace, (), put_in)),
         where=modules_and_lines(about),
     )  # fmt: skip
