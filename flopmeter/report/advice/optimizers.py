@@ -46,8 +46,8 @@ def later_step_seconds(report: Report) -> float | None:
         index
         for index, op in enumerate(trace.ops)
         if op.phase == "optimizer"
-        and op.call.func.overloadpacket in _MAKE_STATES
-        and all(trace.storages[number].role == "optimizer state" for number in op.storages)
+        and op.call.func.overloadpacket in (*_MAKE_STATES, aten.lift_fresh)
+        and {trace.storages[out.storage].role for out in op.outputs} == {"optimizer state"}
     }
     return priced(report, with_ops(trace, made)).seconds if made else None
 
