@@ -17,7 +17,6 @@ from flopmeter import FlopMeter, HardwareError, StreamError, available_hardware,
 from flopmeter.distributed import world
 from flopmeter.models import BUILTINS, training_step
 from flopmeter.models.gpt2 import GPT2, GPT2Config
-from flopmeter.report.advice.optimizers import later_step_seconds
 from flopmeter.report.quantities import duration
 from flopmeter.report.wins import LEAST_GAIN
 
@@ -191,7 +190,7 @@ def test_a_first_step_says_what_a_later_one_takes(options):
             training_step(model, inputs, optimizer)
         reports.append(meter.report())
     first, second = reports
-    assert later_step_seconds(first) == pytest.approx(second.seconds, rel=0.01)
+    assert first.later_step_seconds == pytest.approx(second.seconds, rel=0.01)
     assert (
         f"a first step, in which the optimizer makes its states; a later one takes {duration(second.seconds)}"
         in str(first)

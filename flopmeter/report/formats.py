@@ -9,7 +9,6 @@ from typing import Any
 from tabulate import tabulate
 
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, CompiledGraph
-from flopmeter.report.advice.optimizers import later_step_seconds
 from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, share_of
 from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, VIEWS, draws
@@ -18,8 +17,7 @@ from flopmeter.report.page.first_screen import for_notebook
 from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv
-from flopmeter.report.winning import in_lines, where_to_win
-from flopmeter.report.wins import LEAST_GAIN
+from flopmeter.report.winning import in_lines, of_first_step, where_to_win
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
 
 SYMBOLS = {CONTRACTION: "△", NORMALIZATION: "□", ELEMENTWISE: "○"}  # as in the paper's table
@@ -94,19 +92,8 @@ def answer(report: Report) -> list[str]:
         f" MFU {percent(report.mfu, 1)} %"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
-        *_first_step(report),
+        *filter(None, [of_first_step(report)]),
         _memory(report),
-    ]
-
-
-def _first_step(report: Report) -> list[str]:
-    """That a later step is another, if it is."""
-    later = later_step_seconds(report)
-    if later is None or later > (1 - LEAST_GAIN) * report.seconds:
-        return []
-    return [
-        f"a first step, in which the optimizer makes its states; a later one takes {duration(later)}"
-        " (for its report, run a step before the meter is entered)"
     ]
 
 
@@ -245,7 +232,7 @@ def csv_of(report: Report, rows: Iterable[Row]) -> str:
 TOTALS = (
     "flops", "model_flops", "executed_flops", "macs", "bytes_read", "bytes_written", "seconds", "seconds_low",
     "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "hfu", "regime",
-    "joules", "watts", "clocks", "energy_dollars",
+    "joules", "watts", "clocks", "energy_dollars", "later_step_seconds",
 )  # fmt: skip
 
 

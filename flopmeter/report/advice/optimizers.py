@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -37,8 +38,9 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
     )  # fmt: skip
 
 
+@draws(VIEWS, "later step")
 def later_step_seconds(report: Report) -> float | None:
-    """What a step takes in which the optimizer's states are there already; None where they are in this one."""
+    """What the run takes without the ops that make states."""
     if report.in_mode is None:
         return None
     trace = trace_of(report)
