@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+import torch.nn.functional as F
 from faults import FAULTS, H100, HALF, Attention
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ from flopmeter import FlopMeter, HardwareError, StreamError, available_hardware,
 from flopmeter.distributed import world
 from flopmeter.models import BUILTINS, training_step
 from flopmeter.models.gpt2 import GPT2, GPT2Config
+from flopmeter.report.quantities import duration
 from flopmeter.report.wins import LEAST_GAIN
 
 
@@ -206,6 +208,44 @@ def test_of_two_optimizers_the_one_that_has_fused_is_told_so():
         reports.append(meter.report())
     both, alone = ([each for each in report.advice if "fused=True" in each.remedy] for report in reports)
     assert both[0].gain_seconds == pytest.approx(alone[0].gain_seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["foreach", "fused"])
+def test_a_first_step_says_what_a_later_one_takes(options):
+    """The second step is metered as well: the optimizer's states are there then."""
+    model, inputs = BUILTINS["bert-base"](batch=2, seq=128)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    reports = []
+    for _ in range(2):
+        with FlopMeter(H100) as meter:
+            training_step(model, inputs, optimizer)
+        reports.append(meter.report())
+    first, second = reports
+    assert first.later_step_seconds == pytest.approx(second.seconds, rel=0.01)
+    assert (
+        f"a first step, in which the optimizer makes its states; a later one takes {duration(second.seconds)}"
+        in str(first)
+    )
+    assert "a first step" not in str(second)
+
+
+def test_a_loop_over_heads_is_told_that_one_call_for_all_wins_more():
+    with torch.device("meta"):
+        q, k, v = (torch.empty(4, 512, 8, 64, dtype=HALF) for _ in range(3))
+
+    def one_by_one():
+        each = [F.softmax(q[:, :, h] @ k[:, :, h].mT, -1) @ v[:, :, h] for h in range(8)]
+        return torch.cat(each, -1)
+
+    def at_once():
+        return F.softmax(q.transpose(1, 2) @ k.permute(0, 2, 3, 1), -1) @ v.transpose(1, 2)
+
+    for run, is_loop in ((one_by_one, True), (at_once, False)):
+        with FlopMeter(H100) as meter:
+            run()
+        advice = meter.report().advice[0]
+        assert "scaled_dot_product_attention" in advice.remedy
+        assert ("heads run one by one" in advice.why) == is_loop
 
 
 @pytest.mark.parametrize("device", ["l40s", "a100-sxm4-80gb"])

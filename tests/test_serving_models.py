@@ -28,9 +28,12 @@ def own_cache_bytes(config, tokens):
     cache = transformers.DynamicCache(config=config)
     with FlopMeter(H100, routing="balanced", checks="hold"), torch.no_grad():
         ids = torch.empty(1, tokens, dtype=torch.long, device="meta")
-        model_of(config)(input_ids=ids, past_key_values=cache, use_cache=True)
-    held = [each for layer in cache.layers for each in (layer.keys, layer.values) if each is not None]
-    return sum(each.nbytes for each in held)
+        name = "cache_params" if isinstance(config, transformers.Mamba2Config) else "past_key_values"
+        model_of(config)(input_ids=ids, use_cache=True, **{name: cache})
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    for layer in cache.layers:
+        held += [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    return sum(each.nbytes for each in held if each is not None)
 
 
 CONFIGS = {
@@ -49,6 +52,18 @@ CONFIGS = {
         **SMALL, head_dim=32, attention_chunk_size=65, num_local_experts=2, intermediate_size_mlp=512
     ),
     "latents": lambda: transformers.DeepseekV3Config(**SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 8}),
+    "a gated delta rule": lambda: transformers.Qwen3NextConfig(
+        **SMALL, head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=32,
+        linear_value_head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    ),
+    "state spaces": lambda: transformers.Mamba2Config(
+        num_heads=8, head_dim=64, hidden_size=256, state_size=128, num_hidden_layers=3, n_groups=2, vocab_size=4000
+    ),
+    "state spaces beside attention": lambda: transformers.FalconH1Config(
+        **SMALL, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=128
+    ),
+    "scans": lambda: transformers.JambaConfig(**SMALL, num_experts=2, mamba_dt_rank=16, attn_layer_offset=2),
 }  # fmt: skip
 
 
@@ -92,10 +107,78 @@ def test_decoding_under_a_window_takes_little_longer_than_over_so_many_tokens(na
     assert aligned <= attention_seconds(4096, sliding_window=128) <= 1.25 * aligned
 
 
-@pytest.mark.parametrize("kind", ["Qwen3NextConfig", "NemotronHConfig", "DeepseekV32Config"])
-def test_layers_that_keep_other_things_than_keys_are_refused_in_one_line(kind):
-    with pytest.raises(ServingError, match=r"keep more than keys and values .* it cannot be served here"):
-        decoder(getattr(transformers, kind)())
+OF_LINEAR_ATTENTION = ["a gated delta rule", "state spaces", "state spaces beside attention", "scans"]
+
+
+@pytest.mark.parametrize("kind", OF_LINEAR_ATTENTION)
+def test_a_step_reads_and_writes_the_states_of_each_sequence(kind):
+    """In fp32, as transformers holds them; what comes before and after them is small for a token."""
+    own = StepModel(decoder(CONFIGS[kind]()), "eager", "bf16", "bf16", {})
+
+    def bytes_of(batch):
+        steps = [
+            kernel.cost
+            for kernel in own.report(load_hardware(H100), batch, 1, 512).kernels
+            if kernel.cost.name.endswith("state_step")
+        ]
+        return sum(cost.bytes_read for cost in steps), sum(cost.bytes_written for cost in steps)
+
+    states = sum(state.nbytes for layer in own.decoder._kept for state in layer.states if state.dtype is torch.float32)
+    for more, less in zip(bytes_of(96), bytes_of(32), strict=True):
+        assert (more - less) / 64 == pytest.approx(states, rel=0.1)
+
+
+def test_blocks_of_a_delta_rule_do_the_products_of_its_paper():
+    """Gated delta networks (arXiv 2412.06464) in blocks of 64 tokens, per token and head: scores of keys and of queries
+    over the block, the turned keys and values, two products with the state, one into it, results of the scores."""
+    config, tokens = CONFIGS["a gated delta rule"](), 1024
+    own = StepModel(decoder(config), "eager", "bf16", "bf16", {})
+    kernels = own.report(load_hardware(H100), 1, tokens, 0).kernels
+    found = sum(kernel.cost.macs for kernel in kernels if "delta_rule_blocks" in kernel.cost.name)
+    block, key, value, heads, layers = 64, 32, 64, 8, config.layer_types.count("linear_attention")
+    each = 2 * block * key + block * (key + value) + 3 * key * value + block * value
+    assert found == layers * heads * tokens * each
+
+
+def test_blocks_of_state_spaces_do_the_products_of_their_paper():
+    """Mamba-2 (arXiv 2405.21060) in blocks of 256 tokens, per token: scores for each group of heads; for each head the
+    results of the scores, a product into the state and one with it."""
+    own = StepModel(decoder(CONFIGS["state spaces"]()), "eager", "bf16", "bf16", {})
+    kernels = own.report(load_hardware(H100), 1, 1024, 0).kernels
+    found = sum(kernel.cost.macs for kernel in kernels if "mamba2_blocks" in kernel.cost.name)
+    layers, block, state, width, heads, groups = 3, 256, 128, 64, 8, 2
+    assert found == layers * 1024 * (groups * block * state + heads * (block * width + 2 * state * width))
+
+
+@pytest.mark.parametrize("kind", OF_LINEAR_ATTENTION[:-1])
+def test_ranks_share_the_states_and_add_up_once_for_each_block_of_a_layer(kind):
+    one, two = (decoder(CONFIGS[kind](), ranks) for ranks in (1, 2))
+    assert two.state_bytes == pytest.approx(one.state_bytes / 2, rel=0.02)  # ranks may share the keys of a group
+    assert two.all_reduces == {"a gated delta rule": 12, "state spaces": 3, "state spaces beside attention": 18}[kind]
+
+
+def test_a_long_prompt_costs_no_more_in_decoding_where_all_layers_keep_states():
+    own = StepModel(decoder(CONFIGS["state spaces"]()), "cudagraph", "bf16", "bf16", {})
+    short, long = (own.cost(load_hardware(H100), 16, 1, cached).seconds for cached in (100, 100_000))
+    assert short == long
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: transformers.DeepseekV32Config(), "deepseek_v32 has layers that keep more than keys and values"),
+        (
+            lambda: transformers.DbrxConfig(n_layers=2, attn_config={"rope_theta": 1e4, "clip_qkv": 8}),
+            "stops the host .* it cannot be served",
+        ),
+        (lambda: transformers.FalconConfig(num_hidden_layers=2), "does not run as a server runs it"),
+        (lambda: transformers.BloomConfig(), "takes no other kernels for the attention of BloomForCausalLM"),
+    ],
+)
+def test_models_that_no_server_runs_as_transformers_does_are_refused_in_one_line(config, message):
+    with pytest.raises(ServingError, match=message) as found:
+        serving(config(), [H100], prompt=64, output=16)
+    assert "\n" not in str(found.value)
 
 
 def test_of_a_model_that_takes_images_the_language_model_is_served_as_if_it_were_alone(tmp_path):

@@ -17,13 +17,14 @@ from flopmeter.report.page.first_screen import for_notebook
 from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv
-from flopmeter.report.winning import in_lines, where_to_win
+from flopmeter.report.winning import in_lines, of_first_step, where_to_win
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
 
 SYMBOLS = {CONTRACTION: "△", NORMALIZATION: "□", ELEMENTWISE: "○"}  # as in the paper's table
 JSON_SCHEMA_VERSION = 1
 GIGA = 1e9
 _POWERS = {"G": GIGA, "M": 1e6, "k": 1e3}
+LEAST_SHARE = 1e-3  # of the peak memory that is named
 LEAST_SHOWN = 0.1  # of a unit: the largest figure of a column with two digits after the point is at least this
 
 
@@ -91,6 +92,7 @@ def answer(report: Report) -> list[str]:
         f" MFU {percent(report.mfu, 1)} %"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
+        *filter(None, [of_first_step(report)]),
         _memory(report),
     ]
 
@@ -194,7 +196,8 @@ def _memory(report: Report) -> str:
             f"{fits} {device.title}: {usable_bytes(device) / 1e9:.1f} of {device.memory_bytes / 1e9:.1f} GB usable"
             f" ({CONTEXT_BYTES / 1e9:.1f} assumed for the process)"
         )
-    made_of = ", ".join(f"{name} {with_prefix(nbytes, 'B')}" for name, nbytes in memory.at_peak.items() if nbytes)
+    parts = [(name, nbytes) for name, nbytes in memory.at_peak.items() if nbytes > LEAST_SHARE * memory.peak_bytes]
+    made_of = ", ".join(f"{name} {with_prefix(nbytes, 'B')}" for name, nbytes in parts)
     if memory.steady_peak_bytes > memory.peak_bytes:
         verdict += f", {with_prefix(memory.steady_peak_bytes, 'B')} from the second step on"
     op = memory.peak_op
@@ -230,7 +233,7 @@ def csv_of(report: Report, rows: Iterable[Row]) -> str:
 TOTALS = (
     "flops", "model_flops", "executed_flops", "macs", "bytes_read", "bytes_written", "seconds", "seconds_low",
     "seconds_high", "kernel_seconds", "launch_seconds", "peak_memory_bytes", "mfu", "hfu", "regime",
-    "joules", "watts", "clocks", "energy_dollars",
+    "joules", "watts", "clocks", "energy_dollars", "later_step_seconds",
 )  # fmt: skip
 
 

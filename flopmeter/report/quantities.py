@@ -63,6 +63,11 @@ def in_gb(nbytes: float | None) -> str:
     return figure(nbytes and nbytes / 1e9)
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """`counted(1, "read")` is '1 read', of two it is '2 reads'."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f}"
 

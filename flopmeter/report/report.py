@@ -332,6 +332,12 @@ class Report:
         return found
 
     @cached_property
+    def later_step_seconds(self) -> float | None:
+        """What a step takes in which the optimizer's states are there already; None if this one does not make them."""
+        found: float | None = VIEWS["later step"](self)
+        return found
+
+    @cached_property
     def uncounted(self) -> list[Row]:
         """Ops that no rule covers, with their calls and bytes."""
         return self._rows(lambda kernel: (kernel.cost.name,) if kernel.cost.op_class == UNCOUNTED else ())

@@ -48,6 +48,17 @@ def where_to_win(report: Report) -> WhereToWin | None:
     )
 
 
+def of_first_step(report: Report) -> str:
+    """That the run is a first step and a later one another; '' if it is not."""
+    later = report.later_step_seconds
+    if later is None or later > (1 - LEAST_GAIN) * report.seconds:
+        return ""
+    return (
+        f"a first step, in which the optimizer makes its states; a later one takes {duration(later)}"
+        " (for its report, run a step before the meter is entered)"
+    )
+
+
 def in_lines(shown: WhereToWin | None) -> list[str]:
     """As text; no line for None."""
     if shown is None:

@@ -16,7 +16,7 @@ from flopmeter.device.cluster import Cluster, cluster_of
 from flopmeter.device.hardware import Hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import Mode
-from flopmeter.report.quantities import duration, figure, percent
+from flopmeter.report.quantities import duration, figure, percent, with_prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,11 @@ def notes_of(
         notes.append(f"the language model of {own.decoder.part_of} alone: what it has for images or sound is left out")
     if picks := getattr(own.decoder.config, "num_experts_per_tok", None):
         notes.append(f"each token picks {picks} experts of a layer; assumed: routing={own.routing!r}")
+    if states := own.decoder.state_bytes:
+        notes.append(
+            f"{with_prefix(states, 'B')} of a request's cache are states of linear attention, in fp32; none of their"
+            " kernels was measured"
+        )
     positions = getattr(own.decoder.config, "max_position_embeddings", None)
     if positions and plan.prompt + plan.output > positions:
         notes.append(

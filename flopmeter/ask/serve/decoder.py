@@ -11,19 +11,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, cache_of, kept_in
+from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, empty_cache, filled_cache, kept_in
 from flopmeter.ask.serve.engine import choose_tokens, pack
+from flopmeter.ask.serve.linear_attention import with_kernels
+from flopmeter.known_values.assumptions import DataDependentError
+from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.meter import FlopMeter
-from flopmeter.models.hubs import config_of_llama, hub_config, model_of
+from flopmeter.models.hubs import TargetError, config_of_llama, hub_config, model_of
 from flopmeter.models.llama import LLAMAS
+from flopmeter.records import Kernel
+from flopmeter.torch_names.operators import aten
 
 PAGED = "flopmeter_paged"  # the name under which transformers knows the attention below
 MOST_DECODED_TOKENS = 16  # of each sequence in a step of decoding, with a draft; more are a chunk of a prompt
@@ -37,6 +44,7 @@ class Decoder:
     config: Any
     cache: CacheKind
     ranks: int
+    all_reduces: int = 0  # of the activations, in a step
     part_of: str | None = None  # the type of a model of images or sound, of which this is the language model
 
     @property
@@ -54,21 +62,53 @@ class Decoder:
 
     def kv_bytes(self, tokens: int, element_bytes: float) -> float:
         """What one sequence of so many tokens holds on this rank, in all layers; of a layer with a window no more
-        tokens than that. Of latents each rank has all."""
-        return sum(min(tokens, layer.most_tokens) * layer.elements for layer in self._kept) * element_bytes
+        tokens than that. Of latents each rank has all. States are in their own type."""
+        elements = sum(min(tokens, layer.most_tokens) * layer.elements for layer in self._kept)
+        return elements * element_bytes + (self.state_bytes if tokens else 0)
+
+    @functools.cached_property
+    def state_bytes(self) -> int:
+        """What one sequence holds on this rank beside keys and values, however long it is."""
+        return sum(state.nbytes for layer in self._kept for state in layer.states)
 
     def metered_kv_bytes(self, cached: int, new: int) -> float:
         """The same as a metered step of `new` tokens holds it, in the model's type."""
         elements = sum((min(cached, layer.most_old) + new) * layer.elements for layer in self._kept)
-        return float(elements * self.model.dtype.itemsize)
+        return float(elements * self.model.dtype.itemsize) + self.state_bytes
 
     @functools.cached_property
     def _kept(self) -> tuple[KeptLayer, ...]:
         """What each layer keeps, as a step of one token shows."""
-        cache = cache_of(self.config, 0, self.cache)
-        with FlopMeter(routing="independent", checks="hold"):
-            self._run(cache, 1, 1, 1)
-        return kept_in(cache)
+        cache = empty_cache(self.config, self.cache)
+        with _told(f"{self.title} of transformers does not run as a server runs it"):
+            with FlopMeter(routing="independent", checks="hold") as meter:
+                self._run(cache, 1, 1, 1)
+        kept = kept_in(cache)
+        self._check(kept, meter.report().kernels)
+        return kept
+
+    def _check(self, kept: Sequence[KeptLayer], kernels: Sequence[Kernel]) -> None:
+        """Raises ServingError where a step is not that of a server."""
+        if not any(layer.elements or layer.states for layer in kept):
+            raise ServingError(f"{self.title} keeps nothing in the cache that it is given: it cannot be served")
+        has_kernel = any(kernel.op.call.func.overloadpacket is aten._flash_attention_forward for kernel in kernels)
+        if self.cache == "paged" and any(layer.elements for layer in kept) and not has_kernel:
+            raise ServingError(
+                f"transformers takes no other kernels for the attention of {self.title}, so that a paged cache cannot"
+                " be read: take cache='transformers'"
+            )
+        stops = sum(kernel.cost.blocks_host for kernel in in_one_kernel(kernels))
+        if stops > self.config.num_hidden_layers:
+            raise ServingError(
+                f"a step of {self.title} of transformers stops the host {stops} times, as where experts run one after"
+                " another, which no server does: it cannot be served"
+            )
+
+    @functools.cached_property
+    def _cache_argument(self) -> str:
+        """Models without attention have a name of their own for it."""
+        known = inspect.signature(self.model.forward).parameters
+        return "cache_params" if "cache_params" in known else "past_key_values"
 
     @property
     def _latent_layers(self) -> list[Any]:
@@ -78,7 +118,7 @@ class Decoder:
     def step(self, batch: int, new: int, cached: int, logits: int = 1) -> Callable[[], None]:
         """A run of `new` tokens of each of `batch` sequences after `cached` ones, whose keys and values are in the
         cache. The vocabulary is scored for the last `logits` tokens."""
-        cache = cache_of(self.config, cached, self.cache)
+        cache = filled_cache(self.config, self.cache, self._kept, batch, cached)
         return lambda: self._run(cache, batch, new, logits)
 
     def _run(self, cache: Any, batch: int, new: int, logits: int) -> None:
@@ -87,8 +127,8 @@ class Decoder:
         for config in (self.model.config, self.config):
             config._attn_implementation = PAGED if is_paged else "sdpa"
         absorbed = self._latent_layers if is_paged and new <= MOST_DECODED_TOKENS else []
-        with torch.no_grad(), _absorbed(absorbed, new):
-            out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=logits)
+        with torch.no_grad(), _absorbed(absorbed, new), with_kernels(self.model):
+            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=logits, **{self._cache_argument: cache})
             if is_paged:
                 choose_tokens(out.logits)
 
@@ -104,7 +144,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
         raise ServingError(f"unknown cache {cache!r}; known: {', '.join(get_args(CacheKind))}")
     given = _config_of(target)
     config = _language_of(given)
-    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+    needed = ("num_hidden_layers", "hidden_size", "vocab_size")
     missing = [name for name in needed if name not in _by_layer(config) and not getattr(config, name, None)]
     if missing:
         raise ServingError(
@@ -112,19 +152,33 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
         )
     if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
         config.architectures = [_causal_class(config)]
-    cache_of(config, 0, cache)  # refuses what cannot be served
+    empty_cache(config, cache)  # refuses what cannot be served
     share = _split(config, ranks)
     _register_paged_attention()
-    own = Decoder(model_of(share), share, cache, ranks, given.model_type if config is not given else None)
+    with _told(
+        f"{config.architectures[0]} of transformers cannot be built" + f" for one of {ranks} GPUs" * (ranks > 1)
+    ):
+        model = model_of(share)
+    own = Decoder(model, share, cache, ranks, part_of=given.model_type if config is not given else None)
     if cache == "paged":
         pack(own.model)
-    if ranks > 1:
-        whole = _split(config, 1)
-        if _in_layers(own.model, own.config) * ranks > MOST_COPIED * _in_layers(model_of(whole), whole):
-            raise ServingError(
-                f"{own.title} cannot be split over {ranks} GPUs by its config: a rank keeps too much of it"
-            )
-    return own
+    if ranks == 1:
+        return own
+    whole = model_of(_split(config, 1))
+    if _in_layers(model, share) * ranks > MOST_COPIED * _in_layers(whole, config):
+        raise ServingError(f"{own.title} cannot be split over {ranks} GPUs by its config: a rank keeps too much of it")
+    return replace(own, all_reduces=_sums(model, whole))
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Errors of transformers become one line."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ServingError | TargetError | DataDependentError):
+            raise
+        raise ServingError(f"{what} ({type(error).__name__}: {str(error).partition(chr(10))[0]})") from error
 
 
 def _config_of(target: Any) -> Any:
@@ -170,8 +224,15 @@ def _causal_class(config: Any) -> str:
 
 
 MOST_COPIED = 1.5  # all ranks together may hold this many times the model: some hold the same norms and heads
-_SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
-"""What tensor parallelism splits: heads, the width of MLPs and of each expert, the vocabulary."""
+_SPLIT = (
+    "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size",
+    "shared_expert_intermediate_size", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads",
+    "num_heads", "mamba_n_heads", "mamba_num_heads", "mamba_n_groups", "n_groups", "mamba_d_ssm",
+    "mamba_expand", "expand",
+)  # fmt: skip
+"""What tensor parallelism splits: heads, the width of MLPs, of each expert and of state spaces, the vocabulary."""
+_SHARED = ("num_key_value_heads", "mamba_n_groups", "n_groups")  # fewer of them than ranks: several ranks have the same
+_FACTORS = ("mamba_expand", "expand")  # of the width: they need not stay whole
 
 
 def _split(config: Any, ranks: int) -> Any:
@@ -179,9 +240,10 @@ def _split(config: Any, ranks: int) -> Any:
     if ranks == 1:
         return share
     by_layer = _by_layer(share)
-    if "num_key_value_heads" not in by_layer and getattr(share, "num_key_value_heads", None) is None:
+    has_heads = getattr(share, "num_attention_heads", None) is not None
+    if has_heads and "num_key_value_heads" not in by_layer and getattr(share, "num_key_value_heads", None) is None:
         share.num_key_value_heads = share.num_attention_heads
-    if "head_dim" not in by_layer and not getattr(share, "head_dim", None):
+    if has_heads and "head_dim" not in by_layer and not getattr(share, "head_dim", None):
         share.head_dim = share.hidden_size // share.num_attention_heads
     if by_layer:
         share.per_layer_config = {
@@ -190,7 +252,7 @@ def _split(config: Any, ranks: int) -> Any:
         }
     for name in _SPLIT:
         if name not in by_layer and getattr(share, name, None):
-            setattr(share, name, _share(name, getattr(share, name), ranks))
+            vars(share)[name] = _share(name, getattr(share, name), ranks)  # past a check that a factor is whole
     if (getattr(share, "pad_token_id", None) or 0) >= share.vocab_size:
         share.pad_token_id = None  # another rank's
     return share
@@ -207,8 +269,10 @@ def _share(name: str, size: Any, ranks: int) -> Any:
         return size
     if isinstance(size, list):
         return [_share(name, each, ranks) for each in size]
-    if name == "num_key_value_heads":
-        return max(1, size // ranks)  # fewer heads than ranks: several have the same
+    if name in _SHARED:
+        return max(1, size // ranks)
+    if name in _FACTORS:
+        return size / ranks
     if size % ranks and name != "vocab_size":
         raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")
     return -(-size // ranks)
@@ -221,6 +285,14 @@ def _distinct(model: Any) -> list[Tensor]:
 def _in_layers(model: Any, config: Any) -> int:
     """Parameters without those of the vocabulary."""
     return sum(tensor.numel() for tensor in _distinct(model) if config.vocab_size not in tensor.shape)
+
+
+def _sums(model: Any, whole: Any) -> int:
+    """How many blocks of layers give each rank a part of a sum: those with weights whose columns the ranks share, such
+    as attention and MLP."""
+    pairs = zip(model.named_parameters(), whole.parameters(), strict=True)
+    shared = (name for (name, own), all_of_it in pairs if own.ndim > 1 and own.shape[-1] < all_of_it.shape[-1])
+    return len({match.group() for name in shared if (match := re.match(r".*?\.\d+\.[^.]+", name))})
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from flopmeter.meter import FlopMeter, Mode, StreamError
 from flopmeter.records import Collective
 from flopmeter.report.report import Report
 
-ALL_REDUCES = 2  # of each layer: after attention and after the MLP
 LOGIT_BYTES = 2
 
 
@@ -102,5 +101,5 @@ class StepModel:
         config, cluster = self.decoder.config, self._cluster or cluster_of(device)
         summed = tokens * config.hidden_size * self.decoder.model.dtype.itemsize
         logits = Collective("all_gather", scored * config.vocab_size * ranks * LOGIT_BYTES, tuple(range(ranks)))
-        in_layers: float = ALL_REDUCES * config.num_hidden_layers * all_reduce_seconds(summed, ranks, device, cluster)
+        in_layers: float = self.decoder.all_reduces * all_reduce_seconds(summed, ranks, device, cluster)
         return in_layers + price_collective(logits, cluster).seconds

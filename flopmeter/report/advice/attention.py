@@ -48,7 +48,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     put_in: dict[int, Op] = {}
     dropped: set[int] = set()
     gradients: set[int] = set()
-    found, needs_mask = [], False
+    found, read, needs_mask = [], [], False
     for index, op in enumerate(trace.ops):
         if op.phase not in ("forward", "recompute") or not _is_softmax(trace, uses, index):
             continue
@@ -60,6 +60,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
         except NoKernelError:
             continue
         found.append(op)
+        read.append((op.module, op.phase, attention.operands[0].storage))
         dropped |= attention.ops
         gradients |= attention.gradients
         needs_mask |= not attention.is_causal
@@ -71,9 +72,11 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
         dropped |= _makers_of_masks(trace, uses, dropped, put_in)
     dropped |= _views_of_nothing(trace, uses, dropped, put_in)
     then = with_tensors(with_ops(trace, dropped, put_in), _rows_innermost, lambda number: number in gradients)
+    why = f"materialised: scores of {queries} × {keys} a head go to memory and back"
+    if len(set(read)) < len(read):
+        why += "; heads run one by one: priced is a call for each, one for all wins more"
     yield Proposal(
-        f"attention ×{len(found)}", lambda kernel: any(id(op) in about for op in kernel.ops),
-        f"materialised: scores of {queries} × {keys} a head go to memory and back",
+        f"attention ×{len(found)}", lambda kernel: any(id(op) in about for op in kernel.ops), why,
         "F.scaled_dot_product_attention (attn_implementation='sdpa')", priced(report, then),
     )  # fmt: skip
 

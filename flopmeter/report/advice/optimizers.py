@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -35,6 +36,22 @@ def fused_optimizer(report: Report) -> Iterator[Proposal]:
         f"{count} kernels read and write the same parameters and states again and again",
         "the optimizer's fused=True", priced(report, with_ops(trace, dropped, put_in)),
     )  # fmt: skip
+
+
+@draws(VIEWS, "later step")
+def later_step_seconds(report: Report) -> float | None:
+    """What the run takes without the ops that make states."""
+    if report.in_mode is None:
+        return None
+    trace = trace_of(report)
+    made = {
+        index
+        for index, op in enumerate(trace.ops)
+        if op.phase == "optimizer"
+        and op.call.func.overloadpacket in (*_MAKE_STATES, aten.lift_fresh)
+        and {trace.storages[out.storage].role for out in op.outputs} == {"optimizer state"}
+    }
+    return priced(report, with_ops(trace, made)).seconds if made else None
 
 
 def _steps(trace: Trace) -> list[list[int]]:

@@ -21,7 +21,7 @@ from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.fused_attention import with_chosen_kernels
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width, timed
-from flopmeter.report.quantities import percent_of, with_prefix
+from flopmeter.report.quantities import counted, percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
 from flopmeter.timing import constants
@@ -134,8 +134,9 @@ def waits_for_values(report: Report) -> Iterator[Proposal]:
     if not asks:
         return
     yield Proposal(
-        f"all that the host sends after {len(about)} reads of a value", everything,
-        f"the host stops {len(asks)} times until the device is done (.item(), float(), print, if)",
+        f"all that the host sends after {counted(len(about), 'copy', 'copies')}", everything,
+        "the host waits for each copy to be done",
+        f"the host stops {counted(len(asks), 'time')} until the device is done (.item(), float(), print, if)",
         "keep the values on the device, or read them once in many steps", priced(report, with_ops(trace, asks)),
         where=modules_and_lines(about),
     )  # fmt: skip
@@ -151,7 +152,8 @@ def blocking_copies(report: Report) -> Iterator[Proposal]:
         return
     put_in = {index: _without_waiting(op) for index, op in enumerate(trace.ops) if id(op) in blocking}
     yield Proposal(
-        f"all that the host sends after {len(about)} copies", everything, "the host waits for each copy to be done",
+        f"all that the host sends after {counted(len(about), 'copy', 'copies')}", everything,
+        "the host waits for each copy to be done",
         "DataLoader(pin_memory=True) and .to(device, non_blocking=True)", priced(report, with_ops(trace, (), put_in)),
         where=modules_and_lines(about),
     )  # fmt: skip

@@ -1,0 +1,261 @@
+"""Layers that keep a state of fixed size (state spaces, linear attention), with the kernels that engines run there.
+
+transformers' models call a few functions in such a layer. Where no package brings kernels for them, slow Python stands
+in. Here each is an operator with the cost of the kernels of causal_conv1d, mamba_ssm and flash-linear-attention, which
+vLLM and SGLang run too. None of them was measured:
+
+- a convolution over time, by one kernel;
+- one token of each sequence, by one kernel that reads and writes each state once;
+- a chunk of a prompt, by one kernel (Mamba), or by products on the matrix units within and between blocks of tokens
+  (Mamba-2: 'ssd_combined.py' of mamba_ssm; delta rules: 'chunk.py' of flash-linear-attention), which write the states
+  between blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from flopmeter.costs import make_contraction, make_cost, register_cost
+from flopmeter.records import Call, Cost, Matmul
+
+STATE_OPERATIONS = 7  # for an element: decayed, read, updated and asked (a product, or a product and a sum, each)
+SILU_OPERATIONS = 4
+MOST_STEPPED_TOKENS = 16  # of a sequence, one after another in one kernel: a draft's; more go in blocks
+HALF, SINGLE = 2, 4  # bytes
+
+
+def _operator(name: str, cost: Callable[[Call], Any], mutates: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """Decorator: an operator of that name; the function makes its result from shapes alone."""
+
+    def make(shapes: Callable[..., Any]) -> Any:
+        operator = torch.library.custom_op(f"flopmeter_serve::{name}", shapes, mutates_args=tuple(mutates))
+        operator.register_fake(shapes)
+        register_cost(operator)(cost)
+        return operator
+
+    return make
+
+
+def _convolution_cost(call: Call) -> Cost:
+    tokens, width = call.outputs[0].numel, call.argument("weight").shape[-1]
+    each = 2 * width - 1 + (call.argument("bias") is not None) + SILU_OPERATIONS
+    return make_cost(call, "element-wise", each * tokens, transcendentals=tokens)
+
+
+@_operator("convolution", _convolution_cost)
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_operator("convolution_step", _convolution_cost, ["state"])
+def _convolution_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _step_cost(call: Call) -> Cost:
+    updates = call.argument("state").numel * call.argument("tokens")
+    return make_cost(call, "element-wise", STATE_OPERATIONS * updates, transcendentals=call.argument("decays"))
+
+
+@_operator("state_step", _step_cost, ["state"])
+def _state_step(state: Tensor, values: Tensor, others: list[Tensor], tokens: int, decays: int) -> Tensor:
+    """`values` and the result are of the same shape; `decays`: exponentials."""
+    return torch.empty_like(values)
+
+
+def _scan_cost(call: Call) -> Cost:
+    values, states = call.argument("values").numel, call.argument("states")
+    return make_cost(call, "element-wise", STATE_OPERATIONS * values * states, transcendentals=values * states)
+
+
+@_operator("scan", _scan_cost)
+def _scan(values: Tensor, others: list[Tensor], states: int) -> tuple[Tensor, Tensor]:
+    """`values` [batch, channels, tokens]; gives the same and the last state."""
+    return torch.empty_like(values), values.new_empty(*values.shape[:2], states, dtype=torch.float32)
+
+
+def _blocks(call: Call, heads: int) -> tuple[int, int]:
+    """Blocks of all heads and sequences, and the tokens of one."""
+    batch, tokens = call.argument("values").shape[:2]
+    size = min(call.argument("block"), tokens)
+    return batch * heads * math.ceil(tokens / size), size
+
+
+def _of_bytes(call: Call, matmuls: Sequence[Matmul], read: int, written: int) -> Cost:
+    return make_contraction(call, matmuls, read=read, written=written)
+
+
+def _mamba2_cost(call: Call) -> tuple[Cost, ...]:
+    """States of each block, what passes from block to block, scores of each group of heads, results of both."""
+    x, b = call.argument("values"), call.argument("keys")
+    (_, tokens, heads, width), (groups, state) = x.shape, b.shape[2:]
+    count, size = _blocks(call, heads)
+    states, scores = SINGLE * count * state * width, SINGLE * count // heads * groups * size * size
+    steps = SINGLE * x.shape[0] * tokens * heads
+    return (
+        _of_bytes(call, [Matmul(count, width, state, size)], x.nbytes + b.nbytes + steps, states),
+        make_cost(call, "element-wise", 2 * states // SINGLE, read=states, written=states),
+        _of_bytes(call, [Matmul(count // heads * groups, size, size, state)], 2 * b.nbytes, scores),
+        _of_bytes(
+            call,
+            [Matmul(count, size, width, state), Matmul(count, size, width, size)],
+            x.nbytes + b.nbytes + states + scores + steps,
+            x.nbytes,
+        ),
+    )
+
+
+def _delta_cost(call: Call) -> tuple[Cost, ...]:
+    """Products of keys and their triangular inverse; keys and values as it turns them; the states, which pass from
+    block to block, with the new values; results. Between kernels all is in 16 bits but for these products."""
+    v, k = call.argument("values"), call.argument("keys")
+    (batch, tokens, heads, width), key = v.shape, k.shape[3]
+    count, size = _blocks(call, heads)
+    rows, gates = batch * tokens * heads, sum(spec.nbytes for spec in call.inputs[3:])
+    squares, inverse, turned_keys, values = SINGLE * rows * size, HALF * rows * size, HALF * rows * key, v.nbytes
+    states, last = HALF * count * key * width, SINGLE * batch * heads * key * width
+    return (
+        _of_bytes(call, [Matmul(count, size, size, key)], k.nbytes + gates, squares),
+        make_cost(call, "element-wise", count * size**3 // 3, read=squares, written=inverse),
+        _of_bytes(call, [Matmul(count, size, key + width, size)], k.nbytes + values + inverse, turned_keys + values),
+        _of_bytes(
+            call,
+            [Matmul(batch * heads, size, width, key), Matmul(batch * heads, key, width, size)]
+            * (count // batch // heads),
+            k.nbytes + turned_keys + values + last,
+            states + values + last,
+        ),
+        _of_bytes(
+            call,
+            [Matmul(count, size, width, key), Matmul(count, size, size, key), Matmul(count, size, width, size)],
+            2 * k.nbytes + values + states,
+            values,
+        ),
+    )
+
+
+@_operator("mamba2_blocks", _mamba2_cost)
+def _mamba2_blocks(
+    values: Tensor, keys: Tensor, queries: Tensor, others: list[Tensor], block: int
+) -> tuple[Tensor, Tensor]:
+    """Values [batch, tokens, heads, width], keys and queries [batch, tokens, groups, state]; gives results like the
+    values and the last states."""
+    last = values.new_empty(len(values), *values.shape[2:], keys.shape[-1], dtype=torch.float32)
+    return torch.empty_like(values), last
+
+
+@_operator("delta_rule_blocks", _delta_cost)
+def _delta_blocks(
+    values: Tensor, keys: Tensor, queries: Tensor, others: list[Tensor], block: int
+) -> tuple[Tensor, Tensor]:
+    """The same; states lie the other way round."""
+    return torch.empty_like(values), _state_of(values, keys)
+
+
+def _state_of(values: Tensor, keys: Tensor) -> Tensor:
+    heads, width = values.shape[2:]
+    return values.new_empty(len(values), heads, keys.shape[-1], width, dtype=torch.float32)
+
+
+# --- the functions of transformers, by their names and arguments there ------------------------------------------------
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _causal_conv1d_update(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+) -> Any:
+    return _convolution_step(x, state, weight, bias)
+
+
+def _causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Any:
+    return _convolution(x, weight, bias)
+
+
+def _state_update(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    *rest: Tensor | None,
+    z: Any = None,
+    dt_bias: Any = None,
+    **_: Any,
+) -> Any:
+    """Mamba's decay is of each element of the state, Mamba-2's of a head."""
+    decays = dt.numel() * state.shape[-1] if a.stride(-1) else state.numel() // math.prod(state.shape[-2:])
+    return _state_step(state, hidden_states, _given(dt, a, *rest, z, dt_bias), 1, decays)
+
+
+def _selective_scan(
+    hidden_states: Tensor, dt: Tensor, a: Tensor, *rest: Tensor | None, return_last_state: bool = False, z: Any = None,
+    delta_bias: Any = None, **_: Any,
+) -> Any:  # fmt: skip
+    out, last = _scan(hidden_states, _given(dt, a, *rest, z, delta_bias), a.shape[-1])
+    return (out, last) if return_last_state else out
+
+
+def _chunk_scan(
+    hidden_states: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, *,
+    return_final_states: bool = False, **others: Any,
+) -> Any:  # fmt: skip
+    read = _given(dt, a, *(others.get(name) for name in ("D", "dt_bias", "initial_states")))
+    out, last = _mamba2_blocks(hidden_states, b, c, read, chunk_size)
+    return (out, last) if return_final_states else out
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    if value.shape[1] > MOST_STEPPED_TOKENS:
+        found: tuple[Tensor, Tensor] = _delta_blocks(value, key, query, [g, beta], chunk_size)
+        return found
+    state = _state_of(value, key) if initial_state is None else initial_state
+    return _state_step(state, value, [query, key, g, beta], value.shape[1], g.numel()), state
+
+
+FUNCTIONS = {
+    "causal_conv1d_update": _causal_conv1d_update,
+    "causal_conv1d_fn": _causal_conv1d_fn,
+    "mamba_selective_state_update": _state_update,
+    "mamba2_selective_state_update": _state_update,
+    "mamba_selective_scan": _selective_scan,
+    "mamba2_chunk_scan": _chunk_scan,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+}
+
+
+def sources_of(model: Any) -> list[Any]:
+    """The files of transformers in which a model's modules stand, if any of them has such functions."""
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    return [each for each in files if FUNCTIONS.keys() & vars(each).keys()]
+
+
+@contextlib.contextmanager
+def with_kernels(model: Any) -> Iterator[None]:
+    """The model calls the operators above meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for file in sources_of(model):
+            own = {name: FUNCTIONS[name] for name in FUNCTIONS.keys() & vars(file).keys()}
+            stack.enter_context(mock.patch.multiple(file, **own))
+        yield
