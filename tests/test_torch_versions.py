@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed.fsdp  # it defines ops
 import flopmeter.distributed  # noqa: F401  (the costs of its ops)
 from flopmeter import FlopMeter
 from flopmeter.costs import kernels_of
+from flopmeter.torch_names import private
 from flopmeter.trace import streams
 
 HIDDEN_OPS = Path(__file__).with_name("hidden_ops.py")
@@ -25,6 +27,17 @@ def test_a_torch_that_lacks_any_operators_still_imports_and_meters():
     hidden = re.search(r"(\d+) operators hidden", done.stdout)
     assert hidden is not None
     assert int(hidden[1]) > 1000, "so many are named in its tables"
+
+
+def test_a_module_that_flopmeter_names_is_one_that_its_package_imports():
+    """torch 2.11 left symmetric memory to the program, so that every command ended in an error there."""
+    names = {(name.module, name.attribute) for name in private.NAMES[private.WORLDS] if ismodule(name.value)}
+    code = (
+        "import importlib\n"
+        f"for module, attribute in {sorted(names)!r}:\n"
+        "    getattr(importlib.import_module(module), attribute)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_ops_of_fsdp2_have_costs_whoever_imports_them_first():
