@@ -245,17 +245,11 @@ FUNCTIONS = {
 }
 
 
-def sources_of(model: Any) -> list[Any]:
-    """The files of transformers in which a model's modules stand, if any of them has such functions."""
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    return [each for each in files if FUNCTIONS.keys() & vars(each).keys()]
-
-
 @contextlib.contextmanager
 def with_kernels(model: Any) -> Iterator[None]:
     """The model calls the operators above meanwhile."""
     with contextlib.ExitStack() as stack:
-        for file in sources_of(model):
-            own = {name: FUNCTIONS[name] for name in FUNCTIONS.keys() & vars(file).keys()}
-            stack.enter_context(mock.patch.multiple(file, **own))
+        for file in {type(module).__module__ for module in model.modules()}:
+            own = vars(sys.modules[file])
+            stack.enter_context(mock.patch.dict(own, {name: FUNCTIONS[name] for name in FUNCTIONS.keys() & own.keys()}))
         yield
