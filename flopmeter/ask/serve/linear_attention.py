@@ -1,8 +1,11 @@
 """Layers that keep a state of fixed size (state spaces, linear attention), with the kernels that engines run there.
 
-transformers' models call a few functions in such a layer. Where no package brings kernels for them, slow Python stands
-in. Here each is an operator with the cost of the kernels of causal_conv1d, mamba_ssm and flash-linear-attention, which
-vLLM and SGLang run too. None of them was measured:
+Works around: transformers' models call a few functions in such a layer, which are slow Python where no package brings
+kernels for them. Here each is an operator with the cost of these kernels.
+Until: transformers can be given other kernels for them, as it can for attention.
+
+The kernels are those of causal_conv1d, mamba_ssm and flash-linear-attention, which vLLM and SGLang run too. None of them
+was measured:
 
 - a convolution over time, by one kernel;
 - one token of each sequence, by one kernel that reads and writes each state once;
