@@ -4,8 +4,8 @@ Works around: transformers' models call a few functions in such a layer, which a
 kernels for them. Here each is an operator with the cost of these kernels.
 Until: transformers can be given other kernels for them, as it can for attention.
 
-The kernels are those of causal_conv1d, mamba_ssm and flash-linear-attention, which vLLM and SGLang run too. None of them
-was measured:
+The kernels are those of causal_conv1d, mamba_ssm and flash-linear-attention, which vLLM and SGLang run too. None of
+them was measured:
 
 - a convolution over time, by one kernel;
 - one token of each sequence, by one kernel that reads and writes each state once;
