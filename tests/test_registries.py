@@ -39,6 +39,7 @@ VIEW_SAMPLES = {
     "speed-up": ("speed_up", "`report.speed_up()`"),
     "advice": ("advice", "`report.advice`"),
     "spots": ("hot_spots", "`report.hot_spots`"),
+    "later step": ("later_step_seconds", "`report.later_step_seconds`"),
     "compilation": ("explain_compile", "`report.explain_compile()`"),
 }
 PICTURE_AXES = {"roofline": 2, "classes": 1, "modules": 1, "ops": 1, "memory": 2}

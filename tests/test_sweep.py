@@ -57,6 +57,19 @@ def test_a_product_turns_from_memory_to_compute_bound_near_its_ridge_point():
     assert regimes[512] == regimes[2048] == "compute"
 
 
+def test_a_run_that_turns_from_one_bound_to_another_is_called_by_both():
+    """A chain of element-wise ops: the host's time first, its bytes then."""
+
+    def chain(batch):
+        x = half(batch, 1 << 18)
+        for _ in range(20):
+            x = x.relu()
+
+    result = sweep(chain, [1, 64], A100)
+    assert [point.regime for point in result.points] == ["overhead", "memory"]
+    assert result.diagnosis() == ["batch 1 to 64: overhead- to memory-bound, time grows with the size"]
+
+
 def test_time_that_grows_with_the_size_is_called_so():
     (line,) = sweep(activation, [4, 8, 16], A100).diagnosis()
     assert line == "batch 4 to 16: memory-bound, time grows with the size"

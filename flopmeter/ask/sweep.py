@@ -229,7 +229,8 @@ def _per_doubling(before: Point, after: Point, ratio: float) -> float:
 def _verdict(before: Point, after: Point) -> str:
     """What the growth of time between two sizes says."""
     if _per_doubling(before, after, after.seconds / before.seconds) >= FLAT:
-        return f"{after.regime}-bound, time grows with the size"
+        change = "" if before.regime == after.regime else f"{before.regime}- to "
+        return f"{change}{after.regime}-bound, time grows with the size"
     flat = "time grows by less than 10 % per doubling"
     if before.regime == "overhead":
         return f"overhead-bound, {flat}: the device waits for the host"

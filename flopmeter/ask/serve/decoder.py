@@ -252,7 +252,11 @@ def _split(config: Any, ranks: int) -> Any:
         }
     for name in _SPLIT:
         if name not in by_layer and getattr(share, name, None):
-            vars(share)[name] = _share(name, getattr(share, name), ranks)  # past a check that a factor is whole
+            size = _share(name, getattr(share, name), ranks)
+            if isinstance(size, float):
+                vars(share)[name] = size  # past a check that it is whole
+            else:
+                setattr(share, name, size)
     if (getattr(share, "pad_token_id", None) or 0) >= share.vocab_size:
         share.pad_token_id = None  # another rank's
     return share
@@ -271,7 +275,7 @@ def _share(name: str, size: Any, ranks: int) -> Any:
         return [_share(name, each, ranks) for each in size]
     if name in _SHARED:
         return max(1, size // ranks)
-    if name in _FACTORS:
+    if name in _FACTORS and size % ranks:
         return size / ranks
     if size % ranks and name != "vocab_size":
         raise ServingError(f"{name} {size} cannot be split over {ranks} GPUs: take a divisor")

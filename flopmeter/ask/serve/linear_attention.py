@@ -1,8 +1,11 @@
 """Layers that keep a state of fixed size (state spaces, linear attention), with the kernels that engines run there.
 
-transformers' models call a few functions in such a layer. Where no package brings kernels for them, slow Python stands
-in. Here each is an operator with the cost of the kernels of causal_conv1d, mamba_ssm and flash-linear-attention, which
-vLLM and SGLang run too. None of them was measured:
+Works around: transformers' models call a few functions in such a layer, which are slow Python where no package brings
+kernels for them. Here each is an operator with the cost of these kernels.
+Until: transformers can be given other kernels for them, as it can for attention.
+
+The kernels are those of causal_conv1d, mamba_ssm and flash-linear-attention, which vLLM and SGLang run too. None of
+them was measured:
 
 - a convolution over time, by one kernel;
 - one token of each sequence, by one kernel that reads and writes each state once;
@@ -89,27 +92,21 @@ def _blocks(call: Call, heads: int) -> tuple[int, int]:
     return batch * heads * math.ceil(tokens / size), size
 
 
-def _of_bytes(call: Call, matmuls: Sequence[Matmul], read: int, written: int) -> Cost:
-    return make_contraction(call, matmuls, read=read, written=written)
-
-
 def _mamba2_cost(call: Call) -> tuple[Cost, ...]:
     """States of each block, what passes from block to block, scores of each group of heads, results of both."""
     x, b = call.argument("values"), call.argument("keys")
-    (_, tokens, heads, width), (groups, state) = x.shape, b.shape[2:]
+    (batch, tokens, heads, width), (groups, state) = x.shape, b.shape[2:]
     count, size = _blocks(call, heads)
-    states, scores = SINGLE * count * state * width, SINGLE * count // heads * groups * size * size
-    steps = SINGLE * x.shape[0] * tokens * heads
+    score_count = count // heads * groups
+    states, scores = SINGLE * count * state * width, SINGLE * score_count * size * size
+    steps = SINGLE * batch * tokens * heads
+    into, across = Matmul(count, width, state, size), Matmul(score_count, size, size, state)
+    out = Matmul(count, size, width, state), Matmul(count, size, width, size)
     return (
-        _of_bytes(call, [Matmul(count, width, state, size)], x.nbytes + b.nbytes + steps, states),
+        make_contraction(call, [into], read=x.nbytes + b.nbytes + steps, written=states),
         make_cost(call, "element-wise", 2 * states // SINGLE, read=states, written=states),
-        _of_bytes(call, [Matmul(count // heads * groups, size, size, state)], 2 * b.nbytes, scores),
-        _of_bytes(
-            call,
-            [Matmul(count, size, width, state), Matmul(count, size, width, size)],
-            x.nbytes + b.nbytes + states + scores + steps,
-            x.nbytes,
-        ),
+        make_contraction(call, [across], read=2 * b.nbytes, written=scores),
+        make_contraction(call, out, read=x.nbytes + b.nbytes + states + scores + steps, written=x.nbytes),
     )
 
 
@@ -119,26 +116,21 @@ def _delta_cost(call: Call) -> tuple[Cost, ...]:
     v, k = call.argument("values"), call.argument("keys")
     (batch, tokens, heads, width), key = v.shape, k.shape[3]
     count, size = _blocks(call, heads)
-    rows, gates = batch * tokens * heads, sum(spec.nbytes for spec in call.inputs[3:])
-    squares, inverse, turned_keys, values = SINGLE * rows * size, HALF * rows * size, HALF * rows * key, v.nbytes
-    states, last = HALF * count * key * width, SINGLE * batch * heads * key * width
+    chains, rows, gates = batch * heads, batch * tokens * heads, sum(spec.nbytes for spec in call.inputs[3:])
+    squares, inverse, turned, values = SINGLE * rows * size, HALF * rows * size, HALF * rows * key, v.nbytes
+    states, last = HALF * count * key * width, SINGLE * chains * key * width
+    block_after_block = [Matmul(chains, size, width, key), Matmul(chains, key, width, size)] * (count // chains)
+    out = Matmul(count, size, width, key), Matmul(count, size, size, key), Matmul(count, size, width, size)
     return (
-        _of_bytes(call, [Matmul(count, size, size, key)], k.nbytes + gates, squares),
+        make_contraction(call, [Matmul(count, size, size, key)], read=k.nbytes + gates, written=squares),
         make_cost(call, "element-wise", count * size**3 // 3, read=squares, written=inverse),
-        _of_bytes(call, [Matmul(count, size, key + width, size)], k.nbytes + values + inverse, turned_keys + values),
-        _of_bytes(
-            call,
-            [Matmul(batch * heads, size, width, key), Matmul(batch * heads, key, width, size)]
-            * (count // batch // heads),
-            k.nbytes + turned_keys + values + last,
-            states + values + last,
+        make_contraction(
+            call, [Matmul(count, size, key + width, size)], read=k.nbytes + values + inverse, written=turned + values
         ),
-        _of_bytes(
-            call,
-            [Matmul(count, size, width, key), Matmul(count, size, size, key), Matmul(count, size, width, size)],
-            2 * k.nbytes + values + states,
-            values,
+        make_contraction(
+            call, block_after_block, read=k.nbytes + turned + values + last, written=states + values + last
         ),
+        make_contraction(call, out, read=2 * k.nbytes + values + states, written=values),
     )
 
 
@@ -245,17 +237,11 @@ FUNCTIONS = {
 }
 
 
-def sources_of(model: Any) -> list[Any]:
-    """The files of transformers in which a model's modules stand, if any of them has such functions."""
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    return [each for each in files if FUNCTIONS.keys() & vars(each).keys()]
-
-
 @contextlib.contextmanager
 def with_kernels(model: Any) -> Iterator[None]:
     """The model calls the operators above meanwhile."""
     with contextlib.ExitStack() as stack:
-        for file in sources_of(model):
-            own = {name: FUNCTIONS[name] for name in FUNCTIONS.keys() & vars(file).keys()}
-            stack.enter_context(mock.patch.multiple(file, **own))
+        for file in {type(module).__module__ for module in model.modules()}:
+            own = vars(sys.modules[file])
+            stack.enter_context(mock.patch.dict(own, {name: FUNCTIONS[name] for name in FUNCTIONS.keys() & own.keys()}))
         yield

@@ -134,8 +134,7 @@ def waits_for_values(report: Report) -> Iterator[Proposal]:
     if not asks:
         return
     yield Proposal(
-        f"all that the host sends after {counted(len(about), 'copy', 'copies')}", everything,
-        "the host waits for each copy to be done",
+        f"all that the host sends after {counted(len(about), 'read')} of a value", everything,
         f"the host stops {counted(len(asks), 'time')} until the device is done (.item(), float(), print, if)",
         "keep the values on the device, or read them once in many steps", priced(report, with_ops(trace, asks)),
         where=modules_and_lines(about),
