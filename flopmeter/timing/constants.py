@@ -215,7 +215,7 @@ FLASH_2_SPLIT = FLASH_2._replace(
     overlap_exponent=1.2, shared_queries=1,
 )  # fmt: skip
 # For a paged cache FlashAttention-2 has no other kernel than the one that can split keys, for any number of queries
-# (`mha_varlen_fwd` in flash_api.cpp).
+# (`mha_varlen_fwd` in flash_api.cpp). Where it splits none, its loop is that of FLASH_2, over other tiles.
 FLASH_2_PAGED = FLASH_2._replace(tiles=FLASH_2_SPLIT.tiles, tiles_on={}, causal_tiles_on={})
 FLASH_3 = AttentionKernel(
     tiles=((128, 128, 128), (512, 128, 64)), blocks_per_sm=1, score_cycles=0.055, backward_score_cycles=0.22,
@@ -236,13 +236,9 @@ FLASH_4_ULTRA = FLASH_4._replace(score_cycles=FLASH_4.score_cycles / 2)
 # no `cp.async`), and pass the scores through shared memory: about half of that. From Stable Diffusion 1.5 on a V100
 # (diffusers' docs at 2c529b75, torch 2.0, 23 runs of 1 to 16 images), whose largest attention has heads of 40.
 EFFICIENT = FLASH_2._replace(
-    tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)),
-    tiles_on={},
-    causal_tiles_on={},
-    holds_tiles=False,
-    masks_by_count=False,
-    speed=0.73,
-)
+    tiles=((64, 64, 64), (128, 64, 128), (512, 32, 128)), tiles_on={}, causal_tiles_on={}, holds_tiles=False,
+    masks_by_count=False, speed=0.73,
+)  # fmt: skip
 EFFICIENT_BEFORE_AMPERE = EFFICIENT._replace(speed=0.38)
 
 # AMD's kernels in torch are compiled by Triton (AOTriton). From the one shape that was measured, 165 µs for 16 x 16
