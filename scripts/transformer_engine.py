@@ -46,8 +46,9 @@ def in_fp8(layers: nn.Module) -> None:
 class TransformerEngineLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         product: Any = _Product.apply
-        out: Tensor = product(x.flatten(0, -2).bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
-        return out.unflatten(0, x.shape[:-1])
+        made: Tensor = product(x.flatten(0, -2).bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
+        out: Tensor = made.unflatten(0, x.shape[:-1])
+        return out
 
 
 class _Product(torch.autograd.Function):

@@ -10,7 +10,7 @@ from flopmeter import FlopMeter
 from flopmeter.device.cluster import CollectivePrice
 from flopmeter.distributed import world
 from flopmeter.records import Collective
-from flopmeter.timing.concurrency import Activity, HangError, Route, run_concurrently
+from flopmeter.timing.concurrency import Activity, HangError, Party, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,16 +85,16 @@ def test_a_message_is_as_slow_as_the_fuller_of_its_two_ports():
     spans = run_concurrently(
         {
             0: [
-                on_link(4.0, 1, out, route=Route((0, 1, 2), (0, 1))),
-                on_link(4.0, 2, out, route=Route((0, 1, 2), (0, 2))),
+                on_link(4.0, 1, out, party=Party((0, 1, 2), (0, 1))),
+                on_link(4.0, 2, out, party=Party((0, 1, 2), (0, 2))),
             ],
             1: [
-                on_link(4.0, 1, back, route=Route((0, 1, 2), (0, 1))),
-                on_link(4.0, 3, out, route=Route((0, 1, 2), (1, 2))),
+                on_link(4.0, 1, back, party=Party((0, 1, 2), (0, 1))),
+                on_link(4.0, 3, out, party=Party((0, 1, 2), (1, 2))),
             ],
             2: [
-                on_link(4.0, 2, back, route=Route((0, 1, 2), (0, 2))),
-                on_link(4.0, 3, back, route=Route((0, 1, 2), (1, 2))),
+                on_link(4.0, 2, back, party=Party((0, 1, 2), (0, 2))),
+                on_link(4.0, 3, back, party=Party((0, 1, 2), (1, 2))),
             ],
         }
     )
@@ -103,19 +103,19 @@ def test_a_message_is_as_slow_as_the_fuller_of_its_two_ports():
 
 def test_a_message_waits_for_both_sides_and_a_batch_for_all_of_its_messages():
     """Rank 1 computes for 3 s first. The batch of rank 0 ends with its second message, and what follows it waits."""
-    route = {"there": Route((0, 1), (0, 1)), "back": Route((0, 1), (1, 0))}
+    parties = {"there": Party((0, 1), (0, 1)), "back": Party((0, 1), (1, 0))}
     out, back = transfer((("nic", "out"),)), transfer((("nic", "in"),))
     spans = run_concurrently(
         {
             0: [
-                on_link(1.0, 1, out, batch=1, route=route["there"]),
-                on_link(2.0, 1, back, batch=1, route=route["back"]),
-                on_link(1.0, 1, out, route=Route((5,), (0, 9))),
+                on_link(1.0, 1, out, batch=1, party=parties["there"]),
+                on_link(2.0, 1, back, batch=1, party=parties["back"]),
+                on_link(1.0, 1, out, party=Party((5,), (0, 9))),
             ],
             1: [
                 kernel(3.0),
-                on_link(1.0, 1, back, batch=1, after=(0,), route=route["there"]),
-                on_link(2.0, 1, out, batch=1, route=route["back"]),
+                on_link(1.0, 1, back, batch=1, after=(0,), party=parties["there"]),
+                on_link(2.0, 1, out, batch=1, party=parties["back"]),
             ],
         }
     )
@@ -126,7 +126,7 @@ def test_a_message_waits_for_both_sides_and_a_batch_for_all_of_its_messages():
 def test_sides_that_never_meet_are_named():
     out = transfer((("nic", "out"),))
     with pytest.raises(HangError, match=r"rank 0 in its message to rank 1"):
-        run_concurrently({0: [on_link(1.0, 1, out, route=Route((0, 1), (0, 1)))], 1: [kernel(1.0)]})
+        run_concurrently({0: [on_link(1.0, 1, out, party=Party((0, 1), (0, 1)))], 1: [kernel(1.0)]})
 
 
 def test_the_host_waits_where_it_is_told_to():

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from flopmeter.timing.contention import Demand, Transfer, kernel_rate, transfer_rate
 
 
-class Route(NamedTuple):
+class Party(NamedTuple):
     """Who takes part in a collective."""
 
     group: tuple[int, ...]  # global ranks
@@ -40,7 +40,7 @@ class Activity(NamedTuple):
     stream: int
     after: tuple[int, ...] = ()  # numbers of works of this rank that have to end before
     batch: int | None = None  # neighbours with the same number are one kernel
-    route: Route | None = None  # of a collective or a message
+    party: Party | None = None  # of a collective or a message
     demand: Demand | Transfer = Demand(0.0, 0.0)
 
 
@@ -130,28 +130,28 @@ class _Simulation:
         self._pair()
 
     def _pair(self) -> None:
-        """The n-th send of a route meets its n-th receive, and the n-th collective of a group is one. Of messages with
-        a rank that does not run here there is one side only, for which the other one is always ready. So are ranks that
-        have another number of the group's collectives: their steps are cut elsewhere."""
+        """The n-th send between two ranks meets the n-th receive, and the n-th collective of a group is one for all its
+        ranks. Those that do not run here are always ready, and so are those that have another number of the group's
+        collectives: their steps are cut elsewhere."""
         if len(self._ranks) == 1:
             return
-        counts = {number: Counter(work.route for work in rank.works) for number, rank in self._ranks.items()}
-        expected = {route: self._sides(route, counts) for count in counts.values() for route in count if route}
-        tasks: dict[tuple[Route, int], _Task] = {}
+        counts = {number: Counter(work.party for work in rank.works) for number, rank in self._ranks.items()}
+        expected = {party: self._sides(party, counts) for count in counts.values() for party in count if party}
+        tasks: dict[tuple[Party, int], _Task] = {}
         for rank in self._ranks.values():
-            places: Counter[Route] = Counter()
+            places: Counter[Party] = Counter()
             for index, work in enumerate(rank.works):
-                if work.route is not None and expected[work.route] > 1:
-                    place = (work.route, places[work.route])
-                    places[work.route] += 1
-                    rank.shared[index] = tasks.setdefault(place, _Task(expected[work.route]))
+                if work.party is not None and expected[work.party] > 1:
+                    place = (work.party, places[work.party])
+                    places[work.party] += 1
+                    rank.shared[index] = tasks.setdefault(place, _Task(expected[work.party]))
 
-    def _sides(self, route: Route, counts: Mapping[int, Counter[Route | None]]) -> int:
+    def _sides(self, party: Party, counts: Mapping[int, Counter[Party | None]]) -> int:
         """How many ranks that run here take part."""
-        if route.ends is not None:
-            return 2 if self._ranks.keys() >= {*route.ends} else 1
-        here = self._ranks.keys() & {*route.group}
-        return len(here) if len({counts[number][route] for number in here}) == 1 else 1
+        if party.ends is not None:
+            return 2 if self._ranks.keys() >= {*party.ends} else 1
+        here = self._ranks.keys() & {*party.group}
+        return len(here) if len({counts[number][party] for number in here}) == 1 else 1
 
     def run(self) -> dict[int, list[Stretch]]:
         for rank in self._ranks.values():
@@ -290,18 +290,18 @@ class _Simulation:
         for number, rank in self._ranks.items():
             for queue in rank.queues.values():
                 for index in queue[0].works if queue else ():
-                    route = rank.works[index].route
-                    if route is not None and rank.starts[index] is None:
-                        stuck.append(f"rank {number} in its {_described(route, number)}")
+                    party = rank.works[index].party
+                    if party is not None and rank.starts[index] is None:
+                        stuck.append(f"rank {number} in its {_described(party, number)}")
         if stuck:
             raise HangError(f"the program would hang on GPUs; these wait for ever: {'; '.join(stuck)}")
 
 
-def _described(route: Route, rank: int) -> str:
+def _described(party: Party, rank: int) -> str:
     """For that rank."""
-    if route.ends is None:
-        return f"collective of {len(route.group)} ranks"
-    sender, receiver = route.ends
+    if party.ends is None:
+        return f"collective of {len(party.group)} ranks"
+    sender, receiver = party.ends
     return f"message to rank {receiver}" if sender == rank else f"message from rank {sender}"
 
 

@@ -26,7 +26,7 @@ from flopmeter.records import (
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
-from flopmeter.timing.concurrency import Activity, Route, Stretch, run_concurrently
+from flopmeter.timing.concurrency import Activity, Party, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 from flopmeter.timing.kernels import Price
 
@@ -129,19 +129,19 @@ def _works(launched: Launched) -> list[Activity]:
     host_steps = _host_steps(launches, launched.host)
     for number, (kernel, placement, host_step) in enumerate(zip(launches.kernels, placements, host_steps, strict=True)):
         priced = prices(number)
-        route = _route_of(kernel)
+        party = _party_of(kernel)
         blocks = launched.host_waits_for(number)
         seconds = priced.work_seconds + priced.floor_seconds
-        works.append(Activity(host_step, seconds, blocks, *placement, route, priced.demand))
+        works.append(Activity(host_step, seconds, blocks, *placement, party, priced.demand))
     return works
 
 
-def _route_of(kernel: Kernel) -> Route | None:
+def _party_of(kernel: Kernel) -> Party | None:
     if kernel.cost.collective is None:
         return None
     if is_message(kernel.cost):
-        return Route(group_of(kernel.op.call).ranks, message_ends(kernel))
-    return Route(kernel.cost.collective.ranks)
+        return Party(group_of(kernel.op.call).ranks, message_ends(kernel))
+    return Party(kernel.cost.collective.ranks)
 
 
 def _timings(launched: Launched, spans: list[Stretch]) -> list[Timing]:

@@ -19,7 +19,7 @@ from flopmeter.ask.plan.splits import Split
 from flopmeter.device.cluster import Cluster, price_collective
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import DEFAULT_STREAM, Collective
-from flopmeter.timing.concurrency import Activity, Route, Stretch, run_concurrently
+from flopmeter.timing.concurrency import Activity, Party, Stretch, run_concurrently
 from flopmeter.timing.contention import Demand, Transfer, transfer_of
 
 Bound = Literal["compute", "memory", "communication", "overhead", "bubble", "delays"]
@@ -155,7 +155,7 @@ class _RankOfSplit:
         self.world_rank = rank * self._stride
         self.activities: list[Activity] = []
         self._costs: list[PassCost | None] = []  # of each activity that computes
-        self._streams: dict[Route, int] = {}
+        self._streams: dict[Party, int] = {}
         self._scatters: list[int] = []
         self._last_scatter: tuple[int, ...] = ()
         self._done: tuple[int, ...] = ()  # the last activity of the pass that the program is at
@@ -278,10 +278,10 @@ class _RankOfSplit:
     # --- activities ---
 
     def _add(
-        self, seconds: float, demand: Demand | Transfer, stream: int, after: tuple[int, ...], **route: Route
+        self, seconds: float, demand: Demand | Transfer, stream: int, after: tuple[int, ...], **party: Party
     ) -> tuple[int, ...]:
         self.activities.append(
-            Activity(0.0, seconds, False, stream, tuple(sorted(set(after))), None, **route, demand=demand)
+            Activity(0.0, seconds, False, stream, tuple(sorted(set(after))), None, **party, demand=demand)
         )
         self._costs.append(None)
         return (len(self.activities) - 1,)
@@ -301,18 +301,18 @@ class _RankOfSplit:
         pair = tuple(sorted(ends))
         # Forward and backward messages between two ranks go in other directions, or (with two ranks and more chunks)
         # share one in the order of the schedule.
-        route = Route(pair, ends)
-        stream = self._streams.setdefault(route, FIRST_MESSAGE + len(self._streams))
+        party = Party(pair, ends)
+        stream = self._streams.setdefault(party, FIRST_MESSAGE + len(self._streams))
         collective = Collective(kind, self._work.costs.boundary_bytes, pair)
-        return self._transfer(collective, stream, after, route=route)
+        return self._transfer(collective, stream, after, party=party)
 
-    def _transfer(self, collective: Collective, stream: int, after: tuple[int, ...], **route: Route) -> tuple[int, ...]:
+    def _transfer(self, collective: Collective, stream: int, after: tuple[int, ...], **party: Party) -> tuple[int, ...]:
         device, cluster = self._work.hardware, self._work.cluster
         price = price_collective(collective, cluster)
         demand = transfer_of(
             collective, price, cluster.intra.transport, device.sm_count, device.sustained_bandwidth_bytes_per_s
         )
-        return self._add(price.seconds, demand, stream, after, **route)
+        return self._add(price.seconds, demand, stream, after, **party)
 
     # --- what came of it ---
 
@@ -324,7 +324,7 @@ class _RankOfSplit:
             if cost is None:
                 continue
             latest = max(activity.after, key=lambda other: stretches[other].end_seconds, default=number)
-            is_message = self.activities[latest].route is not None
+            is_message = self.activities[latest].party is not None
             shares["bubble" if is_message else "communication"] += stretch.start_seconds - end
             slowed = (stretch.end_seconds - stretch.start_seconds) / cost.seconds if cost.seconds else 1.0
             shares["compute"] += cost.compute_seconds * slowed

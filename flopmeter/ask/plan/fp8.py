@@ -18,8 +18,8 @@ MULTIPLE = 16  # of rows and columns, which torch's product in fp8 needs
 
 def in_fp8(layers: list[nn.Module]) -> None:
     """Linear layers inside, in place."""
+    casts = _Casts()
     for layer in layers:
-        casts = _Casts()
         for module in list(layer.modules()):
             if type(module) is nn.Linear and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
                 module.__class__ = Fp8Linear
@@ -34,7 +34,7 @@ def fp8_numel(layer: nn.Module) -> int:
 
 
 class _Casts:
-    """The last casts of one layer: a tensor that several products read is cast once, as in compiled code."""
+    """The last casts: a tensor that several products read is cast once, as in compiled code."""
 
     MOST = 4
 
