@@ -178,3 +178,11 @@ def test_channels_last_copies_filters_and_their_gradients_and_splits_the_sums_of
     compiled, ruled = both(normalized, shapes, trains=True)
     assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.05)
     assert list(map(len, ruled)) == pytest.approx(list(map(len, compiled)), abs=3)
+
+
+def test_the_gradient_of_a_bilinear_step_up_is_no_sum_of_rows():
+    """Inductor makes five kernels of it, four of them zeros. It was cut in two here, as a sum that is split: 48 rows
+    of 16,384 elements, of which the first kernel wrote next to nothing."""
+    _, (_, ruled) = both(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [(2, 24, 64, 64)], trains=True)
+    (kernel,) = ruled
+    assert (kernel.cost.bytes_read, kernel.cost.bytes_written) == (4 * 48 * 128 * 128, 4 * 48 * 64 * 64)

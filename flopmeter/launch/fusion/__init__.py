@@ -9,8 +9,9 @@ kernels, and traffic.py counts their bytes.
 
 A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
 backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody
-reads counts as a result if it outlived the graph's last kernel, so that a program may drop its output.
-FLOPs are conserved: what is computed again counts once, and adds only the bytes that it reads.
+reads counts as a result if it outlived the graph's last kernel and the call that made it, so that a program may drop
+its output; else it is not computed. FLOPs are conserved but for that: what is computed again counts once, and adds only
+the bytes that it reads.
 
 Simplifications against inductor. The bias of an addmm stays with the matmul (inductor may move it into the element-wise
 kernel that follows; its bytes are a vector's). Foreach ops on lists of one length become one kernel (inductor splits it

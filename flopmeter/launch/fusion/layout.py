@@ -102,7 +102,7 @@ def in_chosen_layout(kernels: list[Kernel], region: CompiledRegion) -> list[Kern
 def _converted(kernel: Kernel, given: tuple[bool, ...]) -> Iterator[Cost]:
     """What the kernel becomes. `given`: which inputs the region did not make itself."""
     cost, work, op = kernel.cost, kernel.cost.work, kernel.op
-    orders_inputs = op.phase == "forward" or BACKWARD_GRAPHS_CHOOSE
+    orders_inputs = op.phase != "backward" or BACKWARD_GRAPHS_CHOOSE
     if cost.access == "statistics" and orders_inputs:
         yield replace(cost, access="normalize")  # of channels that lie next to one another
         return

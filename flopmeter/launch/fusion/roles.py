@@ -70,7 +70,9 @@ _WINDOWS = _packets("""
     adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d
     upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-    upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward grid_sampler_2d im2col
+    upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward upsample_linear1d_backward
+    upsample_bilinear2d_backward upsample_trilinear3d_backward upsample_bicubic2d_backward
+    _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward grid_sampler_2d im2col
 """)
 _FALLBACKS = _packets("""
     randperm multinomial poisson binomial _sample_dirichlet _standard_gamma median nanmedian mode kthvalue

@@ -24,7 +24,7 @@ class Lifetimes:
 
         What a Python object holds at that time is a result of the graph. A local variable of the forward function dies
         with the function, before the next graph runs its first op. So does an output that the caller drops; but nobody
-        has read that one.
+        has read that one, and it dies outside of the function.
         """
         graph = self._parts[value.kernel].graph
         if value.is_pinned:
