@@ -265,7 +265,7 @@ def attention_of_all_sizes(meter: FlopMeter) -> None:
 
 def flex_attention_of_all_sizes(meter: FlopMeter) -> None:
     compiled = torch.compile(flex_attention)
-    for size, queries, wants_gradient in itertools.product((64, 96, 128, 256), (1, 300, 1000), (False, True)):
+    for size, queries, wants_gradient in itertools.product((64, 128, 256, 320), (1, 300, 1000), (False, True)):
         q, k, v = (
             torch.empty(3, heads, length, size, dtype=torch.bfloat16, device="meta", requires_grad=wants_gradient)
             for heads, length in ((6, queries), (2, 1000), (2, 1000))

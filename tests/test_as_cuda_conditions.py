@@ -133,6 +133,15 @@ def test_a_program_that_never_compiles_does_not_load_the_compiler(monkeypatch):
 # --- targets
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_program_that_asks_for_deterministic_kernels_is_told_that_they_are_not_priced(is_on):
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        torch.use_deterministic_algorithms(is_on)
+        f32(4, 4).index_add(0, torch.zeros(3, dtype=torch.long, device="meta"), f32(3, 4))
+    torch.use_deterministic_algorithms(False)
+    assert any("use_deterministic_algorithms" in note for note in meter.report().notes) == is_on
+
+
 def test_the_note_about_a_device_of_another_maker_says_as_which_one_it_is_taken():
     (note,) = CudaTarget.stand_in("mi300x").notes
     assert note == "mi300x is not an NVIDIA device: ops are those that CUDA dispatches on compute capability 8.0"

@@ -144,16 +144,16 @@ def test_a_program_of_views_costs_nothing_in_every_mode_and_format(mode):
 
 
 @pytest.mark.parametrize(
-    "tensor",
+    ("kind", "tensor"),
     [
-        lambda: torch.eye(4).to_sparse(),
-        lambda: torch.eye(4).to_sparse_csr(),
-        lambda: torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)]),
-        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        ("torch.sparse_coo", lambda: torch.eye(4).to_sparse()),
+        ("torch.sparse_csr", lambda: torch.eye(4).to_sparse_csr()),
+        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])),
+        ("quantized", lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
     ],
 )
-def test_a_tensor_that_meta_cannot_hold_has_no_twin(tensor):
-    with pytest.raises(TypeError, match="has no twin on meta: meter the program on real CPU tensors"):
+def test_a_tensor_that_meta_cannot_hold_has_no_twin(kind, tensor):
+    with pytest.raises(TypeError, match=f"a {kind} tensor has no twin on meta: meter the program on real CPU tensors"):
         on_meta({"x": tensor()})
 
 

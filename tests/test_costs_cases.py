@@ -42,8 +42,9 @@ CONTRACTIONS: dict[str, Case] = {
     "addmm_": (lambda: aten.addmm_(T(2, 5), T(2, 3), T(3, 5)), 70, 4 * 31, 40),
     "baddbmm": (lambda: aten.baddbmm(T(7, 2, 5), T(7, 2, 3), T(7, 3, 5)), 7 * 70, 7 * 4 * 31, 7 * 40),
     "baddbmm_": (lambda: aten.baddbmm_(T(7, 2, 5), T(7, 2, 3), T(7, 3, 5)), 7 * 70, 7 * 4 * 31, 7 * 40),
-    "addbmm": (lambda: aten.addbmm(T(2, 5), T(7, 2, 3), T(7, 3, 5)), 2 * 2 * 5 * 21 + 10, 4 * (10 + 147), 40),
-    "addbmm_": (lambda: aten.addbmm_(T(2, 5), T(7, 2, 3), T(7, 3, 5)), 430, 628, 40),
+    # a copy, then seven products that add to it
+    "addbmm": (lambda: aten.addbmm(T(2, 5), T(7, 2, 3), T(7, 3, 5)), 430, 40 + 7 * 124, 40 + 7 * 40),
+    "addbmm_": (lambda: aten.addbmm_(T(2, 5), T(7, 2, 3), T(7, 3, 5)), 2 * 2 * 5 * 21 + 10, 7 * 124, 7 * 40),
     "mv": (lambda: aten.mv(T(2, 3), T(3)), 12, 4 * 9, 8),
     "addmv": (lambda: aten.addmv(T(2), T(2, 3), T(3)), 12 + 2, 4 * 11, 8),
     "addmv_": (lambda: aten.addmv_(T(2), T(2, 3), T(3)), 14, 44, 8),
@@ -159,7 +160,8 @@ ELEMENTWISE: dict[str, Case] = {
     "_to_copy": (lambda: aten._to_copy(T(6), dtype=BF16), 0, 24, 12),
     "copy_ broadcast": (lambda: aten.copy_(T(4, 6), T(6)), 0, 24, 96),
     "clone expanded": (lambda: aten.clone.default(T(6).as_strided((4, 6), (0, 1))), 0, 24, 96),
-    "renorm": (lambda: aten.renorm(T(4, 6), 2, 0, 1.0), 24 * 3, 96, 96),
+    "renorm": (lambda: aten.renorm(T(4, 6), 2, 0, 1.0), 52 + 8 + 24, 96 + 16 + 112, 16 + 16 + 96),
+    "mvlgamma": (lambda: aten.mvlgamma(T(5), 3), 3 * 15 + 5, 32 + 60 + 60 + 20, 12 + 60 + 60 + 20 + 20),
     "_weight_norm_interface": (lambda: aten._weight_norm_interface(T(4, 6), T(4, 1)), 24 * 3, 96 + 16, 96 + 16),
     "_foreach_add": (lambda: aten._foreach_add([T(6), T(5)], [T(6), T(5)]), 11, 88, 44),
     "_foreach_add alpha": (lambda: aten._foreach_add([T(6), T(5)], [T(6), T(5)], alpha=2), 22, 88, 44),
@@ -229,7 +231,7 @@ NORMS_AND_REDUCTIONS: dict[str, Case] = {
         lambda: aten._adaptive_avg_pool2d_backward(T(1, 3, 1, 1), T(1, 3, 4, 4)), 3 + 48, 12, 192
     ),
     "reflection_pad1d_backward": (lambda: aten.reflection_pad1d_backward(T(2, 7), T(2, 5), [1, 1]), 14, 56, 40),
-    "dist": (lambda: aten.dist(T(6), T(6)), 18 + 1, 48, 4),
+    "dist": (lambda: aten.dist(T(6), T(6)), 18 + 1, 48 + 24, 24 + 4),
     "cdist 1": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 1.0, None), 4 * 5 * 6 * 3, 4 * 54, 80),
     "cdist 2 of few rows": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 2.0, None), 360 + 20, 4 * 54, 80),
     "cdist 2 of many rows": (  # -2x, norms, side by side: [30, 8]; then one product and a root

@@ -130,7 +130,8 @@ def test_the_mean_of_a_segment_is_its_sum_and_a_division(reduce):
     forward, backward = SEGMENTS[reduce]
     check(lambda: aten.segment_reduce(data, reduce, lengths=lengths), forward, 0)
     out = aten.segment_reduce(data, reduce, lengths=lengths)
-    check(lambda: aten._segment_reduce_backward(torch.ones(3), out, data, reduce, lengths=lengths), backward, 0)
+    for grad in (torch.ones(3), torch.ones(1).expand(3)):  # the second as a sum's own gradient is
+        check(lambda g=grad: aten._segment_reduce_backward(g, out, data, reduce, lengths=lengths), backward, 0)
 
 
 def check(program: Callable[[], Any], flops: int, functions: int) -> None:

@@ -140,7 +140,7 @@ OF_COMPLEX: dict[float, set[str]] = {
         "_softmax", "linalg_cholesky_ex", "linalg_lu_factor_ex", "linalg_qr", "linalg_inv_ex", "_linalg_svd",
         "_linalg_eigh", "_linalg_eigvals", "_linalg_det", "_linalg_solve_ex", "linalg_lu_solve", "linalg_ldl_solve",
         "linalg_solve_triangular", "linalg_lstsq", "linalg_householder_product", "ormqr", "linalg_matrix_exp", "geqrf",
-        "_foreach_sigmoid", "_adaptive_avg_pool2d", "avg_pool2d", "_cdist_forward", "dist", "acos", "atan",
+        "_foreach_sigmoid", "_adaptive_avg_pool2d", "avg_pool2d", "_cdist_forward", "acos", "atan",
         "_fused_adam_",
         "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_linalg_slogdet", "linalg_pinv", "triangular_solve",
     },
@@ -197,7 +197,7 @@ def in_place(call: Call) -> Call | None:
 
 
 def test_an_op_in_place_is_the_same_work_as_its_functional_form():
-    """Or a copy, and then the form in place."""
+    """Or a copy, and then the form in place; mvlgamma in place copies its result."""
 
     def law(call: Call) -> bool | None:
         twin = in_place(call)
@@ -206,6 +206,8 @@ def test_an_op_in_place_is_the_same_work_as_its_functional_form():
         if find_rule(twin) is None:
             return False
         of_twin, costs = costs_of(twin), costs_of(call)
+        if len(of_twin) > len(costs) and of_twin[-1].op_class == MOVEMENT:
+            of_twin = of_twin[:-1]
         first, rest = costs[: len(costs) - len(of_twin)], costs[len(costs) - len(of_twin) :]
         copies = [cost.op_class for cost in first] in ([], [MOVEMENT])
         return copies and [work(cost)[1:] for cost in rest] == [work(cost)[1:] for cost in of_twin]

@@ -40,6 +40,10 @@ SEVERAL_KERNELS = {
     "aten.masked_scatter_.default",
     "aten._cdist_forward.default",
     "aten._euclidean_dist.default",
+    "aten.isinf.default",  # five for complex numbers
+    "aten.mvlgamma.default",
+    "aten.addbmm.default",  # each product adds to the result
+    "aten.addbmm_.default",
     "aten.multinomial.default",  # thirteen, of which seven pass over the probabilities
 }
 

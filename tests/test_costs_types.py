@@ -237,7 +237,7 @@ def test_a_product_has_the_batch_the_rows_and_the_columns_of_its_result():
 
 
 MULTIPLY_ADDS = {
-    "addcmul", "addcdiv", "lerp", "linalg_vector_norm", "renorm", "linalg_qr", "_linalg_svd", "_linalg_eigh",
+    "addcmul", "addcdiv", "lerp", "linalg_vector_norm", "linalg_qr", "_linalg_svd", "_linalg_eigh",
     "linalg_lu_factor_ex", "linalg_cholesky_ex", "_linalg_solve_ex", "_fft_c2c", "_fft_r2c",
 }  # fmt: skip
 NO_MULTIPLY_ADDS = {

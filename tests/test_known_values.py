@@ -864,6 +864,30 @@ def test_buffers_are_recalled_under_inference_mode_too():
         assert model() == 3
 
 
+def test_a_buffer_that_a_checkpoint_holds_is_not_recalled_from_the_initializer():
+    """Its file may hold other numbers."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("lost", torch.zeros(4, dtype=torch.long), persistent=False)
+            self.register_buffer("kept", torch.zeros(4, dtype=torch.long))
+
+        def _init_weights(self, module: nn.Module) -> None:
+            module.lost.copy_(torch.arange(4))
+            module.kept.copy_(torch.arange(4))
+
+        def forward(self, name: str) -> int:
+            return int(getattr(self, name)[3])
+
+    with torch.device("meta"):
+        model = Steps()
+    with FlopMeter("a100-sxm4-80gb"):
+        assert model("lost") == 3
+        with pytest.raises(DataDependentError):
+            model("kept")
+
+
 def test_a_choice_that_nobody_looks_at_is_no_assumption():
     """A softmax subtracts a maximum: which element it was decides nothing, in the backward pass neither."""
     with metered(routing="balanced") as mode:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from flopmeter.as_cuda import (
@@ -83,6 +84,10 @@ class Emulation:
         return dynamo.compiled_region()
 
 
+_DETERMINISTIC = (
+    "torch.use_deterministic_algorithms is on: sums into indices and scatters, which sort their indices then, are "
+    "priced as the kernels that they are by default"
+)
 _lock = threading.Lock()
 _open: Emulation | None = None
 
@@ -120,6 +125,8 @@ def _leave(emulation: Emulation) -> None:
     global _open
     with _lock:
         _open = None
+        if torch.are_deterministic_algorithms_enabled():
+            emulation._scope.note(_DETERMINISTIC)
         emulation._scope.close()
 
 

@@ -25,9 +25,7 @@ FSDPParamGroup = _needed(
 functional_collectives = _needed(
     "torch.distributed", "_functional_collectives", "when tensor parallel programs wait for a collective"
 )
-_needed(  # the import defines the ops; torch 2.11 leaves it to the program
-    "torch.distributed._symmetric_memory", "_fused_all_gather_matmul", "how asynchronous tensor parallelism is counted"
-)
+_needed("torch.distributed", "_symmetric_memory", "how asynchronous tensor parallelism is counted")  # defines its ops
 VERIFY_PARAMETERS = "_verify_param_shape_across_processes"
 _needed("torch.nn.parallel.distributed", VERIFY_PARAMETERS, "how DDP runs on meta")
 index_of_device = _needed("torch._utils", "_get_device_index", "where DDP brings a batch from the host")

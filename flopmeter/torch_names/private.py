@@ -78,7 +78,14 @@ class PrivateName:
 
     @property
     def value(self) -> Any:
-        return operator.attrgetter(self.attribute)(self.owner)
+        """Raises AttributeError where this torch lacks it."""
+        try:
+            return operator.attrgetter(self.attribute)(self.owner)
+        except AttributeError as missing:  # or a module that its package leaves to the program to import
+            try:
+                return importlib.import_module(self.path)
+            except ModuleNotFoundError:
+                raise missing from None
 
     def present(self) -> bool:
         """Whether this torch has it. A module that the program has not imported yet counts as having it."""

@@ -1,5 +1,5 @@
-"""Ops of several kernels that torch launches below the dispatcher, where no mode sees them: signal windows, packing of
-sequences. (`torch.profiler` shows their parts.)"""
+"""Ops of several kernels that torch launches below the dispatcher, where no mode sees them: signal windows, renorm,
+mvlgamma, packing of sequences. (`torch.profiler` shows their parts.)"""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.rules import make_cost, rule
+from flopmeter.costs.rules import make_cost, rule, scratch
 from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost
+from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.operators import aten
 
 # The element-wise kernels of a window after its arange: FLOPs and functions among them, for each element.
@@ -34,6 +35,42 @@ def window(call: Call) -> tuple[Cost, ...]:
     return arange, *(
         make_cost(call, ELEMENTWISE, int(flops * out.numel), transcendentals=functions * out.numel, read=[out])
         for flops, functions in passes
+    )
+
+
+@rule(aten.renorm, aten.renorm_)
+def renorm(call: Call) -> tuple[Cost, ...]:
+    """The norm of each slice (square, add; a root), its factor max/(norm + eps), and the slice times that
+    (aten/src/ATen/native/Normalization.cpp)."""
+    (x,), (out,) = call.inputs, call.outputs
+    slices = x.shape[call.argument("dim")] if x.numel else 0
+    factors = scratch(x)._replace(shape=(slices,), stride=(1,), dtype=x.dtype.to_real())
+    norms = make_cost(
+        call, REDUCTION, 2 * x.numel + slices, transcendentals=slices, written=(factors,), fused_multiply_add=True
+    )
+    return (
+        norms,
+        make_cost(call, ELEMENTWISE, 2 * slices, read=(factors,), written=(factors,), complex_factor=1),
+        make_cost(call, ELEMENTWISE, x.numel, read=(x, factors), written=(out,)),
+    )
+
+
+@rule(aten.mvlgamma, aten.mvlgamma_)
+def mvlgamma(call: Call) -> tuple[Cost, ...]:
+    """The sum over i < p of lgamma(x - i/2), plus a constant: the terms of all elements lie side by side
+    (aten/src/ATen/native/UnaryOps.cpp). The form in place copies the result."""
+    (x,), (out,) = call.inputs, call.outputs
+    p = call.argument("p")
+    halves = scratch(x)._replace(shape=(p,), stride=(1,))
+    terms = scratch(x, 2)._replace(shape=(*x.shape, p), stride=dense_strides((*x.shape, p), channels_last=False))
+    total = scratch(x, 3) if out.storage == x.storage else out
+    return (
+        make_cost(call, MOVEMENT, read=(), written=(halves,)),
+        make_cost(call, ELEMENTWISE, terms.numel, read=(x, halves), written=(terms,)),
+        make_cost(call, ELEMENTWISE, terms.numel, transcendentals=terms.numel, read=(terms,), written=(terms,)),
+        make_cost(call, REDUCTION, terms.numel, read=(terms,), written=(total,)),
+        make_cost(call, ELEMENTWISE, x.numel, read=(total,), written=(total,)),
+        *((make_cost(call, MOVEMENT, read=(total,), written=(out,)),) if total is not out else ()),
     )
 
 

@@ -52,7 +52,7 @@ _FUNCTIONS = _words("""
     special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
     special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
-    special_erfcx special_log_ndtr special_ndtri special_zeta mvlgamma special_chebyshev_polynomial_t
+    special_erfcx special_log_ndtr special_ndtri special_zeta special_chebyshev_polynomial_t
     special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w
     special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
     special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_hermite_polynomial_h
@@ -259,13 +259,6 @@ def isinf(call: Call) -> tuple[Cost, ...]:
 def polar(call: Call) -> Cost:
     """r·cos(φ) + i·r·sin(φ)."""
     return elementwise(call, PerElement(4, 2), PerElement(4, 2))
-
-
-@rule(aten.renorm, aten.renorm_)
-def renorm(call: Call) -> Cost:
-    """The norm of each slice (2 an element) and, in a second pass, its scale (1)."""
-    (x,) = call.inputs
-    return make_cost(call, ELEMENTWISE, 3 * x.numel, fused_multiply_add=True)
 
 
 @rule(aten._weight_norm_interface)

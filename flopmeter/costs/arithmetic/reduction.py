@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf, prod
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from flopmeter.costs.rules import (
 )
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Matmul, Region, TensorSpec
+from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 
@@ -207,9 +209,15 @@ def count_nonzero(call: Call) -> tuple[Cost, ...]:
 
 
 @rule(aten.dist)
-def dist(call: Call) -> Cost:
-    """The norm of a difference, to whose shape both are broadcast: subtract, square (or power), add; then a root."""
-    return _distances(call, prod(torch.broadcast_shapes(*(spec.shape for spec in call.inputs))), 1)
+def dist(call: Call) -> tuple[Cost, Cost]:
+    """The norm of a difference, which a kernel of its own writes, of the shape to which both are broadcast."""
+    shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
+    difference = scratch(call.inputs[0])._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
+    norm = vector_norm(replace(call, inputs=(difference,)))
+    return (
+        make_cost(call, ELEMENTWISE, difference.numel, written=(difference,), complex_factor=COMPLEX_ADD),
+        replace(norm, reads=(Region(difference, difference.nbytes),)),
+    )
 
 
 @rule(aten._cdist_forward)

@@ -6,8 +6,8 @@ from math import prod
 
 import torch
 
-from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, make_contraction, rule
-from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, TensorSpec
+from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, make_contraction, make_cost, rule
+from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 
@@ -41,11 +41,30 @@ def addmm_activation(call: Call) -> Cost:
 
 
 @rule(aten.addbmm, aten.addbmm_)
-def addbmm(call: Call) -> Cost:
-    """beta·input + alpha·sum over the batch of (a @ b): one matmul whose depth is batch·k."""
-    a, b = call.inputs[1:3]
+def addbmm(call: Call) -> tuple[Cost, ...]:
+    """beta·input + alpha·sum over the batch of (a @ b): a copy of the input, to which each product is added in place
+    (aten/src/ATen/native/LinearAlgebra.cpp). The sum over the batch counts as depth of the product."""
+    (added, a, b), (out,) = call.inputs, call.outputs
     batch, m, k = a.shape
-    return _scaled_sum(call, Matmul(1, m, b.shape[-1], batch * k))
+    whole = _scaled_sum(call, Matmul(1, m, b.shape[-1], batch * k))
+    is_added = call.argument("beta") != 0
+    copies = is_added and out.storage != added.storage
+    copy = [make_cost(call, MOVEMENT, read=(added,), written=(out,))] if copies else []
+    return *copy, *(
+        make_contraction(
+            call,
+            [Matmul(1, m, b.shape[-1], k)],
+            extra=whole.flops_by_class[1:] if number == 0 else (),
+            read=(_matrix(a, number), _matrix(b, number), *([out] if number or is_added else [])),
+            written=(out,),
+        )
+        for number in range(batch)
+    )
+
+
+def _matrix(batch: TensorSpec, number: int) -> TensorSpec:
+    offset = batch.offset + number * batch.stride[0]
+    return batch._replace(shape=batch.shape[1:], stride=batch.stride[1:], offset=offset)
 
 
 @rule(aten.mv)
