@@ -275,6 +275,26 @@ def test_flash_attn_over_a_cache_reads_what_it_holds_and_writes_what_is_new(page
     assert row.bytes_written == given + 3 * token
 
 
+def test_a_prompt_over_pages_meets_the_keys_that_are_there_already():
+    """By hand: two prompts of 32 new tokens, of 96 in all, in pages of 16 of a pool of 100."""
+    heads, size = 4, 64
+
+    def program():
+        from flash_attn import flash_attn_varlen_func
+
+        pool = torch.zeros(100, 16, heads, size, device="cuda", dtype=torch.bfloat16)
+        q = torch.zeros(64, heads, size, device="cuda", dtype=torch.bfloat16)
+        starts = torch.tensor([0, 32, 64], dtype=torch.int32, device="cuda")
+        table = torch.zeros(2, 6, dtype=torch.int32, device="cuda")
+        flash_attn_varlen_func(q, pool, pool, starts, 3 * starts, 32, 96, causal=True, block_table=table)
+
+    report = stepped("flash_attn", program)
+    assert report.macs == 2 * heads * size * 2 * 32 * 96
+    (hidden,) = {kernel.cost.masked_flops for kernel in report.kernels if kernel.cost.masked_flops}
+    assert hidden == 2 * 2 * heads * size * 2 * (31 * 32 // 2)
+    assert any("as long as the longest" in each for each in report.assumptions)
+
+
 def test_a_cache_of_unknown_lengths_counts_as_full_and_the_report_says_so():
     def program():
         from flash_attn import flash_attn_with_kvcache
