@@ -18,7 +18,7 @@ from flopmeter.costs.contractions.quantized import group_assumptions
 from flopmeter.costs.contractions.varlen import packed_assumptions
 from flopmeter.costs.custom_ops import implementation_assumptions, uncounted_implementations
 from flopmeter.costs.data_movement.communication import message_notes
-from flopmeter.costs.triton_kernels import uncounted_notes
+from flopmeter.costs.triton_kernels import triton_assumptions, uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import Assumption, KnownValues
@@ -383,7 +383,7 @@ class FlopMeter:
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = (
             *self._assumptions(), *packed_assumptions(kernels), *group_assumptions(kernels),
-            *implementation_assumptions(kernels),
+            *triton_assumptions(kernels), *implementation_assumptions(kernels),
         )  # fmt: skip
         return _Run(
             trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known,

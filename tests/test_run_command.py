@@ -141,6 +141,12 @@ def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys
         assert err.split("\n")[1].endswith('train.py", line 1, in <module>')
 
 
+def test_an_installed_package_of_cuda_kernels_that_fails_is_told_by_its_shim(script, tmp_path, capsys):
+    (tmp_path / "bitsandbytes.py").write_text("import torch\n\ntorch._C._no_such_stream\n")
+    assert main(["run", script("import bitsandbytes")]) == 1
+    assert capsys.readouterr().err.endswith("let flopmeter stand in with --shim bitsandbytes\n")
+
+
 def test_an_import_that_a_library_makes_late_is_told_by_the_package_that_was_missing(script, capsys):
     """transformers imports what it is asked for, and raises an ImportError of its own."""
     text = (

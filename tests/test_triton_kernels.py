@@ -121,9 +121,55 @@ def test_a_reduction_combines_all_but_one_of_each_row():
     assert counts(SUM, (5,)) == {"tt.load": 5 * 4096, "arith.addf": 5 * 4 * 1023, "math.sqrt": 5 * 4}
 
 
-def test_an_early_return_is_named():
-    text = SUM.replace("    %3 = math", "    cf.cond_br %c, ^bb1, ^bb2\n  ^bb1:\n    %3 = math")
-    assert body_of("total", text, (5,), ()).unknown == ("early returns of total",)
+EARLY = """
+module {
+  tt.func public @early(%arg0: !tt.ptr<f32>, %arg1: i32) attributes {noinline = false} {
+    %0 = tt.get_program_id x : i32
+    %1 = arith.cmpi sge, %0, %arg1 : i32
+    cf.cond_br %1, ^bb1, ^bb2
+  ^bb1:  // pred: ^bb0
+    tt.return
+  ^bb2:  // pred: ^bb0
+    cf.br ^bb4
+  ^bb3:  // no predecessors
+    cf.br ^bb4
+  ^bb4:  // 2 preds: ^bb2, ^bb3
+    %2 = tt.load %arg0 : !tt.ptr<f32>
+    %3 = arith.cmpf oeq, %2, %cst : f32
+    cf.cond_br %3, ^bb5, ^bb6
+  ^bb5:  // pred: ^bb4
+    tt.store %arg0, %cst : !tt.ptr<f32>
+    tt.return
+  ^bb6:  // pred: ^bb4
+    cf.br ^bb7
+  ^bb7:  // pred: ^bb6
+    %4 = scf.if %3 -> (tensor<8xf32>) {
+      %5 = arith.mulf %x, %x : tensor<8xf32>
+      %6 = math.exp %5 : tensor<8xf32>
+      scf.yield %6 : tensor<8xf32>
+    } else {
+      %7 = arith.addf %x, %x : tensor<8xf32>
+      scf.yield %7 : tensor<8xf32>
+    }
+    tt.store %p, %4 : tensor<8x!tt.ptr<f32>>
+    tt.return
+  }
+}
+"""
+
+
+def test_programs_beyond_the_end_return_early_and_the_others_go_the_longer_way_at_values_in_memory():
+    """Of ten programs six are below the argument. They load a value, do not return at it, and multiply by it."""
+    body = body_of("early", EARLY, (10,), (None, 6))
+    done = {op.name: op.number for op in body.ops}
+    assert done == {"tt.load": 6, "arith.cmpf": 6, "arith.mulf": 48, "math.exp": 48, "tt.store": 48}
+    assert (body.unknown, body.is_longest) == ((), True)
+    assert not body_of("early", EARLY, (10,), (None, 0)).ops
+
+
+def test_a_jump_back_is_named():
+    text = EARLY.replace("cf.br ^bb7", "cf.br ^bb4")
+    assert body_of("early", text, (10,), (None, 6)).unknown == ("a jump back in early",)
 
 
 def test_a_line_that_cannot_be_read_is_named():

@@ -1,8 +1,8 @@
 """Triton kernels of the program: FLOPs of what its programs do, in all lanes of a block, also in those that a mask
 hides.
 
-A kernel is uncounted, and listed by its name, if values in memory decide how often something runs, or if an operation
-has no entry here.
+A kernel is uncounted, and listed by its name, if values in memory decide how often a loop runs, or if an operation has
+no entry here. At a branch on such a value its programs go the longer way, which is an assumption of the report.
 """
 
 from __future__ import annotations
@@ -73,6 +73,13 @@ def triton_kernel(call: Call) -> Cost:
             op_class = ELEMENTWISE if flops else MOVEMENT
             cost = make_cost(call, op_class, flops, transcendentals=transcendentals, read=read, written=written)
     return replace(cost, name=body.kernel)
+
+
+def triton_assumptions(kernels: Iterable[Kernel]) -> list[str]:
+    """Which way programs go is assumed where they ask for values in memory."""
+    bodies = [kernel.op.call.body for kernel in kernels]
+    names = sorted({body.kernel for body in bodies if isinstance(body, TritonBody) and body.is_longest})
+    return [f"programs of {', '.join(names)} go the longer way where values in memory decide which"] if names else []
 
 
 def why_uncounted(body: TritonBody) -> str:

@@ -60,3 +60,4 @@ class TritonBody(NamedTuple):
     programs: int  # of the grid
     ops: tuple[TritonOp, ...]
     unknown: tuple[str, ...]  # what keeps us from counting how often other ops run; empty: `ops` is complete
+    is_longest: bool = False  # where it is not known which way a program goes, `ops` is of the longer one

@@ -170,6 +170,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return (
             f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
         )
+    if error is not None and (package := _shimmed(error)):
+        return f"{head}: {package} does not run without a GPU: let flopmeter stand in with --shim {package}"
     if error is not None and guessed:
         lines = ", ".join(guessed[-MOST_LINES_TOLD:])
         return (
@@ -222,6 +224,12 @@ def _python_words(command: Any) -> str:
     """What a command has another Python run; nothing if it starts something else."""
     words = shlex.split(command) if isinstance(command, str) else [os.fspath(word) for word in command]
     return shlex.join(words[1:]) if os.path.basename(words[0]).startswith("python") else ""
+
+
+def _shimmed(error: BaseException) -> str | None:
+    """The package, of those that flopmeter can stand in for, in which the error was raised."""
+    packages = {module.partition(".")[0] for module in _modules_of(error)}
+    return next((package for package in SHIMS if package in packages), None)
 
 
 def _is_of_flopmeter(error: BaseException) -> bool:

@@ -2,7 +2,8 @@
 
 The text is walked as the programs of the grid would run it, all at once: scalar integers are known from the arguments
 and constants, as one number or as one for each program, so that bounds of loops that follow from them are too. What
-depends on values in memory is not known, and is named.
+depends on values in memory is not known: at a branch programs go the way with more work, and do not return early; a
+loop is named.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class Statement:
 
 @dataclass
 class Function:
+    """Its blocks by label, in the order of the text; the first has no label and is where it starts."""
+
     arguments: list[str]
-    statements: list[Statement]
+    blocks: dict[str, list[Statement]]
+    given: dict[str, list[str]]  # the names of a block's own arguments
 
 
 _STATEMENT = re.compile(r'(?:(%[\w$.#:, %-]+?) = )?"?([a-z_]\w*(?:\.\w+)+)"?(.*)', re.DOTALL)
 _LOCATION = re.compile(r"\s+loc\((?:[^()]|\([^()]*\))*\)$")
+_LABEL = re.compile(r"\^\w+")
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _TYPE = re.compile(r"tensor<([^<>]*(?:<[^<>]*>[^<>]*)*)>|!tt\.ptr<\w+>|\b(?:b?f\d+\w*|i\d+|index)\b")
 
@@ -60,9 +65,8 @@ def parse(text: str) -> dict[str, Function]:
         line = _LOCATION.sub("", line).strip()
         if line.startswith("tt.func"):
             name, rest = re.match(r"tt\.func (?:\w+ )?@\"?([^\"(]+)\"?\((.*)", line).groups()  # type: ignore[union-attr]
-            statements: list[Statement] = []
-            functions[name] = Function(re.findall(r"(%\w+): ", rest), statements)
-            open_regions = [statements]
+            function = functions[name] = Function(re.findall(r"(%\w+): ", rest), {"": []}, {})
+            open_regions = [function.blocks[""]]
         elif not line or line.startswith(("module", "#", "//")) or not open_regions:
             continue
         elif line.startswith("}"):
@@ -73,11 +77,13 @@ def parse(text: str) -> dict[str, Function]:
                 if line.endswith("{"):
                     open_regions.append(_new_region(owner, ""))
         elif line.startswith("^bb"):
-            label = re.findall(r"(%\w+): ", line)
+            arguments = re.findall(r"(%\w+): ", line)
             if len(open_regions) == 1:  # a block of the function
-                open_regions[0].append(Statement([], "block", line))
+                label = _LABEL.findall(line)[0]
+                function.given[label], function.blocks[label] = arguments, []
+                open_regions = [function.blocks[label]]
             else:
-                open_regions[-2][-1].regions[-1][0].extend(label)
+                open_regions[-2][-1].regions[-1][0].extend(arguments)
         else:
             _add_statement(line, open_regions)
     return functions
@@ -114,7 +120,7 @@ def body_of(name: str, text: str, grid: Sequence[int], arguments: Sequence[Any])
     known = [argument if type(argument) in (int, bool) else None for argument in arguments]
     walk.run(kernel, [None if value is None else int(value) for value in known], 1)
     ops = tuple(TritonOp(*key[:2], number, key[2]) for key, number in walk.counts.items() if number)
-    return TritonBody(name, programs, ops, tuple(walk.unknown))
+    return TritonBody(name, programs, ops, tuple(walk.unknown), walk.is_longest)
 
 
 Key = tuple[str, str, tuple[int, int, int] | None]
@@ -127,17 +133,42 @@ class _Interpreter:
         self.functions, self.grid, self.programs = functions, grid, programs
         self.counts: dict[Key, int] = {}
         self.unknown: dict[str, None] = {}
+        self.is_longest = False
 
     def run(self, name: str, arguments: Sequence[Scalar], weight: int | Tensor) -> list[Scalar]:
         """The values that the function returns, run `weight` times in each program."""
         function = self.functions[name]
         values = dict(zip(function.arguments, arguments, strict=False))
-        statements = function.statements
-        if any(each.name.startswith("cf.") for each in statements):
-            self.unknown[f"early returns of {name}"] = None
+        weights: dict[str, int | Tensor] = {"": weight}
+        results: list[Scalar] = []
+        for label, statements in function.blocks.items():
+            if label not in weights:
+                continue  # no program comes here
+            here = weights.pop(label)
+            results = self._walk(statements, values, here) or results
+            for target, share in self._ways(statements[-1], values, function):
+                weights[target] = weights.get(target, 0) + here * share
+        if weights:
+            self.unknown[f"a jump back in {name}"] = None
+        return results
+
+    def _ways(self, jump: Statement, values: dict[str, Scalar], function: Function) -> list[tuple[str, int | Tensor]]:
+        """Where the programs go that reach the end of a block, and which share of them: an early return is a jump to a
+        block that returns."""
+        if not jump.name.startswith("cf."):
             return []
-        first_block = next((place for place, each in enumerate(statements) if each.name == "block"), None)
-        return self._walk(statements[:first_block], values, weight)
+        targets = _LABEL.findall(jump.text)
+        for target in targets:
+            for name in function.given[target]:
+                values[name] = None
+        if jump.name == "cf.br":
+            return [(targets[0], 1)]
+        condition = values.get(_values(jump.text)[0])
+        if condition is not None:
+            return [(targets[0], condition), (targets[1], 1 - condition)]
+        self.is_longest = True
+        going_on = [target for target in targets if function.blocks[target][-1].name != "tt.return"]
+        return [((going_on or targets)[-1], 1)]
 
     def _walk(self, statements: Sequence[Statement], values: dict[str, Scalar], weight: int | Tensor) -> list[Scalar]:
         """Walk the statements; the values that the last one returns or yields."""
@@ -179,28 +210,36 @@ class _Interpreter:
             self.unknown["a loop whose bounds are read from memory"] = None
             return
         trips = _clamp(-((start - stop) // step))
-        before, known = dict(self.counts), dict(self.unknown)
+        before, known, was_longest = dict(self.counts), dict(self.unknown), self.is_longest
+        self.is_longest = False
         self._walk(body, dict(values), weight * trips)
         most = int(trips.max()) if isinstance(trips, Tensor) else trips
-        if len(self.unknown) > len(known) and most <= MOST_STEPS:
-            self.counts, self.unknown = before, known
+        if (self.is_longest or len(self.unknown) > len(known)) and most <= MOST_STEPS:
+            self.counts, self.unknown, self.is_longest = before, known, False
             for index in range(most):
                 goes_on = (trips > index).long() if isinstance(trips, Tensor) else 1
                 self._walk(body, {**values, arguments[0]: start + index * step}, weight * goes_on)
+        self.is_longest |= was_longest
 
     def _branch(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
         condition = values.get(_values(statement.text)[0])
         if condition is None:
-            before = dict(self.counts)
-            for _, body in statement.regions:
-                self._walk(body, dict(values), weight)
-            if self.counts != before:
-                self.unknown["a branch on a value that is not known"] = None
+            self._longer(statement, values, weight)
             return
         for (_, body), share in zip(statement.regions, (condition, 1 - condition), strict=False):
             results = self._walk(body, dict(values), weight * share)
             if isinstance(condition, int) and share:
                 self._bind(statement, results, values)
+
+    def _longer(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
+        """Of the branches, the one in which more runs."""
+        before, after = self.counts, [self.counts]
+        for _, body in statement.regions:
+            self.counts = dict(before)
+            self._walk(body, dict(values), weight)
+            after.append(self.counts)
+        self.counts = max(after, key=lambda counts: sum(counts.values()))
+        self.is_longest |= any(counts != self.counts for counts in after)
 
     def _combine(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
         """A reduction combines all elements but one of each row, and so does a scan."""

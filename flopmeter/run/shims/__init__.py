@@ -5,19 +5,18 @@ Until: never; their kernels run on a GPU alone.
 
 A shim has the package's public functions and no kernels: each calls the operator of torch that does the same work, or
 an operator of flopmeter's own (kernel.py) with the shapes and the cost of the package's kernel.
-It is used where the user asks for it and the package is not installed, and the report says so. (Not without being
-asked: libraries look whether a package is there, and then want its internals.)
+It is used where the user asks for it, also in place of a package that is installed, whose kernels cannot run here; the
+report says so. (Not without being asked: libraries look whether a package is there, and then want its internals.)
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import importlib.util
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 SHIMS = tuple(module.name for module in pkgutil.iter_modules(__path__) if module.name != "kernel")
@@ -31,23 +30,24 @@ def modules_of(package: str) -> Mapping[str, Mapping[str, object]]:
 
 
 @contextmanager
-def importable(packages: Iterable[str], note: Callable[[str], None]) -> Iterator[None]:
-    """Programs may import the shims of these packages inside, where the packages are not installed."""
-    added = []
+def importable(packages: Collection[str], note: Callable[[str], None]) -> Iterator[None]:
+    """Programs import the shims of these packages inside, also where the packages are installed."""
+    stood = {}  # what a package that is installed had imported
     for package in packages:
-        if importlib.util.find_spec(package) is None:
-            modules = {name: _Shim(name, contents, note) for name, contents in modules_of(package).items()}
-            for name, module in modules.items():
-                parent, _, own = name.rpartition(".")
-                if parent:
-                    setattr(modules[parent], own, module)
-                sys.modules[name] = module
-                added.append(name)
+        for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+            stood[name] = sys.modules.pop(name)
+        modules = {name: _Shim(name, contents, note) for name, contents in modules_of(package).items()}
+        for name, module in modules.items():
+            parent, _, own = name.rpartition(".")
+            if parent:
+                setattr(modules[parent], own, module)
+            sys.modules[name] = module
     try:
         yield
     finally:
-        for name in added:
-            sys.modules.pop(name, None)
+        for name in [each for each in sys.modules if each.partition(".")[0] in packages]:
+            del sys.modules[name]
+        sys.modules.update(stood)
 
 
 class _Shim(types.ModuleType):

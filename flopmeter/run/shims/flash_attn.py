@@ -66,26 +66,29 @@ def flash_attn_varlen_func(
         lengths = (cu_seqlens_q, cu_seqlens_k, *longest)
         return _attend(q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, options)
     _refuse(options, *_NOT_OVER_CACHES)
+    _assume("packed sequences that are all as long as the longest", "flash_attn_varlen_func")
     out: Tensor = _over_cache(q, k, v, cu_seqlens_q, block_table, None, None, *longest, causal, list(window_size))
     return out
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Tensor:
     """`qkv` is [batch, length, 3, heads, head size]."""
-    return flash_attn_func(*qkv.unbind(2), *args, **options)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Tensor:
     """`kv` is [batch, length, 2, heads, head size]."""
-    return flash_attn_func(q, *kv.unbind(2), *args, **options)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Tensor:
     """`qkv` is [tokens, 3, heads, head size]."""
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *args, **options)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
 def flash_attn_with_kvcache(
@@ -148,10 +151,15 @@ def _mean(lengths: Tensor | None, room: int) -> int:
     if lengths is None or known is None:
         return room
     if not known.values.knows(lengths):
-        known.assume.note("a cache that is full", "flash_attn_with_kvcache")
+        _assume("a cache that is full", "flash_attn_with_kvcache")
         return room
     with no_modes():
         return -int(-known.values.read(lengths).sum() // lengths.numel())
+
+
+def _assume(rule: str, function: str) -> None:
+    for known in open_ones()[-1:]:
+        known.assume.note(rule, function)
 
 
 def _cache_cost(call: Call) -> Cost:
@@ -160,8 +168,10 @@ def _cache_cost(call: Call) -> Cost:
     news = [new for name in ("new_key", "new_value") if (new := call.argument(name)) is not None]
     longest, (left, right) = call.argument("max_k"), call.argument("window_size")
     kwargs = {name: call.argument(name) for name in ("query", "key", "value", "max_q", "max_k", "is_causal")}
+    # With a tensor of where sequences begin, whichever it is, the library's price goes by max_q and max_k.
     kwargs |= {"cum_seq_q": query, "window_size_left": left, "window_size_right": right}
     cost = flash_attention(Call(aten._flash_attention_forward.default, (), kwargs, call.inputs, call.outputs))
+    assert isinstance(cost, Cost)
     seen = longest if left < 0 else min(longest, left + call.argument("max_q"))
     tokens = (query if pages is None else pages).shape[0] * seen
     held = [Region(each, min(each.nbytes, tokens * each.nbytes // prod(each.shape[:2]))) for each in (key, value)]
