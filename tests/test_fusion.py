@@ -725,3 +725,13 @@ def test_where_a_tensor_has_more_parts_than_are_followed_what_was_written_stays_
     for rows, charged in ((16, 0), (24, 17)):
         (kernel,) = compiled(lambda rows=rows: cumulated(rows)).fused  # type: ignore[misc]
         assert kernel.cost.bytes_written == (rows + charged) * WIDTH * 4
+
+
+@pytest.mark.parametrize("places", [0, 3])
+def test_a_scatter_to_no_place_at_all_is_priced_too(places):
+    target, source = (torch.empty(rows, 4, device="meta") for rows in (8, places))
+    index = torch.empty(places, dtype=torch.long, device="meta")
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        target.index_add_(0, index, source)
+    (kernel,) = meter.report(mode="compiled").kernels
+    assert kernel.cost.bytes_written == places * 4 * 4

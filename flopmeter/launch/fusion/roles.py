@@ -155,7 +155,8 @@ def _role_of_scatter(call: Call, cost: Cost) -> Role:
     by_mask = any(spec.dtype is torch.bool for spec in call.inputs[1:])
     if by_mask or (adds and any(spec is not None and spec.dtype in _NOT_ATOMIC for spec in written)):
         return OPAQUE
-    return Role(True, False, elements=_elements_of(cost.writes[-1]), scatters=True)
+    elements = _elements_of(cost.writes[-1]) if cost.writes else 0  # none: no place was given
+    return Role(True, False, elements=elements, scatters=True)
 
 
 def _takes_lists(call: Call) -> bool:
