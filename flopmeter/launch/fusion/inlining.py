@@ -28,7 +28,7 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
     """The parts, with a copy of such a value before each that reads it."""
     flow = flow_of(parts)
     lifetimes = Lifetimes(parts, trace)
-    inline, dead = _inlined(parts, flow, lifetimes), _dead(parts, flow, lifetimes)
+    inline, dead = _inlined(parts, flow, lifetimes), _dead(parts, flow, lifetimes, trace)
     copies, made = Copies(), []
     for reader, part in enumerate(parts):
         if reader in inline or reader in dead:
@@ -89,20 +89,25 @@ def _copy(cost: Cost, *, is_again: bool, share: float) -> Cost:
     return cost
 
 
-def _dead(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
+def _dead(parts: list[Part], flow: Flow, lifetimes: Lifetimes, trace: Trace) -> set[int]:
     """The places of the parts whose values nobody wants, which torch.compile leaves out (GraphModule's
-    eliminate_dead_code). Random numbers are drawn, and collectives run, whoever wants them."""
+    eliminate_dead_code). Random numbers are drawn, and data leave the device, whoever wants them. What an op without a
+    kernel reads (a wait for a collective) goes on in its result."""
+    seen = {part.place for part in parts}
+    silent = (op for place, op in enumerate(trace.ops) if place not in seen)
+    goes_on = {op.storages[spec.storage] for op in silent for spec in op.call.inputs}
+
+    def is_dead(value: Value) -> bool:
+        is_read = value.touch.storage in goes_on or not dead.issuperset(value.readers)
+        return not is_read and not lifetimes.outlives_graph(value)
+
     dead: set[int] = set()
     for place in reversed(range(len(parts))):
-        part, values = parts[place], flow.writes[place]
-        may_go = part.graph is not None and part.role.repeats and not part.cost.link_bytes
-        if may_go and values and all(_is_dead(value, dead, lifetimes) for value in values):
+        part, cost = parts[place], parts[place].cost
+        may_go = part.graph is not None and part.role.repeats and not cost.link_bytes and cost.collective is None
+        if may_go and flow.writes[place] and all(map(is_dead, flow.writes[place])):
             dead.add(place)
     return dead
-
-
-def _is_dead(value: Value, dead: set[int], lifetimes: Lifetimes) -> bool:
-    return dead.issuperset(value.readers) and not lifetimes.outlives_graph(value)
 
 
 def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
