@@ -162,16 +162,27 @@ N = 32 * 32 * 4  # bytes of a matrix below
 
 
 def test_what_overwrites_a_result_comes_after_it_though_nobody_read_it():
-    """The copy could run with its source, which is ready before the product: both wait."""
-    x, y, weight = T(32, 32), T(32, 32), T(32, 32)
+    """The copy could run with its source, which is ready before the sort: both wait. The places are wanted."""
+    x, y, places = T(32, 32), T(32, 32), torch.empty(32, 32, dtype=torch.int64, device="meta")
 
     def program():
         ready = x.sin()
-        torch.mm(x, weight, out=y)
+        torch.sort(x, out=(y, places))
         y.copy_(ready)
         return ready
 
-    assert fused(program) == [("mm", 2 * N, N), ("fused(sin, copy_)", N, 2 * N)]
+    (first, *_), last = fused(program)
+    assert (first, last) == ("sort", ("fused(sin, copy_)", N, 2 * N))
+
+
+def test_a_product_that_is_overwritten_before_anyone_reads_it_is_not_computed():
+    x, y, weight = T(32, 32), T(32, 32), T(32, 32)
+
+    def program():
+        torch.mm(x, weight, out=y)
+        y.copy_(x)
+
+    assert fused(program) == [("copy_", N, N)]
 
 
 def test_the_gradient_of_a_convolutions_bias_reads_the_gradient_alone():
