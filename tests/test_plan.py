@@ -27,7 +27,7 @@ from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost,
 from flopmeter.ask.plan.memory import memory_of, memory_of_rank
 from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.schedules import most_in_flight, order_of
-from flopmeter.ask.plan.splits import Shape
+from flopmeter.ask.plan.splits import Bounds, Shape, splits
 from flopmeter.ask.plan.subject import subject_of
 from flopmeter.ask.plan.whole import WholeJob, meter_whole
 from flopmeter.cli import main
@@ -524,3 +524,13 @@ def test_a_built_in_model_is_planned_with_sequences_that_it_takes() -> None:
     """GPT-2 has 1,024 positions; nobody said a length."""
     found = plan("gpt2-124m", 8, only={"tp": 1, "cp": 1, "pp": 1}, rows=1)
     assert "8 sequences of 1,024 tokens a step" in found.title
+
+
+def test_without_numpy_sequences_stay_whole_and_whoever_wishes_for_more_is_told(monkeypatch):
+    """torch's context parallelism imports NumPy, which torch does not bring."""
+    bounds = Bounds(8, 8, 65536, 4, 8, 8, None, True)
+    assert max(split.cp for split in splits(bounds, {})) > 1
+    monkeypatch.setattr("flopmeter.ask.plan.splits.find_spec", lambda name: None)
+    assert {split.cp for split in splits(bounds, {})} == {1}
+    with pytest.raises(PlanError, match="pip install numpy"):
+        list(splits(bounds, {"cp": (2,)}))

@@ -17,7 +17,16 @@ from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_secon
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, meter_layers
 from flopmeter.ask.plan.memory import MemoryUse, least_bytes, memory_of, state_bytes
 from flopmeter.ask.plan.rows import ParallelPlan, SplitRow
-from flopmeter.ask.plan.splits import Bounds, PlanError, Shape, Split, checked_wishes, splits
+from flopmeter.ask.plan.splits import (
+    WITHOUT_NUMPY,
+    Bounds,
+    PlanError,
+    Shape,
+    Split,
+    checked_wishes,
+    has_context_parallelism,
+    splits,
+)
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
 from flopmeter.ask.plan.whole import Whole, WholeJob, meter_whole
 from flopmeter.ask.workers import results_of
@@ -283,6 +292,8 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
     if length is None:
         notes.append(f"assumed: {bounds.length:,} tokens a sequence (length=)")
     notes.append(_no_tensor_parallelism(subject))
+    if not has_context_parallelism():
+        notes.append(f"splits of the sequence are left out: {WITHOUT_NUMPY}")
     if subject.has_experts:
         notes.append(_no_experts(subject))
     if subject.has_experts and subject.heads:

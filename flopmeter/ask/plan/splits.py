@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import product
 from typing import Literal, NamedTuple, get_args
 
@@ -120,6 +121,14 @@ class Bounds(NamedTuple):
     can_defer: bool  # gradients of weights can have passes of their own
 
 
+WITHOUT_NUMPY = "torch's context parallelism needs NumPy, which is not installed: pip install numpy"
+
+
+def has_context_parallelism() -> bool:
+    """torch does not depend on NumPy, which torch.distributed.tensor.experimental imports."""
+    return find_spec("numpy") is not None
+
+
 WISHES = (*MESH, "ep", "microbatch", "recompute", "schedule", "chunks", "gather")
 _CHOICES = {"recompute": get_args(Recompute), "schedule": get_args(ScheduleName), "gather": get_args(GatherTime)}
 
@@ -179,6 +188,10 @@ def _tensor(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[in
 def _context(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> list[int]:
     """Sizes of context parallelism. Each rank has two parts of the sequence, an early and a late one, so that a causal
     mask leaves all ranks the same work."""
+    if not has_context_parallelism():
+        if any(cp != 1 for cp in wishes.get("cp", ())):
+            raise PlanError(f"only['cp']: {WITHOUT_NUMPY}")
+        return [1]
     least = 2 if "cp" in wishes else LEAST_LENGTH
     return [cp for cp in divisors(bounds.length // 2) if cp == 1 or bounds.length // cp >= least]
 
