@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -65,9 +66,9 @@ def digest(text: str) -> str:
 
 def digest_of(lines: Iterable[str]) -> str:
     """Of records as they print themselves: floats with six digits, streams by the order in which they come, since their
-    numbers go on from program to program, without addresses and the lines of files."""
+    numbers go on from program to program, without addresses, files and their lines."""
     text, streams = "\n".join(lines), {"0": 0}
-    text = re.sub(r" at 0x\w+|\.py:\d+", "", text)
+    text = re.sub(r" at 0x\w+|[^\s\"'(]*\.py:\d+", "", text)
     text = re.sub(r"\bstream=(-?\d+)", lambda found: f"stream={streams.setdefault(found[1], len(streams))}", text)
     return digest(re.sub(r"\d+\.\d+(e[+-]?\d+)?", lambda found: figure(float(found[0])), text))
 
@@ -118,10 +119,20 @@ WITHOUT_OPS = ("op_db broadcast_shapes", "Muon, plain")  # nothing to report; Mu
 SAMPLED = (torch.float32, torch.complex64, torch.int64)
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """What lies in a cycle dies when Python collects garbage, which depends on all that ran before."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def price_of_program(device: str, run: Run) -> Row:
     """What was recorded, launched in each mode, and what one report of it says."""
     meter = FlopMeter(device, compile="rules")  # on the programs of torch.compile
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), no_collection():
         warnings.simplefilter("ignore")
         run(meter)
     report = meter.report()
@@ -442,7 +453,7 @@ def price_of_test(test: Callable[[], None]) -> Row:
 
     with (
         mock.patch.object(Recorder, "__exit__", recorder_left), mock.patch.object(FlopMeter, "__exit__", meter_left),
-        warnings.catch_warnings(),
+        warnings.catch_warnings(), no_collection(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")
         test()

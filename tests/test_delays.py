@@ -7,8 +7,8 @@ import math
 import pytest
 
 from flopmeter import Delays, ParallelPlan, plan
-from flopmeter.__main__ import main
 from flopmeter.ask.delays import expected_maximum
+from flopmeter.cli import main
 
 
 def test_hosts_that_are_slower_than_the_gpus_set_the_pace() -> None:

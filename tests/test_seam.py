@@ -200,6 +200,12 @@ def switched() -> Iterator[None]:
             setattr(matmul, name, value)
 
 
+def attend_to_sequences_of_two_lengths() -> None:
+    q = meta(8, 4, 64, dtype=BF16)
+    starts = on_meta(torch.tensor([0, 3, 8], dtype=torch.int32))
+    torch.ops.aten._flash_attention_forward(q, q, q, starts, starts, 5, 5, 0.0, False, False)
+
+
 @functools.cache
 def catalogue() -> tuple[Report, ...]:
     trained = metered(train, source=True)
@@ -210,6 +216,7 @@ def catalogue() -> tuple[Report, ...]:
         metered(lambda: attend(SDPBackend.CUDNN_ATTENTION), "h100-sxm5-80gb"),
         metered(attend_on_the_cpu, as_cuda=False),
         metered(attend_in_a_window),
+        metered(attend_to_sequences_of_two_lengths),
         metered(odds_and_ends, "h100-sxm5-80gb"),
         metered(recur),
         metered(lambda: by_value(mm_gelu(meta(4, 8), meta(8, 4)))),

@@ -50,7 +50,7 @@ from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import Absent
 
 Rule = Callable[[Call], "Cost | tuple[Cost, ...]"]
-_Rule = TypeVar("_Rule", bound=Rule)
+_SameRule = TypeVar("_SameRule", bound=Rule)
 Touched = Iterable["TensorSpec | Region"] | int
 """What a kernel reads or writes: whole tensors and parts of tensors; or so many bytes of what the law names."""
 RULES: dict[OpOverloadPacket | OpOverload, Rule] = {}  # an overload's own rule goes before its packet's
@@ -60,13 +60,13 @@ COMPLEX_ADD, COMPLEX_MULTIPLY, COMPLEX_DIVIDE, COMPLEX_OTHER = 2, 6, 11, 4
 """Real operations in one of complex numbers. A division: ac + bd and bc - ad 6, c·c + d·d 3, and two divisions."""
 
 
-def rule(*ops: OpOverloadPacket | OpOverload) -> Callable[[_Rule], _Rule]:
+def rule(*ops: OpOverloadPacket | OpOverload) -> Callable[[_SameRule], _SameRule]:
     """Enter a function into the table, for those of the ops that this torch has.
 
     Raises ValueError where one has a rule already.
     """
 
-    def enter(function: _Rule) -> _Rule:
+    def enter(function: _SameRule) -> _SameRule:
         for op in ops:
             if isinstance(op, Absent):
                 continue

@@ -18,7 +18,7 @@ from flopmeter.known_values.values import Values, no_modes
 _ENDS_OF_GROUPS = "offs"
 
 
-class _Packed(NamedTuple):
+class _PackedNames(NamedTuple):
     """What an op of attention calls these arguments."""
 
     queries: str  # where each sequence of queries begins
@@ -28,9 +28,9 @@ class _Packed(NamedTuple):
 
 
 _PACKED = (
-    _Packed("cum_seq_q", "cum_seq_k", "seqused_k", "max_k"),
-    _Packed("cu_seqlens_q", "cu_seqlens_k", "seqlen_k", "max_seqlen_k"),
-    _Packed("cu_seq_q", "cu_seq_k", "seqused_k", "max_k"),  # torch.nn.attention.varlen
+    _PackedNames("cum_seq_q", "cum_seq_k", "seqused_k", "max_k"),
+    _PackedNames("cu_seqlens_q", "cu_seqlens_k", "seqlen_k", "max_seqlen_k"),
+    _PackedNames("cu_seq_q", "cu_seq_k", "seqused_k", "max_k"),  # torch.nn.attention.varlen
 )
 
 
@@ -74,7 +74,7 @@ def with_lengths(known: Knowledge, call: Invocation) -> Any:
 
 
 @functools.cache
-def _packed(func: OpOverload) -> _Packed | None:
+def _packed(func: OpOverload) -> _PackedNames | None:
     names = {argument.name for argument in func._schema.arguments}
     return next((packed for packed in _PACKED if packed.queries in names), None)
 

@@ -53,10 +53,9 @@ class Scratch(NamedTuple):
 
 def scratch_of(trace: Trace, steps: int, device: Hardware, *, repeats: bool = False) -> Iterator[Scratch]:
     """Of the first `steps` ops. `repeats`: the program ran before, so what a thread keeps is there from the start."""
-    if device.compute_capability is None:  # the libraries of other makers ask for other sizes
+    workspace = workspace_bytes(device)
+    if not workspace:
         return
-    major, _ = device.compute_capability
-    workspace = _WIDE_WORKSPACE_BYTES if major in _WIDE_MAJORS else _WORKSPACE_BYTES
     keeps, kept = running_version() < _FRESH_SINCE, set[tuple[bool, int]]()
     for place, op in enumerate(trace.ops[:steps]):
         name, stream = op.call.name, trace.stream_use.streams.get(place, DEFAULT_STREAM)
@@ -70,6 +69,13 @@ def scratch_of(trace: Trace, steps: int, device: Hardware, *, repeats: bool = Fa
         elif holder not in kept:
             kept.add(holder)
             yield Scratch(workspace, BEFORE if repeats else place, None, stream)
+
+
+def workspace_bytes(device: Hardware) -> int:
+    """Of cuBLAS, for one thread and stream; 0 for the libraries of other makers, which ask for other sizes."""
+    if device.compute_capability is None:
+        return 0
+    return _WIDE_WORKSPACE_BYTES if device.compute_capability[0] in _WIDE_MAJORS else _WORKSPACE_BYTES
 
 
 def kept_bytes(trace: Trace, device: Hardware) -> int:

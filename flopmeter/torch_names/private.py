@@ -226,11 +226,13 @@ TRITON_ACCESSED = listed(TRITON, _TRITON, "identify_accessed_tensors", "which te
 TRITON_OPERATORS = listed(TRITON, "torch._library.triton", "triton_ops_to_kernels", "which operators launch kernels")
 META_GROUPED_MM = listed(GROUPED, "torch._meta_registrations", "meta_grouped_mm", "torch's Meta kernel of _grouped_mm")
 COMPILED_MODULE = "_orig_mod"
+COMPILED_CALL = "_compiled_call_impl"
 AROUND_COMPILED_CALL = listed(
     COMPILE, "torch._dynamo.eval_frame", "set_skip_guard_eval_unsafe", "called before and after each compiled call"
 )
 DYNAMO = listed(COMPILE, "torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
 listed(COMPILE, "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True)
+listed(COMPILE, "torch.nn", f"Module.{COMPILED_CALL}", "whether a layer compiles itself", on_instances=True)
 AOTI_COMPILE = listed(
     AOT_INDUCTOR, "torch._inductor", "aoti_compile_and_package", "where a package is made (documented)"
 )

@@ -17,6 +17,7 @@ from flopmeter.ask.plan.schedules import Pass, most_in_flight
 from flopmeter.ask.plan.splits import Split
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.timing.allocator import CachingAllocator, OutOfMemoryError, Piece
+from flopmeter.timing.scratch import workspace_bytes
 
 AVERAGES_BYTES = 12  # of a parameter in the shard: itself and Adam's two averages, in fp32
 # Where nothing is sharded, the gradient in fp32 too, and the parameter in the type in which products run.
@@ -99,6 +100,8 @@ class _RankMemory:
         self._microbatches = min(work.microbatches, ROUNDS * self._split.pp)  # more do not fill it further
         self._keeps_whole, self._is_sharded = self._split.gather == "step", self._split.shards > 1
         self._allocator = CachingAllocator(capacity_bytes)
+        for _ in ("forward", "backward"):  # passes run in threads of their own
+            self._allocator.allocate(workspace_bytes(work.hardware))
         self._in_use, self._peak, self._most_bytes = 0, 0, most_bytes
         self._blocks: dict[tuple[int, int, int], dict[int, _Taken]] = defaultdict(dict)  # by chunk, place, microbatch
         self._whole: dict[tuple[int, int], list[_Taken]] = {}  # parameters, by chunk and place

@@ -20,6 +20,7 @@ from flopmeter.models.gpt2 import GPT2, GPT2Config
 from flopmeter.models.hubs import TargetError, hub_config, model_of
 from flopmeter.models.layers import next_token_loss
 from flopmeter.models.llama import Llama, LlamaConfig
+from flopmeter.torch_names.private import COMPILED_CALL
 
 Loss = Callable[[nn.Module, Tensor], Tensor]  # of a model and token ids [batch, length]: the scalar that is trained
 Styles = Mapping[str, Any]  # torch's parallel styles by the names of modules, in which * stands for any part
@@ -94,7 +95,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         longest=_first_number(config, _LENGTHS),
         has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
         experts=gcd(*counts) or None,
-        is_compiled=any(getattr(block, "_compiled_call_impl", None) for block in blocks),
+        is_compiled=any(getattr(block, COMPILED_CALL, None) for block in blocks),
         fp8=fp8,
     )
     return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)
