@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from flopmeter.compiler.posing import CUDA, META
 from flopmeter.compiler.regions import Sizes
 from flopmeter.known_values import DataDependentError, KnownValues
-from flopmeter.known_values.lengths import arguments_with_lengths, lengths
+from flopmeter.known_values.lengths import arguments_with_lengths, by_name, lengths
 from flopmeter.known_values.values import no_modes, spans_storage
 from flopmeter.torch_names.operators import Overloads, Packets, aten_overloads
 
@@ -107,7 +107,7 @@ def makers_of_lengths(node: Node) -> dict[str, Node]:
     """What tells the lengths of its groups or packed sequences, by argument; empty for nearly all nodes."""
     if not isinstance(node.target, OpOverload):
         return {}
-    names, given = arguments_with_lengths(node.target), _arguments(node)
+    names, given = arguments_with_lengths(node.target), by_name(node.target, node.args, node.kwargs)
     return {name: given[name] for name in names if isinstance(given.get(name), Node)}
 
 
@@ -115,14 +115,9 @@ def groups_in(held: Mapping[Node, Any], node: Node, values: KnownValues | None) 
     """The lengths of the groups or packed sequences of the node, if they are known."""
     if values is None or not isinstance(node.target, OpOverload):
         return None
-    given = _arguments(node) | {name: held.get(maker) for name, maker in makers_of_lengths(node).items()}
+    given = by_name(node.target, node.args, node.kwargs)
+    given |= {name: held.get(maker) for name, maker in makers_of_lengths(node).items()}
     return lengths(node.target, given.get, values.values)
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    assert isinstance(node.target, OpOverload)
-    named = zip(node.target._schema.arguments, node.args, strict=False)
-    return {argument.name: value for argument, value in named} | node.kwargs
 
 
 def before(nodes: Iterable[Node], leads: Callable[[Node], bool] = lambda node: True) -> set[Node]:

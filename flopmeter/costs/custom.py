@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -42,6 +43,19 @@ def register_cost(op: Any, *, op_class: str = ELEMENTWISE) -> Callable[[CustomRu
         return function
 
     return enter
+
+
+def operator_with_cost(name: str, cost: CustomRule, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: an operator of flopmeter's own, `namespace::name`, for a kernel that is not there. The function, which
+    has type annotations, makes its result from shapes alone; it writes to the arguments in `mutates`."""
+
+    def make(shapes: Callable[..., Any]) -> Any:
+        operator = torch.library.custom_op(name, shapes, mutates_args=tuple(mutates))
+        operator.register_fake(shapes)
+        register_cost(operator)(cost)
+        return operator
+
+    return make
 
 
 def torch_formula(call: Call) -> Rule | None:

@@ -4,7 +4,7 @@ the sequences that attention takes packed into one tensor."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -62,11 +62,15 @@ def lengths(func: OpOverload, argument: Callable[[str], Any], values: Values) ->
     return None if keys is None else (*queries, *keys)
 
 
+def by_name(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that were given, as the schema calls them."""
+    return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+
+
 def with_lengths(known: Knowledge, call: Invocation) -> Any:
     """A call whose work depends on lengths. If those of groups are unknown, they are assumed equal; those of sequences
     as long as the longest, which the report tells (costs/contractions/varlen.py)."""
-    given = {argument.name: value for argument, value in zip(call.func._schema.arguments, call.args, strict=False)}
-    given |= call.kwargs
+    given = by_name(call.func, call.args, call.kwargs)
     known.groups = lengths(call.func, given.get, known.values)
     if known.groups is None and given.get(_ENDS_OF_GROUPS) is not None:
         known.assume.note("groups of equal length", call.func)

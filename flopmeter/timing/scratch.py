@@ -18,26 +18,12 @@ from flopmeter.torch_names.dispatcher import running_version
 
 # CUBLAS_WORKSPACE_CONFIG as torch chooses it: 8 buffers of 4096 KiB on these majors, else 2 of them and 8 of 16 KiB.
 _WIDE_MAJORS, _WIDE_WORKSPACE_BYTES, _WORKSPACE_BYTES = (9, 10, 12), 2**25, 2**23 + 2**17
-_OF_CUBLAS = frozenset(
-    (
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "addbmm",
-        "mv",
-        "addmv",
-        "dot",
-        "vdot",
-        "_addmm_activation",
-        "_int_mm",
-        "_scaled_mm",
-    )
-)
-_FRESH_SINCE = (
-    2,
-    15,
-)  # each call asks for a workspace and gives it back; before, each thread keeps one for each stream
+_OF_CUBLAS = frozenset((
+    "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "_addmm_activation", "_int_mm",
+    "_scaled_mm",
+))  # fmt: skip
+# Since then each call asks for a workspace and gives it back; before, each thread keeps one for each stream.
+_FRESH_SINCE = (2, 15)
 _FLASH_BACKWARD = frozenset(("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward"))
 _ROUNDED_QUERIES, _ROUNDED_HEAD, _SUM_BYTES = 128, 32, 4
 

@@ -19,14 +19,15 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from flopmeter.costs import make_contraction, make_cost, register_cost
+from flopmeter.costs import make_contraction, make_cost
+from flopmeter.costs.custom import CustomRule, operator_with_cost
 from flopmeter.records import Call, Cost, Matmul
 
 STATE_OPERATIONS = 7  # for an element: decayed, read, updated and asked (a product, or a product and a sum, each)
@@ -35,16 +36,8 @@ MOST_STEPPED_TOKENS = 16  # of a sequence, one after another in one kernel: a dr
 HALF, SINGLE = 2, 4  # bytes
 
 
-def _operator(name: str, cost: Callable[[Call], Any], mutates: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Decorator: an operator of that name; the function makes its result from shapes alone."""
-
-    def make(shapes: Callable[..., Any]) -> Any:
-        operator = torch.library.custom_op(f"flopmeter_serve::{name}", shapes, mutates_args=tuple(mutates))
-        operator.register_fake(shapes)
-        register_cost(operator)(cost)
-        return operator
-
-    return make
+def _operator(name: str, cost: CustomRule, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    return operator_with_cost(f"flopmeter_serve::{name}", cost, mutates)
 
 
 def _convolution_cost(call: Call) -> Cost:

@@ -214,7 +214,6 @@ def dist(call: Call) -> tuple[Cost, Cost]:
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
     difference = scratch(call.inputs[0])._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
     norm = vector_norm(replace(call, inputs=(difference,)))
-    assert isinstance(norm, Cost)
     return (
         make_cost(call, ELEMENTWISE, difference.numel, written=(difference,), complex_factor=COMPLEX_ADD),
         replace(norm, reads=(Region(difference, difference.nbytes),)),

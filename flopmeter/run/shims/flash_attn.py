@@ -171,7 +171,6 @@ def _cache_cost(call: Call) -> Cost:
     # With a tensor of where sequences begin, whichever it is, the library's price goes by max_q and max_k.
     kwargs |= {"cum_seq_q": query, "window_size_left": left, "window_size_right": right}
     cost = flash_attention(Call(aten._flash_attention_forward.default, (), kwargs, call.inputs, call.outputs))
-    assert isinstance(cost, Cost)
     seen = longest if left < 0 else min(longest, left + call.argument("max_q"))
     tokens = (query if pages is None else pages).shape[0] * seen
     held = [Region(each, min(each.nbytes, tokens * each.nbytes // prod(each.shape[:2]))) for each in (key, value)]

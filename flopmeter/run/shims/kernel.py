@@ -5,22 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
-from flopmeter.costs import register_cost
-from flopmeter.records import Call, Cost
-
-CostRule = Callable[[Call], "int | Cost | tuple[Cost, ...]"]
+from flopmeter.costs.custom import CustomRule, operator_with_cost
 
 
-def kernel(name: str, cost: CostRule, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: an operator `flopmeter_shims::name`. The function, which has type annotations, makes its result from
-    shapes alone; it writes to the arguments in `mutates`."""
-
-    def make(shapes: Callable[..., Any]) -> Any:
-        operator = torch.library.custom_op(f"flopmeter_shims::{name}", shapes, mutates_args=tuple(mutates))
-        operator.register_fake(shapes)
-        register_cost(operator)(cost)
-        return operator
-
-    return make
+def kernel(name: str, cost: CustomRule, mutates: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: an operator `flopmeter_shims::name`."""
+    return operator_with_cost(f"flopmeter_shims::{name}", cost, mutates)
