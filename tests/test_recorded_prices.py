@@ -26,18 +26,9 @@ def test_the_price_of_a_call_is_the_one_recorded(op):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_price_of_a_program_is_the_one_recorded(name):
-    """But for the digest of all its records: of some programs with streams it hangs on what ran before."""
-    price = recorded_prices.price_of_program(*recorded_prices.programs()[name])
-    assert {**price, "detail": PROGRAMS[name]["detail"]} == PROGRAMS[name], HOW
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_records_of_a_program_are_those_recorded(name):
     assert recorded_prices.price_of_program(*recorded_prices.programs()[name]) == PROGRAMS[name], HOW
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TESTS)
 def test_what_another_test_meters_has_the_prices_recorded(name):
     assert recorded_prices.price_of_test(recorded_prices.tests()[name]) == TESTS[name], HOW
