@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flopmeter import FlopMeter
 from flopmeter.costs import costs_of
+from flopmeter.costs.contractions.quantized import equal_groups
 from flopmeter.costs.rules import make_cost
 from flopmeter.records import UNCOUNTED, Call, RecurrentWork
 
@@ -319,3 +322,37 @@ def test_the_gradient_of_a_sum_over_a_slice_fills_the_slice():
     """One number, expanded to 2 x 6, is written 12 times into zeros of 5 x 6."""
     zeros, placed = last(lambda: aten.slice_backward(T(1, 1).expand(2, 6), [5, 6], 0, 1, 3, 1))
     assert (zeros.bytes_written, placed.bytes_read, placed.bytes_written) == (120, 4, 48)
+
+
+# --- what few programs reach
+
+
+def test_an_overwrite_of_fsdps_reads_the_new_and_writes_the_old():
+    """[8, 4] in bf16 onto [8, 4] in fp32."""
+    importlib.import_module("flopmeter.distributed.rules")
+    new = T(8, 4, dtype=torch.bfloat16)
+    assert moved(costs_of(call_by_hand(torch.ops.fsdp.copy_.default, (T(8, 4), new), ()))) == [(64, 128)]
+
+
+def test_attention_of_cudnn_on_a_batch_has_the_rows_of_its_queries_and_the_keys_of_its_keys():
+    """2 heads of 8 queries on 48 keys of one head, heads second."""
+    op = aten._cudnn_attention_forward.default
+    q, k, out = T(3, 2, 8, 16), T(3, 1, 48, 16), T(3, 2, 8, 16)
+    arguments = (q, k, k, None, None, None, 8, 48, False)
+    call = call_by_hand(op, arguments, (out, T(3, 2, 8, 1)))
+    (cost,) = costs_of(call)
+    assert (cost.work.shape.heads, cost.work.shape.queries, cost.work.shape.keys) == (2, 8, 48)
+    assert cost.macs == 2 * 3 * 2 * 8 * 48 * 16
+
+
+def test_a_mask_among_other_indices_makes_the_host_wait():
+    """How many places a mask picks is data, whatever stands beside it."""
+    mask, places = T(9, dtype=torch.bool), T(1, dtype=I64)
+    for indices, waits in (((mask, places), True), ((places, mask), True), ((places, places), False)):
+        (cost,) = costs_of(call_by_hand(aten.index.Tensor, (T(9, 5), indices), (T(1),)))[-1:]
+        assert cost.blocks_host is waits
+
+
+def test_no_rows_are_no_groups():
+    assert equal_groups(0, 0) == ()
+    assert equal_groups(7, 3) == (3, 2, 2)

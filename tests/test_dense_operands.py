@@ -1,4 +1,4 @@
-"""Kernels that walk dense memory: torch copies operands that lie otherwise."""
+"""Kernels that walk dense memory, and products of cuBLAS: torch copies operands that lie otherwise."""
 
 from __future__ import annotations
 
@@ -70,3 +70,101 @@ def test_a_cumulative_sum_of_a_transposed_matrix_copies_it():
     copy, scan = costs_in(lambda: meta(64, 32).t().cumsum(-1))
     assert (copy.op_class, copy.bytes_written) == (MOVEMENT, 4 * 64 * 32)
     assert scan.bytes_read == 4 * 64 * 32
+
+
+# --- what cuBLAS takes
+
+MATRICES = {
+    "rows": lambda x: x[:8, :16],
+    "columns": lambda x: x[:16, :8].t(),
+    "every other row": lambda x: x[:16:2, :16],
+    "every other column": lambda x: x[:8, :32:2],
+    "a row repeated": lambda x: x[:1, :16].expand(8, 16),
+    "a number repeated": lambda x: x[:1, :1].expand(8, 16),
+    "rows that overlap": lambda x: x.as_strided((8, 16), (4, 1)),
+    "columns that overlap": lambda x: x.as_strided((8, 16), (1, 4)),
+    "one row": lambda x: x[:1, :16],
+    "every other number of a row": lambda x: x[:1, :32:2],
+    "one column": lambda x: x[:8, :1],
+    "every other number of a column": lambda x: x[:16:2, :1],
+}
+
+
+@pytest.mark.parametrize("layout", MATRICES)
+def test_a_product_copies_the_matrices_that_torch_copies_before_it_calls_blas(layout):
+    """torch's CPU kernel calls a BLAS with the same demands."""
+
+    def program(x):
+        a = MATRICES[layout](x)
+        return a @ x[: a.shape[1]], x[:, : a.shape[0]] @ a
+
+    costs = costs_in(lambda: program(meta(64, 64)))
+    assert sum(cost.op_class == MOVEMENT for cost in costs) == copies_by_torchs_profiler(program, torch.ones(64, 64))
+
+
+def test_every_other_column_is_read_and_written_once_before_the_product():
+    """[8, 16] of 4 bytes, whose neighbours in memory are not read; then the copy, [16, 32] and [8, 32]."""
+    copy, product = costs_in(lambda: meta(8, 32)[:, ::2] @ meta(16, 32))
+    assert (copy.bytes_read, copy.bytes_written, copy.access) == (512, 512, "strided")
+    assert (product.bytes_read, product.bytes_written) == (512 + 2048, 1024)
+
+
+def test_heads_of_one_tensor_are_multiplied_where_they_lie_and_their_elements_are_not():
+    """The leading dimension of a batch may be that of all heads; a stride of 2 within both dimensions is none."""
+    heads = costs_in(lambda: torch.bmm(meta(8, 4, 16).transpose(0, 1), meta(4, 16, 8)))
+    shared = costs_in(lambda: torch.bmm(meta(1, 8, 16).expand(4, 8, 16), meta(4, 16, 8)))
+    assert [len(heads), len(shared)] == [1, 1]
+    copy, product = costs_in(lambda: torch.bmm(meta(4, 8, 16, 2)[..., 0], meta(4, 16, 8)))
+    assert (copy.bytes_read, copy.bytes_written) == (2048, 2048)
+    assert product.bytes == 2048 + 2048 + 1024
+
+
+def test_the_gradient_of_a_sum_becomes_a_matrix_for_each_of_the_two_products():
+    """One number over [8, 32], from which both products of the backward pass read 1,024 bytes."""
+    x, weight = meta(8, 16).requires_grad_(), meta(16, 32).requires_grad_()
+    copies = [cost for cost in costs_in(lambda: (x @ weight).sum().backward()) if cost.op_class == MOVEMENT]
+    assert [(cost.bytes_read, cost.bytes_written) for cost in copies if cost.name == "mm"] == [(4, 1024)] * 2
+
+
+def linear(rows, depth, columns):
+    return F.linear(meta(rows, depth), meta(columns, depth), meta(columns))
+
+
+@pytest.mark.parametrize(
+    ("program", "copied"),
+    [
+        (lambda: linear(8, 16, 32), None),
+        (lambda: linear(1, 16, 32), (128, 128)),
+        (lambda: linear(8, 16, 1), (4, 32)),
+        (lambda: torch.addmm(meta(32), meta(8, 16), meta(16, 32), beta=0.5), (128, 1024)),
+        (lambda: torch.addmm(meta(1, 32), meta(8, 16), meta(16, 32)), (128, 1024)),
+        (lambda: meta(8, 32).addmm_(meta(8, 16), meta(16, 32)), None),
+        (lambda: torch.baddbmm(meta(4, 1, 32), meta(4, 8, 16), meta(4, 16, 32)), (512, 4096)),
+        (lambda: torch.baddbmm(meta(4, 1, 32), meta(4, 8, 16), meta(4, 16, 32), beta=0), None),
+        (lambda: torch.addmv(meta(8), meta(8, 16), meta(16)), (32, 32)),
+    ],
+    ids=["bias", "one row", "one column", "half", "row", "in place", "batches", "of nothing", "vector"],
+)
+def test_what_is_added_is_copied_into_the_result_first_unless_it_is_a_bias_or_the_result(program, copied):
+    """A bias is added by the product's own kernel if both matrices have more than one row and column
+    (`isInputCompliesAddmmCudaLt` in aten/src/ATen/native/cuda/Blas.cpp); what was copied is read as the result."""
+    *copies, product = costs_in(program)
+    assert [(cost.bytes_read, cost.bytes_written) for cost in copies] == [copied][: copied is not None]
+    if copied is not None:
+        assert product.bytes_read >= copied[1]
+
+
+def test_a_matrix_that_is_added_is_copied_before_torch_2_15(monkeypatch):
+    """[8, 32] read and written; torch 2.15 hands it to cuBLAS as it lies."""
+    for version, kernels in (((2, 13), 2), ((2, 15), 1)):
+        monkeypatch.setattr("flopmeter.costs.contractions.matmul.running_version", lambda version=version: version)
+        costs = costs_in(lambda: torch.addmm(meta(8, 32), meta(8, 16), meta(16, 32)))
+        assert len(costs) == kernels
+        assert costs[-1].bytes_read == 4 * (8 * 32 + 8 * 16 + 16 * 32)
+
+
+def test_a_compiled_product_has_its_copies_too():
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        torch.relu(meta(8, 32).mul(2)[:, ::2] @ meta(16, 32))
+    names = [kernel.cost.name for kernel in meter.report(mode="compiled").kernels]
+    assert names == ["mul", "mm", "mm", "relu"]

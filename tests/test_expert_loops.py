@@ -39,8 +39,11 @@ def test_both_passes_have_the_matmuls_of_experts_with_rows_and_the_bytes_of_thei
     read = sum(rows * IN + IN * OUT for rows in filled)  # forward
     read += sum(rows * OUT + IN * OUT for rows in filled) + sum(rows * (IN + OUT) for rows in filled)
     assert sum(cost.bytes_read for cost in products) == 4 * read
-    fills = [cost.bytes_written for cost in loops if not cost.macs and cost.bytes_written]
-    assert fills == [4 * sum(ROWS) * OUT, 4 * sum(ROWS) * IN, 4 * EXPERTS * IN * OUT]
+    fills = [(cost.bytes_read, cost.bytes_written) for cost in loops if not cost.macs and cost.bytes_written]
+    assert fills == [(0, 4 * sum(ROWS) * OUT), (0, 4 * sum(ROWS) * IN), (0, 4 * EXPERTS * IN * OUT)]
+    (first, second) = [cost.work.matmuls[0] for cost in products[3:5]]  # backward, of the first expert
+    assert (first.m, first.n, first.k) == (filled[0], IN, OUT)
+    assert (second.m, second.n, second.k) == (IN, OUT, filled[0])
 
 
 def test_the_matmuls_are_those_that_torch_runs_inside_of_the_op():

@@ -927,3 +927,13 @@ def test_a_list_of_indices_may_stand_on_lines_of_its_own():
         ]
         # fmt: on
         assert picked.tolist() == [5, 7]
+
+
+def test_a_text_of_a_tensor_on_meta_is_torchs_own_unless_it_is_one_known_number():
+    some = torch.ones(3, device="meta")
+    plain = f"{some}"
+    with metered():
+        assert f"{some}" == plain
+        with pytest.raises(TypeError, match="format string"):
+            format(some, ".2f")
+        assert f"{torch.tensor(2.5, device='meta'):.2f}" == "2.50"

@@ -1,8 +1,9 @@
-"""Ops whose kernels walk dense memory: torch copies what lies otherwise before it runs them.
+"""Ops whose kernels take only some layouts: torch copies what lies otherwise before it runs them.
 
 `x.contiguous()` stands inside of the op, where no recorder sees it. A tensor that a permutation made, such as the
 patches of an image in `[batch, tokens, channels]`, keeps its order through additions and multiplications, so that each
-layer norm of a vision transformer without a class token copies its input.
+layer norm of a vision transformer without a class token copies its input. cuBLAS takes matrices whose rows or columns
+are dense; the gradient of a sum, which is one number expanded over a tensor, is none, nor is every other column.
 """
 
 from __future__ import annotations
@@ -34,22 +35,39 @@ _DENSE: Mapping[OpOverloadPacket, tuple[str, ...]] = {
     aten.cumprod: ("self",),
 }
 
+# By op: the matrices that it hands to cuBLAS (aten/src/ATen/native/cuda/Blas.cpp).
+_MATRICES: Mapping[OpOverloadPacket, tuple[str, ...]] = {
+    aten.mm: ("self", "mat2"),
+    aten._int_mm: ("self", "mat2"),
+    **dict.fromkeys((aten.addmm, aten.addmm_, aten._addmm_activation), ("mat1", "mat2")),
+    aten.bmm: ("self", "mat2"),
+    **dict.fromkeys((aten.baddbmm, aten.baddbmm_), ("batch1", "batch2")),
+    aten.mv: ("self",),
+    **dict.fromkeys((aten.addmv, aten.addmv_), ("mat",)),
+}
+
 
 def reads_dense(call: Call) -> bool:
     """Whether the op copies operands that are not dense. Code that inductor writes for it does not."""
     return call.func.overloadpacket in _DENSE
 
 
+def multiplies_matrices(call: Call) -> bool:
+    """Whether cuBLAS runs the op, so that its copies are not inductor's to write either."""
+    return call.func.overloadpacket in _MATRICES
+
+
 def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
     """The copies that the op makes first, and the call as its kernels then see it."""
-    names = _DENSE.get(call.func.overloadpacket, ())
+    packet = call.func.overloadpacket
+    names = _DENSE.get(packet) or _MATRICES.get(packet, ())
     given = [call.argument(name) for name in names]
     copies = {
         spec: scratch(spec, number)._replace(stride=dense_strides(spec.shape, channels_last=False))
         for number, spec in enumerate(dict.fromkeys(given), 1)
         if isinstance(spec, TensorSpec)
         and not is_dense(spec.shape, spec.stride, channels_last=False)
-        and not _is_kept(call, spec)
+        and not (_is_for_cublas(spec) if packet in _MATRICES else _is_kept(call, spec))
     }
     if not copies:
         return (), call
@@ -63,6 +81,17 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
             args[place[name]] = copies[spec]
     inputs = tuple(copies.get(spec, spec) for spec in call.inputs)
     return first, replace(call, args=tuple(args), kwargs=kwargs, inputs=inputs)
+
+
+def _is_for_cublas(spec: TensorSpec) -> bool:
+    """Whether rows or columns are dense and do not overlap: `prepare_matrix_for_cublas` in
+    aten/src/ATen/native/cuda/cuBlasCommonArgs.h, `prepare_batch_matrix_for_cublas` in Blas.cpp. Batches may lie
+    anywhere, also on each other. One column of a matrix is a matrix whose rows are dense."""
+    (rows, columns), (row_stride, column_stride) = spec.shape[-2:], spec.stride[-2:]
+    by_rows = column_stride == 1 and row_stride >= max(1, columns)
+    by_columns = row_stride == 1 and column_stride >= max(1, rows)
+    is_transposed = len(spec.shape) == 2 and is_dense((columns, rows), (column_stride, row_stride), channels_last=False)
+    return by_rows or by_columns or is_transposed
 
 
 def _is_kept(call: Call, spec: TensorSpec) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, make_contraction, make_cost, rule
 from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul, TensorSpec
+from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten
 
 
@@ -26,14 +27,14 @@ def bmm(call: Call) -> Cost:
 
 
 @rule(aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_)
-def addmm(call: Call) -> Cost:
+def addmm(call: Call) -> tuple[Cost, ...]:
     """beta·bias + alpha·(a @ b): the matmul, then per output one add and one multiply for each of
     alpha and beta that is not 1. cuBLAS does it in the matmul's epilogue."""
     return _scaled_sum(call, _product(*call.inputs[1:3]))
 
 
 @rule(aten._addmm_activation)
-def addmm_activation(call: Call) -> Cost:
+def addmm_activation(call: Call) -> tuple[Cost, ...]:
     """addmm with ReLU (0) or GELU (tanh, 9 with one function) in the epilogue."""
     product = _product(*call.inputs[1:3])
     gelus = product.m * product.n if call.argument("use_gelu") else 0
@@ -44,18 +45,15 @@ def addmm_activation(call: Call) -> Cost:
 def addbmm(call: Call) -> tuple[Cost, ...]:
     """beta·input + alpha·sum over the batch of (a @ b): a copy of the input, to which each product is added in place
     (aten/src/ATen/native/LinearAlgebra.cpp). The sum over the batch counts as depth of the product."""
-    (added, a, b), (out,) = call.inputs, call.outputs
+    (_, a, b), (out,) = call.inputs, call.outputs
     batch, m, k = a.shape
-    whole = _scaled_sum(call, Matmul(1, m, b.shape[-1], batch * k))
-    is_added = call.argument("beta") != 0
-    copies = is_added and out.storage != added.storage
-    copy = [make_cost(call, MOVEMENT, read=(added,), written=(out,))] if copies else []
+    *copy, whole = _scaled_sum(call, Matmul(1, m, b.shape[-1], batch * k))
     return *copy, *(
         make_contraction(
             call,
             [Matmul(1, m, b.shape[-1], k)],
             extra=whole.flops_by_class[1:] if number == 0 else (),
-            read=(_matrix(a, number), _matrix(b, number), *([out] if number or is_added else [])),
+            read=(_matrix(a, number), _matrix(b, number), *([out] if number or call.argument("beta") != 0 else [])),
             written=(out,),
         )
         for number in range(batch)
@@ -75,7 +73,7 @@ def mv(call: Call) -> Cost:
 
 
 @rule(aten.addmv, aten.addmv_)
-def addmv(call: Call) -> Cost:
+def addmv(call: Call) -> tuple[Cost, ...]:
     """beta·input + alpha·(A @ x)."""
     m, k = call.inputs[1].shape
     return _scaled_sum(call, Matmul(1, m, 1, k))
@@ -88,7 +86,7 @@ def dot(call: Call) -> Cost:
 
 
 @rule(aten.addr, aten.addr_)
-def addr(call: Call) -> Cost:
+def addr(call: Call) -> tuple[Cost, ...]:
     """beta·input + alpha·(x ⊗ y)."""
     x, y = call.inputs[1:3]
     return _scaled_sum(call, Matmul(1, x.numel, y.numel, 1))
@@ -123,20 +121,38 @@ def _unsqueezed(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...
     return tuple(sizes)
 
 
-def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcendentals: int = 0) -> Cost:
+def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcendentals: int = 0) -> tuple[Cost, ...]:
     """The matmul and beta·input + alpha·matmul. With beta 0 the input is not read."""
-    operands = call.inputs[1:3]
+    (added, *operands), (out,) = call.inputs[:3], call.outputs
     beta, alpha = call.argument("beta"), call.argument("alpha")
     add, multiply = (COMPLEX_ADD, COMPLEX_MULTIPLY) if _is_complex(call) else (1, 1)
     per_output = (add if beta != 0 else 0) + multiply * ((beta not in (0, 1)) + (alpha != 1))
     sums = per_output * product.batch * product.m * product.n
-    return make_contraction(
+    copies = beta != 0 and out.storage != added.storage and not _adds_where_it_lies(call, product)
+    whole = make_contraction(
         call,
         [product],
         extra=((ELEMENTWISE, sums + more_flops),),
-        read=None if beta != 0 else operands,
+        read=(*operands, *([out if copies else added] if beta != 0 else [])),
         transcendentals=transcendentals,
     )
+    return (make_cost(call, MOVEMENT, read=(added,), written=(out,)), whole) if copies else (whole,)
+
+
+def _adds_where_it_lies(call: Call, product: Matmul) -> bool:
+    """Whether the kernel of the product reads the addend itself. Else torch copies the addend into the result first, to
+    which cuBLAS adds (aten/src/ATen/native: `isInputCompliesAddmmCudaLt` in cuda/Blas.cpp, `common_checks_baddbmm_bmm`
+    in LinearAlgebra.cpp). From torch 2.15 on a matrix is no longer copied (`c_ptr` in ATen/cuda/CUDABlas.h)."""
+    added, packet = call.inputs[0], call.func.overloadpacket
+    if packet in (aten.addr, aten.addr_):  # element by element
+        return True
+    if packet not in (aten.addmm, aten._addmm_activation) or _is_complex(call) or not added.is_floating:
+        return False
+    if min(product.m, product.n, product.k) == 1 or added.stride[-1:] != (1,):
+        return False
+    if len(added.shape) == 1:
+        return added.shape[0] == product.n and call.argument("beta") == 1
+    return added.shape == (product.m, product.n) and running_version() >= (2, 15)
 
 
 def _is_complex(call: Call) -> bool:

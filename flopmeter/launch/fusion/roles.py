@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.dense_operands import reads_dense
+from flopmeter.costs.dense_operands import multiplies_matrices, reads_dense
 from flopmeter.records import (
     ELEMENTWISE,
     INDEXING,
@@ -143,10 +143,11 @@ def role_of(call: Call, cost: Cost) -> Role:
 
 
 def _is_for_library(call: Call, cost: Cost) -> bool:
-    """A copy that a library's kernel reads, such as that of a slice for a convolution. It does not fuse: then the
+    """A copy that a library reads or adds to, such as that of a slice for a convolution. It does not fuse: then the
     published compiled times of mixnet, res2net and cspresnet (timm) are predicted better."""
     written = [region.spec for region in cost.writes if region.spec is not None]
-    return bool(written) and all(spec.storage < 0 for spec in written) and not reads_dense(call)
+    is_scratch = bool(written) and all(spec.storage < 0 for spec in written)
+    return multiplies_matrices(call) or (is_scratch and not reads_dense(call))
 
 
 def _role_of_scatter(call: Call, cost: Cost) -> Role:
