@@ -169,6 +169,8 @@ class AttentionKernel(NamedTuple):
     hides_softmax: bool = False  # that of one tile runs beside the matmuls of another: the cycles above overlap them
     holds_tiles: bool = True  # whole tiles of queries, keys and values lie in the shared memory of an SM
     masks_by_count: bool = False  # forward, so many tiles at the end of a block, and all under a window
+    read_share: float = 1.0  # of the bandwidth of a copy, which its loads reach
+    combines_at_a_time: int = 1  # slices that a block of the combining kernel loads before it waits for them
     tiles_on: Mapping[tuple[int, int], Tiles] = {}  # other tiles, by compute capability
     causal_tiles_on: Mapping[tuple[int, int], Tiles] = {}  # those under a causal mask, and in the backward pass
 
@@ -194,7 +196,10 @@ MOST_EVEN_HEAD_DIM = 128
 # assumed (.22).
 # The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
 # time. When decoding, a block of FlashAttention-2 loads a tile of keys and computes on it almost in turns: 1.2; in
-# FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 (decoding over few
+# FlashAttention-3 a warp of its own loads: 2. There memory is only read, and need not turn between reads and writes:
+# over 1 GB of keys and more it reaches .91 of spec, where copies reach .85 (decoding on an H100, same database; the
+# H200 is alike). The kernel that combines slices loads one at a time in FlashAttention-2 (`combine_attn_seqk_parallel`
+# in flash_fwd_kernel.h), in -3 four (`kStages` in flash_fwd_combine_kernel.h). The cycles of a block: 4,000 (over few
 # keys, in thousands of blocks, same database: 9,450, 11,450 and 8,260 cycles each at head dimension 128, 64 and 192 on
 # an L40S, which holds one, and 5,400 on an A100, which holds two); 3,000 to 6,000 are alike for prefill.
 # FlashAttention-2 shares blocks among heads for one query, -3 for as many queries as do not fill a block, and under a
@@ -221,7 +226,9 @@ FLASH_3 = AttentionKernel(
     tiles=((128, 128, 128), (512, 128, 64)), blocks_per_sm=1, score_cycles=0.055, backward_score_cycles=0.22,
     overlap_exponent=1.5, block_cycles=5000, shared_queries=128, shares_in_window=True, longest_first=True,
 )  # fmt: skip
-FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=3.0)
+FLASH_3_SPLIT = FLASH_3._replace(
+    tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=2.0, read_share=1.08, combines_at_a_time=4,
+)  # fmt: skip
 # Data-centre Blackwell, forward (flash_attn/cute/flash_fwd_sm100.py at 0251105; CUTLASS's example 77 is built alike):
 # one warp issues the matmuls of two tiles of 128 queries, whose sums lie in a memory of the matrix unit, and two
 # warpgroups do nothing but their softmax, whose exp takes an SM .0625 cycles. So it runs beside the matmuls. cuDNN's
@@ -285,7 +292,8 @@ BLOCK_RESERVED_KB = 1
 # numbers of slices, the first that fills the last wave .85 as well as the best (FlashAttention's num_splits_heuristic).
 FEW_BLOCKS, SLICE_FILL, MOST_SLICES = 0.8, 0.85, 128
 
-# Seconds of the kernel that combines the slices, beside its traffic: the smallest kernel and two trips to memory.
+# Seconds of the kernel that combines the slices, beside its traffic and the slices themselves: the smallest kernel and
+# two trips to memory. A block of it adds up slice after slice, each a trip to the L2 cache.
 COMBINE_SECONDS = 4e-6
 
 # Multiples to which head dimensions are padded, up to 128 and above.
