@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flopmeter.device.hardware import Hardware, Peak
 from flopmeter.records import AttentionBackend, AttentionShape, AttentionWork, Cost, Mask
 from flopmeter.timing import constants
-from flopmeter.timing.bandwidth import cache_bytes_per_s, cycles_to_seconds
+from flopmeter.timing.bandwidth import access_seconds, cache_bytes_per_s, cycles_to_seconds
 from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.matmul import Busy, fastest, overlap
@@ -61,7 +61,7 @@ def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, c
 
 
 def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardware, peak: Peak, memory: float) -> Busy:
-    shape = attends.shape
+    shape, memory = attends.shape, memory / launch.kernel.read_share
     masked_share = _masked_tiles(launch, shape) / max(launch.grid.tiles, 1)
     filled = _filled_share(launch, shape)
     of_score = score_seconds(attends, cost.dtype, launch.kernel, masked_share, filled, hardware, peak)
@@ -75,7 +75,8 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     if is_combined:  # each slice writes partial results in fp32; those that the cache cannot hold go to memory
         partial_bytes = 4 * launch.slices * elements * shape.value_dim
         extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
-        work += constants.COMBINE_SECONDS
+        trips = launch.slices / launch.kernel.combines_at_a_time
+        work += constants.COMBINE_SECONDS + trips * access_seconds(1.0, hardware)
     if shape.is_backward and attends.backend != "flex":
         extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
     return Busy(compute, memory + extra, max(work, memory) + extra)
@@ -121,6 +122,8 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
     split = _covered(shape, kernel, hardware)
     blocks = split.heads * split.grid.blocks
     slices = _slices(blocks, split.grid.longest, hardware.sm_count * kernel.blocks_per_sm)
+    if backend == "paged" and hardware.vendor == "nvidia" and split.heads == shape.heads:
+        slices = 1  # FlashAttention-2 splits those of a paged cache only where heads share a block (`mha_varlen_fwd`)
     tile_rows, _ = tile_of(kernel, shape, hardware)
     return [split if shape.queries <= tile_rows else whole, split._replace(slices=slices)][: 2 if slices > 1 else 1]
 

@@ -169,6 +169,8 @@ class AttentionKernel(NamedTuple):
     hides_softmax: bool = False  # that of one tile runs beside the matmuls of another: the cycles above overlap them
     holds_tiles: bool = True  # whole tiles of queries, keys and values lie in the shared memory of an SM
     masks_by_count: bool = False  # forward, so many tiles at the end of a block, and all under a window
+    read_share: float = 1.0  # of the bandwidth of a copy, which its loads reach
+    combines_at_a_time: int = 1  # slices that a block of the combining kernel loads before it waits for them
     tiles_on: Mapping[tuple[int, int], Tiles] = {}  # other tiles, by compute capability
     causal_tiles_on: Mapping[tuple[int, int], Tiles] = {}  # those under a causal mask, and in the backward pass
 
@@ -193,10 +195,13 @@ MOST_EVEN_HEAD_DIM = 128
 # half: .055 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike). Backward, as much is
 # assumed (.22).
 # The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
-# time. When decoding, a block of FlashAttention-2 loads a tile of keys and computes on it almost in turns: 1.2; in
-# FlashAttention-3 a warp of its own loads: 3 (2 and above are alike). The cycles of a block: 4,000 (decoding over few
-# keys, in thousands of blocks, same database: 9,450, 11,450 and 8,260 cycles each at head dimension 128, 64 and 192 on
-# an L40S, which holds one, and 5,400 on an A100, which holds two); 3,000 to 6,000 are alike for prefill.
+# time. It fits vLLM's decoding on A100 and L40S too. In FlashAttention-3 a warp of its own loads keys: 2. A kernel that
+# only reads memory need not turn its bus round: over 1 GB of keys and more, -3 reaches .91 to .925 of spec on H100 and
+# H200, where copies reach .85 (same database). The kernel that combines slices loads one at a time in FlashAttention-2
+# (`combine_attn_seqk_parallel` in flash_fwd_kernel.h), and four in -3 (`kStages` in flash_fwd_combine_kernel.h).
+# The cycles of a block: 4,000 (decoding over few keys, in thousands of blocks, same database: 9,450, 11,450 and 8,260
+# cycles each at head dimension 128, 64 and 192 on an L40S, which holds one, and 5,400 on an A100, which holds two);
+# 3,000 to 6,000 are alike for prefill.
 # FlashAttention-2 shares blocks among heads for one query, -3 for as many queries as do not fill a block, and under a
 # window too (`seqlenq_ngroups_swapped` in flash_api.cpp, `should_pack_gqa` in hopper/heuristics.h).
 _FLASH_2_TILES_8_6: Tiles = ((64, 128, 128), (96, 128, 64), (128, 128, 32), (192, 128, 64), (512, 64, 64))
@@ -211,8 +216,7 @@ FLASH_2 = AttentionKernel(
     masks_by_count=True,
 )  # fmt: skip
 FLASH_2_SPLIT = FLASH_2._replace(
-    tiles=((64, 64, 256), (128, 64, 128), (512, 64, 64)), tiles_on={}, causal_tiles_on={},
-    overlap_exponent=1.2, shared_queries=1,
+    tiles=((64, 64, 256), (128, 64, 128), (512, 64, 64)), tiles_on={}, causal_tiles_on={}, shared_queries=1,
 )  # fmt: skip
 # For a paged cache FlashAttention-2 has no other kernel than the one that can split keys, for any number of queries
 # (`mha_varlen_fwd` in flash_api.cpp). Where it splits none, its loop is that of FLASH_2, over other tiles.
@@ -221,7 +225,9 @@ FLASH_3 = AttentionKernel(
     tiles=((128, 128, 128), (512, 128, 64)), blocks_per_sm=1, score_cycles=0.055, backward_score_cycles=0.22,
     overlap_exponent=1.5, block_cycles=5000, shared_queries=128, shares_in_window=True, longest_first=True,
 )  # fmt: skip
-FLASH_3_SPLIT = FLASH_3._replace(tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=3.0)
+FLASH_3_SPLIT = FLASH_3._replace(
+    tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=2.0, read_share=1.09, combines_at_a_time=4,
+)  # fmt: skip
 # Data-centre Blackwell, forward (flash_attn/cute/flash_fwd_sm100.py at 0251105; CUTLASS's example 77 is built alike):
 # one warp issues the matmuls of two tiles of 128 queries, whose sums lie in a memory of the matrix unit, and two
 # warpgroups do nothing but their softmax, whose exp takes an SM .0625 cycles. So it runs beside the matmuls. cuDNN's
@@ -250,7 +256,7 @@ AOTRITON = FLASH_2._replace(
 # For few queries ROCm's kernels have tiles of 16 rows, the height of its matrix instructions, and split the keys in
 # parts of 256; heads with the same keys share a block (vLLM's csrc/rocm/attention.cu, AITER's paged attention:
 # `mfma16`, grid of sequences x parts x key heads). Not measured: the other figures are FlashAttention-2's.
-AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), overlap_exponent=1.2, shared_queries=1, shares_in_window=True)
+AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), shared_queries=1, shares_in_window=True)
 
 # flex_attention's templates, by inductor's source and not measured. They go through the same steps as
 # FlashAttention-2, whose figures they have, but for three: Triton compiles them for the matrix instructions of the
@@ -285,7 +291,8 @@ BLOCK_RESERVED_KB = 1
 # numbers of slices, the first that fills the last wave .85 as well as the best (FlashAttention's num_splits_heuristic).
 FEW_BLOCKS, SLICE_FILL, MOST_SLICES = 0.8, 0.85, 128
 
-# Seconds of the kernel that combines the slices, beside its traffic: the smallest kernel and two trips to memory.
+# Seconds of the kernel that combines the slices, beside its traffic and the slices themselves: the smallest kernel and
+# two trips to memory. A block of it adds up slice after slice, each a trip to the L2 cache.
 COMBINE_SECONDS = 4e-6
 
 # Multiples to which head dimensions are padded, up to 128 and above.
