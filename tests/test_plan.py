@@ -35,7 +35,7 @@ from flopmeter.device.cluster import Cluster, Link, load_cluster
 from flopmeter.device.hardware import load_hardware
 from flopmeter.distributed import world
 from flopmeter.distributed.ranks import run_ranks
-from flopmeter.models.llama import LlamaConfig
+from flopmeter.models.llama import Llama, LlamaConfig
 from flopmeter.report.plots import PlotError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -241,6 +241,40 @@ def test_a_composed_step_is_near_the_one_that_is_metered_whole(split: Split, mic
     use = memory_of(step)
     assert use.peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=0.04)
     assert use.reserved_bytes == pytest.approx(whole.memory.reserved_bytes, rel=0.02)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer beside two narrow ones that are trained."""
+
+    def __init__(self, frozen: nn.Linear):
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down = nn.Linear(frozen.in_features, 16, bias=False)
+        self.up = nn.Linear(16, frozen.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def adapted_llama() -> nn.Module:
+    model = Llama(SMALL).requires_grad_(False)
+    for block in model.blocks:
+        for name in ("query", "value"):
+            setattr(block.attention, name, Adapted(getattr(block.attention, name)))
+    return model
+
+
+@pytest.mark.parametrize(("fsdp", "microbatches", "gather"), [(4, 1, "microbatch"), (4, 3, "step")])
+def test_parameters_that_are_not_trained_have_no_gradients_and_no_state(fsdp, microbatches, gather):
+    """Beside torch's own FSDP2."""
+    split = replace(PLAIN, fsdp=fsdp, gather=gather)
+    subject = subject_of(adapted_llama)
+    costs = meter_layers(LayersJob(subject, split.shape, 8192, H100, DGX, "eager", {}))
+    whole = meter_whole(WholeJob(subject, split, microbatches, 8192, H100, DGX, "eager", {}))
+    step = work(split, costs, SMALL.layers, microbatches, DGX)
+    assert compose(step).seconds == pytest.approx(whole.seconds, rel=0.08)
+    assert memory_of(step).peak_bytes == pytest.approx(whole.memory.peak_bytes, rel=0.04)
+    assert subject.trained == SMALL.layers * 16 * (2048 + 2048 + 2048 + 1024)  # of queries and of values
 
 
 def test_gradients_of_every_products_output_are_held_until_the_weights_have_theirs():

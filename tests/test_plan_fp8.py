@@ -67,3 +67,4 @@ def test_a_device_without_fp8_is_refused_in_one_line_and_the_plan_says_what_runs
         plan(LARGE, 8, "a100-sxm4-80gb", fp8=True)
     found = plan(LARGE, 8, H100, length=LENGTH, fp8=True, only={"tp": 1, "cp": 1, "pp": 1, "microbatch": 1}, rows=1)
     assert "products run in fp8 in the linear layers of each layer" in str(found)
+    assert "mode='compiled' (--mode compiled) fuses them" in str(found)  # eager casts may cost more than fp8 gains

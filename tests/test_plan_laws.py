@@ -45,6 +45,16 @@ def test_the_more_is_computed_again_the_longer_it_takes_and_the_less_it_keeps():
     assert len(set(sizes)) == 3
 
 
+def test_a_step_is_worth_as_many_flops_however_it_is_split_and_whatever_is_computed_again():
+    """By hand: 6 for each parameter of a product and token, and attention in full, forward and twice as much back."""
+    length, products = 2048, 8 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 32000
+    attention = 8 * 3 * 4 * length * 4096
+    for split in ({}, {"cp": 2}, {"tp": 2, "pp": 2}, {"recompute": "none"}):
+        row = planned(**split)
+        per_token = row.mfu * 989.4e12 / row.tokens_per_s_per_gpu
+        assert per_token == pytest.approx(6 * products + attention, rel=0.01), split
+
+
 def test_hidden_collectives_and_products_in_fp8_make_a_step_shorter():
     plain = planned(tp=8).seconds
     assert planned(tp=8, options={"async_tp": True}).seconds < plain

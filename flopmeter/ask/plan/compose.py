@@ -36,7 +36,6 @@ class Composed:
 
     seconds: float
     seconds_by_bound: Mapping[Bound, float]
-    model_flops: float  # of each rank, on average
     microbatches: int
 
 
@@ -76,6 +75,10 @@ class SplitWork(NamedTuple):
         split = self.split
         return (part.parameters - part.expert_parameters + part.expert_parameters * split.ep) / split.shards
 
+    def trained_numel(self, part: PartCost) -> float:
+        """Of these, the ones that are trained."""
+        return self.shard_numel(part) * part.trained_share
+
 
 def layers_by_stage(layers: int, stages: int) -> list[int]:
     """The layers of each stage, as evenly as possible. The last and the first stage have other work too, so they get
@@ -98,18 +101,7 @@ def compose(work: SplitWork) -> Composed:
         step = _simulated(work, microbatches)
     else:
         step = _longer(_simulated(work, fewer), _simulated(work, more), (microbatches - fewer) / (more - fewer))
-    flops = sum(
-        part.forward.model_flops + part.backward.model_flops
-        for rank in range(pp)
-        for parts in work.chunks(rank)
-        for part in parts
-    )
-    return Composed(
-        seconds=sum(step.values()),
-        seconds_by_bound=step,
-        model_flops=flops * microbatches / pp,
-        microbatches=microbatches,
-    )
+    return Composed(sum(step.values()), step, microbatches)
 
 
 def least_seconds(work: SplitWork) -> float:
@@ -181,9 +173,9 @@ class _RankOfSplit:
                 total = sum((self._cost(part, each.kind) for part in parts), PassCost())
                 self._done = self._compute(total, arrived)
             if each.kind == has_gradients and keeps_whole:
-                self._accumulate(sum(part.parameters for part in parts), first)
+                self._accumulate(sum(part.trained_parameters for part in parts), first)
             self._send(each)
-        numel = sum(work.shard_numel(part) for parts in self._chunks for part in parts)
+        numel = sum(work.trained_numel(part) for parts in self._chunks for part in parts)
         self._compute(
             PassCost(memory_seconds=work.costs.optimizer_seconds_per_parameter * numel), tuple(self._scatters)
         )
@@ -226,14 +218,15 @@ class _RankOfSplit:
             self._scatter(outside)
 
     def _sharded(self, parts: list[PartCost]) -> list[tuple[int, int, tuple[int, ...]]]:
-        """How many parameters are sharded over which ranks, and their bytes when gathered: experts are a group of their
-        own."""
+        """How many trained parameters are sharded over which ranks, and the bytes of all when gathered: experts are a
+        group of their own."""
         experts = sum(part.expert_parameters for part in parts) if self._split.ep > 1 else 0
-        numel, nbytes = sum(part.parameters for part in parts), sum(part.gathered_bytes for part in parts)
+        numel, nbytes = sum(part.trained_parameters for part in parts), sum(part.gathered_bytes for part in parts)
+        trained = sum(round(part.expert_parameters * part.trained_share) for part in parts) if experts else 0
         of_experts = GATHERED_BYTES * experts
-        others = (numel - experts, nbytes - of_experts, self._split.group("fsdp", "cp"))
-        found = [others, (experts, of_experts, self._split.expert_shards)]
-        return [each for each in found if each[0]] if experts else [others]
+        others = (numel - trained, nbytes - of_experts, self._split.group("fsdp", "cp"))
+        found = [others, (trained, of_experts, self._split.expert_shards)]
+        return [each for each in found if each[1]] if experts else [others]
 
     def _gather(self, parts: list[PartCost], after: tuple[int, ...]) -> tuple[int, ...]:
         """Parameters are gathered, and copied out of the buffer."""
@@ -247,6 +240,8 @@ class _RankOfSplit:
         replicas."""
         split, after = self._split, self._done
         for numel, _, ranks in self._sharded(parts):
+            if not numel:
+                continue
             if split.shards > 1:
                 copy = PassCost(memory_seconds=self._moved((GATHERED_BYTES + REDUCED_BYTES) * numel))
                 after = self._compute(copy, (*self._done, *self._last_scatter))
@@ -255,7 +250,7 @@ class _RankOfSplit:
             if split.dp > 1:
                 summed = Collective("all_reduce", REDUCED_BYTES * numel // len(ranks), split.group("dp"))
                 after = self._transfer(summed, SUM, after)
-        self._scatters = [*self._last_scatter, *after]
+            self._scatters = [*self._last_scatter, *after]
 
     def _receive(self, each: Pass) -> tuple[int, ...]:
         """The message from a neighbour that the pass needs."""

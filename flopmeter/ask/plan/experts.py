@@ -54,7 +54,7 @@ def split_experts(model: nn.Module, ranks: Sequence[int]) -> None:
         every = module.num_experts
         module.num_experts = every // len(ranks)
         for name, whole in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(whole.data[: module.num_experts].clone()))
+            setattr(module, name, nn.Parameter(whole.data[: module.num_experts].clone(), whole.requires_grad))
         module.forward = partial(_exchanged, module.forward, every, group)
 
 

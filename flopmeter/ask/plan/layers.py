@@ -59,11 +59,20 @@ class PartCost(NamedTuple):
     weights: PassCost = PassCost()  # of `backward`, what makes nothing but gradients of parameters
     held_bytes: int = 0  # gradients of activations that `weights` needs
     fp8_parameters: int = 0  # of `parameters`, those that are gathered in fp8
+    frozen_parameters: int = 0  # of `parameters`, those without gradients
 
     @property
     def activation_bytes(self) -> int:
         """That a microbatch leaves until its backward pass."""
         return self.blocks.kept_bytes
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.parameters - self.frozen_parameters
+
+    @property
+    def trained_share(self) -> float:
+        return self.trained_parameters / self.parameters if self.parameters else 1.0
 
     @property
     def gathered_bytes(self) -> int:
@@ -117,12 +126,16 @@ def meter_layers(job: LayersJob) -> LayerCosts:
         report = meter.report(mode=job.mode)
     hidden = hidden_seconds(report, shape.tp) if job.async_tp and shape.tp > 1 else None
     parts = _PartsOfReport(report, f"{type(model).__name__}.{subject.layers}.", hidden)
-    inside = [sum(map(_local_numel, block.parameters())) for block in blocks]
     experts = [sum(each.numel() for module in experts_of(block) for each in module.parameters()) for block in blocks]
-    outside = sum(map(_local_numel, model.parameters())) - sum(inside)
-    first = _local_numel(next(model.parameters()))
+    inside, frozen = ([_numel_of(block, which) for block in blocks] for which in (None, False))
+    outside, frozen_outside = _numel_of(model) - sum(inside), _numel_of(model, False) - sum(frozen)
+    embedding = next(model.parameters())
+    first = min(_local_numel(embedding), outside)
+    frozen_first = 0 if embedding.requires_grad else first
     layers = {
-        kind: parts.cost(place, inside[place], experts[place])._replace(fp8_parameters=fp8_numel(blocks[place]))
+        kind: parts.cost(place, inside[place], experts[place])._replace(
+            fp8_parameters=fp8_numel(blocks[place]), frozen_parameters=frozen[place]
+        )
         for place, kind in enumerate(chosen)
         if place
     }
@@ -133,8 +146,8 @@ def meter_layers(job: LayersJob) -> LayerCosts:
         )
     return LayerCosts(
         layers=layers,
-        before=parts.cost(BEFORE, min(first, outside)),
-        after=parts.cost(AFTER, max(0, outside - first)),
+        before=parts.cost(BEFORE, first)._replace(frozen_parameters=frozen_first),
+        after=parts.cost(AFTER, outside - first)._replace(frozen_parameters=frozen_outside - frozen_first),
         boundary_bytes=boundary[0],
         **_optimizer(blocks[1], job),
         notes=report.notes,
@@ -157,6 +170,11 @@ def _local_numel(tensor: Tensor) -> int:
     return _local(tensor).numel()
 
 
+def _numel_of(module: nn.Module, trained: bool | None = None) -> int:
+    """Of all parameters that this rank has, or of those that are trained, or frozen."""
+    return sum(_local_numel(each) for each in module.parameters() if trained in (None, each.requires_grad))
+
+
 def _watch_boundary(block: nn.Module) -> list[int]:
     found: list[int] = []
 
@@ -169,8 +187,9 @@ def _watch_boundary(block: nn.Module) -> list[int]:
 
 
 def _optimizer(block: nn.Module, job: LayersJob) -> dict[str, float]:
-    """Seconds and bytes for each parameter, from a whole layer in fp32; a shard is assumed to take its share."""
-    shards = [torch.empty(_local(each).shape, device="meta", requires_grad=True) for each in block.parameters()]
+    """Seconds and bytes for each trained parameter, from a layer in fp32; a shard is assumed to take its share."""
+    trained = [each for each in block.parameters() if each.requires_grad] or list(block.parameters())
+    shards = [torch.empty(_local(each).shape, device="meta", requires_grad=True) for each in trained]
     step = optimizer_step(shards)
     for _ in range(2):  # the first one makes the state
         for each in shards:

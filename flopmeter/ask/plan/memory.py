@@ -8,7 +8,7 @@ and the messages of torch's pipeline stages (torch/distributed/pipelining/stage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from flopmeter.ask.plan.compose import GATHER, GATHERED_BYTES, REDUCED_BYTES, ROUNDS, SCATTER, SplitWork
@@ -22,6 +22,9 @@ from flopmeter.timing.scratch import workspace_bytes
 AVERAGES_BYTES = 12  # of a parameter in the shard: itself and Adam's two averages, in fp32
 # Where nothing is sharded, the gradient in fp32 too, and the parameter in the type in which products run.
 UNSHARDED_BYTES = AVERAGES_BYTES + REDUCED_BYTES + GATHERED_BYTES
+FROZEN_BYTES = (
+    GATHERED_BYTES  # of a parameter that is not trained: nobody adds to it, so it needs no more than products read
+)
 
 
 class MemoryUse(NamedTuple):
@@ -62,18 +65,19 @@ def _least_bytes(work: SplitWork, rank: int) -> float:
         parts = [part for parts in chunks for part in parts]
         whole = sum(part.gathered_bytes for part in parts)
         if split.chunks == 1 and microbatches > split.pp:  # as many microbatches are in flight after a backward pass
-            whole += REDUCED_BYTES * sum(part.parameters for part in parts)
+            whole += REDUCED_BYTES * sum(part.trained_parameters for part in parts)
     in_flight = most_in_flight(work.order(rank, microbatches), made)
-    return state_bytes(split) * _shard_numel(work, chunks) + in_flight + whole
+    kept, trained = (_numel(chunks, numel_of) for numel_of in (work.shard_numel, work.trained_numel))
+    return state_bytes(split, trained, kept - trained) + in_flight + whole
 
 
-def state_bytes(split: Split) -> int:
-    """Of each parameter that a rank keeps."""
-    return AVERAGES_BYTES if split.shards > 1 else UNSHARDED_BYTES
+def state_bytes(split: Split, trained: float, frozen: float) -> float:
+    """Of so many parameters that a rank keeps."""
+    return (AVERAGES_BYTES if split.shards > 1 else UNSHARDED_BYTES) * trained + FROZEN_BYTES * frozen
 
 
-def _shard_numel(work: SplitWork, chunks: list[list[PartCost]]) -> float:
-    return sum(work.shard_numel(part) for parts in chunks for part in parts)
+def _numel(chunks: list[list[PartCost]], numel_of: Callable[[PartCost], float]) -> float:
+    return sum(numel_of(part) for parts in chunks for part in parts)
 
 
 def _fullest(split: Split) -> list[int]:
@@ -120,14 +124,16 @@ class _RankMemory:
             else:
                 self._backward(each)
         self._give(self._scattered)
-        numel = _shard_numel(self._work, self._chunks)
+        numel = _numel(self._chunks, self._work.trained_numel)
         self._take(self._work.costs.optimizer_bytes_per_parameter * numel)
         return MemoryUse(self._peak, self._allocator.peak_reserved_bytes)
 
     def _take_state(self) -> None:
         """And what a stage receives: torch keeps a buffer for each microbatch and direction."""
         for part in (part for parts in self._chunks for part in parts):
-            numel = self._work.shard_numel(part)
+            numel = self._work.trained_numel(part)
+            if part.frozen_parameters:
+                self._take(FROZEN_BYTES * (self._work.shard_numel(part) - numel))
             for _ in range(3):
                 self._take(AVERAGES_BYTES / 3 * numel)
             if not self._is_sharded:
@@ -249,22 +255,17 @@ class _RankMemory:
         """From a buffer, which is given back at the next scatter, into shards. Those of later passes are added."""
         self._reshard(group)
         self._give(self._scattered)
-        nbytes = REDUCED_BYTES * self._numel(group)
+        nbytes = REDUCED_BYTES * sum(self._chunks[chunk][place].trained_parameters for chunk, place in group)
         self._scattered = [self._take(nbytes)]
         for each in group:
             self._give(self._new[each])
             self._give(self._sums.pop(each, []))
-        shard = self._take(REDUCED_BYTES * self._shard_numel(group), SCATTER)
+        numel = sum(self._work.trained_numel(self._chunks[chunk][place]) for chunk, place in group)
+        shard = self._take(REDUCED_BYTES * numel, SCATTER)
         if group in self._shards:
             self._give([shard])
         else:
             self._shards[group] = shard
-
-    def _numel(self, group: _Group) -> int:
-        return sum(self._chunks[chunk][place].parameters for chunk, place in group)
-
-    def _shard_numel(self, group: _Group) -> float:
-        return sum(self._work.shard_numel(self._chunks[chunk][place]) for chunk, place in group)
 
     # --- the stage, the allocator ---
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
@@ -38,6 +38,7 @@ from flopmeter.report.quantities import figure, percent
 from flopmeter.timing.allocator import OutOfMemoryError
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
+ONE_RANK = Shape(tp=1, cp=1, ep=1, microbatch=1, recompute="none")
 USUAL_LENGTH = 8192  # tokens of a sequence, if nobody says it and the model takes as many
 
 
@@ -104,6 +105,8 @@ def plan(
         raise PlanError(f"fp8: {device.title} has no matrix units for it")
     checked_delays(delays)
     wishes = checked_wishes(only or {})
+    if meter_options.get("compile") is True and mode == "eager":
+        mode = "compiled"  # what the compiler made has no eager run
     links.check_size(world)
     subject = subject_of(build, tensor_parallel, loss, fp8)
     sequences, tokens = batch or world, length or min(USUAL_LENGTH, subject.longest or USUAL_LENGTH)
@@ -119,7 +122,7 @@ def plan(
     shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
     notes = [
         *_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes(),
-        *_cautions(shown, async_tp, delays),
+        *_cautions(shown, async_tp, fp8 and mode == "eager", delays),
     ]  # fmt: skip
     return ParallelPlan(
         f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {world:,} × {device.title} · "
@@ -161,7 +164,7 @@ class _Search:
         if not candidates:
             raise PlanError(_nothing(self._subject, self._bounds, wishes))
         worth = [each for each in candidates if self._may_fit(each)] or candidates
-        shapes = list(dict.fromkeys(each.shape for each in worth))
+        shapes = list(dict.fromkeys([*(each.shape for each in worth), ONE_RANK]))
         jobs = [LayersJob(self._subject, shape, *self._where, self._async_tp) for shape in shapes]
         self.costs = dict(zip(shapes, run(meter_layers, jobs), strict=True))
         works = [self._work(each) for each in worth]
@@ -183,16 +186,24 @@ class _Search:
     def _may_fit(self, split: Split) -> bool:
         """Whether parameters, gradients and optimizer state alone fit."""
         share = split.tp * split.pp * split.shards
-        return self._usable is None or state_bytes(split) * self._subject.parameters / share <= self._usable
+        trained, every = self._subject.trained, self._subject.parameters
+        return self._usable is None or state_bytes(split, trained, every - trained) / share <= self._usable
 
     def _work(self, split: Split) -> SplitWork:
         return SplitWork(
             split, self._subject.kinds, self.costs[split.shape], self._bounds.batch, self._device, self._cluster
         )
 
+    @cached_property
+    def _model_flops(self) -> int:
+        """Of a sequence. However it is split and whatever is computed again, a step is worth as much."""
+        costs = self.costs[ONE_RANK]
+        parts = [costs.before, *(costs.layers[kind] for kind in self._subject.kinds), costs.after]
+        return sum(part.forward.model_flops + part.backward.model_flops for part in parts)
+
     def row(self, found: _Found, dollars: float | None) -> SplitRow:
         split, step, memory = found
-        peak = self._device.contraction_peak("bf16").flop_per_s
+        peak = self._device.contraction_peak("bf16").flop_per_s * self._bounds.world
         return SplitRow(
             split=split,
             how="composed",
@@ -201,7 +212,7 @@ class _Search:
             seconds=step.seconds,
             composed_seconds=step.seconds,
             seconds_by_bound=step.seconds_by_bound,
-            mfu=step.model_flops / step.seconds / peak,
+            mfu=self._model_flops * self._bounds.batch / step.seconds / peak,
             peak_memory_bytes=memory.peak_bytes,
             reserved_memory_bytes=memory.reserved_bytes,
             usable_memory_bytes=self._usable,
@@ -283,7 +294,7 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
     notes = [
         f"cluster: {cluster.title}",
         f"products run in {_FP8 if subject.fp8 else 'bf16'}, gradients are summed in fp32; parameters, gradients and "
-        "AdamW's state in fp32, sharded over fsdp x cp",
+        "AdamW's state in fp32, sharded over fsdp x cp" + _frozen(subject),
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
     ]
@@ -303,13 +314,21 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
     return notes
 
 
-def _cautions(rows: Iterable[SplitRow], async_tp: bool, delays: Delays) -> Iterator[str]:
+def _frozen(subject: Subject) -> str:
+    if subject.trained == subject.parameters:
+        return ""
+    return f"; trained: {figure(subject.trained / 1e9)} B parameters, the others are kept in bf16"
+
+
+def _cautions(rows: Iterable[SplitRow], async_tp: bool, casts_alone: bool, delays: Delays) -> Iterator[str]:
+    if casts_alone:
+        yield "casts to fp8 are kernels of their own in eager layers: mode='compiled' (--mode compiled) fuses them"
     if async_tp:
         yield "async tensor parallelism: products hide the collectives next to them, where steps are composed"
     if any(row.fits and row.reserved_memory_bytes > (row.usable_memory_bytes or 0) for row in rows):
         yield (
             "where more would be reserved than there is, torch's allocator gives unused segments back first, in a time "
-            "that is not counted"
+            "that is not counted: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves less (here too)"
         )
     yield from delay_notes(delays)
 

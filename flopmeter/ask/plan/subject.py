@@ -39,6 +39,7 @@ class Subject(NamedTuple):
     styles: Styles | None
     loss: Loss
     parameters: int
+    trained: int  # of these
     longest: int | None  # tokens of a sequence that its config allows; None: it does not say
     has_experts: bool
     experts: int | None  # of each layer that has some; None: none that can be split over ranks
@@ -92,6 +93,7 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         styles=styles,
         loss=loss or _loss_of(model),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         longest=_first_number(config, _LENGTHS),
         has_experts=any("experts" in name.split(".") for name, _ in model.named_modules()),
         experts=gcd(*counts) or None,

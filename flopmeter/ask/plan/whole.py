@@ -11,7 +11,7 @@ import torch
 from flopmeter.ask.plan.compose import Bound
 from flopmeter.ask.plan.experts import with_routing
 from flopmeter.ask.plan.memory import MemoryUse
-from flopmeter.ask.plan.program import backward, optimizer_step, shard, split_layers
+from flopmeter.ask.plan.program import PARAMETERS, backward, optimizer_step, shard, split_layers
 from flopmeter.ask.plan.splits import Split
 from flopmeter.ask.plan.subject import Subject
 from flopmeter.device.cluster import Cluster
@@ -49,6 +49,8 @@ def meter_whole(job: WholeJob) -> Whole:
     subject, split = job.subject, job.split
     with world(math.prod(split.mesh.values()), split.mesh, gpus_per_node=job.cluster.gpus_per_node) as mesh:
         model = subject.model()
+        for frozen in (each for each in model.parameters() if not each.requires_grad):
+            frozen.data = frozen.data.to(PARAMETERS)
         split_layers(subject, model, mesh, split.recompute, split.expert_ranks)
         shard(subject, model, mesh, split)
         step = optimizer_step(model.parameters())
