@@ -94,13 +94,8 @@ def group_assumptions(kernels: Iterable[Kernel]) -> list[str]:
     calls = {
         kernel.op.call for kernel in kernels if kernel.op.graph is not None and kernel.cost.op_class == CONTRACTION
     }
-    names = sorted({call.name for call in calls if call.groups is None and _has_groups(call)})
+    names = sorted({call.name for call in calls if call.groups is None and call.get("offs") is not None})
     return [f"groups of equal length for {', '.join(names)} in compiled graphs"] if names else []
-
-
-def _has_groups(call: Call) -> bool:
-    has_offsets = any(argument.name == "offs" for argument in call.func._schema.arguments)
-    return has_offsets and call.argument("offs") is not None
 
 
 def equal_groups(whole: int, count: int) -> tuple[int, ...]:

@@ -145,9 +145,8 @@ def _exchanged(call: Call, known: KnownOp, group: RankGroup, size: int) -> int:
 
 def _parts(call: Call, known: KnownOp, way: str) -> list[int]:
     """Bytes that go to each rank (`input`) or come from it (`output`); empty where they are equal, or not known."""
-    specs, splits = _sent(call, known) if way == "input" else _received(call, known), f"{way}_split_sizes"
-    if any(argument.name == splits for argument in call.func._schema.arguments):
-        rows = call.argument(splits)
+    specs, rows = _sent(call, known) if way == "input" else _received(call, known), call.get(f"{way}_split_sizes")
+    if rows is not None:
         (whole,) = (specs,) if isinstance(specs, TensorSpec) else specs
         return [whole.nbytes * each // sum(rows) for each in rows] if rows and sum(rows) else []
     return [] if isinstance(specs, TensorSpec) else list(map(_nbytes, specs))
