@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil, prod
+from math import ceil
 
 from flopmeter.costs.fused import flops_of
 from flopmeter.costs.lookup import costs_of
@@ -72,7 +72,7 @@ def _gradients(call: Call, read: Iterable[TensorSpec] | None) -> Cost:
     body, square = _body(call), _shape(call)
     shape = square._replace(mask=band(body.blocks, square.queries, square.keys), is_backward=True)
     products = _products(shape, scores=4, values=3)
-    repeated = 2 * sum(map(prod, _products(shape, scores=2, values=1)))
+    repeated = 2 * sum(product.macs for product in _products(shape, scores=2, values=1))
     return _template(call, "flex_attention_backward", products, shape, read=read, passes=2, repeated=repeated)
 
 
@@ -101,7 +101,7 @@ def _template(
     on_scores = passes * score * squares * pairs
     on_masks = passes * on_pair * body.blocks.masked_pairs * squares // body.blocks.squares
     hidden = squares * pairs - computed
-    of_one = 2 * sum(map(prod, products)) // max(squares * pairs, 1) + passes * score
+    of_one = 2 * sum(product.macs for product in products) // max(squares * pairs, 1) + passes * score
     cost = make_attention(
         call,
         products,

@@ -266,7 +266,7 @@ def _multiplying(
 
 
 def _macs(call: Call, matmuls: Iterable[Matmul]) -> int:
-    return (4 if is_complex(call) else 1) * sum(p.batch * p.m * p.n * p.k for p in matmuls)
+    return (4 if is_complex(call) else 1) * sum(matmul.macs for matmul in matmuls)
 
 
 def scratch(like: TensorSpec, number: int = 1) -> TensorSpec:
