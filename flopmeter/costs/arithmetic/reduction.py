@@ -39,6 +39,7 @@ _COMPARES = (
     aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.cummax,
     aten.cummin, aten.median, aten.nanmedian, aten.mode, aten.equal, aten.adaptive_max_pool2d,
     aten.adaptive_max_pool3d, aten.fractional_max_pool2d, aten.fractional_max_pool3d, aten.hash_tensor,
+    aten._is_all_true, aten._is_any_true,
 )  # fmt: skip
 _PER_INPUT: dict[OpOverloadPacket, PerInput] = {
     **dict.fromkeys(_COMPARES, PerInput(0)),

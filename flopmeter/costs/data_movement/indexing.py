@@ -19,7 +19,10 @@ VECTOR_BYTES = 16
 LOOKUP_OPERATIONS = 20
 
 
-@rule(aten.embedding, aten.index_select, aten.gather, aten.take, aten.index, aten._unsafe_index, aten.masked_select)
+@rule(
+    aten.embedding, aten.index_select, aten.gather, aten.take, aten.index, aten._unsafe_index,
+    aten._unsafe_masked_index, aten.masked_select,
+)  # fmt: skip
 def gather(call: Call) -> Cost:
     """Reads the elements that it returns, each once however often it is named, and the indices."""
     source, (out,) = call.inputs[0], call.outputs
@@ -34,13 +37,6 @@ def gather(call: Call) -> Cost:
         access="gather" if is_compiled else None,
         index_operations=looked_up if selects_rows else None,
     )
-
-
-@rule(aten._unsafe_masked_index)
-def masked_gather(call: Call) -> Cost:
-    """As a gather, with a fill value where the mask says so."""
-    source, (out,) = call.inputs[0], call.outputs
-    return make_cost(call, INDEXING, read=(_rows(out.numel, source), *call.inputs[1:]), access="gather")
 
 
 @rule(aten.embedding_dense_backward)
