@@ -23,7 +23,7 @@ from flopmeter.costs.arithmetic.pointwise import (
 )
 from flopmeter.costs.rules import make_contraction, make_cost, rule
 from flopmeter.costs.traffic import regions
-from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul, TensorSpec
+from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 _ARITHMETIC = {"mul": ONE, "div": ONE, "neg": ONE, "abs": ONE, "reciprocal": ONE, "round": ONE, "floor": ONE,
@@ -111,12 +111,6 @@ def foreach_addcmul(call: Call) -> Cost:
     """a + value·b·c (or b / c) over a list; a list of values scales each."""
     scaled = call.get("value") != 1
     return _of_list(call, of_numbers(call, *sum_of_product(call, scaled)), fused_multiply_add=True)
-
-
-@rule(aten._foreach_clone)
-def foreach_clone(call: Call) -> Cost:
-    """Copies every tensor."""
-    return make_cost(call, MOVEMENT)
 
 
 @rule(aten._foreach_mm)

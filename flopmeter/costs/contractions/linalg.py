@@ -166,12 +166,6 @@ def solve_ex(call: Call) -> Cost:
     return _library(call, prod(batch) * lu_flops(n, n) + 2 * n * call.outputs[0].numel)
 
 
-@rule(aten.lu_unpack)
-def lu_unpack(call: Call) -> Cost:
-    """Copies the two triangles apart and turns the pivots into a permutation."""
-    return make_cost(call, MOVEMENT)
-
-
 @rule(aten._linalg_check_errors)
 def check_errors(call: Call) -> Cost:
     """One status per matrix copied to the host, which waits for it."""
