@@ -107,11 +107,16 @@ def make_cost(
     blocks_host: bool | None = None,
     work: KernelWork | None = None,
 ) -> Cost:
-    """The cost of one kernel of one class. `read` and `written` list what is touched; None leaves that to the
-    touched-bytes law. `complex_factor`: real operations in each, of complex tensors. `walks`: the operands that an
-    element-wise kernel walks together, outputs first. Only the time model needs the
-    rest; None there means what access.py says of the op. `work` is for kernels that do other work than arithmetic and
-    memory traffic; these have no rereads and compute no indices."""
+    """The cost of one kernel of one class.
+
+    read, written: what is touched; None: what the touched-bytes law says.
+    complex_factor: how many real operations one operation of complex numbers is.
+    walks: the operands that an element-wise kernel walks together, outputs first.
+    work: of a kernel whose time depends on more than arithmetic and memory traffic. It has no rereads and no index
+        operations.
+
+    The other arguments matter for the time model alone; None: what access.py says of the op.
+    """
     specs = (*call.inputs, *call.outputs)
     if not any(spec.is_floating for spec in specs):
         flops = transcendentals = 0  # integer work

@@ -89,9 +89,9 @@ class AttentionShape(NamedTuple):
 
 
 class Reread(NamedTuple):
-    """How a kernel with a block of threads for each row works, and what it reads a second time. It depends on the
-    device whether a second read hits the L2 cache: the rows that all SMs work on at a time, at `threads` threads a row,
-    compete for the cache.
+    """How a kernel with a block of threads for each row works, and what it reads a second time. Whether a second read
+    hits the L2 cache depends on the device: all rows that its SMs work on at a time, with `threads` threads each, share
+    the cache.
     """
 
     nbytes: int  # of second reads; 0 if a row stays in registers

@@ -33,7 +33,7 @@ class StepCost(NamedTuple):
 
 
 class StepModel:
-    """The steps of one decoder; what was metered once is priced for every device that runs the same ops."""
+    """The steps of one decoder. A step is metered once for all devices that run the same ops."""
 
     def __init__(
         self,

@@ -3,8 +3,7 @@
 Sources: L41 is LAPACK Working Note 41 (Blackford and Dongarra, 'Quick Installation Guide for LAPACK', operation
 counts); GvL is Golub and Van Loan, 'Matrix Computations', 4th ed. Iterative methods (eigenvalues, singular values) are
 counted as these sources count them. They are matmuls of blocks, so their class is contraction, but no library runs them
-on the
-matrix units at reduced precision: they carry no MACs and are timed as multiply-adds of the vector units.
+on the matrix units at reduced precision: they carry no MACs and are timed as multiply-adds of the vector units.
 """
 
 from __future__ import annotations
