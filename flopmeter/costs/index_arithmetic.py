@@ -38,7 +38,7 @@ FLOAT8_OPERATIONS = 16
 # `cat` divides by numbers that it learns at run time (CatArrayBatchedCopy in Shape.cu): 'up to 20 instructions' (CUDA
 # C++ Programming Guide, Arithmetic Instructions), of which a loop finds the reciprocal once; then the remainder and a
 # step. Six divisions for each of 9.2 million elements take 42 µs on an H100 (AMD-AGI/TraceLens), which implies 9
-# operations each; three for each element of a cache of keys on A100s (Hugging Face optimum-benchmark, torch 2.1) imply 8.
+# each; three for each element of a cache of keys on A100s (Hugging Face optimum-benchmark, torch 2.1) imply 8.
 DIVISION_OPERATIONS = 9
 # Its grid gives each operand threads for half of the device (getCatGrid), so that one large operand takes twice as long
 # as two of half its size.

@@ -30,8 +30,8 @@ AMD_WARP_THREADS = 64
 AMD_SOFTMAX_THREADS = 1024
 # Operations of each thread besides those on its elements: the partial results of 32 lanes and of several warps are
 # combined in steps of a shuffle, a division and a few multiply-adds (WelfordOps, BlockReduce), twice or three times a
-# row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025; five cards) are predicted equally well
-# with 250 to 450; image models on RTX 3090 and 4090 (pytorch-image-models, results/) imply 300.
+# row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025; five cards) are met equally well with
+# 250 to 450; image models on RTX 3090 and 4090 (pytorch-image-models, results/) imply 300.
 OPERATIONS_TO_COMBINE = 350
 STEPS_OF_WARP = 5  # of a shuffle: 32 lanes, then 16, down to one
 # Operations of a thread on each of its elements: it updates the mean and the sum of squares, with a reciprocal
