@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +61,7 @@ class Scope:
     def kernel(self, op: str, kernel: DispatcherKernel, key: str, *, with_keyset: bool = False) -> None:
         """Register `kernel` for `op` ("aten::name.overload") at dispatch key `key`. One of torch that it replaces is
         active again after ours is removed."""
-        with _no_warning_of_override():
+        with dispatcher.no_warning_of_override():
             self._library(key).impl(op, kernel, key, with_keyset=with_keyset)
 
     def meta_kernel(self, op: str, kernel: DispatcherKernel) -> None:
@@ -72,7 +71,7 @@ class Scope:
         which the dispatcher takes only where the backend has a kernel, as CUDA does and Meta does not. Before 2.13 it
         also refuses ops that have a Meta kernel from Python, such as the one that fails for int4 weights.
         """
-        with _no_warning_of_override():
+        with dispatcher.no_warning_of_override():
             self._library("Meta").m.impl(op, "Meta", kernel)  # type: ignore[union-attr]
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
@@ -95,14 +94,6 @@ class Scope:
             library = self._libraries[key] = Library("aten", "IMPL")
             self._undo.callback(library._destroy)
         return self._libraries[key]
-
-
-@contextmanager
-def _no_warning_of_override() -> Iterator[None]:
-    """Torch warns, once in a process, when a kernel replaces another one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
-        yield
 
 
 def _guarded(op: OpOverload, kernel: DispatcherKernel, where: Callable[[Any], bool]) -> DispatcherKernel:

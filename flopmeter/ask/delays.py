@@ -13,11 +13,10 @@ from flopmeter.report.quantities import duration, percent
 class Delays:
     """Nothing by default, since nobody can know them from the program.
 
-    data_seconds: in which the hosts make the batch of one step ready. They do so while the GPUs work, so that a step
-        takes at least as long.
-    checkpoint_seconds: for which all ranks stop to save; checkpoint_every: after so many steps.
-    straggling: standard deviation of the time of a rank's step, as a share of it. It is taken to be normal, and
-        independent from rank to rank and from step to step; all ranks wait for the slowest.
+    data_seconds: time in which the hosts prepare the batch of one step, while the GPUs work: no step is shorter.
+    checkpoint_seconds: how long all ranks stop to save; checkpoint_every: how many steps lie between two checkpoints.
+    straggling: standard deviation of the time of a rank's step, as a share of it. Times are assumed to be normally
+        distributed and independent from rank to rank and from step to step; all ranks wait for the slowest.
 
     Raises ValueError for what is negative or no number.
     """
@@ -34,7 +33,7 @@ class Delays:
         check_whole(checkpoint_every=self.checkpoint_every)
 
     def step_seconds(self, seconds: float, ranks: int) -> float:
-        """How long a step takes on average that takes so long on a rank without delays."""
+        """The average time of a step that takes `seconds` on a rank without delays."""
         slowest = seconds * (1.0 + self.straggling * expected_maximum(ranks))
         return max(slowest, self.data_seconds) + self.checkpoint_seconds / self.checkpoint_every
 
@@ -64,6 +63,6 @@ def delay_notes(delays: Delays) -> list[str]:
 
 
 def expected_maximum(count: int) -> float:
-    """The expected largest of so many independent numbers from the standard normal distribution, by Blom's
-    approximation ('Statistical Estimates and Transformed Beta-Variables', 1958): 5 % too large for 2, 1 % for 8."""
+    """The expected maximum of `count` independent standard normal numbers, by Blom's approximation
+    ('Statistical Estimates and Transformed Beta-Variables', 1958): 5 % too large for 2, 1 % for 8."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))

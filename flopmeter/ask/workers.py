@@ -28,9 +28,9 @@ def results_of(
 ) -> list[R]:
     """What `run` gives for each job, in order.
 
-    workers: processes that are started for it; with one, jobs run in this process.
-    executor: in their place any of concurrent.futures, or one like them, such as dask's `client.get_executor()`. It is
-        left open.
+    workers: how many processes to start; 1: jobs run in this process.
+    executor: used instead of them, and left open: any of concurrent.futures, or one with the same methods, such as
+        dask's `client.get_executor()`.
     progress: wraps the jobs, as `tqdm` does.
     Raises ValueError for fewer workers than one.
     """

@@ -35,8 +35,6 @@ _ACCESS: dict[OpOverloadPacket, Access] = {
     ),
     **dict.fromkeys(
         (
-            aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training,
-            aten._batch_norm_with_update, aten._batch_norm_no_update, aten.cudnn_batch_norm, aten.miopen_batch_norm,
             aten.native_batch_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward,
             aten.native_group_norm, aten.native_group_norm_backward,
         ),

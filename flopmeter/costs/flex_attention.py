@@ -1,7 +1,7 @@
 """flex_attention as inductor's templates: fused attention with a function on each score, on the blocks of a mask.
 
-FLOPs are those of SDPA on the full square, and those of score_mod on each score; what lies in blocks that the mask
-skips is `masked_flops`, so that a mask counts as SDPA's. A partial block is computed whole, with mask_mod.
+FLOPs are those of SDPA on the full square, plus those of score_mod on each score. FLOPs in blocks that the mask skips
+are `masked_flops`, as under SDPA's causal mask. A partial block is computed whole, with mask_mod.
 The backward template goes over the scores twice, once for the gradients of keys and values and once for that of the
 queries (torch/_inductor/kernel/flex/templates/flex_backwards.py.jinja): seven products, of which three are repeated.
 """
@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil, prod
+from math import ceil
 
 from flopmeter.costs.fused import flops_of
 from flopmeter.costs.lookup import costs_of
@@ -72,7 +72,7 @@ def _gradients(call: Call, read: Iterable[TensorSpec] | None) -> Cost:
     body, square = _body(call), _shape(call)
     shape = square._replace(mask=band(body.blocks, square.queries, square.keys), is_backward=True)
     products = _products(shape, scores=4, values=3)
-    repeated = 2 * sum(map(prod, _products(shape, scores=2, values=1)))
+    repeated = 2 * sum(product.macs for product in _products(shape, scores=2, values=1))
     return _template(call, "flex_attention_backward", products, shape, read=read, passes=2, repeated=repeated)
 
 
@@ -101,7 +101,7 @@ def _template(
     on_scores = passes * score * squares * pairs
     on_masks = passes * on_pair * body.blocks.masked_pairs * squares // body.blocks.squares
     hidden = squares * pairs - computed
-    of_one = 2 * sum(map(prod, products)) // max(squares * pairs, 1) + passes * score
+    of_one = 2 * sum(product.macs for product in products) // max(squares * pairs, 1) + passes * score
     cost = make_attention(
         call,
         products,
@@ -154,8 +154,8 @@ def _flops_of(ops: Iterable[BodyOp]) -> tuple[int, int]:
 
 @functools.cache
 def band(blocks: BlockCount, queries: int, keys: int) -> Mask:
-    """A band along the diagonal of as many blocks, for the time model: the causal mask and windows are such bands. For
-    documents and other shapes the band has the right amount of work, but spreads it over the rows in another way."""
+    """A band along the diagonal with the same number of blocks, for the time model. The causal mask and windows are
+    such bands. For masks of documents and other shapes the amount of work is right, its spread over the rows is not."""
     if blocks.pairs == blocks.squares * queries * keys:
         return Mask()
     wanted = blocks.computed / blocks.squares

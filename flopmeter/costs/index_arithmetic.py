@@ -1,4 +1,4 @@
-"""Index arithmetic of element-wise kernels: what it takes to find where each element lies.
+"""Index arithmetic of element-wise kernels: the integer operations that compute the address of each element.
 
 torch walks operands that lie alike as one run of memory, 16 bytes a load. Where one is repeated, sliced or transposed,
 every thread works out where each of its elements lies in each operand: it divides by the size of each dimension that
@@ -23,8 +23,8 @@ STEP_OPERATIONS = 1
 ADDRESS_OPERATIONS = 2
 # A kernel that loads and stores elements one by one does more than one that takes four at a time: more loads and
 # stores, conversions of fp16 and tests for the end. Set on a trace of an H100 (AMD-AGI/TraceLens): a multiplication by
-# a repeated row, of 9.2 million bf16 elements, takes 25 µs, of which its bytes take 13. That asks for 12, and image
-# models on an RTX 3090 (pytorch-image-models, results/) for none.
+# a repeated row, of 9.2 million bf16 elements, takes 25 µs, of which its bytes take 13. That implies 12
+# operations; image models on an RTX 3090 (pytorch-image-models, results/) imply none.
 SINGLE_OPERATIONS = 8
 
 # A copy to another type asks each element's type at run time (LoadWithCast and StoreWithCast in MemoryAccess.cuh), but
@@ -37,8 +37,8 @@ FLOAT8_OPERATIONS = 16
 
 # `cat` divides by numbers that it learns at run time (CatArrayBatchedCopy in Shape.cu): 'up to 20 instructions' (CUDA
 # C++ Programming Guide, Arithmetic Instructions), of which a loop finds the reciprocal once; then the remainder and a
-# step. Six divisions for each of 9.2 million elements take 42 µs on an H100 (AMD-AGI/TraceLens), which asks for 9;
-# three for each of a cache of keys on A100s (Hugging Face optimum-benchmark, torch 2.1) for 8.
+# step. Six divisions for each of 9.2 million elements take 42 µs on an H100 (AMD-AGI/TraceLens), which implies 9
+# each; three for each element of a cache of keys on A100s (Hugging Face optimum-benchmark, torch 2.1) imply 8.
 DIVISION_OPERATIONS = 9
 # Its grid gives each operand threads for half of the device (getCatGrid), so that one large operand takes twice as long
 # as two of half its size.
@@ -93,8 +93,8 @@ def _sectors(runs: tuple[_Merged, ...], operand: int, item_bytes: int) -> int:
 
 
 def _walk(operands: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[_Merged]]:
-    """The operands on the device (a number on the host is passed as an argument) and their runs; no runs where the
-    tensors are walked one by one."""
+    """The operands on the device and their runs. A number on the host is a plain argument of the kernel. There are no
+    runs where the tensors are walked one by one."""
     shape, device = operands[0].shape, operands[0].device
     on_device = [spec for spec in operands if spec.device == device]
     if not all(spec.is_strided and len(spec.shape) <= len(shape) for spec in on_device):

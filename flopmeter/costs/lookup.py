@@ -105,11 +105,11 @@ def _returning(call: Call) -> Call | None:
     return replace(call, func=func, kwargs=kwargs, inputs=inputs, outputs=outputs)
 
 
-_NEW = 1 << 30  # is added to the number of a given tensor's storage, which may be that of an operand
+_NEW = 1 << 30  # added to the storage number of a given tensor, which may also be an operand
 
 
 def _in_given_tensors(cost: Cost) -> Cost:
-    """What the op that returns new tensors would write into them, in those that are given."""
+    """The cost of the form that returns new tensors, with the given tensors in their place."""
 
     def given(region: Region) -> Region:
         spec = region.spec
@@ -145,8 +145,8 @@ def by_implementation(call: Call) -> tuple[Cost, ...]:
 
 
 def _inside(name: str, cost: Cost, storages: tuple[int, ...]) -> Cost:
-    """The cost as one of a call that numbers its storages so. What the implementation makes for itself is bytes of no
-    tensor of the program."""
+    """The cost with the storages numbered as in the custom op's call. Tensors that the implementation makes for itself
+    count as bytes of no particular tensor."""
 
     def renumbered(region: Region) -> Region:
         spec = region.spec

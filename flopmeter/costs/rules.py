@@ -13,7 +13,7 @@ in real ones: an operation that is neither (a function, a factorization) counts 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -31,19 +31,15 @@ from flopmeter.records import (
     Convolution,
     ConvolutionWork,
     Cost,
-    GroupedMatmulWork,
     HostCopy,
     KernelWork,
     Matmul,
     MatmulWork,
     MatrixWork,
-    Recurrence,
-    RecurrentWork,
     Region,
     Reread,
     TensorSpec,
     Tf32Switch,
-    UnpackingMatmulWork,
     VectorWork,
 )
 from flopmeter.records.dtypes import name_of
@@ -111,11 +107,16 @@ def make_cost(
     blocks_host: bool | None = None,
     work: KernelWork | None = None,
 ) -> Cost:
-    """The cost of one kernel of one class. `read` and `written` list what is touched; None leaves that to the
-    touched-bytes law. `complex_factor`: real operations in each, of complex tensors. `walks`: the operands that an
-    element-wise kernel walks together, outputs first. Only the time model needs the
-    rest; None there means what access.py says of the op. `work` is for kernels that do other work than arithmetic and
-    memory traffic; these have no rereads and compute no indices."""
+    """The cost of one kernel of one class.
+
+    read, written: what is touched; None: what the touched-bytes law says.
+    complex_factor: how many real operations one operation of complex numbers is.
+    walks: the operands that an element-wise kernel walks together, outputs first.
+    work: of a kernel whose time depends on more than arithmetic and memory traffic. It has no rereads and no index
+        operations.
+
+    The other arguments matter for the time model alone; None: what access.py says of the op.
+    """
     specs = (*call.inputs, *call.outputs)
     if not any(spec.is_floating for spec in specs):
         flops = transcendentals = 0  # integer work
@@ -162,31 +163,11 @@ def make_contraction(
     multiplies and four adds: 8 FLOP. Matmuls of bytes count as operations of the int8 unit. No unit multiplies matrices
     of wider integers, and no CUDA library has such matmuls: they are uncounted, so that the report lists them.
     `tf32_switch` names the torch setting that lets an fp32 matmul of this kind use TF32. More decides the time of a
-    convolution, a recurrence or fused attention: see the functions below.
+    convolution, a recurrence, groups or fused attention: see the functions below.
     """
     products = tuple(matmuls)
-    work = MatmulWork(products, _macs(call, products), _alignment_bytes(call), tf32_switch)
-    return _multiplying(call, work, extra=extra, read=read, written=written, transcendentals=transcendentals)
-
-
-def make_grouped_contraction(
-    call: Call,
-    matmuls: Collection[Matmul],
-    *,
-    extra: tuple[tuple[str, int], ...],
-    read: Touched | None = None,
-    written: Touched | None = None,
-) -> Cost:
-    """The matmuls of groups in one call."""
-    work = GroupedMatmulWork(tuple(matmuls), _macs(call, matmuls))
-    return _multiplying(call, work, extra=extra, read=read, written=written)
-
-
-def make_unpacking_contraction(
-    call: Call, matmul: Matmul, bits: Literal[4, 8], *, extra: tuple[tuple[str, int], ...]
-) -> Cost:
-    """A matmul of weights of so many bits that its kernel converts."""
-    return _multiplying(call, UnpackingMatmulWork(matmul, _macs(call, [matmul]), bits), extra=extra, read=None)
+    work = MatmulWork(products, macs_of(call, products), alignment_bytes(call), tf32_switch)
+    return make_product(call, work, extra=extra, read=read, written=written, transcendentals=transcendentals)
 
 
 def make_convolution(
@@ -199,23 +180,8 @@ def make_convolution(
     extra: tuple[tuple[str, int], ...] = (),
 ) -> Cost:
     """A convolution, or one of its gradients: the implicit matmul, and the shape that the matmul does not tell."""
-    work = ConvolutionWork(implicit, _macs(call, [implicit]), shape)
-    return _multiplying(call, work, extra=extra, read=read, written=written)
-
-
-def make_recurrence(
-    call: Call,
-    matmuls: Collection[Matmul],
-    steps: Recurrence,
-    *,
-    read: Touched,
-    written: Touched | None = None,
-    extra: tuple[tuple[str, int], ...],
-    transcendentals: int = 0,
-) -> Cost:
-    """A recurrent network in one call of a library: all of its matmuls, and those of each step."""
-    work = RecurrentWork(tuple(matmuls), _macs(call, matmuls), _alignment_bytes(call), steps)
-    return _multiplying(call, work, extra=extra, read=read, written=written, transcendentals=transcendentals)
+    work = ConvolutionWork(implicit, macs_of(call, [implicit]), shape)
+    return make_product(call, work, extra=extra, read=read, written=written)
 
 
 def make_attention(
@@ -234,22 +200,23 @@ def make_attention(
 ) -> Cost:
     """Fused attention: its matmuls, the library whose kernel it is, and the shape that it works on. `on_score`: FLOPs
     of a function on one score, and how many of them are transcendental."""
-    work = AttentionWork(backend, shape, _macs(call, matmuls), masked_flops, recomputed_flops, *on_score)
-    return _multiplying(
+    work = AttentionWork(backend, shape, macs_of(call, matmuls), masked_flops, recomputed_flops, *on_score)
+    return make_product(
         call, work, op_class=ATTENTION, extra=extra, read=read, written=written, transcendentals=transcendentals
     )
 
 
-def _multiplying(
+def make_product(
     call: Call,
     work: MatrixWork,
     *,
     op_class: str = CONTRACTION,
     extra: tuple[tuple[str, int], ...] = (),
-    read: Touched | None,
+    read: Touched | None = None,
     written: Touched | None = None,
     transcendentals: int = 0,
 ) -> Cost:
+    """The cost of a kernel of any sort that multiplies matrices. `work` has what the time model of the sort needs."""
     if not any(spec.is_floating or spec.dtype.itemsize == 1 for spec in call.inputs):
         return make_cost(call, UNCOUNTED, read=read, written=written)
     reads, writes = _touched(call, read, written)
@@ -265,8 +232,9 @@ def _multiplying(
     )
 
 
-def _macs(call: Call, matmuls: Iterable[Matmul]) -> int:
-    return (4 if is_complex(call) else 1) * sum(p.batch * p.m * p.n * p.k for p in matmuls)
+def macs_of(call: Call, matmuls: Iterable[Matmul]) -> int:
+    """Multiply-adds of real numbers: one of complex numbers is four."""
+    return (4 if is_complex(call) else 1) * sum(matmul.macs for matmul in matmuls)
 
 
 def scratch(like: TensorSpec, number: int = 1) -> TensorSpec:
@@ -287,7 +255,7 @@ def _touched(
     return reads, writes
 
 
-def _alignment_bytes(call: Call) -> int:
+def alignment_bytes(call: Call) -> int:
     """The largest power of two, at most 16, that divides the row pitch of every matrix among the operands."""
     alignment = 16
     for spec in (*call.inputs, *call.outputs):

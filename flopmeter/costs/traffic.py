@@ -36,8 +36,8 @@ _UNMARKED: dict[str, dict[str, tuple[bool, bool]]] = {
 
 
 def as_regions(touched: Iterable[TensorSpec | Region]) -> tuple[Region, ...]:
-    """The regions of whole tensors and of parts. A tensor is charged for what those before it do not cover; a part is
-    charged as it is."""
+    """The regions of tensors and of parts of tensors. A tensor is charged for the bytes that the tensors before it do
+    not cover; a part (a Region) is charged as it is."""
     in_order = list(touched)
     by_storage: dict[int, dict[TensorSpec, None]] = {}
     charges: dict[TensorSpec, int] = {}

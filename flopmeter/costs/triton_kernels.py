@@ -83,7 +83,7 @@ def triton_assumptions(kernels: Iterable[Kernel]) -> list[str]:
 
 
 def why_uncounted(body: TritonBody) -> str:
-    """What keeps the kernel's FLOPs from being known; empty if they are."""
+    """Why the kernel's FLOPs are not known; empty if they are."""
     return ", ".join(dict.fromkeys((*body.unknown, *(op.name for op in body.ops if _flops(op) is None))))
 
 

@@ -154,5 +154,4 @@ def _communicator(kernel: Kernel, batch: int | None) -> tuple[int, ...]:
 
 def _is_async(call: Call) -> bool:
     """Whether the program gets a handle to wait for; without one the collective runs on the current stream."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    return "async_op" not in names or bool(call.argument("async_op"))
+    return bool(call.get("async_op", True))

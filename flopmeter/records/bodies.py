@@ -59,5 +59,5 @@ class TritonBody(NamedTuple):
     kernel: str
     programs: int  # of the grid
     ops: tuple[TritonOp, ...]
-    unknown: tuple[str, ...]  # what keeps us from counting how often other ops run; empty: `ops` is complete
-    is_longest: bool = False  # where it is not known which way a program goes, `ops` is of the longer one
+    unknown: tuple[str, ...]  # why it is not known how often other ops run; empty: `ops` is complete
+    is_longest: bool = False  # at a branch on a value in memory, `ops` has those of the longer way

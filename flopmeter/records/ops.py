@@ -15,6 +15,7 @@ from flopmeter.records.compiled import CompiledKernel
 from flopmeter.records.tensors import TensorSpec
 
 Phase = Literal["forward", "backward", "recompute", "optimizer"]
+_NO_ARGUMENT = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,12 +39,19 @@ class Call:
 
     def argument(self, name: str) -> Any:
         """The argument that the op's schema calls `name`: the value that was passed, or the schema's default."""
+        value = self.get(name, _NO_ARGUMENT)
+        if value is _NO_ARGUMENT:
+            raise KeyError(f"{self.func} has no argument '{name}'")
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The same; `default` where the schema has no such argument."""
         if name in self.kwargs:
             return self.kwargs[name]
         for position, argument in enumerate(self.func._schema.arguments):
             if argument.name == name:
                 return self.args[position] if position < len(self.args) else argument.default_value
-        raise KeyError(f"{self.func} has no argument '{name}'")
+        return default
 
     @property
     def name(self) -> str:

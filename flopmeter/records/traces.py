@@ -73,7 +73,7 @@ class OptimizerStep(NamedTuple):
 
 
 class TemplateRun(NamedTuple):
-    """The ops from `start` to before `stop` are what torch runs eagerly for a kernel that it only has compiled:
+    """A kernel that exists only under torch.compile. Eager torch runs the ops from `start` to before `stop` for it;
     torch.compile would launch `op` in their place."""
 
     start: int
@@ -112,8 +112,11 @@ class Trace:
 def renumbered(
     use: StreamUse, place: Callable[[int], int | None], before: Callable[[int], int | None] | None = None
 ) -> StreamUse:
-    """With the ops at other places. None leaves an op out, and a wait for it: that is over by then. `before`: where
-    what happened before an op happens now, if it stays though the op does not."""
+    """The stream use with ops renumbered.
+
+    place: the new number of an op; None leaves the op out, and waits for it too.
+    before: the new number of an op for events just before it, which may stay where the op itself is left out.
+    """
     before = before or place
     syncs = []
     for sync in use.syncs:

@@ -5,8 +5,6 @@ A record has no defaults for what decides its time, so that mypy finds a fact th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from flopmeter.records.collectives import CollectiveKind
@@ -27,6 +25,11 @@ class Matmul(NamedTuple):
     m: int
     n: int
     k: int
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds."""
+        return self.batch * self.m * self.n * self.k
 
 
 class Convolution(NamedTuple):
@@ -67,28 +70,28 @@ class AttentionShape(NamedTuple):
     mask: Mask = Mask()
     is_backward: bool = False
     is_packed: bool = False  # sequences of any length lie one after another in one tensor
-    lengths: tuple[tuple[int, int], ...] = ()  # of packed ones: queries and keys of each, if known and not all alike
+    lengths: tuple[tuple[int, int, int], ...] = ()  # the sizes of packed ones, if they are known and not all alike
 
     @property
-    def sizes(self) -> Mapping[tuple[int, int], int]:
-        """How many sequences have so many queries and keys."""
-        return Counter(self.lengths) if self.lengths else {(self.queries, self.keys): self.sequences}
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """For each size of sequence: how many there are of it, and the queries and keys of one."""
+        return self.lengths or ((self.sequences, self.queries, self.keys),)
 
     @property
     def all_queries(self) -> int:
         """Of all sequences."""
-        return sum(count * queries for (queries, _), count in self.sizes.items())
+        return sum(count * queries for count, queries, _ in self.sizes)
 
     @property
     def all_keys(self) -> int:
         """Of all sequences."""
-        return sum(count * keys for (_, keys), count in self.sizes.items())
+        return sum(count * keys for count, _, keys in self.sizes)
 
 
 class Reread(NamedTuple):
-    """How a kernel with a block of threads for each row works, and what it reads a second time. It depends on the
-    device whether a second read hits the L2 cache: the rows that all SMs work on at a time, at `threads` threads a row,
-    compete for the cache.
+    """How a kernel with a block of threads for each row works, and what it reads a second time. Whether a second read
+    hits the L2 cache depends on the device: all rows that its SMs work on at a time, with `threads` threads each, share
+    the cache.
     """
 
     nbytes: int  # of second reads; 0 if a row stays in registers

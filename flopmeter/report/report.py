@@ -104,7 +104,7 @@ class Report:
     cluster: Cluster | None = None  # the links that collectives use; None: none has several ranks
     clock: RunClock = UNKNOWN_POWER
     ran: Ran = NOT_SAID
-    dollars_per_kwh: float | None = None  # as the user has it
+    dollars_per_kwh: float | None = None  # as the user stated it
     graphs: tuple[CompiledGraph, ...] = ()  # that torch.compile made, each with `.kernels` and `.breaks`
 
     @property

@@ -9,7 +9,7 @@ and a second kernel combines the results.
 from __future__ import annotations
 
 import functools
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
@@ -134,7 +134,7 @@ def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware)
     rows, columns = tile_of(kernel, shape, hardware)
     resident = blocks_at_a_time(kernel, rows, columns, shape.head_dim, hardware)
     if shape.is_backward:  # a block keeps keys and passes over the queries
-        blocks = sum(count * ceil(keys / rows) for (_, keys), count in shape.sizes.items())
+        blocks = sum(count * ceil(keys / rows) for count, _, keys in shape.sizes)
         grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=ceil(shape.queries / columns))
         return _Launch(kernel, shape.heads, grid, 1, rows, columns, resident)
     shares = shape.queries <= kernel.shared_queries and (shape.mask.left is None or kernel.shares_in_window)
@@ -145,7 +145,7 @@ def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware)
 
 def _grid(shape: AttentionShape, rows: int, columns: int) -> Grid:
     """The tiles of one head: of all sequences, of which each has a grid of its own."""
-    grids = [(tile_grid(*size, rows, columns, shape.mask), count) for size, count in shape.sizes.items()]
+    grids = [(tile_grid(*size, rows, columns, shape.mask), count) for count, *size in shape.sizes]
     blocks, tiles, masked = (
         sum(count * getattr(grid, name) for grid, count in grids) for name in ("blocks", "tiles", "masked")
     )
@@ -289,13 +289,13 @@ def issue_ratio(dtype: str, hardware: Hardware) -> float:
 
 def _filled_share(launch: _Launch, shape: AttentionShape) -> float:
     """The share of the scores in all tiles that a query and a key stand behind, visible or not."""
-    sizes, rows, columns = shape.sizes.items(), launch.rows, launch.columns
+    rows, columns = launch.rows, launch.columns
     if shape.is_backward:  # a block keeps keys
-        scores = sum(count * queries * keys for (queries, keys), count in sizes)
-        tiles = sum(count * ceil(keys / rows) * ceil(queries / columns) for (queries, keys), count in sizes)
+        scores = sum(map(prod, shape.sizes))
+        tiles = sum(count * ceil(keys / rows) * ceil(queries / columns) for count, queries, keys in shape.sizes)
         return scores / max(1, tiles * rows * columns)
     tokens, places = shape.all_queries, launch.heads * launch.grid.blocks * rows
-    in_columns = sum(count * queries * min(1.0, keys / columns) for (queries, keys), count in sizes)
+    in_columns = sum(count * queries * min(1.0, keys / columns) for count, queries, keys in shape.sizes)
     return min(1.0, shape.heads * tokens / max(1, places)) * in_columns / max(1, tokens)
 
 

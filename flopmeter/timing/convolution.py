@@ -36,8 +36,7 @@ def conversions(shape: Convolution, groups: int, moved: MatmulBytes, hardware: H
 
 
 def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
-    flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
-    compute = flops / (rates.flop_per_s * channel_share(shape, implicit.batch))
+    compute = 2 * implicit.macs / (rates.flop_per_s * channel_share(shape, implicit.batch))
     memory = moved.memory_bytes / rates.bytes_per_s
     return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
 
@@ -51,8 +50,7 @@ def depthwise(
     shape: Convolution, implicit: Matmul, moved: MatmulBytes, vector_flop_per_s: float, bytes_per_s: float
 ) -> Busy:
     """Each output reads its window: far below the vector peak, or bound by memory."""
-    flops = 2 * implicit.batch * implicit.m * implicit.n * implicit.k
-    compute = flops / (vector_flop_per_s * depthwise_share(shape))
+    compute = 2 * implicit.macs / (vector_flop_per_s * depthwise_share(shape))
     memory = moved.memory_bytes / bytes_per_s
     return Busy(compute, memory, max(compute, memory))
 

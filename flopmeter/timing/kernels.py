@@ -157,7 +157,7 @@ def _aligned(cost: Cost, work: _Products, moved: MatmulBytes, rates: Rates) -> t
 
 def _sum_of_matmuls(work: _Products, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
     """Several matmuls in one kernel (as in a cell of an LSTM) run one after another and share its bytes."""
-    plain_macs = sum(shape.batch * shape.m * shape.n * shape.k for shape in work.matmuls)
+    plain_macs = sum(matmul.macs for matmul in work.matmuls)
     rates = rates.slowed(plain_macs / work.macs)  # complex ones take four
     each = moved.share(len(work.matmuls))
     parts = [price_matmul(shape, each, rates) for shape in work.matmuls]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -185,6 +186,14 @@ def fall_through(key: str) -> Library:
     fallback = Library("_", "IMPL", key)
     fallback.fallback(fallthrough_kernel, key)
     return fallback
+
+
+@contextmanager
+def no_warning_of_override() -> Iterator[None]:
+    """torch warns, once in a process, when a kernel replaces another one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        yield
 
 
 def schema_arguments(op: OpOverload) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from torch.library import Library
 
+from flopmeter.torch_names.dispatcher import no_warning_of_override
 from flopmeter.torch_names.private import WORLDS, listed, needed
 
 _needed = partial(needed, feature=WORLDS)
@@ -86,8 +86,7 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> list[Library]:
     for name, kernel in kernels.items():
         namespace, op = name.split("::")
         libraries.append(Library(namespace, "IMPL"))
-        with warnings.catch_warnings():  # torch warns, once in a process, of the first kernel that replaces another
-            warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        with no_warning_of_override():
             libraries[-1].m.impl(op, "Meta", kernel)  # type: ignore[union-attr]
     return libraries
 

@@ -197,10 +197,7 @@ class Recorder(TorchDispatchMode):
         )
         for tensor in tensors:
             trace.devices.setdefault("meta" if tensor.is_meta else tensor.device.type)
-        trace.module_calls.append(self.modules.calls)
-        if streams.current() != DEFAULT_STREAM:
-            trace.stream_use.streams[len(trace.ops)] = streams.current()
-        trace.ops.append(Op(call, numbers, module, phase, source if self._source else None, None, graph))
+        self._append(Op(call, numbers, module, phase, source if self._source else None, None, graph))
         if self._on_new_call is not None:
             self._on_new_call(call)
 
@@ -406,8 +403,10 @@ class Recorder(TorchDispatchMode):
             raise explained from None  # torch says less, in fifty lines
 
     def _record(self, arrival: _Arrival, result: Any) -> None:
+        self._append(self._op(arrival, result))
+
+    def _append(self, op: Op) -> None:
         trace = self.trace
-        op = self._op(arrival, result)
         trace.module_calls.append(self.modules.calls)
         if streams.current() != DEFAULT_STREAM:
             trace.stream_use.streams[len(trace.ops)] = streams.current()

@@ -40,7 +40,7 @@ class KeptLayer(NamedTuple):
 
     elements: int  # of one token: keys and values of the grouped heads, or a latent; 0: it reads another layer's
     most_tokens: float = math.inf  # those of a window
-    most_old: float = math.inf  # that a metered step has in front of its own
+    most_old: float = math.inf  # earlier tokens that a metered step reads
     states: tuple[KeptState, ...] = ()
 
 
@@ -134,7 +134,7 @@ def _held_states(base: Any, with_keys: Any | None) -> Any:
 
 def _held_layer(base: Any, *, has_chunks: bool) -> Any:
     class HeldLayer(base):  # type: ignore[misc]
-        """So many tokens of each sequence. Paged, kernels see all and are told of a window."""
+        """Keys and values of `cached` tokens of each sequence. If paged, a kernel gets all of them and the window."""
 
         def __init__(self, kind: CacheKind, own: Any) -> None:
             base.__init__(self)
@@ -143,7 +143,7 @@ def _held_layer(base: Any, *, has_chunks: bool) -> Any:
             if not self.is_paged:
                 most_old = most - 1  # transformers' own: each step brings the last token of the window
             elif has_chunks:
-                most_old = most  # no kernel is told of chunks: at most a whole one is read
+                most_old = most  # kernels have no argument for chunks: at most one whole chunk is read
             self.kept = KeptLayer(0, most, most_old)
 
         def fill(self, cached: int) -> None:

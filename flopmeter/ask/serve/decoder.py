@@ -61,18 +61,18 @@ class Decoder:
         return sum(tensor.numel() for tensor in _distinct(self.model))
 
     def kv_bytes(self, tokens: int, element_bytes: float) -> float:
-        """What one sequence of so many tokens holds on this rank, in all layers; of a layer with a window no more
-        tokens than that. Of latents each rank has all. States are in their own type."""
+        """Bytes that a sequence of that many tokens holds on this rank, in all layers. A layer with a window holds no
+        more tokens than the window. Every rank holds latents whole. States have a type of their own."""
         elements = sum(min(tokens, layer.most_tokens) * layer.elements for layer in self._kept)
         return elements * element_bytes + (self.state_bytes if tokens else 0)
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """What one sequence holds on this rank beside keys and values, however long it is."""
+        """Bytes that a sequence of any length holds on this rank beside keys and values."""
         return sum(state.nbytes for layer in self._kept for state in layer.states)
 
     def metered_kv_bytes(self, cached: int, new: int) -> float:
-        """The same as a metered step of `new` tokens holds it, in the model's type."""
+        """The same during a metered step of `new` tokens, in the model's type."""
         elements = sum((min(cached, layer.most_old) + new) * layer.elements for layer in self._kept)
         return float(elements * self.model.dtype.itemsize) + self.state_bytes
 
@@ -80,7 +80,7 @@ class Decoder:
     def _kept(self) -> tuple[KeptLayer, ...]:
         """What each layer keeps, as a step of one token shows."""
         cache = empty_cache(self.config, self.cache)
-        with _told(f"{self.title} of transformers does not run as a server runs it"):
+        with _in_one_line(f"{self.title} of transformers does not run as a server runs it"):
             with FlopMeter(routing="independent", checks="hold") as meter:
                 self._run(cache, 1, 1, 1)
         kept = kept_in(cache)
@@ -155,7 +155,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
     empty_cache(config, cache)  # refuses what cannot be served
     share = _split(config, ranks)
     _register_paged_attention()
-    with _told(
+    with _in_one_line(
         f"{config.architectures[0]} of transformers cannot be built" + f" for one of {ranks} GPUs" * (ranks > 1)
     ):
         model = model_of(share)
@@ -171,7 +171,7 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _in_one_line(what: str) -> Iterator[None]:
     """Errors of transformers become one line."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""What serving engines (vLLM, SGLang, TensorRT-LLM) run otherwise than transformers, in the same model.
+"""How the kernels of serving engines (vLLM, SGLang, TensorRT-LLM) differ from those of transformers, in the same model.
 
 Projections of one input are one product; one kernel sorts tokens by their experts; attention is of the flash-attention
 library's newest generation for the device; and a step ends with the next token.
@@ -104,7 +104,7 @@ def _is_of_data(kernel: Kernel) -> bool:
 
 
 def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
-    """Without what stands beside `topk` between the product that gives the scores and the end."""
+    """Without the small kernels beside `topk` after the product that gives the scores."""
     start = len(kernels)
     while start and not kernels[start - 1].cost.macs and kernels[start - 1].op.module.startswith(layer):
         start -= 1
@@ -119,8 +119,8 @@ def _with_one_choice(kernels: list[Kernel], layer: str) -> list[Kernel]:
 
 
 def _with_scores_uncast(kernels: list[Kernel]) -> list[Kernel]:
-    """The last one multiplies by the weights of the router. Some models of transformers cast these and the tokens to
-    fp32 each time; engines multiply them as they are (SGLang's MoEGate), and sum in fp32.
+    """The last kernel multiplies by the weights of the router. Some models of transformers cast weights and tokens to
+    fp32 each time; engines multiply them as they are (SGLang's MoEGate), and add in fp32.
     """
     product, start = kernels[-1], len(kernels) - 1
     while start and _is_cast(kernels[start - 1]) and kernels[start - 1].op.module == product.op.module:

@@ -129,7 +129,7 @@ def weight_storages(kernel: Kernel, trace: Trace, published: Quantised) -> set[i
 
 
 def _with_narrow_weights(cost: Cost, held: set[int], share: float, product: str | None) -> Cost:
-    """The call with narrow weights. If the product is in another type, its other operand is in the same format."""
+    """The cost with narrow weights. If the product is in that type, its other operand is narrow too."""
 
     def read(region: Region) -> Region:
         is_weight = region.spec is not None and region.spec.storage in held
@@ -142,7 +142,7 @@ def _with_narrow_weights(cost: Cost, held: set[int], share: float, product: str 
 
 
 def _with_narrow_cache(cost: Cost, share: float) -> Cost:
-    """The call with a narrow cache. Attention reads queries first; its other operands are keys and values."""
+    """The cost with a narrow cache. Attention reads queries first; its other operands are keys and values."""
     query, *cache = cost.reads
     return replace(cost, reads=(query, *(each._replace(nbytes=round(each.nbytes * share)) for each in cache)))
 

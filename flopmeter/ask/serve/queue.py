@@ -1,4 +1,4 @@
-"""The arithmetic on top of the steps: what a server that works on several requests at a time gives each of them.
+"""The arithmetic on top of the steps: the latencies and the rate of a server that works on several requests at a time.
 
 A request brings `prompt` tokens and wants `output` tokens, the first of which its prefill gives. With b requests at a
 time, a step of decoding gives each of them E tokens in D(b) seconds: E is 1, or with a draft of k tokens that are each

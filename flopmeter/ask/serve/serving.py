@@ -289,12 +289,7 @@ class _Server:
         if self._draft is None:
             return own
         draft = self._draft.cost(self._device, 1, self._chunk, before)
-        return StepCost(
-            own.seconds + draft.seconds,
-            None if own.joules is None or draft.joules is None else own.joules + draft.joules,
-            max(own.working_bytes, draft.working_bytes),
-            own.link_seconds + draft.link_seconds,
-        )
+        return own.after(draft)._replace(working_bytes=max(own.working_bytes, draft.working_bytes))
 
     def _decode(self, batch: float) -> tuple[float, float | None]:
         """Seconds and joules of a step, in the middle of a request's output; between metered batches on a line.
@@ -323,15 +318,7 @@ class _Server:
             return self._steps.cost(self._device, batch, 1, cached)
         draft = self._draft.cost(self._device, batch, 1, cached)
         verify = self._steps.cost(self._device, batch, plan.draft_tokens + 1, cached, logits=plan.draft_tokens + 1)
-        joules = None
-        if draft.joules is not None and verify.joules is not None:
-            joules = plan.draft_tokens * draft.joules + verify.joules
-        return StepCost(
-            plan.draft_tokens * draft.seconds + verify.seconds,
-            joules,
-            verify.working_bytes,
-            plan.draft_tokens * draft.link_seconds + verify.link_seconds,
-        )
+        return verify.after(draft, plan.draft_tokens)
 
     @property
     def _work(self) -> RequestWork:

@@ -25,9 +25,15 @@ class StepCost(NamedTuple):
     working_bytes: int  # held beside weights and cache
     link_seconds: float = 0.0  # of `seconds`: collectives, which nothing hides
 
+    def after(self, other: StepCost, times: int = 1) -> StepCost:
+        """This step with `times` of the other one before it. The memory is that of this step."""
+        joules = None if self.joules is None or other.joules is None else self.joules + times * other.joules
+        links = self.link_seconds + times * other.link_seconds
+        return StepCost(self.seconds + times * other.seconds, joules, self.working_bytes, links)
+
 
 class StepModel:
-    """The steps of one decoder; what was metered once is priced for every device that runs the same ops."""
+    """The steps of one decoder. A step is metered once for all devices that run the same ops."""
 
     def __init__(
         self,

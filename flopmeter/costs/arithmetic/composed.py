@@ -74,12 +74,6 @@ def mvlgamma(call: Call) -> tuple[Cost, ...]:
     )
 
 
-@rule(aten._is_all_true, aten._is_any_true)
-def all_true(call: Call) -> Cost:
-    """Comparisons: no FLOPs."""
-    return make_cost(call, REDUCTION)
-
-
 @rule(aten._pack_padded_sequence)
 def pack_padded(call: Call) -> tuple[Cost, ...]:
     """For each run of steps with equally many sequences left, the steps are cut out; then all are joined. The number of

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.arithmetic.pointwise import PerElement
 from flopmeter.costs.rules import make_cost, rule, scratch
 from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
@@ -13,28 +12,25 @@ from flopmeter.torch_names.operators import aten
 _NONE, _MEAN = 0, 1  # of `reduction` (aten/src/ATen/core/Reduction.h)
 
 
-class PerTerm(NamedTuple):
-    flops: int
-    transcendentals: int = 0
-
-
-_LOSSES: dict[OpOverloadPacket, PerTerm] = {
-    aten.mse_loss: PerTerm(2),  # (x - y)²
-    aten.smooth_l1_loss: PerTerm(4),  # 0.5 * (x - y)² / beta
-    aten.huber_loss: PerTerm(3),  # 0.5 * (x - y)²; which ones lie beyond delta depends on data, as for smooth_l1_loss
+_LOSSES: dict[OpOverloadPacket, PerElement] = {
+    aten.mse_loss: PerElement(2),  # (x - y)²
+    aten.smooth_l1_loss: PerElement(4),  # 0.5 * (x - y)² / beta
+    aten.huber_loss: PerElement(
+        3
+    ),  # 0.5 * (x - y)²; which ones lie beyond delta depends on data, as for smooth_l1_loss
     # -(y * log x + (1 - y) * log(1 - x)): two logs, two products, two differences, add, negate
-    aten.binary_cross_entropy: PerTerm(8, 2),
+    aten.binary_cross_entropy: PerElement(8, 2),
 }
 
-_LOSSES_OF_ROWS: dict[OpOverloadPacket, PerTerm] = {
-    aten.multi_margin_loss: PerTerm(4),  # max(0, margin - x[y] + x)**p, added over the classes
-    aten.multilabel_margin_loss_forward: PerTerm(4),  # as if each row had one label: how many it has depends on data
+_LOSSES_OF_ROWS: dict[OpOverloadPacket, PerElement] = {
+    aten.multi_margin_loss: PerElement(4),  # max(0, margin - x[y] + x)**p, added over the classes
+    aten.multilabel_margin_loss_forward: PerElement(4),  # as if each row had one label: how many it has depends on data
 }
 
-_GRADIENTS: dict[OpOverloadPacket, PerTerm] = {
-    aten.soft_margin_loss_backward: PerTerm(8, 1),  # z = exp(-x * y) 3; -y * z / (z + 1) * dy 5
-    aten.multi_margin_loss_backward: PerTerm(4),
-    aten.multilabel_margin_loss_backward: PerTerm(4),
+_GRADIENTS: dict[OpOverloadPacket, PerElement] = {
+    aten.soft_margin_loss_backward: PerElement(8, 1),  # z = exp(-x * y) 3; -y * z / (z + 1) * dy 5
+    aten.multi_margin_loss_backward: PerElement(4),
+    aten.multilabel_margin_loss_backward: PerElement(4),
 }
 
 

@@ -23,7 +23,7 @@ from flopmeter.costs.arithmetic.pointwise import (
 )
 from flopmeter.costs.rules import make_contraction, make_cost, rule
 from flopmeter.costs.traffic import regions
-from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul, TensorSpec
+from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 _ARITHMETIC = {"mul": ONE, "div": ONE, "neg": ONE, "abs": ONE, "reciprocal": ONE, "round": ONE, "floor": ONE,
@@ -57,8 +57,7 @@ def foreach(call: Call) -> Cost:
 @rule(aten._foreach_add, aten._foreach_add_, aten._foreach_sub, aten._foreach_sub_)
 def foreach_add(call: Call) -> Cost:
     """a + alpha·b over a list."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    scaled = "alpha" in names and call.argument("alpha") != 1
+    scaled = call.get("alpha", 1) != 1
     return _of_list(call, of_numbers(call, *sum_of_scaled(scaled)), fused_multiply_add=scaled)
 
 
@@ -110,15 +109,8 @@ def fused_adagrad(call: Call) -> Cost:
 @rule(aten._foreach_addcmul, aten._foreach_addcmul_, aten._foreach_addcdiv, aten._foreach_addcdiv_)
 def foreach_addcmul(call: Call) -> Cost:
     """a + value·b·c (or b / c) over a list; a list of values scales each."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    scaled = "value" not in names or call.argument("value") != 1
+    scaled = call.get("value") != 1
     return _of_list(call, of_numbers(call, *sum_of_product(call, scaled)), fused_multiply_add=True)
-
-
-@rule(aten._foreach_clone)
-def foreach_clone(call: Call) -> Cost:
-    """Copies every tensor."""
-    return make_cost(call, MOVEMENT)
 
 
 @rule(aten._foreach_mm)

@@ -283,9 +283,8 @@ def bias_rescale_qkv(call: Call) -> Cost:
 @rule(aten.div, aten.div_)
 def div(call: Call) -> Cost:
     """One operation, and one more to round if a rounding mode is given."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    rounded = "rounding_mode" in names and call.argument("rounding_mode") is not None
-    return elementwise(call, PerElement(1 + rounded), OF_COMPLEX["div"])
+    rounds = call.get("rounding_mode") is not None
+    return elementwise(call, PerElement(1 + rounds), OF_COMPLEX["div"])
 
 
 @rule(aten.clone, aten._to_copy, aten.copy_, aten.copy)

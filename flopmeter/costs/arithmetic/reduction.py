@@ -39,6 +39,7 @@ _COMPARES = (
     aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.cummax,
     aten.cummin, aten.median, aten.nanmedian, aten.mode, aten.equal, aten.adaptive_max_pool2d,
     aten.adaptive_max_pool3d, aten.fractional_max_pool2d, aten.fractional_max_pool3d, aten.hash_tensor,
+    aten._is_all_true, aten._is_any_true,
 )  # fmt: skip
 _PER_INPUT: dict[OpOverloadPacket, PerInput] = {
     **dict.fromkeys(_COMPARES, PerInput(0)),
@@ -124,8 +125,7 @@ _NORMS_OF_COMPLEX = {0: (1, 0), 1: (5, 1), 2: (4, 0), inf: (4, 1), -inf: (4, 1),
 @rule(aten.linalg_vector_norm, aten.norm, aten._foreach_norm, aten._foreach_powsum)
 def vector_norm(call: Call) -> Cost:
     """A sum (or maximum) over the elements, then a root where the order has one (`powsum` leaves that out)."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    given = call.argument("ord" if "ord" in names else "p")
+    given = call.get("ord", call.get("p"))
     order = 2 if given is None else given
     table = _NORMS_OF_COMPLEX if is_complex(call) else _NORMS
     flops, transcendentals = table.get(order, table["other"])

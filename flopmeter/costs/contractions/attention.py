@@ -7,7 +7,8 @@ Keys and values are read at their own, grouped, head count: the touched-bytes la
 
 from __future__ import annotations
 
-from math import ceil
+from collections import Counter
+from math import ceil, prod
 
 from torch._ops import OpOverloadPacket
 
@@ -115,7 +116,7 @@ def _backward(call: Call, backend: AttentionBackend, square: AttentionShape, mas
     shape = square._replace(mask=mask, is_backward=True)
     again = _scores(shape)
     products = list(again)
-    for (queries, keys), count in shape.sizes.items():
+    for count, queries, keys in shape.sizes:
         squares = count * shape.heads
         products += (
             Matmul(squares, keys, shape.value_dim, queries),
@@ -134,8 +135,8 @@ def _fused(
     *,
     recomputed_flops: int = 0,
 ) -> Cost:
-    pairs = sum(count * queries * keys for (queries, keys), count in shape.sizes.items())
-    visible = sum(count * visible_pairs(*size, shape.mask) for size, count in shape.sizes.items())
+    pairs = sum(map(prod, shape.sizes))
+    visible = sum(count * visible_pairs(queries, keys, shape.mask) for count, queries, keys in shape.sizes)
     masked_flops = 2 * _macs(products) * (pairs - visible) // max(pairs, 1)
     return make_attention(
         call, products, backend, shape,
@@ -149,7 +150,7 @@ def _seen(call: Call, shape: AttentionShape) -> list[TensorSpec | Region] | None
     mask, keys = shape.mask, shape.all_keys
     if mask.left is None or not mask.bottom_right or shape.is_backward:
         return None
-    seen = keys - sum(count * max(k - q - mask.left, 0) for (q, k), count in shape.sizes.items())
+    seen = keys - sum(count * max(k - q - mask.left, 0) for count, q, k in shape.sizes)
     if seen == keys:
         return None
     sources = (call.argument("key"), call.argument("value"))
@@ -158,17 +159,15 @@ def _seen(call: Call, shape: AttentionShape) -> list[TensorSpec | Region] | None
 
 
 def _scores(shape: AttentionShape) -> list[Matmul]:
-    sizes = shape.sizes.items()
-    return [Matmul(count * shape.heads, queries, keys, shape.head_dim) for (queries, keys), count in sizes]
+    return [Matmul(count * shape.heads, queries, keys, shape.head_dim) for count, queries, keys in shape.sizes]
 
 
 def _values(shape: AttentionShape) -> list[Matmul]:
-    sizes = shape.sizes.items()
-    return [Matmul(count * shape.heads, queries, shape.value_dim, keys) for (queries, keys), count in sizes]
+    return [Matmul(count * shape.heads, queries, shape.value_dim, keys) for count, queries, keys in shape.sizes]
 
 
 def _macs(products: list[Matmul]) -> int:
-    return sum(product.batch * product.m * product.n * product.k for product in products)
+    return sum(product.macs for product in products)
 
 
 def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
@@ -187,13 +186,13 @@ def _of_library(call: Call, starts: str, longest_query: str, longest_key: str) -
         return AttentionShape(q.shape[0], *of_head, q.shape[1], k.shape[1], *sizes)
     if call.groups:
         count = len(call.groups) // 2
-        lengths = tuple(zip(call.groups[:count], call.groups[count:], strict=True))
-        most = max(call.groups[:count]), max(call.groups[count:])
-        lengths = lengths if len(set(lengths)) > 1 else ()
-        return AttentionShape(count, *of_head, *most, *sizes, is_packed=True, lengths=lengths)
-    tokens, queries = q.numel // max(heads * depth, 1), max(call.argument(longest_query), 1)
-    sequences, keys = max(ceil(tokens / queries), 1), call.argument(longest_key)
-    return AttentionShape(sequences, *of_head, queries, keys, *sizes, is_packed=True)
+        queries, keys = call.groups[:count], call.groups[count:]
+        counted = Counter(zip(queries, keys, strict=True))
+        lengths = tuple((number, *size) for size, number in counted.items()) if len(counted) > 1 else ()
+        return AttentionShape(count, *of_head, max(queries), max(keys), *sizes, is_packed=True, lengths=lengths)
+    tokens, longest = q.numel // max(heads * depth, 1), max(call.argument(longest_query), 1)
+    sequences = max(ceil(tokens / longest), 1)
+    return AttentionShape(sequences, *of_head, longest, call.argument(longest_key), *sizes, is_packed=True)
 
 
 def _of_cudnn(call: Call) -> AttentionShape:

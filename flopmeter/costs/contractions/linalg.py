@@ -3,8 +3,7 @@
 Sources: L41 is LAPACK Working Note 41 (Blackford and Dongarra, 'Quick Installation Guide for LAPACK', operation
 counts); GvL is Golub and Van Loan, 'Matrix Computations', 4th ed. Iterative methods (eigenvalues, singular values) are
 counted as these sources count them. They are matmuls of blocks, so their class is contraction, but no library runs them
-on the
-matrix units at reduced precision: they carry no MACs and are timed as multiply-adds of the vector units.
+on the matrix units at reduced precision: they carry no MACs and are timed as multiply-adds of the vector units.
 """
 
 from __future__ import annotations
@@ -164,12 +163,6 @@ def solve_ex(call: Call) -> Cost:
     """Factor each matrix, then two triangular passes for each right side."""
     *batch, n, _ = call.argument("A").shape
     return _library(call, prod(batch) * lu_flops(n, n) + 2 * n * call.outputs[0].numel)
-
-
-@rule(aten.lu_unpack)
-def lu_unpack(call: Call) -> Cost:
-    """Copies the two triangles apart and turns the pivots into a permutation."""
-    return make_cost(call, MOVEMENT)
 
 
 @rule(aten._linalg_check_errors)

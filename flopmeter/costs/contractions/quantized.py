@@ -13,14 +13,19 @@ from math import prod
 
 import torch
 
-from flopmeter.costs.rules import (
-    make_contraction,
-    make_cost,
-    make_grouped_contraction,
-    make_unpacking_contraction,
-    rule,
+from flopmeter.costs.rules import macs_of, make_contraction, make_cost, make_product, rule
+from flopmeter.records import (
+    CONTRACTION,
+    ELEMENTWISE,
+    Call,
+    Cost,
+    GroupedMatmulWork,
+    Kernel,
+    Matmul,
+    Region,
+    TensorSpec,
+    UnpackingMatmulWork,
 )
-from flopmeter.records import CONTRACTION, ELEMENTWISE, Call, Cost, Kernel, Matmul, Region, TensorSpec
 from flopmeter.records.dtypes import name_of
 from flopmeter.torch_names.operators import aten
 
@@ -29,27 +34,35 @@ from flopmeter.torch_names.operators import aten
 def scaled_mm(call: Call) -> Cost:
     """(a @ b)·scale_a·scale_b + bias: one multiply per output for a scale per tensor, two for finer ones,
     done in the epilogue. Two fp4 numbers share an element."""
-    a, b, out = call.inputs[0], call.inputs[1], call.outputs[0]
-    scales = [spec for name in ("scale_a", "scale_b") for spec in _specs(call.argument(name))]
-    per_output = (2 if any(scale.numel > 1 for scale in scales) else 1) + (call.argument("bias") is not None)
-    product = Matmul(1, a.shape[0], b.shape[1], a.shape[1] * _packed(a))
-    return make_contraction(call, [product], extra=((ELEMENTWISE, per_output * out.numel),))
+    a, b = call.inputs[:2]
+    per_output = _multiplies_of(_scales(call)) + (call.argument("bias") is not None)
+    return make_contraction(call, [_product(a, b)], extra=((ELEMENTWISE, per_output * call.outputs[0].numel),))
 
 
 @rule(aten._scaled_addmm, aten._scaled_addmm_)  # torch 2.15
 def scaled_addmm(call: Call) -> Cost:
     """beta·c + alpha·(a @ b)·scale_a·scale_b: the epilogue of `scaled_mm`, and an addition for c; factors other than 1
     multiply, and c is not read where beta is 0."""
-    c, a, b, out = call.inputs[0], call.argument("mat1"), call.argument("mat2"), call.outputs[0]
-    scales = [*_specs(call.argument("scale_a")), *_specs(call.argument("scale_b"))]
+    c, a, b, scales = call.inputs[0], call.argument("mat1"), call.argument("mat2"), _scales(call)
     alpha, beta = call.argument("alpha"), call.argument("beta")
-    per_output = (2 if any(scale.numel > 1 for scale in scales) else 1) + (alpha != 1)
-    per_output += (1 + (beta != 1)) if beta else 0
-    product = Matmul(1, a.shape[0], b.shape[1], a.shape[1] * _packed(a))
-    read = (a, b, *scales, *((c,) if beta else ()))
-    # The type of the product is that of its operands, not of c.
-    cost = make_contraction(call, [product], extra=((ELEMENTWISE, per_output * out.numel),), read=read)
-    return replace(cost, dtype=name_of(a.dtype))
+    per_output = _multiplies_of(scales) + (alpha != 1) + ((1 + (beta != 1)) if beta else 0)
+    extra = ((ELEMENTWISE, per_output * call.outputs[0].numel),)
+    cost = make_contraction(call, [_product(a, b)], extra=extra, read=(a, b, *scales, *((c,) if beta else ())))
+    return replace(cost, dtype=name_of(a.dtype))  # the type of the operands, not of c
+
+
+def _scales(call: Call) -> list[TensorSpec]:
+    given = (call.argument(name) for name in ("scale_a", "scale_b"))
+    return [spec for value in given for spec in ((value,) if isinstance(value, TensorSpec) else value)]
+
+
+def _multiplies_of(scales: list[TensorSpec]) -> int:
+    """Per output: the two scales of the tensors are one factor, finer ones are two."""
+    return 2 if any(scale.numel > 1 for scale in scales) else 1
+
+
+def _product(a: TensorSpec, b: TensorSpec) -> Matmul:
+    return Matmul(1, a.shape[0], b.shape[1], a.shape[1] * _packed(a))
 
 
 @rule(aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2)
@@ -79,9 +92,9 @@ def grouped_mm(call: Call) -> Cost:
         for size, count in sorted(Counter(sizes).items())
         if size or not (by_rows or by_columns)
     ]
-    return make_grouped_contraction(
+    return make_product(
         call,
-        products,
+        GroupedMatmulWork(tuple(products), macs_of(call, products)),
         extra=((ELEMENTWISE, per_output * of_out.nbytes // out.dtype.itemsize),),
         read=(of_a, of_b, Region(ends, ends.nbytes), *others),
         written=(of_out,),
@@ -94,13 +107,8 @@ def group_assumptions(kernels: Iterable[Kernel]) -> list[str]:
     calls = {
         kernel.op.call for kernel in kernels if kernel.op.graph is not None and kernel.cost.op_class == CONTRACTION
     }
-    names = sorted({call.name for call in calls if call.groups is None and _has_groups(call)})
+    names = sorted({call.name for call in calls if call.groups is None and call.get("offs") is not None})
     return [f"groups of equal length for {', '.join(names)} in compiled graphs"] if names else []
-
-
-def _has_groups(call: Call) -> bool:
-    has_offsets = any(argument.name == "offs" for argument in call.func._schema.arguments)
-    return has_offsets and call.argument("offs") is not None
 
 
 def equal_groups(whole: int, count: int) -> tuple[int, ...]:
@@ -118,14 +126,17 @@ def share_of(spec: TensorSpec, part: int, whole: int) -> Region:
 def int8_weight_mm(call: Call) -> Cost:
     """x @ w^T with w int8, times one scale for each column. The kernels that cast x, the scales and the result from and
     to fp32 are left out."""
-    return make_unpacking_contraction(call, _of_rows(call), 8, extra=((ELEMENTWISE, call.outputs[0].numel),))
+    matmul = _of_rows(call)
+    work = UnpackingMatmulWork(matmul, matmul.macs, 8)
+    return make_product(call, work, extra=((ELEMENTWISE, call.outputs[0].numel),))
 
 
 @rule(aten._weight_int4pack_mm)
 def int4_weight_mm(call: Call) -> Cost:
     """x @ w^T with w unpacked on the way: a scale and a zero point for each weight."""
     matmul = _of_rows(call)
-    return make_unpacking_contraction(call, matmul, 4, extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
+    work = UnpackingMatmulWork(matmul, matmul.macs, 4)
+    return make_product(call, work, extra=((ELEMENTWISE, 2 * matmul.n * matmul.k),))
 
 
 @rule(
@@ -148,11 +159,9 @@ def _of_rows(call: Call) -> Matmul:
 @rule(aten._sparse_semi_structured_mm, aten._sparse_semi_structured_linear, aten._cslt_sparse_mm)
 def semi_structured_mm(call: Call) -> Cost:
     """2:4 sparsity: of each four weights two are stored and multiplied, so half the dense matmul."""
-    out = call.outputs[0]
-    is_linear = call.func.overloadpacket is aten._sparse_semi_structured_linear
-    dense = call.inputs[0] if is_linear else call.argument("dense_B" if _is_cslt(call) else "mat2")
-    depth = dense.shape[-1 if is_linear else -2]
-    bias = out.numel if not _is_plain_mm(call) and call.argument("bias") is not None else 0
+    out, dense = call.outputs[0], call.get("dense_B", call.get("mat2"))
+    depth = call.inputs[0].shape[-1] if dense is None else dense.shape[-2]  # `linear` has its input first
+    bias = out.numel if call.get("bias") is not None else 0
     product = Matmul(1, out.numel // max(out.shape[-1], 1), out.shape[-1], depth // 2)
     return make_contraction(call, [product], extra=((ELEMENTWISE, bias),))
 
@@ -169,17 +178,3 @@ def fake_quantize(call: Call) -> Cost:
 
 def _packed(operand: TensorSpec) -> int:
     return 2 if operand.dtype is torch.float4_e2m1fn_x2 else 1
-
-
-def _specs(value: object) -> tuple[TensorSpec, ...]:
-    if isinstance(value, TensorSpec):
-        return (value,)
-    return tuple(value) if isinstance(value, tuple) else ()
-
-
-def _is_cslt(call: Call) -> bool:
-    return call.func.overloadpacket is aten._cslt_sparse_mm
-
-
-def _is_plain_mm(call: Call) -> bool:
-    return call.func.overloadpacket is aten._sparse_semi_structured_mm

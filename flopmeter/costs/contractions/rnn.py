@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flopmeter.costs.rules import make_contraction, make_cost, make_recurrence, rule
-from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Recurrence, TensorSpec
+from flopmeter.costs.rules import alignment_bytes, macs_of, make_contraction, make_cost, make_product, rule
+from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Recurrence, RecurrentWork, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 
@@ -41,10 +41,9 @@ def cudnn_rnn(call: Call) -> Cost:
     tokens = _tokens(call)
     units = tokens * call.argument("hidden_size") * _stacks(call)
     x, hx, cx = call.argument("input"), call.argument("hx"), call.argument("cx")
-    return make_recurrence(
+    return make_product(
         call,
-        _products(weights, tokens),
-        _recurrence(call, weights, tokens),
+        _work(call, weights, tokens, _products(weights, tokens)),
         extra=((ELEMENTWISE, _gate_flops(cell, weights, tokens, units)),),
         read=[spec for spec in (x, *weights, hx, cx) if spec is not None],
         written=call.outputs[:4],
@@ -63,10 +62,9 @@ def cudnn_rnn_backward(call: Call) -> Cost:
     wants_weights = call.argument("output_mask")[3]
     biases = tokens * sum(spec.numel for spec in weights if len(spec.shape) == 1) * wants_weights
     inputs = [spec for spec in call.inputs if spec != call.argument("weight_buf")]
-    return make_recurrence(
+    return make_product(
         call,
-        products + _transposed(products) * wants_weights,
-        _recurrence(call, weights, tokens),
+        _work(call, weights, tokens, products + _transposed(products) * wants_weights),
         extra=((ELEMENTWISE, cell.backward_flops * units + biases),),
         read=inputs,
     )
@@ -127,7 +125,7 @@ def _tokens(call: Call) -> int:
     return int(x.numel // max(x.shape[-1], 1))
 
 
-def _recurrence(call: Call, weights: Sequence[TensorSpec], tokens: int) -> Recurrence:
+def _work(call: Call, weights: Sequence[TensorSpec], tokens: int, matmuls: Sequence[Matmul]) -> RecurrentWork:
     """Of a layer's matrices the first meets all inputs at once, the second the state of each step (a third, of a
     projected LSTM, goes with it). A packed input says how many sequences each step has."""
     x, packed = call.argument("input"), call.argument("batch_sizes")
@@ -135,10 +133,9 @@ def _recurrence(call: Call, weights: Sequence[TensorSpec], tokens: int) -> Recur
     matrices = [spec for spec in weights if len(spec.shape) == 2]
     per_stack = len(matrices) // max(1, _stacks(call))
     sequences = -(-tokens // max(1, steps))
-    return Recurrence(
-        steps,
-        tuple(Matmul(1, sequences, *spec.shape) for place, spec in enumerate(matrices) if place % per_stack == 1),
-    )
+    of_step = (Matmul(1, sequences, *spec.shape) for place, spec in enumerate(matrices) if place % per_stack == 1)
+    recurrence = Recurrence(steps, tuple(of_step))
+    return RecurrentWork(tuple(matmuls), macs_of(call, matmuls), alignment_bytes(call), recurrence)
 
 
 def _stacks(call: Call) -> int:

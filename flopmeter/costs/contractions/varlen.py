@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil, prod
-from typing import Any
 
 from torch._ops import OpOverload
 
@@ -48,7 +47,7 @@ def packed_assumptions(kernels: Iterable[Kernel]) -> list[str]:
     """What is assumed about the lengths of packed sequences, which are data, where they are not known."""
     calls = {kernel.op.call for kernel in kernels if kernel.cost.op_class == ATTENTION}
     guessed = (call for call in calls if call.groups is None)
-    names = sorted({call.name for call in guessed if any(_given(call, name) is not None for name in _STARTS)})
+    names = sorted({call.name for call in guessed if any(call.get(name) is not None for name in _STARTS)})
     return [f"sequences packed for {', '.join(names)} are all as long as the longest"] if names else []
 
 
@@ -65,7 +64,7 @@ def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:
     only the pages of these sequences are read."""
     cost = library_rule(_of_flash(call, func))
     assert isinstance(cost, Cost)
-    pages = _given(call, "block_table")
+    pages = call.get("block_table")
     pools = () if pages is None else (call.argument("key"), call.argument("value"))
     read, written = regions(call)
     touched = [_used(call, spec, pages) if spec in pools else spec for spec in read]
@@ -78,8 +77,3 @@ def _used(call: Call, pool: TensorSpec, pages: TensorSpec) -> Region:
     lengths = call.groups[pages.shape[0] :] if call.groups else (call.argument("max_k"),) * pages.shape[0]
     used = sum(ceil(keys / page_tokens) for keys in lengths)
     return Region(pool, min(pool.nbytes, used * page_tokens * prod(token) * pool.dtype.itemsize))
-
-
-def _given(call: Call, name: str) -> Any:
-    """The argument; None where it is left out or the op has none of that name."""
-    return call.argument(name) if any(name == argument.name for argument in call.func._schema.arguments) else None

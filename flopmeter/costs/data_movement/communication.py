@@ -56,8 +56,7 @@ def _batch(call: Call, known: KnownOp, ways: Iterable[str]) -> Iterator[Cost]:
 
 
 def _message(call: Call, known: KnownOp, kind: CollectiveKind, specs: tuple[TensorSpec, ...], peer: int) -> Cost:
-    """One message between this rank and another one of the group. The op's result stands for the handle or for the
-    tensor."""
+    """One message between this rank and another one of the group."""
     group = group_of(call)
     pair = tuple(sorted((group.ranks[group.rank], group.ranks[peer])))
     touched = as_regions(specs)
@@ -129,11 +128,12 @@ def _received(call: Call, known: KnownOp) -> Any:
 
 
 def _exchanged(call: Call, known: KnownOp, group: RankGroup, size: int) -> int:
-    """The bytes of an exchange of equal parts that lasts as long as this one, which moves `size` bytes.
+    """The size of an exchange of equal parts that lasts as long as this one, of `size` bytes in all.
 
-    Where all parts of one side are equal, all ranks are taken to send alike, as ranks of experts do. So one rank gets
-    the largest part from everyone, and the exchange lasts until it has all of them. Elsewhere, as in a ring that hands
-    all to its neighbour, it lasts until this rank has sent and got what does not stay here."""
+    Where all parts of one side are equal, all ranks are assumed to send the same, as ranks of experts do. Then one rank
+    gets the largest part from every rank, and the exchange lasts until that rank has all of them. Otherwise, as in a
+    ring in which each rank sends everything to its neighbour, it lasts until this rank has sent and received all that
+    crosses a link."""
     ranks = len(group.ranks)
     sides = [parts for parts in (_parts(call, known, way) for way in ("input", "output")) if parts]
     if not sides or ranks == 1:
@@ -145,9 +145,8 @@ def _exchanged(call: Call, known: KnownOp, group: RankGroup, size: int) -> int:
 
 def _parts(call: Call, known: KnownOp, way: str) -> list[int]:
     """Bytes that go to each rank (`input`) or come from it (`output`); empty where they are equal, or not known."""
-    specs, splits = _sent(call, known) if way == "input" else _received(call, known), f"{way}_split_sizes"
-    if any(argument.name == splits for argument in call.func._schema.arguments):
-        rows = call.argument(splits)
+    specs, rows = _sent(call, known) if way == "input" else _received(call, known), call.get(f"{way}_split_sizes")
+    if rows is not None:
         (whole,) = (specs,) if isinstance(specs, TensorSpec) else specs
         return [whole.nbytes * each // sum(rows) for each in rows] if rows and sum(rows) else []
     return [] if isinstance(specs, TensorSpec) else list(map(_nbytes, specs))

@@ -19,7 +19,10 @@ VECTOR_BYTES = 16
 LOOKUP_OPERATIONS = 20
 
 
-@rule(aten.embedding, aten.index_select, aten.gather, aten.take, aten.index, aten._unsafe_index, aten.masked_select)
+@rule(
+    aten.embedding, aten.index_select, aten.gather, aten.take, aten.index, aten._unsafe_index,
+    aten._unsafe_masked_index, aten.masked_select,
+)  # fmt: skip
 def gather(call: Call) -> Cost:
     """Reads the elements that it returns, each once however often it is named, and the indices."""
     source, (out,) = call.inputs[0], call.outputs
@@ -34,13 +37,6 @@ def gather(call: Call) -> Cost:
         access="gather" if is_compiled else None,
         index_operations=looked_up if selects_rows else None,
     )
-
-
-@rule(aten._unsafe_masked_index)
-def masked_gather(call: Call) -> Cost:
-    """As a gather, with a fill value where the mask says so."""
-    source, (out,) = call.inputs[0], call.outputs
-    return make_cost(call, INDEXING, read=(_rows(out.numel, source), *call.inputs[1:]), access="gather")
 
 
 @rule(aten.embedding_dense_backward)
@@ -183,17 +179,10 @@ def _smallest(call: Call) -> int:
     return min(spec.numel for spec in (*call.inputs, *call.outputs)) * call.outputs[0].dtype.itemsize
 
 
-def _argument_names(call: Call) -> set[str]:
-    return {argument.name for argument in call.func._schema.arguments}
-
-
 def _source(call: Call) -> TensorSpec | None:
     """The tensor that is written; None if it is a number."""
-    for name in ("values", "source", "src"):
-        if name in _argument_names(call):
-            value = call.argument(name)
-            return value if isinstance(value, TensorSpec) else None
-    return None
+    given = (call.get(name) for name in ("values", "source", "src"))
+    return next((value for value in given if isinstance(value, TensorSpec)), None)
 
 
 def _touched_elements(call: Call, source: TensorSpec | None) -> int:
@@ -205,7 +194,8 @@ def _touched_elements(call: Call, source: TensorSpec | None) -> int:
         size = target.shape[call.argument("dim")] if target.shape else 1
         return int(target.numel // max(size, 1) * call.argument("index").numel)
     if source is None or packet in _SCATTERS:  # a source may be larger than the index; only as many elements are taken
-        return int(call.argument("index").numel) if "index" in _argument_names(call) else _indexed_elements(call)
+        index = call.get("index")
+        return _indexed_elements(call) if index is None else int(index.numel)
     return max(source.numel, _indexed_elements(call))
 
 
@@ -216,9 +206,9 @@ _SCATTERS = (
 
 def _indexed_elements(call: Call) -> int:
     """For index_put with a value that is broadcast: the size of what the indices select."""
-    if "indices" not in _argument_names(call):
+    target, indices = call.inputs[0], call.get("indices")
+    if indices is None:
         return 0
-    target, indices = call.inputs[0], call.argument("indices")
     if any(index is not None and index.dtype is torch.bool for index in indices):
         return target.numel
     shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
@@ -232,12 +222,8 @@ _ALWAYS_ACCUMULATE = (
 
 
 def _accumulates(call: Call) -> bool:
-    if call.func.overloadpacket in _ALWAYS_ACCUMULATE:
-        return True
-    names = _argument_names(call)
-    return ("accumulate" in names and bool(call.argument("accumulate"))) or (
-        "reduce" in names and call.argument("reduce") is not None
-    )
+    always = call.func.overloadpacket in _ALWAYS_ACCUMULATE
+    return always or bool(call.get("accumulate")) or _reduction(call) is not None
 
 
 def _accumulation(call: Call) -> int:
@@ -257,4 +243,5 @@ def _is_extremum(call: Call) -> bool:
 
 def _reduction(call: Call) -> str | None:
     """The reduction that the op was given by name: 'sum', 'mean', 'prod', ..."""
-    return call.argument("reduce") if "reduce" in _argument_names(call) else None
+    name: str | None = call.get("reduce")
+    return name

@@ -52,6 +52,7 @@ def foreach_copy(call: Call) -> Cost:
     aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
     aten.replication_pad3d, aten.roll, aten.flip, aten.rot90, aten.repeat, aten.pixel_shuffle, aten.pixel_unshuffle,
     aten.channel_shuffle, aten.native_channel_shuffle, aten.diag_embed, aten.repeat_interleave,
+    aten._foreach_clone, aten.lu_unpack,
 )  # fmt: skip
 def rearrange(call: Call) -> Cost:
     """Reads what moves, writes where it goes."""

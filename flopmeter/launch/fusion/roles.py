@@ -169,15 +169,13 @@ def _takes_lists(call: Call) -> bool:
 
 def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | None:
     """None if the statistics are given, as for a batch norm in evaluation, which is element-wise."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    x = call.inputs[0]
-    if "dim" in names:
-        return _loops(x.shape, (call.argument("dim"),), x)
-    if "normalized_shape" in names:
-        last = len(call.argument("normalized_shape"))
-        return _loops(x.shape, tuple(range(-last, 0)))
-    if "group" in names:  # native_group_norm: [N, C, HxW] in `group` rows for each of N
-        rows = int(call.argument("N")) * int(call.argument("group"))
+    x, dim, normalized, groups = call.inputs[0], *map(call.get, ("dim", "normalized_shape", "group"))
+    if dim is not None:
+        return _loops(x.shape, (dim,), x)
+    if normalized is not None:
+        return _loops(x.shape, tuple(range(-len(normalized), 0)))
+    if groups is not None:  # native_group_norm: [N, C, HxW] in `group` rows for each of N
+        rows = int(call.argument("N")) * int(groups)
         return Loops(rows, x.numel // max(rows, 1), True)
     has_rows = isinstance(cost.work, VectorWork) and bool(cost.work.rereads)
     is_elementwise = not has_rows and results >= x.numel
@@ -189,9 +187,7 @@ def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | Non
 
 def _reduces_nothing(call: Call, cost: Cost, results: int) -> bool:
     """A loss for each element, and the gradient of one that reads what its targets name."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    is_unreduced = "reduction" in names and call.argument("reduction") == 0
-    return is_unreduced or results > sum(map(_elements_of, cost.reads))
+    return call.get("reduction") == 0 or results > sum(map(_elements_of, cost.reads))
 
 
 def _elements_of(region: Region) -> int:
@@ -201,8 +197,7 @@ def _elements_of(region: Region) -> int:
 def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
     """The loops run over the dimensions that the op is given; without any over all, or all but the channels if each
     channel has a result."""
-    names = {argument.name for argument in call.func._schema.arguments}
-    dims = call.argument("dim") if "dim" in names else None
+    dims = call.get("dim")
     if isinstance(dims, int):
         dims = (dims,)
     shape = call.inputs[0].shape

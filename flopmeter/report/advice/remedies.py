@@ -161,8 +161,8 @@ def blocking_copies(report: Report) -> Iterator[Proposal]:
 def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
     cost, call = kernel.cost, kernel.op.call
     target = call.outputs[0] if call.outputs else call.inputs[0]
-    names = {argument.name for argument in call.func._schema.arguments}
-    return bool(cost.link_bytes and cost.blocks_host and target.device == device and "non_blocking" in names)
+    can_go_on = call.get("non_blocking") is not None
+    return bool(cost.link_bytes and cost.blocks_host and target.device == device and can_go_on)
 
 
 def _without_waiting(op: Op) -> Op:
