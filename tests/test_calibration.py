@@ -83,7 +83,7 @@ def test_cpu_time_stands_still_while_others_run_and_tells_of_one_thread_only():
     sleeping = {clock: calibration._Timer("cpu", now, 0).once(lambda: time.sleep(0.2)) for clock, now in CLOCKS.items()}
     assert sleeping["wall"] >= 0.2
     assert sleeping["cpu"] < 0.1
-    with pytest.raises(ValueError, match="CPU time tells of one thread on the CPU"), threads(2):
+    with pytest.raises(ValueError, match="the CPU clock measures one thread on the CPU"), threads(2):
         calibrate(clock="cpu")
 
 

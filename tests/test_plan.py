@@ -501,6 +501,14 @@ class CallsForward(Mixers):
         return self.head(x)
 
 
+def test_what_torchs_compiler_compiles_is_planned_as_compiled_without_a_word_about_the_mode():
+    tiny = LlamaConfig(layers=1, width=256, heads=4, kv_heads=4, hidden=512, vocabulary=1024)
+    found = plan(
+        tiny, 2, H100, length=2048, only=ONE_GPU | {"microbatch": 1, "recompute": "none"}, rows=1, compile=True
+    )
+    assert "kernels and recomputation are those of torch's own compiler" in str(found)
+
+
 def test_layers_that_are_not_called_as_modules_are_no_layers_without_cost():
     with pytest.raises(PlanError, match=r"nothing ran in layers of .*block\(x\)"):
         plan(CallsForward, 4, H100, length=256, only={"microbatch": 1, "recompute": "none"})

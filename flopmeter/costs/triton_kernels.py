@@ -13,17 +13,7 @@ from dataclasses import replace
 
 from flopmeter.costs.rules import make_contraction, make_cost, rule
 from flopmeter.costs.traffic import regions
-from flopmeter.records import (
-    ELEMENTWISE,
-    MOVEMENT,
-    UNCOUNTED,
-    Call,
-    Cost,
-    Kernel,
-    Matmul,
-    TritonBody,
-    TritonOp,
-)
+from flopmeter.records import ELEMENTWISE, MOVEMENT, UNCOUNTED, Call, Cost, Kernel, Matmul, TritonBody, TritonOp
 from flopmeter.records.bodies import ATOMICS
 from flopmeter.records.dtypes import DTYPES
 from flopmeter.torch_names.own_operators import own

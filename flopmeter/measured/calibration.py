@@ -101,8 +101,7 @@ def calibrate(
     progress: wraps the list of measurements, as `tqdm` does.
     Raises HardwareError where there is no such device, ValueError for a clock that cannot tell its time.
     """
-    if clock == "cpu" and (device == "cuda" or torch.get_num_threads() > 1):
-        raise ValueError("CPU time tells of one thread on the CPU: use the wall clock, or torch.set_num_threads(1)")
+    check_clock(device, clock)
     if device == "cuda" and not torch.cuda.is_available():
         raise HardwareError("torch finds no CUDA device here: calibrate the CPU, or run this where there is one")
     calibration = Calibration(device, torch.get_num_threads(), clock)
@@ -117,6 +116,15 @@ def calibrate(
                     raise
                 calibration.unsupported[name.removeprefix("product ")] = str(error).splitlines()[0]
     return cpu_profile(calibration) if device == "cpu" else cuda_profile(calibration)
+
+
+def check_clock(device: DeviceType, clock: Clock) -> None:
+    """Raises ValueError for a clock that cannot measure the device."""
+    if clock == "cpu" and (device == "cuda" or torch.get_num_threads() > 1):
+        raise ValueError(
+            "the CPU clock measures one thread on the CPU: use the wall clock, or set OMP_NUM_THREADS=1 or"
+            " torch.set_num_threads(1)"
+        )
 
 
 def as_yaml(profile: Hardware) -> str:
@@ -337,7 +345,7 @@ def cpu_profile(calibration: Calibration) -> Hardware:
         "is_cpu": True,
         "sm_count": calibration.threads,
         "vector_tflop_per_s": calibration.rates_tflop_per_s(),
-        "memory_type": "not told",
+        "memory_type": "unknown",
         "memory_bandwidth_gb_per_s": _rounded(figures["copy"].value / 1e9),
         "achieved": {"vector": 1.0, "memory": 1.0, "source": _MEASURED_PEAKS},
         "kernel_floor_us": _rounded(figures["fork"].value * 1e6),
@@ -391,7 +399,7 @@ def _unknown_gpu(calibration: Calibration, found: Any) -> Hardware:
         "vector_tflop_per_s": {name: rate for name, rate in rates.items() if name in on_vector_units},
         "matrix_tflop_per_s": {name: rate for name, rate in rates.items() if name not in on_vector_units},
         "memory_gb": found.total_memory / 1e9,
-        "memory_type": "not told",
+        "memory_type": "unknown",
         "memory_bandwidth_gb_per_s": _rounded(figures["copy"].value / 1e9),
         "l2_cache_mb": found.L2_cache_size / 2**20,
         "achieved": {"matrix": 1.0, "vector": 1.0, "memory": 1.0, "source": _MEASURED_PEAKS},
@@ -453,4 +461,4 @@ def _cpu_model() -> dict[str, str]:
         fields = {key.strip(): value.strip() for key, _, value in reversed(list(lines))}
     vendors = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}
     name = fields.get("model name") or platform.processor() or platform.machine() or "CPU"
-    return {"name": name, "vendor": vendors.get(fields.get("vendor_id", ""), "not told")}
+    return {"name": name, "vendor": vendors.get(fields.get("vendor_id", ""), "unknown")}

@@ -11,9 +11,8 @@ from tabulate import tabulate
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, CompiledGraph
 from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, share_of
 from flopmeter.report.compilation import in_short
-from flopmeter.report.drawers import FORMATS, VIEWS, draws
+from flopmeter.report.drawers import FORMATS, draws
 from flopmeter.report.page import page
-from flopmeter.report.page.first_screen import for_notebook
 from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv
@@ -284,9 +283,3 @@ def _json(report: Report) -> str:
 @draws(FORMATS, "html")
 def _html(report: Report) -> str:
     return page(report, [*answer(report), *small_print(report)])
-
-
-@draws(VIEWS, "notebook")
-def notebook(report: Report) -> str:
-    """The page's first screen."""
-    return for_notebook(report)

@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         self._attribution = Attribution(self.trace, self.modules, self._number, compiled_region)
         self._source = source
         self._overrides = overrides or {}
-        self._values = values
+        self.values = values
         if values is not None:
             values.on_new = self._storages.note_new
         self._cells: Mapping[int, Any] = values.values.cells if values else {}  # what values are known of
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
         if self._depth == 0:  # else the recorder is on, and entered again to run a composite
             with ExitStack() as undo:
                 undo.enter_context(self.modules)
-                undo.enter_context(triton_kernels.recorded(self, self._values))
+                undo.enter_context(triton_kernels.recorded(self, self.values))
                 undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
                 undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
                 streams.listeners.append(self)
@@ -200,10 +200,6 @@ class Recorder(TorchDispatchMode):
         self._append(Op(call, numbers, module, phase, source if self._source else None, None, graph))
         if self._on_new_call is not None:
             self._on_new_call(call)
-
-    @property
-    def values(self) -> KnownValues | None:
-        return self._values
 
     def number_of(self, tensor: Tensor) -> int:
         """The number in the trace of the tensor's storage, while the recorder is on."""
@@ -319,7 +315,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _open(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        template = template_of(func, args, kwargs, self._values)
+        template = template_of(func, args, kwargs, self.values)
         if template is None:
             with self:
                 return higher_order.run(func, args, kwargs)
@@ -369,18 +365,18 @@ class Recorder(TorchDispatchMode):
 
     def _ask_values(self, arrival: _Arrival, make: ResultMaker | None) -> tuple[_Arrival, Any]:
         """The call that really ran, which may be another one, and its result, which `make` gives without running it."""
-        assert self._values is not None
+        assert self.values is not None
         func, args, kwargs = arrival.func, arrival.args, arrival.kwargs
         kernel = self._kernel(arrival) if make is None else lambda *_, **__: make(arrival.tensors)
         try:
-            result = self._values.run(func, args, kwargs, arrival.tensors, arrival.addresses, kernel)
+            result = self.values.run(func, args, kwargs, arrival.tensors, arrival.addresses, kernel)
         except RuntimeError as error:
             self._explain(error, arrival)
             raise
-        for func, args, kwargs in self._values.ran:  # in place of the call
+        for func, args, kwargs in self.values.ran:  # in place of the call
             arrival = self._meet(func, args, kwargs, self._handlings[func])
-        if self._values.groups is not None:
-            arrival.groups = self._values.groups
+        if self.values.groups is not None:
+            arrival.groups = self.values.groups
             self._look_up(arrival, (arrival.key, arrival.groups))
         return arrival, result
 

@@ -22,9 +22,7 @@ from flopmeter.timing.scratch import workspace_bytes
 AVERAGES_BYTES = 12  # of a parameter in the shard: itself and Adam's two averages, in fp32
 # Where nothing is sharded, the gradient in fp32 too, and the parameter in the type in which products run.
 UNSHARDED_BYTES = AVERAGES_BYTES + REDUCED_BYTES + GATHERED_BYTES
-FROZEN_BYTES = (
-    GATHERED_BYTES  # of a parameter that is not trained: nobody adds to it, so it needs no more than products read
-)
+FROZEN_BYTES = GATHERED_BYTES  # of a parameter that is not trained: in the type in which products run
 
 
 class MemoryUse(NamedTuple):

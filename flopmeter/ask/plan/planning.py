@@ -297,6 +297,7 @@ def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | 
         "AdamW's state in fp32, sharded over fsdp x cp" + _frozen(subject),
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
+        "MFU: of what a sequence takes on one GPU, attention counted in full",
     ]
     if batch is None:
         notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=)")

@@ -15,9 +15,8 @@ _NONE, _MEAN = 0, 1  # of `reduction` (aten/src/ATen/core/Reduction.h)
 _LOSSES: dict[OpOverloadPacket, PerElement] = {
     aten.mse_loss: PerElement(2),  # (x - y)²
     aten.smooth_l1_loss: PerElement(4),  # 0.5 * (x - y)² / beta
-    aten.huber_loss: PerElement(
-        3
-    ),  # 0.5 * (x - y)²; which ones lie beyond delta depends on data, as for smooth_l1_loss
+    # 0.5 * (x - y)²; which differences lie beyond delta depends on data, as for smooth_l1_loss
+    aten.huber_loss: PerElement(3),
     # -(y * log x + (1 - y) * log(1 - x)): two logs, two products, two differences, add, negate
     aten.binary_cross_entropy: PerElement(8, 2),
 }

@@ -53,13 +53,13 @@ def attention_backward(call: Call) -> Cost:
 @rule(aten._flash_attention_forward, aten._flash_attention_forward_no_dropout_inplace)  # torch 2.13
 def flash_attention(call: Call) -> Cost:
     """q [B, Sq, H, D], or sequences of several lengths end to end, [tokens, H, D]."""
-    return _forward(call, "flash", _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
+    return _forward(call, "flash", _of_library(call), _flash_mask(call))
 
 
 @rule(aten._flash_attention_backward)
 def flash_attention_backward(call: Call) -> Cost:
     """The gradients of `flash_attention`, see `_backward`."""
-    return _backward(call, "flash", _of_library(call, "cum_seq_q", "max_q", "max_k"), _flash_mask(call))
+    return _backward(call, "flash", _of_library(call), _flash_mask(call))
 
 
 @rule(aten._cudnn_attention_forward, aten._cudnn_attention_forward_no_dropout_inplace)  # the second: torch 2.15
@@ -77,15 +77,13 @@ def cudnn_attention_backward(call: Call) -> Cost:
 @rule(aten._efficient_attention_forward)
 def efficient_attention(call: Call) -> Cost:
     """q [B, Sq, H, D]; packed sequences are [1, tokens, H, D]."""
-    square = _of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
-    return _forward(call, "efficient", square, _efficient_mask(call))
+    return _forward(call, "efficient", _of_library(call), _efficient_mask(call))
 
 
 @rule(aten._efficient_attention_backward)
 def efficient_attention_backward(call: Call) -> Cost:
     """The gradients of `efficient_attention`, see `_backward`."""
-    square = _of_library(call, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
-    return _backward(call, "efficient", square, _efficient_mask(call))
+    return _backward(call, "efficient", _of_library(call), _efficient_mask(call))
 
 
 def visible_pairs(queries: int, keys: int, mask: Mask = CAUSAL) -> int:
@@ -175,30 +173,29 @@ def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
     return AttentionShape(batch, heads, k.shape[1], queries, k.shape[2], depth, v.shape[-1])
 
 
-def _of_library(call: Call, starts: str, longest_query: str, longest_key: str) -> AttentionShape:
+def _of_library(call: Call) -> AttentionShape:
     """The shape of the work; heads are the third dimension. The lengths of packed sequences are data: if they are not
     known, all count as long as the longest, and each token meets the longest row of keys."""
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
     heads, depth = q.shape[-2:]
     of_head = heads, k.shape[-2]
     sizes = depth, v.shape[-1]
-    if call.argument(starts) is None:
+    if call.get("cum_seq_q", call.get("cu_seqlens_q")) is None:
         return AttentionShape(q.shape[0], *of_head, q.shape[1], k.shape[1], *sizes)
     if call.groups:
         count = len(call.groups) // 2
-        queries, keys = call.groups[:count], call.groups[count:]
-        counted = Counter(zip(queries, keys, strict=True))
+        rows, columns = call.groups[:count], call.groups[count:]
+        counted = Counter(zip(rows, columns, strict=True))
         lengths = tuple((number, *size) for size, number in counted.items()) if len(counted) > 1 else ()
-        return AttentionShape(count, *of_head, max(queries), max(keys), *sizes, is_packed=True, lengths=lengths)
-    tokens, longest = q.numel // max(heads * depth, 1), max(call.argument(longest_query), 1)
-    sequences = max(ceil(tokens / longest), 1)
-    return AttentionShape(sequences, *of_head, longest, call.argument(longest_key), *sizes, is_packed=True)
+        return AttentionShape(count, *of_head, max(rows), max(columns), *sizes, is_packed=True, lengths=lengths)
+    longest, keys = call.get("max_q", call.get("max_seqlen_q")), call.get("max_k", call.get("max_seqlen_k"))
+    tokens, queries = q.numel // max(heads * depth, 1), max(longest, 1)
+    return AttentionShape(max(ceil(tokens / queries), 1), *of_head, queries, keys, *sizes, is_packed=True)
 
 
 def _of_cudnn(call: Call) -> AttentionShape:
     q, k, v = (call.argument(name) for name in ("query", "key", "value"))
-    is_packed = call.argument("cum_seq_q") is not None
-    return _of_library(call, "cum_seq_q", "max_q", "max_k") if is_packed else _heads_first(q, k, v)
+    return _of_library(call) if call.argument("cum_seq_q") is not None else _heads_first(q, k, v)
 
 
 def _causal_mask(call: Call) -> Mask:

@@ -18,7 +18,7 @@ import torch
 
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.device.schema import plain
-from flopmeter.measured.calibration import Clock, DeviceType, calibrate, cpu_name, last_cache_bytes
+from flopmeter.measured.calibration import Clock, DeviceType, calibrate, check_clock, cpu_name, last_cache_bytes
 from flopmeter.measured.suite.cases import Case, switches_of
 from flopmeter.measured.suite.kernels import kernel_cases
 from flopmeter.measured.suite.nvml import Gpu, gpu_of_torch
@@ -135,8 +135,7 @@ def _check(path: Path, device: DeviceType, kinds: Collection[str], clock: Clock,
         raise RunFileError(f"{path} cannot be written: there is no folder {path.parent}")
     if device == "cuda" and not torch.cuda.is_available():
         raise HardwareError("torch finds no CUDA device here: --device cpu measures the CPU")
-    if clock == "cpu" and (device == "cuda" or torch.get_num_threads() > 1):
-        raise ValueError("CPU time tells of one thread on the CPU: set OMP_NUM_THREADS=1, or use the wall clock")
+    check_clock(device, clock)
 
 
 def _new_run(device: DeviceType, clock: Clock) -> SuiteRun:

@@ -9,21 +9,10 @@ from __future__ import annotations
 
 from flopmeter.report.advice import attention, batch, optimizers  # noqa: F401  (they enter their remedies)
 from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
-from flopmeter.report.advice.spots import (
-    Timed,
-    floor_of,
-    hot_spots,
-    modules_and_lines,
-    places_of,
-    spot_of,
-    timed,
-    wall_clock,
-)
+from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
-from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice, HotSpot
-
-__all__ = ["advice_of", "spots_of"]
+from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice
 
 
 @draws(VIEWS, "advice")
@@ -72,8 +61,3 @@ def _advice(report: Report, proposal: Proposal) -> Advice:
 def _names(group: list[Timed], report: Report) -> str:
     names = list(dict.fromkeys(kernel.cost.name for kernel, _ in sorted(group, key=lambda pair: -pair[1].seconds)))
     return spot_of(", ".join(names[:2]) + (", …" if len(names) > 2 else ""), group, report).what
-
-
-@draws(VIEWS, "spots")
-def spots_of(report: Report) -> list[HotSpot]:
-    return hot_spots(report)

@@ -22,6 +22,7 @@ from flopmeter.records import (
     VectorWork,
 )
 from flopmeter.records.dtypes import item_bytes_of
+from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.quantities import figure, percent, percent_of
 from flopmeter.report.report import OUTSIDE, Report
 from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, HotSpot
@@ -36,6 +37,7 @@ MANY_SECOND_READS = 0.1  # of a kernel's bytes: above this share it is named as 
 Timed = tuple[Kernel, Timing]
 
 
+@draws(VIEWS, "spots")
 def hot_spots(report: Report) -> list[HotSpot]:
     """All kernels in groups of one op and one place; those that hold the most wall-clock over their floor first."""
     groups: dict[tuple[str, str], list[Timed]] = defaultdict(list)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.resources import files
 
+from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.page.tables import rows_table
 from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
@@ -26,6 +27,7 @@ def asset(name: str) -> str:
     return files("flopmeter.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
+@draws(VIEWS, "notebook")
 def for_notebook(report: Report) -> Markup:
     """The first screen as a piece of HTML without script, whose style reaches nothing outside of it."""
     style = Markup(f"<style>.flopmeter {{{_IN_NOTEBOOK}{asset('first_screen.css')}}}</style>")
