@@ -166,7 +166,7 @@ class _Nearest:
         key = tuple(line.values())
         if key not in self._known:
             tables = attentions([line]) if "kernel_source" in line else gemms([line])
-            rows = [row for title, rows in tables.items() if "cache and plan" not in title for row in rows]
+            rows = [row for title, rows in tables.items() if _is_as_measured(title) for row in rows]
             self._known[key] = rows[0] if rows else None
         return self._known[key]
 
@@ -182,8 +182,13 @@ def _kernels(folder: Path) -> Iterator[tuple[str, str, Row]]:
             lines = [line for line in own if _phase(int(line["m"])) == phase]
             yield from ((name, phase, row) for row in gemms(lines)["GEMM, bf16"])
         for title, rows in attentions([line for line in attention if _is_attention(line, model, heads)]).items():
-            if "cache and plan" not in title:
+            if _is_as_measured(title):
                 yield from ((name, "prefill" if "prefill" in title else "decoding", row) for row in rows)
+
+
+def _is_as_measured(title: str) -> bool:
+    """A row of attention holds the whole call of a framework, which also writes the cache and plans the slices."""
+    return "attention" not in title or "cache and plan" in title
 
 
 def _is_product(line: Line, shapes: set[tuple[int, int]]) -> bool:

@@ -66,7 +66,7 @@ def test_a_decoding_product_reads_its_weights_at_the_measured_bandwidth(device):
 
 def test_an_fp32_matrix_times_a_vector_takes_as_long_as_reading_the_matrix():
     matrix, vector = meta(16384, 16384, dtype=torch.float32), meta(16384, dtype=torch.float32)
-    read = 16384**2 * 4 / (0.88 * 2039e9)
+    read = 16384**2 * 4 / (0.84 * 2039e9)
     assert only(lambda: matrix @ vector).seconds == pytest.approx(read, rel=0.05)
 
 
@@ -168,7 +168,7 @@ def test_a_causal_mask_halves_the_time_of_long_flash_attention():
 
 def test_an_element_wise_kernel_streams_at_the_achieved_bandwidth():
     x = meta(1 << 28, dtype=torch.float32)
-    assert only(lambda: x + 1).memory_seconds == pytest.approx(8 * 2**28 / (0.88 * 2039e9))
+    assert only(lambda: x + 1).memory_seconds == pytest.approx(8 * 2**28 / (0.84 * 2039e9))
 
 
 def test_layer_norm_reads_long_rows_twice_and_short_ones_once():
@@ -176,7 +176,7 @@ def test_layer_norm_reads_long_rows_twice_and_short_ones_once():
 
     def passes(columns):
         x = meta(1 << 29, dtype=torch.float32).view(-1, columns)
-        return only(lambda: F.layer_norm(x, (columns,))).memory_seconds * 0.88 * 2039e9 / (4 * 2**29)
+        return only(lambda: F.layer_norm(x, (columns,))).memory_seconds * 0.84 * 2039e9 / (4 * 2**29)
 
     assert passes(16384) == pytest.approx(3, abs=0.1)
     assert passes(2048) < 2.6

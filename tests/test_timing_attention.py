@@ -159,7 +159,7 @@ def test_slices_of_keys_are_combined_in_the_time_measured_on_an_a100(heads, key_
 
 
 def test_flash_2_splits_the_keys_of_a_paged_cache_only_for_heads_that_share_them():
-    """The same: one sequence of 8,192 tokens takes 198 µs for eight heads of keys, 29.5 for two heads that share one."""
+    """The same: one sequence of 8,192 tokens takes 198 µs for eight heads of keys, 29.5 for two that share one."""
     ratio = paged(A100, 1, 8, 8, 8192) / paged(A100, 1, 2, 1, 8192)
     assert ratio == pytest.approx(198 / 29.5, rel=0.2)
 
@@ -401,3 +401,20 @@ def test_a_paged_cache_has_tiles_of_64_queries():
     kernel = kernel_of("paged", A100, on_matrix_units=True)
     shapes = [AttentionShape(1, 1, 1, 4096, 4096, head_dim, head_dim, Mask(right=0)) for head_dim in (64, 128, 256)]
     assert [tile_of(kernel, shape, A100) for shape in shapes] == [(64, 256), (64, 128), (64, 64)]
+
+
+def test_backward_attention_on_blackwell_is_bound_by_shared_memory():
+    """For a tile of 128 x 128 and a head of 128, five products of 2 x 128^3 FLOP take 2,560 cycles of an SM at 8,192
+    FLOP each, and shared memory 3,328: eight operands of 32 KiB, dS, and dq in fp32 in and out, at 128 bytes a cycle.
+    Both in turns would take their sum."""
+    b200, length = load_hardware("b200-sxm-180gb"), 8192
+    q, k, v, out, gradient = (meta(4, 16, length, 128) for _ in range(5))
+    lse, state = meta(4, 16, length, 1, dtype=torch.float32), meta(2, dtype=torch.uint64)
+    taken = seconds(
+        lambda: aten._scaled_dot_product_cudnn_attention_backward(
+            gradient, q, k, v, out, lse, state, state, None, None, None, length, length, 0.0, False
+        ),
+        b200,
+    )
+    tiles = 4 * 16 * (length / 128) ** 2 / b200.sm_count
+    assert 3328 < taken / tiles * b200.boost_clock_mhz * 1e6 < 3328 + 2560

@@ -88,7 +88,6 @@ def kernel_of(
     *,
     on_matrix_units: bool,
     splits: bool = False,
-    is_backward: bool = False,
 ) -> AttentionKernel:
     """The family of kernels that runs for the backend on the device."""
     if backend == "efficient":
@@ -102,7 +101,7 @@ def kernel_of(
     if backend == "cudnn" and major in _WARPGROUP_CAPABILITIES:
         if splits:
             return constants.FLASH_3_SPLIT
-        if major != _BLACKWELL_MAJOR or is_backward:
+        if major != _BLACKWELL_MAJOR:
             return constants.FLASH_3
         return constants.FLASH_4_ULTRA if hardware.compute_capability == _BLACKWELL_ULTRA else constants.FLASH_4
     if splits:
@@ -114,7 +113,7 @@ def _launches(shape: AttentionShape, backend: AttentionBackend, hardware: Hardwa
     """The kernels that the library may take. The one that can split the keys is for few queries, which would leave the
     tiles of the other nearly empty, and for few blocks, which would leave SMs idle."""
     on_matrix_units = peak.unit == "matrix"
-    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units, is_backward=shape.is_backward)
+    kernel = kernel_of(backend, hardware, on_matrix_units=on_matrix_units)
     whole = _covered(shape, kernel, hardware) if backend != "flex" else _covered_by_template(shape, kernel, hardware)
     if backend not in _SPLITTING or shape.is_backward or hardware.vendor not in _WITH_SPLIT_KEYS:
         return [whole]

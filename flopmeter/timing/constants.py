@@ -228,11 +228,17 @@ FLASH_3 = AttentionKernel(
 FLASH_3_SPLIT = FLASH_3._replace(
     tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=2.0, read_share=1.09, combines_at_a_time=4,
 )  # fmt: skip
-# Data-centre Blackwell, forward (flash_attn/cute/flash_fwd_sm100.py at 0251105; CUTLASS's example 77 is built alike):
-# one warp issues the matmuls of two tiles of 128 queries, whose sums lie in a memory of the matrix unit, and two
-# warpgroups do nothing but their softmax, whose exp takes an SM .0625 cycles. So it runs beside the matmuls. cuDNN's
-# kernel is taken to be like that, its backward pass and its decoding like FlashAttention-3's. Not measured.
-FLASH_4 = FLASH_3._replace(tiles=((512, 256, 128),), score_cycles=0.0625, hides_softmax=True)
+# Data-centre Blackwell (flash_attn/cute/flash_fwd_sm100.py at 0251105; CUTLASS's example 77 is built alike): one warp
+# issues the matmuls of two tiles of 128 queries, whose sums lie in a memory of the matrix unit, and two warpgroups do
+# nothing but their softmax, whose exp takes an SM .0625 cycles. So it runs beside the matmuls. Backward, it is shared
+# memory that works beside the five matmuls, at 128 bytes a cycle. For a tile of 128 x 128 and a head of 128 it delivers
+# eight operands of 32 KiB (two others lie in the memory of the matrix unit), and takes dS and, to be added up in fp32,
+# dq in and out: 13 x 256 cycles, of which a loop reaches .9 too. Shorter heads take less. cuDNN's kernels are taken to
+# be like that, in decoding like FlashAttention-3's. Not measured.
+FLASH_4 = FLASH_3._replace(
+    tiles=((512, 256, 128),), score_cycles=0.0625, hides_softmax=True,
+    backward_score_cycles=13 * 256 / 128**2 / ATTENTION_PIPE_SHARE,
+)  # fmt: skip
 # Blackwell Ultra (10.3) computes exp twice as fast (NVIDIA, "Making Softmax More Efficient with NVIDIA Blackwell
 # Ultra", 2026), and FlashAttention-4 leaves all of it to that unit there.
 FLASH_4_ULTRA = FLASH_4._replace(score_cycles=FLASH_4.score_cycles / 2)
