@@ -11,9 +11,9 @@ from flopmeter.launch.stream_assignment import assign_streams
 from flopmeter.records import Cost, Kernel, Launches, LaunchMode, Op, Trace
 
 # Host time of one call of a compiled graph, in seconds: Dynamo's lookup, the frames of AOTAutograd and of inductor's
-# wrapper. For each tensor that goes in or out: its guards, the wrappers' lists, the check of its sizes or its allocation,
-# autograd's bookkeeping. Timed on a CPU with torch 2.13, by functions of 2 to 128 tensors of four elements: 20 µs and .7
-# for each without autograd, 40 and .8 forward, 55 and 1.2 backward. (A view took .85 µs there, an addition 1.1.)
+# wrapper. For each tensor that goes in or out: its guards, the wrappers' lists, the check of its sizes or its
+# allocation, autograd's bookkeeping. Timed on a CPU with torch 2.13, by functions of 2 to 128 tensors of four elements:
+# 20 µs and .7 for each without autograd, 40 and .8 forward, 55 and 1.2 backward. A view took .85 µs there.
 CALL_SECONDS = 40e-6
 TENSOR_SECONDS = 0.8e-6
 
