@@ -70,12 +70,61 @@ def test_of_a_program_without_compiled_parts_all_is_compiled(step: tuple[list[Ke
 
 
 def test_replaying_costs_the_host_a_call_and_compiling_a_launch_for_each_kernel():
-    """A call of a compiled graph takes 0.1 to 0.4 ms of the host, of a graph captured by hand less."""
+    """A call of a compiled model takes 0.1 to 0.4 ms of the host, of a graph captured by hand less."""
+    model_tensors = 200
     for mode in MODES.values():
         assert mode.replays_graph == (mode.node_seconds > 0)
-        assert mode.has_graphs or mode == ("eager", mode.title, "", False, False, False, 0.0, 0.0)
+        assert mode.has_graphs or mode == ("eager", mode.title, "", False, False, False, 0.0, 0.0, 0.0)
         if mode.fuses:
-            assert 1e-4 <= mode.graph_call_seconds <= 4e-4
+            assert 1e-4 <= mode.graph_call_seconds + model_tensors * mode.graph_tensor_seconds <= 4e-4
+
+
+LAYERS = 4
+
+
+@pytest.mark.parametrize("compile", [True, "rules"])
+def test_a_compiled_call_hands_over_its_parameters_its_input_and_what_backward_needs(compile):
+    """Forward: a weight and a bias for each layer, the input, and the outputs, of which the last goes to the loss.
+    Backward: the gradient of the output, the weights but the first, and what the layers multiplied."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS)))
+        x = torch.empty(2, 8)
+    compiled = torch.compile(model)
+    with FlopMeter(compile=compile) as meter:
+        compiled(x).sum().backward()
+    tensors = meter.report(mode="compiled").launches.tensors
+    assert list(tensors.values()) == [2 * LAYERS + 1 + LAYERS, 1 + (LAYERS - 1) + LAYERS]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(self.norm(x))
+
+
+def test_blocks_compiled_one_by_one_cost_the_host_more_than_the_model_and_less_than_a_model_each():
+    def host_seconds(compiles_blocks: bool) -> float:
+        with torch.device("meta"):
+            blocks, x = nn.ModuleList(Block() for _ in range(8)), torch.empty(2, 8)
+
+        def model(x: torch.Tensor) -> torch.Tensor:
+            for block in blocks:
+                x = block(x)
+            return x
+
+        if compiles_blocks:
+            for block in blocks:
+                block.compile()
+        run = model if compiles_blocks else torch.compile(model)
+        with FlopMeter() as meter, torch.no_grad():
+            run(x)
+        return meter.report().launch_seconds
+
+    whole, regional = host_seconds(False), host_seconds(True)
+    assert whole + 7 * 20e-6 < regional < whole + 7 * 100e-6  # as the smallest function was timed, and a small model
 
 
 def test_the_type_of_a_mode_lists_the_modes_of_the_table():

@@ -75,7 +75,7 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
     """The same kernels with `times` as much of what bounds a run of that regime."""
     host = host or report.hardware.host
     if regime == "overhead":
-        return _priced(report, _unlimited(report), _faster(host, times), _called_faster(report.launches, times))
+        return _priced(report, _unlimited(report), _faster(host, times), report.launches)
     if regime == "communication":
         assert report.cluster is not None  # else links bound nothing
         report = dataclasses.replace(report, cluster=_faster_links(report.cluster, times))
@@ -109,12 +109,6 @@ def _faster_links(cluster: Cluster, times: float) -> Cluster:
 
 def _faster(host: Host, times: float) -> Host:
     return dataclasses.replace(host, relative_time=host.relative_time / times)
-
-
-def _called_faster(launches: Launches, times: float) -> Launches:
-    """The launches with faster calls of compiled code and graphs, whose host time no Host holds."""
-    mode = launches.mode
-    return launches._replace(mode=mode._replace(graph_call_seconds=mode.graph_call_seconds / times))
 
 
 def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) -> Report:

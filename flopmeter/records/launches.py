@@ -42,6 +42,7 @@ class LaunchMode(NamedTuple):
     fuses: bool  # the kernels are those of fuse()
     replays_graph: bool  # the host launches a graph, not each of its kernels
     graph_call_seconds: float = 0.0  # on the host: once for each graph
+    graph_tensor_seconds: float = 0.0  # on the host: for each tensor that a graph takes or returns
     node_seconds: float = 0.0  # on the device: the least time of each kernel of a graph
 
 
@@ -53,6 +54,7 @@ class Launches(NamedTuple):
     mode: LaunchMode
     placements: list[Placement] | None = None  # None: all on one stream
     captured: Mapping[int, LaunchMode] | None = None  # how graphs run that the program captured itself
+    tensors: Mapping[int, int] | None = None  # how many each graph takes and returns; None: no graph is compiled
     repeats: bool = False  # one turn of a loop that does not wait for the device: the turn before may still be running
 
     def mode_of(self, graph: int) -> LaunchMode:

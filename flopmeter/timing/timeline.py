@@ -253,7 +253,8 @@ def _host_steps(launches: Launches, host: Host) -> list[float]:
             mode = launches.mode_of(graph)
             step = 0.0 if mode.replays_graph else _compiled_seconds(kernel.cost, host)
             if graph != running:
-                step += mode.graph_call_seconds
+                tensors = (launches.tensors or {}).get(graph, 0)
+                step += host.relative_time * (mode.graph_call_seconds + tensors * mode.graph_tensor_seconds)
         running = graph
         steps.append(step)
     return steps

@@ -54,6 +54,26 @@ def graphs_of(kernels: list[Kernel], region: CompiledRegion = whole_program) -> 
     return graphs
 
 
+def tensors_of(kernels: list[Kernel], graphs: list[int | None]) -> dict[int, int]:
+    """How many tensors each graph takes and returns. A tensor that only its own kernels touch stays inside."""
+    users: dict[int, set[int | None]] = {}
+    taken: dict[int, set[int]] = {}
+    made: dict[int, set[int]] = {}
+    for kernel, graph in zip(kernels, graphs, strict=True):
+        for op in kernel.ops:
+            for storage in op.storages:
+                users.setdefault(storage, set()).add(graph)
+            if graph is not None:
+                read = {op.storages[spec.storage] for spec in op.call.inputs}
+                own = made.setdefault(graph, set())
+                taken.setdefault(graph, set()).update(read - own)
+                own.update({op.storages[spec.storage] for spec in op.call.outputs} - read)
+    return {
+        graph: len(read) + sum(len(users[storage]) > 1 for storage in made[graph] - read)
+        for graph, read in taken.items()
+    }
+
+
 def _place(kernel: Kernel, region: CompiledRegion) -> Hashable | None:
     name = None if kernel.cost.op_class == UNCOUNTED else region(kernel.op)
     return None if name is None else (name, "backward" if kernel.op.phase == "recompute" else kernel.op.phase)
