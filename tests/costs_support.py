@@ -163,4 +163,5 @@ def as_fake(value: Any, mode: Any) -> Any:
 
 def copies_what_has_gaps(name: str) -> bool:
     """Whether the op copies operands that do not lie as its kernel, or its library, walks them."""
-    return re.search(r"convolution|fft|softmax|(layer|group|rms)_norm|cumsum|cumprod", name) is not None
+    walks = r"convolution|fft|softmax|(layer|group|rms)_norm|cumsum|cumprod|^(_int_|add|baddb|b)?m[mv]_?$|^_addmm_"
+    return re.search(walks, name) is not None

@@ -153,6 +153,7 @@ MORE = {
     # several kernels or passes
     "_safe_softmax", "logsumexp", "binary_cross_entropy_with_logits", "convolution_backward", "_fft_c2c",
     "_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction",
+    "addmm",  # with out=: what is added is copied there, and read again
     # what lies in the other half of a matrix is multiplied by zero, or comes twice
     "cholesky", "_linalg_eigh", "linalg_cholesky_ex", "linalg_householder_product", "linalg_ldl_factor_ex",
     "linalg_ldl_solve", "linalg_matrix_sqrth", "linalg_solve_triangular", "ormqr",

@@ -19,9 +19,9 @@ CPU = load_hardware("cpu-xeon-8480plus").replace(
 )
 
 
-def priced(program):
+def priced(program, hardware=CPU):
     """The one kernel that the program runs."""
-    with torch.inference_mode(), FlopMeter(CPU, as_cuda=False) as meter:
+    with torch.inference_mode(), FlopMeter(hardware, as_cuda=False) as meter:
         program()
     (timing,) = meter.report().timings
     return timing
@@ -61,6 +61,11 @@ def test_an_exponential_is_twenty_operations_of_vector_units():
     """In the cache both are bound by arithmetic: 0.5 TFLOP/s without fused multiply-adds."""
     assert priced(lambda: meta(100_000).exp()).compute_seconds == pytest.approx(20 * 100_000 / 0.5e12)
     assert priced(lambda: meta(100_000) + 1).compute_seconds == pytest.approx(100_000 / 0.5e12)
+
+
+def test_vector_units_that_reach_four_fifths_of_their_peak_take_five_fourths_of_the_time():
+    slow = CPU.replace(achieved={"matrix": None, "vector": 0.8, "memory": 1})
+    assert priced(lambda: meta(100_000) + 1, slow).compute_seconds == pytest.approx(100_000 / 0.4e12)
 
 
 def test_a_convolution_reorders_its_tensors():

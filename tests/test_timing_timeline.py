@@ -8,6 +8,7 @@ import torch
 from flopmeter import FlopMeter, available_hardware, load_hardware
 from flopmeter.ask.what_if import what_if
 from flopmeter.timing import Host
+from flopmeter.trace.streams import MetaStream, stream
 
 A100 = load_hardware("a100-sxm4-80gb")
 HOST = Host(launch_seconds=10e-6, view_seconds=2e-6, module_call_seconds=0.0)
@@ -45,6 +46,21 @@ def test_a_long_kernel_hides_the_launches_behind_it():
     assert second.enqueued_seconds == pytest.approx(20e-6)
     assert second.wait_seconds == third.wait_seconds == 0
     assert report.seconds == pytest.approx(third.start_seconds + third.seconds)
+
+
+def test_on_several_streams_too_a_long_kernel_hides_the_launches_behind_it():
+    x, small = meta(1 << 28), meta(16)
+
+    def program():
+        x.add(1), small.add(1)
+        with stream(MetaStream()):
+            small.add(1)
+
+    first, second, aside = metered(program).timings
+    assert [timing.enqueued_seconds for timing in (first, second, aside)] == pytest.approx([10e-6, 20e-6, 30e-6])
+    assert second.start_seconds == pytest.approx(first.end_seconds)
+    assert second.wait_seconds == 0
+    assert aside.start_seconds < first.end_seconds
 
 
 def test_item_makes_the_host_wait_for_the_device():

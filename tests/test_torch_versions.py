@@ -73,3 +73,10 @@ def test_gradients_of_two_types_are_packed_by_a_kernel_for_each():
         torch.ops.fsdp.chunk_cat_mixed_dtype(gradients, dim=0, num_chunks=4, out=torch.empty(4, 6, **fp32))
     costs = [kernel.cost for kernel in kernels_of(meter.trace)]
     assert [(cost.bytes_read, cost.bytes_written) for cost in costs] == [(2 * 15, 4 * (15 + 7)), (4 * 2, 4 * 2)]
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "shallow_copy_data_"), reason="an op of torch 2.15")
+def test_taking_over_the_memory_of_another_tensor_is_no_kernel():
+    with FlopMeter() as meter:
+        torch.ops.aten.shallow_copy_data_(torch.empty(8, device="meta"), torch.empty(8, device="meta"))
+    assert meter.report().kernels == []

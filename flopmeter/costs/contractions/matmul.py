@@ -133,7 +133,7 @@ def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcenden
         call,
         [product],
         extra=((ELEMENTWISE, sums + more_flops),),
-        read=(*operands, *([out if copies else added] if beta != 0 else [])),
+        read=((out, *operands) if copies else None) if beta != 0 else operands,
         transcendentals=transcendentals,
     )
     return (make_cost(call, MOVEMENT, read=(added,), written=(out,)), whole) if copies else (whole,)

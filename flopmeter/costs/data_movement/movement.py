@@ -19,6 +19,7 @@ from flopmeter.torch_names.operators import aten
     aten.unsqueeze_, aten.transpose_, aten.t_, aten.as_strided_, aten.is_same_size,
     aten.record_stream, aten.is_pinned, aten._has_same_storage_numel,
     aten._efficientzerotensor, aten.resize_as_, aten.unsafe_split, aten.unsafe_split_with_sizes,
+    aten.shallow_copy_data_,  # torch 2.15
 )  # fmt: skip
 def no_kernel(call: Call) -> tuple[Cost, ...]:
     """Allocation and metadata: the host's work, nothing on the device."""
