@@ -41,7 +41,7 @@ class _Awaits(MetaPathFinder):
         finally:
             self._is_asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._then_call_back(spec.loader)  # type: ignore[method-assign]
+            spec.loader.exec_module = self._then_call_back(spec.loader)  # type: ignore[method-assign,assignment]
         return spec
 
     def _then_call_back(self, loader: Loader) -> Callable[[ModuleType], None]:
