@@ -109,3 +109,18 @@ def test_standing_before_these_ops_warns_of_nothing_and_leaves_nothing() -> None
         with emulate_cuda(A100):
             torch.linalg.eigvalsh(matrix)
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::linalg_eigvalsh", "AutogradCPU")
+
+
+@pytest.mark.parametrize(
+    ("matrix", "right"),
+    [((9, 6), (9, 2)), ((5, 9, 6), (5, 9, 2)), ((5, 9, 6), (5, 9)), ((9, 6), (9,)), ((6, 6), (6, 1)), ((4, 6), (4, 2))],
+)
+def test_least_squares_has_the_shapes_of_the_driver_that_cuda_has(matrix, right):
+    def solved(device, **driver):
+        results = torch.linalg.lstsq(torch.randn(matrix, device=device), torch.randn(right, device=device), **driver)
+        return [(tuple(result.shape), result.dtype) for result in results]
+
+    with FlopMeter("a100-sxm4-80gb"):
+        assert solved("meta") == solved("cpu", driver="gels")
+        with pytest.raises(RuntimeError, match="should be one of \\(gels\\)"):
+            solved("meta", driver="gelsd")

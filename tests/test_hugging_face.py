@@ -1,5 +1,8 @@
 """Hugging Face models as their users run them: masks, generation, autocast."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -152,3 +155,25 @@ def test_decoding_with_a_static_cache_compiles_the_steps_after_the_first(llama):
     eager = meter.report()
     assert not eager.graphs
     assert eager.macs == report.macs
+
+
+GENERATES = """
+import transformers
+config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+                                  num_key_value_heads=2, vocab_size=1000, eos_token_id=0)
+model = transformers.LlamaForCausalLM(config).eval().cuda()
+import torch
+print(model.generate(torch.full((1, 16), 7, device="cuda"), max_new_tokens=5, do_sample=False).shape)
+"""
+
+
+def test_a_script_that_imports_transformers_under_the_run_generates_to_its_last_token(tmp_path):
+    """In a process of its own: here transformers is imported already. Without the patch it never ends, or at once if
+    the first token, which is 0 where tokens take turns, is the last."""
+    script = tmp_path / "generates.py"
+    script.write_text(GENERATES)
+    command = [sys.executable, "-m", "flopmeter", "run", "--hardware", "l4", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert ran.stdout == "torch.Size([1, 21])\n", ran.stderr
+    assert "the last of 5 (marked by calls of LlamaForCausalLM)" in ran.stderr
+    assert "no sequence ends before max_new_tokens" in ran.stderr

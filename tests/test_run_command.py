@@ -110,6 +110,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import apex", 1, "apex is compiled for CUDA, and not installed: let flopmeter stand in with --shim apex"),
         ("import transformer_engine.pytorch", 1, "not installed: use torch's own layers; for fp8 those of torchao"),
         ("from os import nothing_there", 1, "does not have it: install the version that the script wants"),
+        ("from train import nothing_there", 1, "train.py hides a package that is called train too: rename the file"),
         ("import json.nothing_there", 1, "this version of json does not have it"),
         ("import sys; sys.exit(2)", 2, "--synthetic went to the script: options of flopmeter run come before its name"),
         ("open('data/train.bin')", 1, "data/train.bin is not here; the script needs its data"),

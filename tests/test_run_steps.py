@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -200,6 +201,18 @@ def test_a_draft_and_its_target_are_a_step_together():
     report = device.report()
     assert report.parts.marked_by == "rounds of calls: Linear ×4, Bilinear"
     assert report.parts.count == 3
+
+
+@pytest.mark.parametrize("turns", [8, 9])
+def test_each_call_of_a_decoder_is_a_step_where_an_encoder_ran_once_before(turns):
+    with flopmeter.cuda(A100) as device, torch.no_grad():
+        encoder, decoder = nn.Embedding(10, 64).to(device), nn.Linear(64, 100, bias=False).to(device)
+        x = encoder(torch.zeros(8, dtype=torch.long, device=device))
+        for _ in range(turns):
+            decoder(x)
+    report = device.report()
+    assert report.parts.count == turns
+    assert report.step.macs == 8 * 64 * 100
 
 
 def test_steps_may_be_marked_by_an_nvtx_range_which_is_a_row_too():

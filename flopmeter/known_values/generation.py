@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flopmeter.known_values.replay import Knowledge
 from flopmeter.known_values.values import no_modes
+from flopmeter.torch_names.imported import entered_once_imported
 from flopmeter.torch_names.private import EARLY_STOP, FINISHED_BEAMS, PrivateName
 
 RULE = "generation: no sequence ends before max_new_tokens"
@@ -29,27 +30,32 @@ _MODULE = "transformers.generation.stopping_criteria"
 
 @contextmanager
 def sequences_go_on(known: Knowledge) -> Iterator[None]:
-    """While this context is open, transformers finds no end of a sequence in unknown tokens."""
-    module = sys.modules.get(_MODULE)  # a program that generates has imported it
-    if module is None:
+    """While this context is open, transformers finds no end of a sequence in new tokens."""
+    with (
+        entered_once_imported(_MODULE, lambda: _sequences_go_on(known)),
+        entered_once_imported(EARLY_STOP.module, lambda: _beams_go_on(known)),
+    ):
         yield
-        return
-    criteria = module.EosTokenCriteria
+
+
+@contextmanager
+def _sequences_go_on(known: Knowledge) -> Iterator[None]:
+    criteria = sys.modules[_MODULE].EosTokenCriteria
     has_ended = criteria.__call__
 
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         ended = has_ended(self, *args, **kwargs)
-        _assume(known, ended, False, "EosTokenCriteria")
+        _assume(known, ended, False, "EosTokenCriteria", even_if_known=True)  # tokens that take turns are no answer
         return ended
 
-    with mock.patch.object(criteria, "__call__", asked), _beams_go_on(known):
+    with mock.patch.object(criteria, "__call__", asked):
         yield
 
 
 @contextmanager
 def _beams_go_on(known: Knowledge) -> Iterator[None]:
     """Beam search, whose sequences all end at once: no beam has ended before, and each holds as many tokens."""
-    if not all(name.loaded and name.present() for name in (EARLY_STOP, FINISHED_BEAMS)):
+    if not all(name.present() for name in (EARLY_STOP, FINISHED_BEAMS)):
         yield
         return
     may_improve, update = EARLY_STOP.value, FINISHED_BEAMS.value
@@ -73,9 +79,9 @@ def _beams_go_on(known: Knowledge) -> Iterator[None]:
         yield
 
 
-def _assume(known: Knowledge, tensor: Any, value: int, asker: str) -> None:
+def _assume(known: Knowledge, tensor: Any, value: int, asker: str, even_if_known: bool = False) -> None:
     """An unknown tensor on meta has this value everywhere."""
-    if isinstance(tensor, Tensor) and tensor.is_meta and not known.knows_all([tensor]):
+    if isinstance(tensor, Tensor) and tensor.is_meta and (even_if_known or not known.knows_all([tensor])):
         with no_modes():
             known.set_all(tensor, value)
         known.assume.note(RULE, asker)

@@ -206,6 +206,8 @@ def _about_import(error: ImportError) -> str:
     if error.name is None:
         return "its message is above; what it names is to be installed in the environment that runs flopmeter"
     name = error.name.partition(".")[0]
+    if "partially initialized" in str(error) and os.path.basename(error.path or "") == f"{name}.py":
+        return f"{error.path} hides a package that is called {name} too: rename the file"
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):

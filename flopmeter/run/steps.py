@@ -279,7 +279,7 @@ def _with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[_Outermos
     return start
 
 
-def _rounds(modules: Sequence[object]) -> tuple[int, int] | None:
+def _rounds(modules: list[object]) -> tuple[int, int] | None:
     """Where the first round of calls starts, and how many calls a round is: the shortest sequence that comes at least
     twice, up to the end, after less than a round of others. None: there is none of several calls."""
     for length in range(1, len(modules) // 2 + 1):
@@ -287,7 +287,9 @@ def _rounds(modules: Sequence[object]) -> tuple[int, int] | None:
         while start and modules[start - 1] == modules[start - 1 + length]:
             start -= 1
         if start < length and len(modules) - start >= 2 * length:
-            return (start, length) if length > 1 else None
+            turn = modules[start : start + length]
+            part = next(part for part in range(1, length + 1) if turn[:part] * (length // part) == turn)
+            return (start, part) if part > 1 else None
     return None
 
 

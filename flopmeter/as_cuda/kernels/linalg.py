@@ -30,6 +30,21 @@ def install(scope: Scope) -> None:
         kernel = scope.overrides[op] = _where_no_gradient_is_needed(op, values)
         for key in ("AutogradMeta", "AutogradCPU"):
             scope.kernel(op.name(), kernel, key)
+    scope.meta_kernel("aten::linalg_lstsq", least_squares)
+
+
+def least_squares(
+    matrix: Tensor, right: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By CUDA's only driver, gels, which takes every rank to be full: no rank and no singular values come back, and
+    squared residuals where there are more rows than columns (torch.linalg.lstsq)."""
+    if driver not in (None, "gels"):
+        raise RuntimeError(f"torch.linalg.lstsq: parameter `driver` should be one of (gels) on CUDA, not {driver}")
+    *batch, rows, columns = matrix.shape
+    sides = list(right.shape[len(batch) + 1 :])  # none if each right side is a vector
+    residuals = [*batch, *(sides or [1])] if rows > columns else [0]
+    solution = right.new_empty([*batch, columns, *sides])
+    return solution, right.new_empty(residuals), matrix.new_empty([0], dtype=torch.int64), matrix.new_empty([0])
 
 
 def _where_no_gradient_is_needed(op: Any, values: Callable[..., Tensor]) -> DispatcherKernel:
