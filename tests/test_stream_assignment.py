@@ -120,7 +120,7 @@ def test_compiled_code_waits_for_a_functional_collective_at_once_by_the_rules_an
     assert eager.report().exposed_seconds < 0.7 * torchs.communication_seconds
     assert torchs.exposed_seconds == pytest.approx(torchs.communication_seconds, rel=0.01)  # but for one launch
     assert rules.exposed_seconds == pytest.approx(torchs.exposed_seconds, rel=0.01)
-    assert rules.seconds == pytest.approx(torchs.seconds, rel=0.01)
+    assert rules.seconds == pytest.approx(torchs.seconds, rel=0.03)  # whose addmm copies what it adds
 
 
 def test_wait_tensor_waits_for_the_collective_that_made_the_tensor_and_for_no_later_one():
