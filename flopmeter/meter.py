@@ -22,6 +22,7 @@ from flopmeter.costs.triton_kernels import triton_assumptions, uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import Assumption, KnownValues
+from flopmeter.known_values.assumptions import guess_of_length
 from flopmeter.known_values.generation import sequences_go_on
 from flopmeter.known_values.routing import BALANCED, Routing
 from flopmeter.launch import grouped_matmul as grouped
@@ -107,6 +108,7 @@ class _Run:
     causal: Causal
     clocks: Clocks
     assumptions: tuple[str, ...]
+    caution: str
     notes: tuple[str, ...]
     ran: Ran
     known: _Memo
@@ -158,6 +160,7 @@ class _Run:
             memory=memory_of(trace, self.hardware),
             causal=self.causal,
             assumptions=self.assumptions,
+            caution=self.caution,
             notes=(*self.notes, *self._notes_of(mode)),
             in_mode=in_mode,
             cluster=self.cluster,
@@ -386,8 +389,8 @@ class FlopMeter:
             *triton_assumptions(kernels), *implementation_assumptions(kernels),
         )  # fmt: skip
         return _Run(
-            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed, notes, ran, known,
-            self._dollars_per_kwh,
+            trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed,
+            guess_of_length(self.assumed), notes, ran, known, self._dollars_per_kwh,
         )  # fmt: skip
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flopmeter import FlopMeter
+from flopmeter.known_values.assumptions import EndlessLoopError
 
 FLOAT = "stand-in 1.0 for an unknown float"
 INTEGER = "stand-in 0 for an unknown integer"
@@ -61,3 +62,26 @@ def test_the_stand_in_of_a_copy_is_that_of_the_type_it_comes_from():
 
 def test_known_numbers_need_no_stand_in():
     assert read(lambda x: torch.arange(5, device="meta").sum().item()) == (10, [])
+
+
+@pytest.mark.parametrize(("turns", "is_said"), [(99, False), (120, True)])
+def test_the_answer_says_that_a_guess_decides_how_long_a_loop_runs(turns, is_said):
+    """Not in the small print alone: the time is of the longest run that the loop allows."""
+    with FlopMeter("h100-sxm5-80gb", unknown="stand-in") as meter:
+        x = torch.empty(3, device="meta").exp()
+        for _ in range(turns):
+            if x.sum() > 2:
+                break
+    answer, _ = str(meter.report()).split("\n\n")[1:3]
+    assert (f"asked {turns} times whether an unknown condition holds, and was told no" in answer) == is_said
+
+
+@pytest.mark.parametrize("read", [lambda x: x.sum().item() < 2, lambda x: bool(x.sum() < 0), lambda x: x.argmax() < 1])
+def test_a_loop_that_waits_for_another_answer_for_ever_ends_in_an_error_that_names_its_line(read, monkeypatch):
+    monkeypatch.setattr("flopmeter.known_values.stand_ins.MOST_TURNS", 50)
+    turns = 0
+    with FlopMeter(unknown="stand-in"), pytest.raises(EndlessLoopError, match=rf"{__file__}:\d+ asked 50 times"):
+        x = torch.empty(3, device="meta").exp()
+        while not read(x) or turns >= 0:
+            turns += 1
+    assert turns == 49

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -31,6 +31,27 @@ class Assumption:
     op: str
     where: str  # file:line
     count: int
+
+
+CONDITION_FAILS = "an unknown condition does not hold"
+LOOP_TURNS = 100  # answers to one line, from which on it is taken for the end of a loop or a check in one
+MOST_TURNS = 100_000  # half a minute of answers and more: nobody writes such a loop for anything but its end
+
+
+def guess_of_length(uses: Iterable[Assumption]) -> str:
+    """Which line was answered so often that a guess decides how long the program runs; '' if none was."""
+    conditions = (use for use in uses if use.rule == CONDITION_FAILS)
+    most = max(conditions, key=lambda use: use.count, default=None)
+    if most is None or most.count < LOOP_TURNS:
+        return ""
+    return (
+        f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds, and was"
+        " told no; a loop that it ends ran to its limit, a branch under it did not run"
+    )
+
+
+class EndlessLoopError(RuntimeError):
+    """A loop waits for a value that nobody knows here, so that it would never end."""
 
 
 # What to do where the program itself computed the values, by the name of the op that asks.
@@ -85,8 +106,11 @@ class Assumptions:
         self.stands_in = unknown is not None
         self._uses: Counter[tuple[str, str, str]] = Counter()
 
-    def note(self, rule: str, func: Any) -> None:
-        self.noter(rule, func)()
+    def note(self, rule: str, func: Any) -> Assumption:
+        """Counts one use of the rule, for the op at this line of the program."""
+        use = (rule, str(func), caller())
+        self._uses[use] += 1
+        return Assumption(*use, self._uses[use])
 
     def noter(self, rule: str, func: Any) -> Callable[[], None]:
         """A function that counts one use of the rule, for the op at this line of the program, when it is called."""

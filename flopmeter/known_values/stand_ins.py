@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flopmeter.known_values.assumptions import CONDITION_FAILS, MOST_TURNS, EndlessLoopError
 from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.values import no_modes
 
@@ -18,15 +19,21 @@ FLOAT, INTEGER, CONDITION = 1.0, 0, False
 
 
 def note(known: Knowledge, dtype: torch.dtype, func: Any) -> float | int | bool:
-    """The stand-in for one number of the type; its use is noted."""
+    """The stand-in for one number of the type; its use is noted. Raises EndlessLoopError where one line asks for ever."""
+    value: float | int | bool
     if dtype is torch.bool:
-        known.assume.note("an unknown condition does not hold", func)
-        return CONDITION
-    if dtype.is_floating_point or dtype.is_complex:
-        known.assume.note(f"stand-in {FLOAT} for an unknown float", func)
-        return FLOAT
-    known.assume.note(f"stand-in {INTEGER} for an unknown integer", func)
-    return INTEGER
+        rule, value = CONDITION_FAILS, CONDITION
+    elif dtype.is_floating_point or dtype.is_complex:
+        rule, value = f"stand-in {FLOAT} for an unknown float", FLOAT
+    else:
+        rule, value = f"stand-in {INTEGER} for an unknown integer", INTEGER
+    use = known.assume.note(rule, func)
+    if use.count >= MOST_TURNS:
+        raise EndlessLoopError(
+            f"{use.where} asked {use.count:,} times for a value that is not known here ({rule}): a loop that waits for "
+            "another answer never ends. Bound its turns, as in `for _ in range(50)`"
+        )
+    return value
 
 
 def on_host(known: Knowledge, call: Invocation) -> Tensor:

@@ -91,7 +91,7 @@ def answer(report: Report) -> list[str]:
         f" MFU {percent(report.mfu, 1)} %"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
-        *filter(None, [of_first_step(report)]),
+        *filter(None, [report.caution, of_first_step(report)]),
         _memory(report),
     ]
 
@@ -255,6 +255,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         },
         "uncounted": [raw(row) for row in report.uncounted],
         "assumptions": list(report.assumptions),
+        "caution": report.caution,
         "conventions": {"flops_per_multiply_add": 2, "causal": report.causal, **report.switches._asdict()},
         "notes": list(report.notes),
         "graphs": [_graph_as_dict(graph) for graph in report.graphs],
