@@ -45,8 +45,8 @@ def guess_of_length(uses: Iterable[Assumption]) -> str:
     if most is None or most.count < LOOP_TURNS:
         return ""
     return (
-        f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds, and was"
-        " told no; a loop that it ends ran to its limit, a branch under it did not run"
+        f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds, and"
+        " was told no; a loop that it ends ran to its limit, a branch under it did not run"
     )
 
 

@@ -19,7 +19,10 @@ FLOAT, INTEGER, CONDITION = 1.0, 0, False
 
 
 def note(known: Knowledge, dtype: torch.dtype, func: Any) -> float | int | bool:
-    """The stand-in for one number of the type; its use is noted. Raises EndlessLoopError where one line asks for ever."""
+    """The stand-in for one number of the type; its use is noted.
+
+    Raises EndlessLoopError where one line asks for ever.
+    """
     value: float | int | bool
     if dtype is torch.bool:
         rule, value = CONDITION_FAILS, CONDITION
