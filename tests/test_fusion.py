@@ -547,10 +547,12 @@ PROGRAMS = st.lists(st.integers(0, 1000), min_size=3, max_size=60)
 
 
 @settings(max_examples=100, deadline=None)
+@example([807, 0, 0, 795])  # seeds, which are a kernel of no op of the program
 @given(PROGRAMS)
 def test_fusing_keeps_flops_and_never_adds_kernels(choices: list[int]):
     """Of what is computed: what nobody reads is not."""
     eager, fused, _ = random_program(choices)
+    fused = without_seeds(fused)
     computed = {id(op) for kernel in fused for op in kernel.ops}
     eager = [kernel for kernel in eager if id(kernel.op) in computed]
     for op_class in OP_CLASSES:
