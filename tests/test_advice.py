@@ -521,6 +521,16 @@ def test_short_rows_are_not_said_to_be_too_long_for_the_cache(rows, columns, rea
     assert reason in meter.report().hot_spots[0].why
 
 
+def test_a_solver_on_one_matrix_is_not_told_to_take_a_larger_batch():
+    """Twice the rows would be another matrix, not two of them."""
+    with FlopMeter(H100) as meter:
+        matrix, x = torch.empty(2000, 2000, device="meta"), torch.empty(2000, 1, device="meta")
+        for _ in range(20):
+            x = matrix @ x
+            x = x / x.norm()
+    assert not any("times the batch" in each.remedy for each in meter.report().advice)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_larger_batch_is_told_of_data_that_the_step_itself_makes_on_the_host_or_on_the_device(device):
     def seconds_and_advice(items):

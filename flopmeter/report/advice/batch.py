@@ -34,6 +34,8 @@ def larger_batch(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     if usable is None or report.cluster is not None or any(op.call.groups for op in trace.ops):
         return
+    if not any(op.module for op in trace.ops):  # a solver on one matrix has no batch
+        return
     grows = depends_on_inputs(trace)
     held = report.memory.at_peak
     fixed = sum(size for name, size in held.items() if name in _OF_WEIGHTS)
