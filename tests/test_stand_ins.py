@@ -72,8 +72,10 @@ def test_the_answer_says_that_a_guess_decides_how_long_a_loop_runs(turns, is_sai
         for _ in range(turns):
             if x.sum() > 2:
                 break
-    answer, _ = str(meter.report()).split("\n\n")[1:3]
-    assert (f"asked {turns} times whether an unknown condition holds, and was told no" in answer) == is_said
+    report = meter.report()
+    answer, _ = str(report).split("\n\n")[1:3]
+    for shown in (answer, report._repr_html_()):
+        assert (f"asked {turns} times whether an unknown condition holds, and was told no" in shown) == is_said
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,17 @@ class Assumptions:
 
     def note(self, rule: str, func: Any) -> Assumption:
         """Counts one use of the rule, for the op at this line of the program."""
-        use = (rule, str(func), caller())
-        self._uses[use] += 1
-        return Assumption(*use, self._uses[use])
+        return self.noter(rule, func)()
 
-    def noter(self, rule: str, func: Any) -> Callable[[], None]:
+    def noter(self, rule: str, func: Any) -> Callable[[], Assumption]:
         """A function that counts one use of the rule, for the op at this line of the program, when it is called."""
         use = (rule, str(func), caller())
-        return lambda: self._uses.update((use,))
+
+        def counted() -> Assumption:
+            self._uses[use] += 1
+            return Assumption(*use, self._uses[use])
+
+        return counted
 
     @property
     def uses(self) -> tuple[Assumption, ...]:

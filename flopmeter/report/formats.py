@@ -16,7 +16,7 @@ from flopmeter.report.page import page
 from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv
-from flopmeter.report.winning import in_lines, of_first_step, where_to_win
+from flopmeter.report.winning import cautions, in_lines, where_to_win
 from flopmeter.timing.peak_memory import CONTEXT_BYTES, usable_bytes
 
 SYMBOLS = {CONTRACTION: "△", NORMALIZATION: "□", ELEMENTWISE: "○"}  # as in the paper's table
@@ -91,7 +91,7 @@ def answer(report: Report) -> list[str]:
         f" MFU {percent(report.mfu, 1)} %"
         f" · peak memory {with_prefix(report.peak_memory_bytes, 'B')}",
         f"{report.regime}-bound · of the wall-clock: {_shares(report)}",
-        *filter(None, [report.caution, of_first_step(report)]),
+        *cautions(report),
         _memory(report),
     ]
 

@@ -48,7 +48,12 @@ def where_to_win(report: Report) -> WhereToWin | None:
     )
 
 
-def of_first_step(report: Report) -> str:
+def cautions(report: Report) -> list[str]:
+    """What the reader must know before believing the time; often nothing."""
+    return [line for line in (report.caution, _of_first_step(report)) if line]
+
+
+def _of_first_step(report: Report) -> str:
     """That the run is a first step and a later one another; '' if it is not."""
     later = report.later_step_seconds
     if later is None or later > (1 - LEAST_GAIN) * report.seconds:

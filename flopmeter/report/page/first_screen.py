@@ -11,7 +11,7 @@ from flopmeter.report.page.markup import Markup, join, tag
 from flopmeter.report.page.tables import rows_table
 from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report
-from flopmeter.report.winning import of_first_step, where_to_win
+from flopmeter.report.winning import cautions, where_to_win
 from flopmeter.timing.peak_memory import usable_bytes
 
 # In a notebook the colours are those around it, whatever theme it has.
@@ -57,7 +57,7 @@ def header(report: Report) -> Markup:
     )
     return tag(
         "header", tag("h1", what), tag("p", " · ".join(where)), tag("dl", *cards, class_="facts"),
-        *(tag("p", _sentence(line)) for line in (of_first_step(report),) if line), tag("p", report.ran.line),
+        *(tag("p", _sentence(line)) for line in cautions(report)), tag("p", report.ran.line),
     )  # fmt: skip
 
 
