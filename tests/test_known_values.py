@@ -33,6 +33,10 @@ class Mode(TorchDispatchMode):
         self.known = known
         self.ops: list[str] = []
 
+    @classmethod
+    def ignore_compile_internals(cls):  # else two threads leave it set for what is compiled later in this process
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.name()

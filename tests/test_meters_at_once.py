@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 from flopmeter import EmptyProgramError, FlopMeter
 
@@ -209,3 +211,56 @@ def test_one_meter_in_two_threads_is_an_error() -> None:
         X.sin()
     assert [op.call.name for op in meter.trace.ops] == ["sin"]
     assert_nothing_is_left()
+
+
+def leave_in_turn(first: Callable[[], Any], second: Callable[[], Any]) -> None:
+    """Two threads' contexts overlap: the first is entered first and left first."""
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+
+    def run_first() -> None:
+        with first():
+            first_is_in.set()
+            second_is_in.wait(10)
+
+    one = threading.Thread(target=run_first)
+
+    def run_second() -> None:
+        first_is_in.wait(10)
+        with second():
+            second_is_in.set()
+            one.join(10)
+
+    other = threading.Thread(target=run_second)
+    one.start()
+    other.start()
+    other.join(10)
+
+
+def what_torch_says_of_modes() -> tuple[bool, bool]:
+    return (
+        _python_dispatch.is_in_torch_dispatch_mode(),
+        _python_dispatch.is_in_any_mode_without_ignore_compile_internals(),
+    )
+
+
+def test_after_overlapping_meters_of_two_threads_torch_does_not_think_that_a_mode_is_on() -> None:
+    def meter() -> FlopMeter:
+        return FlopMeter(as_cuda=False)
+
+    leave_in_turn(meter, meter)
+    assert what_torch_says_of_modes() == (False, False)
+
+
+def test_compiled_functions_pass_their_guards_after_modes_of_two_threads_overlapped() -> None:
+    leave_in_turn(FlopCounterMode, FlopCounterMode)
+    try:
+        assert what_torch_says_of_modes() == (True, True), "torch has mended it: the meter need not"
+        compiled = torch.compile(lambda x: x.sin().cos(), fullgraph=True)
+        with FlopMeter("a100-sxm4-80gb") as meter:
+            compiled(X)
+            compiled(X)
+        assert [(graph.part, graph.calls) for graph in meter.report().graphs] == [("inference", 2)]
+    finally:
+        with FlopMeter():  # sets it right
+            X.sin()
+    assert what_torch_says_of_modes() == (False, False)

@@ -291,7 +291,23 @@ needed("torch", "_int_mm", "products of int8")
 needed("torch", "_scaled_mm", "products of fp8")
 needed("torch", "Tensor._make_wrapper_subclass", "where a subclass that wraps tensors is given its device")
 needed("torch.autograd.graph", "Node._sequence_nr", "the forward op of a node of the backward pass")
-needed("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "which modes see an op")
+dispatch_mode_stack = needed(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "which modes see an op"
+)
+IN_MODE, IN_PLAIN_MODE, IN_VISIBLE_MODE = (
+    listed(COMPILE, "torch.utils._python_dispatch", flag, "what torch says of modes, one flag for all threads")
+    for flag in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+)
+GUARDS_SEE_MODES = listed(
+    COMPILE,
+    "torch._C._dynamo.guards",
+    "set_is_in_mode_without_ignore_compile_internals",
+    "the last of these, for guards",
+)
 for _module, _attributes, _used in (
     ("torch._ops", ("OpOverload", "OpOverloadPacket", "HigherOrderOperator"), "what kind of op it sees"),
     ("torch._subclasses.fake_tensor", ("FakeTensor",), "which tensors are another program's stand-ins"),

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.torch_names.shared_patch import SharedPatch
+from flopmeter.trace.mode_flags import tell_modes
 
 
 class OtherThreads:
@@ -117,8 +118,12 @@ class _Count(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch keeps one flag for all threads of whether some mode does not; guards of compiled functions read it."""
+        """Guards of compiled functions need not see it."""
         return True
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        tell_modes()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.compiler import is_exporting
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import KnownValues
 from flopmeter.known_values.assumptions import caller
@@ -39,12 +39,13 @@ from flopmeter.records import (
     TritonBody,
 )
 from flopmeter.records.tensors import tensors_in
-from flopmeter.torch_names.private import DispatchKey, graph_task
+from flopmeter.torch_names.private import DispatchKey, dispatch_mode_stack, graph_task
 from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
 from flopmeter.trace.attribution import Attribution
 from flopmeter.trace.flex_attention import template_of
 from flopmeter.trace.handling import FRESH, Handling, Handlings
 from flopmeter.trace.implementations import body_of, python_key
+from flopmeter.trace.mode_flags import tell_modes
 from flopmeter.trace.module_paths import ModulePaths
 from flopmeter.trace.process_groups import ProcessGroups, without_handles
 from flopmeter.trace.result_cache import (
@@ -159,14 +160,17 @@ class Recorder(TorchDispatchMode):
                 streams.listeners.append(self)
                 undo.callback(streams.listeners.remove, self)
                 self._undo = undo.pop_all()
-        self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
+        if self._depth == 0:
+            tell_modes()
+        self._depth += 1
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
+            tell_modes()
             self._undo.close()
             self._attribution.forget_steps()
             self._storages.outlive()
@@ -176,7 +180,7 @@ class Recorder(TorchDispatchMode):
     def is_on(self) -> bool:
         """Whether this thread's ops come here: a mode belongs to the thread that entered it, and to the
         threads in which autograd runs its backward passes. None comes while torch.export reads the program."""
-        return not is_exporting() and self in _get_current_dispatch_mode_stack()
+        return not is_exporting() and self in dispatch_mode_stack()
 
     def launch(
         self,
