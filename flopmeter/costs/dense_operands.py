@@ -8,8 +8,9 @@ are dense; the gradient of a sum, which is one number expanded over a tensor, is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch._ops import OpOverloadPacket
 
@@ -18,72 +19,12 @@ from flopmeter.records import MOVEMENT, Call, Cost, TensorSpec
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.torch_names.operators import aten
 
-# By op: the arguments of which it makes `contiguous()` ones (aten/src/ATen/native: cuda/SoftMax.cu host_softmax and
-# host_softmax_backward, cuda/layer_norm_kernel.cu, group_norm.cpp, cuda/ScanUtils.cuh scan_dim).
-_DENSE: Mapping[OpOverloadPacket, tuple[str, ...]] = {
-    aten._softmax: ("self",),
-    aten._log_softmax: ("self",),
-    aten._softmax_backward_data: ("grad_output", "output"),
-    aten._log_softmax_backward_data: ("grad_output", "output"),
-    aten.native_layer_norm: ("input",),
-    aten.native_layer_norm_backward: ("grad_out", "input"),
-    aten.native_group_norm: ("input",),
-    aten.native_group_norm_backward: ("grad_out", "input"),
-    aten._fused_rms_norm: ("input",),
-    aten._fused_rms_norm_backward: ("grad_out", "input"),
-    aten.cumsum: ("self",),
-    aten.cumprod: ("self",),
-}
 
-# By op: the matrices that it hands to cuBLAS (aten/src/ATen/native/cuda/Blas.cpp).
-_MATRICES: Mapping[OpOverloadPacket, tuple[str, ...]] = {
-    aten.mm: ("self", "mat2"),
-    aten._int_mm: ("self", "mat2"),
-    **dict.fromkeys((aten.addmm, aten.addmm_, aten._addmm_activation), ("mat1", "mat2")),
-    aten.bmm: ("self", "mat2"),
-    **dict.fromkeys((aten.baddbmm, aten.baddbmm_), ("batch1", "batch2")),
-    aten.mv: ("self",),
-    **dict.fromkeys((aten.addmv, aten.addmv_), ("mat",)),
-}
+def _is_contiguous(_: Call, spec: TensorSpec) -> bool:
+    return is_dense(spec.shape, spec.stride, channels_last=False)
 
 
-def reads_dense(call: Call) -> bool:
-    """Whether the op copies operands that are not dense. Code that inductor writes for it does not."""
-    return call.func.overloadpacket in _DENSE
-
-
-def multiplies_matrices(call: Call) -> bool:
-    """Whether cuBLAS runs the op, so that its copies are not inductor's to write either."""
-    return call.func.overloadpacket in _MATRICES
-
-
-def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
-    """The copies that the op makes first, and the call as its kernels then see it."""
-    packet = call.func.overloadpacket
-    names = _DENSE.get(packet) or _MATRICES.get(packet, ())
-    given = [call.argument(name) for name in names]
-    copies = {
-        spec: scratch(spec, number)._replace(stride=dense_strides(spec.shape, channels_last=False))
-        for number, spec in enumerate(dict.fromkeys(given), 1)
-        if isinstance(spec, TensorSpec)
-        and not is_dense(spec.shape, spec.stride, channels_last=False)
-        and not (_is_for_cublas(spec) if packet in _MATRICES else _is_kept(call, spec))
-    }
-    if not copies:
-        return (), call
-    first = tuple(copy_of(call, spec, copy) for spec, copy in copies.items())
-    place = {argument.name: number for number, argument in enumerate(call.func._schema.arguments)}
-    args, kwargs = list(call.args), dict(call.kwargs)
-    for name, spec in zip(names, given, strict=True):
-        if spec in copies and name in kwargs:
-            kwargs[name] = copies[spec]
-        elif spec in copies:
-            args[place[name]] = copies[spec]
-    inputs = tuple(copies.get(spec, spec) for spec in call.inputs)
-    return first, replace(call, args=tuple(args), kwargs=kwargs, inputs=inputs)
-
-
-def _is_for_cublas(spec: TensorSpec) -> bool:
+def _is_for_cublas(call: Call, spec: TensorSpec) -> bool:
     """Whether rows or columns are dense and do not overlap: `prepare_matrix_for_cublas` in
     aten/src/ATen/native/cuda/cuBlasCommonArgs.h, `prepare_batch_matrix_for_cublas` in Blas.cpp. Batches may lie
     anywhere, also on each other. One column of a matrix is a matrix whose rows are dense."""
@@ -91,14 +32,78 @@ def _is_for_cublas(spec: TensorSpec) -> bool:
     by_rows = column_stride == 1 and row_stride >= max(1, columns)
     by_columns = row_stride == 1 and column_stride >= max(1, rows)
     is_transposed = len(spec.shape) == 2 and is_dense((columns, rows), (column_stride, row_stride), channels_last=False)
-    return by_rows or by_columns or is_transposed
+    return by_rows or by_columns or is_transposed or _is_contiguous(call, spec)
 
 
-def _is_kept(call: Call, spec: TensorSpec) -> bool:
-    """Whether the kernel walks the operand as it lies: group norm does so in channels-last from torch 2.15 on, where
-    its result lies alike."""
-    norms = aten.native_group_norm, aten.native_group_norm_backward
-    return call.func.overloadpacket in norms and any(out.stride == spec.stride for out in call.outputs)
+def _is_for_group_norm(call: Call, spec: TensorSpec) -> bool:
+    """From torch 2.15 on it walks channels-last as they lie, where its result lies alike."""
+    return _is_contiguous(call, spec) or any(out.stride == spec.stride for out in call.outputs)
+
+
+class _Takes(NamedTuple):
+    operands: tuple[str, ...]
+    as_it_lies: Callable[[Call, TensorSpec], bool]
+
+
+# What each op copies unless it lies so: arguments of which it makes `contiguous()` ones (aten/src/ATen/native:
+# cuda/SoftMax.cu host_softmax and host_softmax_backward, cuda/layer_norm_kernel.cu, group_norm.cpp, cuda/ScanUtils.cuh
+# scan_dim), and the matrices that it hands to cuBLAS (cuda/Blas.cpp).
+_TAKES: Mapping[OpOverloadPacket, _Takes] = {
+    aten._softmax: _Takes(("self",), _is_contiguous),
+    aten._log_softmax: _Takes(("self",), _is_contiguous),
+    aten._softmax_backward_data: _Takes(("grad_output", "output"), _is_contiguous),
+    aten._log_softmax_backward_data: _Takes(("grad_output", "output"), _is_contiguous),
+    aten.native_layer_norm: _Takes(("input",), _is_contiguous),
+    aten.native_layer_norm_backward: _Takes(("grad_out", "input"), _is_contiguous),
+    aten.native_group_norm: _Takes(("input",), _is_for_group_norm),
+    aten.native_group_norm_backward: _Takes(("grad_out", "input"), _is_for_group_norm),
+    aten._fused_rms_norm: _Takes(("input",), _is_contiguous),
+    aten._fused_rms_norm_backward: _Takes(("grad_out", "input"), _is_contiguous),
+    aten.cumsum: _Takes(("self",), _is_contiguous),
+    aten.cumprod: _Takes(("self",), _is_contiguous),
+    **dict.fromkeys((aten.mm, aten._int_mm, aten.bmm), _Takes(("self", "mat2"), _is_for_cublas)),
+    **dict.fromkeys((aten.addmm, aten.addmm_, aten._addmm_activation), _Takes(("mat1", "mat2"), _is_for_cublas)),
+    **dict.fromkeys((aten.baddbmm, aten.baddbmm_), _Takes(("batch1", "batch2"), _is_for_cublas)),
+    aten.mv: _Takes(("self",), _is_for_cublas),
+    **dict.fromkeys((aten.addmv, aten.addmv_), _Takes(("mat",), _is_for_cublas)),
+}
+
+
+def reads_dense(call: Call) -> bool:
+    """Whether the op copies operands that are not dense. Code that inductor writes for it does not."""
+    takes = _TAKES.get(call.func.overloadpacket)
+    return takes is not None and not multiplies_matrices(call)
+
+
+def multiplies_matrices(call: Call) -> bool:
+    """Whether cuBLAS runs the op, so that its copies are not inductor's to write either."""
+    takes = _TAKES.get(call.func.overloadpacket)
+    return takes is not None and takes.as_it_lies is _is_for_cublas
+
+
+def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
+    """The copies that the op makes first, and the call as its kernels then see it."""
+    takes = _TAKES.get(call.func.overloadpacket)
+    if takes is None:
+        return (), call
+    given = [call.argument(name) for name in takes.operands]
+    copies = {
+        spec: scratch(spec, number)._replace(stride=dense_strides(spec.shape, channels_last=False))
+        for number, spec in enumerate(dict.fromkeys(given), 1)
+        if isinstance(spec, TensorSpec) and not takes.as_it_lies(call, spec)
+    }
+    if not copies:
+        return (), call
+    first = tuple(copy_of(call, spec, copy) for spec, copy in copies.items())
+    place = {argument.name: number for number, argument in enumerate(call.func._schema.arguments)}
+    args, kwargs = list(call.args), dict(call.kwargs)
+    for name, spec in zip(takes.operands, given, strict=True):
+        if spec in copies and name in kwargs:
+            kwargs[name] = copies[spec]
+        elif spec in copies:
+            args[place[name]] = copies[spec]
+    inputs = tuple(copies.get(spec, spec) for spec in call.inputs)
+    return first, replace(call, args=tuple(args), kwargs=kwargs, inputs=inputs)
 
 
 def copy_of(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:

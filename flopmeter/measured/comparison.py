@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flopmeter.costs import costs_of
-from flopmeter.device.hardware import Hardware, HardwareError, Peak, load_hardware
+from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
 from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, covered_nanoseconds, read_profile
 from flopmeter.measured.rebuild import (
     NotRebuilt,
@@ -26,6 +26,7 @@ from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, HostCopy, Switches
 from flopmeter.report.quantities import in_ms
 from flopmeter.timing import cpu, kernels
+from flopmeter.timing.floors import least_seconds
 from flopmeter.timing.gemm_kernels import as_found_by, legacy_mma_share
 from flopmeter.timing.timeline import op_seconds
 
@@ -267,34 +268,12 @@ def _priced(
         op_class=longest.op_class,
         dtype=switches.matmul_dtype(longest),
         seconds=sum(seconds) + (op_seconds(longest, host) if host else 0.0),
-        floor_seconds=sum(floor_seconds(cost, device, switches) for cost in costs),
+        floor_seconds=sum(least_seconds(cost, device, switches) for cost in costs),
         flops=sum(cost.executed_flops for cost in costs),
         bytes=sum(cost.bytes for cost in costs),
         macs=sum(cost.macs for cost in costs),
         model_flops=sum(cost.model_flops for cost in costs),
     )
-
-
-def floor_seconds(cost: Cost, device: Hardware, switches: Switches) -> float:
-    """The least time of a kernel that reads its inputs from memory and computes at the device's peak.
-
-    If the bytes go over the link to the host, the spec rate of the link is the bound: it is slower than either memory.
-    """
-    matmul_flops = 2 * cost.macs - cost.masked_flops
-    others = cost.flops - 2 * cost.macs
-    compute = 0.0
-    if cost.macs:
-        compute += matmul_flops / _best_rate(device.contraction_peak(switches.matmul_dtype(cost)))
-    if others:
-        compute += others / _best_rate(device.vector_peak(cost.dtype))
-    link = device.host_link_bytes_per_s
-    memory = cost.link_bytes / link if cost.link_bytes and link else cost.bytes / device.bandwidth_bytes_per_s
-    return max(compute, memory)
-
-
-def _best_rate(peak: Peak) -> float:
-    """The spec peak, or more for a part whose real clock is above that of its spec."""
-    return max(peak.flop_per_s, peak.sustained_flop_per_s)
 
 
 def _row(known: _Prediction, calls: int, measured_seconds: float) -> CheckRow:

@@ -28,6 +28,7 @@ from flopmeter.report.report import OUTSIDE, Report
 from flopmeter.report.wins import WAITS, WAITS_FOR_LINK, HotSpot
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import miss_share
+from flopmeter.timing.floors import least_seconds
 from flopmeter.timing.matmul import tile_count
 
 MOST_PLACES = 2  # modules that a row names
@@ -76,25 +77,14 @@ def wall_clock(group: Iterable[Timed]) -> float:
 
 
 def floor_of(group: Iterable[Timed], report: Report) -> float:
-    """The least time of the kernels' work: FLOPs or bytes at the rates of the datasheet, whichever takes longer."""
+    """The least time of the kernels' work; a collective's own time, of which the datasheet says nothing."""
     known: dict[Cost, float] = {}
     total = 0.0
     for kernel, timing in group:
         if kernel.cost not in known:
-            known[kernel.cost] = kernel_floor(kernel.cost, report.hardware, report.switches)
+            known[kernel.cost] = least_seconds(kernel.cost, report.hardware, report.switches)
         total += min(timing.seconds, known[kernel.cost] if not timing.is_collective else timing.seconds)
     return total
-
-
-def kernel_floor(cost: Cost, device: Hardware, switches: Switches) -> float:
-    if cost.link_bytes:
-        return cost.link_bytes / (device.host_link_bytes_per_s or constants.DEFAULT_LINK_BYTES_PER_S)
-    compute = 0.0
-    if cost.macs:
-        compute = (2 * cost.macs - cost.masked_flops) / _peak(cost, device, switches).flop_per_s
-    if cost.flops > 2 * cost.macs:
-        compute = max(compute, (cost.flops - 2 * cost.macs) / device.vector_peak(cost.dtype).flop_per_s)
-    return max(compute, cost.bytes / device.bandwidth_bytes_per_s)
 
 
 def _peak(cost: Cost, device: Hardware, switches: Switches) -> Peak:
