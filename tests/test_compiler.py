@@ -482,6 +482,20 @@ def test_the_eager_run_of_a_compiled_program_has_to_be_asked_for_beforehand() ->
         metered(lambda: meta(8).sin())[1].explain_compile()
 
 
+@pytest.mark.parametrize("itself", [True, False])
+def test_a_sequential_that_compiles_itself_is_said_to_compile_nothing(itself: bool) -> None:
+    """Nor does it in torch: its counters stay empty."""
+    model = on_meta(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
+    if itself:
+        model.compile(backend="inductor")
+    called = model if itself else torch.compile(model)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        called(meta(4, 64))
+    report = meter.report()
+    assert bool(report.graphs) is not itself
+    assert any("torch.compile compiled nothing" in note for note in report.notes) is itself
+
+
 def test_what_does_not_compile_is_fused_by_the_rules_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("no such lowering")

@@ -33,6 +33,7 @@ class Frames:
         self._around_tracing, self._outermost = around_tracing, outermost
         self._thread = threading.get_ident()
         self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
+        self.has_compiled = False  # whether Dynamo has made code of any frame
 
     @property
     def is_here(self) -> bool:
@@ -51,7 +52,9 @@ class Frames:
             # torch forgets the modes where DDP splits the graph.
             with self.as_torch_is(), traced_tensors_cast(True), no_dispatch_modes():
                 try:
-                    return plain(callback, frame, *args)
+                    converted = plain(callback, frame, *args)
+                    self.has_compiled |= converted.guarded_code is not None
+                    return converted
                 except Exception as error:
                     if not (self.is_here and self._outermost and self._outermost.is_inside):
                         raise

@@ -87,7 +87,7 @@ class Session:
         self._records_gradients = True  # whether the outermost of these calls was made so
         self._hidden = ExitStack()
         self._undo = ExitStack()
-        self._is_installed = False
+        self._is_installed = self._is_called = False
 
     def __enter__(self) -> Session:
         """Nothing of inductor is imported, which takes a second, until the program needs it."""
@@ -109,6 +109,11 @@ class Session:
     def notes(self) -> Iterator[str]:
         if self._outermost:
             yield from self._outermost.notes
+        if self._is_called and not self._frames.has_compiled and not self._compilation.failures:
+            yield (
+                "torch.compile compiled nothing of what was called: it passes over torch's own code, as where an"
+                " nn.Sequential compiles itself (torch.compile(model) does compile it)"
+            )
         for failure in self._compilation.failures:
             yield f"not compiled, so fused by the rules: {failure}"
         if self._not_measured:
@@ -380,6 +385,7 @@ class Session:
                 return before
             if not self._is_here:
                 return plain(setting)
+            self._is_called = True
             if self._depth == 0:
                 self._reason, self._records_gradients = None, torch.is_grad_enabled()
                 self._hidden.enter_context(hooks_hidden())
