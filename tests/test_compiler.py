@@ -482,6 +482,50 @@ def test_the_eager_run_of_a_compiled_program_has_to_be_asked_for_beforehand() ->
         metered(lambda: meta(8).sin())[1].explain_compile()
 
 
+class LoopWithBreaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Broken() for _ in range(2))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        torch._dynamo.graph_break()
+        out: Tensor = self.after(x)
+        return out
+
+
+def test_a_graph_break_in_a_loop_leaves_the_function_eager_and_the_modules_their_names() -> None:
+    """torch compiles what the loop calls, in two parts each, and runs the head eagerly: it gives no graph a head."""
+    model = torch.compile(on_meta(LoopWithBreaks))
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        model(meta(4, 64))
+    report = meter.report()
+    places = [(kernel.op.module, kernel.op.graph is not None) for kernel in report.kernels]
+    assert places == [
+        ("LoopWithBreaks.blocks.0.before", True),
+        ("LoopWithBreaks.blocks.0.after", True),
+        ("LoopWithBreaks.blocks.1.before", True),
+        ("LoopWithBreaks.blocks.1.after", True),
+        ("LoopWithBreaks", False),
+    ]
+    (note,) = (note for note in report.notes if note.startswith("not compiled, so run eagerly"))
+    assert f"forward ({__file__}:" in note
+    assert note.endswith("graph break in loop, after Call to `torch._dynamo.graph_break()`")
+
+
 @pytest.mark.parametrize("itself", [True, False])
 def test_a_sequential_that_compiles_itself_is_said_to_compile_nothing(itself: bool) -> None:
     """Nor does it in torch: its counters stay empty."""

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any
 
 from flopmeter.as_cuda.autocast import traced_tensors_cast
@@ -33,7 +34,8 @@ class Frames:
         self._around_tracing, self._outermost = around_tracing, outermost
         self._thread = threading.get_ident()
         self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
-        self.has_compiled = False  # whether Dynamo has made code of any frame
+        self.has_compiled = False  # whether Dynamo has made code of any function
+        self.given_up: dict[str, None] = {}  # functions that it left as they are, and why
 
     @property
     def is_here(self) -> bool:
@@ -63,6 +65,18 @@ class Frames:
 
         return convert
 
+    def around_giving_up(self, plain: Callable[..., str]) -> Callable[..., str]:
+        """Dynamo asks for this message where it leaves a whole function uncompiled, such as one with a graph break in a
+        loop; functions that it calls are compiled on their own."""
+
+        @functools.wraps(plain)
+        def message(error: Exception, code: CodeType, *args: Any) -> str:
+            if self.is_here:
+                self.given_up[f"{name_of(code)}: {_reasons(error)}"] = None
+            return plain(error, code, *args)
+
+        return message
+
     @contextlib.contextmanager
     def as_torch_is(self) -> Iterator[None]:
         """In this context this thread sees torch's own functions, without stand-ins."""
@@ -86,6 +100,12 @@ class Frames:
                 plain(builder, guard, *args)
 
         return guard_identity
+
+
+def _reasons(error: Exception) -> str:
+    """The last first: 'graph break in loop, after Call to ...'. Between two, torch says that another one occurred."""
+    texts = str(error).split("\n*** ")
+    return ", after ".join(text.split("***", 1)[-1].strip().splitlines()[0] for text in reversed(texts))
 
 
 def text_of(error: Exception) -> str:

@@ -231,10 +231,18 @@ class _Paths:
             if isinstance(value, Optimizer):
                 self._recorder.note_optimizer(value)
                 self._meet(value)
-        if held and isinstance(held[0], nn.Module):
-            self._meet(held[0])
-            return self._recorder.enter_compiled(held[0])
-        return self._recorder.modules.path
+        module = _whose_method(frame.f_locals) if frame else None
+        if module is None:
+            return self._recorder.modules.path
+        self._meet(module)
+        return self._recorder.enter_compiled(module)
+
+
+def _whose_method(values: Mapping[str, Any]) -> nn.Module | None:
+    """Of the function with these local variables: its first, or `self`, which Dynamo passes on in any place to the
+    function that it makes of what follows a graph break."""
+    first = next(iter(values.values()), None)
+    return next((value for value in (first, values.get("self")) if isinstance(value, nn.Module)), None)
 
 
 def name_of(code: CodeType) -> str:

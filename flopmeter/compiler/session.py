@@ -109,11 +109,12 @@ class Session:
     def notes(self) -> Iterator[str]:
         if self._outermost:
             yield from self._outermost.notes
-        if self._is_called and not self._frames.has_compiled and not self._compilation.failures:
+        if self._is_called and not (self._frames.has_compiled or self._frames.given_up or self._compilation.failures):
             yield (
                 "torch.compile compiled nothing of what was called: it passes over torch's own code, as where an"
                 " nn.Sequential compiles itself (torch.compile(model) does compile it)"
             )
+        yield from (f"not compiled, so run eagerly: {what}" for what in self._frames.given_up)
         for failure in self._compilation.failures:
             yield f"not compiled, so fused by the rules: {failure}"
         if self._not_measured:
@@ -178,6 +179,7 @@ class Session:
             (names.SET_CAPTURABLE, self._around_set_capturable),
             (names.AROUND_CALL, self._around_call),
             (names.CONVERT_FRAME, self._frames.around),
+            (names.NOT_COMPILED, self._frames.around_giving_up),
             (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
             (names.GUARD_IDENTITY, self._frames.around_identity_guard),
             (names.HAS_TRITON, self._around_has_triton),

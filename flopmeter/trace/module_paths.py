@@ -115,7 +115,7 @@ class ModulePaths:
         return path
 
     def _child_path(self, module: nn.Module, parent_path: str, parent: nn.Module | None) -> str:
-        name = None if parent is None else self._name_below(parent, module)
+        name = None if parent is None else self._name_below(compiled_module(parent) or parent, module)
         if name is not None:
             return f"{parent_path}.{name}"
         known = self._names.get(id(module))
