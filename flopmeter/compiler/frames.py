@@ -71,7 +71,7 @@ class Frames:
 
         @functools.wraps(plain)
         def message(error: Exception, code: CodeType, *args: Any) -> str:
-            if self.is_here:
+            if self.is_here and not _is_of_python(code):
                 self.given_up[f"{name_of(code)}: {_reasons(error)}"] = None
             return plain(error, code, *args)
 
@@ -102,6 +102,11 @@ class Frames:
         return guard_identity
 
 
+def _is_of_python(code: CodeType) -> bool:
+    """Functions of its library run no ops: nobody asks whether they are compiled."""
+    return code.co_filename.startswith(_LIBRARY) and "site-packages" not in code.co_filename
+
+
 def _reasons(error: Exception) -> str:
     """The last first: 'graph break in loop, after Call to ...'. Between two, torch says that another one occurred."""
     texts = str(error).split("\n*** ")
@@ -113,5 +118,6 @@ def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MODELS = os.path.join(_PACKAGE, "models") + os.sep  # which are programs

@@ -39,6 +39,7 @@ from flopmeter.trace.tensor_specs import build_call
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?|^G\['[^']+'\]\.?")
 _NAME = re.compile(r"\w+")
+_FUNCTION_PARTS = ("__self__", "__func__", "__closure__", "cell_contents")  # through which a function holds a module
 _WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")  # between a module and those in it
 _FUNCTIONS = f"torch{os.sep}nn{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -258,6 +259,8 @@ def _module(node: Any) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     names = _NAME.findall(_ROOT.sub("", path))
+    below = max((place + 1 for place, name in enumerate(names) if name in _FUNCTION_PARTS), default=0)
+    names = names[below:]
     return ".".join(name for name in names if name not in _WRAPPERS)
 
 
