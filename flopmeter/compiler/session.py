@@ -111,8 +111,8 @@ class Session:
             yield from self._outermost.notes
         if self._is_called and not (self._frames.has_compiled or self._frames.given_up or self._compilation.failures):
             yield (
-                "torch.compile compiled nothing of what was called: it passes over torch's own code, as where an"
-                " nn.Sequential compiles itself (torch.compile(model) does compile it)"
+                "torch.compile compiled nothing of what was called: it passes over torch's own code, as in torch 2.13"
+                " where an nn.Sequential compiles itself (torch.compile(model) does compile it)"
             )
         yield from (f"not compiled, so run eagerly: {what}" for what in self._frames.given_up)
         for failure in self._compilation.failures:
