@@ -27,8 +27,8 @@ MOST_OF_ONE_EXPERT = 0.8  # of the tokens, before the draw is scaled (the benchm
 
 
 def layers(lines: list[Line]) -> dict[str, list[Row]]:
-    """A row for each line; `group` is the framework's kernel. How the rows of other ranks' experts were treated differs
-    between frameworks and their versions, so layers that are divided among ranks have a table of their own."""
+    """A row for each line; `group` is the framework's kernel. Which tokens a rank was given differs between frameworks
+    and their versions, so layers that are divided among ranks have a table of their own."""
     tables: dict[str, list[Row]] = {"experts": [], "experts, one of several ranks": []}
     for line in lines:
         if float(line["ms"]) * 1e-3 >= LEAST_SECONDS:
@@ -72,15 +72,24 @@ def _layer(line: Line) -> Program:
         tokens = torch.empty(int(line["num_tokens"]), hidden, dtype=torch.bfloat16)
         order = torch.empty(rows, dtype=torch.int64)
         of_experts = torch.empty(chosen, -(-rows // chosen), hidden, dtype=torch.bfloat16)
-    gathers = "triton" not in line["kernel_source"] and "vllm" not in line["kernel_source"]
+        others = int(line["num_tokens"]) * chosen - rows  # rows of experts that lie on other ranks
+        products = torch.empty(others, gates * width, dtype=torch.bfloat16)
+        results = torch.empty(others, hidden, dtype=torch.bfloat16)
+        of_all = torch.empty(chosen, int(line["num_tokens"]), hidden, dtype=torch.bfloat16)
+    is_triton = "triton" in line["kernel_source"] or "vllm" in line["kernel_source"]
 
     def run() -> None:
-        if gathers:  # Triton's kernels gather the rows of an expert themselves
+        if not is_triton:  # Triton's kernels gather the rows of an expert themselves
             tokens.index_select(0, order)
         both = F.grouped_mm(x, up, offs=ends)
+        if is_triton and others:  # they write zeros for each other row, which the kernels between them work on, too
+            products.zero_()
+            both = torch.empty(rows + others, gates * width, dtype=torch.bfloat16, device="meta")
         activated = F.relu(both) if gates == 1 else F.glu(both)  # one kernel, as SiLU times the other half is there
-        F.grouped_mm(activated, down, offs=ends)
-        of_experts.sum(0)
+        F.grouped_mm(activated[:rows], down, offs=ends)
+        if is_triton and others:
+            results.zero_()
+        (of_all if is_triton else of_experts).sum(0)
 
     return run
 

@@ -92,10 +92,10 @@ def test_chunks_of_attention_limit_what_a_step_reads():
     assert read(4096) - read(2048) == pytest.approx(2048 * without, rel=0.01)
 
 
-@pytest.mark.parametrize("name", [H100, "b200-sxm-180gb", "mi300x"])
-def test_decoding_under_a_window_takes_little_longer_than_over_so_many_tokens(name):
+@pytest.mark.parametrize(("name", "most"), [(H100, 1.8), ("b200-sxm-180gb", 1.4), ("mi300x", 1.25)])
+def test_decoding_under_a_window_takes_little_longer_than_over_so_many_tokens(name, most):
     """Heads share the keys under a window too: measured on H100 and H200 at a third of what torch's kernel takes. But
-    128 keys that begin anywhere lie in two tiles."""
+    128 keys that begin anywhere lie in two tiles; on Hopper the tile is three times as high (measured: 1.5 to 2)."""
 
     def attention_seconds(cached, **window):
         config = transformers.MistralConfig(**SMALL | {"num_key_value_heads": 1}, head_dim=64, **window)
@@ -104,7 +104,7 @@ def test_decoding_under_a_window_takes_little_longer_than_over_so_many_tokens(na
         return next(row for row in kernels.rows() if row.name == "attention (fused)").seconds
 
     aligned = attention_seconds(127, sliding_window=None)
-    assert aligned <= attention_seconds(4096, sliding_window=128) <= 1.25 * aligned
+    assert aligned <= attention_seconds(4096, sliding_window=128) <= most * aligned
 
 
 OF_LINEAR_ATTENTION = ["a gated delta rule", "state spaces", "state spaces beside attention", "scans"]

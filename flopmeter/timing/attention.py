@@ -100,7 +100,7 @@ def kernel_of(
     major, _ = hardware.compute_capability or _HOPPER
     if backend == "cudnn" and major in _WARPGROUP_CAPABILITIES:
         if splits:
-            return constants.FLASH_3_SPLIT
+            return constants.FLASH_4_SPLIT if major == _BLACKWELL_MAJOR else constants.FLASH_3_SPLIT
         if major != _BLACKWELL_MAJOR:
             return constants.FLASH_3
         return constants.FLASH_4_ULTRA if hardware.compute_capability == _BLACKWELL_ULTRA else constants.FLASH_4
@@ -138,13 +138,14 @@ def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware)
         return _Launch(kernel, shape.heads, grid, 1, rows, columns, resident)
     shares = shape.queries <= kernel.shared_queries and (shape.mask.left is None or kernel.shares_in_window)
     group = ceil(shape.heads / max(shape.key_heads, 1)) if shares else 1
-    grid, heads = _grid(shape, max(rows // group, 1), columns), ceil(shape.heads / group) * ceil(group / rows)
-    return _Launch(kernel, heads, grid, 1, rows, columns, resident)
+    grid = _grid(shape, rows, columns, group, from_window=kernel.starts_at_window)
+    return _Launch(kernel, ceil(shape.heads / group), grid, 1, rows, columns, resident)
 
 
-def _grid(shape: AttentionShape, rows: int, columns: int) -> Grid:
-    """The tiles of one head: of all sequences, of which each has a grid of its own."""
-    grids = [(tile_grid(*size, rows, columns, shape.mask), count) for count, *size in shape.sizes]
+def _grid(shape: AttentionShape, rows: int, columns: int, group: int = 1, *, from_window: bool = False) -> Grid:
+    """The tiles of one head, or of a group of heads that share blocks: of all sequences, of which each has a grid of
+    its own."""
+    grids = [(tile_grid(*size, rows, columns, shape.mask, group, from_window), count) for count, *size in shape.sizes]
     blocks, tiles, masked = (
         sum(count * getattr(grid, name) for grid, count in grids) for name in ("blocks", "tiles", "masked")
     )
@@ -166,11 +167,19 @@ def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardwar
     return _Launch(kernel, shape.heads, grid, 1, rows, columns, kernel.blocks_per_sm)
 
 
+def _has_window(shape: AttentionShape) -> bool:
+    """Whether the kernel has one: not where it would hold all keys (`window_size_left` in FlashAttention-3's
+    flash_api.cpp; -2 wants one key less, and has decided before whether heads share a block)."""
+    return shape.mask.left is not None and shape.mask.left < shape.keys - 1
+
+
 def tile_of(kernel: AttentionKernel, shape: AttentionShape, hardware: Hardware) -> tuple[int, int]:
     """Queries and keys of a tile: smaller ones where the head is long or the shared memory small."""
-    capability, mask = hardware.compute_capability or _AMPERE, shape.mask
+    capability, has_window = hardware.compute_capability or _AMPERE, _has_window(shape)
     tiles = kernel.tiles_on.get(capability, kernel.tiles)
-    if shape.is_backward or (mask.right == 0 and mask.left is None):
+    if has_window and kernel.window_tiles and not shape.is_backward:
+        tiles = kernel.window_tiles
+    elif shape.is_backward or (shape.mask.right == 0 and not has_window):
         tiles = kernel.causal_tiles_on.get(capability, tiles)
     return next(((rows, columns) for most, rows, columns in tiles if shape.head_dim <= most), tiles[-1][1:])
 
@@ -186,18 +195,23 @@ def blocks_at_a_time(kernel: AttentionKernel, rows: int, columns: int, head_dim:
 
 
 @functools.cache
-def tile_grid(queries: int, keys: int, rows: int, columns: int, mask: Mask) -> Grid:
-    """A block works on the tiles from the first to the last key that any of its queries sees."""
+def tile_grid(
+    queries: int, keys: int, rows: int, columns: int, mask: Mask, group: int = 1, from_window: bool = False
+) -> Grid:
+    """A block works on the tiles from the first to the last key that any of its queries sees. `group`: heads that share
+    a block, whose queries at one place lie side by side. `from_window`: the first tile begins with the first key, and
+    not at a multiple of the columns."""
     shift = keys - queries if mask.bottom_right else 0
     counts, whole = [], 0
-    for first in range(0, queries, rows):
-        last = min(first + rows, queries) - 1
+    for place in range(0, queries * group, rows):
+        first, last = place // group, (min(place + rows, queries * group) - 1) // group
         begin = 0 if mask.left is None else max(first + shift - mask.left, 0)
         end = keys if mask.right is None else min(last + shift + mask.right + 1, keys)
-        counts.append(ceil(end / columns) - begin // columns if end > begin else 0)
+        origin = begin if from_window else 0
+        counts.append(ceil((end - origin) / columns) - (begin - origin) // columns if end > begin else 0)
         all_from = 0 if mask.left is None else max(last + shift - mask.left, 0)  # keys that all queries see
         all_to = keys if mask.right is None else min(first + shift + mask.right + 1, keys)
-        whole += max(all_to // columns - ceil(all_from / columns), 0)
+        whole += max((all_to - origin) // columns - ceil((all_from - origin) / columns), 0)
     return Grid(len(counts), sum(counts), max(counts, default=0), sum(counts) - whole)
 
 
@@ -208,7 +222,7 @@ def _masked_tiles(launch: _Launch, shape: AttentionShape) -> int:
     grid = launch.grid
     if shape.is_backward or not launch.kernel.masks_by_count:
         return grid.masked
-    if shape.mask.left is not None:
+    if _has_window(shape):
         return grid.tiles
     is_even = not (shape.is_packed or shape.queries % launch.rows or shape.keys % launch.columns)
     is_even &= shape.head_dim <= constants.MOST_EVEN_HEAD_DIM

@@ -15,6 +15,7 @@ Sources used more than once:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import NamedTuple
 
 from flopmeter.records import Access
@@ -162,7 +163,7 @@ class AttentionKernel(NamedTuple):
     backward_score_cycles: float  # the same in the backward pass, which also adds to dq atomically
     overlap_exponent: float  # of arithmetic and memory traffic, see above
     block_cycles: float  # of a block beside its tiles: start, queries and first keys from DRAM, output
-    shared_queries: int = 0  # up to so many queries, heads with the same keys share a block
+    shared_queries: float = 0  # up to so many queries, heads with the same keys share a block
     shares_in_window: bool = False  # they do so under a window too
     longest_first: bool = False  # under a causal mask the blocks with most keys start first
     speed: float = 1.0  # of all that an SM does for a score, against the family that the other figures are from
@@ -173,6 +174,8 @@ class AttentionKernel(NamedTuple):
     combines_at_a_time: int = 1  # slices that a block of the combining kernel loads before it waits for them
     tiles_on: Mapping[tuple[int, int], Tiles] = {}  # other tiles, by compute capability
     causal_tiles_on: Mapping[tuple[int, int], Tiles] = {}  # those under a causal mask, and in the backward pass
+    window_tiles: Tiles = ()  # forward under a window, if these are others
+    starts_at_window: bool = False  # forward under a window, the first tile begins with the first key that a block sees
 
 
 # Of the matrix peak, what the loop over the keys reaches beside the softmax.
@@ -202,8 +205,8 @@ MOST_EVEN_HEAD_DIM = 128
 # The cycles of a block: 4,000 (decoding over few keys, in thousands of blocks, same database: 9,450, 11,450 and 8,260
 # cycles each at head dimension 128, 64 and 192 on an L40S, which holds one, and 5,400 on an A100, which holds two);
 # 3,000 to 6,000 are alike for prefill.
-# FlashAttention-2 shares blocks among heads for one query, -3 for as many queries as do not fill a block, and under a
-# window too (`seqlenq_ngroups_swapped` in flash_api.cpp, `should_pack_gqa` in hopper/heuristics.h).
+# FlashAttention-2 shares blocks among heads for one query and without a window (`seqlenq_ngroups_swapped` in
+# flash_api.cpp).
 _FLASH_2_TILES_8_6: Tiles = ((64, 128, 128), (96, 128, 64), (128, 128, 32), (192, 128, 64), (512, 64, 64))
 _FLASH_2_CAUSAL_TILES_8_6: Tiles = ((64, 128, 128), (128, 64, 64), (192, 128, 64), (512, 64, 64))
 FLASH_2 = AttentionKernel(
@@ -221,23 +224,39 @@ FLASH_2_SPLIT = FLASH_2._replace(
 # For a paged cache FlashAttention-2 has no other kernel than the one that can split keys, for any number of queries
 # (`mha_varlen_fwd` in flash_api.cpp). Where it splits none, its loop is that of FLASH_2, over other tiles.
 FLASH_2_PAGED = FLASH_2._replace(tiles=FLASH_2_SPLIT.tiles, tiles_on={}, causal_tiles_on={})
+# A call over a paged cache puts all heads that share keys into one block, whatever the number of queries
+# (`get_pack_gqa` in hopper/flash_api.cpp), and tiles have at least 128 rows, but 64 where all queries of a block fit
+# into these, the head dimension is at most 128 and there is no window (`use_one_mma_wg` in hopper/heuristics.h of
+# vLLM's fork). So under a window a call with one query a head pays for 128 or 192. The first tile begins with the first
+# key of the window (`n_offset` in hopper/block.h).
+_FLASH_3_CAUSAL_TILES: Tiles = ((64, 192, 128), (96, 192, 144), (128, 128, 128), (192, 128, 96), (512, 128, 80))
 FLASH_3 = AttentionKernel(
-    tiles=((128, 128, 128), (512, 128, 64)), blocks_per_sm=1, score_cycles=0.055, backward_score_cycles=0.22,
-    overlap_exponent=1.5, block_cycles=5000, shared_queries=128, shares_in_window=True, longest_first=True,
+    tiles=((64, 192, 192), (96, 192, 144), (128, 128, 176), (192, 128, 112), (512, 128, 80)),
+    causal_tiles_on={(9, 0): _FLASH_3_CAUSAL_TILES},
+    window_tiles=((64, 192, 160), (128, 128, 128), (192, 128, 96), (512, 128, 64)), starts_at_window=True,
+    blocks_per_sm=1, score_cycles=0.055, backward_score_cycles=0.22, overlap_exponent=1.5, block_cycles=5000,
+    shared_queries=inf, shares_in_window=True, longest_first=True,
 )  # fmt: skip
 FLASH_3_SPLIT = FLASH_3._replace(
-    tiles=((128, 64, 128), (512, 64, 64)), overlap_exponent=2.0, read_share=1.09, combines_at_a_time=4,
+    tiles=((64, 64, 192), (128, 64, 128), (192, 128, 96), (512, 128, 80)), causal_tiles_on={}, overlap_exponent=2.0,
+    read_share=1.09, combines_at_a_time=4,
 )  # fmt: skip
 # Data-centre Blackwell (flash_attn/cute/flash_fwd_sm100.py at 0251105; CUTLASS's example 77 is built alike): one warp
 # issues the matmuls of two tiles of 128 queries, whose sums lie in a memory of the matrix unit, and two warpgroups do
 # nothing but their softmax, whose exp takes an SM .0625 cycles. So it runs beside the matmuls. Backward, it is shared
 # memory that works beside the five matmuls, at 128 bytes a cycle. For a tile of 128 x 128 and a head of 128 it delivers
 # eight operands of 32 KiB (two others lie in the memory of the matrix unit), and takes dS and, to be added up in fp32,
-# dq in and out: 13 x 256 cycles, of which a loop reaches .9 too. Shorter heads take less. cuDNN's kernels are taken to
-# be like that, in decoding like FlashAttention-3's. Not measured.
+# dq in and out: 13 x 256 cycles (the paper counts the same 3,328 beside 2,560 of the matmuls, arXiv 2603.05451; two
+# SMs that share their operands would take 2,688), of which a loop reaches .9 too. Shorter heads take less. cuDNN's
+# kernels are taken to be like that. Not measured.
 FLASH_4 = FLASH_3._replace(
-    tiles=((512, 256, 128),), score_cycles=0.0625, hides_softmax=True,
-    backward_score_cycles=13 * 256 / 128**2 / ATTENTION_PIPE_SHARE,
+    tiles=((512, 256, 128),), causal_tiles_on={}, window_tiles=(), starts_at_window=False, score_cycles=0.0625,
+    hides_softmax=True, backward_score_cycles=13 * 256 / 128**2 / ATTENTION_PIPE_SHARE,
+)  # fmt: skip
+# Few queries fill a part of one tile of 128 rows. What loads and combines is taken to be FlashAttention-3's.
+FLASH_4_SPLIT = FLASH_4._replace(
+    tiles=((512, 128, 128),), overlap_exponent=2.0, read_share=FLASH_3_SPLIT.read_share,
+    combines_at_a_time=FLASH_3_SPLIT.combines_at_a_time,
 )  # fmt: skip
 # Blackwell Ultra (10.3) computes exp twice as fast (NVIDIA, "Making Softmax More Efficient with NVIDIA Blackwell
 # Ultra", 2026), and FlashAttention-4 leaves all of it to that unit there.
