@@ -131,7 +131,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--price", metavar="NAME=DOLLARS|FILE", action="append", default=[],
         help="dollars per hour of a device that is compared, or a YAML file of them (see flopmeter compare)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=number, default=DEFAULT_STEPS, help="stop after so many (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=number, default=DEFAULT_STEPS,
+        help="stop after so many (default: %(default)s); a script that only infers after 32 calls at least",
+    )  # fmt: skip
     parser.add_argument(
         "--step-marker", metavar="WHAT", default="auto",
         help="what ends a step: optimizer, forward (a call of the outermost module), nvtx:NAME, or module:function"

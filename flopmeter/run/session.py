@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ class ScriptSession:
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.meter.shapes_only = self.named.true_meta
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
-        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward)
+        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -246,6 +247,10 @@ class ScriptSession:
 
     def _decided(self, where: str) -> None:
         self._decisions[where] += 1
+
+
+def _say(line: str) -> None:
+    print(f"flopmeter: {line}", file=sys.stderr)
 
 
 def _times(count: int) -> str:
