@@ -34,20 +34,28 @@ class Assumption:
 
 
 CONDITION_FAILS = "an unknown condition does not hold"
+CONDITION_HOLDS = "an unknown condition holds, as it does for a stand-in 1.0"
+LOOP_ENDS = "a loop that goes on while an unknown condition holds ends"
+NO_ERROR = "an unknown condition is such that the program raises no error"
 LOOP_TURNS = 100  # answers to one line, from which on it is taken for the end of a loop or a check in one
 MOST_TURNS = 100_000  # half a minute of answers and more: nobody writes such a loop for anything but its end
 
 
 def guess_of_length(uses: Iterable[Assumption]) -> str:
-    """Which line was answered so often that a guess decides how long the program runs; '' if none was."""
-    conditions = (use for use in uses if use.rule == CONDITION_FAILS)
-    most = max(conditions, key=lambda use: use.count, default=None)
-    if most is None or most.count < LOOP_TURNS:
-        return ""
-    return (
-        f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds, and"
-        " was told no; a loop that it ends ran to its limit, a branch under it did not run"
-    )
+    """Which line decided by a guess how long the program runs; '' if none did."""
+    uses = list(uses)
+    conditions = [use for use in uses if use.rule in (CONDITION_FAILS, CONDITION_HOLDS) and use.count >= LOOP_TURNS]
+    if most := max(conditions, key=lambda use: use.count, default=None):
+        asked = f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds"
+        if most.rule == CONDITION_HOLDS:
+            return f"{asked}, and was told yes, as for a value of 1.0"
+        return f"{asked}, and was told no; a loop that it ends ran to its limit, a branch under it did not run"
+    if loop := max((use for use in uses if use.rule == LOOP_ENDS), key=lambda use: use.count, default=None):
+        return (
+            f"a guess decides what runs: the loop at {loop.where} goes on while an unknown condition holds, and was"
+            f" ended where it first asked for it ({loop.count:,} times)"
+        )
+    return ""
 
 
 class EndlessLoopError(RuntimeError):
