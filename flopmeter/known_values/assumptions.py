@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import typing_extensions
 
-from flopmeter.known_values.routing import Routing, routing_law
+from flopmeter.known_values.routing import BALANCED, Routing, routing_law
 
 _SKIPPED = (
     *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))),
@@ -39,6 +39,28 @@ LOOP_ENDS = "a loop that goes on while an unknown condition holds ends"
 NO_ERROR = "an unknown condition is such that the program raises no error"
 LOOP_TURNS = 100  # answers to one line, from which on it is taken for the end of a loop or a check in one
 MOST_TURNS = 100_000  # half a minute of answers and more: nobody writes such a loop for anything but its end
+
+
+READS = {"aten._local_scalar_dense.default", "aten._to_copy.default", "aten.copy_.default"}  # each is to read a value
+MOST_LINES_NAMED = 8  # of those that made one assumption
+
+
+def in_words(uses: Iterable[Assumption]) -> tuple[str, ...]:
+    """One text for each assumption, with the lines of the program that made it."""
+    lines: dict[str, Counter[str]] = {}
+    for use in uses:
+        what = f"{use.rule}{_MEANS.get(use.rule, '')}{'' if use.op in READS else f' for {use.op}'}"
+        lines.setdefault(what, Counter())[use.where] += use.count
+    return tuple(f"{what} at {_named(where)}" for what, where in lines.items())
+
+
+def _named(lines: Counter[str]) -> str:
+    named = [f"{where} ({count:,}x)" for where, count in lines.most_common(MOST_LINES_NAMED)]
+    more = len(lines) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+_MEANS = {BALANCED: " (what unknown scores pick takes turns)"}
 
 
 def guess_of_length(uses: Iterable[Assumption]) -> str:
