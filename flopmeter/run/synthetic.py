@@ -24,7 +24,7 @@ from flopmeter.run.patches import Patch
 from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 
 FIRST = "first"
-SAMPLES = 2**20  # length of a data set that is missing; more than the steps of a run read
+SAMPLES = 2**16  # length of a data set that is missing; more than the steps of a run read, and soon evaluated
 ROWS = 2**12  # length of a table of Hugging Face's datasets, which is in memory
 ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
 ABSENT = (OSError, RuntimeError)  # raised by torchvision, and by code that opens files or sockets
