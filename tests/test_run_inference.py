@@ -132,6 +132,21 @@ def test_whoever_waits_for_a_script_that_may_still_train_is_told_once_how_to_end
     assert err.count("nothing has trained: if this only infers") == 1
 
 
+def test_whoever_waits_for_the_next_step_is_told_too(ran, monkeypatch):
+    monkeypatch.setattr(steps, "SECONDS_WITHOUT_WORD", 0.0)
+    _, _, err = ran("""
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for _ in range(64):
+                    model(x)
+    """)
+    assert err.count("1 of 3 steps so far, and 32 calls: if this evaluates") == 1
+
+
 def test_replays_of_a_cuda_graph_end_too(ran):
     report, out, _ = ran("""
         model, graph = linear(), torch.cuda.CUDAGraph()

@@ -10,7 +10,7 @@ replay of its CUDA graph.
 A program that was told to stop after so many steps and only infers stops too: after so many calls, and after
 CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made
 an optimizer, or its own code has words of training), it goes on, and after SECONDS_WITHOUT_WORD the user is told how to
-end it.
+end it; so is one who waits as long between two steps.
 
 Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
 in eval mode, without gradients. The steady step is one without that, if there is one. What every step does, such as the
@@ -110,13 +110,13 @@ class Steps:
         self._trainings: list[int] = []  # where its steps ended
         self._next_look = CALLS_WATCHED  # at whether the program only infers: so many calls and replays
         self._own_code = OwnCode()
-        self._began_at_s = time.monotonic()
+        self._waits_since_s = time.monotonic()
         self._has_told = self._stopped_untrained = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Raises ValueError for a marker that names no function."""
-        self._own_code, self._began_at_s = OwnCode(), time.monotonic()
+        self._own_code, self._waits_since_s = OwnCode(), time.monotonic()
         with ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
@@ -190,6 +190,7 @@ class Steps:
 
     def _end(self) -> None:
         self._ends.append(self._now())
+        self._waits_since_s = time.monotonic()
         if self._most is not None and len(self._ends) >= self._most:
             raise StepsDone
 
@@ -200,18 +201,28 @@ class Steps:
         if self._marker != AUTO or self._most is None or count < self._next_look:
             return
         self._next_look = count + max(1, count // 8)
+        if self._ends:
+            self._tell_once(
+                f"{len(self._ends):,} of {self._most:,} steps so far, and {count:,} calls: if this evaluates, the "
+                "script's own options may end it sooner; Ctrl-C reports what ran"
+            )
+            return
         everything = range(self._now())
-        if self._ends or self._has_backward(everything) or self.parts(everything.stop).count < self._most:
+        if self._has_backward(everything) or self.parts(everything.stop).count < self._most:
             return
         if not self._has_optimizer and not self._own_code.may_train():
             self._stopped_untrained = True
             raise StepsDone
-        if not self._has_told and time.monotonic() - self._began_at_s > SECONDS_WITHOUT_WORD:
+        self._tell_once(
+            f"{count:,} calls so far, and nothing has trained: if this only infers, Ctrl-C reports what ran, and "
+            "--step-marker forward stops it after --steps calls"
+        )
+
+    def _tell_once(self, line: str) -> None:
+        """Say it to whoever has waited long for the next step."""
+        if not self._has_told and time.monotonic() - self._waits_since_s > SECONDS_WITHOUT_WORD:
             self._has_told = True
-            self._tell(
-                f"{count:,} calls so far, and nothing has trained: if this only infers, Ctrl-C reports what ran, and "
-                "--step-marker forward stops it after --steps calls"
-            )
+            self._tell(line)
 
     def _begin_update(self, *_: Any) -> None:
         self._updates.append(self._now())
