@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import flopmeter
 from flopmeter import FlopMeter, HardwareError, StreamError, available_hardware, on_meta
 from flopmeter.distributed import world
 from flopmeter.models import BUILTINS, training_step
@@ -509,6 +510,27 @@ def test_only_reading_a_value_of_the_device_is_said_to_stop_the_host(device, is_
             x = x.exp()
             numbers[number].item()
     assert any("keep the values on the device" in each.remedy for each in meter.report().advice) == is_told
+
+
+@pytest.mark.parametrize(("hardware", "remedy"), [(H100, "bfloat16, which needs no"), ("t4", "fused=True")])
+def test_where_grad_scaler_stops_the_host_the_advice_is_a_type_or_an_optimizer_that_needs_none(hardware, remedy):
+    """It reads one value a step, in torch's own code: no program can keep that on the device."""
+    with flopmeter.cuda(hardware) as device:
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(40))).to(device)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)  # many kernels to launch after the host stopped
+        scaler = torch.amp.GradScaler("cuda")
+        x = torch.zeros(131_072, 512, device=device)
+        for _ in range(3):
+            with torch.autocast("cuda", torch.float16):
+                loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    (advice,) = (each for each in device.report().step.advice if "GradScaler" in each.why)
+    assert advice.remedy.startswith((remedy, "the optimizer's " + remedy))
+    assert "the host stops 1 time until GradScaler knows whether" in advice.why
+    assert not any("keep the values" in each.remedy for each in device.report().step.advice)
 
 
 @pytest.mark.parametrize(("rows", "columns", "reason"), [(65_536, 32, "short or few"), (512, 1_000_000, "too long")])

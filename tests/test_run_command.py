@@ -189,6 +189,17 @@ def test_a_package_beside_the_script_that_only_this_folder_has_is_told(script, c
     assert "PYTHONPATH=. flopmeter run" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_module_in_a_folder_above_the_script_is_found_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkout" / "theirs_alone").mkdir(parents=True)
+    (tmp_path / "checkout" / "theirs_alone" / "model.py").touch()
+    (tmp_path / "checkout" / "tools").mkdir()
+    (tmp_path / "checkout" / "tools" / "train.py").write_text("import theirs_alone.model")
+    assert main(["run", "checkout/tools/train.py"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "theirs_alone is in checkout, above the script: PYTHONPATH=checkout flopmeter run" in last
+
+
 def test_nvidia_smi_names_the_gpu_of_the_profile(script, capfd):
     text = "import subprocess\nsubprocess.run(['nvidia-smi'])\n" + TRAINS
     assert main(["run", "--hardware", "l4", script(text)]) == 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +85,46 @@ def test_an_array_in_a_file_that_is_not_there_is_of_zeros(tmp_path, monkeypatch,
     (tmp_path / "train.py").write_text(MAPS_TOKENS)
     assert main(["run", "--synthetic", "64:100", "train.py"]) == 0
     assert "stand in for train.bin" in capsys.readouterr().err
+
+
+HAS_A_FOLDER_OF_DATASETS = """
+from datasets import Images
+print(Images.__module__)
+"""
+LOADS_FROM_THE_HUB = """
+from datasets import load_dataset
+import torch
+print(load_dataset("someone/something", split="train"))
+torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
+"""
+PACKAGE_OF_THE_HUB = """
+class Dataset:
+    from_dict = staticmethod(lambda columns: sorted(columns))
+
+def load_dataset(path, split=None, streaming=False):
+    raise ConnectionError(path)
+"""
+
+
+def ran_beside(folder: Path, text: str, package: str) -> subprocess.CompletedProcess[str]:
+    """A script beside which there is a package `datasets`, in a process that has imported none."""
+    (folder / "datasets").mkdir()
+    (folder / "datasets" / "__init__.py").write_text(package)
+    (folder / "train.py").write_text(text)
+    command = [sys.executable, "-m", "flopmeter", "run", "--synthetic", "text=100:text", str(folder / "train.py")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_script_may_have_a_folder_that_is_called_as_the_package_of_the_hub(tmp_path):
+    ran = ran_beside(tmp_path, HAS_A_FOLDER_OF_DATASETS, "class Images: ...")
+    assert ran.stdout == "datasets\n", ran.stderr
+    assert "ran no op on the device" in ran.stderr  # which is all that is wrong with it
+
+
+def test_a_table_of_the_hub_that_is_not_there_has_the_named_columns(tmp_path):
+    ran = ran_beside(tmp_path, LOADS_FROM_THE_HUB, PACKAGE_OF_THE_HUB)
+    assert (ran.stdout, ran.returncode) == ("['text']\n", 0), ran.stderr
+    assert "synthetic samples text=100:text stand in for someone/something (ConnectionError" in ran.stderr
 
 
 class Counting(Dataset):

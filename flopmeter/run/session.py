@@ -142,6 +142,7 @@ class ScriptSession:
                 synthetic = SyntheticData(self.wishes.synthetic, self.note)
                 undo.callback(synthetic.close)
                 undo.enter_context(applied(list(synthetic.patches())))
+                undo.enter_context(synthetic.once_imported())
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
             undo.enter_context(driver_tool.on_path(self.cuda.name, self.named.count))

@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
-from flopmeter.run.patches import Patch
+from flopmeter.run.patches import Patch, applied
+from flopmeter.torch_names.imported import entered_once_imported
 from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 
 FIRST = "first"
@@ -141,9 +144,21 @@ class SyntheticData:
         yield Patch(DataLoader, BATCHES, _in_process(getattr(DataLoader, BATCHES)), "workers that do not know of this")
         if self._sample is not None:
             yield from self._of_numpy()
-            if importlib.util.find_spec("datasets") is not None:
-                hub = importlib.import_module("datasets")
-                yield Patch(hub, "load_dataset", self._load_dataset(hub, hub.load_dataset), "data sets of the hub")
+
+    def once_imported(self) -> AbstractContextManager[None]:
+        """Stands in for data sets of the hub once the program imports their package; a folder of its own may have the
+        same name."""
+        return entered_once_imported("datasets", self._of_hub)
+
+    @contextmanager
+    def _of_hub(self) -> Iterator[None]:
+        hub: Any = sys.modules["datasets"]
+        load = getattr(hub, "load_dataset", None)
+        if load is None or self._sample is None:
+            yield
+        else:
+            with applied([Patch(hub, "load_dataset", self._load_dataset(hub, load), "data sets of the hub")]):
+                yield
 
     def _on_subclass(self, kind: Any, /, **kwargs: Any) -> None:
         super(Dataset, kind).__init_subclass__(**kwargs)  # type: ignore[misc]
