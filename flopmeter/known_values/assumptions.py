@@ -66,18 +66,19 @@ _MEANS = {BALANCED: " (what unknown scores pick takes turns)"}
 def guess_of_length(uses: Iterable[Assumption]) -> str:
     """Which line decided by a guess how long the program runs; '' if none did."""
     uses = list(uses)
-    conditions = [use for use in uses if use.rule in (CONDITION_FAILS, CONDITION_HOLDS) and use.count >= LOOP_TURNS]
-    if most := max(conditions, key=lambda use: use.count, default=None):
-        asked = f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds"
-        if most.rule == CONDITION_HOLDS:
-            return f"{asked}, and was told yes, as for a value of 1.0"
-        return f"{asked}, and was told no; a loop that it ends ran to its limit, a branch under it did not run"
     if loop := max((use for use in uses if use.rule == LOOP_ENDS), key=lambda use: use.count, default=None):
         return (
             f"a guess decides what runs: the loop at {loop.where} goes on while an unknown condition holds, and was"
             f" ended where it first asked for it ({loop.count:,} times)"
         )
-    return ""
+    conditions = [use for use in uses if use.rule in (CONDITION_FAILS, CONDITION_HOLDS) and use.count >= LOOP_TURNS]
+    most = max(conditions, key=lambda use: use.count, default=None)
+    if most is None:
+        return ""
+    asked = f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds"
+    if most.rule == CONDITION_HOLDS:
+        return f"{asked}, and was told yes, as for a value of 1.0"
+    return f"{asked}, and was told no; a loop that it ends ran to its limit, a branch under it did not run"
 
 
 class EndlessLoopError(RuntimeError):
