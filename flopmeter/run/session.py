@@ -209,6 +209,8 @@ class ScriptSession:
 
     def own_notes(self) -> Iterator[str]:
         yield from self.notes
+        if self.named.is_adopted:
+            yield f"the program names {self.named.name}, which is taken to be the one GPU that is metered"
         if self.memory.overflow:
             yield f"does not fit: {self.memory.overflow}"
         if self.steps.idle_updates:
