@@ -122,7 +122,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import subprocess; subprocess.run(['no-such-program'])", 1, "starts no-such-program, which is not installed"),
         (STARTS_PYTHON, 1, "starts another Python, which is not metered: flopmeter run nowhere.py --x"),
         ("from .config import width", 1, "flopmeter run -m package.module, in the folder of the package"),
-        ("import torch; [torch.zeros(1, device=f'cuda:{i}') for i in range(2)]", 1, "each GPU is a torchrun (--gpus N)"),
+        ("import torch; [torch.zeros(1).cuda(i) for i in range(2)]", 1, "each GPU is a torchrun (--gpus N)"),
         ("raise ImportError('get thing first')", 1, "its message is above; what it names is to be installed"),
         ("from torch._six import inf", 1, "the script wants another torch than this one"),
         ("import torch; torch.cuda.temperature()", 1, "the device named cuda does not do this"),
