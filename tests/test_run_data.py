@@ -342,3 +342,31 @@ def test_weights_that_cannot_be_downloaded_leave_those_that_the_model_was_made_w
         model.cuda()(torch.zeros(2, 8, device="cuda"))
     (note,) = (note for note in device.report().step.notes if "net-1.pth" in note)
     assert "keeps the weights that it was made with" in note
+
+
+GOES_ON_FROM_A_CHECKPOINT = """
+import torch
+
+model = torch.nn.Linear(8, 4, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpoint = torch.load("nowhere/last.ckpt", map_location="cpu")
+model.load_state_dict({name.removeprefix("module."): weight for name, weight in checkpoint["model"].items()})
+optimizer.load_state_dict(checkpoint["optimizer"])
+model.cuda()
+for epoch in range(checkpoint["epoch"], 3):
+    model(torch.zeros(2, 8).cuda()).sum().backward()
+    optimizer.step()
+    print(epoch)
+"""
+
+
+def test_a_checkpoint_that_is_not_here_is_one_line_or_leaves_the_model_as_it_was_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(GOES_ON_FROM_A_CHECKPOINT)
+    assert main(["run", "train.py"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("last.ckpt is not here; if it is weights, --without-weights leaves the model as it was made")
+    assert main(["run", "--without-weights", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "0\n1\n"  # the third step ends the run
+    assert "nowhere/last.ckpt is not here (FileNotFoundError): its model keeps the weights that it was made" in err

@@ -159,6 +159,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: the script starts {error.filename}, which is not installed here: install it"
     if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION):
         what = getattr(error, "filename", None) or "what it reads or downloads"
+        if error is not None and "torch.serialization" in _modules_of(error):
+            return f"{head}: {what} is not here; if it is weights, --without-weights leaves the model as it was made"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
     if isinstance(error, AttributeError) and is_absent(error.obj):
         return (
@@ -275,6 +277,7 @@ OPTIONS_OF_OURS = (
     "--mask-fraction",
     "--shim",
     "--synthetic",
+    "--without-weights",
 )
 """Options of flopmeter run that few scripts have."""
 

@@ -48,6 +48,7 @@ class Wishes:
     mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.
     shims: packages of CUDA kernels that flopmeter stands in for (see shims).
     synthetic: what stands in for data that is not there: 'first', or a sample (see synthetic.py).
+    without_weights: a file of weights that is not there leaves its model as it was made.
     """
 
     gpus: int = 1
@@ -60,6 +61,7 @@ class Wishes:
     mode: Mode | None = None
     shims: tuple[str, ...] = ()
     synthetic: str | None = None
+    without_weights: bool = False
 
 
 class ScriptSession:
@@ -134,7 +136,7 @@ class ScriptSession:
                 warnings.filterwarnings("ignore", message=message)
             undo.enter_context(data.forks_unmetered())
             undoing = undo.enter_context(self.named.open())
-            files = WeightFiles(self.named, self.note)
+            files = WeightFiles(self.named, self.note, self.wishes.without_weights)
             answers = undo.enter_context(applied(list(self.cuda.patches())))
             undo.enter_context(applied(list(files.patches())))
             undoing += undo.enter_context(applied(list(InitialValues(self.named, self.note).patches())))
