@@ -512,6 +512,20 @@ def test_only_reading_a_value_of_the_device_is_said_to_stop_the_host(device, is_
     assert any("keep the values on the device" in each.remedy for each in meter.report().advice) == is_told
 
 
+def test_what_the_host_alone_makes_long_has_no_floor_of_nothing():
+    """An optimizer whose time is hidden once it is one kernel."""
+    with flopmeter.cuda(H100) as device:
+        model = torch.nn.Linear(64, 64).to(device)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    text = str(device.report())
+    assert "the optimizer's fused=True" in text
+    assert "floor of 0 µs" not in text
+
+
 @pytest.mark.parametrize(
     ("hardware", "rows", "remedy"), [(H100, 131_072, "bfloat16, which needs no"), ("t4", 8192, "fused=True")]
 )
