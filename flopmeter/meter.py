@@ -22,9 +22,9 @@ from flopmeter.costs.triton_kernels import triton_assumptions, uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.known_values import Assumption, KnownValues
-from flopmeter.known_values.assumptions import guess_of_length
+from flopmeter.known_values.assumptions import guess_of_length, in_words
 from flopmeter.known_values.generation import sequences_go_on
-from flopmeter.known_values.routing import BALANCED, Routing
+from flopmeter.known_values.routing import Routing
 from flopmeter.launch import grouped_matmul as grouped
 from flopmeter.launch.fusion import NOTE, whole_program
 from flopmeter.launch.modes import Mode, compiled_region, launches, mode_called, mode_of
@@ -385,7 +385,7 @@ class FlopMeter:
         notes = (*self._notes(device), *uncounted, *message_notes(kernels, running))
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = (
-            *self._assumptions(), *packed_assumptions(kernels), *group_assumptions(kernels),
+            *in_words(self.assumed), *packed_assumptions(kernels), *group_assumptions(kernels),
             *triton_assumptions(kernels), *implementation_assumptions(kernels),
         )  # fmt: skip
         return _Run(
@@ -424,12 +424,6 @@ class FlopMeter:
     def assumed(self) -> tuple[Assumption, ...]:
         """What was assumed of unknown values so far, in the order of first use."""
         return self._values.assumptions if self._values else ()
-
-    def _assumptions(self) -> tuple[str, ...]:
-        means = {BALANCED: " (what unknown scores pick takes turns)"}
-        return tuple(
-            f"{use.rule}{means.get(use.rule, '')} for {use.op} at {use.where} ({use.count}x)" for use in self.assumed
-        )
 
 
 def reports_together(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import flopmeter
 from flopmeter import FlopMeter, HardwareError, StreamError, available_hardware, on_meta
 from flopmeter.distributed import world
 from flopmeter.models import BUILTINS, training_step
@@ -509,6 +510,45 @@ def test_only_reading_a_value_of_the_device_is_said_to_stop_the_host(device, is_
             x = x.exp()
             numbers[number].item()
     assert any("keep the values on the device" in each.remedy for each in meter.report().advice) == is_told
+
+
+def test_what_takes_no_time_behind_the_host_has_no_floor_of_nothing():
+    """An optimizer whose time is hidden once it is one kernel."""
+    with flopmeter.cuda(H100) as device:
+        model = torch.nn.Linear(64, 64).to(device)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.zeros(8, 64, device=device)).sum().backward()
+            optimizer.step()
+    step = device.report().step
+    first = step.advice[0]._replace(floor_seconds=0.0)
+    step.__dict__["advice"] = [first]
+    (line,) = (line for line in str(step).splitlines() if line.startswith("     ") and first.what in line)
+    assert "floor of" not in line
+    assert line.endswith(first.why)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "rows", "remedy"), [(H100, 131_072, "bfloat16, which needs no"), ("t4", 8192, "fused=True")]
+)
+def test_where_grad_scaler_stops_the_host_the_advice_is_a_type_or_an_optimizer_that_needs_none(hardware, rows, remedy):
+    """It reads one value a step, in torch's own code: no program can keep that on the device."""
+    with flopmeter.cuda(hardware) as device:
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(40))).to(device)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)  # many kernels to launch after the host stopped
+        scaler = torch.amp.GradScaler("cuda")
+        x = torch.zeros(rows, 512, device=device)
+        for _ in range(3):
+            with torch.autocast("cuda", torch.float16):
+                loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    (advice,) = (each for each in device.report().step.advice if "GradScaler" in each.why)
+    assert advice.remedy.startswith((remedy, "the optimizer's " + remedy))
+    assert "the host stops 1 time until GradScaler knows whether" in advice.why
+    assert not any("keep the values" in each.remedy for each in device.report().step.advice)
 
 
 @pytest.mark.parametrize(("rows", "columns", "reason"), [(65_536, 32, "short or few"), (512, 1_000_000, "too long")])

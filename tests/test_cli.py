@@ -111,6 +111,15 @@ def test_a_file_that_cannot_be_written_is_told_in_one_line(run, tmp_path, option
     assert (code, complaint) == (2, f"flopmeter: {path} cannot be written: there is no folder {path.parent}\n")
 
 
+def test_whoever_interrupts_a_command_gets_no_traceback(run, monkeypatch):
+    def interrupted(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flopmeter.cli.check_files", interrupted)
+    code, out, err = run("table", "gpt2-124m")
+    assert (code, out, err) == (130, "", "flopmeter: interrupted\n")
+
+
 @pytest.mark.parametrize("by", ["op", "module", "phase", "kernel"])
 def test_table_groups_by_what_is_asked_for(run, report, by):
     rows = list(

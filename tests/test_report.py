@@ -210,6 +210,21 @@ def test_the_headline_counts_modules_of_one_class():
     assert meter.report().headline.startswith("Linear ×3, ReLU, forward · ")
 
 
+def test_a_module_that_hardly_takes_time_is_not_in_the_headline_and_inputs_that_are_alike_are_counted():
+    model, loss = torch.nn.Linear(4096, 4096, device="meta"), torch.nn.MSELoss()
+    x, *targets = (torch.empty(4096, 4096, device="meta") for _ in range(3))
+    few = torch.empty(8, device="meta")
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        y = model(x)
+        loss(few, few)
+        for target in targets:
+            y = y + target
+    report = meter.report()
+    assert report.headline.startswith("Linear, forward · ")
+    assert "inputs: float32 [4096, 4096] ×3, float32 [8] · " in report.ran.line
+    assert len(report.ran.inputs) == 4
+
+
 def test_the_switches_decide_the_unit_and_are_printed():
     x = torch.empty(4096, 4096, device="meta")
     fp32 = report_of(lambda: x @ x)

@@ -295,11 +295,23 @@ def test_a_model_on_meta_takes_neither_memory_nor_time_until_it_is_emptied_to_th
 
 def test_another_gpu_than_the_metered_one_is_refused_by_name():
     with flopmeter.cuda(A100):
+        torch.zeros(1, device="cuda")
         with pytest.raises(RuntimeError, match=r"no cuda:1 among 1"):
             torch.zeros(1, device="cuda:1")
     with flopmeter.cuda(A100, gpus=2):
         with pytest.raises(RuntimeError, match="one GPU of a process"):
             torch.zeros(1, device="cuda:1")
+
+
+def test_the_one_gpu_has_the_index_that_the_program_names_first():
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(64, 64).to("cuda:3")
+        x = torch.zeros(8, 64).cuda(3)
+        assert model(x).device == torch.device("cuda:3")
+        assert torch.zeros(1, device="cuda").device.index == torch.cuda.current_device() == 3
+        with pytest.raises(RuntimeError, match="one GPU of a process"):
+            torch.zeros(1, device="cuda:0")
+    assert "the program names cuda:3, which is taken to be the one GPU that is metered" in device.report().step.notes
 
 
 def state() -> dict[tuple[str, str], object]:

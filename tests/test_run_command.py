@@ -122,7 +122,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import subprocess; subprocess.run(['no-such-program'])", 1, "starts no-such-program, which is not installed"),
         (STARTS_PYTHON, 1, "starts another Python, which is not metered: flopmeter run nowhere.py --x"),
         ("from .config import width", 1, "flopmeter run -m package.module, in the folder of the package"),
-        ("import torch; torch.zeros(1, device='cuda:1')", 1, "one process for each GPU is a torchrun (--gpus N)"),
+        ("import torch; [torch.zeros(1).cuda(i) for i in range(2)]", 1, "each GPU is a torchrun (--gpus N)"),
         ("raise ImportError('get thing first')", 1, "its message is above; what it names is to be installed"),
         ("from torch._six import inf", 1, "the script wants another torch than this one"),
         ("import torch; torch.cuda.temperature()", 1, "the device named cuda does not do this"),
@@ -187,6 +187,17 @@ def test_a_package_beside_the_script_that_only_this_folder_has_is_told(script, c
     monkeypatch.chdir(tmp_path)
     assert main(["run", script("import helpers_here", "below/train.py")]) == 1
     assert "PYTHONPATH=. flopmeter run" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_module_in_a_folder_above_the_script_is_found_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkout" / "theirs_alone").mkdir(parents=True)
+    (tmp_path / "checkout" / "theirs_alone" / "model.py").touch()
+    (tmp_path / "checkout" / "tools").mkdir()
+    (tmp_path / "checkout" / "tools" / "train.py").write_text("import theirs_alone.model")
+    assert main(["run", "checkout/tools/train.py"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "theirs_alone is in checkout, above the script: PYTHONPATH=checkout flopmeter run" in last
 
 
 def test_nvidia_smi_names_the_gpu_of_the_profile(script, capfd):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +85,46 @@ def test_an_array_in_a_file_that_is_not_there_is_of_zeros(tmp_path, monkeypatch,
     (tmp_path / "train.py").write_text(MAPS_TOKENS)
     assert main(["run", "--synthetic", "64:100", "train.py"]) == 0
     assert "stand in for train.bin" in capsys.readouterr().err
+
+
+HAS_A_FOLDER_OF_DATASETS = """
+from datasets import Images
+print(Images.__module__)
+"""
+LOADS_FROM_THE_HUB = """
+from datasets import load_dataset
+import torch
+print(load_dataset("someone/something", split="train"))
+torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
+"""
+PACKAGE_OF_THE_HUB = """
+class Dataset:
+    from_dict = staticmethod(lambda columns: sorted(columns))
+
+def load_dataset(path, split=None, streaming=False):
+    raise ConnectionError(path)
+"""
+
+
+def ran_beside(folder: Path, text: str, package: str) -> subprocess.CompletedProcess[str]:
+    """A script beside which there is a package `datasets`, in a process that has imported none."""
+    (folder / "datasets").mkdir()
+    (folder / "datasets" / "__init__.py").write_text(package)
+    (folder / "train.py").write_text(text)
+    command = [sys.executable, "-m", "flopmeter", "run", "--synthetic", "text=100:text", str(folder / "train.py")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_script_may_have_a_folder_that_is_called_as_the_package_of_the_hub(tmp_path):
+    ran = ran_beside(tmp_path, HAS_A_FOLDER_OF_DATASETS, "class Images: ...")
+    assert ran.stdout == "datasets\n", ran.stderr
+    assert "ran no op on the device" in ran.stderr  # which is all that is wrong with it
+
+
+def test_a_table_of_the_hub_that_is_not_there_has_the_named_columns(tmp_path):
+    ran = ran_beside(tmp_path, LOADS_FROM_THE_HUB, PACKAGE_OF_THE_HUB)
+    assert (ran.stdout, ran.returncode) == ("['text']\n", 0), ran.stderr
+    assert "synthetic samples text=100:text stand in for someone/something (ConnectionError" in ran.stderr
 
 
 class Counting(Dataset):
@@ -299,3 +342,31 @@ def test_weights_that_cannot_be_downloaded_leave_those_that_the_model_was_made_w
         model.cuda()(torch.zeros(2, 8, device="cuda"))
     (note,) = (note for note in device.report().step.notes if "net-1.pth" in note)
     assert "keeps the weights that it was made with" in note
+
+
+GOES_ON_FROM_A_CHECKPOINT = """
+import torch
+
+model = torch.nn.Linear(8, 4, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpoint = torch.load("nowhere/last.ckpt", map_location="cpu")
+model.load_state_dict({name.removeprefix("module."): weight for name, weight in checkpoint["model"].items()})
+optimizer.load_state_dict(checkpoint["optimizer"])
+model.cuda()
+for epoch in range(checkpoint["epoch"], 3):
+    model(torch.zeros(2, 8).cuda()).sum().backward()
+    optimizer.step()
+    print(epoch)
+"""
+
+
+def test_a_checkpoint_that_is_not_here_is_one_line_or_leaves_the_model_as_it_was_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(GOES_ON_FROM_A_CHECKPOINT)
+    assert main(["run", "train.py"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("last.ckpt is not here; if it is weights, --without-weights leaves the model as it was made")
+    assert main(["run", "--without-weights", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "0\n1\n"  # the third step ends the run
+    assert "nowhere/last.ckpt is not here (FileNotFoundError): its model keeps the weights that it was made" in err

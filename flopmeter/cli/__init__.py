@@ -46,7 +46,7 @@ KNOWN_ERRORS = (ValueError, DataDependentError, UncountedError)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0; 1 where the answer is no (`diff --fail-above`, `fit`, `serve`, `plan`); 2 for an
-    error, told in one line."""
+    error, told in one line; 130 if it was interrupted."""
     show_traceback = False
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output (`head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("flopmeter: interrupted", file=sys.stderr)
+        return 130  # 128 + SIGINT, as a shell tells it
     except SystemExit as stop:  # argparse: --help, --version and wrong arguments
         return stop.code if isinstance(stop.code, int) else 2
     except KNOWN_ERRORS as error:

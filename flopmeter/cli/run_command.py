@@ -56,6 +56,7 @@ def _run(options: argparse.Namespace) -> int:
         mode=options.mode,
         shims=tuple(options.shim),
         synthetic=options.synthetic,
+        without_weights=options.without_weights,
     )
     if len(devices) > 1:
         return _compare(script, devices, wishes, launch.environment, options)
@@ -131,7 +132,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--price", metavar="NAME=DOLLARS|FILE", action="append", default=[],
         help="dollars per hour of a device that is compared, or a YAML file of them (see flopmeter compare)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=number, default=DEFAULT_STEPS, help="stop after so many (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=number, default=DEFAULT_STEPS,
+        help="stop after so many (default: %(default)s); a script that only infers after 32 calls at least",
+    )  # fmt: skip
     parser.add_argument(
         "--step-marker", metavar="WHAT", default="auto",
         help="what ends a step: optimizer, forward (a call of the outermost module), nvtx:NAME, or module:function"
@@ -157,6 +161,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--synthetic", metavar="SAMPLE",
         help="stand in for data that is not there: a sample such as 3x224x224,:1000 (floats, and an integer below"
         " 1000), input_ids=1024:50257 (named) or text=100:text (words); or first: one sample stands for all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--without-weights", action="store_true",
+        help="a file of weights that torch.load does not find leaves its model as it was made",
     )  # fmt: skip
     add_format(parser, FORMATS, instead_of="stderr")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")

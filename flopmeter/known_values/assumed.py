@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from flopmeter.known_values.assumptions import Assumptions
 from flopmeter.known_values.data_dependent import ask
 from flopmeter.known_values.replay import Handler, Invocation, Knowledge
+from flopmeter.known_values.stand_ins import compared
 from flopmeter.known_values.values import no_modes
 from flopmeter.torch_names.operators import aten_overloads as aten
 
@@ -55,7 +56,7 @@ def is_finite(known: Knowledge, call: Invocation) -> Any:
     is_itself, is_infinity = other is source, isinstance(other, float) and other == torch.inf
     is_check = other is None or is_itself or is_infinity
     if not is_check or not source.is_meta or not source.is_floating_point() or known.values.knows(source):
-        return known.replay(call)
+        return compared(known, call)
     result = call.run()
     with no_modes():
         known.set_all(result, is_itself if call.func in _EQUALS else call.func in _DIFFERS and is_infinity)

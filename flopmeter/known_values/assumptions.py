@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import typing_extensions
 
-from flopmeter.known_values.routing import Routing, routing_law
+from flopmeter.known_values.routing import BALANCED, Routing, routing_law
 
 _SKIPPED = (
     *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))),
@@ -34,20 +34,51 @@ class Assumption:
 
 
 CONDITION_FAILS = "an unknown condition does not hold"
+CONDITION_HOLDS = "an unknown condition holds, as it does for a stand-in 1.0"
+LOOP_ENDS = "a loop that goes on while an unknown condition holds ends"
+NO_ERROR = "an unknown condition is such that the program raises no error"
 LOOP_TURNS = 100  # answers to one line, from which on it is taken for the end of a loop or a check in one
 MOST_TURNS = 100_000  # half a minute of answers and more: nobody writes such a loop for anything but its end
 
 
+READS = {"aten._local_scalar_dense.default", "aten._to_copy.default", "aten.copy_.default"}  # each is to read a value
+MOST_LINES_NAMED = 8  # of those that made one assumption
+
+
+def in_words(uses: Iterable[Assumption]) -> tuple[str, ...]:
+    """One text for each assumption, with the lines of the program that made it."""
+    lines: dict[str, Counter[str]] = {}
+    for use in uses:
+        what = f"{use.rule}{_MEANS.get(use.rule, '')}{'' if use.op in READS else f' for {use.op}'}"
+        lines.setdefault(what, Counter())[use.where] += use.count
+    return tuple(f"{what} at {_named(where)}" for what, where in lines.items())
+
+
+def _named(lines: Counter[str]) -> str:
+    named = [f"{where} ({count:,}x)" for where, count in lines.most_common(MOST_LINES_NAMED)]
+    more = len(lines) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+_MEANS = {BALANCED: " (what unknown scores pick takes turns)"}
+
+
 def guess_of_length(uses: Iterable[Assumption]) -> str:
-    """Which line was answered so often that a guess decides how long the program runs; '' if none was."""
-    conditions = (use for use in uses if use.rule == CONDITION_FAILS)
+    """Which line decided by a guess how long the program runs; '' if none did."""
+    uses = list(uses)
+    if loop := max((use for use in uses if use.rule == LOOP_ENDS), key=lambda use: use.count, default=None):
+        return (
+            f"a guess decides what runs: the loop at {loop.where} goes on while an unknown condition holds, and was"
+            f" ended where it first asked for it ({loop.count:,} times)"
+        )
+    conditions = [use for use in uses if use.rule in (CONDITION_FAILS, CONDITION_HOLDS) and use.count >= LOOP_TURNS]
     most = max(conditions, key=lambda use: use.count, default=None)
-    if most is None or most.count < LOOP_TURNS:
+    if most is None:
         return ""
-    return (
-        f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds, and"
-        " was told no; a loop that it ends ran to its limit, a branch under it did not run"
-    )
+    asked = f"a guess decides what runs: {most.where} asked {most.count:,} times whether an unknown condition holds"
+    if most.rule == CONDITION_HOLDS:
+        return f"{asked}, and was told yes, as for a value of 1.0"
+    return f"{asked}, and was told no; a loop that it ends ran to its limit, a branch under it did not run"
 
 
 class EndlessLoopError(RuntimeError):

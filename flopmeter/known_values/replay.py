@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flopmeter.known_values.assumptions import Assumptions
 from flopmeter.known_values.values import MAX_ELEMENTS, MAX_ROUTED_ELEMENTS, Values, address, is_small, no_modes
@@ -57,6 +58,7 @@ class Knowledge:
         self.on_new: Callable[[Tensor], object] = lambda tensor: None  # called for meta tensors made without an op
         # The calls that the last `run` made instead of the given one, as (func, args, kwargs); () if it made that one.
         self.ran: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = ()
+        self.as_compared: WeakIdKeyDictionary = WeakIdKeyDictionary()  # unknown conditions, and what stand-ins answer
         self.masks_in_parts: dict[Any, Any] = {}  # BlockMasks that were evaluated: see trace/flex_blocks.py
         # `Call.groups` of the last `run`; None without groups, or if not known.
         self.groups: tuple[int, ...] | None = None

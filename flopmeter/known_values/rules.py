@@ -215,6 +215,7 @@ SPECIAL: dict[OpOverload, Handler] = {
     aten.masked_fill_.Tensor: masked_fill,
     aten.histc.default: histogram,
     aten.resize_.default: forget_all,
+    **dict.fromkeys(stand_ins.COMPARISONS, stand_ins.compared),
     **dict.fromkeys(GATHERS, index),
     **dict.fromkeys((aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default), index_put),
     **dict.fromkeys((aten.scatter.src, aten.scatter_.src, aten.index_copy.default, aten.index_copy_.default), scatter),

@@ -1,31 +1,56 @@
 """Stand-ins: what a program gets when it reads an unknown value, if the user said `unknown="stand-in"`.
 
 One for each kind of number. A loss of 1.0 is finite, has a logarithm and divides; a count of 0 and a condition that
-does not hold leave loops and special cases as they are. Each use is an assumption, noted with the program's line.
+does not hold leave loops and special cases as they are. Where the program raises an error in one of two cases, the
+other one is taken (branches.py), and a float that is compared with a number is 1.0 there too, as if the program had
+read it. Each use is an assumption, noted with the program's line.
 """
 
 from __future__ import annotations
 
+import operator
+from linecache import getline
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flopmeter.known_values.assumptions import CONDITION_FAILS, MOST_TURNS, EndlessLoopError
+from flopmeter.known_values.assumptions import (
+    CONDITION_FAILS,
+    CONDITION_HOLDS,
+    LOOP_ENDS,
+    MOST_TURNS,
+    NO_ERROR,
+    EndlessLoopError,
+    program_frame,
+)
+from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.values import no_modes
+from flopmeter.torch_names.operators import aten_overloads as aten
 
 FLOAT, INTEGER, CONDITION = 1.0, 0, False
 
 
-def note(known: Knowledge, dtype: torch.dtype, func: Any) -> float | int | bool:
-    """The stand-in for one number of the type; its use is noted.
+def compared(known: Knowledge, call: Invocation) -> Any:
+    """A comparison with a number. Of an unknown float it is remembered what the stand-in would have answered."""
+    result = known.replay(call)
+    source, number = call.args[0], call.argument(1, "other")
+    is_asked = known.assume.stands_in and source.is_meta and source.numel() == 1 and source.is_floating_point()
+    if is_asked and isinstance(number, (int, float)) and not known.values.knows(source):
+        known.as_compared[result] = COMPARISONS[call.func](FLOAT, number)
+    return result
+
+
+def note(known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDITION) -> float | int | bool:
+    """The stand-in for one number of the type; its use is noted. `compared`: for a condition, the answer unless the
+    program fails with it.
 
     Raises EndlessLoopError where one line asks for ever.
     """
     value: float | int | bool
     if dtype is torch.bool:
-        rule, value = CONDITION_FAILS, CONDITION
+        rule, value = _of_condition(compared)
     elif dtype.is_floating_point or dtype.is_complex:
         rule, value = f"stand-in {FLOAT} for an unknown float", FLOAT
     else:
@@ -37,6 +62,17 @@ def note(known: Knowledge, dtype: torch.dtype, func: Any) -> float | int | bool:
             "another answer never ends. Bound its turns, as in `for _ in range(50)`"
         )
     return value
+
+
+def _of_condition(compared: bool) -> tuple[str, bool]:
+    """What is assumed of an unknown condition, and the answer."""
+    frame = program_frame()
+    if frame is not None and (answer := answer_without_error(frame)) is not None:
+        return f"{NO_ERROR}: {answer}", answer
+    if compared:
+        return CONDITION_HOLDS, True
+    is_loop = frame is not None and getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("while ")
+    return LOOP_ENDS if is_loop else CONDITION_FAILS, CONDITION
 
 
 def on_host(known: Knowledge, call: Invocation) -> Tensor:
@@ -54,3 +90,13 @@ def into_host(known: Knowledge, call: Invocation) -> Tensor:
     with no_modes():
         filled: Tensor = target.fill_(value)
     return filled
+
+
+COMPARISONS = {
+    aten.lt.Scalar: operator.lt,
+    aten.le.Scalar: operator.le,
+    aten.gt.Scalar: operator.gt,
+    aten.ge.Scalar: operator.ge,
+    aten.eq.Scalar: operator.eq,
+    aten.ne.Scalar: operator.ne,
+}

@@ -109,7 +109,9 @@ def small_print(report: Report) -> list[str]:
         f"ridge point {device.ridge_point(report.main_dtype):.0f} FLOP/B"
         f" ({peak.flop_per_s / 1e12:g} TFLOP/s {report.main_dtype} {peak.unit},"
         f" {device.bandwidth_bytes_per_s / 1e9:g} GB/s) · uncounted: {uncounted}"
-        f" · assumed: {'; '.join(report.assumptions) or 'nothing'}",
+        + " · assumed: nothing"
+        * (not report.assumptions),
+        *(f"assumed: {text}" for text in report.assumptions),
         f"multiply-add = 2 FLOP · attention counted {_CAUSAL[report.causal]}"
         f" · TF32 is {'on' if switches.matmul_tf32 else 'off'} for fp32 matmuls,"
         f" {'on' if switches.cudnn_tf32 else 'off'} for fp32 convolutions",

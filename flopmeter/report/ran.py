@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,9 +31,10 @@ class Ran(NamedTuple):
 
     @property
     def line(self) -> str:
-        shown = [*self.inputs[:MOST_INPUTS]]
-        if len(self.inputs) > MOST_INPUTS:
-            shown.append(f"{len(self.inputs) - MOST_INPUTS} more")
+        alike = Counter(self.inputs)
+        shown = [f"{text} ×{count}" if count > 1 else text for text, count in alike.items()][:MOST_INPUTS]
+        if len(alike) > MOST_INPUTS:
+            shown.append(f"{len(self.inputs) - sum(list(alike.values())[:MOST_INPUTS])} more")
         steps = f" · {self.steps} steps of an optimizer" if self.steps > 1 else ""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"ran: {self.program} · inputs: {', '.join(shown) or 'none'}{steps} · {versions} · {self.date}"

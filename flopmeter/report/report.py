@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +36,7 @@ from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.peak_memory import Memory
 
 JOULES_PER_KWH = 3.6e6
+NAMED_FROM = 0.01  # of the time of the module that takes longest: a shorter one is not in the headline
 By = Literal["class", "op", "module", "phase", "kernel"]
 """What callers write: the keys of `GROUPINGS`."""
 
@@ -120,8 +121,14 @@ class Report:
 
     @cached_property
     def headline(self) -> str:
-        """What ran, where, in which type and mode."""
-        modules = dict.fromkeys(op.module.split(".")[0] for kernel in self.kernels for op in kernel.ops)
+        """What ran, where, in which type and mode. A module that hardly takes time (a loss) is not named beside
+        others."""
+        seconds: dict[str, float] = defaultdict(float)
+        for kernel, timing in zip(self.kernels, self.timings, strict=True):
+            for name in dict.fromkeys(op.module.split(".")[0] for op in kernel.ops):
+                seconds[name] += timing.seconds
+        least = NAMED_FROM * max((seconds[name] for name in seconds if name), default=0.0)
+        modules = [name for name in seconds if seconds[name] >= least]
         phases = dict.fromkeys(op.phase for kernel in self.kernels for op in kernel.ops)
         classes = Counter(name.partition(" (")[0] for name in modules if name)  # the second Linear is `Linear (2)`
         what = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in classes.items()) or "program"

@@ -120,4 +120,5 @@ def _gain(advice: Advice, report: Report) -> str:
 
 
 def _about(spot: Advice | HotSpot) -> str:
-    return f"{spot.what} in {spot.where}, {duration(spot.seconds_now)} over a floor of {duration(spot.floor_seconds)}"
+    over = f" over a floor of {duration(spot.floor_seconds)}" if spot.floor_seconds else ""
+    return f"{spot.what} in {spot.where}, {duration(spot.seconds_now)}{over}"

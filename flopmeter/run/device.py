@@ -74,6 +74,8 @@ class NamedCuda:
 
     def __init__(self, count: int, index: int = 0) -> None:
         self.count, self.index = count, index
+        self._is_named = False  # the program has said which one it uses
+        self.is_adopted = False  # it is another one than the first, which the program named
         self.is_open = False  # functions that a library imported during the run do nothing after it
         self.name = torch.device("cuda", index)
         self.true_meta = ShapesOnly()  # what the program asked to be on meta
@@ -180,8 +182,14 @@ class NamedCuda:
         return META
 
     def check(self, index: int | None) -> None:
-        """Raises OtherDeviceError unless the metered GPU has that index; None is the current one."""
+        """Raises OtherDeviceError unless the metered GPU has that index; None is the current one. Where there is one
+        GPU, it has the index that the program names first: many are written for the second or the third one of their
+        author's machine."""
+        if self.count == 1 and not self._is_named and index is not None and index > 0:
+            self.index, self.count, self.name = index, index + 1, torch.device("cuda", index)
+            self.is_adopted = True
         if index is None or index == self.index:
+            self._is_named = True
             return
         if index >= self.count or index < 0:
             raise OtherDeviceError(f"CUDA error: invalid device ordinal: there is no cuda:{index} among {self.count}")

@@ -44,10 +44,15 @@ class RunReport:
             is_last = parts.steady_number == parts.count
             which = f"the last of {parts.count}" if is_last else f"number {parts.steady_number} of {parts.count}"
             also = ", with calls in eval mode" if parts.evaluation else "" if is_last else "; later ones evaluate too"
-            return f"one steady step, {which} (marked by {parts.marked_by}){also}{self._spread}"
+            return f"one steady step, {which} (marked by {parts.marked_by}){also}{self._spread}{self._stopped}"
         if parts.first is not None:
             return f"the first step, the only one that ran (marked by {parts.marked_by})"
         return "all that ran (no step was marked; --step-marker module:function marks one)"
+
+    @property
+    def _stopped(self) -> str:
+        is_told = self.parts.stopped_untrained
+        return "; ended there, as nothing had trained (--step-marker optimizer waits for it)" if is_told else ""
 
     @property
     def _spread(self) -> str:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
     if isinstance(error, WorldError):
         return f"{head}: what flopmeter cannot tell of ranks that do not run: {error}"
     if isinstance(error, ImportError):
-        return f"{head}: {_about_import(error)}"
+        return f"{head}: {_about_import(error, script)}"
     if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
         return f"{head}: it starts another Python, which is not metered: flopmeter run {words}"
     if "operator torchvision::" in str(error):
@@ -158,6 +159,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: the script starts {error.filename}, which is not installed here: install it"
     if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION):
         what = getattr(error, "filename", None) or "what it reads or downloads"
+        if error is not None and "torch.serialization" in _modules_of(error):
+            return f"{head}: {what} is not here; if it is weights, --without-weights leaves the model as it was made"
         return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
     if isinstance(error, AttributeError) and is_absent(error.obj):
         return (
@@ -198,7 +201,7 @@ def _stray_options(script: Script) -> str:
     return f" ({stray[0]} went to the script: options of flopmeter run come before its name)" if stray else ""
 
 
-def _about_import(error: ImportError) -> str:
+def _about_import(error: ImportError, script: Script) -> str:
     if _is_of_flopmeter(error):
         return "flopmeter's shim does not have it: run the script's path without it, by its arguments"
     if "relative import" in str(error):
@@ -211,6 +214,8 @@ def _about_import(error: ImportError) -> str:
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):
+        if folder := _folder_above(script, name):
+            return f"{name} is in {folder}, above the script: PYTHONPATH={folder} flopmeter run ..."
         package = NAMED_OTHERWISE.get(name, name)
         return f"install it in the environment that runs flopmeter (pip install {package})"
     if isinstance(error, ModuleNotFoundError) and name == error.name:
@@ -220,6 +225,13 @@ def _about_import(error: ImportError) -> str:
     if "shared object" in str(error) or "undefined symbol" in str(error):
         return "it is compiled for another build of torch: uninstall it, or install the one for the CPU"
     return f"this version of {name or 'the package'} does not have it: install the version that the script wants"
+
+
+def _folder_above(script: Script, module: str) -> str:
+    """The folder of a checkout that has the module, as seen from here; '' if there is none."""
+    above = [] if script.is_module else list(Path(script.target).resolve().parents[1 : 1 + MOST_FOLDERS_ABOVE])
+    has_it = (each for each in above if (each / f"{module}.py").is_file() or any((each / module).glob("*.py")))
+    return next(map(os.path.relpath, has_it), "")
 
 
 def _python_words(command: Any) -> str:
@@ -245,12 +257,14 @@ def _modules_of(error: BaseException) -> list[str]:
 
 
 MOST_LINES_TOLD = 3
+MOST_FOLDERS_ABOVE = 3  # a script of a repository lies no deeper in it, mostly
 
 NAMED_OTHERWISE = {
-    "PIL": "pillow", "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil":
-    "python-dateutil", "dotenv": "python-dotenv", "fitz": "pymupdf", "git": "GitPython", "hydra": "hydra-core",
-    "patoolib": "patool", "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn",
-    "yaml": "PyYAML",
+    "PIL": "pillow", "absl": "absl-py", "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless",
+    "dateutil": "python-dateutil", "dotenv": "python-dotenv", "faiss": "faiss-cpu", "fitz": "pymupdf", "git":
+    "GitPython", "hydra": "hydra-core", "open_clip": "open-clip-torch", "ot": "POT", "patoolib": "patool",
+    "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
+    "tap": "typed-argument-parser", "umap": "umap-learn", "yaml": "PyYAML",
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
 
@@ -263,6 +277,7 @@ OPTIONS_OF_OURS = (
     "--mask-fraction",
     "--shim",
     "--synthetic",
+    "--without-weights",
 )
 """Options of flopmeter run that few scripts have."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ class Wishes:
     mask_fraction: as for FlopMeter. mode: how to price; None: compiled where the program compiles, else eager.
     shims: packages of CUDA kernels that flopmeter stands in for (see shims).
     synthetic: what stands in for data that is not there: 'first', or a sample (see synthetic.py).
+    without_weights: a file of weights that is not there leaves its model as it was made.
     """
 
     gpus: int = 1
@@ -59,6 +61,7 @@ class Wishes:
     mode: Mode | None = None
     shims: tuple[str, ...] = ()
     synthetic: str | None = None
+    without_weights: bool = False
 
 
 class ScriptSession:
@@ -85,7 +88,7 @@ class ScriptSession:
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.meter.shapes_only = self.named.true_meta
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
-        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward)
+        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -133,7 +136,7 @@ class ScriptSession:
                 warnings.filterwarnings("ignore", message=message)
             undo.enter_context(data.forks_unmetered())
             undoing = undo.enter_context(self.named.open())
-            files = WeightFiles(self.named, self.note)
+            files = WeightFiles(self.named, self.note, self.wishes.without_weights)
             answers = undo.enter_context(applied(list(self.cuda.patches())))
             undo.enter_context(applied(list(files.patches())))
             undoing += undo.enter_context(applied(list(InitialValues(self.named, self.note).patches())))
@@ -141,6 +144,7 @@ class ScriptSession:
                 synthetic = SyntheticData(self.wishes.synthetic, self.note)
                 undo.callback(synthetic.close)
                 undo.enter_context(applied(list(synthetic.patches())))
+                undo.enter_context(synthetic.once_imported())
             if torch.version.cuda is not None:  # a build that could use a GPU of this machine
                 undo.enter_context(world.environment({"CUDA_VISIBLE_DEVICES": ""}))
             undo.enter_context(driver_tool.on_path(self.cuda.name, self.named.count))
@@ -207,6 +211,8 @@ class ScriptSession:
 
     def own_notes(self) -> Iterator[str]:
         yield from self.notes
+        if self.named.is_adopted:
+            yield f"the program names {self.named.name}, which is taken to be the one GPU that is metered"
         if self.memory.overflow:
             yield f"does not fit: {self.memory.overflow}"
         if self.steps.idle_updates:
@@ -246,6 +252,10 @@ class ScriptSession:
 
     def _decided(self, where: str) -> None:
         self._decisions[where] += 1
+
+
+def _say(line: str) -> None:
+    print(f"flopmeter: {line}", file=sys.stderr)
 
 
 def _times(count: int) -> str:

@@ -7,6 +7,11 @@ program that updates its weights without torch's optimizers a step is the time f
 that it trains to the next. In inference it is a call of the outermost module that the program calls most often, or a
 replay of its CUDA graph.
 
+A program that was told to stop after so many steps and only infers stops too: after so many calls, and after
+CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made
+an optimizer, or its own code has words of training), it goes on, and after SECONDS_WITHOUT_WORD the user is told how to
+end it; so is one who waits as long between two steps.
+
 Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
 in eval mode, without gradients. The steady step is one without that, if there is one. What every step does, such as the
 rollouts of reinforcement learning, is a part of it.
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +35,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
 
 AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
 NVTX = "nvtx:"
+CALLS_WATCHED = 32  # calls of modules before a program is taken to only infer; a turn of encoder and decoder has fewer
+SECONDS_WITHOUT_WORD = 60.0  # of a program that may still train, before its user is told that none of its calls did
 
 
 class StepsDone(BaseException):
@@ -53,6 +62,7 @@ class Parts:
     ends_with_call: bool = False  # of a module. In a pipeline, what the call made is sent in the next step then
     later: tuple[range, ...] = ()  # the steps after the first that are like the steady one: with or without evaluation
     before: tuple[str, int] | None = None  # a class that is trained, and its calls without gradients in the setup
+    stopped_untrained: bool = False  # the program was ended although it had only inferred
 
 
 class _OutermostCall(NamedTuple):
@@ -68,8 +78,9 @@ class Steps:
 
     marker: 'optimizer', 'forward' (calls of the outermost module), 'nvtx:NAME' (ends of that range),
         'module:function' (returns of that function), or 'auto': optimizers, else forward.
-    most: raise StepsDone when so many have ended; None: never. With 'auto' the steps of a training program count.
+    most: raise StepsDone when so many have ended; None: never.
     has_backward: whether a backward pass is among these ops.
+    tell: says a line to the user while the program runs.
     """
 
     def __init__(
@@ -78,8 +89,10 @@ class Steps:
         marker: str = AUTO,
         most: int | None = None,
         has_backward: Callable[[range], bool] = lambda ops: False,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
+        self._tell = tell
         self._ends: list[int] = []  # of marked steps
         self._calls: list[_OutermostCall] = []
         self._replays: list[int] = []  # where each replay of a CUDA graph ended
@@ -95,10 +108,15 @@ class Steps:
         self._trained = ""  # the class of the module that a program trains without an optimizer
         self._training_start = 0  # of its first step
         self._trainings: list[int] = []  # where its steps ended
+        self._next_look = CALLS_WATCHED  # at whether the program only infers: so many calls and replays
+        self._own_code = OwnCode()
+        self._waits_since_s = time.monotonic()
+        self._has_told = self._stopped_untrained = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Raises ValueError for a marker that names no function."""
+        self._own_code, self._waits_since_s = OwnCode(), time.monotonic()
         with ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
@@ -135,9 +153,13 @@ class Steps:
         self._replays.append(self._now())
         if any(captured.start < end <= captured.stop for end in self._ends):
             self._end()
+        self._stop_inference()
 
     def parts(self, total: int) -> Parts:
         """What ran so far, of `total` ops."""
+        return replace(self._parts(total), stopped_untrained=self._stopped_untrained)
+
+    def _parts(self, total: int) -> Parts:
         if self._ends:
             start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
             by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
@@ -168,8 +190,39 @@ class Steps:
 
     def _end(self) -> None:
         self._ends.append(self._now())
+        self._waits_since_s = time.monotonic()
         if self._most is not None and len(self._ends) >= self._most:
             raise StepsDone
+
+    def _stop_inference(self) -> None:
+        """A call or a replay has ended. Looked at less and less often, since telling rounds takes as long as there are
+        calls."""
+        count = len(self._calls) + len(self._replays)
+        if self._marker != AUTO or self._most is None or count < self._next_look:
+            return
+        self._next_look = count + max(1, count // 8)
+        if self._ends:
+            self._tell_once(
+                f"{len(self._ends):,} of {self._most:,} steps so far, and {count:,} calls: if this evaluates, the "
+                "script's own options may end it sooner; Ctrl-C reports what ran"
+            )
+            return
+        everything = range(self._now())
+        if self._has_backward(everything) or self.parts(everything.stop).count < self._most:
+            return
+        if not self._has_optimizer and not self._own_code.may_train():
+            self._stopped_untrained = True
+            raise StepsDone
+        self._tell_once(
+            f"{count:,} calls so far, and nothing has trained: if this only infers, Ctrl-C reports what ran, and "
+            "--step-marker forward stops it after --steps calls"
+        )
+
+    def _tell_once(self, line: str) -> None:
+        """Say it to whoever has waited long for the next step."""
+        if not self._has_told and time.monotonic() - self._waits_since_s > SECONDS_WITHOUT_WORD:
+            self._has_told = True
+            self._tell(line)
 
     def _begin_update(self, *_: Any) -> None:
         self._updates.append(self._now())
@@ -232,6 +285,7 @@ class Steps:
             self._calls.append(_OutermostCall(weakref.ref(module), type(module).__name__, ops, learns, evaluates))
             if self._marker == FORWARD:
                 self._end()
+            self._stop_inference()
 
     def _untrained_calls(self) -> Iterator[_OutermostCall]:
         """Calls without gradients of what the leading optimizer updates."""

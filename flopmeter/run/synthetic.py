@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +22,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
-from flopmeter.run.patches import Patch
+from flopmeter.run.patches import Patch, applied
+from flopmeter.torch_names.imported import entered_once_imported
 from flopmeter.torch_names.private import BATCHES, no_dispatch_modes
 
 FIRST = "first"
-SAMPLES = 2**20  # length of a data set that is missing; more than the steps of a run read
+SAMPLES = 2**16  # length of a data set that is missing; more than the steps of a run read, and soon evaluated
 ROWS = 2**12  # length of a table of Hugging Face's datasets, which is in memory
 ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
 ABSENT = (OSError, RuntimeError)  # raised by torchvision, and by code that opens files or sockets
@@ -141,9 +144,21 @@ class SyntheticData:
         yield Patch(DataLoader, BATCHES, _in_process(getattr(DataLoader, BATCHES)), "workers that do not know of this")
         if self._sample is not None:
             yield from self._of_numpy()
-            if importlib.util.find_spec("datasets") is not None:
-                hub = importlib.import_module("datasets")
-                yield Patch(hub, "load_dataset", self._load_dataset(hub, hub.load_dataset), "data sets of the hub")
+
+    def once_imported(self) -> AbstractContextManager[None]:
+        """Stands in for data sets of the hub once the program imports their package; a folder of its own may have the
+        same name."""
+        return entered_once_imported("datasets", self._of_hub)
+
+    @contextmanager
+    def _of_hub(self) -> Iterator[None]:
+        hub: Any = sys.modules["datasets"]
+        load = getattr(hub, "load_dataset", None)
+        if load is None or self._sample is None:
+            yield
+        else:
+            with applied([Patch(hub, "load_dataset", self._load_dataset(hub, load), "data sets of the hub")]):
+                yield
 
     def _on_subclass(self, kind: Any, /, **kwargs: Any) -> None:
         super(Dataset, kind).__init_subclass__(**kwargs)  # type: ignore[misc]

@@ -4,18 +4,21 @@ Works around: `.item()` of a tensor without data, which a training script calls 
 Until: never; a meter cannot know a loss.
 
 `known_values/stand_ins.py` says which number stands in. Here it gets a type of its own, so that a comparison with it
-is noticed: control flow that hangs on such a number is listed in the report.
+is noticed: control flow that hangs on such a number is listed in the report. One that decides whether the program
+raises an error is taken to raise none.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from flopmeter.known_values.assumptions import caller
+from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.entry_points import open_ones
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.patches import Patch
@@ -46,7 +49,8 @@ def _deciding(name: str) -> Any:
     @functools.wraps(decide)
     def deciding(self: float, *others: Any) -> Any:
         StandInFloat.on_decision(caller())
-        return decide(self, *others)
+        answer = answer_without_error(sys._getframe(1))
+        return decide(self, *others) if answer is None else answer
 
     return deciding
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from flopmeter.run.device import NamedCuda
@@ -30,17 +31,22 @@ OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class AbsentWeights(OrderedDict[str, Any]):
-    """What a file of weights has that is not here: nothing, and no less in each of its parts."""
+    """What a file of weights has that is not here: nothing, and no less in each of its parts. As a number (the epoch
+    to go on from) it is 0."""
 
     def __missing__(self, key: str) -> AbsentWeights:
         return self
 
+    def __index__(self) -> int:
+        return 0
+
 
 class WeightFiles:
-    """What the program saves is kept by its path, so that it can be loaded again."""
+    """What the program saves is kept by its path, so that it can be loaded again. `may_be_absent`: a file that is not
+    there has AbsentWeights."""
 
-    def __init__(self, named: NamedCuda, note: Callable[[str], None]) -> None:
-        self._named, self._note = named, note
+    def __init__(self, named: NamedCuda, note: Callable[[str], None], may_be_absent: bool = False) -> None:
+        self._named, self._note, self._may_be_absent = named, note, may_be_absent
         self._saved: dict[str | int, Any] = {}
         self._any_absent = False
         self._buffers: list[Any] = []  # in memory: kept, so that none gets the id of another
@@ -57,6 +63,7 @@ class WeightFiles:
         yield Patch(
             nn.Module, "load_state_dict", self._load_into(nn.Module.load_state_dict), "weights that are not here"
         )
+        yield Patch(Optimizer, "load_state_dict", self._step_on(Optimizer.load_state_dict), "states that are not here")
         if importlib.util.find_spec("huggingface_hub") is not None:
             hf: Any = importlib.import_module("huggingface_hub")
             yield Patch(hf, "hf_hub_download", self._from_hub(hf.hf_hub_download), "weights that are not here")
@@ -132,7 +139,12 @@ class WeightFiles:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
             if self._named.is_open and (place := _place(f)) in self._saved:
                 return self._saved[place]
-            return original(f, *args, **kwargs)
+            try:
+                return original(f, *args, **kwargs)
+            except FileNotFoundError as error:
+                if not self._named.is_open or not self._may_be_absent:
+                    raise
+                return self._is_absent(f, os.fspath(f), f"is not here ({type(error).__name__})")
 
         return load
 
@@ -146,7 +158,7 @@ class WeightFiles:
             except OSError as error:
                 if not self._named.is_open:
                     raise
-                self._is_absent(dst, url, error)
+                self._is_absent(dst, url, _not_reached(error))
 
         return download
 
@@ -161,16 +173,16 @@ class WeightFiles:
                 if not self._named.is_open or not filename.endswith(OF_WEIGHTS):
                     raise
                 path = os.path.join(repo_id, filename)
-                self._is_absent(path, path, error)
+                self._is_absent(path, path, _not_reached(error))
                 return path
 
         return download
 
-    def _is_absent(self, file: str, name: str, error: OSError) -> None:
+    def _is_absent(self, file: Any, name: str, why: str) -> AbsentWeights:
         self._any_absent = True
-        self._saved[_place(file)] = AbsentWeights()
-        why = str(error).partition("\n")[0]
-        self._note(f"{name} cannot be downloaded ({why}): its model keeps the weights that it was made with")
+        absent = self._saved[_place(file)] = AbsentWeights()
+        self._note(f"{name} {why}: its model keeps the weights that it was made with")
+        return absent
 
     def _load_into(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -178,6 +190,13 @@ class WeightFiles:
             if isinstance(state_dict, AbsentWeights) or (self._any_absent and not state_dict):  # sorted by a program
                 state_dict = module.state_dict()
             return original(module, state_dict, *args, **kwargs)
+
+        return load_state_dict
+
+    def _step_on(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_state_dict(optimizer: Optimizer, state_dict: Any) -> Any:
+            return None if isinstance(state_dict, AbsentWeights) else original(optimizer, state_dict)
 
         return load_state_dict
 
@@ -198,6 +217,11 @@ class WeightFiles:
         if any(isinstance(leaf, Tensor) and self._named.holds(leaf) for leaf in leaves):
             return True
         return any(self._has_no_data(leaf) for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _not_reached(error: OSError) -> str:
+    why = str(error).partition("\n")[0]
+    return f"cannot be downloaded ({why})"
 
 
 def _place(file: Any) -> str | int:

@@ -127,18 +127,38 @@ def one_graph(report: Report) -> Iterator[Proposal]:
 @remedy
 def waits_for_values(report: Report) -> Iterator[Proposal]:
     """`.item()` and copies to the host, which stop the host until the device is done."""
-    trace = trace_of(report)
-    about = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
-    of_device = {id(kernel.op) for kernel in about}  # to read a tensor of the host stops nobody
-    asks = {index for index, op in enumerate(trace.ops) if id(op) in of_device}
-    if not asks:
-        return
-    yield Proposal(
-        f"all that the host sends after {counted(len(about), 'read')} of a value", everything,
-        f"the host stops {counted(len(asks), 'time')} until the device is done (.item(), float(), print, if)",
-        "keep the values on the device, or read them once in many steps", priced(report, with_ops(trace, asks)),
-        where=modules_and_lines(about),
+    reads = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
+    flags = _flags_of_scalers(trace_of(report))
+    by_scaler = [kernel for kernel in reads if not flags.isdisjoint(kernel.op.storages)]
+    by_program = [kernel for kernel in reads if flags.isdisjoint(kernel.op.storages)]
+    is_bf16 = _narrow_type(report.hardware) is torch.bfloat16
+    yield from _without(
+        report, by_program, "keep the values on the device, or read them once in many steps",
+        "until the device is done (.item(), float(), print, if)",
     )  # fmt: skip
+    yield from _without(
+        report, by_scaler, "bfloat16, which needs no GradScaler" if is_bf16 else "the optimizer's fused=True",
+        "until GradScaler knows whether a gradient overflowed",
+    )  # fmt: skip
+
+
+def _without(report: Report, reads: list[Kernel], remedy: str, why: str) -> Iterator[Proposal]:
+    of_device = {id(kernel.op) for kernel in reads}  # to read a tensor of the host stops nobody
+    trace = trace_of(report)
+    asks = {index for index, op in enumerate(trace.ops) if id(op) in of_device}
+    if asks:
+        yield Proposal(
+            f"all that the host sends after {counted(len(reads), 'read')} of a value", everything,
+            f"the host stops {counted(len(asks), 'time')} {why}", remedy, priced(report, with_ops(trace, asks)),
+            where=modules_and_lines(reads),
+        )  # fmt: skip
+
+
+def _flags_of_scalers(trace: Trace) -> set[int]:
+    """The storages in which torch.amp.GradScaler finds whether a gradient overflowed."""
+    check = aten._amp_foreach_non_finite_check_and_unscale_
+    ops = (op for op in trace.ops if op.call.func.overloadpacket is check)
+    return {op.storages[op.call.inputs[-2].storage] for op in ops}  # the last of its tensors is the scale
 
 
 @remedy

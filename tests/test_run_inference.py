@@ -1,0 +1,159 @@
+"""Scripts that only infer: where they are stopped, and which go on because they may still train."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import textwrap
+
+import pytest
+
+from flopmeter.run import steps
+from flopmeter.run.report import RunReport
+from flopmeter.run.script import Script, run
+from flopmeter.run.session import ScriptSession, Wishes
+
+BEGIN = """
+import torch
+from torch import nn
+
+def linear(wide=64):
+    return nn.Linear(64, wide, bias=False).cuda()
+
+x = torch.zeros(8, 64).cuda()
+"""
+
+
+@pytest.fixture
+def ran(tmp_path):
+    def running(text: str, beside: str = "", **wishes) -> tuple[RunReport, str, str]:
+        """The report of a script, what it wrote and what was written to its stderr."""
+        script = tmp_path / "infer.py"
+        script.write_text(BEGIN + textwrap.dedent(text))
+        (tmp_path / "beside_it.py").write_text(textwrap.dedent(beside))
+        session = ScriptSession("a100-sxm4-80gb", Wishes(**{"steps": 3, **wishes}))
+        out, err = io.StringIO(), io.StringIO()
+        with session.open(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            ending = run(Script(str(script)), session)
+            assert ending.error is None, err.getvalue()
+            return session.report("infer.py"), out.getvalue(), err.getvalue()
+
+    return running
+
+
+MANY = """
+model = linear()
+with torch.no_grad():
+    for _ in range(5000):
+        model(x)
+print("to the end")
+"""
+
+
+def test_a_script_that_only_infers_is_stopped_and_its_headline_says_so(ran):
+    report, out, _ = ran(MANY)
+    assert (report.parts.count, report.parts.marked_by, out) == (32, "calls of Linear", "")
+    assert report.step.macs == 8 * 64 * 64
+    assert report.headline.endswith("ended there, as nothing had trained (--step-marker optimizer waits for it)")
+
+
+def test_it_is_stopped_where_it_forgot_no_grad_too(ran):
+    report, out, _ = ran(MANY.replace("no_grad", "enable_grad"))
+    assert (report.parts.count, out) == (32, "")
+
+
+def test_it_runs_as_many_calls_as_were_asked_for(ran):
+    report, _, _ = ran(MANY, steps=100)
+    assert 100 <= report.parts.count < 120
+
+
+def test_without_a_number_of_steps_it_runs_to_its_end(ran):
+    report, out, _ = ran(MANY.replace("5000", "200"), steps=None)
+    assert (report.parts.count, out) == (200, "to the end\n")
+
+
+def test_what_comes_every_few_calls_is_in_the_round_when_it_is_stopped(ran):
+    report, out, _ = ran("""
+        draft, target = linear(), linear(128)
+        with torch.no_grad():
+            for _ in range(1000):
+                for _ in range(6):
+                    draft(x)
+                target(x)
+        print("to the end")
+    """)
+    assert out == ""
+    assert report.step.macs == 6 * 8 * 64 * 64 + 8 * 64 * 128
+
+
+FEATURES_FIRST = """
+    encoder, head = linear(), linear(10)
+    with torch.no_grad():
+        features = [encoder(x) for _ in range(100)]
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for each in features:
+        head(each).sum().{train}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_script_that_computes_features_before_it_trains_goes_on_to_its_training(ran):
+    report, _, _ = ran(FEATURES_FIRST.format(train="backward()"))
+    assert (report.parts.count, report.parts.marked_by) == (3, "optimizer.step()")
+    assert "ended there" not in report.headline
+
+
+def test_a_pass_in_a_module_beside_the_script_counts_as_its_own(ran):
+    text = "    import beside_it\n" + FEATURES_FIRST.replace("head(each).sum().{train}", "beside_it.learn(head(each))")
+    report, _, _ = ran(text, beside="def learn(y):\n    y.sum().backward()\n")
+    assert (report.parts.count, report.parts.marked_by) == (3, "optimizer.step()")
+
+
+def test_rollouts_before_the_first_step_of_an_optimizer_are_not_the_end(ran):
+    report, _, _ = ran("""
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with torch.no_grad():
+                for _ in range(64):
+                    model(x)
+            torch.autograd.backward(model(x).sum())
+            optimizer.step()
+    """)
+    assert (report.parts.count, report.parts.marked_by) == (3, "optimizer.step()")
+
+
+def test_whoever_waits_for_a_script_that_may_still_train_is_told_once_how_to_end_it(ran, monkeypatch):
+    monkeypatch.setattr(steps, "SECONDS_WITHOUT_WORD", 0.0)
+    text = MANY.replace("5000", "200") + "optimizer = torch.optim.SGD\n# loss.backward()\n"
+    report, out, err = ran(text)
+    assert (report.parts.count, out) == (200, "to the end\n")
+    assert err.count("nothing has trained: if this only infers") == 1
+
+
+def test_whoever_waits_for_the_next_step_is_told_too(ran, monkeypatch):
+    monkeypatch.setattr(steps, "SECONDS_WITHOUT_WORD", 0.0)
+    _, _, err = ran("""
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for _ in range(64):
+                    model(x)
+    """)
+    assert err.count("1 of 3 steps so far, and 32 calls: if this evaluates") == 1
+
+
+def test_replays_of_a_cuda_graph_end_too(ran):
+    report, out, _ = ran("""
+        model, graph = linear(), torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            model(x)
+        for _ in range(5000):
+            graph.replay()
+        print("to the end")
+    """)
+    assert (report.parts.marked_by, out) == ("replays of a CUDA graph", "")

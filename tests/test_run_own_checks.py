@@ -1,0 +1,36 @@
+"""A program's own checks of values that are not known: they pass, since on the GPU they would."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+from flopmeter.run.script import Script, run
+from flopmeter.run.session import ScriptSession, Wishes
+
+PROGRAM = Path(__file__).parent / "programs" / "own_checks.py"
+
+
+def test_checks_of_unknown_values_pass_and_those_of_known_ones_are_made():
+    session, out, err = ScriptSession("a100-sxm4-80gb", Wishes()), io.StringIO(), io.StringIO()
+    with session.open(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        ending = run(Script(str(PROGRAM)), session)
+        uses = session.meter.assumed
+        first_lines = str(session.report("own_checks.py"))
+    assert out.getvalue().splitlines() == [
+        "a case that goes on",
+        "a later case that goes on",
+        "turns of a loop 0",
+        "between unknown values False False",
+        *3 * ["as a number that was read True"],
+        "known False True",
+    ]
+    assert str(ending.error) == "known values are compared as they are", err.getvalue()
+    assert {
+        "an unknown condition is such that the program raises no error: True",
+        "an unknown condition is such that the program raises no error: False",
+        "an unknown condition holds, as it does for a stand-in 1.0",
+        "an unknown condition does not hold",
+    } <= {use.rule for use in uses}
+    assert "own_checks.py:38 goes on while an unknown condition holds, and was ended where it first" in first_lines
