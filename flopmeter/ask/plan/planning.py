@@ -33,8 +33,8 @@ from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
-from flopmeter.meter import DEFAULT_HARDWARE, Mode
-from flopmeter.report.quantities import figure, percent
+from flopmeter.meter import DEFAULT_HARDWARE, Causal, Mode
+from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, figure, percent
 from flopmeter.timing.allocator import OutOfMemoryError
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
@@ -121,8 +121,8 @@ def plan(
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
     shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
     notes = [
-        *_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes(),
-        *_cautions(shown, async_tp, fp8 and mode == "eager", delays),
+        *_notes(subject, links, batch, length, bounds, meter_options.get("causal", "full")), *map(_compared, shown),
+        *search.notes(), *_cautions(shown, async_tp, fp8 and mode == "eager", delays),
     ]  # fmt: skip
     return ParallelPlan(
         f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {world:,} × {device.title} · "
@@ -290,14 +290,16 @@ _FP8 = (
 )
 
 
-def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds) -> list[str]:
+def _notes(
+    subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds, causal: Causal
+) -> list[str]:
     notes = [
         f"cluster: {cluster.title}",
         f"products run in {_FP8 if subject.fp8 else 'bf16'}, gradients are summed in fp32; parameters, gradients and "
         "AdamW's state in fp32, sharded over fsdp x cp" + _frozen(subject),
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
-        "MFU: of what a sequence takes on one GPU, attention counted in full",
+        f"MFU: of what a sequence takes on one GPU, attention counted {HOW_ATTENTION_COUNTS[causal]}",
     ]
     if batch is None:
         notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=)")
