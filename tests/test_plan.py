@@ -537,9 +537,11 @@ def test_a_config_of_transformers_brings_its_own_plan():
     [
         ({"build": "llama-4"}, "is no model: give .*llama-3-70b"),
         ({"build": 3}, "a model's name, a config, a module or a function"),
+        ({"build": "bert-large"}, "Bert.loss does not take token ids alone"),
         ({"build": lambda: nn.Linear(2, 2)}, "Linear has no ModuleList"),
         ({"world": 0}, "world must be a positive whole number"),
         ({"batch": 7}, "no split of 8 GPUs divides 7 sequences"),
+        ({"only": {"tp": 8}, "length": 2047}, "no split of 8 GPUs divides 8 sequences of 2,047 tokens"),
         ({"memory": -1.0}, "memory must be a positive number"),
         ({"only": {"gpus": 3}}, "known are pp, dp, fsdp"),
         ({"only": {"tp": "two"}}, "'two' is no whole number"),

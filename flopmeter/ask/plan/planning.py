@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
+from flopmeter.ask.checks import check_callable, check_flags, check_mapping, check_positive, check_whole
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_seconds
@@ -97,7 +97,7 @@ def plan(
     """
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
-    _check(whole, rows, mode, loss)
+    _check(whole, rows, mode, loss, tensor_parallel)
     check_whole(PlanError, world=world, batch=batch, length=length, workers=workers)
     check_positive(PlanError, memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
     check_flags(async_tp=async_tp, fp8=fp8)
@@ -342,8 +342,8 @@ def _nothing(subject: Subject, bounds: Bounds, wishes: Mapping[str, tuple[object
         if why and 1 not in wishes.get(name, (1,)):
             return f"{name} is 1 here{asked}: {why}"
     return (
-        f"no split of {bounds.world:,} GPUs divides {bounds.batch:,} sequences, {bounds.layers} layers and "
-        f"{bounds.heads or 'no'} heads evenly{asked}: another batch= or world= may"
+        f"no split of {bounds.world:,} GPUs divides {bounds.batch:,} sequences of {bounds.length:,} tokens, "
+        f"{bounds.layers} layers and {bounds.heads or 'no'} heads evenly{asked}: another batch=, length= or world= may"
     )
 
 
@@ -364,7 +364,7 @@ def _no_experts(subject: Subject) -> str:
     )
 
 
-def _check(whole: int, rows: int, mode: Mode, loss: Loss | None) -> None:
+def _check(whole: int, rows: int, mode: Mode, loss: Loss | None, styles: Styles | None) -> None:
     """Raises PlanError for what makes no sense, before the model is built."""
     check_whole(PlanError, rows=rows)
     check_whole(PlanError, least=0, whole=whole)
@@ -373,3 +373,5 @@ def _check(whole: int, rows: int, mode: Mode, loss: Loss | None) -> None:
     mode_called(mode, PlanError)
     if loss is not None:
         check_callable("loss must be a function of the model and token ids", loss)
+    if styles is not None:
+        check_mapping("{'layers.*.up': ColwiseParallel()}", tensor_parallel=styles)
