@@ -177,9 +177,12 @@ def test_a_split_fits_by_what_the_allocator_reserves() -> None:
     def planned(memory: float) -> ParallelPlan:
         return plan(CONFIG, 8, memory=memory, length=LENGTH, only={"tp": 1, "cp": 1, "pp": 1}, rows=1)
 
-    (roomy,) = planned(80e9).rows
+    with_room = planned(80e9)
+    (roomy,) = with_room.rows
     assert roomy.fits
+    assert "so much room is not left" not in str(with_room)
     assert roomy.peak_memory_bytes < roomy.reserved_memory_bytes
+    assert "so much room is not left in 1 of these splits" in str(planned(1.05 * roomy.reserved_memory_bytes))
     tight = planned(1.001 * roomy.peak_memory_bytes)
     assert all(row.split != roomy.split or "gives unused segments back" in str(tight) for row in tight.rows)
     assert all(row.peak_memory_bytes <= 1.001 * roomy.peak_memory_bytes for row in tight.rows if row.fits)

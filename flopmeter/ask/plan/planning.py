@@ -284,6 +284,9 @@ def _compared(row: SplitRow) -> str:
     return f"{row.split.name}, {row.passes}: {figure(row.seconds)} s whole; composed it was {off} % off"
 
 
+# Of the memory that five published runs reserve, on average (docs/plan.md).
+MEMORY_ERROR = 0.09
+
 _FP8 = (
     "fp8 in the linear layers of each layer (scales of whole tensors; FSDP gathers them in fp8, tensor parallelism in "
     "bf16; MFU is of the bf16 peak), elsewhere in bf16"
@@ -328,10 +331,19 @@ def _cautions(rows: Iterable[SplitRow], async_tp: bool, casts_alone: bool, delay
         yield "casts to fp8 are kernels of their own in eager layers: mode='compiled' (--mode compiled) fuses them"
     if async_tp:
         yield "async tensor parallelism: products hide the collectives next to them, where steps are composed"
-    if any(row.fits and row.reserved_memory_bytes > (row.usable_memory_bytes or 0) for row in rows):
+    filled = [
+        row.reserved_memory_bytes / row.usable_memory_bytes for row in rows if row.fits and row.usable_memory_bytes
+    ]
+    if any(share > 1 for share in filled):
         yield (
             "where more would be reserved than there is, torch's allocator gives unused segments back first, in a time "
             "that is not counted: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves less (here too)"
+        )
+    tight = sum(share > 1 - MEMORY_ERROR for share in filled)
+    if tight:
+        yield (
+            f"the memory of published runs is {percent(MEMORY_ERROR)} % off on average; so much room is not left in "
+            f"{tight} of these splits: memory= (--memory GB) plans with a reserve"
         )
     yield from delay_notes(delays)
 

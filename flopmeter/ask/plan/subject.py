@@ -220,8 +220,8 @@ def _loss_of(model: nn.Module) -> Loss:
         inspect.signature(model.loss).bind("tokens")
     except TypeError:
         raise PlanError(
-            f"{type(model).__name__}.loss does not take token ids alone: plan takes language models (or loss=, a function "
-            "of the model and token ids)"
+            f"{type(model).__name__}.loss does not take token ids alone: plan takes language models (or loss=, a "
+            "function of the model and token ids)"
         ) from None
     return _own_loss
 
