@@ -302,7 +302,8 @@ def _notes(
         "AdamW's state in fp32, sharded over fsdp x cp" + _frozen(subject),
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
-        f"MFU: of what a sequence takes on one GPU, attention counted {HOW_ATTENTION_COUNTS[causal]}",
+        f"MFU: of what a sequence takes on one GPU, attention counted {HOW_ATTENTION_COUNTS[causal]}"
+        + (" (causal='exact', --causal exact: where visible)" if causal == "full" else ""),
     ]
     if batch is None:
         notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=)")
