@@ -55,6 +55,16 @@ def test_a_step_is_worth_as_many_flops_however_it_is_split_and_whatever_is_compu
         assert per_token == pytest.approx(6 * products + attention, rel=0.01), split
 
 
+def test_attention_may_count_where_it_is_visible():
+    """(length + 1) / 2 of the keys that a token has in full; which passes are computed again changes nothing."""
+    length = 2048
+    for split in ({}, {"cp": 2, "recompute": "full"}):
+        full, visible = (planned(**split, options={"causal": causal}) for causal in ("full", "exact"))
+        assert visible.seconds == full.seconds
+        hidden = (full.mfu - visible.mfu) * 989.4e12 / full.tokens_per_s_per_gpu
+        assert hidden == pytest.approx(8 * 3 * 4 * 4096 * (length - 1) / 2, rel=1e-3), split
+
+
 def test_hidden_collectives_and_products_in_fp8_make_a_step_shorter():
     plain = planned(tp=8).seconds
     assert planned(tp=8, options={"async_tp": True}).seconds < plain

@@ -122,6 +122,17 @@ def test_flash_backward_recomputes_one_product_of_five():
     assert report.flops - report.model_flops == product
 
 
+def test_a_causal_mask_hides_as_much_of_what_flash_backward_recomputes_as_of_the_rest():
+    q = torch.empty(1, 8, 256, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    report = report_of(
+        lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).backward(q.detach()), causal="exact"
+    )
+    product = 2 * 8 * (256 * 257 // 2) * 64
+    attention = next(row for row in report.rows() if row.name == "attention (fused)")
+    assert attention.flops == (2 + 5) * product
+    assert report.flops - report.model_flops == product
+
+
 def test_an_op_without_a_rule_is_a_row_with_its_bytes_and_never_silently_zero():
     library = torch.library.Library("flopmeter_test", "FRAGMENT")
     library.define("mystery(Tensor x) -> Tensor")

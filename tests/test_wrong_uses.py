@@ -260,6 +260,8 @@ INTERFACE = {
     "plan('llama-3-8b', 8, async_tp='yes')": "async_tp must be True or False",
     "plan('llama-3-8b', 8, workers=0)": "workers must be a positive whole number",
     "plan('llama-3-8b', 8, only=['tp'])": "only must be a mapping such as {'tp': [4, 8]}",
+    "plan('llama-3-8b', 8, tensor_parallel=8)": "tensor_parallel must be a mapping such as {'layers.*.up'",
+    "plan('llama-3-8b', 8, executor=2)": "executor must be one of concurrent.futures",
     "plan('llama-3-8b', 8, only={'tp': []})": "name a value, or leave it out",
     "plan('llama-3-8b', 8, loss='mean')": "a function of the model and token ids, not 'mean'",
     "scale(3, [{'dp': 2}])": "a function of the mesh, which returns the step, not 3",

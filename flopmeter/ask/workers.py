@@ -36,6 +36,8 @@ def results_of(
     """
     if not is_whole(workers):
         raise ValueError(f"workers must be at least 1, not {workers!r}")
+    if executor is not None and not hasattr(executor, "map"):
+        raise TypeError(f"executor must be one of concurrent.futures, or have its methods, not {executor!r}")
     started = None
     if executor is None and workers > 1 and len(jobs) > 1:
         # Spawned, not forked: torch has threads by now.

@@ -12,6 +12,7 @@ from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.splits import WISHES
 from flopmeter.cli.command import Command, add_device, add_format, number, picked, positive, seconds, share, show
 from flopmeter.cli.prices import load_prices
+from flopmeter.cli.target_options import add_causal
 from flopmeter.cli.targets import Target, load_target
 from flopmeter.device.hardware import load_hardware
 from flopmeter.meter import Mode
@@ -33,7 +34,7 @@ def _plan(options: argparse.Namespace) -> int:
         delays=_delays(options),
         dollars_per_gpu_hour=prices.dollars_per_hour.get(device.name),
         progress=options.progress.over,
-        **picked(options, "batch", "cluster", "mode", "async_tp", "fp8", "rows", "whole", "workers"),
+        **picked(options, "batch", "cluster", "mode", "async_tp", "fp8", "rows", "whole", "workers", "causal"),
     )
     show(result.with_note(prices.source).with_note(f"ran: {options.command}").render(options.format), options)
     if options.plot:
@@ -110,6 +111,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--async-tp", action="store_true", help="products hide the collectives of tensor parallelism next to them")
     add("--fp8", action="store_true", help="products of linear layers in fp8")
+    add_causal(parser)
     add(
         "--data", metavar="SECONDS", type=seconds, default=0.0,
         help="in which the hosts make a step's batch (default: 0)",

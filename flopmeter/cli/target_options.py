@@ -56,10 +56,7 @@ def add_metering(parser: argparse.ArgumentParser, *, clocks: bool = True) -> Non
         add_clocks(group)
         add_energy_price(group)
     group.add_argument("--strict", action="store_true", help="an op that no rule covers is an error, not a line")
-    group.add_argument(
-        "--causal", choices=get_args(Causal), default="full",
-        help="FLOPs of the whole attention square, or of what a mask leaves (default: %(default)s)",
-    )  # fmt: skip
+    add_causal(group)
     group.add_argument(
         "--routing", metavar="balanced|1.3", type=_routing,
         help="tokens take experts in turns, or the first expert gets so many times the mean (1 to 2)",
@@ -68,6 +65,13 @@ def add_metering(parser: argparse.ArgumentParser, *, clocks: bool = True) -> Non
     group.add_argument(
         "--mask-fraction", metavar="SHARE", type=share, help="of an unknown mask that selects elements, this is true"
     )
+
+
+def add_causal(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--causal", choices=get_args(Causal), default="full",
+        help="FLOPs of the whole attention square, or of what a mask leaves (default: %(default)s)",
+    )  # fmt: skip
 
 
 def metering(options: argparse.Namespace) -> dict[str, Any]:

@@ -112,6 +112,15 @@ class Cost:
         return self.work.recomputed_flops if isinstance(self.work, AttentionWork) else 0
 
     @property
+    def masked_recomputed_flops(self) -> int:
+        """Of `recomputed_flops`, those that a mask hides: of each matmul it hides the same share."""
+        if not isinstance(self.work, AttentionWork) or not self.masked_flops:
+            return 0
+        pairs = self.work.shape.heads * sum(count * queries * keys for count, queries, keys in self.work.shape.sizes)
+        unmasked = 2 * self.macs + self.work.score_flops * pairs
+        return self.recomputed_flops * self.masked_flops // unmasked
+
+    @property
     def flops(self) -> int:
         return sum(count for _, count in self.flops_by_class)
 

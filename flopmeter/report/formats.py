@@ -13,7 +13,7 @@ from flopmeter.report.columns import IN_TEXT, RAW_NAMES, ReportColumn, raw, shar
 from flopmeter.report.compilation import in_short
 from flopmeter.report.drawers import FORMATS, draws
 from flopmeter.report.page import page
-from flopmeter.report.quantities import duration, figure, percent, percent_of, with_prefix
+from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, duration, figure, percent, percent_of, with_prefix
 from flopmeter.report.report import Report, Row
 from flopmeter.report.tables import as_csv
 from flopmeter.report.winning import cautions, in_lines, where_to_win
@@ -112,7 +112,7 @@ def small_print(report: Report) -> list[str]:
         + " · assumed: nothing"
         * (not report.assumptions),
         *(f"assumed: {text}" for text in report.assumptions),
-        f"multiply-add = 2 FLOP · attention counted {_CAUSAL[report.causal]}"
+        f"multiply-add = 2 FLOP · attention counted {HOW_ATTENTION_COUNTS[report.causal]}"
         f" · TF32 is {'on' if switches.matmul_tf32 else 'off'} for fp32 matmuls,"
         f" {'on' if switches.cudnn_tf32 else 'off'} for fp32 convolutions",
         *in_short(report.graphs),
@@ -205,9 +205,6 @@ def _memory(report: Report) -> str:
     at = f" · at {op.call.name}{op.module and f' in {op.module}'} ({op.phase})" if op else ""
     counted = f" · {with_prefix(memory.allocated_bytes, 'B')} by torch.cuda.max_memory_allocated()"
     return f"{verdict} · at the peak: {made_of or 'nothing'}{at}{counted if report.kernels else ''}"
-
-
-_CAUSAL = {"full": "in full", "exact": "where visible"}
 
 
 @draws(FORMATS, "text")

@@ -155,16 +155,12 @@ class Report:
     @cached_property
     def flops(self) -> int:
         """What the program runs, in the stated convention (full attention square unless causal='exact')."""
-        return sum(self._flops(kernel.cost) for kernel in self.kernels)
+        return sum(self.counted_flops(kernel.cost) for kernel in self.kernels)
 
     @cached_property
     def model_flops(self) -> int:
         """Without recomputation: neither checkpointed forwards nor what fused kernels compute again."""
-        recomputed = sum(
-            self._flops(kernel.cost) if kernel.ops[0].phase == "recompute" else kernel.cost.recomputed_flops
-            for kernel in self.kernels
-        )
-        return self.flops - recomputed
+        return sum(map(self.counted_model_flops, self.kernels))
 
     @cached_property
     def executed_flops(self) -> int:
@@ -388,13 +384,22 @@ class Report:
         html: str = VIEWS["notebook"](self)
         return html
 
-    def _flops(self, cost: Cost) -> int:
+    def counted_flops(self, cost: Cost) -> int:
+        """Of one kernel, in the stated convention."""
         return cost.flops - (cost.masked_flops if self.causal == "exact" else 0)
+
+    def counted_model_flops(self, kernel: Kernel) -> int:
+        """The same without recomputation."""
+        if kernel.ops[0].phase == "recompute":
+            return 0
+        cost = kernel.cost
+        hidden = cost.masked_recomputed_flops if self.causal == "exact" else 0
+        return self.counted_flops(cost) - (cost.recomputed_flops - hidden)
 
     def _class_flops(self, cost: Cost) -> Iterable[tuple[str, int]]:
         """FLOPs of each class in the kernel; masked FLOPs belong to its first class, that of the matmul."""
         (op_class, flops), *rest = cost.flops_by_class
-        return [(op_class, flops - (cost.flops - self._flops(cost))), *rest]
+        return [(op_class, flops - (cost.flops - self.counted_flops(cost))), *rest]
 
     def _rows(
         self,
@@ -408,7 +413,7 @@ class Report:
                 group = groups.setdefault(name, _RowTotals())
                 group.add(kernel.cost, timing)
                 if flops_by_name is None:
-                    group.flops += self._flops(kernel.cost)
+                    group.flops += self.counted_flops(kernel.cost)
             if flops_by_name is not None:
                 for name, flops in flops_by_name(kernel.cost):
                     groups.setdefault(name, _RowTotals()).flops += flops

@@ -262,7 +262,6 @@ class _PartsOfReport:
             kind = "weights" if is_backward and self._makes_gradients(kernel.op) else kind
             if timing.stream != DEFAULT_STREAM:
                 continue
-            flops = kernel.cost.flops - kernel.cost.recomputed_flops if kernel.op.phase != "recompute" else 0
             waited = timing.start_seconds - end
             communication = min(waited, timing.link_wait_seconds) + timing.seconds * timing.is_collective - hidden
             overhead = waited - min(waited, timing.link_wait_seconds)
@@ -276,7 +275,7 @@ class _PartsOfReport:
                     memory_seconds=0.0 if timing.is_compute else work,
                     communication_seconds=communication,
                     overhead_seconds=overhead,
-                    model_flops=flops,
+                    model_flops=report.counted_model_flops(kernel),
                 ),
             )
             end = timing.end_seconds

@@ -121,7 +121,6 @@ class _RankMemory:
                 self._forward(each)
             else:
                 self._backward(each)
-        self._give(self._scattered)
         numel = _numel(self._chunks, self._work.trained_numel)
         self._take(self._work.costs.optimizer_bytes_per_parameter * numel)
         return MemoryUse(self._peak, self._allocator.peak_reserved_bytes)
@@ -174,6 +173,7 @@ class _RankMemory:
         self._give([*self._blocks.pop((each.chunk, len(parts), each.microbatch), {}).values()])
         if makes_gradients:
             self._reduce(outside, scatters)
+        self._give(self._scattered)  # by FSDP2's callback at the end of a backward pass
 
     def _play_backward(self, each: Pass, place: int) -> None:
         """In a zero-bubble schedule, activations and `held_bytes` of gradients stay until the pass for weights."""
@@ -250,7 +250,8 @@ class _RankMemory:
             self._scatter(group)
 
     def _scatter(self, group: _Group) -> None:
-        """From a buffer, which is given back at the next scatter, into shards. Those of later passes are added."""
+        """From a buffer, which is given back at the next scatter or the end of the pass, into shards. Those of later
+        passes are added."""
         self._reshard(group)
         self._give(self._scattered)
         nbytes = REDUCED_BYTES * sum(self._chunks[chunk][place].trained_parameters for chunk, place in group)

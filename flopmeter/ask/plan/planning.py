@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from flopmeter.ask.checks import check_callable, check_flags, check_positive, check_whole
+from flopmeter.ask.checks import check_callable, check_flags, check_mapping, check_positive, check_whole
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.plan.compose import Composed, SplitWork, compose, least_seconds
@@ -33,8 +33,8 @@ from flopmeter.ask.workers import results_of
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
-from flopmeter.meter import DEFAULT_HARDWARE, Mode
-from flopmeter.report.quantities import figure, percent
+from flopmeter.meter import DEFAULT_HARDWARE, Causal, Mode
+from flopmeter.report.quantities import HOW_ATTENTION_COUNTS, figure, percent
 from flopmeter.timing.allocator import OutOfMemoryError
 from flopmeter.timing.peak_memory import usable_bytes_if_known
 
@@ -97,7 +97,7 @@ def plan(
     """
     device = load_hardware(hardware)
     links = cluster_of(device) if cluster is None else load_cluster(cluster)
-    _check(whole, rows, mode, loss)
+    _check(whole, rows, mode, loss, tensor_parallel)
     check_whole(PlanError, world=world, batch=batch, length=length, workers=workers)
     check_positive(PlanError, memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)
     check_flags(async_tp=async_tp, fp8=fp8)
@@ -121,8 +121,8 @@ def plan(
     shown = [search.row(each, dollars_per_gpu_hour) for each in found]
     shown = sorted(_metered(search, shown, whole, run), key=lambda row: row.seconds)
     notes = [
-        *_notes(subject, links, batch, length, bounds), *map(_compared, shown), *search.notes(),
-        *_cautions(shown, async_tp, fp8 and mode == "eager", delays),
+        *_notes(subject, links, batch, length, bounds, meter_options.get("causal", "full")), *map(_compared, shown),
+        *search.notes(), *_cautions(shown, async_tp, fp8 and mode == "eager", delays),
     ]  # fmt: skip
     return ParallelPlan(
         f"{subject.name}, {figure(subject.parameters / 1e9)} B parameters · {world:,} × {device.title} · "
@@ -284,20 +284,26 @@ def _compared(row: SplitRow) -> str:
     return f"{row.split.name}, {row.passes}: {figure(row.seconds)} s whole; composed it was {off} % off"
 
 
+# Of the memory that five published runs reserve, on average (docs/plan.md).
+MEMORY_ERROR = 0.09
+
 _FP8 = (
     "fp8 in the linear layers of each layer (scales of whole tensors; FSDP gathers them in fp8, tensor parallelism in "
     "bf16; MFU is of the bf16 peak), elsewhere in bf16"
 )
 
 
-def _notes(subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds) -> list[str]:
+def _notes(
+    subject: Subject, cluster: Cluster, batch: int | None, length: int | None, bounds: Bounds, causal: Causal
+) -> list[str]:
     notes = [
         f"cluster: {cluster.title}",
         f"products run in {_FP8 if subject.fp8 else 'bf16'}, gradients are summed in fp32; parameters, gradients and "
         "AdamW's state in fp32, sharded over fsdp x cp" + _frozen(subject),
         "composed: layers metered one by one, steps put together; whole: all layers of the program metered, and "
         "microbatches alike",
-        "MFU: of what a sequence takes on one GPU, attention counted in full",
+        f"MFU: of what a sequence takes on one GPU, attention counted {HOW_ATTENTION_COUNTS[causal]}"
+        + (" (causal='exact', --causal exact: where visible)" if causal == "full" else ""),
     ]
     if batch is None:
         notes.append(f"assumed: {bounds.batch:,} sequences a step, one for each GPU (batch=)")
@@ -326,10 +332,19 @@ def _cautions(rows: Iterable[SplitRow], async_tp: bool, casts_alone: bool, delay
         yield "casts to fp8 are kernels of their own in eager layers: mode='compiled' (--mode compiled) fuses them"
     if async_tp:
         yield "async tensor parallelism: products hide the collectives next to them, where steps are composed"
-    if any(row.fits and row.reserved_memory_bytes > (row.usable_memory_bytes or 0) for row in rows):
+    filled = [
+        row.reserved_memory_bytes / row.usable_memory_bytes for row in rows if row.fits and row.usable_memory_bytes
+    ]
+    if any(share > 1 for share in filled):
         yield (
             "where more would be reserved than there is, torch's allocator gives unused segments back first, in a time "
             "that is not counted: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves less (here too)"
+        )
+    tight = sum(share > 1 - MEMORY_ERROR for share in filled)
+    if tight:
+        yield (
+            f"the memory of published runs is {percent(MEMORY_ERROR)} % off on average; so much room is not left in "
+            f"{tight} of these splits: memory= (--memory GB) plans with a reserve"
         )
     yield from delay_notes(delays)
 
@@ -340,8 +355,8 @@ def _nothing(subject: Subject, bounds: Bounds, wishes: Mapping[str, tuple[object
         if why and 1 not in wishes.get(name, (1,)):
             return f"{name} is 1 here{asked}: {why}"
     return (
-        f"no split of {bounds.world:,} GPUs divides {bounds.batch:,} sequences, {bounds.layers} layers and "
-        f"{bounds.heads or 'no'} heads evenly{asked}: another batch= or world= may"
+        f"no split of {bounds.world:,} GPUs divides {bounds.batch:,} sequences of {bounds.length:,} tokens, "
+        f"{bounds.layers} layers and {bounds.heads or 'no'} heads evenly{asked}: another batch=, length= or world= may"
     )
 
 
@@ -362,7 +377,7 @@ def _no_experts(subject: Subject) -> str:
     )
 
 
-def _check(whole: int, rows: int, mode: Mode, loss: Loss | None) -> None:
+def _check(whole: int, rows: int, mode: Mode, loss: Loss | None, styles: Styles | None) -> None:
     """Raises PlanError for what makes no sense, before the model is built."""
     check_whole(PlanError, rows=rows)
     check_whole(PlanError, least=0, whole=whole)
@@ -371,3 +386,5 @@ def _check(whole: int, rows: int, mode: Mode, loss: Loss | None) -> None:
     mode_called(mode, PlanError)
     if loss is not None:
         check_callable("loss must be a function of the model and token ids", loss)
+    if styles is not None:
+        check_mapping("{'layers.*.up': ColwiseParallel()}", tensor_parallel=styles)

@@ -163,7 +163,7 @@ def splits(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator
 def _all(bounds: Bounds, wishes: Mapping[str, tuple[object, ...]]) -> Iterator[Split]:
     for tp, cp, pp in product(_tensor(bounds, wishes), _context(bounds, wishes), _stages(bounds)):
         data, rest = divmod(bounds.world, tp * cp * pp)
-        if rest or bounds.batch % data:
+        if rest or bounds.batch % data or bounds.length % (tp * cp):  # sequence parallelism parts what cp leaves
             continue
         for fsdp, microbatch, recompute in product(divisors(data), divisors(bounds.batch // data), get_args(Recompute)):
             if microbatch > MOST_MICROBATCH and "microbatch" not in wishes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import gcd
@@ -213,7 +214,16 @@ _LENGTHS = ("max_position_embeddings", "positions", "block_size", "max_seq_len")
 def _loss_of(model: nn.Module) -> Loss:
     if hasattr(model, "prepare_inputs_for_generation"):
         return _transformers_loss
-    return _own_loss if isinstance(model, Trainable) else _logits_loss
+    if not isinstance(model, Trainable):
+        return _logits_loss
+    try:
+        inspect.signature(model.loss).bind("tokens")
+    except TypeError:
+        raise PlanError(
+            f"{type(model).__name__}.loss does not take token ids alone: plan takes language models (or loss=, a "
+            "function of the model and token ids)"
+        ) from None
+    return _own_loss
 
 
 def _transformers_loss(model: nn.Module, tokens: Tensor) -> Tensor:
