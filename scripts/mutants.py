@@ -44,8 +44,6 @@ EQUIVALENT = {
     ),
     "flopmeter/launch/fusion/roles.py: all  ->  any  in  is_scratch = bool(written) and all((spec.storage < 0 for spec "
     "in written))": "a kernel writes scratch or tensors of the program, never both",
-    "flopmeter/launch/fusion/traffic.py: 0  ->  1  in  extents = {key: max(storages[key].nbytes if key >= 0 else 0, "
-    "end) for key, end in self._extent.items()}": "what is handed from part to part and ends at its first byte is empty",
     "flopmeter/timing/convolution.py: busy.work_seconds  ->  busy.seconds": "kernels of vector units have no latency",
     **dict.fromkeys(
         (
