@@ -269,8 +269,8 @@ AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), shared_queries=1, shares_
 # device's own generation; the backward pass adds nothing atomically, so that it computes the scores twice; and a block
 # that keeps keys serves all query heads that share them. Tiles of the forward pass by the major of the compute
 # capability (template_heuristics/triton.py, 16-bit types): a head dimension without an entry there has 64 x 64. (11 and
-# 12 are alike. Before 8.0 there is no template.) Tiles of the backward pass: up to which head dimension, the keys that a
-# block keeps, and the queries that it takes at a time.
+# 12 are alike. Before 8.0 there is no template.) Tiles of the backward pass: up to which head dimension, the keys that
+# a block keeps, and the queries that it takes at a time.
 FLEX = FLASH_2._replace(tiles_on={}, causal_tiles_on={}, holds_tiles=False, masks_by_count=False)
 FLEX_TILES = {
     8: {64: (128, 64), 128: (128, 64), 192: (128, 32), 256: (32, 64)},

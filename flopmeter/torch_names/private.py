@@ -45,6 +45,7 @@ CTC_LOSS = "the backward of ctc_loss"
 AOT_INDUCTOR = "packages of AOTInductor"
 SPARSE = "sparse gradients of embeddings"
 SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
+FAKE_QUANTIZE = "fake quantization"
 
 
 @dataclass(frozen=True)
