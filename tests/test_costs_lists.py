@@ -72,6 +72,15 @@ def test_each_gradient_is_read_once_and_added_once(name):
     assert (cost.bytes_read, cost.bytes_written) == (4 * elements + index_bytes, call.outputs[0].nbytes)
 
 
+@pytest.mark.parametrize(("step", "windows", "filled"), [(1, 8, 10), (3, 3, 9), (4, 2, 6)])
+def test_gradients_of_windows_are_added_to_zeros_where_the_windows_lie(step, windows, filled):
+    """Ten numbers in windows of three. (The bytes of windows that overlap are at most those of the whole.)"""
+    zeros, added = costs_of(calls_of(lambda: aten.unfold_backward(T(windows, 3), [10], 0, 3, step))[-1])
+    assert (zeros.flops, zeros.bytes_read, zeros.bytes_written) == (0, 0, 40)
+    assert added.flops_by_class == ((REDUCTION, 3 * windows),)
+    assert (added.bytes_read, added.bytes_written) == (4 * 3 * windows + 4 * filled, 4 * filled)
+
+
 # --- copies of views
 
 

@@ -222,6 +222,7 @@ OF_COMPLEX: dict[float, set[str]] = {
         "cumsum", "cumsum_", "trace", "index_add", "index_add_", "scatter_add", "put", "index_put", "_index_put_impl_",
         "_unsafe_masked_index_put_accumulate", "reflection_pad1d_backward", "replication_pad1d_backward",
         "replication_pad2d_backward", "upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward",
+        "col2im", "unfold_backward",
     },
     6: {"mul", "mul_", "_foreach_mul_", "prod", "cumprod", "cumprod_"},
     10 / 3: {"lerp", "lerp_", "_foreach_lerp_"},

@@ -21,7 +21,7 @@ from flopmeter.costs.rules import (
     scratch,
 )
 from flopmeter.costs.windows import covered
-from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Matmul, Region, TensorSpec
+from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost, Matmul, Region, TensorSpec
 from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -62,7 +62,7 @@ _PER_INPUT: dict[OpOverloadPacket, PerInput] = {
 }
 
 _COMPLEX_FACTORS = {
-    **dict.fromkeys((aten.sum, aten.nansum, aten.mean, aten.cumsum, aten.cumsum_), COMPLEX_ADD),
+    **dict.fromkeys((aten.sum, aten.nansum, aten.mean, aten.cumsum, aten.cumsum_, aten.col2im), COMPLEX_ADD),
     **dict.fromkeys((aten.prod, aten.cumprod, aten.cumprod_), COMPLEX_MULTIPLY),
 }
 
@@ -82,6 +82,15 @@ def reduction(call: Call) -> Cost:
 
 
 rule(*_PER_INPUT)(reduction)
+
+
+@rule(aten.unfold_backward)
+def unfold_backward(call: Call) -> tuple[Cost, Cost]:
+    """Zeros, to which the gradient of each window is added (aten/src/ATen/native/cuda/UnfoldBackwardKernel.cu)."""
+    (grad,), (out,) = call.inputs, call.outputs
+    places = Region(out, min(grad.numel * out.dtype.itemsize, out.nbytes))
+    added = make_cost(call, REDUCTION, grad.numel, read=(grad, places), written=(places,), complex_factor=COMPLEX_ADD)
+    return make_cost(call, MOVEMENT, read=()), added
 
 
 @rule(aten.logsumexp)

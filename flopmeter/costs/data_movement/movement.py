@@ -120,7 +120,7 @@ def _part_of(whole: TensorSpec, part: TensorSpec) -> Region:
     return Region(whole, min(part.numel * part.dtype.itemsize, whole.nbytes))
 
 
-@rule(aten.slice_backward, aten.select_backward, aten.diagonal_backward, aten.unfold_backward)
+@rule(aten.slice_backward, aten.select_backward, aten.diagonal_backward)
 def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """The gradient of a view: a tensor of zeros, then the gradient copied into its part."""
     (grad,), (out,) = call.inputs, call.outputs
