@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, log2, prod
 
 import torch
 
@@ -179,13 +179,13 @@ def random_sample(call: Call) -> Cost:
 
 @rule(aten.multinomial)
 def multinomial(call: Call) -> tuple[Cost, ...]:
-    """With replacement a kernel draws all samples. One sample, or samples without replacement, are where p / q is
-    largest, with q drawn from an exponential distribution. Before that kernels check p: it has to be finite and not
-    negative, and no row's sum 0 (aten/src/ATen/native/Distributions.cpp)."""
+    """One sample, or samples without replacement, are where p / q is largest, with q drawn from an exponential
+    distribution. Before that kernels check p: it has to be finite and not negative, and no row's sum 0
+    (aten/src/ATen/native/Distributions.cpp)."""
     (p,), (samples,) = call.inputs, call.outputs
     draws = call.argument("num_samples")
     if call.argument("replacement") and draws > 1:
-        return (make_cost(call, RANDOM),)
+        return _with_replacement(call, p, samples)
     rows = p.shape[:-1]
     q, sums, one = scratch(p), *(scratch(p, n)._replace(shape=s, stride=(1,) * len(s)) for n, s in ((2, rows), (3, ())))
     found, flag = (spec._replace(dtype=torch.bool, storage=spec.storage - 2) for spec in (sums, one))
@@ -205,6 +205,20 @@ def multinomial(call: Call) -> tuple[Cost, ...]:
         kernel(RANDOM, (), (q,)),
         kernel(ELEMENTWISE, (p, q), (q,), p.numel),
         kernel(REDUCTION if draws == 1 else SORTING, (q,), (samples,)),
+    )
+
+
+def _with_replacement(call: Call, p: TensorSpec, samples: TensorSpec) -> tuple[Cost, ...]:
+    """p, copied twice, is divided by the sums of its rows and summed up; then each sample is looked for in the running
+    sums, at log2 n + 1 places (aten/src/ATen/native/cuda/MultinomialKernel.cu)."""
+    kept, normalized, sums = (scratch(p, number) for number in (1, 2, 3))
+    probed = samples.numel * (ceil(log2(max(p.shape[-1], 1))) + 1) * p.dtype.itemsize
+    return (
+        make_cost(call, MOVEMENT, read=(p,), written=(kept,)),
+        make_cost(call, MOVEMENT, read=(kept,), written=(normalized,)),
+        make_cost(call, REDUCTION, 2 * p.numel, read=(normalized,), written=(normalized,)),
+        make_cost(call, REDUCTION, p.numel, read=(normalized,), written=(sums,)),
+        make_cost(call, RANDOM, read=(Region(sums, min(probed, sums.nbytes)),)),
     )
 
 
