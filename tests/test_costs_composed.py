@@ -16,7 +16,7 @@ from flopmeter.records import MOVEMENT, UNCOUNTED
 WINDOWS = [torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window, torch.kaiser_window]
 MAKES_NO_KERNEL = {
     "empty", "resize_", "narrow", "slice", "as_strided", "to", "_to_copy", "empty_strided", "copy_", "empty_like",
-    "fill_",
+    "fill_", "mT",
 }  # fmt: skip
 """On a CPU a Python number becomes a tensor and is cast, and what a reduction starts from is written: on a GPU both are
 arguments of the kernel."""
@@ -66,9 +66,15 @@ def test_a_spectrogram_with_its_window_leaves_nothing_uncounted():
         (torch.multinomial, (8,), (1, True)),
         (torch.multinomial, (4, 8), (3,)),
         (torch.count_nonzero, (4, 8), (1,)),
+        (lambda x: torch.ops.aten._euclidean_dist(x, x), (30, 8), ()),
+        (lambda x: torch.ops.aten.mse_loss_backward(x, x, x, 0), (4, 8), ()),
+        (lambda x: torch.ops.aten.smooth_l1_loss_backward(x, x, x, 0, 1.0), (4, 8), ()),
+        (lambda x: torch.ops.aten.huber_loss_backward(x, x, x, 0, 1.0), (4, 8), ()),
+        (lambda x: torch.ops.aten.soft_margin_loss_backward.grad_input(x, x, x, 0, grad_input=x), (4, 8), ()),
+        (lambda x: torch.ops.aten.ldexp(x, x), (4, 8), ()),
     ],
 )
-def test_samples_and_counts_launch_what_torch_runs_for_them(op, shape, options):
+def test_samples_counts_distances_and_gradients_launch_what_torch_runs_for_them(op, shape, options):
     costs = costs_in(lambda: op(meta(*shape), *options))
     x = torch.rand(shape)
     assert len(costs) == len(kernels_by_torchs_profiler(lambda: op(x, *options)))

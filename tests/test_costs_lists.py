@@ -65,8 +65,13 @@ OVERLAPPING = overlapping()
 
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_each_gradient_is_read_once_and_added_once(name):
+    """To zeros, but for up-sampling by the nearest, where a thread gathers what belongs to its element."""
     call, elements = OVERLAPPING[name]
-    (cost,) = costs_of(call)
+    *filled, cost = costs_of(call)
+    nbytes = call.outputs[0].nbytes
+    assert [(zeros.flops, zeros.bytes_read, zeros.bytes_written) for zeros in filled] == (
+        [] if "nearest" in name else [(0, 0, nbytes)]
+    )
     index_bytes = 8 * elements * any(spec.dtype is I64 for spec in call.inputs)
     assert cost.flops_by_class == ((REDUCTION, elements),)
     assert (cost.bytes_read, cost.bytes_written) == (4 * elements + index_bytes, call.outputs[0].nbytes)

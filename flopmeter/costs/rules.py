@@ -22,6 +22,7 @@ from flopmeter.costs.traffic import as_regions, regions
 from flopmeter.records import (
     ATTENTION,
     CONTRACTION,
+    MOVEMENT,
     UNCOUNTED,
     Access,
     AttentionBackend,
@@ -235,6 +236,12 @@ def make_product(
 def macs_of(call: Call, matmuls: Iterable[Matmul]) -> int:
     """Multiply-adds of real numbers: one of complex numbers is four."""
     return (4 if is_complex(call) else 1) * sum(matmul.macs for matmul in matmuls)
+
+
+def zeros(call: Call, gradient: TensorSpec) -> Cost:
+    """A kernel that fills a gradient before the one that writes or adds to some of its elements, as torch's kernels for
+    CUDA do (`gradInput.zero_()`, `at::zeros_like`)."""
+    return make_cost(call, MOVEMENT, read=(), written=(gradient,))
 
 
 def scratch(like: TensorSpec, number: int = 1) -> TensorSpec:

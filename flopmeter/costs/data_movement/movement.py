@@ -7,7 +7,7 @@ from math import ceil, log2, prod
 import torch
 
 from flopmeter.costs.index_arithmetic import cat_operations, cat_sectors
-from flopmeter.costs.rules import FREE, make_cost, rule, scratch
+from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
@@ -49,15 +49,25 @@ def foreach_copy(call: Call) -> Cost:
 
 
 @rule(
-    aten.stack, aten.block_diag, aten._chunk_cat, aten.reflection_pad1d,
+    aten.stack, aten._chunk_cat, aten.reflection_pad1d,
     aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
     aten.replication_pad3d, aten.roll, aten.flip, aten.rot90, aten.repeat, aten.pixel_shuffle, aten.pixel_unshuffle,
-    aten.channel_shuffle, aten.native_channel_shuffle, aten.diag_embed, aten.repeat_interleave,
+    aten.channel_shuffle, aten.native_channel_shuffle, aten.repeat_interleave,
     aten._foreach_clone, aten.lu_unpack,
 )  # fmt: skip
 def rearrange(call: Call) -> Cost:
     """Reads what moves, writes where it goes."""
     return make_cost(call, MOVEMENT)
+
+
+@rule(aten.block_diag, aten.diag_embed)
+def onto_diagonals(call: Call) -> tuple[Cost, ...]:
+    """Zeros, and a copy of each input onto them."""
+    (out,) = call.outputs
+    copies = (
+        make_cost(call, MOVEMENT, read=(x,), written=(Region(out, x.numel * out.dtype.itemsize),)) for x in call.inputs
+    )
+    return zeros(call, out), *copies
 
 
 @rule(aten.im2col)
