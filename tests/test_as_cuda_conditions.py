@@ -59,6 +59,17 @@ def test_cudnn_takes_both_running_statistics_or_in_training_none(mean, var, trai
     assert ("cudnn_batch_norm" in ran) is cudnn
 
 
+@pytest.mark.parametrize(
+    ("images", "training", "cudnn"),
+    [(65535, False, True), (65536, False, False), (65536, True, True), (880801, True, True), (880802, True, False)],
+)
+def test_cudnn_normalizes_more_images_at_once_in_training_than_in_evaluation(images, training, cudnn):
+    vectors = [f32(16, grad=False) for _ in range(4)]
+    with emulate_cuda(A100):
+        ran = ops_of(lambda: F.batch_norm(f32(images, 16, 2, 2, grad=False), *vectors, training))
+    assert ("cudnn_batch_norm" in ran) is cudnn
+
+
 def test_types_are_named_as_torchs_own_errors_name_them():
     for dtype in (torch.float16, torch.float32, torch.float64, torch.bfloat16):
         other = torch.float64 if dtype is torch.float32 else torch.float32
