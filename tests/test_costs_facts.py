@@ -120,6 +120,34 @@ def test_a_convolution_over_time_of_one_step_takes_as_long_as_a_product():
     assert convolved == pytest.approx(product, rel=0.02)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_images_that_lie_alike_are_joined_in_runs_and_others_element_by_element(layout):
+    first, alike = (meta(2, 8, 6, 6).to(memory_format=layout) for _ in range(2))
+    other = meta(2, 8, 6, 6).to(
+        memory_format=torch.channels_last if layout is torch.contiguous_format else torch.contiguous_format
+    )
+    joined, mixed = (
+        metered(lambda second=second: torch.cat([first, second])).kernels[-1].cost.work.index_operations
+        for second in (alike, other)
+    )
+    assert joined == 0 < mixed
+
+
+def test_each_row_of_a_table_is_searched_by_itself():
+    """7 values in each of 2 rows of 1,024: 11 probes each, 4 bytes a probe."""
+    (cost,) = costs_of(calls_of(lambda: torch.searchsorted(meta(2, 1024), meta(2, 7)))[-1])
+    assert cost.bytes_read == 2 * 7 * (11 * 4 + 4)
+
+
+def test_products_of_a_batch_that_are_added_read_each_matrix_of_it_once():
+    a, b = meta(3, 4, 5), meta(3, 5, 6)
+    costs = [cost for cost in costs_of(calls_of(lambda: torch.addbmm(meta(4, 6), a, b))[-1]) if cost.macs]
+    read = [region.spec for cost in costs for region in cost.reads]
+    for whole in (a, b):
+        starts = [spec.offset for spec in read if spec.shape == whole.shape[1:]]
+        assert starts == [number * whole[0].numel() for number in range(3)]
+
+
 def test_filling_under_a_mask_that_is_repeated_looks_each_element_up():
     """One row of the mask for all rows: the operands do not lie alike, so that every element's place is computed."""
     x, row, whole = meta(64, 64), meta(64, dtype=torch.bool), meta(64, 64, dtype=torch.bool)

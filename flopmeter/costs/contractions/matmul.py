@@ -42,15 +42,16 @@ def addmm_activation(call: Call) -> tuple[Cost, ...]:
 @rule(aten.addbmm, aten.addbmm_)
 def addbmm(call: Call) -> tuple[Cost, ...]:
     """beta·input + alpha·sum over the batch of (a @ b): a copy of the input, to which each product is added in place
-    (aten/src/ATen/native/LinearAlgebra.cpp). The sum over the batch counts as depth of the product."""
+    (aten/src/ATen/native/LinearAlgebra.cpp)."""
     (_, a, b), (out,) = call.inputs, call.outputs
     batch, m, k = a.shape
-    *copy, whole = _scaled_sum(call, Matmul(1, m, b.shape[-1], batch * k))
+    product = Matmul(1, m, b.shape[-1], k)
+    *copy, scaled = _scaled_sum(call, product)
     return *copy, *(
         make_contraction(
             call,
-            [Matmul(1, m, b.shape[-1], k)],
-            extra=whole.flops_by_class[1:] if number == 0 else (),
+            [product],
+            extra=scaled.flops_by_class[1:] if number == 0 else (),
             read=(_matrix(a, number), _matrix(b, number), *([out] if number or call.argument("beta") != 0 else [])),
             written=(out,),
         )
