@@ -133,6 +133,24 @@ def test_images_that_lie_alike_are_joined_in_runs_and_others_element_by_element(
     assert joined == 0 < mixed
 
 
+def test_rows_of_whole_vectors_are_looked_up_as_vectors_and_others_number_by_number():
+    """A load takes 16 bytes: rows of 8 fp32 are two, rows of 6 are none."""
+    ids = meta(5, dtype=torch.int64)
+    for width, is_looked_up in ((8, False), (6, True)):
+        (cost,) = costs_of(calls_of(lambda width=width: F.embedding(ids, meta(100, width)))[-1])
+        assert (cost.work.index_operations > 0) is is_looked_up
+
+
+@pytest.mark.parametrize(("mask", "again"), [([True, False], 1), ([True, True], 3)])
+def test_the_gradient_of_an_rms_norms_weight_goes_over_gradient_and_numbers_once_more(mask, again):
+    """A row kernel reads both twice; for the weight a kernel over columns reads both again."""
+    x, root, weight = meta(4, 6), meta(4, 1), meta(6)
+    args = (x, x, [6], root, weight, mask)
+    (cost,) = costs_of(call_by_hand(aten._fused_rms_norm_backward.default, args, (x.clone(), weight.clone())))
+    assert len(cost.work.rereads) == again
+    assert sum(each.nbytes for each in cost.work.rereads) == (1 + again) * x.nbytes
+
+
 def test_each_row_of_a_table_is_searched_by_itself():
     """7 values in each of 2 rows of 1,024: 11 probes each, 4 bytes a probe."""
     (cost,) = costs_of(calls_of(lambda: torch.searchsorted(meta(2, 1024), meta(2, 7)))[-1])
