@@ -206,8 +206,9 @@ def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
         return Loops(results, picked // max(results, 1), True)
     if not dims and results > 1 and shape[1:2] == (results,):
         dims = _all_but_channels(shape)
-    # Other layouts are eager PyTorch's, of a result that inductor may never write.
-    read = call.inputs[0] if is_channels_last(shape, call.inputs[0].stride) else None
+    read = next((region.spec for region in cost.reads if region.spec is not None and region.spec.shape == shape), None)
+    if read is not None and not is_channels_last(read.shape, read.stride):
+        read = None  # eager PyTorch's layout of a result that inductor may never write
     return _loops(shape, tuple(dims) if dims else tuple(range(len(shape))), read)
 
 
