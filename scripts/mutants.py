@@ -42,8 +42,8 @@ EQUIVALENT = {
         ),
         "of an op of the host nothing else is asked",
     ),
-    "flopmeter/launch/fusion/roles.py: all  ->  any  in  return bool(written) and all((spec.storage < 0 for spec in "
-    "written)) and (not reads_dense(call))": "a kernel writes scratch or tensors of the program, never both",
+    "flopmeter/launch/fusion/roles.py: all  ->  any  in  is_scratch = bool(written) and all((spec.storage < 0 for spec "
+    "in written))": "a kernel writes scratch or tensors of the program, never both",
     "flopmeter/timing/convolution.py: busy.work_seconds  ->  busy.seconds": "kernels of vector units have no latency",
     **dict.fromkeys(
         (

@@ -12,7 +12,7 @@ from as_cuda_stream import f16, f32, ops_of
 from test_as_cuda_attention import BF16, SINGLE, by_rules, tensors
 from torch import nn
 
-from flopmeter import FlopMeter
+from flopmeter import FlopMeter, on_meta
 from flopmeter.as_cuda import CudaTarget, dynamo, emulate_cuda
 from flopmeter.as_cuda.kernels import composites
 from flopmeter.as_cuda.scope import Scope
@@ -57,6 +57,34 @@ def test_cudnn_takes_both_running_statistics_or_in_training_none(mean, var, trai
     with emulate_cuda(A100):
         ran = ops_of(lambda: F.batch_norm(f32(8, 16, 4, 4), *statistics, f32(16), f32(16), training))
     assert ("cudnn_batch_norm" in ran) is cudnn
+
+
+@pytest.mark.parametrize(
+    ("images", "training", "cudnn"),
+    [(65535, False, True), (65536, False, False), (65536, True, True), (880801, True, True), (880802, True, False)],
+)
+def test_cudnn_normalizes_more_images_at_once_in_training_than_in_evaluation(images, training, cudnn):
+    vectors = [f32(16, grad=False) for _ in range(4)]
+    with emulate_cuda(A100):
+        ran = ops_of(lambda: F.batch_norm(f32(images, 16, 2, 2, grad=False), *vectors, training))
+    assert ("cudnn_batch_norm" in ran) is cudnn
+
+
+@pytest.mark.parametrize("classes", [10, -1])
+def test_one_hot_scatters_ones_into_zeros_where_meta_tensors_would_be_compared_with_every_class(classes):
+    """As ATen/native/Onehot.cpp has it for all devices but meta; its results are those of the CPU."""
+    ids = torch.tensor([[3, 0], [1, 3]])
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        found = F.one_hot(on_meta(ids), classes)
+        values = found.sum(0).tolist()
+    assert values == F.one_hot(ids, classes).sum(0).tolist()
+    ran = [op.call.name for op in meter.trace.ops]
+    assert [name for name in ran if name in ("zeros", "scatter_", "arange", "eq")] == ["zeros", "scatter_"]
+
+
+def test_one_hot_refuses_numbers_that_are_no_ids_as_torch_does():
+    with FlopMeter("a100-sxm4-80gb"), pytest.raises(RuntimeError, match="index tensor"):
+        F.one_hot(torch.ones(3, device="meta"), 3)
 
 
 def test_types_are_named_as_torchs_own_errors_name_them():

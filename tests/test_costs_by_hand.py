@@ -399,7 +399,7 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
             (T(4, 6), T(4), T(4, dtype=I32), 0, -128, 127),
             (T(4, 6), T(4, 6, dtype=BOOL)),
         ),
-        24 * 5, 0,
+        24 * (4 + 6), 0,  # the mask without the way back; 1 / scale for each number
     ),
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": (
         call_by_hand(

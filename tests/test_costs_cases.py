@@ -103,12 +103,18 @@ CONTRACTIONS: dict[str, Case] = {
         ),
         2 * (2 * 24 * 3) + 24, 4 * (24 + 12) + 4 * (24 + 24) + 4 * 24, 4 * (24 + 12 + 4),
     ),
-    "conv_tbc": (
-        lambda: aten.conv_tbc(T(9, 2, 3), T(5, 3, 7), T(7)), 2 * (5 * 2 * 7) * 15 + 70, 4 * (54 + 105 + 7), 280
+    "conv_tbc": (  # the bias in 5·2·7 places, to which each of 5 taps adds [10, 3] @ [3, 7]
+        lambda: aten.conv_tbc(T(9, 2, 3), T(5, 3, 7), T(7)),
+        5 * (2 * 10 * 3 * 7 + 70), 4 * 7 + 5 * 4 * (30 + 21 + 70), 6 * 280,
+    ),
+    "conv_tbc padded": (  # 4 steps: the middle tap meets all of them, those beside it three
+        lambda: aten.conv_tbc(T(4, 1, 2), T(3, 2, 5), T(5), 1),
+        (4 + 3 + 3) * (2 * 2 * 5 + 5), 4 * 5 + 4 * (10 * 2 + 3 * 10 + 10 * 5), 4 * (20 + 10 * 5),
     ),
     "_trilinear": (  # bilinear layer, 7 rows: x1 [7, 2], weight [5, 2, 3], x2 [7, 3]
+        # Zeros; for each of 5 results x1 @ weight, [7, 3], then the sums of its products with x2, added to the zeros.
         lambda: aten._trilinear(T(7, 2), T(5, 2, 3), T(7, 3), [1, 3], [0], [1, 2], [2, 3]),
-        2 * 7 * 5 * 2 * 3 + 2 * 7 * 5 * 3, 4 * (14 + 30 + 21), 4 * 35,
+        5 * (2 * 7 * 2 * 3 + 2 * 7 * 3 + 7), 5 * 4 * (14 + 6 + 21 + 21 + 7 + 7), 4 * 35 + 5 * 4 * (21 + 7 + 7),
     ),
 }  # fmt: skip
 
@@ -218,7 +224,7 @@ NORMS_AND_REDUCTIONS: dict[str, Case] = {
         lambda: aten.max_pool2d_with_indices_backward(
             T(1, 3, 2, 2), T(1, 3, 4, 4), [2, 2], [2, 2], [0, 0], [1, 1], False, i64(1, 3, 2, 2)
         ),
-        12, 48 + 96, 192,
+        12, 48 + 96, 192 + 192,  # into zeros
     ),
     "avg_pool2d": (lambda: aten.avg_pool2d(T(1, 3, 4, 4), [2, 2], [2, 2]), 12 * (4 + 1), 192, 48),
     "avg_pool2d_backward": (
@@ -231,17 +237,18 @@ NORMS_AND_REDUCTIONS: dict[str, Case] = {
     "_adaptive_avg_pool2d_backward": (
         lambda: aten._adaptive_avg_pool2d_backward(T(1, 3, 1, 1), T(1, 3, 4, 4)), 3 + 48, 12, 192
     ),
-    "reflection_pad1d_backward": (lambda: aten.reflection_pad1d_backward(T(2, 7), T(2, 5), [1, 1]), 14, 56, 40),
+    "reflection_pad1d_backward": (lambda: aten.reflection_pad1d_backward(T(2, 7), T(2, 5), [1, 1]), 14, 56, 40 + 40),
     "dist": (lambda: aten.dist(T(6), T(6)), 18 + 1, 48 + 24, 24 + 4),
     "cdist 1": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 1.0, None), 4 * 5 * 6 * 3, 4 * 54, 80),
     "cdist 2 of few rows": (lambda: aten._cdist_forward(T(4, 6), T(5, 6), 2.0, None), 360 + 20, 4 * 54, 80),
-    "cdist 2 of many rows": (  # -2x, norms, side by side: [30, 8]; then one product and a root
-        lambda: aten._cdist_forward(T(30, 6), T(5, 6), 2.0, None),
-        3 * 180 + 2 * 30 + 2 * 30 * 5 * 8 + 150, 4 * 210 + 4 * 280 + 600, 4 * 280 + 600 + 600,
+    # x² and y², their sums, and ones; -2x; all of it side by side, of depth 8; a product; clamped; a root.
+    "cdist 2 of many rows": (
+        lambda: aten._cdist_forward(T(30, 6), T(5, 6), 2.0, None), 3 * 180 + 2 * 30 + 2 * 30 * 5 * 8 + 150,
+        4 * (180 * 2 + 30 * 2 + 180 + 240 + 40 + 280 + 2 * 150), 4 * (180 + 60 + 30 + 10 + 180 + 280 + 3 * 150),
     ),
     "_euclidean_dist": (
-        lambda: aten._euclidean_dist(T(4, 6), T(5, 6)),
-        3 * 24 + 2 * 30 + 2 * 4 * 5 * 8 + 20, 4 * 54 + 4 * 72 + 80, 4 * 72 + 80 + 80,
+        lambda: aten._euclidean_dist(T(4, 6), T(5, 6)), 3 * 24 + 2 * 30 + 2 * 4 * 5 * 8 + 20,
+        4 * (24 * 2 + 30 * 2 + 24 + 32 + 40 + 72 + 2 * 20), 4 * (24 + 8 + 30 + 10 + 24 + 72 + 3 * 20),
     ),
     "_pdist_forward": (lambda: aten._pdist_forward(T(4, 6)), 6 * (6 * 3 + 1), 96, 24),
     "mse_loss": (lambda: aten.mse_loss(T(6), T(6)), 18 + 1, 48 + 24, 24 + 4),  # the terms, then their mean
@@ -385,15 +392,15 @@ RELATIVES: dict[str, Case] = {
     ),
     "reflection_pad2d": (lambda: aten.reflection_pad2d(T(1, 2, 3, 3), [1, 1, 1, 1]), 0, 72, 200),
     "reflection_pad2d_backward": (
-        lambda: aten.reflection_pad2d_backward(T(1, 2, 5, 5), T(1, 2, 3, 3), [1, 1, 1, 1]), 50, 200, 72
+        lambda: aten.reflection_pad2d_backward(T(1, 2, 5, 5), T(1, 2, 3, 3), [1, 1, 1, 1]), 50, 200, 72 + 72
     ),
     "reflection_pad3d": (lambda: aten.reflection_pad3d(T(1, 1, 3, 3, 3), [1] * 6), 0, 108, 500),
     "reflection_pad3d_backward": (
-        lambda: aten.reflection_pad3d_backward(T(1, 1, 5, 5, 5), T(1, 1, 3, 3, 3), [1] * 6), 125, 500, 108
+        lambda: aten.reflection_pad3d_backward(T(1, 1, 5, 5, 5), T(1, 1, 3, 3, 3), [1] * 6), 125, 500, 108 * 2
     ),
     "replication_pad3d": (lambda: aten.replication_pad3d(T(1, 1, 3, 3, 3), [1] * 6), 0, 108, 500),
     "replication_pad3d_backward": (
-        lambda: aten.replication_pad3d_backward(T(1, 1, 5, 5, 5), T(1, 1, 3, 3, 3), [1] * 6), 125, 500, 108
+        lambda: aten.replication_pad3d_backward(T(1, 1, 5, 5, 5), T(1, 1, 3, 3, 3), [1] * 6), 125, 500, 108 * 2
     ),
     "_assert_async": (lambda: aten._assert_async(T(1) > 0), 0, 1, 0),
     "select_copy": (lambda: aten.select_copy(T(4, 6), 0, 1), 0, 24, 24),

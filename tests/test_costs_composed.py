@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from costs_support import costs_in, meta
@@ -9,12 +11,12 @@ from torch import nn
 from torch.profiler import profile
 
 from flopmeter import FlopMeter
-from flopmeter.records import UNCOUNTED
+from flopmeter.records import MOVEMENT, UNCOUNTED
 
 WINDOWS = [torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window, torch.kaiser_window]
 MAKES_NO_KERNEL = {
     "empty", "resize_", "narrow", "slice", "as_strided", "to", "_to_copy", "empty_strided", "copy_", "empty_like",
-    "fill_",
+    "fill_", "mT",
 }  # fmt: skip
 """On a CPU a Python number becomes a tensor and is cast, and what a reduction starts from is written: on a GPU both are
 arguments of the kernel."""
@@ -64,9 +66,15 @@ def test_a_spectrogram_with_its_window_leaves_nothing_uncounted():
         (torch.multinomial, (8,), (1, True)),
         (torch.multinomial, (4, 8), (3,)),
         (torch.count_nonzero, (4, 8), (1,)),
+        (lambda x: torch.ops.aten._euclidean_dist(x, x), (30, 8), ()),
+        (lambda x: torch.ops.aten.mse_loss_backward(x, x, x, 0), (4, 8), ()),
+        (lambda x: torch.ops.aten.smooth_l1_loss_backward(x, x, x, 0, 1.0), (4, 8), ()),
+        (lambda x: torch.ops.aten.huber_loss_backward(x, x, x, 0, 1.0), (4, 8), ()),
+        (lambda x: torch.ops.aten.soft_margin_loss_backward.grad_input(x, x, x, 0, grad_input=x), (4, 8), ()),
+        (lambda x: torch.ops.aten.ldexp(x, x), (4, 8), ()),
     ],
 )
-def test_samples_and_counts_launch_what_torch_runs_for_them(op, shape, options):
+def test_samples_counts_distances_and_gradients_launch_what_torch_runs_for_them(op, shape, options):
     costs = costs_in(lambda: op(meta(*shape), *options))
     x = torch.rand(shape)
     assert len(costs) == len(kernels_by_torchs_profiler(lambda: op(x, *options)))
@@ -78,8 +86,37 @@ def test_a_sample_reads_its_probabilities_three_times_and_draws_as_many_numbers(
     matrix = 4 * 64 * 1000
     assert sum(cost.bytes_read for cost in costs) == pytest.approx((3 + 1 + 1) * matrix, rel=0.01)
     assert sum(cost.bytes_written for cost in costs) == pytest.approx((1 + 1) * matrix, rel=0.01)
-    (drawn,) = costs_in(lambda: torch.multinomial(meta(64, 1000), 2, replacement=True))
-    assert drawn.bytes == matrix + 8 * 64 * 2
+
+
+def test_samples_with_replacement_are_looked_for_in_running_sums_of_normalized_copies():
+    """Two copies, the division by the sums of rows, the running sums, and 11 of them for each of 128 samples."""
+    costs = costs_in(lambda: torch.multinomial(meta(64, 1000), 2, replacement=True))
+    n = 64 * 1000
+    assert [(cost.flops, cost.bytes_read, cost.bytes_written) for cost in costs] == [
+        (0, 4 * n, 4 * n), (0, 4 * n, 4 * n), (2 * n, 4 * n, 4 * n), (n, 4 * n, 4 * n), (0, 4 * 128 * 11, 8 * 128)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 7), (2, 3, 4, 5, 7)])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_a_grid_of_an_affine_map_launches_what_torch_runs_for_it(sizes, align_corners):
+    axes = len(sizes) - 2
+    theta, on_cpu = meta(2, axes, axes + 1), torch.rand(2, axes, axes + 1)
+    costs = costs_in(lambda: nn.functional.affine_grid(theta, sizes, align_corners))
+    with profile() as profiler:
+        nn.functional.affine_grid(on_cpu, sizes, align_corners)
+    outer = next(event for event in profiler.events() if event.name == "aten::affine_grid_generator")
+    names = [event.name.removeprefix("aten::") for event in profiler.events() if event.cpu_parent is outer]
+    kernels = [name for name in names if name in ("linspace", "mul", "div", "copy_", "fill_", "bmm")]
+    assert len(costs) == len(kernels)
+    points = 2 * prod(sizes[2:])
+    (product,) = (cost for cost in costs if cost.macs)
+    assert product.macs == points * axes * (axes + 1)
+    assert (product.bytes_read, product.bytes_written) == (4 * points * (axes + 1) + theta.nbytes, 4 * points * axes)
+    scaled = 0 if align_corners else 2 * sum(sizes[2:])  # each axis times (n - 1), over n
+    assert sum(cost.flops for cost in costs) == 2 * product.macs + scaled
+    filled = [cost for cost in costs if cost.op_class == MOVEMENT and cost.bytes_written == 4 * points]
+    assert len(filled) == axes + 1
 
 
 def test_one_weight_for_all_is_one_more_number_to_read():

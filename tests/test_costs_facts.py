@@ -101,11 +101,13 @@ def test_the_gelu_in_a_products_epilogue_calls_one_function_an_output():
     assert cost.transcendentals == 2 * 5
 
 
-def test_a_convolution_over_time_follows_cudnns_tf32_switch_and_not_that_of_products():
-    """torch allows TF32 in convolutions and forbids it in products, where nobody says otherwise."""
+def test_a_convolution_over_time_follows_the_tf32_switch_of_products_and_not_cudnns():
+    """It is one `addmm_` for each tap (aten/src/ATen/native/ConvolutionTBC.cpp). torch allows TF32 in convolutions and
+    forbids it in products, where nobody says otherwise."""
     x, filters, bias = meta(64, 32, 256), meta(3, 256, 256), meta(256)
     report = metered(lambda: torch.conv_tbc(x, filters, bias))
-    assert [timing.kernel_class.split(", ")[-1] for timing in report.timings] == ["tf32"]
+    classes = [timing.kernel_class.split(", ")[-1] for timing in report.timings]
+    assert classes == ["data movement", *["fp32 on vector units"] * 3]
 
 
 def test_a_convolution_over_time_of_one_step_takes_as_long_as_a_product():
@@ -116,6 +118,52 @@ def test_a_convolution_over_time_of_one_step_takes_as_long_as_a_product():
         for run in (lambda: torch.conv_tbc(x, filters, bias), lambda: torch.addmm(bias, x[:, 0], filters[0]))
     )
     assert convolved == pytest.approx(product, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_images_that_lie_alike_are_joined_in_runs_and_others_element_by_element(layout):
+    first, alike = (meta(2, 8, 6, 6).to(memory_format=layout) for _ in range(2))
+    other = meta(2, 8, 6, 6).to(
+        memory_format=torch.channels_last if layout is torch.contiguous_format else torch.contiguous_format
+    )
+    joined, mixed = (
+        metered(lambda second=second: torch.cat([first, second])).kernels[-1].cost.work.index_operations
+        for second in (alike, other)
+    )
+    assert joined == 0 < mixed
+
+
+def test_rows_of_whole_vectors_are_looked_up_as_vectors_and_others_number_by_number():
+    """A load takes 16 bytes: rows of 8 fp32 are two, rows of 6 are none."""
+    ids = meta(5, dtype=torch.int64)
+    for width, is_looked_up in ((8, False), (6, True)):
+        (cost,) = costs_of(calls_of(lambda width=width: F.embedding(ids, meta(100, width)))[-1])
+        assert (cost.work.index_operations > 0) is is_looked_up
+
+
+@pytest.mark.parametrize(("mask", "again"), [([True, False], 1), ([True, True], 3)])
+def test_the_gradient_of_an_rms_norms_weight_goes_over_gradient_and_numbers_once_more(mask, again):
+    """A row kernel reads both twice; for the weight a kernel over columns reads both again."""
+    x, root, weight = meta(4, 6), meta(4, 1), meta(6)
+    args = (x, x, [6], root, weight, mask)
+    (cost,) = costs_of(call_by_hand(aten._fused_rms_norm_backward.default, args, (x.clone(), weight.clone())))
+    assert len(cost.work.rereads) == again
+    assert sum(each.nbytes for each in cost.work.rereads) == (1 + again) * x.nbytes
+
+
+def test_each_row_of_a_table_is_searched_by_itself():
+    """7 values in each of 2 rows of 1,024: 11 probes each, 4 bytes a probe."""
+    (cost,) = costs_of(calls_of(lambda: torch.searchsorted(meta(2, 1024), meta(2, 7)))[-1])
+    assert cost.bytes_read == 2 * 7 * (11 * 4 + 4)
+
+
+def test_products_of_a_batch_that_are_added_read_each_matrix_of_it_once():
+    a, b = meta(3, 4, 5), meta(3, 5, 6)
+    costs = [cost for cost in costs_of(calls_of(lambda: torch.addbmm(meta(4, 6), a, b))[-1]) if cost.macs]
+    read = [region.spec for cost in costs for region in cost.reads]
+    for whole in (a, b):
+        starts = [spec.offset for spec in read if spec.shape == whole.shape[1:]]
+        assert starts == [number * whole[0].numel() for number in range(3)]
 
 
 def test_filling_under_a_mask_that_is_repeated_looks_each_element_up():

@@ -65,11 +65,25 @@ OVERLAPPING = overlapping()
 
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_each_gradient_is_read_once_and_added_once(name):
+    """To zeros, but for up-sampling by the nearest, where a thread gathers what belongs to its element."""
     call, elements = OVERLAPPING[name]
-    (cost,) = costs_of(call)
+    *filled, cost = costs_of(call)
+    nbytes = call.outputs[0].nbytes
+    assert [(zeros.flops, zeros.bytes_read, zeros.bytes_written) for zeros in filled] == (
+        [] if "nearest" in name else [(0, 0, nbytes)]
+    )
     index_bytes = 8 * elements * any(spec.dtype is I64 for spec in call.inputs)
     assert cost.flops_by_class == ((REDUCTION, elements),)
     assert (cost.bytes_read, cost.bytes_written) == (4 * elements + index_bytes, call.outputs[0].nbytes)
+
+
+@pytest.mark.parametrize(("step", "windows", "filled"), [(1, 8, 10), (3, 3, 9), (4, 2, 6)])
+def test_gradients_of_windows_are_added_to_zeros_where_the_windows_lie(step, windows, filled):
+    """Ten numbers in windows of three. (The bytes of windows that overlap are at most those of the whole.)"""
+    zeros, added = costs_of(calls_of(lambda: aten.unfold_backward(T(windows, 3), [10], 0, 3, step))[-1])
+    assert (zeros.flops, zeros.bytes_read, zeros.bytes_written) == (0, 0, 40)
+    assert added.flops_by_class == ((REDUCTION, 3 * windows),)
+    assert (added.bytes_read, added.bytes_written) == (4 * 3 * windows + 4 * filled, 4 * filled)
 
 
 # --- copies of views

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from costs_support import call_by_hand, calls_of, copies_what_has_gaps, costs_in, meta
+from test_costs_cases import ALL as CASES
+from test_costs_cases import call_of_case
+from test_costs_lists import OVERLAPPING
 from test_costs_options import ALL, MOVED
 from test_costs_types import CALLS as PLAIN_CALLS
 from test_costs_types import as_type, is_fresh, moved, with_outputs, with_tensors, work
@@ -21,9 +24,32 @@ aten = torch.ops.aten
 T, BF16, I32, I64 = meta, torch.bfloat16, torch.int32, torch.int64
 
 WITH_OPTIONS = [case if isinstance(case, Call) else calls_of(case)[-1] for case, *_ in (*ALL.values(), *MOVED.values())]
+# Of ops that torch's own samples do not reach, or not on meta tensors.
+BESIDE: tuple[Callable[[], Any], ...] = (
+    lambda: aten._euclidean_dist(T(3, 40, 6), T(3, 30, 6)),
+    lambda: aten._weight_norm_interface(T(4, 6), T(4, 1), 0),
+    lambda: aten._upsample_lanczos2d_aa(T(1, 3, 8, 8), [4, 4], False),
+    lambda: aten._standard_gamma(T(4, 6)),
+    lambda: aten.poisson(T(4, 6)),
+    lambda: aten._reshape_alias_copy(T(4, 6), [6, 4], [4, 1]),
+    lambda: aten.lift_fresh_copy(T(4, 6)),
+    lambda: aten.logspace(0, 1, 7, device="meta"),
+    lambda: aten.tril_indices(4, 6, device="meta"),
+    lambda: aten.nonzero_static(T(4, 6), size=7),
+    lambda: aten.masked_select(torch.ones(4, 6), torch.eye(4, 6) > 0),
+    lambda: aten.unique_dim(torch.ones(4, 6), 0),
+    lambda: aten._unique2(torch.ones(4, 6), True, True, True),
+    lambda: aten.unique_consecutive(torch.ones(4, 6)),
+    lambda: aten.histogram(torch.ones(4, 6), 10),
+    lambda: aten.bincount(torch.ones(24, dtype=I64)),
+    *(
+        lambda op=op: op(T(4, 6, dtype=I64), T(4, 6, dtype=I64))
+        for op in (aten.bitwise_or, aten.bitwise_xor, aten.bitwise_left_shift, aten.bitwise_right_shift_)
+    ),
+)
 CALLS = (
-    *PLAIN_CALLS, *WITH_OPTIONS,
-    *calls_of(lambda: aten._euclidean_dist(T(3, 40, 6), T(3, 30, 6))),
+    *PLAIN_CALLS, *WITH_OPTIONS, *map(call_of_case, CASES), *(call for call, _ in OVERLAPPING.values()),
+    *(calls_of(program)[-1] for program in BESIDE),
 )  # fmt: skip
 
 
@@ -32,6 +58,71 @@ def broken(law: Callable[[Call], bool | None], least: int) -> set[str]:
     verdicts = [(call.name, law(call)) for call in CALLS]
     assert sum(holds is not None for _, holds in verdicts) >= least
     return {name for name, holds in verdicts if holds is False}
+
+
+# --- the rate of arithmetic, and the way through memory
+
+# What these do beside products of matrices is all multiplies with an addition behind them: sums of products and of
+# squares, a scaled addition, and the algorithms of linear algebra.
+MULTIPLY_ADDS = {
+    "addcdiv", "addcmul", "lerp", "_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fft_c2c", "_fft_c2r",
+    "_fft_r2c", "_weight_norm_interface", "_weight_norm_interface_backward",
+}  # fmt: skip
+LINEAR_ALGEBRA = {"cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr", "triangular_solve"}
+# They are where a factor is given, or for the norm of squares.
+SOME_MULTIPLY_ADDS = {"add", "sub", "rsub", "linalg_vector_norm", "norm", "dist", "renorm", "linalg_matrix_exp"}
+
+
+def test_only_what_multiplies_and_adds_in_one_step_runs_at_the_full_vector_rate():
+    found: dict[str, set[bool]] = {}
+    for call in CALLS:
+        name = call.name.removeprefix("_foreach").strip("_")
+        rates = {cost.fused_multiply_add for cost in costs_of(call) if cost.flops > 2 * cost.macs}
+        found.setdefault(name, set()).update(rates)
+    always = {name for name, rates in found.items() if rates == {True}} - SOME_MULTIPLY_ADDS
+    algebra = {name for name, rates in found.items() if rates and name.startswith("linalg_")} - {"linalg_cross"}
+    expected = {name.strip("_") for name in MULTIPLY_ADDS} | LINEAR_ALGEBRA | algebra
+    assert always == expected - SOME_MULTIPLY_ADDS
+    assert {name for name, rates in found.items() if len(rates) == 2} <= SOME_MULTIPLY_ADDS
+
+
+# How a kernel walks its memory, where that is not as its class of ops does.
+WALKS = {
+    "window": {
+        "im2col", "col2im", "avg_pool2d", "avg_pool3d", "avg_pool2d_backward", "avg_pool3d_backward",
+        "max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool2d_with_indices_backward",
+        "max_pool3d_with_indices_backward", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    },
+    "gather": {"_unsafe_index", "_unsafe_masked_index", "embedding", "gather", "index", "index_select", "take"},
+    "scatter": {
+        "_index_put_impl", "_unsafe_index_put", "embedding_dense_backward", "index_add", "index_put", "scatter_add",
+        "scatter_reduce",
+    },
+    "channels": {
+        "_batch_norm_no_update", "_native_batch_norm_legit_no_training", "batch_norm_elemt", "native_group_norm",
+        "native_group_norm_backward", "batch_norm_backward_elemt",
+    },
+    "statistics": {"_batch_norm_with_update", "batch_norm_backward"},
+}  # fmt: skip
+# Copies do where the order changes; a batch norm has statistics to take in training alone.
+WALKS_IN_SEVERAL_WAYS = {
+    "clone", "copy", "copy_", "cumprod", "cudnn_batch_norm", "cudnn_batch_norm_backward", "native_batch_norm",
+    "native_batch_norm_backward", "_native_batch_norm_legit",
+}  # fmt: skip
+
+
+def test_windows_gathers_scatters_and_channels_are_walked_as_such_and_all_else_in_order():
+    ways = {name: way for way, names in WALKS.items() for name in names}
+
+    def law(call: Call) -> bool | None:
+        name = call.name if call.name in ways else call.name.removesuffix("_")
+        if call.name in WALKS_IN_SEVERAL_WAYS:
+            return None
+        return {cost.access for cost in costs_of(call) if cost.access} <= {ways.get(name)} and (
+            name not in ways or any(cost.access for cost in costs_of(call))
+        )
+
+    assert broken(law, least=900) == set()
 
 
 # --- strides
@@ -108,7 +199,9 @@ READ_IN_FULL = {
 
 def test_what_an_op_reads_in_full_counts_by_its_own_width():
     def law(call: Call) -> bool | None:
-        if call.name not in READ_IN_FULL or not is_fresh(call) or len(plain := costs_of(call)) != 1:
+        if call.name not in READ_IN_FULL or call.kwargs.get("beta") == 0 or not is_fresh(call):
+            return None
+        if len(plain := costs_of(call)) != 1:
             return None
         floats = [each for each in dict.fromkeys(call.inputs) if each.dtype is torch.float32]
         wide = [
@@ -129,6 +222,7 @@ OF_COMPLEX: dict[float, set[str]] = {
         "cumsum", "cumsum_", "trace", "index_add", "index_add_", "scatter_add", "put", "index_put", "_index_put_impl_",
         "_unsafe_masked_index_put_accumulate", "reflection_pad1d_backward", "replication_pad1d_backward",
         "replication_pad2d_backward", "upsample_nearest1d_backward", "_upsample_nearest_exact1d_backward",
+        "col2im", "unfold_backward",
     },
     6: {"mul", "mul_", "_foreach_mul_", "prod", "cumprod", "cumprod_"},
     10 / 3: {"lerp", "lerp_", "_foreach_lerp_"},

@@ -42,6 +42,10 @@ NEWER = (
     "_cudnn_attention_forward_no_dropout_inplace", "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward",
     "_philox_normal", "_philox_uniform", "_philox_randint", "_philox_key_split", "_philox_key_fold_in",
     "_philox_normal_", "_philox_uniform_",
+    # which test_fake_quantize.py and test_costs_composed.py price
+    "_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine",
+    "_fake_quantize_learnable_per_tensor_affine_backward", "_fake_quantize_learnable_per_channel_affine_backward",
+    "_fused_moving_avg_obs_fq_helper", "affine_grid_generator",
 )  # fmt: skip
 
 # Not exercised: each shares its rule with ops that are, and has the same arguments.

@@ -5,7 +5,6 @@ A call is changed in one respect, whose effect is known.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -184,28 +183,6 @@ def test_no_kernel_has_more_functions_than_operations():
     assert broken(law, least=600) == set()
 
 
-# How a kernel walks its memory, by the first words of the op's name that say so.
-WALKS = {
-    r"(max|avg)_pool[23]d(_with_indices)?(_backward)?": "window",
-    r"(im2col|col2im)": "window",
-    r"_?(index_add|scatter_add|scatter_reduce|index_put(_impl)?|unsafe_index_put)_?": "scatter",
-    r"embedding_dense_backward": "scatter",
-    r"native_group_norm(_backward)?": "channels",
-    r"(native|cudnn)_batch_norm(_backward)?": ("channels", "statistics"),  # evaluated, or in training
-}
-
-
-def test_a_name_says_how_an_op_walks_its_memory():
-    def law(call: Call) -> bool | None:
-        for pattern, access in WALKS.items():
-            if re.fullmatch(pattern, call.name):
-                walks = (access,) if isinstance(access, str) else access
-                return all(cost.access in walks for cost in costs_of(call) if cost.flops or len(costs_of(call)) == 1)
-        return None
-
-    assert broken(law, least=25) == set()
-
-
 def test_an_operand_of_equal_rows_is_computed_on_in_full_and_read_no_more():
     """The first dimension expanded, with stride 0."""
 
@@ -234,22 +211,3 @@ def test_a_product_has_the_batch_the_rows_and_the_columns_of_its_result():
         return products[0][:3] == (1, *call.outputs[0].shape)[-3:]
 
     assert broken(law, least=20) == set()
-
-
-MULTIPLY_ADDS = {
-    "addcmul", "addcdiv", "lerp", "linalg_vector_norm", "linalg_qr", "_linalg_svd", "_linalg_eigh",
-    "linalg_lu_factor_ex", "linalg_cholesky_ex", "_linalg_solve_ex", "_fft_c2c", "_fft_r2c",
-}  # fmt: skip
-NO_MULTIPLY_ADDS = {
-    "sum", "mean", "cumsum", "var", "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "mse_loss",
-    "embedding_dense_backward", "exp", "mul", "div", "sigmoid", "gelu", "silu", "nll_loss_forward", "avg_pool2d",
-}  # fmt: skip
-
-
-def test_what_multiplies_and_adds_in_one_step_runs_at_the_full_vector_rate_and_nothing_else_does():
-    def law(call: Call) -> bool | None:
-        if call.name not in MULTIPLY_ADDS | NO_MULTIPLY_ADDS:
-            return None
-        return all(cost.fused_multiply_add == (call.name in MULTIPLY_ADDS) for cost in costs_of(call) if cost.flops)
-
-    assert broken(law, least=40) == set()

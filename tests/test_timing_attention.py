@@ -16,7 +16,7 @@ from flopmeter.ask.serve.engine import with_newest_attention
 from flopmeter.costs import kernels_of
 from flopmeter.records import AttentionShape, Mask
 from flopmeter.timing import constants
-from flopmeter.timing.attention import blocks_at_a_time, kernel_of, tile_grid, tile_of
+from flopmeter.timing.attention import blocks_at_a_time, kernel_of, template_tile_of, tile_grid, tile_of
 from flopmeter.timing.kernels import price
 
 aten = torch.ops.aten
@@ -214,6 +214,20 @@ def test_tiles_are_those_of_flash_attentions_launch_templates(gpu, head_dim, cau
     12.0; the longest heads take tiles by the shared memory."""
     shape = AttentionShape(1, 1, 1, 64, 64, head_dim, head_dim, Mask(right=0) if causal else Mask())
     assert tile_of(constants.FLASH_2, shape, load_hardware(gpu)) == tile
+
+
+@pytest.mark.parametrize("gpu", ["a100-sxm4-80gb", "l40s", "h100-sxm5-80gb", "b200-sxm-180gb", "rtx-5090"])
+@pytest.mark.parametrize("head_dim", [16, 63, 64, 96, 128, 160, 192, 256, 257])
+def test_tiles_of_flex_attention_are_those_that_inductor_takes_without_tuning(gpu, head_dim, monkeypatch):
+    heuristics = pytest.importorskip("torch._inductor.template_heuristics.triton", reason="elsewhere in this torch")
+    hardware = load_hardware(gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: hardware.compute_capability)
+    chooser = heuristics.CUDAConfigHeuristic()
+    (forward,) = chooser.get_flex_attn_fwd_configs(head_dim, torch.bfloat16)
+    (backward,) = chooser.get_flex_attn_bwd_configs(head_dim, torch.bfloat16)
+    shape = AttentionShape(1, 1, 1, 512, 512, head_dim, head_dim)
+    assert template_tile_of(shape, hardware) == (forward.block_m, forward.block_n)
+    assert template_tile_of(shape._replace(is_backward=True), hardware) == (backward.block_n1, backward.block_m1)
 
 
 @pytest.mark.parametrize(

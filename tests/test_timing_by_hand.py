@@ -181,6 +181,12 @@ def test_a_main_loop_may_run_faster_than_power_allows_while_sms_are_idle():
     assert all_of_them.work_seconds == pytest.approx(4 * 2 * 64**3 / 2e12)
 
 
+def test_registers_that_bound_a_convolution_bound_its_sustained_rate_and_that_of_its_main_loop():
+    as_it_is = Rates(3e12, 4e12, 1e12, 100, 1e9, MMA)
+    limits = {2e12: (2e12, 2e12), 3.5e12: (3e12, 3.5e12), 5e12: (3e12, 4e12)}
+    assert {limit: as_it_is.within(limit)[:2] for limit in limits} == limits
+
+
 def test_a_matmul_waits_for_its_first_loads_and_last_stores():
     """2,200 clock cycles, at the 1.41 GHz of an A100, beside the device's floor of 1.3 µs."""
     timing = only(lambda: meta(64, 64) @ meta(64, 64))

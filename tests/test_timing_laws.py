@@ -59,7 +59,7 @@ def product_cost(shape, dtype="fp16", alignment_bytes=16, **more):
         "reads": (Region(None, item * batch * (m * k + k * n)),),
         "writes": (Region(None, item * batch * m * n),),
         "dtype": dtype,
-        "work": MatmulWork((Matmul(*shape),), macs, alignment_bytes, "matmul"),
+        "work": MatmulWork((Matmul(*shape),), macs, alignment_bytes),
     }
     return Cost(**(fields | more))
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from flopmeter import FlopMeter
 from flopmeter.records import Trace
 from flopmeter.trace.recorder import Recorder
 
@@ -289,6 +290,15 @@ def test_the_source_line_of_the_caller_is_recorded_on_request():
     assert file.endswith("test_trace.py")
     with open(file) as lines:
         assert "x.sin()" in lines.readlines()[int(line) - 1]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_kernels_of_a_compiled_graph_tell_the_line_that_they_are_of_on_request(asked):
+    x = torch.empty(1024, device="meta")
+    with FlopMeter("h100-sxm5-80gb", source=asked) as meter:
+        torch.compile(lambda x: x.sin())(x)
+    (op,) = meter.trace.ops
+    assert (op.source or "").startswith(__file__) == asked
 
 
 def test_a_recorder_that_starts_inside_of_a_step_sees_the_next_one_whole():

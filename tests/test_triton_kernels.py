@@ -8,15 +8,18 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from math import ceil
 
 import pytest
 import torch
+from costs_support import call_by_hand
 from torch import Tensor
 
 from flopmeter import FlopMeter
-from flopmeter.costs import UncountedError, kernels_of
+from flopmeter.costs import UncountedError, costs_of, kernels_of
 from flopmeter.records import Cost, TritonOp
+from flopmeter.torch_names.own_operators import own
 from flopmeter.trace.ttir import body_of
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -185,6 +188,17 @@ def test_products_of_fp32_run_in_the_precision_that_they_ask_for():
     assert dot.dtype == "f32"
 
 
+def test_programs_that_take_different_numbers_of_steps_multiply_as_many_tiles_as_their_steps_together():
+    """Program x of four takes x + 1 steps: ten tiles of 64 x 128 x 32, which are no whole number for each."""
+    bound = "%pid = tt.get_program_id x : i32\n    %one = arith.constant 1 : i32\n    %0 = arith.addi %pid, %one : i32"
+    text = MATMUL.replace("%0 = tt.call @cdiv(%arg1) : (i32) -> i32 loc(#loc2)", bound)
+    out = meta(64, 128)
+    call = replace(call_by_hand(own.triton_kernel.default, (out,), (out,)), body=body_of("k", text, (4,), (None, None)))
+    (cost,) = costs_of(call)
+    assert cost.work.matmuls == ((10, 64, 128, 32),)
+    assert cost.macs == 10 * 64 * 128 * 32
+
+
 # --- launches
 
 PROGRAM_FILE = """
@@ -321,6 +335,14 @@ def test_a_product_has_the_flops_of_a_matmul(kernels):
     assert cost.flops - products == 512 * 256 * 1024 // 32  # the sums of the steps
     assert cost.work.matmuls == ((16, 64, 128, 1024),)
     assert cost.dtype == "fp16"
+
+
+@needs_triton
+def test_a_product_that_fills_a_part_of_a_large_tensor_writes_that_part(kernels):
+    a, b, c = meta(512, 1024), meta(1024, 256), meta(4096, 256)
+    (cost,) = costs(lambda: kernels.product[(8, 2)](a, b, c, 512, 256, 1024, BM=64, BN=128, BK=32))
+    assert cost.bytes_written == 2 * 512 * 256
+    assert cost.bytes_read == a.nbytes + b.nbytes
 
 
 @needs_triton

@@ -22,6 +22,7 @@ from flopmeter.costs.traffic import as_regions, regions
 from flopmeter.records import (
     ATTENTION,
     CONTRACTION,
+    MOVEMENT,
     UNCOUNTED,
     Access,
     AttentionBackend,
@@ -39,7 +40,6 @@ from flopmeter.records import (
     Region,
     Reread,
     TensorSpec,
-    Tf32Switch,
     VectorWork,
 )
 from flopmeter.records.dtypes import name_of
@@ -155,18 +155,16 @@ def make_contraction(
     read: Touched | None = None,
     written: Touched | None = None,
     transcendentals: int = 0,
-    tf32_switch: Tf32Switch = "matmul",
 ) -> Cost:
     """The cost of a kernel that is one or several matmuls: 2·batch·m·n·k each.
 
     `extra` adds FLOPs of other classes that the same kernel does (an addmm's bias). A complex multiply-add is four real
     multiplies and four adds: 8 FLOP. Matmuls of bytes count as operations of the int8 unit. No unit multiplies matrices
     of wider integers, and no CUDA library has such matmuls: they are uncounted, so that the report lists them.
-    `tf32_switch` names the torch setting that lets an fp32 matmul of this kind use TF32. More decides the time of a
-    convolution, a recurrence, groups or fused attention: see the functions below.
+    More decides the time of a convolution, a recurrence, groups or fused attention: see the functions below.
     """
     products = tuple(matmuls)
-    work = MatmulWork(products, macs_of(call, products), alignment_bytes(call), tf32_switch)
+    work = MatmulWork(products, macs_of(call, products), alignment_bytes(call))
     return make_product(call, work, extra=extra, read=read, written=written, transcendentals=transcendentals)
 
 
@@ -235,6 +233,12 @@ def make_product(
 def macs_of(call: Call, matmuls: Iterable[Matmul]) -> int:
     """Multiply-adds of real numbers: one of complex numbers is four."""
     return (4 if is_complex(call) else 1) * sum(matmul.macs for matmul in matmuls)
+
+
+def zeros(call: Call, gradient: TensorSpec) -> Cost:
+    """A kernel that fills a gradient before the one that writes or adds to some of its elements, as torch's kernels for
+    CUDA do (`gradInput.zero_()`, `at::zeros_like`)."""
+    return make_cost(call, MOVEMENT, read=(), written=(gradient,))
 
 
 def scratch(like: TensorSpec, number: int = 1) -> TensorSpec:

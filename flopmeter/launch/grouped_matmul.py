@@ -101,5 +101,5 @@ def _matmul(call: Call, grouped: Cost, group: Matmul) -> Cost:
         flops_by_class=((op_class, 2 * macs),),
         reads=(Region(a, int(item * m * k)), Region(b, int(item * k * n))),
         writes=(Region(call.outputs[0], int(item * m * n)),),
-        work=MatmulWork((group,), macs, ALIGNMENT_BYTES, "matmul") if macs else VectorWork(),
+        work=MatmulWork((group,), macs, ALIGNMENT_BYTES) if macs else VectorWork(),
     )

@@ -61,7 +61,6 @@ from flopmeter.records.work import (
     Recurrence,
     RecurrentWork,
     Reread,
-    Tf32Switch,
     UnpackingMatmulWork,
     VectorWork,
 )

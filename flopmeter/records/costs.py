@@ -159,7 +159,7 @@ class Switches(NamedTuple):
         if cost.dtype != "fp32":
             return cost.dtype
         match cost.work:
-            case ConvolutionWork() | RecurrentWork() | MatmulWork(tf32_switch="cudnn"):
+            case ConvolutionWork() | RecurrentWork():
                 allowed = self.cudnn_tf32
             case MatmulWork() | GroupedMatmulWork() | AttentionWork():
                 allowed = self.matmul_tf32

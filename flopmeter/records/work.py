@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 from flopmeter.records.collectives import CollectiveKind
 
-Tf32Switch = Literal["matmul", "cudnn"]  # torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "flex_decoding", "paged", "other"]
 """`flex_decoding`: the template for few queries in a compiled graph, of which other kernels combine the parts. `paged`:
 what servers run over a paged cache where FlashAttention-2 is the newest."""
@@ -112,7 +111,6 @@ class MatmulWork(NamedTuple):
     matmuls: tuple[Matmul, ...]
     macs: int
     alignment_bytes: int  # of the rows of the operands: the largest power of two, at most 16
-    tf32_switch: Tf32Switch
     may_pad: bool = False  # inductor copies unaligned operands to aligned rows where that pays
     unpacks_weights: bool = False  # by a server's kernel, from fewer bits than it multiplies
 

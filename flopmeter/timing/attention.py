@@ -154,17 +154,25 @@ def _grid(shape: AttentionShape, rows: int, columns: int, group: int = 1, *, fro
 
 def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware) -> _Launch:
     """flex_attention's templates. Backward, some blocks keep keys, for all heads that share them, others queries."""
-    major = min(max((hardware.compute_capability or _AMPERE)[0], 8), 11)
+    rows, columns = template_tile_of(shape, hardware)
     if not shape.is_backward:
-        other = constants.FLEX_OTHER_TILE if shape.head_dim <= 256 else constants.FLEX_LONG_TILE
-        rows, columns = constants.FLEX_TILES[major].get(shape.head_dim, other)
         return _Launch(kernel, shape.heads, _grid(shape, rows, columns), 1, rows, columns, kernel.blocks_per_sm)
-    rows, columns = constants.FLEX_BACKWARD_TILES[major]
     group = ceil(shape.heads / max(shape.key_heads, 1))
     blocks = shape.sequences * (ceil(shape.queries / rows) + ceil(shape.keys / rows / group))
     longest = ceil(constants.FLEX_KEY_SHARE * group * ceil(shape.queries / columns))
     grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=longest)
     return _Launch(kernel, shape.heads, grid, 1, rows, columns, kernel.blocks_per_sm)
+
+
+def template_tile_of(shape: AttentionShape, hardware: Hardware) -> tuple[int, int]:
+    """What a block of flex_attention's template keeps, and what it takes at a time."""
+    major = min(max((hardware.compute_capability or _AMPERE)[0], 8), 11)
+    if shape.is_backward:
+        tiles = constants.FLEX_BACKWARD_TILES[major]
+        fitting = ((kept, taken) for most, kept, taken in tiles if shape.head_dim <= most)
+        return next(fitting, constants.FLEX_LONG_BACKWARD_TILE)
+    other = constants.FLEX_OTHER_TILE if shape.head_dim <= 256 else constants.FLEX_LONG_TILE
+    return constants.FLEX_TILES[major].get(shape.head_dim, other)
 
 
 def _has_window(shape: AttentionShape) -> bool:

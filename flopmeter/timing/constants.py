@@ -288,7 +288,8 @@ AMD_SPLIT = AOTRITON._replace(tiles=((512, 16, 256),), shared_queries=1, shares_
 # device's own generation; the backward pass adds nothing atomically, so that it computes the scores twice; and a block
 # that keeps keys serves all query heads that share them. Tiles of the forward pass by the major of the compute
 # capability (template_heuristics/triton.py, 16-bit types): a head dimension without an entry there has 64 x 64. (11 and
-# 12 are alike. Before 8.0 there is no template.) Tiles of the backward pass keep 128 keys, or 64, and take 64 queries.
+# 12 are alike. Before 8.0 there is no template.) Tiles of the backward pass: up to which head dimension, the keys that
+# a block keeps, and the queries that it takes at a time.
 FLEX = FLASH_2._replace(tiles_on={}, causal_tiles_on={}, holds_tiles=False, masks_by_count=False)
 FLEX_TILES = {
     8: {64: (128, 64), 128: (128, 64), 192: (128, 32), 256: (32, 64)},
@@ -297,7 +298,13 @@ FLEX_TILES = {
     11: {64: (128, 64), 128: (128, 64), 256: (32, 64)},
 }
 FLEX_OTHER_TILE, FLEX_LONG_TILE = (64, 64), (64, 32)  # of other head dimensions up to 256, and of longer ones
-FLEX_BACKWARD_TILES = {8: (64, 64), 9: (128, 64), 10: (128, 64), 11: (64, 64)}
+FLEX_BACKWARD_TILES = {
+    8: ((63, 128, 32), (256, 64, 64)),
+    9: ((63, 64, 64), (128, 128, 64), (256, 64, 64)),
+    10: ((128, 128, 64), (256, 64, 64)),
+    11: ((63, 128, 32), (256, 64, 64)),
+}
+FLEX_LONG_BACKWARD_TILE = (16, 16)
 FLEX_KEY_SHARE = 4 / 7  # of the backward pass's products, those of blocks that keep keys
 
 # Where blocks differ in length, the SMs run out of work at different times: the last ends so much of the longest block

@@ -45,6 +45,7 @@ CTC_LOSS = "the backward of ctc_loss"
 AOT_INDUCTOR = "packages of AOTInductor"
 SPARSE = "sparse gradients of embeddings"
 SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
+FAKE_QUANTIZE = "fake quantization"
 
 
 @dataclass(frozen=True)
@@ -276,6 +277,7 @@ BELOW_DISPATCHER = (
 what they ask of a tensor is answered as it is, also where the program is told another device (flopmeter.run)."""
 no_dispatch = needed("torch._C", "_disabled_torch_dispatch_impl", "which tensors run their kernels themselves")
 DispatchKey = needed("torch._C", "DispatchKey", "the kernel of a composite")
+run_backward = needed("torch.autograd.graph", "_engine_run_backward", "which ops a formula of autograd runs itself")
 peek_interpreter_stack = needed("torch._C._functorch", "peek_interpreter_stack", "whether a transform sees an op")
 get_unwrapped = needed("torch._C._functorch", "get_unwrapped", "whose storage a tensor under a transform has")
 is_wrapped = needed("torch._C._functorch", "is_functorch_wrapped_tensor", "which tensors are under a transform")

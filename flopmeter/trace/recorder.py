@@ -43,6 +43,7 @@ from flopmeter.torch_names.private import DispatchKey, dispatch_mode_stack, grap
 from flopmeter.trace import higher_order, mixed_devices, streams, triton_kernels
 from flopmeter.trace.attribution import Attribution
 from flopmeter.trace.flex_attention import template_of
+from flopmeter.trace.gradients import IN_PLACE, without_a_mode
 from flopmeter.trace.handling import FRESH, Handling, Handlings
 from flopmeter.trace.implementations import body_of, python_key
 from flopmeter.trace.mode_flags import tell_modes
@@ -302,6 +303,9 @@ class Recorder(TorchDispatchMode):
         if handling.launches_kernels and all(tensor.is_meta for tensor in tensors_in((args, kwargs))):
             with self:
                 return func._op_dk(DispatchKey.Meta, *args, **kwargs)
+        if func in IN_PLACE:
+            func, args = without_a_mode(func, args, self.trace.ops, self.number_of)
+            handling = self._handlings[func]
         try:
             arrival = self._meet(func, args, kwargs, handling)
         except RuntimeError:

@@ -44,7 +44,18 @@ def install(scope: Scope) -> None:
     scope.override(aten.log_softmax.int, _half_to_float(aten.log_softmax.int, aten._log_softmax.default))
     if dispatcher.running_version() >= LAYER_NORM_REFUSES_MIXED_TYPES:
         scope.override(aten.layer_norm.default, layer_norm)
+    scope.override(aten.one_hot.default, one_hot, vmap_key=None)  # vmap: torch's own way, which compares
     scope.override(aten.batch_norm.default, batch_norm, vmap_key=None)  # vmap: no memory-format query there
+
+
+def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Ones scattered into zeros (aten/src/ATen/native/Onehot.cpp). On meta torch compares with all classes instead."""
+    if tensor.dtype is not torch.int64 or tensor.numel() == 0 or num_classes < -1:
+        refused: Tensor = dispatcher.decompose(aten.one_hot.default, tensor, num_classes)
+        return refused
+    classes = int(tensor.max().item()) + 1 if num_classes == -1 else num_classes
+    ones = torch.zeros((*tensor.shape, classes), dtype=tensor.dtype, device=tensor.device)
+    return ones.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def install_ctc_loss(scope: Scope) -> None:

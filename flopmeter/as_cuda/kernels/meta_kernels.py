@@ -142,6 +142,16 @@ def like_first(first: Tensor, *rest: Any, **options: Any) -> Tensor:
     return torch.empty_like(first)
 
 
+def with_mask(first: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(first), torch.empty_like(first, dtype=torch.bool)
+
+
+def fake_quantize_backward(
+    grad: Tensor, tensor: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(tensor), torch.empty_like(scale), torch.empty_like(zero_point)
+
+
 KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     # With a composite kernel and an autograd formula: the formula is taken once the backend has a kernel.
     private.COMPOSITES: {"_fused_rms_norm": fused_rms_norm, "mish_backward": mish_backward},
@@ -159,5 +169,14 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     private.SAMPLES: dict.fromkeys(
         ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad", "binomial"), like_first
     ),
+    private.FAKE_QUANTIZE: {
+        "fake_quantize_per_tensor_affine_cachemask": with_mask,
+        "fake_quantize_per_channel_affine_cachemask": with_mask,
+        "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": with_mask,
+        "_fake_quantize_learnable_per_tensor_affine": like_first,
+        "_fake_quantize_learnable_per_channel_affine": like_first,
+        "_fake_quantize_learnable_per_tensor_affine_backward": fake_quantize_backward,
+        "_fake_quantize_learnable_per_channel_affine_backward": fake_quantize_backward,
+    },
 }
 """By the feature that needs them."""

@@ -2,6 +2,7 @@
 
 from flopmeter.costs.arithmetic import (  # noqa: F401  (they fill RULES)
     composed,
+    fake_quantize,
     losses,
     normalization,
     optimizer,

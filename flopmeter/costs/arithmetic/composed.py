@@ -1,14 +1,15 @@
 """Ops of several kernels that torch launches below the dispatcher, where no mode sees them: signal windows, renorm,
-mvlgamma, packing of sequences. (`torch.profiler` shows their parts.)"""
+mvlgamma, grids of affine maps, packing of sequences. (`torch.profiler` shows their parts.)"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.rules import make_cost, rule, scratch
-from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost
+from flopmeter.costs.rules import make_contraction, make_cost, rule, scratch
+from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost, Matmul
 from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.operators import aten
 
@@ -72,6 +73,27 @@ def mvlgamma(call: Call) -> tuple[Cost, ...]:
         make_cost(call, ELEMENTWISE, x.numel, read=(total,), written=(total,)),
         *((make_cost(call, MOVEMENT, read=(total,), written=(out,)),) if total is not out else ()),
     )
+
+
+@rule(aten.affine_grid_generator)
+def affine_grid(call: Call) -> tuple[Cost, ...]:
+    """Each axis from -1 to 1 (times (n - 1)/n unless its corners are aligned), copied into its column of the points,
+    whose last column is one; then the points times the map (aten/src/ATen/native/AffineGridGenerator.cpp)."""
+    (theta,), (grid,) = call.inputs, call.outputs
+    batch, *sizes = grid.shape[:-1]
+    points = scratch(grid)._replace(shape=(batch, *sizes, len(sizes) + 1))
+    points = points._replace(stride=dense_strides(points.shape, channels_last=False))
+    column = points._replace(shape=points.shape[:-1], stride=points.stride[:-1])
+    costs = []
+    for size in reversed(sizes):
+        axis = scratch(grid, 2)._replace(shape=(size,), stride=(1,))
+        costs.append(make_cost(call, MOVEMENT, read=(), written=(axis,)))
+        if not call.argument("align_corners"):
+            costs += [make_cost(call, ELEMENTWISE, size, read=(axis,), written=(axis,))] * 2
+        costs.append(make_cost(call, MOVEMENT, read=(axis,), written=(column,)))
+    costs.append(make_cost(call, MOVEMENT, read=(), written=(column,)))
+    product = Matmul(batch, prod(sizes), len(sizes), len(sizes) + 1)
+    return *costs, make_contraction(call, [product], read=(points, theta))
 
 
 @rule(aten._pack_padded_sequence)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.arithmetic.pointwise import PerElement
-from flopmeter.costs.rules import make_cost, rule, scratch
+from flopmeter.costs.arithmetic.pointwise import PerElement, elementwise
+from flopmeter.costs.rules import make_cost, rule, scratch, zeros
 from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
 
@@ -27,9 +27,14 @@ _LOSSES_OF_ROWS: dict[OpOverloadPacket, PerElement] = {
 }
 
 _GRADIENTS: dict[OpOverloadPacket, PerElement] = {
-    aten.soft_margin_loss_backward: PerElement(8, 1),  # z = exp(-x * y) 3; -y * z / (z + 1) * dy 5
     aten.multi_margin_loss_backward: PerElement(4),
     aten.multilabel_margin_loss_backward: PerElement(4),
+}
+
+_OF_DIFFERENCES: dict[OpOverloadPacket, PerElement] = {
+    aten.mse_loss_backward: PerElement(3),  # 2/n * (x - y) * dy
+    aten.smooth_l1_loss_backward: PerElement(4),  # (x - y) / beta * scale * dy
+    aten.huber_loss_backward: PerElement(3),
 }
 
 
@@ -82,6 +87,29 @@ def _reduction_flops(call: Call, terms: int) -> int:
     return {_NONE: 0, _MEAN: terms + 1}.get(call.argument("reduction"), terms)
 
 
+@rule(aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
+def difference_backward(call: Call) -> tuple[Cost, Cost]:
+    """The table's operations, written over zeros (BinaryOps.cpp, PointwiseOps.cpp; so in traces of training)."""
+    (out,) = call.outputs
+    return zeros(call, out), elementwise(call, _OF_DIFFERENCES[call.func.overloadpacket])
+
+
+@rule(aten.soft_margin_loss_backward)
+def soft_margin_loss_backward(call: Call) -> tuple[Cost, ...]:
+    """z = exp(-y·x) of three kernels; then y·z, times -1 or -1/n, over z + 1, times dy, each step a kernel
+    (Loss.cpp)."""
+    (grad, x, target), (out,) = call.inputs, call.outputs
+    negated, z = scratch(x, 1), scratch(x, 2)
+    steps = [
+        ((target,), negated), ((negated, x), z), ((z,), z), ((target, z), out), ((out,), out), ((z,), z),
+        ((out, z), out), ((out, grad), out),
+    ]  # fmt: skip
+    return tuple(
+        make_cost(call, ELEMENTWISE, x.numel, transcendentals=x.numel * (number == 2), read=read, written=(written,))
+        for number, (read, written) in enumerate(steps)
+    )
+
+
 @rule(*_GRADIENTS)
 def loss_backward(call: Call) -> Cost:
     """The table's operations for each element of the gradient."""
@@ -129,12 +157,14 @@ def nll_loss(call: Call) -> Cost:
 
 
 @rule(aten.nll_loss_backward, aten.nll_loss2d_backward)
-def nll_loss_backward(call: Call) -> Cost:
-    """Fills the gradient with zeros and writes one value per target (the log-probabilities are not read)."""
+def nll_loss_backward(call: Call) -> tuple[Cost, Cost]:
+    """Zeros, and one value for each target (the log-probabilities are not read)."""
     grad_out, x, target, *weight = call.inputs
     (grad,) = call.outputs
     named = Region(grad, target.numel * x.dtype.itemsize)
-    return make_cost(call, REDUCTION, target.numel, read=(grad_out, target, *weight), written=(grad, named))
+    return zeros(call, grad), make_cost(
+        call, REDUCTION, target.numel, read=(grad_out, target, *weight), written=(named,)
+    )
 
 
 @rule(aten._ctc_loss)

@@ -89,7 +89,6 @@ _FORMULAS = {
     "special_xlog1py": PerElement(2, 1),
     "special_entr": PerElement(3, 1),  # -x * log(x)
     "sinc": PerElement(3, 1),  # sin(pi x) / (pi x)
-    "ldexp": PerElement(2, 1),  # x * 2**n
     "floor_divide": PerElement(2),  # floor(a / b)
     "rrelu_with_noise": ONE,  # x * noise
     "rrelu_with_noise_backward": ONE,
@@ -101,9 +100,6 @@ _FORMULAS = {
     "_prelu_kernel": ONE,  # x * weight
     "_prelu_kernel_backward": PerElement(2),  # dy * weight, dy * x
     "glu": PerElement(5, 1),  # a * sigmoid(b)
-    "smooth_l1_loss_backward": PerElement(4),  # (x - y) / beta * scale * dy
-    "huber_loss_backward": PerElement(3),
-    "mse_loss_backward": PerElement(3),  # 2/n * (x - y) * dy
     "binary_cross_entropy_backward": PerElement(6),  # dy * (x - y) / ((1 - x) * x) / n
 }
 
@@ -253,6 +249,17 @@ def isinf(call: Call) -> tuple[Cost, ...]:
     also = scratch(out, 2)
     either = make_cost(call, ELEMENTWISE, read=(out, also), written=(out,))
     return (*of(real, out), *of(real._replace(offset=real.offset + 1), also), either)
+
+
+@rule(*aten.present("ldexp", "ldexp_"))
+def ldexp(call: Call) -> tuple[Cost, Cost]:
+    """x·2^n, the power by a kernel of its own (aten/src/ATen/native/BinaryOps.cpp)."""
+    (x, n), (out,) = call.inputs[:2], call.outputs
+    power = scratch(n, 1)._replace(dtype=out.dtype)
+    return (
+        make_cost(call, ELEMENTWISE, n.numel, transcendentals=n.numel, read=(n,), written=(power,)),
+        make_cost(call, ELEMENTWISE, out.numel, read=(x, power)),
+    )
 
 
 @rule(aten.polar)

@@ -19,9 +19,10 @@ from flopmeter.costs.rules import (
     make_cost,
     rule,
     scratch,
+    zeros,
 )
 from flopmeter.costs.windows import covered
-from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Matmul, Region, TensorSpec
+from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost, Matmul, Region, TensorSpec
 from flopmeter.records.memory_format import dense_strides
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -62,7 +63,7 @@ _PER_INPUT: dict[OpOverloadPacket, PerInput] = {
 }
 
 _COMPLEX_FACTORS = {
-    **dict.fromkeys((aten.sum, aten.nansum, aten.mean, aten.cumsum, aten.cumsum_), COMPLEX_ADD),
+    **dict.fromkeys((aten.sum, aten.nansum, aten.mean, aten.cumsum, aten.cumsum_, aten.col2im), COMPLEX_ADD),
     **dict.fromkeys((aten.prod, aten.cumprod, aten.cumprod_), COMPLEX_MULTIPLY),
 }
 
@@ -82,6 +83,15 @@ def reduction(call: Call) -> Cost:
 
 
 rule(*_PER_INPUT)(reduction)
+
+
+@rule(aten.unfold_backward)
+def unfold_backward(call: Call) -> tuple[Cost, Cost]:
+    """Zeros, to which the gradient of each window is added (aten/src/ATen/native/cuda/UnfoldBackwardKernel.cu)."""
+    (grad,), (out,) = call.inputs, call.outputs
+    places = Region(out, min(grad.numel * out.dtype.itemsize, out.nbytes))
+    added = make_cost(call, REDUCTION, grad.numel, read=(grad, places), written=(places,), complex_factor=COMPLEX_ADD)
+    return zeros(call, out), added
 
 
 @rule(aten.logsumexp)
@@ -176,19 +186,25 @@ def average_pool(call: Call) -> Cost:
     return make_cost(call, REDUCTION, (window + 1) * windows.numel, read=(read,))
 
 
-@rule(
-    aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward, aten.adaptive_max_pool2d_backward,
-    aten.adaptive_max_pool3d_backward, aten.fractional_max_pool2d_backward, aten.fractional_max_pool3d_backward,
-    aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward,
-    aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward,
+_GATHERED = (  # a thread for each element of the gradient: nothing has to be zero before
     aten.upsample_nearest1d_backward, aten.upsample_nearest2d_backward, aten.upsample_nearest3d_backward,
     aten._upsample_nearest_exact1d_backward, aten._upsample_nearest_exact2d_backward,
     aten._upsample_nearest_exact3d_backward,
 )  # fmt: skip
-def overlapping_gradients(call: Call) -> Cost:
-    """Each output gradient is added where its value came from; of the input only the shape matters."""
-    grad = call.inputs[0]
-    return make_cost(call, REDUCTION, grad.numel, read=(grad, *call.inputs[2:]), complex_factor=COMPLEX_ADD)
+
+
+@rule(
+    aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward, aten.adaptive_max_pool2d_backward,
+    aten.adaptive_max_pool3d_backward, aten.fractional_max_pool2d_backward, aten.fractional_max_pool3d_backward,
+    aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward,
+    aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward, *_GATHERED,
+)  # fmt: skip
+def overlapping_gradients(call: Call) -> tuple[Cost, ...]:
+    """Each output gradient is added where its value came from; of the input only the shape matters. A trace of a
+    ResNet's training has the zeros before it (max_pool2d)."""
+    grad, (out,) = call.inputs[0], call.outputs
+    added = make_cost(call, REDUCTION, grad.numel, read=(grad, *call.inputs[2:]), complex_factor=COMPLEX_ADD)
+    return (added,) if call.func.overloadpacket in _GATHERED else (zeros(call, out), added)
 
 
 @rule(aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d_backward)
@@ -235,16 +251,41 @@ def cdist(call: Call) -> Cost | tuple[Cost, ...]:
 
 @rule(aten._euclidean_dist)
 def euclidean_dist(call: Call) -> tuple[Cost, ...]:
-    """|x|² + |y|² - 2x·y: torch appends the squared norms (2 an element) to -2x and y, so that one matmul of
-    depth + 2 gives the sum, then clamps and takes the root."""
+    """|x|² + |y|² - 2x·y: torch appends the squared norms and ones to -2x and y, so that one matmul of depth + 2 gives
+    the sum, then clamps and takes the root (aten/src/ATen/native/Distance.cpp)."""
     (x, y), (out,) = call.inputs, call.outputs
-    depth = x.shape[-1]
-    widened = Region(scratch(x), (x.nbytes + y.nbytes) * (depth + 2) // max(depth, 1))
-    widen = make_cost(call, REDUCTION, 3 * x.numel + 2 * y.numel, written=(widened,))
+    doubled, (norms_x, ones_x), (norms_y, ones_y) = scratch(x, 1), _norms_and_ones(x, 2), _norms_and_ones(y, 4)
+    wide_x, wide_y = (_of_depth(scratch(spec, 6 + place), x.shape[-1] + 2) for place, spec in enumerate((x, y)))
     *batch, rows, columns = out.shape
-    product = Matmul(prod(batch), rows, columns, depth + 2)
-    root = make_cost(call, ELEMENTWISE, out.numel, transcendentals=out.numel, read=(out,))
-    return widen, make_contraction(call, [product], read=(widened,)), root
+    return (
+        *_squared(call, x, norms_x, ones_x),
+        *_squared(call, y, norms_y, ones_y),
+        make_cost(call, ELEMENTWISE, x.numel, read=(x,), written=(doubled,)),
+        make_cost(call, MOVEMENT, read=(doubled, norms_x, ones_x), written=(wide_x,)),
+        make_cost(call, MOVEMENT, read=(y, ones_y, norms_y), written=(wide_y,)),
+        make_contraction(call, [Matmul(prod(batch), rows, columns, x.shape[-1] + 2)], read=(wide_x, wide_y)),
+        make_cost(call, ELEMENTWISE, read=(out,)),
+        make_cost(call, ELEMENTWISE, out.numel, transcendentals=out.numel, read=(out,)),
+    )
+
+
+def _norms_and_ones(x: TensorSpec, number: int) -> tuple[TensorSpec, TensorSpec]:
+    return _of_depth(scratch(x, number), 1), _of_depth(scratch(x, number + 1), 1)
+
+
+def _of_depth(spec: TensorSpec, depth: int) -> TensorSpec:
+    shape = (*spec.shape[:-1], depth)
+    return spec._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
+
+
+def _squared(call: Call, x: TensorSpec, norms: TensorSpec, ones: TensorSpec) -> tuple[Cost, ...]:
+    """Squares, their sums, and as many ones."""
+    squares = scratch(x, 8)
+    return (
+        make_cost(call, ELEMENTWISE, x.numel, read=(x,), written=(squares,)),
+        make_cost(call, REDUCTION, x.numel, read=(squares,), written=(norms,)),
+        make_cost(call, MOVEMENT, read=(), written=(ones,)),
+    )
 
 
 @rule(aten._cdist_backward)

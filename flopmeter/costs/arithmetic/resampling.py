@@ -11,7 +11,7 @@ from math import ceil
 
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.rules import make_cost, rule
+from flopmeter.costs.rules import make_cost, rule, zeros
 from flopmeter.records import MOVEMENT, REDUCTION, Call, Cost, Region
 from flopmeter.torch_names.operators import aten
 
@@ -54,11 +54,13 @@ def nearest(call: Call) -> Cost:
 
 
 @rule(*_GRADIENTS)
-def upsample_backward(call: Call) -> Cost:
-    """Each gradient times each tap's weight is added to that tap: 2."""
+def upsample_backward(call: Call) -> tuple[Cost, ...]:
+    """Each gradient times each tap's weight is added to that tap: 2. Along one axis a thread gathers what belongs to an
+    element; otherwise a thread adds a gradient's parts to zeros (aten/src/ATen/native/cuda/UpSample*.cu)."""
     taps, axes = _GRADIENTS[call.func.overloadpacket]
-    (grad,) = call.inputs
-    return make_cost(call, REDUCTION, 2 * taps**axes * grad.numel)
+    (grad,), (out,) = call.inputs, call.outputs
+    added = make_cost(call, REDUCTION, 2 * taps**axes * grad.numel)
+    return (added,) if axes == 1 else (zeros(call, out), added)
 
 
 _SUPPORT = {

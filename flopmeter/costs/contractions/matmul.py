@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
-
-from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, make_contraction, make_cost, rule
-from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul, TensorSpec
+from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, make_contraction, make_cost, rule, scratch, zeros
+from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul, Region, TensorSpec
 from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten
 
@@ -44,15 +42,16 @@ def addmm_activation(call: Call) -> tuple[Cost, ...]:
 @rule(aten.addbmm, aten.addbmm_)
 def addbmm(call: Call) -> tuple[Cost, ...]:
     """beta·input + alpha·sum over the batch of (a @ b): a copy of the input, to which each product is added in place
-    (aten/src/ATen/native/LinearAlgebra.cpp). The sum over the batch counts as depth of the product."""
+    (aten/src/ATen/native/LinearAlgebra.cpp)."""
     (_, a, b), (out,) = call.inputs, call.outputs
     batch, m, k = a.shape
-    *copy, whole = _scaled_sum(call, Matmul(1, m, b.shape[-1], batch * k))
+    product = Matmul(1, m, b.shape[-1], k)
+    *copy, scaled = _scaled_sum(call, product)
     return *copy, *(
         make_contraction(
             call,
-            [Matmul(1, m, b.shape[-1], k)],
-            extra=whole.flops_by_class[1:] if number == 0 else (),
+            [product],
+            extra=scaled.flops_by_class[1:] if number == 0 else (),
             read=(_matrix(a, number), _matrix(b, number), *([out] if number or call.argument("beta") != 0 else [])),
             written=(out,),
         )
@@ -93,25 +92,61 @@ def addr(call: Call) -> tuple[Cost, ...]:
 
 
 @rule(aten._trilinear)
-def trilinear(call: Call) -> Cost:
-    """Bilinear layers: three tensors, each broadcast over its `expand` dimensions, are multiplied and summed. First the
-    first two, over the dimensions that the third lacks; then their result and the third."""
-    first, second, third = (
-        _unsqueezed(spec.shape, call.argument(f"expand{i}")) for i, spec in enumerate(call.inputs, 1)
+def trilinear(call: Call) -> tuple[Cost, ...]:
+    """Bilinear layers: three tensors, each broadcast over its `expand` dimensions, are multiplied and summed. For each
+    place along one dimension (`unroll_dim`) a kernel multiplies the first two, over the dimensions that the third
+    lacks, another their result and the third, and one adds this to zeros (aten/src/ATen/native/Linear.cpp)."""
+    (out,), unrolled, summed = call.outputs, call.argument("unroll_dim"), set(call.argument("sumdim"))
+    whole = [_unsqueezed(spec.shape, call.argument(f"expand{i}")) for i, spec in enumerate(call.inputs, 1)]
+    steps = max(shape[unrolled] for shape in whole)
+    shapes = [(*shape[:unrolled], 1, *shape[unrolled + 1 :]) for shape in whole]
+    parts = [Region(spec, prod(shape) * spec.dtype.itemsize) for spec, shape in zip(call.inputs, shapes, strict=True)]
+    early = {dim for dim in summed if dim in call.argument("expand3")}
+    first, pair = _product_of_pair(shapes[0], shapes[1], early)
+    second, last = _product_of_pair(pair, shapes[2], summed - early)
+    made, term = (
+        scratch(out, number)._replace(shape=(prod(of),), stride=(1,)) for number, of in ((1, pair), (2, last))
     )
-    summed_early = {dim for dim in call.argument("sumdim") if dim in call.argument("expand3")}
-    pair = torch.broadcast_shapes(first, second)
-    kept = [1 if dim in summed_early else size for dim, size in enumerate(pair)]
-    macs = prod(pair), prod(torch.broadcast_shapes(tuple(kept), third))
-    return make_contraction(call, [Matmul(1, 1, 1, count) for count in macs])
+    written = Region(out, term.nbytes)
+    step = (
+        make_contraction(call, [first], read=parts[:2], written=(made,)),
+        make_contraction(call, [second], read=(made, parts[2]), written=(term,)),
+        make_cost(call, ELEMENTWISE, term.numel, read=(term, written), written=(written,), complex_factor=COMPLEX_ADD),
+    )
+    return zeros(call, out), *step * steps
+
+
+def _product_of_pair(a: tuple[int, ...], b: tuple[int, ...], summed: set[int]) -> tuple[Matmul, tuple[int, ...]]:
+    """The batched matmul of two tensors that are broadcast to one another and summed, and the shape of its result."""
+    sizes = {"batch": 1, "rows": 1, "columns": 1, "depth": 1}
+    for dim, (left, right) in enumerate(zip(a, b, strict=True)):
+        kind = "depth" if dim in summed else "columns" if left == 1 else "rows" if right == 1 else "batch"
+        sizes[kind] *= max(left, right)
+    shape = tuple(1 if dim in summed else max(pair) for dim, pair in enumerate(zip(a, b, strict=True)))
+    return Matmul(sizes["batch"], sizes["rows"], sizes["columns"], sizes["depth"]), shape
 
 
 @rule(aten.conv_tbc)
-def conv_tbc(call: Call) -> Cost:
-    """x [T, B, C_in], filters [kernel, C_in, C_out], and the bias."""
-    (kernel, c_in, c_out), (out,) = call.inputs[1].shape, call.outputs
-    product = Matmul(1, out.shape[0] * out.shape[1], c_out, c_in * kernel)
-    return make_contraction(call, [product], extra=((ELEMENTWISE, out.numel),), tf32_switch="cudnn")
+def conv_tbc(call: Call) -> tuple[Cost, ...]:
+    """x [T, B, C_in], filters [kernel, C_in, C_out]: a copy of the bias, to which each tap's product is added, of the
+    rows where it does not meet the padding (aten/src/ATen/native/ConvolutionTBC.cpp)."""
+    (x, weight, bias), (out,) = call.inputs, call.outputs
+    pad, batch = call.argument("pad"), x.shape[1]
+    kernel, c_in, c_out = weight.shape
+    costs = [make_cost(call, MOVEMENT, read=(bias,))]
+    for tap in range(kernel):
+        steps = min(x.shape[0] + pad - tap, out.shape[0]) - max(0, pad - tap)
+        if steps > 0:
+            rows, item = steps * batch, x.dtype.itemsize
+            of_x, of_weight, of_out = (
+                Region(spec, size * item)
+                for spec, size in ((x, rows * c_in), (weight, c_in * c_out), (out, rows * c_out))
+            )
+            product, added = Matmul(1, rows, c_out, c_in), ((ELEMENTWISE, rows * c_out),)
+            costs.append(
+                make_contraction(call, [product], extra=added, read=(of_x, of_weight, of_out), written=(of_out,))
+            )
+    return tuple(costs)
 
 
 def _unsqueezed(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:

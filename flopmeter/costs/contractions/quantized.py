@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from flopmeter.costs.rules import macs_of, make_contraction, make_cost, make_product, rule
+from flopmeter.costs.rules import macs_of, make_contraction, make_product, rule
 from flopmeter.records import (
     CONTRACTION,
     ELEMENTWISE,
@@ -164,16 +164,6 @@ def semi_structured_mm(call: Call) -> Cost:
     bias = out.numel if call.get("bias") is not None else 0
     product = Matmul(1, out.numel // max(out.shape[-1], 1), out.shape[-1], depth // 2)
     return make_contraction(call, [product], extra=((ELEMENTWISE, bias),))
-
-
-@rule(
-    aten.fake_quantize_per_tensor_affine_cachemask,
-    aten.fake_quantize_per_channel_affine_cachemask,
-    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-)
-def fake_quantize(call: Call) -> Cost:
-    """(clamp(round(x / scale) + zero) - zero)·scale: five, the clamp none."""
-    return make_cost(call, ELEMENTWISE, 5 * call.inputs[0].numel)
 
 
 def _packed(operand: TensorSpec) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, log2, prod
 
 import torch
 
 from flopmeter.costs.index_arithmetic import cat_operations, cat_sectors
-from flopmeter.costs.rules import FREE, make_cost, rule, scratch
+from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
@@ -49,15 +49,25 @@ def foreach_copy(call: Call) -> Cost:
 
 
 @rule(
-    aten.stack, aten.block_diag, aten._chunk_cat, aten.reflection_pad1d,
+    aten.stack, aten._chunk_cat, aten.reflection_pad1d,
     aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
     aten.replication_pad3d, aten.roll, aten.flip, aten.rot90, aten.repeat, aten.pixel_shuffle, aten.pixel_unshuffle,
-    aten.channel_shuffle, aten.native_channel_shuffle, aten.diag_embed, aten.repeat_interleave,
+    aten.channel_shuffle, aten.native_channel_shuffle, aten.repeat_interleave,
     aten._foreach_clone, aten.lu_unpack,
 )  # fmt: skip
 def rearrange(call: Call) -> Cost:
     """Reads what moves, writes where it goes."""
     return make_cost(call, MOVEMENT)
+
+
+@rule(aten.block_diag, aten.diag_embed)
+def onto_diagonals(call: Call) -> tuple[Cost, ...]:
+    """Zeros, and a copy of each input onto them."""
+    (out,) = call.outputs
+    copies = (
+        make_cost(call, MOVEMENT, read=(x,), written=(Region(out, x.numel * out.dtype.itemsize),)) for x in call.inputs
+    )
+    return zeros(call, out), *copies
 
 
 @rule(aten.im2col)
@@ -120,7 +130,7 @@ def _part_of(whole: TensorSpec, part: TensorSpec) -> Region:
     return Region(whole, min(part.numel * part.dtype.itemsize, whole.nbytes))
 
 
-@rule(aten.slice_backward, aten.select_backward, aten.diagonal_backward, aten.unfold_backward)
+@rule(aten.slice_backward, aten.select_backward, aten.diagonal_backward)
 def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """The gradient of a view: a tensor of zeros, then the gradient copied into its part."""
     (grad,), (out,) = call.inputs, call.outputs
@@ -179,13 +189,13 @@ def random_sample(call: Call) -> Cost:
 
 @rule(aten.multinomial)
 def multinomial(call: Call) -> tuple[Cost, ...]:
-    """With replacement a kernel draws all samples. One sample, or samples without replacement, are where p / q is
-    largest, with q drawn from an exponential distribution. Before that kernels check p: it has to be finite and not
-    negative, and no row's sum 0 (aten/src/ATen/native/Distributions.cpp)."""
+    """One sample, or samples without replacement, are where p / q is largest, with q drawn from an exponential
+    distribution. Before that kernels check p: it has to be finite and not negative, and no row's sum 0
+    (aten/src/ATen/native/Distributions.cpp)."""
     (p,), (samples,) = call.inputs, call.outputs
     draws = call.argument("num_samples")
     if call.argument("replacement") and draws > 1:
-        return (make_cost(call, RANDOM),)
+        return _with_replacement(call, p, samples)
     rows = p.shape[:-1]
     q, sums, one = scratch(p), *(scratch(p, n)._replace(shape=s, stride=(1,) * len(s)) for n, s in ((2, rows), (3, ())))
     found, flag = (spec._replace(dtype=torch.bool, storage=spec.storage - 2) for spec in (sums, one))
@@ -205,6 +215,20 @@ def multinomial(call: Call) -> tuple[Cost, ...]:
         kernel(RANDOM, (), (q,)),
         kernel(ELEMENTWISE, (p, q), (q,), p.numel),
         kernel(REDUCTION if draws == 1 else SORTING, (q,), (samples,)),
+    )
+
+
+def _with_replacement(call: Call, p: TensorSpec, samples: TensorSpec) -> tuple[Cost, ...]:
+    """p, copied twice, is divided by the sums of its rows and summed up; then each sample is looked for in the running
+    sums, at log2 n + 1 places (aten/src/ATen/native/cuda/MultinomialKernel.cu)."""
+    kept, normalized, sums = (scratch(p, number) for number in (1, 2, 3))
+    probed = samples.numel * (ceil(log2(max(p.shape[-1], 1))) + 1) * p.dtype.itemsize
+    return (
+        make_cost(call, MOVEMENT, read=(p,), written=(kept,)),
+        make_cost(call, MOVEMENT, read=(kept,), written=(normalized,)),
+        make_cost(call, REDUCTION, 2 * p.numel, read=(normalized,), written=(normalized,)),
+        make_cost(call, REDUCTION, p.numel, read=(normalized,), written=(sums,)),
+        make_cost(call, RANDOM, read=(Region(sums, min(probed, sums.nbytes)),)),
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.costs.fused import flops_of
-from flopmeter.launch.fusion.roles import Loops, Role, is_pointwise, role_of, splits_of
+from flopmeter.launch.fusion.roles import OPAQUE, Loops, Role, is_pointwise, role_of, splits_of
 from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, Op, Region, TensorSpec, VectorWork
 
 MOST_SCRATCH = 16  # tensors that the kernels of one op hand to one another
@@ -64,6 +64,7 @@ def _composed(parts: list[Part]) -> Iterator[Part]:
     made: dict[tuple[Cost, ...], Cost] = {}
     for _, group in groupby(parts, key=lambda part: (part.place, part.graph is None)):
         of_op = list(group)
+        of_op = [part for place, part in enumerate(of_op) if not _is_filled_in_vain(part, of_op[place + 1 :])]
         while of_op:
             first, *rest = of_op
             number = 1 + next((at for at, part in enumerate(rest) if not _is_continued(first, part)), len(rest))
@@ -75,6 +76,20 @@ def _composed(parts: list[Part]) -> Iterator[Part]:
                     made[costs] = _as_one(members, read_later)
                 first = members[-1]._replace(cost=made[costs])
             yield first
+
+
+def _is_filled_in_vain(part: Part, later: list[Part]) -> bool:
+    """Zeros that eager kernels ask for and inductor, whose loop writes all of the result, does not."""
+    if part.graph is None or part.cost.reads or part.role is OPAQUE:
+        return False
+    written = {region.spec for region in part.cost.writes}
+    return any(
+        other.role is not OPAQUE
+        and not written & {region.spec for region in other.cost.reads}
+        and written
+        <= {region.spec for region in other.cost.writes if region.spec and region.nbytes == region.spec.nbytes}
+        for other in later
+    )
 
 
 def _is_continued(first: Part, second: Part) -> bool:

@@ -91,7 +91,7 @@ class _Charges:
         self._extent[touch.storage] = max(self._extent[touch.storage], touch.stop)
 
     def total(self, storages: list[Storage]) -> int:
-        extents = {key: max(storages[key].nbytes if key >= 0 else 0, end) for key, end in self._extent.items()}
+        extents = {key: end if key < 0 else max(storages[key].nbytes, end) for key, end in self._extent.items()}
         return sum(min(nbytes, extents[key]) for key, nbytes in self._nbytes.items())
 
 
