@@ -111,8 +111,38 @@ def test_a_layer_norm_reads_each_row_again():
     assert again[:4] == (5 * 4 * 6 * F32_BYTES, 5 * 4, 6 * F32_BYTES, 128)
     (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [4, 6], None, None, 1e-5)).work.rereads
     assert (again.rows, again.row_bytes) == (5, 4 * 6 * F32_BYTES)
-    (again,) = cost_of(lambda: aten.native_group_norm(T(5, 4, 6), None, None, 5, 4, 6, 2, 1e-5)).work.rereads
-    assert again[:4] == (5 * 4 * 6 * F32_BYTES, 5 * 2, 2 * 6 * F32_BYTES, 512)
+
+
+def test_a_group_norm_takes_the_statistics_of_its_groups_and_reads_all_again():
+    """By hand from group_norm_kernel.cu: a warp for a group of fewer than 512 elements, a block of 512 for others."""
+    work = cost_of(lambda: aten.native_group_norm(T(5, 4, 6), None, None, 5, 4, 6, 2, 1e-5)).work
+    groups, again = work.rereads
+    assert groups[:4] == (0, 5 * 2, 2 * 6 * F32_BYTES, 32)
+    assert (again.nbytes, again.rows) == (5 * 4 * 6 * F32_BYTES, 1)
+    assert work.kernels == 2
+    weight, bias = T(4), T(4)
+    work = cost_of(lambda: aten.native_group_norm(T(5, 4, 600), weight, bias, 5, 4, 600, 2, 1e-5)).work
+    assert (work.rereads[0].threads, work.kernels) == (512, 3)
+
+
+@pytest.mark.parametrize(
+    ("mask", "has_weight", "kernels", "again"),
+    [([True] * 3, True, 5, 2), ([True, False, False], True, 4, 2), ([True, False, False], False, 3, 2)]
+    + [([False, True, True], True, 2, 0)],
+)
+def test_the_backward_of_a_group_norm_sums_over_channels_and_reads_all_again_for_its_input(
+    mask: list[bool], has_weight: bool, kernels: int, again: int
+):
+    """Kernels and what they read, by hand from group_norm_kernel.cu; five and three of them in AMD's trace, too."""
+    x, statistics = T(5, 4, 600), T(5, 2)
+    weight = T(4) if has_weight else None
+    work = cost_of(
+        lambda: aten.native_group_norm_backward(x, x, statistics, statistics, weight, 5, 4, 600, 2, mask)
+    ).work
+    channels, *whole = work.rereads
+    assert (channels.rows, channels.row_bytes, channels.threads) == (5 * 4, 600 * F32_BYTES, 512)
+    assert [each.nbytes for each in whole] == again * [5 * 4 * 600 * F32_BYTES]
+    assert work.kernels == kernels
 
 
 def backward_of_layer_norm(mask: list[bool]) -> Cost:

@@ -183,6 +183,13 @@ def test_both_parts_together_take_no_less_than_the_larger_of_them(cost, device):
     assert busy.work_seconds >= max(busy.compute_seconds, busy.memory_seconds) * (1 - 1e-9)
 
 
+@settings(max_examples=100, deadline=None)
+@given(plain_kernels(), st.integers(1, 4), devices)
+def test_each_further_kernel_of_an_op_takes_at_least_as_long_as_the_smallest_of_the_device(cost, more, device):
+    launching = replace(cost, work=cost.work._replace(kernels=1 + more))
+    assert work(launching, device) >= (work(cost, device) + more * device.kernel_floor_seconds) * (1 - 1e-9)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.tuples(st.integers(1, 32), sizes, sizes, sizes), growth, growth, growth, dtypes, devices)
 def test_a_larger_product_takes_no_less(shape, more_m, more_n, more_k, dtype, device):

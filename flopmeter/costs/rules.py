@@ -105,9 +105,10 @@ def make_cost(
     index_operations: int | None = None,
     scattered_sectors: int | None = None,
     blocks_host: bool | None = None,
+    kernels: int = 1,
     work: KernelWork | None = None,
 ) -> Cost:
-    """The cost of one kernel of one class.
+    """The cost of one kernel of one class, or of several of which one class holds all work.
 
     read, written: what is touched; None: what the touched-bytes law says.
     complex_factor: how many real operations one operation of complex numbers is.
@@ -131,7 +132,7 @@ def make_cost(
             walked = walked.over(walks)
         indexed = walked.index_operations if index_operations is None else index_operations
         sectors = walked.scattered_sectors if scattered_sectors is None else scattered_sectors
-        work = VectorWork(rereads, indexed, walked.serial_steps, sectors)
+        work = VectorWork(rereads, indexed, walked.serial_steps, sectors, kernels)
     return Cost(
         name=call.name,
         op_class=op_class,

@@ -182,6 +182,7 @@ class VectorWork(NamedTuple):
     index_operations: int = 0  # integer operations that compute addresses, for operands with different strides
     serial_steps: int = 0  # memory accesses of a thread that wait for one another, if they bound the kernel
     scattered_sectors: int = 0  # of the cache, that threads ask for beyond those that their elements fill
+    kernels: int = 1  # that the op launches one after another, where the further ones do little but start and end
 
 
 class HostCopy(NamedTuple):

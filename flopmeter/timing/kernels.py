@@ -211,7 +211,8 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     memory = overlap(index_seconds(work, hardware) * idle, traffic, constants.INDEX_OVERLAP)
     first, others = _latencies(work, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
-    seconds = first + overlap(together, others, constants.VECTOR_OVERLAP)
+    starts = (work.kernels - 1) * (hardware.kernel_floor_seconds + access_seconds(0.0, hardware))
+    seconds = first + overlap(together, others, constants.VECTOR_OVERLAP) + starts
     return Busy(compute - combining, max(memory, combining), seconds)
 
 

@@ -74,22 +74,50 @@ def softmax_backward(call: Call) -> Cost:
     return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n if is_log else 0, rereads=rereads)
 
 
-@rule(aten.native_layer_norm, aten.native_group_norm)
+@rule(aten.native_layer_norm)
 def layer_norm(call: Call) -> Cost:
     """Sum 1, sum of squares 2, centre 1, divide 1, then weight 1 and bias 1 where there are any."""
     x, *affine = call.inputs
     return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=_row_rereads(call, x, 1))
 
 
-@rule(aten.native_layer_norm_backward, aten.native_group_norm_backward)
+@rule(aten.native_layer_norm_backward)
 def layer_norm_backward(call: Call) -> Cost:
     """Gradients of the input 10, of the weight 2, of the bias 1, as the output mask asks for them."""
-    per_element = sum(flops for flops, wanted in zip((10, 2, 1), call.argument("output_mask"), strict=True) if wanted)
-    grad = call.inputs[0]
+    per_element, grad = _wanted(call), call.inputs[0]
     rereads = _row_rereads(call, grad, 2)  # of the gradient and of x
     if any(call.argument("output_mask")[1:]):
         rereads += (_whole_reread(grad), _whole_reread(grad))  # by the kernel that sums over the rows
     return make_cost(call, NORMALIZATION, per_element * grad.numel, rereads=rereads)
+
+
+@rule(aten.native_group_norm)
+def group_norm(call: Call) -> Cost:
+    """As a layer norm. One kernel takes the statistics of each group; then weight and bias of each channel are joined
+    with them, and a last kernel reads all again (group_norm_kernel.cu GroupNormKernelImplInternal)."""
+    x, *affine = call.inputs
+    groups = call.argument("N") * call.argument("group")
+    rereads = (_rows(x, groups, WELFORD_OPERATIONS), _whole_reread(x))
+    kernels = 3 if affine and call.argument("HxW") > 1 else 2
+    return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=rereads, kernels=kernels)
+
+
+@rule(aten.native_group_norm_backward)
+def group_norm_backward(call: Call) -> Cost:
+    """As of a layer norm. One kernel sums up dy and dy·x over each channel of each sample, of which the gradients of
+    weight and bias are sums; for the input's, two join them with the statistics (one without a weight), and a last
+    one reads all again (group_norm_kernel.cu GroupNormBackwardKernelImplInternal)."""
+    grad, (of_input, *of_weights) = call.inputs[0], call.argument("output_mask")
+    channels = call.argument("N") * call.argument("C")
+    rereads = (_rows(grad, channels, 2), *(of_input * (_whole_reread(grad), _whole_reread(grad))))
+    kernels = 1 + of_input * (2 + (call.argument("weight") is not None)) + any(of_weights)
+    return make_cost(call, NORMALIZATION, _wanted(call) * grad.numel, rereads=rereads, kernels=kernels)
+
+
+def _wanted(call: Call) -> int:
+    """FLOPs for an element: of the gradients of input, weight and bias, those that are asked for."""
+    mask = call.argument("output_mask")
+    return sum(flops for flops, wanted in zip((10, 2, 1), mask, strict=True) if wanted)
 
 
 @rule(aten._fused_rms_norm)
@@ -127,7 +155,8 @@ def batch_norm(call: Call) -> Cost:
     if not _is_training(call):
         return _with_given_statistics(call, 2 + affine)
     again = (_whole_reread(x), _channels(x, 1))  # by a second kernel
-    return make_cost(call, NORMALIZATION, (5 + affine) * x.numel, access="statistics", rereads=again)
+    kernels = 1 if call.func.overloadpacket is aten.cudnn_batch_norm else 3  # statistics, running ones, elements
+    return make_cost(call, NORMALIZATION, (5 + affine) * x.numel, access="statistics", rereads=again, kernels=kernels)
 
 
 @rule(aten.native_batch_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward)
@@ -213,17 +242,21 @@ def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ..
 
 
 def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
-    """Layer, group and RMS norm: each row is read again, `passes` times."""
-    normalized = call.get("normalized_shape")
-    if normalized is not None:
-        columns, threads = prod(normalized), LAYER_NORM_THREADS
-    else:
-        columns, threads = x.numel // max(1, call.argument("N") * call.argument("group")), BLOCK_THREADS
-    columns = max(1, columns)
+    """Layer and RMS norm: each row is read again, `passes` times."""
+    columns = max(1, prod(call.argument("normalized_shape")))
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
-    accesses = (1 + passes) * ceil(columns / (threads * LAYER_NORM_ELEMENTS))
-    operations = OPERATIONS_TO_COMBINE + WELFORD_OPERATIONS * ceil(columns / threads)
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, operations, accesses),)
+    accesses = (1 + passes) * ceil(columns / (LAYER_NORM_THREADS * LAYER_NORM_ELEMENTS))
+    operations = OPERATIONS_TO_COMBINE + WELFORD_OPERATIONS * ceil(columns / LAYER_NORM_THREADS)
+    return (Reread(passes * x.nbytes, rows, row_bytes, LAYER_NORM_THREADS, operations, accesses),)
+
+
+def _rows(x: TensorSpec, rows: int, operations: int) -> Reread:
+    """Group norm has a block for each row, or a warp for a short one, with so many operations on each element."""
+    columns = ceil(x.numel / max(1, rows))
+    threads = WARP_THREADS if columns < BLOCK_THREADS else BLOCK_THREADS
+    accesses = ceil(columns / (threads * LAYER_NORM_ELEMENTS))
+    operations = OPERATIONS_TO_COMBINE + operations * ceil(columns / threads)
+    return Reread(0, rows, columns * x.dtype.itemsize, threads, operations, accesses, max(threads, AMD_WARP_THREADS))
 
 
 def _channels(x: TensorSpec, passes: int) -> Reread:
