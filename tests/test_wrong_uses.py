@@ -56,7 +56,7 @@ COMMANDS = {
     "table encoder-layer --train --optimizer sgd,lr=-1": "Invalid learning rate",
     "table encoder-layer -o x.json --trace x.json": "name a file for each",
     "compare encoder-layer --hardware l4 --price l4=1 l4=2": "give it once",
-    "compare encoder-layer --hardware l4 --price t4=1": "name it in --hardware l4 too",
+    "compare encoder-layer --hardware l4 --price t4=1": "--hardware is l4; name t4 there or leave it out",
     "compare encoder-layer --hardware l4,t4 --sort cost": "to sort by cost, give prices",
     "compare encoder-layer --hardware l4,l4": "name each device once",
     "sweep encoder-layer --batch 4,4": "give each size once",

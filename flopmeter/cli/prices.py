@@ -39,9 +39,7 @@ def load_prices(entries: Iterable[str], devices: Iterable[str]) -> PriceList:
         name, equals, amount = entry.rpartition("=")
         if equals:
             if (own := load_hardware(name).name) not in asked:
-                raise ValueError(
-                    f"--price {entry}: {name} is not compared; name it in --hardware {','.join(asked)} too"
-                )
+                raise ValueError(f"--price {entry}: --hardware is {','.join(asked)}; name {name} there or leave it out")
             if own in stated:
                 raise ValueError(f"--price {entry}: {name} has a price already; give it once")
             stated[own] = _amount(name, amount)
