@@ -34,6 +34,8 @@ SEVERAL_KERNELS = {
     "aten.convolution_backward.default",  # three, and copies of what is not dense
     "aten.binary_cross_entropy_with_logits.default",
     "aten.soft_margin_loss.default",
+    "aten.soft_margin_loss_backward.default",  # eight
+    "aten._trilinear.default",  # three for each element of the dimension that it goes through
     "aten.logsumexp.default",
     "aten._safe_softmax.default",
     "aten.masked_scatter.default",  # which numbers what the mask holds, in 8 bytes an element
