@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from math import ceil
 
 import pytest
@@ -223,7 +224,9 @@ def test_tiles_of_flex_attention_are_those_that_inductor_takes_without_tuning(gp
     hardware = load_hardware(gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: hardware.compute_capability)
     chooser = heuristics.CUDAConfigHeuristic()
-    (forward,) = chooser.get_flex_attn_fwd_configs(head_dim, torch.bfloat16)
+    takes_queries = "seq_len" in signature(chooser.get_flex_attn_fwd_configs).parameters  # from torch 2.15 on, for AMD
+    asked = {"head_dim": head_dim, "dtype": torch.bfloat16} | ({"seq_len": 512} if takes_queries else {})
+    (forward,) = chooser.get_flex_attn_fwd_configs(**asked)
     (backward,) = chooser.get_flex_attn_bwd_configs(head_dim, torch.bfloat16)
     shape = AttentionShape(1, 1, 1, 512, 512, head_dim, head_dim)
     assert template_tile_of(shape, hardware) == (forward.block_m, forward.block_n)

@@ -19,6 +19,7 @@ from flopmeter.timing.bandwidth import access_seconds, cache_bytes_per_s, cycles
 from flopmeter.timing.constants import AttentionKernel
 from flopmeter.timing.gemm_kernels import legacy_mma_share
 from flopmeter.timing.matmul import Busy, fastest, overlap
+from flopmeter.torch_names.dispatcher import running_version
 
 _AMPERE, _HOPPER, _BLACKWELL_ULTRA, _BLACKWELL_MAJOR = (8, 0), (9, 0), (10, 3), 10
 _WARPGROUP_CAPABILITIES = (9, 10)  # majors with matmuls of several warps, which run beside a softmax
@@ -165,14 +166,17 @@ def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardwar
 
 
 def template_tile_of(shape: AttentionShape, hardware: Hardware) -> tuple[int, int]:
-    """What a block of flex_attention's template keeps, and what it takes at a time."""
+    """What a block of flex_attention's template keeps, and what it takes at a time, in the torch that runs."""
     major = min(max((hardware.compute_capability or _AMPERE)[0], 8), 11)
+    forward_tiles, backward_tiles = constants.FLEX_TILES, constants.FLEX_BACKWARD_TILES
+    if running_version() >= (2, 15):
+        forward_tiles, backward_tiles = constants.FLEX_TILES_OF_2_15, constants.FLEX_BACKWARD_TILES_OF_2_15
     if shape.is_backward:
-        tiles = constants.FLEX_BACKWARD_TILES[major]
+        tiles = backward_tiles[major]
         fitting = ((kept, taken) for most, kept, taken in tiles if shape.head_dim <= most)
         return next(fitting, constants.FLEX_LONG_BACKWARD_TILE)
     other = constants.FLEX_OTHER_TILE if shape.head_dim <= 256 else constants.FLEX_LONG_TILE
-    return constants.FLEX_TILES[major].get(shape.head_dim, other)
+    return forward_tiles[major].get(shape.head_dim, other)
 
 
 def _has_window(shape: AttentionShape) -> bool:
