@@ -34,7 +34,7 @@ class OutermostCalls:
         self._trace = trace
         self._thread = threading.get_ident()
         self._compiled: dict[int, tuple[object, Callable[..., Any]]] = {}  # by the id of a module or optimizer
-        self._eager: dict[str, None] = {}  # which functions ran eagerly, and why
+        self.left_eager: dict[str, None] = {}  # which functions ran eagerly, and why
         self._is_open = False
         self._undo = ExitStack()
         self.is_inside = False  # one of these calls runs
@@ -63,10 +63,9 @@ class OutermostCalls:
             "compile=True: the outermost calls of modules, and optimizer steps, ran as if the program compiled them; "
             "what it does between them, such as a loss outside of a module, ran eagerly"
         )
-        yield from (f"not compiled, so run eagerly: {what}" for what in self._eager)
 
     def note_eager(self, what: str) -> None:
-        self._eager[what] = None
+        self.left_eager[what] = None
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

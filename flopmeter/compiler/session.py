@@ -107,14 +107,16 @@ class Session:
 
     @property
     def notes(self) -> Iterator[str]:
+        left_eager = dict(self._frames.given_up)
         if self._outermost:
             yield from self._outermost.notes
+            left_eager = {**self._outermost.left_eager, **left_eager}
+        yield from (f"not compiled, so run eagerly: {what}" for what in left_eager)
         if self._is_called and not (self._frames.has_compiled or self._frames.given_up or self._compilation.failures):
             yield (
                 "torch.compile compiled nothing of what was called: it passes over torch's own code, as in torch 2.13"
                 " where an nn.Sequential compiles itself (torch.compile(model) does compile it)"
             )
-        yield from (f"not compiled, so run eagerly: {what}" for what in self._frames.given_up)
         for failure in self._compilation.failures:
             yield f"not compiled, so fused by the rules: {failure}"
         if self._not_measured:

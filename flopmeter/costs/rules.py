@@ -236,10 +236,10 @@ def macs_of(call: Call, matmuls: Iterable[Matmul]) -> int:
     return (4 if is_complex(call) else 1) * sum(matmul.macs for matmul in matmuls)
 
 
-def zeros(call: Call, gradient: TensorSpec) -> Cost:
-    """A kernel that fills a gradient before the one that writes or adds to some of its elements, as torch's kernels for
-    CUDA do (`gradInput.zero_()`, `at::zeros_like`)."""
-    return make_cost(call, MOVEMENT, read=(), written=(gradient,))
+def zeros(call: Call, result: TensorSpec) -> Cost:
+    """A kernel that fills a result before those that write or add to some of its elements, as torch's kernels for CUDA
+    do (`gradInput.zero_()`, `at::zeros_like`)."""
+    return make_cost(call, MOVEMENT, read=(), written=(result,))
 
 
 def scratch(like: TensorSpec, number: int = 1) -> TensorSpec:

@@ -8,7 +8,7 @@ name.
 from __future__ import annotations
 
 from flopmeter.costs.contractions.quantized import equal_groups, share_of
-from flopmeter.costs.rules import Rule, make_contraction, make_cost
+from flopmeter.costs.rules import Rule, make_contraction, make_cost, zeros
 from flopmeter.records import MOVEMENT, Call, Cost, HostCopy, Matmul, Region, TensorSpec
 
 
@@ -44,8 +44,8 @@ def experts_backward(call: Call) -> tuple[Cost, ...]:
 def _prepared(call: Call) -> tuple[Cost, ...]:
     """The results are filled with zeros, and the host waits for the offsets."""
     ends = call.argument("offs")
-    zeros = (make_cost(call, MOVEMENT, read=(), written=(out,)) for out in call.outputs)
-    return *zeros, make_cost(call, MOVEMENT, read=(ends,), written=(), work=HostCopy(ends.nbytes), blocks_host=True)
+    filled = (zeros(call, out) for out in call.outputs)
+    return *filled, make_cost(call, MOVEMENT, read=(ends,), written=(), work=HostCopy(ends.nbytes), blocks_host=True)
 
 
 def _rows(call: Call) -> list[int]:

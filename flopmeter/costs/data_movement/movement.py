@@ -135,7 +135,7 @@ def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """The gradient of a view: a tensor of zeros, then the gradient copied into its part."""
     (grad,), (out,) = call.inputs, call.outputs
     placed = make_cost(call, MOVEMENT, read=(grad,), written=(_part_of(out, grad),))
-    return (make_cost(call, MOVEMENT, read=()), placed)
+    return zeros(call, out), placed
 
 
 @rule(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter)

@@ -11,7 +11,7 @@ from math import prod
 from torch._ops import OpOverload, OpOverloadPacket
 
 from flopmeter.costs.arithmetic.pointwise import of_numbers, sum_of_scaled
-from flopmeter.costs.rules import FREE, Rule, make_cost
+from flopmeter.costs.rules import FREE, Rule, make_cost, zeros
 from flopmeter.records import CONTRACTION, INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -80,7 +80,7 @@ def to_dense(call: Call) -> tuple[Cost, Cost]:
     values, out = call.inputs[0], call.outputs[0]
     named = Region(out, min(out.nbytes, _values(values) * out.dtype.itemsize))
     return (
-        make_cost(call, MOVEMENT, read=(), written=(out,)),
+        zeros(call, out),
         make_cost(call, INDEXING, _values(values), read=(values, named), written=(named,), access="scatter"),
     )
 
