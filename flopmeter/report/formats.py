@@ -113,7 +113,8 @@ def small_print(report: Report) -> list[str]:
         * (not report.assumptions),
         *(f"assumed: {text}" for text in report.assumptions),
         f"multiply-add = 2 FLOP · attention counted {HOW_ATTENTION_COUNTS[report.causal]}"
-        f" · TF32 is {'on' if switches.matmul_tf32 else 'off'} for fp32 matmuls,"
+        + ", with masked blocks, which do not run" * _counts_masked_blocks(report)
+        + f" · TF32 is {'on' if switches.matmul_tf32 else 'off'} for fp32 matmuls,"
         f" {'on' if switches.cudnn_tf32 else 'off'} for fp32 convolutions",
         *in_short(report.graphs),
         "bound by: most of the row's device time; overhead is launch and drain of kernels too small for the device"
@@ -121,6 +122,11 @@ def small_print(report: Report) -> list[str]:
         *report.notes,
         report.ran.line,
     ]
+
+
+def _counts_masked_blocks(report: Report) -> bool:
+    """Whether the TFLOP/s of a row can exceed the peak."""
+    return report.causal == "full" and any(cost.masked_flops for _, cost, *_ in report.kernels)
 
 
 def _has_functions(report: Report) -> bool:

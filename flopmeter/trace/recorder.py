@@ -33,7 +33,6 @@ from flopmeter.records import (
     Phase,
     StorageRole,
     Switches,
-    Sync,
     TemplateRun,
     Trace,
     TritonBody,
@@ -131,6 +130,7 @@ class Recorder(TorchDispatchMode):
         self._calls: dict[Any, _Known] = {}
         self._handlings = Handlings(values)
         self._groups = ProcessGroups()
+        self._listener = streams.Listener(self.trace, self._groups.op_of, self._storages.resize)
         self._noted: WeakSet[nn.Module] = WeakSet()
         self.kept_by: dict[int, str] = {}  # by storage: the module path of the compiled graph that returned it
         self._depth = 0
@@ -158,8 +158,8 @@ class Recorder(TorchDispatchMode):
                 undo.enter_context(triton_kernels.recorded(self, self.values))
                 undo.callback(register_optimizer_step_pre_hook(self._enter_step).remove)
                 undo.callback(register_optimizer_step_post_hook(self._leave_step).remove)
-                streams.listeners.append(self)
-                undo.callback(streams.listeners.remove, self)
+                streams.listeners.append(self._listener)
+                undo.callback(streams.listeners.remove, self._listener)
                 self._undo = undo.pop_all()
         super().__enter__()  # type: ignore[no-untyped-call]
         if self._depth == 0:
@@ -216,27 +216,6 @@ class Recorder(TorchDispatchMode):
         if key is None:
             return call
         return dataclasses.replace(call, body=body_of(call, key, Recorder(overrides=self._overrides)))
-
-    def on_event(self, event: int, stream: int) -> None:
-        self.trace.stream_use.syncs.append(Sync(len(self.trace.ops), stream, "record", event))
-
-    def on_wait(self, event: int, stream: int) -> None:
-        self.trace.stream_use.syncs.append(Sync(len(self.trace.ops), stream, "wait for event", event))
-
-    def on_wait_for_work(self, work: Any, stream: int) -> None:
-        op = self._groups.op_of(work)
-        if op is not None:
-            self.trace.stream_use.syncs.append(Sync(len(self.trace.ops), stream, "wait for op", op))
-
-    def on_host_wait(self) -> None:
-        self.trace.stream_use.host_waits.append(len(self.trace.ops))
-
-    def on_batch(self, messages: int) -> None:
-        self.trace.stream_use.batches[len(self.trace.ops)] = messages
-
-    def on_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """The program resized a storage between ops: FSDP frees and gathers parameters in this way."""
-        self._storages.resize(storage, nbytes)
 
     def _enter_step(self, *_: Any) -> None:
         if self.is_on():

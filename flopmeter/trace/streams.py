@@ -9,35 +9,52 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import UntypedStorage
 
-from flopmeter.records import DEFAULT_STREAM
+from flopmeter.records import DEFAULT_STREAM, Sync, Trace
 
 
-class Listener(Protocol):
-    """Is called for what a program does with streams and storages between its ops."""
+class Listener:
+    """Writes down in a trace what the program does with streams and storages between its ops.
+
+    `op_of` gives the op that returned the handle of a collective; `resize` is told of a storage before it is resized.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        op_of: Callable[[Any], int | None],
+        resize: Callable[[UntypedStorage, int], None],
+    ):
+        self._ops, self._use = trace.ops, trace.stream_use
+        self._op_of = op_of
+        self.on_resize = resize
 
     def on_event(self, event: int, stream: int) -> None:
         """The event is recorded: it happens when the stream has done all that it was given so far."""
+        self._use.syncs.append(Sync(len(self._ops), stream, "record", event))
 
     def on_wait(self, event: int, stream: int) -> None:
         """What the stream is given later runs after the event."""
+        self._use.syncs.append(Sync(len(self._ops), stream, "wait for event", event))
 
     def on_wait_for_work(self, work: Any, stream: int) -> None:
         """What the stream is given later runs after the collective with this handle."""
+        op = self._op_of(work)
+        if op is not None:
+            self._use.syncs.append(Sync(len(self._ops), stream, "wait for op", op))
 
     def on_host_wait(self) -> None:
         """The host waits until the device, or a stream of it, has done what it was given so far."""
+        self._use.host_waits.append(len(self._ops))
 
     def on_batch(self, messages: int) -> None:
         """So many sends and receives follow that NCCL runs as one kernel (batch_isend_irecv)."""
-
-    def on_resize(self, storage: UntypedStorage, nbytes: int) -> None:
-        """The storage is about to be resized."""
+        self._use.batches[len(self._ops)] = messages
 
 
 listeners: list[Listener] = []  # the open ones, the innermost last
