@@ -41,13 +41,13 @@ WITHOUT_COMPUTE_CHECK = {
     "gb300-per-gpu": {"vector fp64", "matrix fp64"},  # 1.26, printed as 1.3
     "h20-96gb": {"vector fp64", "vector fp32", "matrix fp64"},  # do not follow from 78 SMs
 }
-WITHOUT_TENSOR_CLOCK = {"gb200-per-gpu", "gb300-per-gpu", "h100-nvl-94gb"}
+WITHOUT_TENSOR_CLOCK = {"gb200-per-gpu", "gb300-per-gpu", "h100-nvl-94gb", "h200-nvl-141gb"}
 WITHOUT_ANY_COMPUTE_CHECK = {
     *("b300-sxm-288gb", "inferentia2", "trainium1", "trainium2"),
     *("tpu-v3", "tpu-v5p", "tpu-v6e", "tpu-v7x"),
 }
 WITHOUT_MEMORY_CHECK = {
-    *("gh200-144gb", "h200-sxm-141gb", "m2-ultra-76c", "m3-max-40c", "mi325x", "mi355x"),  # rounded down in print
+    *("gh200-144gb", "h200-nvl-141gb", "h200-sxm-141gb", "m2-ultra-76c", "m3-max-40c", "mi325x", "mi355x"),  # rounded down in print
     *("b300-sxm-288gb", "inferentia2", "trainium1", "trainium2"),
     *("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"),
 }
