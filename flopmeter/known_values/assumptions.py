@@ -170,8 +170,8 @@ def caller() -> str:
 
 
 def program_frame() -> FrameType | None:
-    """The innermost frame that belongs neither to torch nor to flopmeter nor to a dispatch mode, of those that flopmeter
-    called, if it did."""
+    """The innermost frame that belongs neither to torch nor to flopmeter nor to a dispatch mode. Where flopmeter called
+    the program, it is one of the program's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
