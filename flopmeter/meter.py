@@ -379,8 +379,8 @@ class FlopMeter:
         kernels = on_device(trace, known.costs)
         if not any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels):
             cluster = None
-        elif cluster is None:
-            cluster = cluster_of(device)
+        else:
+            cluster = cluster_of(device, cluster)
         uncounted = (*uncounted_notes(kernels), *uncounted_implementations(kernels))
         notes = (*self._notes(device), *uncounted, *message_notes(kernels, running))
         host, ran = self._host or device.host, ran_of(trace, device)
