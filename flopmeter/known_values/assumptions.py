@@ -16,12 +16,10 @@ import typing_extensions
 from flopmeter.known_values.routing import BALANCED, Routing, routing_law
 from flopmeter.torch_names.private import graph_task
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_SKIPPED = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    _PACKAGE,
-    typing_extensions.__file__,  # wraps deprecated functions of torch
+_TORCH, _PACKAGE = (
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
+_SKIPPED = (_TORCH, _PACKAGE, typing_extensions.__file__)  # the last wraps deprecated functions of torch
 _ASKING = tuple(os.path.join(_PACKAGE, room, "") for room in ("ask", "cli"))
 _TRITON = os.sep + os.path.join("triton", "runtime", "")  # between a program and the launch of its kernel
 
