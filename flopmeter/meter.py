@@ -377,10 +377,8 @@ class FlopMeter:
         """`running`: the ranks that are metered together with this one."""
         known, on_device = _Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
-        if not any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels):
-            cluster = None
-        elif cluster is None:
-            cluster = cluster_of(device)
+        is_spread = any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels)
+        cluster = cluster_of(device, cluster) if is_spread else None
         uncounted = (*uncounted_notes(kernels), *uncounted_implementations(kernels))
         notes = (*self._notes(device), *uncounted, *message_notes(kernels, running))
         host, ran = self._host or device.host, ran_of(trace, device)

@@ -80,3 +80,18 @@ def test_experts_that_are_loaded_unevenly_hold_up_the_step():
     laws = ("balanced", {"imbalance": 1.3}, {"imbalance": 2})
     seconds = [planned(mixture, batch=64, microbatch=4, ep=8, options={"routing": law}).seconds for law in laws]
     assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_an_assumption_of_a_plan_names_lines_of_the_model_and_none_that_asked_for_the_plan():
+    transformers = pytest.importorskip("transformers")
+    mixture = transformers.Qwen3MoeConfig(
+        hidden_size=256, moe_intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_experts=8, num_experts_per_tok=2, vocab_size=2000, max_position_embeddings=2048, head_dim=64,
+    )  # fmt: skip
+    notes = plan(mixture, 8, "h100-sxm5-80gb", batch=8, length=128, only=ALONE | {"ep": 1}, rows=1).notes
+    assumed = [note for note in notes if "_grouped_mm" in note]
+    assert assumed
+    for note in assumed:
+        assert "the backward pass" in note
+        assert "transformers/" in note
+        assert __file__.rpartition("/")[2] not in note

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test_scaling import A100, program, samples
 from flopmeter import compare, plan, sweep
 from flopmeter.ask.scaling import scale
 from flopmeter.ask.workers import results_of
+from flopmeter.cli import main
 from flopmeter.models.llama import LlamaConfig
 
 TINY = LlamaConfig(layers=2, width=256, heads=4, kv_heads=4, hidden=512, vocabulary=1000)
@@ -45,6 +47,17 @@ def test_progress_sees_each_job():
     seen = []
     assert results_of(abs, [-3, 2], progress=lambda jobs: (seen.append(job) or job for job in jobs)) == [3, 2]
     assert seen == [-3, 2]
+
+
+def test_processes_plan_a_model_whose_classes_are_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "own.py").write_text(
+        "from flopmeter.models.llama import Llama, LlamaConfig\n"
+        "class Own(Llama): pass\n"
+        "def build(): return Own(LlamaConfig(2, 256, heads=4, kv_heads=4, hidden=512, vocabulary=1000))\n"
+    )
+    asked = f"plan {tmp_path}/own.py:build --gpus 2 --seq 128 --rows 1 --workers 2 --only tp=1 cp=1 pp=1 microbatch=1"
+    assert main(asked.split()) == 0
+    assert capsys.readouterr().out.startswith("Own, ")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from flopmeter.ask.checks import check_callable, check_mapping
 from flopmeter.ask.compare import AnyHardware
 from flopmeter.ask.steps import FITS, PEAK, USABLE, Step, step_figures
 from flopmeter.costs.data_movement.communication import is_message
-from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
+from flopmeter.device.cluster import Cluster, cluster_of
 from flopmeter.device.hardware import load_hardware
 from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
@@ -185,7 +185,7 @@ def time_pipeline(
     check_mapping('{"pp": 4}', mesh=mesh)
     mode_called(mode)
     device = load_hardware(hardware)
-    links = cluster_of(device) if cluster is None else load_cluster(cluster)
+    links = cluster_of(device, cluster)
     ranks = pipeline_ranks(mesh, stages)
     size = math.prod(mesh.values())
     links.check_size(size)

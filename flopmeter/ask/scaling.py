@@ -21,7 +21,7 @@ from flopmeter.ask.compare import AnyHardware, step_dollars
 from flopmeter.ask.delays import NO_DELAYS, Delays, checked_delays, delay_notes
 from flopmeter.ask.steps import BOUND_BY, FITS, MFU, PEAK, TIME, USABLE, Step, step_figures
 from flopmeter.ask.workers import results_of
-from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
+from flopmeter.device.cluster import Cluster, cluster_of
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.distributed import world
 from flopmeter.launch.modes import mode_called
@@ -197,7 +197,7 @@ def scale(
     check_positive(items=None if callable(items) else items, dollars_per_gpu_hour=dollars_per_gpu_hour)
     mode_called(mode)
     device = load_hardware(hardware)
-    links = cluster_of(device) if cluster is None else load_cluster(cluster)
+    links = cluster_of(device, cluster)
     job = _Job(program, device, links, mode, items, dollars_per_gpu_hour, checked_delays(delays), meter_options)
     outcomes = results_of(partial(_outcome, job), [dict(layout) for layout in meshes], workers, executor, progress)
     rows = tuple(outcome.row for outcome in outcomes if outcome.row is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import cache, partial
 from typing import Any, get_args
 
 from flopmeter.ask.delays import Delays
@@ -13,7 +14,7 @@ from flopmeter.ask.plan.splits import WISHES
 from flopmeter.cli.command import Command, add_device, add_format, number, picked, positive, seconds, share, show
 from flopmeter.cli.prices import load_prices
 from flopmeter.cli.target_options import add_causal
-from flopmeter.cli.targets import Target, load_target
+from flopmeter.cli.targets import load_target
 from flopmeter.device.hardware import load_hardware
 from flopmeter.meter import Mode
 from flopmeter.models import BUILTINS
@@ -58,21 +59,20 @@ def _checkpoint(text: str) -> tuple[float, int]:
 
 
 def _subject(name: str) -> Any:
-    """The model as `plan` takes it; for a target in a file or a module, the function that makes the model."""
+    """The model as `plan` takes it; for a target in a file or a module, a function that makes the model. It knows the
+    target's name alone: what was loaded from a file cannot be sent to other processes."""
     if name in BUILTINS or name.startswith("hf:"):
         return name
-    return _MadeBy(load_target(name))
+    _loaded(name)  # raises TargetError now
+    return partial(_made, name)
 
 
-class _MadeBy:
-    """Makes a target's model. It can be sent to other processes."""
+_loaded = cache(load_target)
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
 
-    def __call__(self) -> Any:
-        made = self._target.builder()
-        return made[0] if isinstance(made, tuple) else made
+def _made(name: str) -> Any:
+    made = _loaded(name).builder()
+    return made[0] if isinstance(made, tuple) else made
 
 
 def _wishes(texts: list[str]) -> dict[str, list[Any]]:

@@ -228,7 +228,7 @@ def price_collective(collective: Collective, cluster: Cluster) -> CollectivePric
 
 def collective_seconds(collective: Collective, hardware: Hardware, cluster: Cluster | None = None) -> float:
     """How long the collective takes without other traffic, on this cluster or on the device's default one."""
-    return price_collective(collective, cluster or cluster_of(hardware)).seconds
+    return price_collective(collective, cluster_of(hardware, cluster)).seconds
 
 
 class _Links(NamedTuple):
@@ -312,12 +312,15 @@ def _by_name(name: str) -> Cluster:
     )
 
 
-def cluster_of(hardware: Hardware) -> Cluster:
-    """The default cluster of a device: the one that lists the device, or that lists the profile that the device extends
-    if both have the same interconnect; else one node of 8 with the links of its profile, which the title says.
+def cluster_of(hardware: Hardware, asked: str | os.PathLike[str] | Cluster | None = None) -> Cluster:
+    """The cluster that was asked for, as `load_cluster` takes it; None is the default one of the device: that which
+    lists the device, or the profile that it extends if both have the same interconnect; else one node of 8 with the
+    links of its profile, which the title says.
 
     Raises HardwareError if the profile has no link to other devices.
     """
+    if asked is not None:
+        return load_cluster(asked)
     listed = _defaults().get(_listed_name(hardware))
     if listed is not None:
         return _packaged(listed)

@@ -14,12 +14,13 @@ import torch
 import typing_extensions
 
 from flopmeter.known_values.routing import BALANCED, Routing, routing_law
+from flopmeter.torch_names.private import graph_task
 
-_SKIPPED = (
-    *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))),
-    typing_extensions.__file__,  # torch/, flopmeter/ and what wraps deprecated functions of torch
+_TORCH, _PACKAGE = (
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
-
+_SKIPPED = (_TORCH, _PACKAGE, typing_extensions.__file__)  # the last wraps deprecated functions of torch
+_ASKING = tuple(os.path.join(_PACKAGE, room, "") for room in ("ask", "cli"))
 _TRITON = os.sep + os.path.join("triton", "runtime", "")  # between a program and the launch of its kernel
 
 
@@ -157,20 +158,23 @@ class Assumptions:
 
 
 def caller() -> str:
-    """'file:line' of the program's innermost frame."""
+    """'file:line' of the program's innermost frame. Where flopmeter itself calls `backward()`, there is none."""
     frame = program_frame()
     if frame is None:
-        return "unknown"
+        return "no line of the program" if graph_task() == -1 else "the backward pass"
     # For a file of an installed library only the part of the path that is the same on every machine.
     file = frame.f_code.co_filename.replace("\\", "/").rpartition("/site-packages/")[2]
     return f"{file}:{frame.f_lineno}"
 
 
 def program_frame() -> FrameType | None:
-    """The innermost frame that belongs neither to torch nor to flopmeter nor to a dispatch mode."""
+    """The innermost frame that belongs neither to torch nor to flopmeter nor to a dispatch mode. Where flopmeter called
+    the program, it is one of the program's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
+        if code.co_filename.startswith(_ASKING):  # what calls it is a command, or the line that asked
+            return None
         is_skipped = code.co_filename.startswith((*_SKIPPED, "<")) or _TRITON in code.co_filename
         if not is_skipped and code.co_name != "__torch_dispatch__":
             return frame

@@ -225,13 +225,13 @@ class LaunchPrices:
         return _Priced(work, ramp, kernel_class, (compute, memory), clock, few_flops, Demand(compute, memory))
 
     def _transfer(self, collective: Collective, price: CollectivePrice) -> Transfer:
-        device, transport = self._hardware, (self._cluster or cluster_of(self._hardware)).intra.transport
+        device, transport = self._hardware, cluster_of(self._hardware, self._cluster).intra.transport
         return transfer_of(collective, price, transport, device.sm_count, device.sustained_bandwidth_bytes_per_s)
 
     def _collective_price(self, collective: Collective) -> CollectivePrice:
         price = self._collectives.get(collective)
         if price is None:
-            price = price_collective(collective, self._cluster or cluster_of(self._hardware))
+            price = price_collective(collective, cluster_of(self._hardware, self._cluster))
             self._collectives[collective] = price
         return price
 

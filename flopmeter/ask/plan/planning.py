@@ -30,7 +30,7 @@ from flopmeter.ask.plan.splits import (
 from flopmeter.ask.plan.subject import Loss, Styles, Subject, subject_of
 from flopmeter.ask.plan.whole import Whole, WholeJob, meter_whole
 from flopmeter.ask.workers import results_of
-from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
+from flopmeter.device.cluster import Cluster, cluster_of
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, Causal, Mode
@@ -96,7 +96,7 @@ def plan(
     device or a cluster that is too small, and TargetError for a model that cannot be built.
     """
     device = load_hardware(hardware)
-    links = cluster_of(device) if cluster is None else load_cluster(cluster)
+    links = cluster_of(device, cluster)
     _check(whole, rows, mode, loss, tensor_parallel)
     check_whole(PlanError, world=world, batch=batch, length=length, workers=workers)
     check_positive(PlanError, memory=memory, dollars_per_gpu_hour=dollars_per_gpu_hour)

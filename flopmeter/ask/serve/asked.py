@@ -40,7 +40,7 @@ class ServingPlan:
     meter_options: Mapping[str, Any] = field(default_factory=dict)
 
     def links(self, device: Hardware) -> Cluster:
-        return self.cluster or cluster_of(device)
+        return cluster_of(device, self.cluster)
 
     @property
     def cached(self) -> int:

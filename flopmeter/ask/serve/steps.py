@@ -104,7 +104,7 @@ class StepModel:
         ranks = self.decoder.ranks
         if ranks == 1:
             return 0.0
-        config, cluster = self.decoder.config, self._cluster or cluster_of(device)
+        config, cluster = self.decoder.config, cluster_of(device, self._cluster)
         summed = tokens * config.hidden_size * self.decoder.model.dtype.itemsize
         logits = Collective("all_gather", scored * config.vocab_size * ranks * LOGIT_BYTES, tuple(range(ranks)))
         in_layers: float = self.decoder.all_reduces * all_reduce_seconds(summed, ranks, device, cluster)
