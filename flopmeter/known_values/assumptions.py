@@ -14,6 +14,7 @@ import torch
 import typing_extensions
 
 from flopmeter.known_values.routing import BALANCED, Routing, routing_law
+from flopmeter.known_values.values import MAX_ELEMENTS
 
 _SKIPPED = (
     *(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))),
@@ -88,8 +89,8 @@ class EndlessLoopError(RuntimeError):
 # What to do where the program itself computed the values, by the name of the op that asks.
 _WAYS_OUT = {
     "_local_scalar_dense": "keep logging and convergence tests (`.item()`, `float()`, `if`) outside of the meter, "
-    'state FlopMeter(checks="hold") for tests on tensors that all is finite, or meter the script with `flopmeter run` '
-    "or flopmeter.cuda(...), which answer with a stand-in and list the line",
+    'state FlopMeter(checks="hold") for tests on tensors that all of a mask holds or that all is finite, or meter the '
+    "script with `flopmeter run` or flopmeter.cuda(...), which answer with a stand-in and list the line",
     "_to_copy": "meter the part before values go to the host (`.cpu()`, `.numpy()`), or put a stand-in that gives "
     "tensors of the same shapes in place of what works on them there (a matcher that pairs first with first, a metric)"
     ', or state FlopMeter(routing="balanced") for tokens and experts picked by score',
@@ -115,9 +116,9 @@ class DataDependentError(RuntimeError):
         name = op.partition("::")[2] or op.partition(".")[2].partition(".")[0]
         super().__init__(
             f"{op} at {self.where} is data-dependent: it needs values of a meta tensor that are not known. If they are "
-            "inputs that steer the program (ids, masks, grids, lengths), bring them in as real tensors, through "
-            "flopmeter.on_meta(...) or .to('meta') inside the context, and build constants inside the context. If the "
-            f"program computed them: {_WAYS_OUT.get(name, _FOR_ANY)}."
+            f"inputs that steer the program (ids, masks, grids, lengths; {MAX_ELEMENTS:,} elements at most), bring them in "
+            "as real tensors, through flopmeter.on_meta(...) or .to('meta') inside the context, and build constants "
+            f"inside the context. If the program computed them: {_WAYS_OUT.get(name, _FOR_ANY)}."
         )
 
 
