@@ -93,7 +93,7 @@ class ScriptSession:
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
-        self._pools: defaultdict[Any, GraphPool] = defaultdict(lambda: GraphPool(self.meter.trace))
+        self._pools: defaultdict[object, GraphPool] = defaultdict(lambda: GraphPool(self.meter.trace))
         self._decisions: Counter[str] = Counter()  # lines of the program whose control flow depended on a stand-in
 
     def now(self) -> int:
@@ -125,7 +125,7 @@ class ScriptSession:
         ]
         self.steps.on_replay(ops)
 
-    def pool(self, handle: Any) -> GraphPool:
+    def pool(self, handle: object) -> GraphPool:
         """The memory that CUDA graphs with this handle share."""
         return self._pools[handle]
 

@@ -24,7 +24,7 @@ class Moments(Protocol):
     def replay(self, ops: range, stream: int) -> None:
         """The device runs the ops of the range again, as one graph. `stream`: on which they were captured."""
 
-    def pool(self, handle: Any) -> GraphPool:
+    def pool(self, handle: object) -> GraphPool:
         """The memory that graphs with this handle share."""
 
 
