@@ -116,9 +116,9 @@ class DataDependentError(RuntimeError):
         name = op.partition("::")[2] or op.partition(".")[2].partition(".")[0]
         super().__init__(
             f"{op} at {self.where} is data-dependent: it needs values of a meta tensor that are not known. If they are "
-            f"inputs that steer the program (ids, masks, grids, lengths; {MAX_ELEMENTS:,} elements at most), bring them "
-            "in as real tensors, through flopmeter.on_meta(...) or .to('meta') inside the context, and build constants "
-            f"inside the context. If the program computed them: {_WAYS_OUT.get(name, _FOR_ANY)}."
+            f"inputs that steer the program (ids, masks, grids, lengths; {MAX_ELEMENTS:,} elements at most), bring "
+            "them in as real tensors, through flopmeter.on_meta(...) or .to('meta') inside the context, and build "
+            f"constants inside the context. If the program computed them: {_WAYS_OUT.get(name, _FOR_ANY)}."
         )
 
 
