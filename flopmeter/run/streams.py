@@ -119,7 +119,7 @@ class CudaGraph:
         self._ops: range | None = None
         self._pool = graph_pool_handle()
 
-    def capture_begin(self, pool: Any = None, **kwargs: Any) -> None:
+    def capture_begin(self, pool: Any = None, *args: Any, **kwargs: Any) -> None:
         CudaGraph.capturing, self._start, self._stream = True, self.clock.now(), streams.current()
         self._pool = pool or self._pool
 
