@@ -908,6 +908,7 @@ def test_a_choice_that_nobody_looks_at_is_no_assumption():
     ("ask", "way_out"),
     [
         (lambda scores: scores.cpu(), "put a stand-in"),
+        (lambda scores: scores.cpu(), "activations that wait there"),
         (lambda scores: scores.sum().item(), "keep logging and convergence tests"),
         (lambda scores: scores[scores > 0], "FlopMeter(mask_fraction=0.5)"),
         (lambda scores: torch.nonzero(scores), "FlopMeter(mask_fraction=0.5)"),

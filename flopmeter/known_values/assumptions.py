@@ -93,7 +93,8 @@ _WAYS_OUT = {
     "script with `flopmeter run` or flopmeter.cuda(...), which answer with a stand-in and list the line",
     "_to_copy": "meter the part before values go to the host (`.cpu()`, `.numpy()`), or put a stand-in that gives "
     "tensors of the same shapes in place of what works on them there (a matcher that pairs first with first, a metric)"
-    ', or state FlopMeter(routing="balanced") for tokens and experts picked by score',
+    ', or state FlopMeter(routing="balanced") for tokens and experts picked by score, or use flopmeter.cuda(...): '
+    "there the host may keep tensors, such as activations that wait there for the backward pass",
     "nonzero": 'state what share of a mask holds, FlopMeter(mask_fraction=0.5), or routing="balanced" for tokens and '
     "experts picked by score",
 }
