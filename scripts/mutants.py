@@ -59,6 +59,11 @@ EQUIVALENT = {
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
     ),
+    "flopmeter/launch/fusion/parts.py: Role(True, True, elements=narrow.numel)  ->  Role(False, True, "
+    "elements=narrow.numel)": "zeros have no producer, and what scatters into them joins no consumer",
+    "flopmeter/known_values/generation.py: has_ended(...): without **kwargs": (
+        "what finds the end of a sequence looks at its tokens alone"
+    ),
 }
 
 

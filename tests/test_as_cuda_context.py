@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from as_cuda_stream import Stream, bf16, f32, module, ops_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from work import instructions
 
-from flopmeter import FlopMeter, as_cuda
+from flopmeter import DataDependentError, FlopMeter, as_cuda
 from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
 from flopmeter.torch_names import dispatcher, private
 
@@ -354,3 +355,11 @@ def test_a_report_of_an_unknown_newer_torch_says_whose_rules_were_used(
         f"torch {running}: ops are dispatched by the rules of CUDA torch 2.15, the newest that flopmeter knows"
         in str(meter.report())
     )
+
+
+def test_a_fake_tensor_of_a_size_that_nobody_knows_is_one_clear_error() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        x = torch.zeros(8)
+    with FlopMeter(), mode, pytest.raises(DataDependentError, match=r"aten\.nonzero"):
+        x.nonzero()

@@ -251,6 +251,18 @@ def test_objects_that_the_metered_rank_sends_need_nobodys_word(rank: int, how: s
     assert answer(program, rank=rank) == (["run 7"], ())
 
 
+def test_objects_go_to_the_ranks_of_their_group():
+    """Its ranks are 2 and 3 of four, and the sender is rank 0 of the group."""
+
+    def program(rank: int) -> list[Any]:
+        with world(4, rank=rank):
+            group, objects = dist.new_group([2, 3]), ["run 7" if rank == 2 else None]
+            dist.broadcast_object_list(objects, group_src=0, group=group)
+        return objects
+
+    assert run_ranks([3, 2], program) == {2: ["run 7"], 3: ["run 7"]}
+
+
 @pytest.mark.parametrize(
     "receive",
     [

@@ -473,6 +473,15 @@ def test_reduce_overhead_replays_a_graph() -> None:
     assert report.mode == "cudagraph"
 
 
+def test_one_function_that_replays_does_not_make_a_program_of_replays() -> None:
+    """What does not ask for CUDA graphs launches its kernels one by one."""
+    replayed, plain = torch.compile(on_meta(Mlp), mode="reduce-overhead"), torch.compile(on_meta(Mlp))
+    with torch.no_grad():
+        _, report = metered(lambda: plain(replayed(meta(4, 64))))
+    assert report.mode == "compiled"
+    assert [graph.replays for graph in report.graphs] == [True, False]
+
+
 def test_the_eager_run_of_a_compiled_program_has_to_be_asked_for_beforehand() -> None:
     meter, report = metered(lambda: torch.compile(torch.sin)(meta(8)))
     assert report.mode == "compiled"

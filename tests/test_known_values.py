@@ -126,6 +126,7 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
     "assert": lambda ids, mask, device: torch._assert(mask.any(), "all masked"),
     "where": lambda ids, mask, device: torch.where(mask, ids, -1),
     "cumsum of a mask": lambda ids, mask, device: (mask.cumsum(-1) - 1).masked_fill(~mask, 1),
+    "masked_fill by a tensor": lambda ids, mask, device: ids.masked_fill(mask, ids[0, 0]),
     "masked_fill by a 0-dim CPU tensor": lambda ids, mask, device: ids.masked_fill(mask, torch.tensor(7)),
     "argmax and topk": lambda ids, mask, device: [ids.argmax(-1), ids.topk(1)],
     "lengths": lambda ids, mask, device: torch.split(ids, mask.sum(0)[:1].tolist()),
@@ -907,6 +908,7 @@ def test_a_choice_that_nobody_looks_at_is_no_assumption():
     ("ask", "way_out"),
     [
         (lambda scores: scores.cpu(), "put a stand-in"),
+        (lambda scores: scores.cpu(), "activations that wait there"),
         (lambda scores: scores.sum().item(), "keep logging and convergence tests"),
         (lambda scores: scores[scores > 0], "FlopMeter(mask_fraction=0.5)"),
         (lambda scores: torch.nonzero(scores), "FlopMeter(mask_fraction=0.5)"),

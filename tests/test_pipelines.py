@@ -343,6 +343,22 @@ def test_a_mesh_without_a_dimension_for_stages_says_so():
 # --- worlds
 
 
+def test_a_list_of_gathers_runs_on_meta_and_is_waited_for():
+    """`all_gather_coalesced` in the background, as old pipelines and DDP-like wrappers call it."""
+    with world(4), FlopMeter("h100-sxm5-80gb") as meter:
+        whole = [[torch.empty(3, device="meta") for _ in range(2)] for _ in range(4)]
+        dist.all_gather_coalesced(whole, [torch.empty(3, device="meta") for _ in range(2)], async_op=True).wait()
+    assert sum(row.calls for row in meter.report().rows("class") if row.name == "communication") == 1
+
+
+def test_a_batch_of_messages_is_checked_as_torch_checks_it():
+    with world(4), FlopMeter("h100-sxm5-80gb"):
+        message = dist.P2POp(dist.isend, torch.empty(3, device="meta"), 1)
+        other = dist.P2POp(dist.isend, torch.empty(3, device="meta"), 1, dist.new_group([0, 1]))
+        with pytest.raises(ValueError, match="same group"):
+            dist.batch_isend_irecv([message, other])
+
+
 def test_coalesced_collectives_run_on_meta():
     with world(4, {"pp": 4}) as mesh, FlopMeter(H100) as meter:
         coalesced(mesh)()

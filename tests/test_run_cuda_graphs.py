@@ -81,6 +81,44 @@ def test_graphed_callables_replay_a_graph_in_each_direction_after_copies_of_what
     assert len(graphs_of(step)) == 2
 
 
+def test_a_graph_keeps_the_memory_that_its_capture_needed():
+    size = 4 * (1 << 20)
+
+    def kept(between=lambda graph: None) -> int:
+        with flopmeter.cuda(A100) as device:
+            x, graph = torch.zeros(1 << 20, device="cuda"), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                adds(x)  # holds what it adds to and what it makes; nobody keeps the sum
+            between(graph)
+            for _ in range(3):
+                graph.replay()
+        return device.report().step.memory.at_peak["temporaries"]
+
+    def another(graph, **options) -> None:
+        y, other = torch.zeros(1 << 20, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(other, **options):
+            adds(y)
+
+    assert kept() == 2 * size
+    assert kept(lambda graph: another(graph)) == 4 * size
+    assert kept(lambda graph: another(graph, pool=graph.pool())) == 2 * size
+
+
+def test_a_step_of_graphed_callables_needs_no_less_memory_than_an_eager_one():
+    def peak(make=lambda model, sample: model) -> int:
+        with flopmeter.cuda(A100) as device:
+            sample, model = torch.zeros(4096, 64, device="cuda"), layers().cuda()
+            model = make(model, (sample,))
+            for _ in range(3):
+                model(sample).sum().backward()
+                model.zero_grad()
+        return device.report().step.peak_memory_bytes
+
+    eager, graphed = peak(), peak(torch.cuda.make_graphed_callables)
+    assert eager > DEPTH * 4096 * 64 * 4  # an activation of each layer
+    assert eager <= graphed <= 1.2 * eager
+
+
 def test_a_replay_of_compiled_kernels_checks_no_guards_and_fuses_nothing_more():
     with flopmeter.cuda(A100) as device:
         x, graph, compiled = torch.zeros(1024, device="cuda"), torch.cuda.CUDAGraph(), torch.compile(adds)

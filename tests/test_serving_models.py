@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
@@ -28,8 +29,10 @@ def own_cache_bytes(config, tokens):
     cache = transformers.DynamicCache(config=config)
     with FlopMeter(H100, routing="balanced", checks="hold"), torch.no_grad():
         ids = torch.empty(1, tokens, dtype=torch.long, device="meta")
-        name = "cache_params" if isinstance(config, transformers.Mamba2Config) else "past_key_values"
-        model_of(config)(input_ids=ids, use_cache=True, **{name: cache})
+        model = model_of(config)
+        known = inspect.signature(model.forward).parameters
+        name = next(name for name in ("cache_params", "cache", "past_key_values") if name in known)
+        model(input_ids=ids, use_cache=True, **{name: cache})
     held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     for layer in cache.layers:
         held += [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
@@ -218,3 +221,17 @@ def test_logits_of_all_requests_at_a_time_have_room_beside_the_cache():
     a_request = drafted.kv_bytes_per_request + 8 * 262_144 * (2 + 4)
     assert drafted.most_requests == pytest.approx(room / a_request, rel=0.02)
     assert plain.most_requests > 2 * drafted.most_requests  # whose caches are twice as large
+
+
+def test_a_model_may_call_its_cache_by_another_name(monkeypatch):
+    """transformers 5.24 renamed `past_key_values` to `cache`, and warns at each call with the old name."""
+    plain = transformers.LlamaForCausalLM.forward
+    old = "past_key_values" if "past_key_values" in inspect.signature(plain).parameters else "cache"
+
+    def forward(self, input_ids=None, cache=None, **kwargs):
+        assert "past_key_values" not in kwargs
+        return plain(self, input_ids=input_ids, **{old: cache}, **kwargs)
+
+    expected = decoder(transformers.LlamaConfig(**SMALL))._kept
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    assert decoder(transformers.LlamaConfig(**SMALL))._kept == expected

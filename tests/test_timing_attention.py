@@ -8,6 +8,7 @@ from math import ceil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from test_timing_laws import attention_cost, work
@@ -365,6 +366,16 @@ def test_one_query_under_a_narrow_window_takes_a_whole_tile_of_flash_3(
     device = load_hardware(name)
     predicted = paged(device, batch, heads, key_heads, keys, head_dim, left=127)
     assert predicted == pytest.approx(measured, rel=0.2)
+
+
+def test_rows_of_a_tile_without_a_query_take_time_but_no_power():
+    """Two blocks of 128 rows for 130 queries as for 256; an L40S cannot keep its clock while all of them multiply."""
+    keys = meta(8, 16, 8192, 128)
+
+    def of(queries):
+        return seconds(lambda: F.scaled_dot_product_attention(meta(8, 16, queries, 128), keys, keys), L40S)
+
+    assert 0.7 * of(256) < of(130) < 0.9 * of(256)
 
 
 def test_a_window_bounds_the_time_of_decoding():

@@ -14,6 +14,7 @@ import torch
 import typing_extensions
 
 from flopmeter.known_values.routing import BALANCED, Routing, routing_law
+from flopmeter.known_values.values import MAX_ELEMENTS
 from flopmeter.torch_names.private import graph_task
 
 _TORCH, _PACKAGE = (
@@ -89,11 +90,12 @@ class EndlessLoopError(RuntimeError):
 # What to do where the program itself computed the values, by the name of the op that asks.
 _WAYS_OUT = {
     "_local_scalar_dense": "keep logging and convergence tests (`.item()`, `float()`, `if`) outside of the meter, "
-    'state FlopMeter(checks="hold") for tests on tensors that all is finite, or meter the script with `flopmeter run` '
-    "or flopmeter.cuda(...), which answer with a stand-in and list the line",
+    'state FlopMeter(checks="hold") for tests on tensors that all of a mask holds or that all is finite, or meter the '
+    "script with `flopmeter run` or flopmeter.cuda(...), which answer with a stand-in and list the line",
     "_to_copy": "meter the part before values go to the host (`.cpu()`, `.numpy()`), or put a stand-in that gives "
     "tensors of the same shapes in place of what works on them there (a matcher that pairs first with first, a metric)"
-    ', or state FlopMeter(routing="balanced") for tokens and experts picked by score',
+    ', or state FlopMeter(routing="balanced") for tokens and experts picked by score, or use flopmeter.cuda(...): '
+    "there the host may keep tensors, such as activations that wait there for the backward pass",
     "nonzero": 'state what share of a mask holds, FlopMeter(mask_fraction=0.5), or routing="balanced" for tokens and '
     "experts picked by score",
 }
@@ -116,9 +118,9 @@ class DataDependentError(RuntimeError):
         name = op.partition("::")[2] or op.partition(".")[2].partition(".")[0]
         super().__init__(
             f"{op} at {self.where} is data-dependent: it needs values of a meta tensor that are not known. If they are "
-            "inputs that steer the program (ids, masks, grids, lengths), bring them in as real tensors, through "
-            "flopmeter.on_meta(...) or .to('meta') inside the context, and build constants inside the context. If the "
-            f"program computed them: {_WAYS_OUT.get(name, _FOR_ANY)}."
+            f"inputs that steer the program (ids, masks, grids, lengths; {MAX_ELEMENTS:,} elements at most), bring "
+            "them in as real tensors, through flopmeter.on_meta(...) or .to('meta') inside the context, and build "
+            f"constants inside the context. If the program computed them: {_WAYS_OUT.get(name, _FOR_ANY)}."
         )
 
 

@@ -24,13 +24,12 @@ class _PackedNames(NamedTuple):
     queries: str  # where each sequence of queries begins
     keys: str  # the same of keys
     used_keys: str  # how many keys of each sequence are in use, where it has more
-    most_keys: str
 
 
 _PACKED = (
-    _PackedNames("cum_seq_q", "cum_seq_k", "seqused_k", "max_k"),
-    _PackedNames("cu_seqlens_q", "cu_seqlens_k", "seqlen_k", "max_seqlen_k"),
-    _PackedNames("cu_seq_q", "cu_seq_k", "seqused_k", "max_k"),  # torch.nn.attention.varlen
+    _PackedNames("cum_seq_q", "cum_seq_k", "seqused_k"),
+    _PackedNames("cu_seqlens_q", "cu_seqlens_k", "seqlen_k"),
+    _PackedNames("cu_seq_q", "cu_seq_k", "seqused_k"),  # torch.nn.attention.varlen
 )
 
 
@@ -41,7 +40,7 @@ def arguments_with_lengths(func: OpOverload) -> tuple[str, ...]:
     if _ENDS_OF_GROUPS in names:
         return (_ENDS_OF_GROUPS,)
     packed = _packed(func)
-    return () if packed is None else tuple(name for name in packed[:3] if name in names)
+    return () if packed is None else tuple(name for name in packed if name in names)
 
 
 def lengths(func: OpOverload, argument: Callable[[str], Any], values: Values) -> tuple[int, ...] | None:
@@ -53,12 +52,7 @@ def lengths(func: OpOverload, argument: Callable[[str], Any], values: Values) ->
     if queries is None:
         return None
     used = argument(packed.used_keys) if packed.used_keys in arguments_with_lengths(func) else None
-    if used is not None:
-        keys = _numbers(used, values)
-    elif argument(packed.keys) is not None:
-        keys = _between(argument(packed.keys), values)
-    else:
-        keys = (argument(packed.most_keys),) * len(queries)
+    keys = _between(argument(packed.keys), values) if used is None else _numbers(used, values)
     return None if keys is None else (*queries, *keys)
 
 

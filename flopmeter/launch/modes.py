@@ -135,9 +135,7 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
             "FlopMeter(compile='rules'), which runs compiled functions eagerly and fuses them by rules"
         )
     by_rules: CompiledRegion = lambda op: None if op.is_replayed else op.region  # noqa: E731
-    made = kernels
-    if any(by_rules(kernel.op) is not None for kernel in kernels):
-        made = fuse(kernels, trace, region=by_rules)
+    made = fuse(kernels, trace, region=by_rules)
     known: dict[Cost, Cost] = {}
     made = [kernel if kernel.op.graph is None else kernel._replace(cost=padded(kernel, known)) for kernel in made]
     numbers = graphs_of(made, by_rules)

@@ -23,6 +23,7 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.run import streams
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory
+from flopmeter.run.graph_pools import graph_pool_handle
 from flopmeter.run.named_types import LegacyType
 from flopmeter.run.patches import Patch
 from flopmeter.torch_names.private import INDUCTOR
@@ -175,7 +176,7 @@ class CudaModule:
             "set_stream": streams.set_stream,
             "CUDAGraph": self._graph,
             "graph": streams.captured,
-            "graph_pool_handle": lambda: (0, 0),
+            "graph_pool_handle": graph_pool_handle,
             "is_current_stream_capturing": lambda: streams.CudaGraph.capturing,
         }
 

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from flopmeter.run.compiled import Tracing, jit_traces
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
+from flopmeter.run.graph_pools import GraphPool
 from flopmeter.run.initial_values import InitialValues
 from flopmeter.run.patches import applied
 from flopmeter.run.report import NothingRanError, RunReport
@@ -92,6 +93,7 @@ class ScriptSession:
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
+        self._pools: defaultdict[object, GraphPool] = defaultdict(lambda: GraphPool(self.meter.trace))
         self._decisions: Counter[str] = Counter()  # lines of the program whose control flow depended on a stand-in
 
     def now(self) -> int:
@@ -122,6 +124,10 @@ class ScriptSession:
             if ops.start <= sync.op <= ops.stop and sync.action != "wait for op"
         ]
         self.steps.on_replay(ops)
+
+    def pool(self, handle: object) -> GraphPool:
+        """The memory that CUDA graphs with this handle share."""
+        return self._pools[handle]
 
     def note(self, text: str) -> None:
         """State once, in the report, what was skipped or replaced."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from flopmeter.records import DEFAULT_STREAM
+from flopmeter.run.graph_pools import GraphPool, graph_pool_handle
 from flopmeter.trace import streams
 
 
@@ -22,6 +23,9 @@ class Moments(Protocol):
 
     def replay(self, ops: range, stream: int) -> None:
         """The device runs the ops of the range again, as one graph. `stream`: on which they were captured."""
+
+    def pool(self, handle: object) -> GraphPool:
+        """The memory that graphs with this handle share."""
 
 
 class CudaStream(streams.MetaStream):
@@ -113,14 +117,17 @@ class CudaGraph:
         self._start: int | None = None
         self._stream = DEFAULT_STREAM
         self._ops: range | None = None
+        self._pool = graph_pool_handle()
 
-    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+    def capture_begin(self, pool: Any = None, *args: Any, **kwargs: Any) -> None:
         CudaGraph.capturing, self._start, self._stream = True, self.clock.now(), streams.current()
+        self._pool = pool or self._pool
 
     def capture_end(self) -> None:
         if self._start is None:
             raise RuntimeError("capture_end() without capture_begin()")
         CudaGraph.capturing, self._ops = False, range(self._start, self.clock.now())
+        self.clock.pool(self._pool).keep(self._ops)
 
     def replay(self) -> None:
         if self._ops is None:
@@ -131,10 +138,12 @@ class CudaGraph:
         """The driver prepares the graph, which is work of the host."""
 
     def reset(self) -> None:
+        if self._ops is not None:
+            self.clock.pool(self._pool).give_back(self._ops)
         self._start = self._ops = None
 
     def pool(self) -> tuple[int, int]:
-        return (0, id(self))
+        return self._pool
 
     def enable_debug_mode(self) -> None:
         """There is no driver that would keep the graph for printing."""
@@ -143,7 +152,7 @@ class CudaGraph:
 @contextmanager
 def captured(cuda_graph: CudaGraph, pool: Any = None, stream: Any = None, **kwargs: Any) -> Iterator[None]:
     """torch.cuda.graph: captures what runs inside."""
-    cuda_graph.capture_begin()
+    cuda_graph.capture_begin(pool)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from flopmeter.records import DEFAULT_STREAM
@@ -88,9 +88,9 @@ class Piece:
     nbytes: int
     address: int
     pool: Pool
-    is_free: bool = False
     before: Piece | None = None
     after: Piece | None = None
+    is_free: bool = field(init=False)
 
 
 class CachingAllocator:

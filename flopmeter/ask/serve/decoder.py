@@ -106,9 +106,9 @@ class Decoder:
 
     @functools.cached_property
     def _cache_argument(self) -> str:
-        """Models without attention have a name of their own for it."""
+        """Models without attention have a name of their own for it; transformers 5.24 has a shorter one."""
         known = inspect.signature(self.model.forward).parameters
-        return "cache_params" if "cache_params" in known else "past_key_values"
+        return next(name for name in ("cache_params", "cache", "past_key_values") if name in known)
 
     @property
     def _latent_layers(self) -> list[Any]:
