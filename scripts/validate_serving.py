@@ -7,7 +7,9 @@ attention of its heads are summed, and beside them what flopmeter predicts for t
 the shapes, drawn by chance, so that no step is there as a whole. A line of the first table sums whatever a model's
 kernels have of decoding (at most 64 tokens a product), of prefill (at least 1,024) and of what lies between. The second
 table has whole steps: each kernel of a layer, and beside its prediction that times what the measured kernels nearest
-to it in shape take of theirs, so that each kernel weighs what it weighs in a step.
+to it in shape take of theirs, so that each kernel weighs what it weighs in a step. It has a line for each library whose
+attention was measured; on A100 and L40S `flopmeter serve` prices vLLM's, and `flash_attention` is another one there
+(SGLang's build of FlashAttention-3 for Ampere).
 """
 
 from __future__ import annotations
@@ -76,34 +78,34 @@ def main() -> None:
             )
     headers = ("model", "phase", "device", "kernels", "measured ms", "predicted ms", "error %")
     print(tabulate(shown, headers, floatfmt=("", "", "", "", ".2f", ".2f", "+.1f")))
-    of_steps = ("model", "phase", "device", "steps", "mean error %", "least %", "most %", "products alone %")
-    print(tabulate(list(_steps(folder)), of_steps, floatfmt=("", "", "", "", "+.1f", "+.1f", "+.1f", "+.1f")))
+    of_steps = ("model", "phase", "device", "attention of", "steps", "mean %", "least %", "most %", "products alone %")
+    print(tabulate(list(_steps(folder)), of_steps, floatfmt=("", "", "", "", "", "+.1f", "+.1f", "+.1f", "+.1f")))
 
 
 def _steps(folder: Path) -> Iterator[tuple[object, ...]]:
-    """How far the steps of each model, phase and device are off, on all degrees of tensor parallelism."""
+    """How far the steps of each model, phase, device and library of attention are off, on all degrees of tensor
+    parallelism."""
     for device in DEVICES:
         near = _Nearest(folder, device)
         for (name, (model, degrees)), (phase, sizes) in itertools.product(MODELS.items(), STEPS.items()):
-            errors, of_products = list[float](), list[float]()
+            errors, of_products = defaultdict[str, list[float]](list), list[float]()
             for ranks, (sequences, tokens) in itertools.product(degrees, sizes):
                 rows = sequences if phase == "decoding" else sequences * tokens
                 products = [near.product(rows, *shape) for shape in sorted(model.products(ranks))]
+                of_products.append(_error(products))
                 heads = model.heads // ranks, max(1, model.kv_heads // ranks)
-                whole = [*products, near.attention(phase, sequences, tokens, *heads, model.head_dim)]
-                for kernels, found in ((products, of_products), (whole, errors)):
-                    predicted, measured = (sum(column) for column in zip(*kernels, strict=True))
-                    found.append(100 * (predicted / measured - 1))
-            yield (
-                name,
-                phase,
-                device,
-                len(errors),
-                statistics.fmean(errors),
-                min(errors),
-                max(errors),
-                statistics.fmean(of_products),
-            )
+                for library, attention in near.attention(phase, sequences, tokens, *heads, model.head_dim):
+                    errors[library].append(_error([*products, attention]))
+            alone = statistics.fmean(of_products)
+            for library, found in errors.items():
+                yield (
+                    name, phase, device, library, len(found), statistics.fmean(found), min(found), max(found), alone
+                )  # fmt: skip
+
+
+def _error(kernels: list[tuple[float, float]]) -> float:
+    """In percent, of their sum."""
+    return 100 * (sum(predicted for predicted, _ in kernels) / sum(measured for _, measured in kernels) - 1)
 
 
 class _Nearest:
@@ -121,8 +123,8 @@ class _Nearest:
 
     def attention(
         self, phase: str, sequences: int, tokens: int, heads: int, kv_heads: int, head_dim: int
-    ) -> tuple[float, float]:
-        """The mean of the libraries whose kernel it is."""
+    ) -> Iterator[tuple[str, tuple[float, float]]]:
+        """For each library whose kernel it is."""
         named = {"decoding": "generation", "prefill": "context"}[phase]
         same = {"phase": named, "head_dim": str(head_dim), "window_size": "0"}
         new, cached = (1, tokens) if phase == "decoding" else (tokens, 0)
@@ -133,7 +135,6 @@ class _Nearest:
             "num_heads": heads,
             "num_key_value_heads": kv_heads,
         }
-        of_sources = []
         for source in sorted({line["kernel_source"] for line in self._attention}):
             lines = [
                 line
@@ -145,9 +146,7 @@ class _Nearest:
             own = {"gpu": self._products[0]["gpu"], "kernel_source": source, "ms": "1", **same}
             own |= {key: str(value) for key, value in sizes.items()}
             if self._row(own) is not None and len(lines) >= LEAST_KERNELS:
-                of_sources.append(self._as_nearest(own, lines, tuple(sizes)))
-        predicted, measured = zip(*of_sources, strict=True)
-        return statistics.fmean(predicted), statistics.fmean(measured)
+                yield source, self._as_nearest(own, lines, tuple(sizes))
 
     def _as_nearest(self, own: Line, lines: list[Line], sizes: tuple[str, ...]) -> tuple[float, float]:
         """Its predicted seconds, and these times measured over predicted of the nearest."""

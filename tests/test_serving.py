@@ -309,10 +309,16 @@ def published(**quantization):
 
 
 def test_modules_that_a_config_leaves_out_keep_their_weights():
-    """Attention of two layers: q and o of 512 x 512, k and v of 128 x 512, in 16 bits for 4.25."""
-    kept = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    sizes = [served(model=published(**each), weights="mxfp4").rows[0].weight_bytes for each in (kept, {})]
-    assert sizes[0] - sizes[1] == pytest.approx(2 * (2 * 512 * 512 + 2 * 128 * 512) * (16 - 4.25) / 8)
+    """Attention of two layers: q and o of 512 x 512, k and v of 128 x 512, in 16 bits for 8."""
+    kept = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    sizes = [served(model=published(**each), weights="fp8").rows[0].weight_bytes for each in (kept, {})]
+    assert sizes[0] - sizes[1] == pytest.approx(2 * (2 * 512 * 512 + 2 * 128 * 512) * (16 - 8) / 8)
+
+
+def test_mxfp4_is_for_experts_alone_where_a_model_has_any():
+    """As gpt-oss was published: four experts in each of two layers, of 512 x 1,024 and 512 x 512, in 4.25 bits."""
+    sizes = [served(model=published(), weights=weights).rows[0].weight_bytes for weights in ("bf16", "mxfp4")]
+    assert sizes[0] - sizes[1] == pytest.approx(2 * 4 * (512 * 1024 + 512 * 512) * (16 - 4.25) / 8)
 
 
 def test_weights_of_4_bits_have_the_groups_that_the_config_names():

@@ -458,6 +458,24 @@ def test_a_paged_cache_has_tiles_of_64_queries():
     assert [tile_of(kernel, shape, A100) for shape in shapes] == [(64, 256), (64, 128), (64, 64)]
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "key_heads", "keys", "measured"),
+    [
+        (1, 1, 1, 131072, 3017),  # one block, whose SM takes tile after tile
+        (1, 1, 1, 8192, 193),
+        (8, 2, 2, 65536, 1516),
+        (16, 8, 1, 65536, 347),  # heads that share a block, and split keys
+        (256, 8, 1, 1024, 116),
+        (64, 64, 8, 128, 48),  # short: half of it are copies of queries and results
+        (64, 64, 8, 16, 37),
+    ],
+)
+def test_vllm_decodes_over_pages_on_an_a100_in_the_time_measured(batch, heads, key_heads, keys, measured):
+    """Microseconds of vLLM's kernel with the writing of the cache (ai-dynamo/aiconfigurator@095f58a)."""
+    written = 3.0
+    assert 1e6 * paged(A100, batch, heads, key_heads, keys) + written == pytest.approx(measured, rel=0.2)
+
+
 def test_backward_attention_on_blackwell_is_bound_by_shared_memory():
     """For a tile of 128 x 128 and a head of 128, five products of 2 x 128^3 FLOP take 2,560 cycles of an SM at 8,192
     FLOP each, and shared memory 3,328: eight operands of 32 KiB, dS, and dq in fp32 in and out, at 128 bytes a cycle.

@@ -92,7 +92,8 @@ def floor_seconds(report: Report) -> float:
 
 def _heading(report: Report) -> str:
     if report.advice:
-        return "where to win (wall-clock; each change predicted alone, with the uncertainty of the time above):"
+        how = "wall-clock; needless work first; each change predicted alone, with the uncertainty of the time above"
+        return f"where to win ({how}):"
     floor = floor_seconds(report)
     of_floor = (
         f"its FLOPs and bytes at the datasheet's rates take {duration(floor)},"

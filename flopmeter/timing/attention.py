@@ -66,7 +66,10 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
     masked_share = _masked_tiles(launch, shape) / max(launch.grid.tiles, 1)
     filled = _filled_share(launch, shape)
     of_score = score_seconds(attends, cost.dtype, launch.kernel, masked_share, filled, hardware, peak)
-    compute = _grid_seconds(launch, launch.rows * launch.columns * of_score, hardware)
+    of_tile = launch.rows * launch.columns * of_score
+    if attends.backend == "paged":
+        of_tile += _page_seconds(launch, hardware)
+    compute = _grid_seconds(launch, of_tile, hardware)
     bandwidth = hardware.sustained_bandwidth_bytes_per_s
     cold_start = _sm_seconds(launch.kernel.block_cycles, hardware)  # the first blocks have to fetch their instructions
     work = overlap(compute, memory, launch.kernel.overlap_exponent) + cold_start
@@ -78,6 +81,8 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
         extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
         trips = launch.slices / launch.kernel.combines_at_a_time
         work += constants.COMBINE_SECONDS + trips * access_seconds(1.0, hardware)
+    if attends.backend == "paged" and launch.heads < shape.heads:
+        extra += constants.GROUP_COPIES * _copy_seconds(_ITEM_BYTES * elements * shape.head_dim, hardware)
     if shape.is_backward and attends.backend != "flex":
         extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
     return Busy(compute, memory + extra, max(work, memory) + extra)
@@ -336,6 +341,22 @@ def _padded(head_dim: int) -> int:
     short, long = constants.HEAD_DIMENSION_MULTIPLES
     multiple = short if head_dim <= 128 else long
     return ceil(head_dim / multiple) * multiple
+
+
+def _copy_seconds(nbytes: int, hardware: Hardware) -> float:
+    """Of a kernel of its own, whose input another one has just written."""
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s
+    if 2 * nbytes <= (hardware.l2_cache_bytes or 0):
+        bandwidth = max(bandwidth, cache_bytes_per_s(hardware))
+    return hardware.kernel_floor_seconds + access_seconds(1.0, hardware) + 2 * nbytes / bandwidth
+
+
+def _page_seconds(launch: _Launch, hardware: Hardware) -> float:
+    """Of a tile: until its threads know the pages of their keys, and of their values. Instructions go in order, so a
+    block does nothing else meanwhile, but another one on the SM does."""
+    blocks = launch.heads * launch.grid.blocks * launch.slices / hardware.sm_count
+    at_a_time = min(launch.resident, max(1.0, blocks))
+    return _sm_seconds(constants.PAGE_LOOKUPS * constants.CACHE_LATENCY_CYCLES / at_a_time, hardware)
 
 
 def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> float:

@@ -198,7 +198,7 @@ MOST_EVEN_HEAD_DIM = 128
 # half: .055 (from prefill on H100 and H200, aiconfigurator@095f58a; .045 to .06 are alike). Backward, as much is
 # assumed (.22).
 # The exponent 1.5 is from the ramp of the curve on H100: 191 TFLOP/s at 512 tokens, where traffic takes half of the
-# time. It fits vLLM's decoding on A100 and L40S too. In FlashAttention-3 a warp of its own loads keys: 2. A kernel that
+# time. In FlashAttention-3 a warp of its own loads keys: 2. A kernel that
 # only reads memory need not turn its bus round: over 1 GB of keys and more, -3 reaches .91 to .925 of spec on H100 and
 # H200, where copies reach .85 (same database). The kernel that combines slices loads one at a time in FlashAttention-2
 # (`combine_attn_seqk_parallel` in flash_fwd_kernel.h), and four in -3 (`kStages` in flash_fwd_combine_kernel.h).
@@ -218,12 +218,21 @@ FLASH_2 = AttentionKernel(
     blocks_per_sm=2, score_cycles=0.1, backward_score_cycles=0.38, overlap_exponent=1.5, block_cycles=4000,
     masks_by_count=True,
 )  # fmt: skip
+# The kernel that can split keys reads a cache as products read weights, by `cp.async`: their overlap and their share of
+# the bandwidth (MMA in gemm_kernels.py; aiconfigurator's vLLM rows: 2 to 2.7 are alike).
 FLASH_2_SPLIT = FLASH_2._replace(
     tiles=((64, 64, 256), (128, 64, 128), (512, 64, 64)), tiles_on={}, causal_tiles_on={}, shared_queries=1,
+    overlap_exponent=2.7, read_share=0.93,
 )  # fmt: skip
 # For a paged cache FlashAttention-2 has no other kernel than the one that can split keys, for any number of queries
 # (`mha_varlen_fwd` in flash_api.cpp). Where it splits none, its loop is that of FLASH_2, over other tiles.
 FLASH_2_PAGED = FLASH_2._replace(tiles=FLASH_2_SPLIT.tiles, tiles_on={}, causal_tiles_on={})
+# For each tile a thread reads the table of pages from the L2 cache before it can ask for its keys, and again for its
+# values (`resolve_thread_kv_page_slice_offset` in vLLM's fork, flash_fwd_kernel.h).
+PAGE_LOOKUPS = 2
+# Where heads share a block there, one more kernel brings the queries into the order of the blocks, and one the result
+# back into the caller's tensor (`mha_varlen_fwd` in vLLM's fork).
+GROUP_COPIES = 2
 # A call over a paged cache puts all heads that share keys into one block, whatever the number of queries
 # (`get_pack_gqa` in hopper/flash_api.cpp), and tiles have at least 128 rows, but 64 where all queries of a block fit
 # into these, the head dimension is at most 128 and there is no window (`use_one_mma_wg` in hopper/heuristics.h of

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flopmeter.ask.serve.engine import with_newest_attention, with_one_sort
 from flopmeter.device.hardware import Hardware, HardwareError
-from flopmeter.launch.grouped_matmul import in_one_kernel
+from flopmeter.launch.grouped_matmul import in_one_kernel, is_grouped
 from flopmeter.records import ATTENTION, Cost, GroupedMatmulWork, Kernel, MatmulWork, Region, Trace
 
 HEAD = "lm_head"  # scores the vocabulary; it stays as it is, like embeddings and norms
@@ -88,8 +88,10 @@ def in_formats(
 ) -> list[Kernel]:
     """The kernels of a step with weights and cache in these formats, the experts of a layer in one kernel. Where a
     device has no products of the type, the weights are unpacked in the product."""
+    as_run = with_newest_attention(with_one_sort(in_one_kernel(kernels)), device)
     chosen, known = published.format_of(weights), dict[tuple[Cost, tuple[int, ...]], Cost]()
     product = chosen.product if chosen.product and has_product(device, chosen.product) else None
+    only_experts = _is_for_experts(weights, as_run)
 
     def changed(kernel: Kernel) -> Kernel:
         cost = kernel.cost
@@ -99,7 +101,7 @@ def in_formats(
             key = (cost, (-1,))
             known[key] = known.get(key) or _with_narrow_cache(cost, KV_BYTES[kv] / KV_BYTES["bf16"])
             return kernel._replace(cost=known[key])
-        held = weight_storages(kernel, trace, published)
+        held = _weight_storages(kernel, trace, published, only_experts)
         if weights == "bf16" or not held:
             return kernel
         storages = tuple(sorted(held))
@@ -108,7 +110,6 @@ def in_formats(
         )
         return kernel._replace(cost=known[cost, storages])
 
-    as_run = with_newest_attention(with_one_sort(in_one_kernel(kernels)), device)
     return [changed(kernel) for kernel in as_run]
 
 
@@ -119,9 +120,17 @@ def has_product(device: Hardware, dtype: str) -> bool:
         return False
 
 
-def weight_storages(kernel: Kernel, trace: Trace, published: Quantised) -> set[int]:
+def _is_for_experts(weights: str, kernels: Sequence[Kernel]) -> bool:
+    """MXFP4 is for experts alone, where a model has any: OpenAI published gpt-oss so, and the loaders of transformers
+    (`Mxfp4HfQuantizer`) and vLLM (`Mxfp4Config`) leave other layers as they are."""
+    return weights == "mxfp4" and any(map(is_grouped, kernels))
+
+
+def _weight_storages(kernel: Kernel, trace: Trace, published: Quantised, only_experts: bool) -> set[int]:
     """Storages, as the kernel's call numbers them, of the weights that it multiplies by and that can be narrow."""
     module = kernel.op.module
+    if only_experts and not is_grouped(kernel):
+        return set()
     if not kernel.cost.macs or module.rpartition(".")[2] == HEAD or published.is_kept(module):
         return set()
     matrices = (spec.storage for spec in kernel.op.call.inputs if len(spec.shape) > 1)  # a bias stays as it is
@@ -149,7 +158,12 @@ def _with_narrow_cache(cost: Cost, share: float) -> Cost:
 
 def narrow_bytes(kernels: Sequence[Kernel], trace: Trace, weights: str, published: Quantised) -> int:
     """By how much the format makes the weights of a step's products smaller."""
-    numbers = {kernel.op.storages[place] for kernel in kernels for place in weight_storages(kernel, trace, published)}
+    only_experts = _is_for_experts(weights, kernels)
+    numbers = {
+        kernel.op.storages[place]
+        for kernel in kernels
+        for place in _weight_storages(kernel, trace, published, only_experts)
+    }
     return round(
         sum(trace.storages[number].nbytes for number in numbers) * (1 - published.format_of(weights).bits / 16)
     )
