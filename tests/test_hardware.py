@@ -47,7 +47,8 @@ WITHOUT_ANY_COMPUTE_CHECK = {
     *("tpu-v3", "tpu-v5p", "tpu-v6e", "tpu-v7x"),
 }
 WITHOUT_MEMORY_CHECK = {
-    *("gh200-144gb", "h200-nvl-141gb", "h200-sxm-141gb", "m2-ultra-76c", "m3-max-40c", "mi325x", "mi355x"),  # rounded down in print
+    # rounded down in print
+    *("gh200-144gb", "h200-nvl-141gb", "h200-sxm-141gb", "m2-ultra-76c", "m3-max-40c", "mi325x", "mi355x"),
     *("b300-sxm-288gb", "inferentia2", "trainium1", "trainium2"),
     *("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-v7x"),
 }
