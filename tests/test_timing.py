@@ -129,8 +129,9 @@ def test_channels_last_spares_few_channels_the_padding():
 
 
 def test_groups_of_a_power_of_two_of_channels_share_tiles_in_channels_last_alone():
-    """Images a second that pytorch-image-models publishes for an RTX 3090 (torch 2.4, AMP), in NCHW and in channels-last:
-    8,146 and 10,657 of RegNetX-800MF, whose groups have 16 channels; 4,590 and 4,239 of RegNetX-1.6GF, of 24."""
+    """Images a second that pytorch-image-models publishes for an RTX 3090 (torch 2.4, AMP), in NCHW and in
+    channels-last: 8,146 and 10,657 of RegNetX-800MF, whose groups have 16 channels; 4,590 and 4,239 of RegNetX-1.6GF,
+    of 24."""
 
     def seconds(channels, order):
         x, weight = meta(64, channels * 32, 28, 28), meta(channels * 32, channels, 3, 3)

@@ -123,11 +123,11 @@ HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72
 
-# Grouped in NHWC: where a group has a power of two of channels, groups share the tiles of dense filters (cuDNN's release
-# notes tell of kernels for such widths since 7.0.4). Any other group is an implicit GEMM of its own, with tiles so many
-# channels wide; narrow ones load each pixel anew for few results. Fitted on 43 grouped nets of [timm] in channels-last,
-# on two cards: 5.1 and 4.8 % off (by the law of NCHW 11.7 and 10.4). Tiles of 32 or 128 are .5 worse; for powers of two
-# 20 channels would do as well as HALF_RATE_CHANNELS_LAST, within .4.
+# Grouped in NHWC: groups with a power of two of channels share the tiles of dense filters (cuDNN's release notes tell
+# of kernels for such widths since 7.0.4). Any other group is an implicit GEMM of its own, with tiles so many channels
+# wide; narrow ones load each pixel anew for few results. Fitted on 43 grouped nets of [timm] in channels-last, on two
+# cards: 5.1 and 4.8 % off (by the law of NCHW 11.7 and 10.4). Tiles of 32 or 128 are up to 1.3 worse; for powers of two
+# 20 channels would do as well as HALF_RATE_CHANNELS_LAST, within .6.
 GROUP_TILE_CHANNELS = 64
 HALF_RATE_TILE_CHANNELS = 120
 
