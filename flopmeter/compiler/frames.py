@@ -28,14 +28,16 @@ def nothing_around() -> AbstractContextManager[tuple[Any, ...]]:
 
 
 class Frames:
-    """The frames of the thread that made it. `outermost`: what compiles the program's modules, if anything does."""
+    """The frames of the thread that made it. `outermost`: what compiles the program's modules, if anything does.
+    `left_eager` gets the functions that Dynamo leaves as they are, and why."""
 
-    def __init__(self, around_tracing: AroundTracing, outermost: OutermostCalls | None) -> None:
-        self._around_tracing, self._outermost = around_tracing, outermost
+    def __init__(
+        self, around_tracing: AroundTracing, outermost: OutermostCalls | None, left_eager: dict[str, None]
+    ) -> None:
+        self._around_tracing, self._outermost, self._left_eager = around_tracing, outermost, left_eager
         self._thread = threading.get_ident()
         self._stood_in_for: frozenset[int] = frozenset()  # the ids of functions of torch, while Dynamo traces
         self.has_compiled = False  # whether Dynamo has made code of any function
-        self.given_up: dict[str, None] = {}  # functions that it left as they are, and why
 
     @property
     def is_here(self) -> bool:
@@ -60,7 +62,7 @@ class Frames:
                 except Exception as error:
                     if not (self.is_here and self._outermost and self._outermost.is_inside):
                         raise
-                    self._outermost.note_eager(f"{name_of(frame.f_code)}: {text_of(error)}")
+                    self._left_eager[f"{name_of(frame.f_code)}: {text_of(error)}"] = None
                     return names.CONVERT_FRAME.owner.ConvertFrameReturn()
 
         return convert
@@ -72,7 +74,7 @@ class Frames:
         @functools.wraps(plain)
         def message(error: Exception, code: CodeType, *args: Any) -> str:
             if self.is_here and not _is_of_python(code):
-                self.given_up[f"{name_of(code)}: {_reasons(error)}"] = None
+                self._left_eager[f"{name_of(code)}: {_reasons(error)}"] = None
             return plain(error, code, *args)
 
         return message

@@ -26,15 +26,15 @@ from flopmeter.trace.module_paths import compiled_module
 class OutermostCalls:
     """A context: each module that the program calls in this thread, and each optimizer's step, is compiled, once.
 
-    What was compiled is kept, with its module or optimizer, until the context is left. A step that is given a closure
+    What was compiled is kept, with its module or optimizer, until the context is left; `left_eager` gets the functions
+    that ran eagerly, and why. A step that is given a closure
     runs eagerly, so that the model in it is what is compiled.
     """
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace, left_eager: dict[str, None]) -> None:
+        self._trace, self._left_eager = trace, left_eager
         self._thread = threading.get_ident()
         self._compiled: dict[int, tuple[object, Callable[..., Any]]] = {}  # by the id of a module or optimizer
-        self.left_eager: dict[str, None] = {}  # which functions ran eagerly, and why
         self._is_open = False
         self._undo = ExitStack()
         self.is_inside = False  # one of these calls runs
@@ -63,9 +63,6 @@ class OutermostCalls:
             "compile=True: the outermost calls of modules, and optimizer steps, ran as if the program compiled them; "
             "what it does between them, such as a loss outside of a module, ran eagerly"
         )
-
-    def note_eager(self, what: str) -> None:
-        self.left_eager[what] = None
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -102,10 +99,10 @@ class OutermostCalls:
         name = f"{type(optimizer).__name__}.step"
         cell = _cell_of_step(type(optimizer))
         if cell is None:
-            self.note_eager(f"{name}: torch did not wrap it as flopmeter knows")
+            self._left_eager[f"{name}: torch did not wrap it as flopmeter knows"] = None
             return
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer
-            self.note_eager(f"{name}: it is given a closure, whose modules are compiled")
+            self._left_eager[f"{name}: it is given a closure, whose modules are compiled"] = None
             return
         plain = cell.cell_contents
 
@@ -129,7 +126,7 @@ class OutermostCalls:
             self.is_inside = False
             ops = self._trace.ops[first:]
             if ops and all(op.graph is None and op.region is None for op in ops):
-                self.note_eager(f"{name}: torch compiles nothing of it")
+                self._left_eager[f"{name}: torch compiles nothing of it"] = None
 
 
 def _cell_of_step(kind: type[Optimizer]) -> CellType | None:

@@ -76,8 +76,9 @@ class Session:
         self._around_tracing, self._on_compiled_call = around_tracing, on_compiled_call
         self._met: dict[Owner, Callable[[], None]] = {}  # in the compiled call that runs
         self._compilation = recorder.trace.compilation
-        self._outermost = OutermostCalls(recorder.trace) if compiles_all else None
-        self._frames = Frames(around_tracing, self._outermost)
+        self._left_eager: dict[str, None] = {}  # functions that run eagerly as a whole, and why
+        self._outermost = OutermostCalls(recorder.trace, self._left_eager) if compiles_all else None
+        self._frames = Frames(around_tracing, self._outermost, self._left_eager)
         self._reason: str | None = None  # of the compilation that runs
         self._is_micro_pipelined = self._has_regions = False
         self._not_measured: dict[str, None] = {}  # settings by which inductor would measure on the device
@@ -107,12 +108,10 @@ class Session:
 
     @property
     def notes(self) -> Iterator[str]:
-        left_eager = dict(self._frames.given_up)
         if self._outermost:
             yield from self._outermost.notes
-            left_eager = {**self._outermost.left_eager, **left_eager}
-        yield from (f"not compiled, so run eagerly: {what}" for what in left_eager)
-        if self._is_called and not (self._frames.has_compiled or self._frames.given_up or self._compilation.failures):
+        yield from (f"not compiled, so run eagerly: {what}" for what in self._left_eager)
+        if self._is_called and not (self._frames.has_compiled or self._left_eager or self._compilation.failures):
             yield (
                 "torch.compile compiled nothing of what was called: it passes over torch's own code, as in torch 2.13"
                 " where an nn.Sequential compiles itself (torch.compile(model) does compile it)"

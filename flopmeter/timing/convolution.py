@@ -65,9 +65,14 @@ def depthwise_share(shape: Convolution) -> float:
 
 def channel_share(shape: Convolution, groups: int) -> float:
     """The share of the rate that filters over this number of channels reach."""
-    dense = constants.HALF_RATE_CHANNELS_LAST if shape.channels_last else constants.HALF_RATE_CHANNELS
-    half = dense if groups == 1 else constants.HALF_RATE_CHANNELS_GROUPED
-    return shape.channels / (shape.channels + half)
+    channels = shape.channels
+    if groups > 1 and not shape.channels_last:
+        return channels / (channels + constants.HALF_RATE_CHANNELS_GROUPED)
+    if groups > 1 and channels & (channels - 1):  # no power of two
+        tiles = ceil(channels / constants.GROUP_TILE_CHANNELS) * constants.GROUP_TILE_CHANNELS
+        return channels / (tiles + constants.HALF_RATE_TILE_CHANNELS)
+    half = constants.HALF_RATE_CHANNELS_LAST if shape.channels_last else constants.HALF_RATE_CHANNELS
+    return channels / (channels + half)
 
 
 def suits_winograd(shape: Convolution, implicit: Matmul) -> bool:
