@@ -23,6 +23,7 @@ import functools
 import importlib
 import time
 import weakref
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flopmeter.known_values.assumptions import caller
 from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
 
@@ -63,6 +65,7 @@ class Parts:
     later: tuple[range, ...] = ()  # the steps after the first that are like the steady one: with or without evaluation
     before: tuple[str, int] | None = None  # a class that is trained, and its calls without gradients in the setup
     stopped_untrained: bool = False  # the program was ended although it had only inferred
+    without: tuple[tuple[str, int], ...] = ()  # optimizers that do not step in the steady step; in how many others
 
 
 class _OutermostCall(NamedTuple):
@@ -97,6 +100,8 @@ class Steps:
         self._calls: list[_OutermostCall] = []
         self._replays: list[int] = []  # where each replay of a CUDA graph ended
         self._leading: weakref.ref[Optimizer] | None = None
+        self._made = weakref.WeakKeyDictionary[Optimizer, str]()  # where the program made each optimizer
+        self._others: dict[str, list[int]] = {}  # where each of those that do not lead has stepped
         self.idle_updates = 0  # calls of optimizer.step() that ran no op
         self._updates: list[int] = []  # of optimizers that are stepping: where each began
         self._calls_before: list[_OutermostCall] = []  # its first step: without gradients, of what it updates
@@ -169,7 +174,8 @@ class Steps:
             found = _parts(start, self._ends, marked_by, evaluations)
             names = [call.name for call in self._calls_before if call.ops.stop <= start]
             before = (names[0], len(names)) if names else None
-            return replace(found, before=before, ends_with_call=self._marker == FORWARD)
+            without = tuple(self._not_stepping_in(found.steady)) if found.steady else ()
+            return replace(found, before=before, without=without, ends_with_call=self._marker == FORWARD)
         if ends := self._ends_of_trainings(total):
             found = _parts(self._training_start, ends, f"calls of {self._trained}, trained without an optimizer")
             return replace(found, ends_with_call=True)
@@ -238,6 +244,20 @@ class Steps:
             self._calls_before = list(self._untrained_calls())
         if optimizer is leading:
             self._end()
+        else:
+            self._others.setdefault(self._named(optimizer), []).append(self._now())
+
+    def _named(self, optimizer: Optimizer) -> str:
+        return f"{type(optimizer).__name__} of {self._made.get(optimizer, 'unknown')}"
+
+    def _not_stepping_in(self, steady: range) -> Iterator[tuple[str, int]]:
+        """Optimizers that the program has made, but which do not step in this step, such as a generator's that steps
+        every fifth time; and in how many steps they did."""
+        leading = self._leading and self._leading()
+        for name in dict.fromkeys(self._named(each) for each in self._made if each is not leading):
+            updates = self._others.get(name, [])
+            if not any(steady.start < update <= steady.stop for update in updates):
+                yield name, len({bisect_left(self._ends, update) for update in updates})
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         if self._depth == 0:
@@ -272,6 +292,7 @@ class Steps:
         @functools.wraps(make)
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._has_optimizer = True
+            self._made[optimizer] = caller()
             make(optimizer, *args, **kwargs)
 
         return Patch(Optimizer, "__init__", init, "a program with an optimizer has its steps where that one steps")
