@@ -114,6 +114,8 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import json.nothing_there", 1, "this version of json does not have it"),
         ("import sys; sys.exit(2)", 2, "--synthetic went to the script: options of flopmeter run come before its name"),
         ("open('data/train.bin')", 1, "data/train.bin is not here; the script needs its data"),
+        ("assert __import__('os').path.exists('train.txt')", 1, "is not here; the script needs its data and weights"),
+        ("assert 1 == 2", 1, "AssertionError, which is not flopmeter's"),
         ("raise RuntimeError('Dataset not found.')", 1, "or --synthetic for data sets"),
         ("raise RuntimeError('operator torchvision::nms does not exist')", 1, "install the two of one release"),
         ("raise RuntimeError('Error downloading train-images')", 1, "or --synthetic for data sets"),

@@ -83,6 +83,7 @@ class Steps:
         'module:function' (returns of that function), or 'auto': optimizers, else forward.
     most: raise StepsDone when so many have ended; None: never.
     has_backward: whether a backward pass is among these ops.
+    is_on_device: whether one of these ops ran on the GPU; a call of a module on the CPU is no step.
     tell: says a line to the user while the program runs.
     """
 
@@ -92,10 +93,11 @@ class Steps:
         marker: str = AUTO,
         most: int | None = None,
         has_backward: Callable[[range], bool] = lambda ops: False,
+        is_on_device: Callable[[range], bool] = bool,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
-        self._tell = tell
+        self._tell, self._is_on_device = tell, is_on_device
         self._ends: list[int] = []  # of marked steps
         self._calls: list[_OutermostCall] = []
         self._replays: list[int] = []  # where each replay of a CUDA graph ended
@@ -299,10 +301,10 @@ class Steps:
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and self._now() > self._call_start and any(True for _ in module.parameters()):
+        ops = range(self._call_start, self._now())
+        if self._depth == 0 and self._is_on_device(ops) and any(True for _ in module.parameters()):
             learns = torch.is_grad_enabled() and _learns(module)
             evaluates = not (module.training or torch.is_grad_enabled()) and self._is_updated(module)
-            ops = range(self._call_start, self._now())
             self._calls.append(_OutermostCall(weakref.ref(module), type(module).__name__, ops, learns, evaluates))
             if self._marker == FORWARD:
                 self._end()
