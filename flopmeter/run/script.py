@@ -151,7 +151,7 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: {_about_import(error, script)}"
     if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
         return f"{head}: it starts another Python, which is not metered: flopmeter run {words}"
-    if "operator torchvision::" in str(error):
+    if any(text in str(error) for text in ("operator torchvision::", "Couldn't load custom C++ ops")):
         return f"{head}: torchvision is built for another torch: install the two of one release, both for the CPU"
     if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
         return f"{head}: it compiles kernels for CUDA, which needs its compiler and a GPU: run its path without them"
