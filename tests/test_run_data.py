@@ -97,6 +97,14 @@ import torch
 print(load_dataset("someone/something", split="train"))
 torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
 """
+COUNTS_CLASSES = """
+from datasets import load_dataset
+import torch
+data = load_dataset("someone/something", "part")["train"]
+print(data.features["label"].num_classes, data[0]["label"])
+print(getattr(data.features["ids"], "names", None))
+torch.nn.Linear(4, 4).cuda()(torch.zeros(4, 4).cuda())
+"""
 PACKAGE_OF_THE_HUB = """
 class Dataset:
     from_dict = staticmethod(lambda columns: sorted(columns))
@@ -125,6 +133,15 @@ def test_a_table_of_the_hub_that_is_not_there_has_the_named_columns(tmp_path):
     ran = ran_beside(tmp_path, LOADS_FROM_THE_HUB, PACKAGE_OF_THE_HUB)
     assert (ran.stdout, ran.returncode) == ("['text']\n", 0), ran.stderr
     assert "synthetic samples text=100:text stand in for someone/something (ConnectionError" in ran.stderr
+
+
+def test_an_integer_of_a_table_of_the_hub_has_names_of_classes_which_programs_count(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(COUNTS_CLASSES)
+    assert main(["run", "--synthetic", "text=4:text,label=:3,ids=2:9", "train.py"]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == "3 0\nNone\n"
 
 
 class Counting(Dataset):

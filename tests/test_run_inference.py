@@ -110,6 +110,56 @@ def test_a_pass_in_a_module_beside_the_script_counts_as_its_own(ran):
     assert (report.parts.count, report.parts.marked_by) == (3, "optimizer.step()")
 
 
+def test_calls_on_the_cpu_before_any_on_the_device_are_not_the_end(ran):
+    report, _, _ = ran("""
+        on_cpu, model = nn.Linear(64, 64), linear()
+        del x
+        with torch.no_grad():
+            for _ in range(100):
+                on_cpu(torch.zeros(8, 64))
+            for _ in range(100):
+                model(torch.zeros(4, 64, device="cuda"))
+    """)
+    assert report.step.macs == 4 * 64 * 64
+
+
+def test_a_command_may_train_if_the_package_that_it_enters_has_words_of_training(tmp_path, monkeypatch):
+    """As pip installs them: a few lines in bin, which import the package."""
+    package = tmp_path / "site-packages" / "learns_well"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "cli.py").write_text(
+        textwrap.dedent(BEGIN)
+        + textwrap.dedent("""
+            def main():
+                model = linear()
+                with torch.no_grad():
+                    for _ in range(64):
+                        model(x)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                while True:
+                    model(x).sum().backward()
+                    optimizer.step()
+        """)
+    )
+    command = tmp_path / "bin" / "learn"
+    command.parent.mkdir()
+    command.write_text(
+        "import sys\nfrom learns_well.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    for script in (Script(str(command)), Script("learns_well.cli", is_module=True)):
+        if script.is_module:
+            (package / "cli.py").write_text(
+                (package / "cli.py").read_text() + "\nif __name__ == '__main__':\n    main()\n"
+            )
+        session = ScriptSession("a100-sxm4-80gb", Wishes(steps=3))
+        with session.open():
+            ending = run(script, session)
+            assert ending.error is None
+            assert session.report("learn").parts.marked_by == "optimizer.step()"
+
+
 def test_rollouts_before_the_first_step_of_an_optimizer_are_not_the_end(ran):
     report, _, _ = ran("""
         model = linear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,36 @@ def test_of_two_optimizers_a_step_has_one_turn_of_each():
                 optimizer.step()
                 optimizer.zero_grad()
     assert device.report().step.macs == 2 * (2 * 8 * 64 * 64)
+
+
+@pytest.mark.parametrize(("steps", "average"), [(3, (5 + 1) / 2), (6, (5 + 1 + 1 + 1 + 1) / 5)])
+def test_an_optimizer_that_steps_every_fifth_time_is_told_with_the_average(steps, average):
+    """The generator of a GAN: a step of the critic is two products, one of both ten."""
+    with flopmeter.cuda(A100, steps=steps) as device:
+        critic, generator = nn.Linear(4096, 4096).to(device), nn.Sequential(*[nn.Linear(4096, 4096)] * 3).to(device)
+        often, seldom = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator))
+        for number in range(6):
+            for net, optimizer in ((critic, often), (generator, seldom)):
+                if net is critic or number % 5 == 0:
+                    net(torch.zeros(16384, 4096, device=device)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    headline = device.report().headline
+    assert re.search(r", without SGD of \S*test_run_steps.py:\d+, which steps in 1 of them \(--steps", headline)
+    shortest, told = (
+        float(figure) for figure in re.findall(r"take ([\d.]+) to .*ms, ([\d.]+) on average", headline)[0]
+    )
+    assert told == pytest.approx(average * shortest, rel=0.03)
+
+
+def test_an_optimizer_that_never_steps_is_told():
+    with flopmeter.cuda(A100, steps=3) as device:
+        nets = [nn.Linear(64, 64).to(device) for _ in range(2)]
+        optimizers = [torch.optim.SGD(nets[0].parameters(), lr=0.1), torch.optim.Adam(nets[1].parameters())]
+        for _ in range(3):
+            nets[0](torch.zeros(8, 64, device=device)).sum().backward()
+            optimizers[0].step()
+    assert "which steps in none of them" in device.report().headline
 
 
 def test_an_update_that_runs_no_op_is_no_step_and_is_told():

@@ -7,13 +7,16 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+_IMPORTS = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
 _TRAINS = re.compile(r"\.(backward|fit|train)\(")  # a pass of its own, or a trainer's; `.train()` also of a module
 
 
 class OwnCode:
     """Of the program that starts now: its main file, and the modules that it imports from beside it. Packages that are
-    installed are not its own: nearly all of them can train."""
+    installed are not its own, since nearly all of them can train, but for the one that a command enters (`-m package`,
+    or the few lines that pip writes for `yolo` or `tune`)."""
 
     def __init__(self) -> None:
         self._before = set(sys.modules)
@@ -22,11 +25,22 @@ class OwnCode:
         return any(_TRAINS.search(file.read_text(errors="replace")) for file in self._files())
 
     def _files(self) -> Iterator[Path]:
+        entered = _entered()
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
-            is_own = name == "__main__" or (name not in self._before and not _is_installed(name, file))
+            is_of_program = name.partition(".")[0] in entered or not _is_installed(name, file)
+            is_own = name == "__main__" or (name not in self._before and is_of_program)
             if is_own and file.endswith(".py") and Path(file).is_file():
                 yield Path(file)
+
+
+def _entered() -> set[str]:
+    """The package whose command runs."""
+    main: Any = sys.modules["__main__"]
+    if main.__spec__ is not None:
+        return {main.__spec__.name.partition(".")[0]}
+    file = Path(getattr(main, "__file__", None) or "")
+    return set(_IMPORTS.findall(file.read_text(errors="replace"))) if file.parent.name in _COMMANDS else set()
 
 
 def _is_installed(module: str, file: str) -> bool:
@@ -35,4 +49,5 @@ def _is_installed(module: str, file: str) -> bool:
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_COMMANDS = {"bin", "Scripts"}  # folders in which pip writes them
 _PACKAGES = {"site-packages", "dist-packages"}  # folders that pip and Debian install into

@@ -44,6 +44,7 @@ class RunReport:
             is_last = parts.steady_number == parts.count
             which = f"the last of {parts.count}" if is_last else f"number {parts.steady_number} of {parts.count}"
             also = ", with calls in eval mode" if parts.evaluation else "" if is_last else "; later ones evaluate too"
+            also += "".join(_left_out(*each) for each in parts.without)
             return f"one steady step, {which} (marked by {parts.marked_by}){also}{self._spread}{self._stopped}"
         if parts.first is not None:
             return f"the first step, the only one that ran (marked by {parts.marked_by})"
@@ -60,7 +61,8 @@ class RunReport:
         shortest, longest = min(self.step_seconds, default=0.0), max(self.step_seconds, default=0.0)
         if longest < TOLD_SPREAD * shortest or not shortest:
             return ""
-        return f"; {len(self.step_seconds)} such steps take {in_ms(shortest)} to {in_ms(longest)} ms"
+        count, mean = len(self.step_seconds), sum(self.step_seconds) / len(self.step_seconds)
+        return f"; {count} such steps take {in_ms(shortest)} to {in_ms(longest)} ms, {in_ms(mean)} on average"
 
     def render(self, format: str = "text") -> str:
         """text, markdown, csv, json or html. Raises ValueError for another format."""
@@ -112,3 +114,9 @@ class RunReport:
             heads = [Column("nvtx range", "<"), Column("calls"), Column("ms")]
             tables.append(Table(heads, [(name, str(calls), in_ms(s)) for name, (calls, s) in self.ranges.items()]))
         return tables
+
+
+def _left_out(optimizer: str, steps: int) -> str:
+    return (
+        f", without {optimizer}, which steps in {steps or 'none'} of them (--steps of a whole period has the average)"
+    )

@@ -151,13 +151,13 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: {_about_import(error, script)}"
     if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
         return f"{head}: it starts another Python, which is not metered: flopmeter run {words}"
-    if "operator torchvision::" in str(error):
+    if any(text in str(error) for text in ("operator torchvision::", "Couldn't load custom C++ ops")):
         return f"{head}: torchvision is built for another torch: install the two of one release, both for the CPU"
     if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
         return f"{head}: it compiles kernels for CUDA, which needs its compiler and a GPU: run its path without them"
     if isinstance(error, FileNotFoundError) and "subprocess" in _modules_of(error):
         return f"{head}: the script starts {error.filename}, which is not installed here: install it"
-    if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION):
+    if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION) or _asserts_a_file(error):
         what = getattr(error, "filename", None) or "what it reads or downloads"
         if error is not None and "torch.serialization" in _modules_of(error):
             return f"{head}: {what} is not here; if it is weights, --without-weights leaves the model as it was made"
@@ -250,6 +250,12 @@ def _is_of_flopmeter(error: BaseException) -> bool:
     return _modules_of(error)[-1:] != [] and _modules_of(error)[-1].startswith("flopmeter.")
 
 
+def _asserts_a_file(error: BaseException | None) -> bool:
+    """Whether it is `assert os.path.exists(path)`, or one of its kin."""
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, AssertionError) else []
+    return bool(frames) and any(f"{test}(" in (frames[-1].line or "") for test in TESTS_OF_FILES)
+
+
 def _modules_of(error: BaseException) -> list[str]:
     """Of the frames that the error went through, the innermost last."""
     frames = traceback.walk_tb(error.__traceback__)
@@ -280,6 +286,8 @@ OPTIONS_OF_OURS = (
     "--without-weights",
 )
 """Options of flopmeter run that few scripts have."""
+
+TESTS_OF_FILES = ("exists", "isfile", "isdir", "is_file", "is_dir")
 
 OF_TORCHVISION = ("ataset not found", "Error downloading")
 """What its RuntimeErrors say where a data set is missing."""

@@ -89,7 +89,7 @@ class ScriptSession:
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.meter.shapes_only = self.named.true_meta
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
-        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward, _say)
+        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward, self._is_on_device, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -102,6 +102,10 @@ class ScriptSession:
 
     def _has_backward(self, ops: range) -> bool:
         return any(self.meter.trace.ops[number].phase == "backward" for number in ops)
+
+    def _is_on_device(self, ops: range) -> bool:
+        calls = (self.meter.trace.ops[number].call for number in ops)
+        return any(spec.device != "cpu" for call in calls for spec in (*call.outputs, *call.inputs))
 
     def seconds_between(self, start: int, end: int) -> float:
         return self.meter.report(ops=range(start, end)).seconds if end > start else 0.0

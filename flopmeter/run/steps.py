@@ -23,6 +23,7 @@ import functools
 import importlib
 import time
 import weakref
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flopmeter.known_values.assumptions import caller
 from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
 
@@ -63,6 +65,7 @@ class Parts:
     later: tuple[range, ...] = ()  # the steps after the first that are like the steady one: with or without evaluation
     before: tuple[str, int] | None = None  # a class that is trained, and its calls without gradients in the setup
     stopped_untrained: bool = False  # the program was ended although it had only inferred
+    without: tuple[tuple[str, int], ...] = ()  # optimizers that do not step in the steady step; in how many others
 
 
 class _OutermostCall(NamedTuple):
@@ -80,6 +83,7 @@ class Steps:
         'module:function' (returns of that function), or 'auto': optimizers, else forward.
     most: raise StepsDone when so many have ended; None: never.
     has_backward: whether a backward pass is among these ops.
+    is_on_device: whether one of these ops ran on the GPU; a call of a module on the CPU is no step.
     tell: says a line to the user while the program runs.
     """
 
@@ -89,14 +93,17 @@ class Steps:
         marker: str = AUTO,
         most: int | None = None,
         has_backward: Callable[[range], bool] = lambda ops: False,
+        is_on_device: Callable[[range], bool] = bool,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
-        self._tell = tell
+        self._tell, self._is_on_device = tell, is_on_device
         self._ends: list[int] = []  # of marked steps
         self._calls: list[_OutermostCall] = []
         self._replays: list[int] = []  # where each replay of a CUDA graph ended
         self._leading: weakref.ref[Optimizer] | None = None
+        self._made = weakref.WeakKeyDictionary[Optimizer, str]()  # where the program made each optimizer
+        self._others: dict[str, list[int]] = {}  # where each of those that do not lead has stepped
         self.idle_updates = 0  # calls of optimizer.step() that ran no op
         self._updates: list[int] = []  # of optimizers that are stepping: where each began
         self._calls_before: list[_OutermostCall] = []  # its first step: without gradients, of what it updates
@@ -169,7 +176,8 @@ class Steps:
             found = _parts(start, self._ends, marked_by, evaluations)
             names = [call.name for call in self._calls_before if call.ops.stop <= start]
             before = (names[0], len(names)) if names else None
-            return replace(found, before=before, ends_with_call=self._marker == FORWARD)
+            without = tuple(self._not_stepping_in(found.steady)) if found.steady else ()
+            return replace(found, before=before, without=without, ends_with_call=self._marker == FORWARD)
         if ends := self._ends_of_trainings(total):
             found = _parts(self._training_start, ends, f"calls of {self._trained}, trained without an optimizer")
             return replace(found, ends_with_call=True)
@@ -238,6 +246,20 @@ class Steps:
             self._calls_before = list(self._untrained_calls())
         if optimizer is leading:
             self._end()
+        else:
+            self._others.setdefault(self._named(optimizer), []).append(self._now())
+
+    def _named(self, optimizer: Optimizer) -> str:
+        return f"{type(optimizer).__name__} of {self._made.get(optimizer, 'unknown')}"
+
+    def _not_stepping_in(self, steady: range) -> Iterator[tuple[str, int]]:
+        """Optimizers that the program has made, but which do not step in this step, such as a generator's that steps
+        every fifth time; and in how many steps they did."""
+        leading = self._leading and self._leading()
+        for name in dict.fromkeys(self._named(each) for each in self._made if each is not leading):
+            updates = self._others.get(name, [])
+            if not any(steady.start < update <= steady.stop for update in updates):
+                yield name, len({bisect_left(self._ends, update) for update in updates})
 
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
         if self._depth == 0:
@@ -272,16 +294,17 @@ class Steps:
         @functools.wraps(make)
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._has_optimizer = True
+            self._made[optimizer] = caller()
             make(optimizer, *args, **kwargs)
 
         return Patch(Optimizer, "__init__", init, "a program with an optimizer has its steps where that one steps")
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and self._now() > self._call_start and any(True for _ in module.parameters()):
+        ops = range(self._call_start, self._now())
+        if self._depth == 0 and self._is_on_device(ops) and any(True for _ in module.parameters()):
             learns = torch.is_grad_enabled() and _learns(module)
             evaluates = not (module.training or torch.is_grad_enabled()) and self._is_updated(module)
-            ops = range(self._call_start, self._now())
             self._calls.append(_OutermostCall(weakref.ref(module), type(module).__name__, ops, learns, evaluates))
             if self._marker == FORWARD:
                 self._end()

@@ -70,6 +70,14 @@ class Sample:
             return dict(zip(self.names, values, strict=True))
         return tuple(values) if len(values) > 1 else values[0]
 
+    @property
+    def classes(self) -> dict[str, int]:
+        """Of the named fields that are one integer below a number, which is the number of classes."""
+        named = zip(self.names, self.fields, strict=False)
+        return {
+            name: field.below for name, field in named if isinstance(field, Field) and field.below and not field.shape
+        }
+
 
 def sample_of(text: str) -> Sample:
     """Read '3x224x224,:1000', 'input_ids=1024:50257,labels=1024:50257' or '(3x96x96,3x96x96),:10'. Raises ValueError
@@ -289,6 +297,8 @@ class SyntheticData:
                 self._tell(path, error)
                 columns = {name: [value] * ROWS for name, value in _without_tensors(self._sample.value()).items()}
                 table = hub.Dataset.from_dict(columns)
+                for name, count in self._sample.classes.items():
+                    table = table.cast_column(name, hub.ClassLabel(num_classes=count))
                 table = table.to_iterable_dataset() if streaming else table
                 return table if split is not None else _splits(hub, table, streaming)
 
