@@ -118,7 +118,8 @@ RECURRENT_STEP_SECONDS = 3.8e-6
 # --- convolutions ------------------------------------------------------------------------------------------
 
 # Input channels per filter at which a convolution on matrix units reaches half its rate, since the fragments of its
-# implicit GEMM are padded. Dense in NCHW and in NHWC layout (compiled models), and grouped in NCHW. Fitted on [timm].
+# implicit GEMM are padded. Dense in NCHW and in NHWC layout (compiled models), and grouped in NCHW or on vector units.
+# Fitted on [timm].
 HALF_RATE_CHANNELS = 20
 HALF_RATE_CHANNELS_LAST = 1
 HALF_RATE_CHANNELS_GROUPED = 72

@@ -16,9 +16,9 @@ def convolution(
     """The faster of the implicit GEMM and, on vector units, Winograd's algorithm. The GEMMs of groups are too narrow
     for tiles; their rate depends only on the number of channels."""
     if implicit.batch > 1:
-        return _grouped(shape, implicit, moved, rates)
+        return _grouped(shape, implicit, moved, rates, on_matrix_units)
     if on_matrix_units:
-        return price_matmul(implicit, moved, rates.slowed(channel_share(shape, implicit.batch)))
+        return price_matmul(implicit, moved, rates.slowed(channel_share(shape)))
     direct = price_matmul(implicit, moved, rates)
     if not suits_winograd(shape, implicit):
         return direct
@@ -35,8 +35,8 @@ def conversions(shape: Convolution, groups: int, moved: MatmulBytes, hardware: H
     return kernels * hardware.kernel_floor_seconds + copies
 
 
-def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
-    compute = 2 * implicit.macs / (rates.flop_per_s * channel_share(shape, implicit.batch))
+def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates, on_matrix_units: bool) -> Busy:
+    compute = 2 * implicit.macs / (rates.flop_per_s * grouped_share(shape, on_matrix_units))
     memory = moved.memory_bytes / rates.bytes_per_s
     return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
 
@@ -63,16 +63,21 @@ def depthwise_share(shape: Convolution) -> float:
     return constants.DEPTHWISE_SHARE_LARGE if is_large else constants.DEPTHWISE_SHARE_CHANNELS_LAST
 
 
-def channel_share(shape: Convolution, groups: int) -> float:
-    """The share of the rate that filters over this number of channels reach."""
-    channels = shape.channels
-    if groups > 1 and not shape.channels_last:
-        return channels / (channels + constants.HALF_RATE_CHANNELS_GROUPED)
-    if groups > 1 and channels & (channels - 1):  # no power of two
-        tiles = ceil(channels / constants.GROUP_TILE_CHANNELS) * constants.GROUP_TILE_CHANNELS
-        return channels / (tiles + constants.HALF_RATE_TILE_CHANNELS)
+def channel_share(shape: Convolution) -> float:
+    """The share of the rate that dense filters over this number of channels reach."""
     half = constants.HALF_RATE_CHANNELS_LAST if shape.channels_last else constants.HALF_RATE_CHANNELS
-    return channels / (channels + half)
+    return shape.channels / (shape.channels + half)
+
+
+def grouped_share(shape: Convolution, on_matrix_units: bool) -> float:
+    """The same of filters over the channels of one group. What packs groups into tiles are kernels of matrix units."""
+    channels = shape.channels
+    if not (shape.channels_last and on_matrix_units):
+        return channels / (channels + constants.HALF_RATE_CHANNELS_GROUPED)
+    if channels & (channels - 1) == 0:  # a power of two
+        return channel_share(shape)
+    tiles = ceil(channels / constants.GROUP_TILE_CHANNELS) * constants.GROUP_TILE_CHANNELS
+    return channels / (tiles + constants.HALF_RATE_TILE_CHANNELS)
 
 
 def suits_winograd(shape: Convolution, implicit: Matmul) -> bool:
