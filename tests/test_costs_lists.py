@@ -214,3 +214,30 @@ def test_grouped_products_of_equal_groups_read_and_write_all_that_there_is(along
     assert cost.work.matmuls == (matmul,)
     assert cost.bytes_read == sum(operand.nbytes for operand in operands)
     assert [(region.spec, region.nbytes) for region in cost.writes] == [(call.outputs[0], out.nbytes)]
+
+
+def _functions_of_lists() -> list[str]:
+    """torch._foreach_X for each X of one tensor."""
+    names = (name for name in dir(torch.ops.aten) if name.startswith("_foreach_") and not name.endswith("_"))
+    forms = {name: getattr(getattr(torch.ops.aten, name), "default", None) for name in names}
+    return sorted(
+        name
+        for name, form in forms.items()
+        if form is not None
+        and len(form._schema.arguments) == 1
+        and hasattr(torch, name.removeprefix("_foreach_"))
+        and hasattr(torch, name)
+    )
+
+
+@pytest.mark.parametrize("name", _functions_of_lists())
+def test_a_function_of_a_list_is_the_function_of_each_tensor_of_it(name):
+    a, b = meta(24), meta(1000)
+    of_each = getattr(torch, name.removeprefix("_foreach_"))
+    together, apart = calls_of(lambda: getattr(torch, name)([a, b])), calls_of(lambda: (of_each(a), of_each(b)))
+    assert all(find_rule(call) is not None for call in together)
+    assert _flops(together) == _flops(apart)
+
+
+def _flops(calls: list[Call]) -> int:
+    return sum(cost.flops for call in calls for cost in costs_of(call))
