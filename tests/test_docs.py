@@ -41,7 +41,7 @@ from flopmeter.costs import RULES
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = {"README.md": "transformers", "serving.md": "transformers"}
-OF_ONE_TORCH = {"distributed.md": "2.13"}  # pipelines of 2.15 need less memory
+OF_ONE_TORCH = {"distributed.md": "2.13", "report.md": "2.13"}  # 2.15 needs less memory
 VERSIONS_AND_DATE = "flopmeter 0.1.0, torch 2.13.0, profile 1a2b3c4d · 2026-11-22 12:00 UTC"
 FENCE = re.compile(r"^```(?P<language>\w+) *(?P<file>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
