@@ -71,24 +71,27 @@ def test_hidden_collectives_and_products_in_fp8_make_a_step_shorter():
     assert planned(options={"fp8": True, "mode": "compiled"}).seconds < planned(options={"mode": "compiled"}).seconds
 
 
-def test_experts_that_are_loaded_unevenly_hold_up_the_step():
+def mixture(**sizes):
     transformers = pytest.importorskip("transformers")
-    mixture = transformers.Qwen3MoeConfig(
+    return transformers.Qwen3MoeConfig(vocab_size=2000, max_position_embeddings=2048, **sizes)
+
+
+def test_experts_that_are_loaded_unevenly_hold_up_the_step():
+    experts = mixture(
         hidden_size=2048, moe_intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-        num_experts=16, num_experts_per_tok=4, vocab_size=2000, max_position_embeddings=2048, head_dim=256,
+        num_experts=16, num_experts_per_tok=4, head_dim=256,
     )  # fmt: skip
     laws = ("balanced", {"imbalance": 1.3}, {"imbalance": 2})
-    seconds = [planned(mixture, batch=64, microbatch=4, ep=8, options={"routing": law}).seconds for law in laws]
+    seconds = [planned(experts, batch=64, microbatch=4, ep=8, options={"routing": law}).seconds for law in laws]
     assert seconds[0] < seconds[1] < seconds[2]
 
 
 def test_an_assumption_of_a_plan_names_lines_of_the_model_and_none_that_asked_for_the_plan():
-    transformers = pytest.importorskip("transformers")
-    mixture = transformers.Qwen3MoeConfig(
+    experts = mixture(
         hidden_size=256, moe_intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        num_experts=8, num_experts_per_tok=2, vocab_size=2000, max_position_embeddings=2048, head_dim=64,
+        num_experts=8, num_experts_per_tok=2, head_dim=64,
     )  # fmt: skip
-    notes = plan(mixture, 8, "h100-sxm5-80gb", batch=8, length=128, only=ALONE | {"ep": 1}, rows=1).notes
+    notes = plan(experts, 8, "h100-sxm5-80gb", batch=8, length=128, only=ALONE | {"ep": 1}, rows=1).notes
     assumed = [note for note in notes if "_grouped_mm" in note]
     assert assumed
     for note in assumed:

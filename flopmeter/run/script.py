@@ -288,6 +288,7 @@ OPTIONS_OF_OURS = (
 """Options of flopmeter run that few scripts have."""
 
 TESTS_OF_FILES = ("exists", "isfile", "isdir", "is_file", "is_dir")
+"""Functions of os.path and pathlib that a script asserts."""
 
 OF_TORCHVISION = ("ataset not found", "Error downloading")
 """What its RuntimeErrors say where a data set is missing."""

@@ -345,9 +345,8 @@ def _padded(head_dim: int) -> int:
 
 def _copy_seconds(nbytes: int, hardware: Hardware) -> float:
     """Of a kernel of its own, whose input another one has just written."""
-    bandwidth = hardware.sustained_bandwidth_bytes_per_s
-    if 2 * nbytes <= (hardware.l2_cache_bytes or 0):
-        bandwidth = max(bandwidth, cache_bytes_per_s(hardware))
+    is_cached = 2 * nbytes <= (hardware.l2_cache_bytes or 0)
+    bandwidth = cache_bytes_per_s(hardware) if is_cached else hardware.sustained_bandwidth_bytes_per_s
     return hardware.kernel_floor_seconds + access_seconds(1.0, hardware) + 2 * nbytes / bandwidth
 
 
