@@ -135,6 +135,26 @@ def unpinned_copies(is_mended: bool) -> Run:
     return torch.no_grad()(lambda: [model(batch.to("meta", non_blocking=is_mended)) for _ in range(8)])
 
 
+class Windowed(nn.Module):
+    """Moves its window's length to the device in each call, as the caches of transformers' sliding windows do."""
+
+    def __init__(self, is_mended: bool):
+        super().__init__()
+        self.linear = nn.Linear(4096, 4096, dtype=HALF)
+        self.register_buffer("length", torch.tensor(512), persistent=False)
+        self.is_mended = is_mended
+
+    def forward(self, x):
+        return self.linear(x) + (self.length if self.is_mended else torch.tensor(512).to(x.device))
+
+
+def host_tensor_in_forward(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Windowed(is_mended) for _ in range(8)))
+        x = torch.empty(2048, 4096, dtype=HALF)
+    return torch.no_grad()(lambda: [model(x) for _ in range(8)])
+
+
 def many_graphs(is_mended: bool) -> Run:
     with torch.device("meta"):
         layers = [
@@ -163,5 +183,6 @@ FAULTS = {
     "sync in the loop": Fault(sync_in_the_loop, "keep the values on the device"),
     "recompute without need": Fault(needless_checkpoints, "no checkpointing"),
     "unpinned copies": Fault(unpinned_copies, "DataLoader(pin_memory=True)"),
+    "a tensor of the host in forward": Fault(host_tensor_in_forward, "the tensor made on the device, or moved there once"),
     "compile with breaks": Fault(many_graphs, "compile it as one", mode="compiled"),
 }

@@ -163,18 +163,25 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
 
 @remedy
 def blocking_copies(report: Report) -> Iterator[Proposal]:
-    """Copies to the device from memory that is not pinned: the host waits until they are done."""
+    """Copies to the device from memory that is not pinned: the host waits until they are done. Outside of modules they
+    are batches; a module that copies has made a tensor on the host."""
+    copies = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace_of(report).device)]
+    outside = [kernel for kernel in copies if not kernel.op.module]
+    yield from _not_waiting(report, outside, "DataLoader(pin_memory=True) and .to(device, non_blocking=True)")
+    inside = [kernel for kernel in copies if kernel.op.module]
+    yield from _not_waiting(report, inside, "the tensor made on the device, or moved there once, outside of forward")
+
+
+def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[Proposal]:
     trace = trace_of(report)
-    about = [kernel for kernel in report.kernels if _is_blocking_copy(kernel, trace.device)]
-    blocking = {id(kernel.op) for kernel in about}
+    blocking = {id(kernel.op) for kernel in copies}
     if not blocking:
         return
     put_in = {index: _without_waiting(op) for index, op in enumerate(trace.ops) if id(op) in blocking}
     yield Proposal(
-        f"all that the host sends after {counted(len(about), 'copy', 'copies')}", everything,
-        "the host waits for each copy to be done",
-        "DataLoader(pin_memory=True) and .to(device, non_blocking=True)", priced(report, with_ops(trace, (), put_in)),
-        where=modules_and_lines(about),
+        f"all that the host sends after {counted(len(copies), 'copy', 'copies')}", everything,
+        "the host waits for each copy to be done", remedy, priced(report, with_ops(trace, (), put_in)),
+        where=modules_and_lines(copies),
     )  # fmt: skip
 
 
