@@ -183,6 +183,8 @@ FAULTS = {
     "sync in the loop": Fault(sync_in_the_loop, "keep the values on the device"),
     "recompute without need": Fault(needless_checkpoints, "no checkpointing"),
     "unpinned copies": Fault(unpinned_copies, "DataLoader(pin_memory=True)"),
-    "a tensor of the host in forward": Fault(host_tensor_in_forward, "the tensor made on the device, or moved there once"),
+    "a tensor of the host in forward": Fault(
+        host_tensor_in_forward, "the tensor made on the device, or moved there once"
+    ),
     "compile with breaks": Fault(many_graphs, "compile it as one", mode="compiled"),
 }

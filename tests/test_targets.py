@@ -302,6 +302,29 @@ def test_a_vision_type_gets_images(transformers):
     assert report_of(program).macs > 3 * 16e9
 
 
+def test_a_speech_type_gets_as_much_sound_as_its_own_feature_extractor_gives(transformers):
+    import numpy
+
+    program = load_target("hf:whisper").program(batch=2)
+    assert (program.items, program.unit) == (2, "recordings")
+    with FlopMeter() as meter:
+        program.run()
+    first = meter.trace.ops[0].call.inputs[0]
+    half_a_minute = numpy.zeros(30 * 16_000, dtype=numpy.float32)
+    extracted = transformers.WhisperFeatureExtractor()([half_a_minute] * 2, sampling_rate=16_000).input_features
+    assert first.shape == numpy.shape(extracted)
+    assert load_target("hf:wav2vec2").program().items == 1
+
+
+def test_a_type_that_compares_texts_with_images_gets_both(transformers):
+    report = report_of(load_target("hf:clip").program(batch=3))
+    text = 77 * 12 * 12 * 512**2 + 12 * 2 * 77**2 * 512 + 512 * 512  # layers, attention, projection
+    patches = 1 + (224 // 32) ** 2
+    image = (patches - 1) * 3 * 32**2 * 768 + patches * 12 * 12 * 768**2 + 12 * 2 * patches**2 * 768 + 768 * 512
+    similarity = 3 * 3 * 512
+    assert report.macs == pytest.approx(3 * (text + image) + similarity, rel=1e-4)
+
+
 def test_wrong_configs_and_types_are_told(transformers, tmp_path):
     (tmp_path / "config.json").write_text("[]")
     (tmp_path / "new.json").write_text('{"model_type": "unheard_of"}')
@@ -314,8 +337,14 @@ def test_wrong_configs_and_types_are_told(transformers, tmp_path):
     ]:
         with pytest.raises(TargetError, match=says):
             load_target(name)
-    with pytest.raises(TargetError, match="takes input_features"):
-        load_target("hf:whisper").program()
+    with pytest.raises(TargetError, match="takes input_values, which flopmeter does not make up"):
+        load_target("hf:encodec").program()
+    with pytest.raises(TargetError, match="has no vocab_size"):
+        load_target("hf:canine").program()
+    with pytest.raises(TargetError, match=r"raised ValueError.*give file\.py:function"):
+        load_target("hf:xclip").program().run()  # takes a film
+    with pytest.raises(TargetError, match="takes sound, no seq"):
+        load_target("hf:wav2vec2").program(seq=8)
 
 
 # --- training and the hub ----------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ from flopmeter.device.hardware import HardwareError
 from flopmeter.known_values import DataDependentError, on_meta
 from flopmeter.meter import EmptyProgramError
 from flopmeter.models import BUILTINS
-from flopmeter.models.hubs import TargetError, huggingface, timm_model
+from flopmeter.models.hub_inputs import SOUNDS, TargetError
+from flopmeter.models.hubs import huggingface, timm_model
 from flopmeter.trace.other_threads import uncounted
 
 __all__ = ["Program", "Programs", "Target", "TargetError", "load_target"]
@@ -45,6 +46,10 @@ __all__ = ["Program", "Programs", "Target", "TargetError", "load_target"]
 OPTIONS = ("batch", "seq", "image_size", "dtype")
 # Than "the target raised ..." would.
 _SAY_IT_BETTER = (HardwareError, EmptyProgramError, DataDependentError, UncountedError)
+_OTHER_INPUTS = (
+    "; if it wants other inputs than its config tells, write a function that returns (model, inputs) and give "
+    "file.py:function"
+)
 
 
 class Program(NamedTuple):
@@ -52,7 +57,7 @@ class Program(NamedTuple):
 
     run: Callable[[], None]
     items: int | None  # that one run works on; None if the inputs do not tell
-    unit: str  # of items: 'tokens', 'images' or 'samples'
+    unit: str  # of items: 'tokens', 'images', 'recordings' or 'samples'
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,8 @@ class Target:
                     with torch.no_grad(), casting:
                         model(*arguments, **keywords)
 
-        return Program(run, *_items(tree_leaves((arguments, keywords))))
+        sounds = tuple(keywords.get(name) for name in SOUNDS)
+        return Program(run, *_items(tree_leaves((arguments, keywords)), sounds))
 
     def built(
         self, *, train: bool = False, **options: Any
@@ -143,12 +149,14 @@ class Programs:
         return self._built[size]
 
 
-def _items(leaves: list[Any]) -> tuple[int | None, str]:
+def _items(leaves: list[Any], sounds: tuple[Any, ...]) -> tuple[int | None, str]:
     """How many items the first input holds, and of which kind, by its shape: token ids [batch, length], states [batch,
-    length, width] or images [batch, channels, height, width]; else samples."""
+    length, width] or images [batch, channels, height, width]; else samples. Sounds are told by their names."""
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None:
         return None, "samples"
+    if any(first is sound for sound in sounds):
+        return first.shape[0], "recordings"
     if first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point()):
         return first.shape[0] * first.shape[1], "tokens"
     return first.shape[0], "images" if first.ndim == 4 else "samples"
@@ -169,7 +177,8 @@ def blaming(name: str) -> Iterator[None]:
                 f"{name} has a tensor of more than 2**63 bytes at these sizes: take smaller ones"
             ) from error
         place = f"{Path(last.filename).name}:{last.lineno}"
-        raise TargetError(f"{name} raised {type(error).__name__}: {text} ({place})") from error
+        otherwise = _OTHER_INPUTS if name.startswith("hf:") else ""
+        raise TargetError(f"{name} raised {type(error).__name__}: {text} ({place}){otherwise}") from error
 
 
 def load_target(name: str) -> Target:

@@ -20,7 +20,7 @@ from flopmeter.as_cuda import emulate_cuda
 from flopmeter.device.hardware import load_hardware
 from flopmeter.meter import DEFAULT_HARDWARE, target_of
 from flopmeter.models import Trainable
-from flopmeter.models.hubs import TargetError
+from flopmeter.models.hub_inputs import TargetError
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): kind

@@ -7,7 +7,6 @@ the cache of huggingface_hub or, if it is not there, from the network.
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 import re
 from collections.abc import Callable
@@ -19,15 +18,11 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor, nn
 
+from flopmeter.models.hub_inputs import TargetError, inputs_of
 from flopmeter.models.llama import LlamaConfig
 
-DEFAULT_TOKENS = 512
 NETWORK_PATIENCE_SECONDS = 5.0
 _LABELLED = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # their loss takes token ids
-
-
-class TargetError(ValueError):
-    """A target that cannot be found, built or run; the message says what to do."""
 
 
 Built = tuple[nn.Module, dict[str, Any]]
@@ -44,9 +39,9 @@ def huggingface(name: str) -> Callable[..., Built]:
 
     def build(batch: int = 1, seq: int | None = None, dtype: torch.dtype | None = None, train: bool = False) -> Built:
         model = model_of(config, dtype)
-        inputs = _inputs(model, config, batch, seq, dtype or _own_dtype(config))
+        inputs = inputs_of(model, config, batch, seq, dtype or _own_dtype(config))
         if train and type(model).__name__.endswith(_LABELLED):
-            inputs["labels"] = inputs["input_ids"].clone()
+            inputs["labels"] = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].clone()
         return model, inputs
 
     return build
@@ -208,45 +203,3 @@ def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
 def _own_dtype(config: Any) -> torch.dtype:
     own = getattr(config, "dtype", None)
     return own if isinstance(own, torch.dtype) else torch.bfloat16
-
-
-def _inputs(model: Any, config: Any, batch: int, seq: int | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of forward. Token ids and masks are real, so that their values are known under the meter."""
-    text = config.get_text_config()
-    if model.main_input_name == "pixel_values":
-        if seq is not None:
-            raise TargetError(f"{type(model).__name__} takes images, no seq")
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", None) or 224
-        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-        channels = getattr(vision, "num_channels", None) or 3
-        return {"pixel_values": torch.empty(batch, channels, height, width, dtype=dtype, device="meta")}
-    if model.main_input_name != "input_ids":
-        raise TargetError(
-            f"{type(model).__name__} takes {model.main_input_name}, which flopmeter does not make up: "
-            "write a function that returns (model, inputs) and give file.py:function"
-        )
-    ids = _token_ids(batch, _length(text, seq), text.vocab_size)
-    parameters = inspect.signature(model.forward).parameters
-    inputs = {"input_ids": ids}
-    if "attention_mask" in parameters:
-        inputs["attention_mask"] = torch.ones_like(ids)
-    if config.is_encoder_decoder and "decoder_input_ids" in parameters:
-        inputs["decoder_input_ids"] = ids.clone()
-    return inputs
-
-
-def _length(text: Any, seq: int | None) -> int:
-    most = getattr(text, "max_position_embeddings", None)
-    most = most if isinstance(most, int) and most > 0 else None
-    if seq is None:
-        return min(DEFAULT_TOKENS, most or DEFAULT_TOKENS)
-    if most is not None and seq > most:
-        raise TargetError(f"seq {seq} is beyond the model's {most} positions (max_position_embeddings in its config)")
-    return seq
-
-
-def _token_ids(batch: int, length: int, vocabulary: int) -> Tensor:
-    """Rows of distinct small ids, beyond those that are padding or marks in most vocabularies."""
-    first = min(5, vocabulary - 1)
-    return (first + torch.arange(length) % max(1, min(1000, vocabulary - first))).repeat(batch, 1)

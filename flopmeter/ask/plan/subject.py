@@ -18,7 +18,8 @@ from flopmeter.ask.plan.splits import PlanError
 from flopmeter.ask.plan.styles import styles_of_transformers
 from flopmeter.models import BUILTINS, Trainable
 from flopmeter.models.gpt2 import GPT2, GPT2Config
-from flopmeter.models.hubs import TargetError, hub_config, model_of
+from flopmeter.models.hub_inputs import TargetError
+from flopmeter.models.hubs import hub_config, model_of
 from flopmeter.models.layers import next_token_loss
 from flopmeter.models.llama import Llama, LlamaConfig
 from flopmeter.torch_names.private import COMPILED_CALL

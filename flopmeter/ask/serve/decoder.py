@@ -27,7 +27,8 @@ from flopmeter.ask.serve.linear_attention import with_kernels
 from flopmeter.known_values.assumptions import DataDependentError
 from flopmeter.launch.grouped_matmul import in_one_kernel
 from flopmeter.meter import FlopMeter
-from flopmeter.models.hubs import TargetError, config_of_llama, hub_config, model_of
+from flopmeter.models.hub_inputs import TargetError
+from flopmeter.models.hubs import config_of_llama, hub_config, model_of
 from flopmeter.models.llama import LLAMAS
 from flopmeter.records import Kernel
 from flopmeter.torch_names.operators import aten
