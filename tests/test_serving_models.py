@@ -197,6 +197,24 @@ def test_of_a_model_that_takes_images_the_language_model_is_served_as_if_it_were
     assert "alone: what" not in str(both[1])
 
 
+def test_a_language_model_that_transformers_has_without_a_head_is_served_with_one():
+    """Qwen2.5-VL's is Qwen2 with other rotations: as many weights, and a step of decoding takes as long."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 2816, "vocab_size": 32000, "tie_word_embeddings": False}
+    whole = transformers.Qwen2_5_VLConfig(text_config={**sizes, "rope_parameters": None})
+    language = transformers.Qwen2Config(**sizes, architectures=["Qwen2ForCausalLM"])
+    (of_part,), (alone,) = (serving(each, [H100], prompt=64, output=16).rows for each in (whole, language))
+    assert of_part.weight_bytes == alone.weight_bytes
+    assert of_part.kv_bytes_per_request == alone.kv_bytes_per_request
+    assert of_part.step_seconds == pytest.approx(alone.step_seconds, rel=0.1)
+
+
+def test_a_model_whose_config_fits_one_rank_only_is_refused_in_one_line():
+    config = transformers.HunYuanVLConfig() if hasattr(transformers, "HunYuanVLConfig") else pytest.skip("too old")
+    with pytest.raises(ServingError, match="cannot be built for one of 4 GPUs"):
+        decoder(config, ranks=4)
+
+
 def test_a_router_multiplies_by_its_weights_in_their_own_type():
     """transformers casts them to fp32 in each step; 64 x 256 weights and 8 tokens of 256 are read in bf16."""
     config = transformers.DeepseekV3Config(

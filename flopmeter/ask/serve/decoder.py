@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flopmeter.ask.serve.cache import CacheKind, KeptLayer, ServingError, empty_cache, filled_cache, kept_in
 from flopmeter.ask.serve.engine import choose_tokens, pack
+from flopmeter.ask.serve.headed import Headed
 from flopmeter.ask.serve.linear_attention import with_kernels
 from flopmeter.known_values.assumptions import DataDependentError
 from flopmeter.launch.grouped_matmul import in_one_kernel
@@ -50,7 +51,7 @@ class Decoder:
 
     @property
     def title(self) -> str:
-        return type(self.model).__name__
+        return _name_of(self.model)
 
     @property
     def parameter_bytes(self) -> int:
@@ -152,20 +153,19 @@ def decoder(target: Any, ranks: int = 1, cache: CacheKind = "paged") -> Decoder:
             f"{type(config).__name__}: a config to serve has {', '.join(needed)}; this one lacks {', '.join(missing)}"
         )
     if not any("CausalLM" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ()):
-        config.architectures = [_causal_class(config)]
+        config.architectures = _causal_classes(config, is_part=config is not given)
     empty_cache(config, cache)  # refuses what cannot be served
     share = _split(config, ranks)
     _register_paged_attention()
-    with _in_one_line(
-        f"{config.architectures[0]} of transformers cannot be built" + f" for one of {ranks} GPUs" * (ranks > 1)
-    ):
-        model = model_of(share)
+    named = next(iter(config.architectures or ()), config.model_type)
+    with _in_one_line(f"{named} of transformers cannot be built" + f" for one of {ranks} GPUs" * (ranks > 1)):
+        model = _built(share)
+        whole = model if ranks == 1 else _built(_split(config, 1))
     own = Decoder(model, share, cache, ranks, part_of=given.model_type if config is not given else None)
     if cache == "paged":
         pack(own.model)
     if ranks == 1:
         return own
-    whole = model_of(_split(config, 1))
     if _in_layers(model, share) * ranks > MOST_COPIED * _in_layers(whole, config):
         raise ServingError(f"{own.title} cannot be split over {ranks} GPUs by its config: a rank keeps too much of it")
     return replace(own, all_reduces=_sums(model, whole))
@@ -204,14 +204,15 @@ def _language_of(config: Any) -> Any:
     """The config of the language model, where the model takes images or sound as well."""
     language = config.get_text_config(decoder=True)
     if language is not config:
-        for name in ("dtype", "quantization_config"):
+        for name in ("dtype", "quantization_config", "tie_word_embeddings"):
             if getattr(language, name, None) is None and getattr(config, name, None) is not None:
                 setattr(language, name, getattr(config, name))
         language.architectures = None
     return language
 
 
-def _causal_class(config: Any) -> str:
+def _causal_classes(config: Any, is_part: bool) -> list[str] | None:
+    """The class of the language model; None for a part of another model that has the base model alone."""
     known = import_module("transformers.models.auto.modeling_auto")
     names = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
@@ -219,9 +220,20 @@ def _causal_class(config: Any) -> str:
             f"{config.model_type} is an encoder, which makes no text token by token: take a causal language model, or "
             "a config with is_decoder=True"
         )
-    if config.model_type not in names:
-        raise ServingError(f"transformers has no causal language model of type {config.model_type!r} to serve")
-    return str(names[config.model_type])
+    if config.model_type in names:
+        return [str(names[config.model_type])]
+    if is_part and config.model_type in known.MODEL_MAPPING_NAMES:
+        return None
+    raise ServingError(f"transformers has no causal language model of type {config.model_type!r} to serve")
+
+
+def _built(config: Any) -> Any:
+    model = model_of(config)
+    return model if config.architectures else Headed(model)
+
+
+def _name_of(model: Any) -> str:
+    return type(model.language if isinstance(model, Headed) else model).__name__
 
 
 MOST_COPIED = 1.5  # all ranks together may hold this many times the model: some hold the same norms and heads
