@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -114,3 +115,14 @@ with FlopMeter("a100-sxm4-80gb") as meter:
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_attention_of_jagged_tensors_on_the_cpu_says_no_more_than_without_a_meter():
+    """torch tells why a kernel cannot run only where it has none left."""
+    parts = [torch.randn(length, HEADS, HEAD) for length in (3, 5)]
+    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    outside = F.scaled_dot_product_attention(q, q, q).values()
+    with FlopMeter("h100-sxm5-80gb"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside = F.scaled_dot_product_attention(q, q, q).values()
+    assert torch.equal(inside, outside)
