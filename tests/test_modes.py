@@ -141,3 +141,10 @@ def test_a_function_that_asks_whether_it_is_compiled_is_told_so_where_the_rules_
         asking(x)
     assert [op.call.name for op in meter.trace.ops] == ["empty", "sin", "cos"]
     assert not torch.compiler.is_compiling()
+
+
+def test_calls_of_compiled_functions_are_graphs_each_whoever_fuses_them(monkeypatch: pytest.MonkeyPatch):
+    """torch's compiler takes two of them; two others it cannot take, and the rules fuse those."""
+
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
