@@ -339,12 +339,16 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
 
 
 def tests_that_name(tests: Collection[str]) -> dict[str, list[str]]:
-    """Word -> the tests that have it in their name, their case or their code; words of many tests say nothing."""
+    """Word -> the tests that have it in their name, that of their file, their case or their code; words of many tests
+    say nothing, nor do names of what has a recorded price."""
     code = {file: _functions(Path(file)) for file in {_file(test) for test in tests}}
     found = defaultdict[str, list[str]](list)
     for test in tests:
-        name = test.partition("::")[2]
-        for word in words(name) | code[_file(test)].get(re.split(r"::|\[", name)[0], frozenset()):
+        if _file(test) == RECORDS:
+            continue
+        file, _, name = test.partition("::")
+        told = code[file].get(re.split(r"::|\[", name)[0], frozenset())
+        for word in words(Path(file).stem) | words(name) | told:
             found[word].append(test)
     return {word: named for word, named in found.items() if len(named) <= MOST_NAMED}
 
