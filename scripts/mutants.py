@@ -55,9 +55,8 @@ EQUIVALENT = {
     ),
     "flopmeter/launch/fusion/parts.py: len(op.storages) + 1 + MOST_SCRATCH + number  ->  len(op.storages) + 1 + "
     "MOST_SCRATCH - number": "numbers above those of scratch: no op that reduces to two results has so much",
-    "flopmeter/as_cuda/jagged_attention.py: False  ->  True  in  def can_use(params: Any, debug: bool=False) -> bool:": (
-        "it says why a kernel cannot run, of tensors on a true GPU"
-    ),
+    "flopmeter/as_cuda/jagged_attention.py: False  ->  True  in  def can_use(params: Any, debug: bool=False) -> "
+    "bool:": ("it says why a kernel cannot run, of tensors on a true GPU"),
     "flopmeter/costs/flex_attention.py: share[0] < share[1]  ->  share[0] <= share[1]": "of all it is all",
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
