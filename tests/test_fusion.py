@@ -343,6 +343,9 @@ def test_readers_of_one_product_share_a_kernel():
         (lambda v: v.cos(), lambda v: v @ meta(8, 8), False),  # a library's
         (lambda v: v @ meta(8, 8), lambda v: v.cos(), False),
         (lambda v: v @ meta(8, 8), lambda v: v @ meta(8, 8), False),
+        (lambda v: torch._foreach_add([v], 1.0), lambda v: v.sin(), False),  # a loop for each place of a list
+        (lambda v: v.sin(), lambda v: torch._foreach_add([v], 1.0), False),
+        (lambda v: torch._foreach_add([v, meta(8)], 1.0), lambda v: torch._foreach_mul([v], 2.0), False),
     ],
 )
 def test_two_readers_of_one_vector_share_a_kernel_where_they_run_the_same_loop(reader, other, shared):
