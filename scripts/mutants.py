@@ -55,6 +55,8 @@ EQUIVALENT = {
     ),
     "flopmeter/launch/fusion/parts.py: len(op.storages) + 1 + MOST_SCRATCH + number  ->  len(op.storages) + 1 + "
     "MOST_SCRATCH - number": "numbers above those of scratch: no op that reduces to two results has so much",
+    "flopmeter/as_cuda/jagged_attention.py: False  ->  True  in  def can_use(params: Any, debug: bool=False) -> "
+    "bool:": ("it says why a kernel cannot run, of tensors on a true GPU"),
     "flopmeter/costs/flex_attention.py: share[0] < share[1]  ->  share[0] <= share[1]": "of all it is all",
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
@@ -74,7 +76,7 @@ class Mutant(NamedTuple):
     kind: str
     place: int
     used: tuple[tuple[str, int], ...]  # files and lines: a test that reaches one of them may notice
-    names: frozenset[str]  # of the function, the entry of a table, the op or the option that it is in
+    names: frozenset[str]  # of the file, the function, the entry of a table, the op or the option that it is in
     tables: frozenset[str]  # of the module that it is in, or in what they are made of: a test may read them itself
     line: int
     change: str
@@ -102,7 +104,7 @@ def all_mutants(parts: Iterable[str], kinds: Collection[str]) -> list[Mutant]:
         for kind in kinds:
             for place, edit in enumerate(KINDS[kind](module)):
                 line: int = getattr(edit.shown, "lineno", 1)
-                known = _used(module, file, edit), _names(module, edit), _tables(module, edit)
+                known = _used(module, file, edit), _names(module, edit) | words(path.stem), _tables(module, edit)
                 found.append(Mutant(file, kind, place, *known, line, module.describe(edit)))
     stale = EQUIVALENT.keys() - {f"{mutant.file}: {mutant.change}" for mutant in found}
     if parts == PARTS and len(kinds) == len(KINDS) and stale:
@@ -154,7 +156,7 @@ def _tables(module: Module, edit: Edit) -> frozenset[str]:
         if isinstance(other, (ast.Assign, ast.AnnAssign)) and other.value is not None:
             used = {each.id for each in ast.walk(other.value) if isinstance(each, ast.Name)}
             found |= _bound(other) if used & found else set()
-    return words(" ".join(found))
+    return frozenset(name.strip("_").lower() for name in found)
 
 
 @functools.cache
@@ -185,4 +187,6 @@ _SAID = "deleted without the entry if True False"  # by an edit, of which no tes
 
 
 def words(text: str) -> frozenset[str]:
-    return frozenset(word.strip("_").lower() for word in re.findall(r"\w+", text))
+    """Each word, and its parts: `triton_kernel` tells of triton."""
+    whole = [word.strip("_").lower() for word in re.findall(r"\w+", text)]
+    return frozenset(part for word in whole for part in (word, *word.split("_")) if part)

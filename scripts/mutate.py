@@ -7,10 +7,10 @@
 A mutant is the package with one change of one of the kinds in scripts/mutations.py: `--kinds arithmetic` changes
 constants and operators, `--kinds structure` what is passed, read, done and returned. They are drawn by seed. First the
 tests run once under coverage, which tells the tests that reach each line; a mutant then runs the tests that reach its
-statement, those first that name what it names, then quick and narrow ones, until one fails or a limit of time ends
-it (an endless loop counts as noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the
-survivors, then the rate; writes both to docs/mutants.md where all modules were drawn from; exit status 1 if the rate
-is below 93 %.
+statement, those first that name what it names, then those about its file, then quick and narrow ones, until one fails
+or a limit of time ends it (an endless loop counts as noticed). Tests that expect what flopmeter itself printed earlier
+do not count. Prints the survivors, then the rate; writes both to docs/mutants.md where all modules were drawn from;
+exit status 1 if the rate is below 93 %.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invo
 ENOUGH_SECONDS = 40.0  # of CPU for one mutant: of the tests that reach it, those in front
 FIRST_SECONDS = 2.0  # of CPU: tests that run before the files of the others are imported, which often takes longer
 NAMED_SECONDS = 8.0  # of CPU: tests that name what the mutant names run before all others, the rarest names first
-MOST_NAMED = 100  # tests that may have a word, of which it then tells something
+MOST_NAMED = 200  # tests that may have a word, of which it then tells something
 RECORDS_SECONDS = 15.0  # of CPU: recorded prices that run next; they reach much, and would else come last
+BESIDE_SECONDS = 8.0  # of CPU: then those that reach what few others reach of the same file: they are about it
 QUICK_SECONDS = 15.0  # of CPU: the quickest of the others, which are hundreds, before slow ones of every file
 LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
 MEMORY_BYTES = 8 * 2**30  # that a mutant may ask for
@@ -97,6 +98,13 @@ class Reached(NamedTuple):
     def _of(self, contexts: Iterable[Iterable[str]]) -> set[str]:
         named = {name for names in contexts for name in names if name}
         return {test for test in self.seconds if test in named or test.partition("::")[0] in named}
+
+    def rarity_in(self, file: str) -> dict[str, int]:
+        """For each test that reaches the file: how many tests reach the least reached of the lines that it does."""
+        found = dict[str, int]()
+        for named in sorted(self.lines.get(file, {}).values(), key=len, reverse=True):
+            found |= dict.fromkeys(named, len(named))
+        return {test: found[name] for test in self.seconds if (name := test if test in found else _file(test)) in found}
 
     def lines_of_tests(self) -> Counter[str]:
         """How many lines each test reaches by itself, without the fixtures of its file."""
@@ -300,7 +308,7 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
     lines = reached.lines_of_tests()
     # Those come first that are quick, and about little else.
     ranks = {test: (seconds + LEAST_SECONDS) * lines[test] for test, seconds in reached.seconds.items()}
-    named_by = tests_that_name(reached.seconds)
+    named_by, rarity_in = tests_that_name(reached.seconds), functools.cache(reached.rarity_in)
     trials = []
     for mutant in drawn:
         readers = (named_by.get(table, ()) for table in mutant.tables)
@@ -311,6 +319,9 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
         named = sorted((test for test in tests if test in rarity), key=rarity.__getitem__)
         first = _within(named, NAMED_SECONDS, reached)
         first += _within(_without(first, tests), FIRST_SECONDS, reached)
+        beside = rarity_in(mutant.file)
+        near = sorted((test for test in tests if _file(test) != RECORDS and test in beside), key=beside.__getitem__)
+        first += _within(_without(first, near), BESIDE_SECONDS, reached)
         rest = _without(first, tests)
         records = [test for test in rest if _file(test) == RECORDS]
         # Narrow ones that all do the same say less than narrow and broad ones in turn.
@@ -328,12 +339,16 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
 
 
 def tests_that_name(tests: Collection[str]) -> dict[str, list[str]]:
-    """Word -> the tests that have it in their name, their case or their code; words of many tests say nothing."""
+    """Word -> the tests that have it in their name, that of their file, their case or their code; words of many tests
+    say nothing, nor do names of what has a recorded price."""
     code = {file: _functions(Path(file)) for file in {_file(test) for test in tests}}
     found = defaultdict[str, list[str]](list)
     for test in tests:
-        name = test.partition("::")[2]
-        for word in words(name) | code[_file(test)].get(re.split(r"::|\[", name)[0], frozenset()):
+        if _file(test) == RECORDS:
+            continue
+        file, _, name = test.partition("::")
+        told = code[file].get(re.split(r"::|\[", name)[0], frozenset())
+        for word in words(Path(file).stem) | words(name) | told:
             found[word].append(test)
     return {word: named for word, named in found.items() if len(named) <= MOST_NAMED}
 

@@ -110,6 +110,9 @@ EXTREMA = {"min": "max", "max": "min", "any": "all", "all": "any"}
 def number(module: Module) -> Iterator[Edit]:
     """An integer one more or one less, another number doubled or halved."""
     for node in module.nodes(ast.Constant):
+        up = module.parent[node]
+        if isinstance(up, ast.Subscript) and _name(up.value) == "outputs" and node.value == 0:
+            continue  # most ops return one tensor: the last of one is the first, and there is no second
         if type(node.value) is int:
             yield from (Edit(node, "value", node.value + step, node) for step in (1, -1))
         elif type(node.value) is float and node.value:

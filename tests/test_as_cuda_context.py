@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -363,3 +363,48 @@ def test_a_fake_tensor_of_a_size_that_nobody_knows_is_one_clear_error() -> None:
         x = torch.zeros(8)
     with FlopMeter(), mode, pytest.raises(DataDependentError, match=r"aten\.nonzero"):
         x.nonzero()
+
+
+def test_the_devices_with_kernels_of_optimizers_are_torchs_own_and_meta() -> None:
+    """However a program asks: TPUs (xla) are on one of the lists unless they are left out."""
+    from torch.optim import optimizer
+
+    asked: list[Callable[[], list[str]]] = [
+        lambda: torch.utils._foreach_utils._get_foreach_kernels_supported_devices(),
+        lambda: optimizer._get_capturable_supported_devices(),
+        lambda: optimizer._get_capturable_supported_devices(supports_xla=False),
+        lambda: optimizer._get_capturable_supported_devices(False),
+        lambda: torch.utils._foreach_utils._get_fused_kernels_supported_devices(),
+    ]
+    outside = [ask() for ask in asked]
+    with emulate_cuda(H100):
+        inside = [ask() for ask in asked]
+    assert inside == [[*devices, "meta"] for devices in outside]
+
+
+def test_tensors_on_the_cpu_take_torchs_own_way_under_inference_mode() -> None:
+    """There a dispatch mode meets composites whole, and runs the emulation's kernel for tensors on meta."""
+    torch.manual_seed(0)
+    lstm, gru, x, half = nn.LSTM(4, 3), nn.GRU(4, 3), torch.randn(5, 2, 4), torch.randn(2, 8, dtype=torch.float16)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
+    scores, lengths = torch.randn(6, 2, 5).log_softmax(-1), torch.tensor([6, 5])
+    programs: list[Callable[[], Tensor]] = [
+        lambda: F.one_hot(torch.tensor([0, 2, 1])),
+        lambda: F.softmax(half, -1, dtype=torch.float32),
+        lambda: F.log_softmax(half, -1, dtype=torch.float32),
+        lambda: F.dropout(x, 0.5, training=False),
+        lambda: F.layer_norm(x, (4,)),
+        lambda: F.batch_norm(x, None, None, training=True),
+        lambda: lstm(x)[0],
+        lambda: gru(x)[0],
+        lambda: lstm(packed)[0].data,
+        lambda: gru(packed)[0].data,
+        lambda: nn.LSTMCell(4, 3)(x[0])[0] * 0,
+        lambda: F.scaled_dot_product_attention(x, x, x),
+        lambda: F.ctc_loss(scores, torch.tensor([[1, 2], [3, 4]]), lengths, torch.tensor([2, 2])),
+    ]
+    with torch.inference_mode():
+        outside = [program() for program in programs]
+        with FlopMeter("h100-sxm5-80gb"):
+            inside = [program() for program in programs]
+    assert all(map(torch.equal, outside, inside))

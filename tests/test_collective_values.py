@@ -186,6 +186,17 @@ def test_what_other_ranks_decide_is_unknown(name: str):
         answer(UNKNOWN[name])
 
 
+def test_a_part_of_a_tensor_that_a_collective_fills_tells_nothing_of_the_rest():
+    def program(place: int) -> list[int]:
+        whole = torch.randint(9, (10,), device="meta")
+        dist.all_gather_into_tensor(whole[2:], ints(7, 8))
+        return whole[place : place + 1].tolist()
+
+    for place in (0, 9):
+        with pytest.raises(DataDependentError):
+            answer(lambda place=place: program(place))
+
+
 # --- experts on many ranks
 
 

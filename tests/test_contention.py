@@ -183,3 +183,17 @@ def test_each_channel_that_nccl_opens_takes_an_sm(kind, algorithm, transport, be
     """Channels as users of NCCL report them, with 100 SMs."""
     price = CollectivePrice(algorithm, "simple", 1 << 20, "link", 1e-6, 1e-3, between_nodes)
     assert transfer_of(Collective(kind, 1 << 20, (0, 1)), price, transport, 100, 1e12).sms == channels / 100
+
+
+def ports(kind: str) -> set[tuple[str, str]]:
+    price = CollectivePrice("ring", "simple", 1 << 20, "link", 1e-6, 1e-3, False)
+    return {*transfer_of(Collective(kind, 1 << 20, (0, 1)), price, "nvlink", 100, 1e12).ports}
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
+def test_what_is_sent_and_what_is_received_each_share_a_port_with_a_collective_and_not_with_one_another(kind: str):
+    """Links are full-duplex, and a collective fills both ways."""
+    assert ports("send") | ports("recv") == ports(kind)
+    assert not ports("send") & ports("recv")
+    assert ports("send")
+    assert ports("recv")

@@ -12,7 +12,7 @@ from costs_support import call_by_hand, calls_of, meta
 from torch import Tensor
 
 from flopmeter.costs import costs_of
-from flopmeter.records import Call, Cost
+from flopmeter.records import Call, Cost, MatmulWork
 
 aten = torch.ops.aten
 I64, I32, U8, C64 = torch.int64, torch.int32, torch.uint8, torch.complex64
@@ -427,12 +427,13 @@ LOSSES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def encoder_layer(*batch: int, norm_first: bool = False, gelu: bool = False) -> Call:
+def encoder_layer(*batch: int, norm_first: bool = False, gelu: bool = False, mask: Any = None) -> Call:
     """Length 5, width 16, 2 heads, hidden 32."""
     weights = (T(48, 16), T(48), T(16, 16), T(16), gelu, norm_first, 1e-5, T(16), T(16), T(16), T(16))
     feed_forward = (T(32, 16), T(32), T(16, 32), T(16))
     x = T(*batch, 5, 16)
-    return by_hand(aten._transformer_encoder_layer_fwd.default, (x, 16, 2, *weights, *feed_forward), T(*batch, 5, 16))
+    args = (x, 16, 2, *weights, *feed_forward, mask)
+    return by_hand(aten._transformer_encoder_layer_fwd.default, args, T(*batch, 5, 16))
 
 
 ENCODER_LAYER = 2 * 5 * 16 * 128 + 4 * 25 * 16 + 5 * (48 + 16 + 32 + 16) + 2 * 80 + 2 * 7 * 80
@@ -692,3 +693,16 @@ def test_a_reduction_costs_the_same_where_torch_has_no_tag_for_reductions(name, 
     """torch before 2.12."""
     monkeypatch.setattr("flopmeter.costs.lookup._REDUCTION_TAG", None)
     test_an_op_with_its_options_costs_what_arithmetic_by_hand_says(name)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("is_whole_layer", [True, False])
+def test_queries_keys_and_values_of_one_input_are_one_product_with_and_without_a_mask(is_masked, is_whole_layer):
+    """`qkv` in aten/src/ATen/native/transformers/attention.cpp. With a mask the scores are kept: two more products."""
+    x, mask = T(2, 5, 16), T(5, 5) if is_masked else None
+    attention = (x, x, x, 16, 2, T(48, 16), T(48), T(16, 16), T(16), mask, False)
+    alone = by_hand(aten._native_multi_head_attention.default, attention, T(2, 5, 16), T(0))
+    costs = costs_of(encoder_layer(2, mask=mask) if is_whole_layer else alone)
+    products = [product for cost in costs if isinstance(cost.work, MatmulWork) for product in cost.work.matmuls]
+    assert products[0] == (1, 10, 48, 16)
+    assert len(products) == 2 + 2 * is_whole_layer + 2 * is_masked

@@ -109,11 +109,12 @@ def test_a_program_that_opens_the_process_group_goes_on_in_the_world():
         dist.init_process_group("nccl", world_size=8, rank=0)
 
 
-def test_sync_batch_norm_gathers_two_numbers_a_channel_and_a_count_and_sums_two_backward():
+@pytest.mark.parametrize("affine", [True, False])
+def test_sync_batch_norm_gathers_two_numbers_a_channel_and_a_count_and_sums_two_backward(affine: bool):
     """torch's own docs: mean, 1/deviation and count of each rank; two sums of gradients."""
 
     def program(mesh: DeviceMesh) -> Callable[[], object]:
-        norm = nn.SyncBatchNorm(8, device="meta")
+        norm = nn.SyncBatchNorm(8, affine=affine, device="meta")
         return lambda: norm(torch.empty(4, 8, 16, 16, device="meta", requires_grad=True)).sum().backward()
 
     assert sent(program) == {"c10d::_allgather_base_": 4 * (2 * 8 + 1) * FP32, "c10d::allreduce_": 2 * 8 * FP32}

@@ -223,9 +223,14 @@ def _around_a_product(y: Tensor, weight: Tensor) -> Tensor:
     return (y @ weight + before) + y.sigmoid()
 
 
+def _two_before(y: Tensor, weight: Tensor) -> Tensor:
+    return ((y.cos() * y.sin()) @ weight).cos() + y
+
+
 CUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "an input on both sides of a product": lambda x, weight, half: _around_a_product(x, weight),
     "a value on both sides of a product": lambda x, weight, half: _around_a_product(x + 1, weight),
+    "two readers of a value before a product and one after it": lambda x, weight, half: _two_before(x + 1, weight),
     "what a product read": lambda x, weight, half: (x + half).sigmoid() @ weight,
 }
 
@@ -326,6 +331,26 @@ def test_readers_of_one_product_share_a_kernel():
     _, fused, _ = compiled(program)
     assert [kernel.cost.name for kernel in fused] == ["mm", "fused(relu, sigmoid)"]
     assert fused[1].cost.bytes == 3 * NBYTES
+
+
+@pytest.mark.parametrize(
+    ("reader", "other", "shared"),
+    [
+        (lambda v: v.sin(), lambda v: v.cos(), True),
+        (lambda v: v + meta(6, 8), lambda v: v.cos() * meta(6, 8), True),
+        (lambda v: v + meta(6, 8), lambda v: v + meta(7, 8), False),  # of other sizes
+        (lambda v: v + meta(6, 8), lambda v: v.sum(), False),
+        (lambda v: v.cos(), lambda v: v @ meta(8, 8), False),  # a library's
+        (lambda v: v @ meta(8, 8), lambda v: v.cos(), False),
+        (lambda v: v @ meta(8, 8), lambda v: v @ meta(8, 8), False),
+        (lambda v: torch._foreach_add([v], 1.0), lambda v: v.sin(), False),  # a loop for each place of a list
+        (lambda v: v.sin(), lambda v: torch._foreach_add([v], 1.0), False),
+        (lambda v: torch._foreach_add([v, meta(8)], 1.0), lambda v: torch._foreach_mul([v], 2.0), False),
+    ],
+)
+def test_two_readers_of_one_vector_share_a_kernel_where_they_run_the_same_loop(reader, other, shared):
+    v = meta(8)
+    assert len(compiled(lambda: (reader(v), other(v))).fused) == (1 if shared else 2)
 
 
 def test_the_bias_of_a_convolution_fuses_with_what_follows_and_pooling_with_its_consumer():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -102,6 +103,26 @@ def test_each_sequence_meets_its_own_keys_only():
     assert not any("as long as the longest" in told for told in report.assumptions)
 
 
+def test_the_first_jagged_tensor_of_a_process_costs_what_each_costs():
+    """On a GPU too torch makes a tensor on meta with the first one, which launches nothing."""
+    program = """
+import torch
+from flopmeter import FlopMeter
+def names():
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        parts = [torch.empty(length, 4, 64, device="meta") for length in (17, 33)]
+        torch.nested.nested_tensor(parts, layout=torch.jagged).sin()
+    return [kernel.cost.name for kernel in meter.report().kernels]
+with torch.inference_mode():
+    first = names()
+assert first == names(), first
+parts = [torch.ones(2, 3)]
+torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True).sin().values().sum().backward()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_jagged_attention_needs_nothing_that_only_other_programs_import():
     """torch.nested names torch.utils.flop_counter for tensors on meta, which nothing here imports."""
     program = """
@@ -114,3 +135,14 @@ with FlopMeter("a100-sxm4-80gb") as meter:
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_attention_of_jagged_tensors_on_the_cpu_says_no_more_than_without_a_meter():
+    """torch tells why a kernel cannot run only where it has none left."""
+    parts = [torch.randn(length, HEADS, HEAD) for length in (3, 5)]
+    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    outside = F.scaled_dot_product_attention(q, q, q).values()
+    with FlopMeter("h100-sxm5-80gb"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside = F.scaled_dot_product_attention(q, q, q).values()
+    assert torch.equal(inside, outside)

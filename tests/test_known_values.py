@@ -942,3 +942,14 @@ def test_a_text_of_a_tensor_on_meta_is_torchs_own_unless_it_is_one_known_number(
         with pytest.raises(TypeError, match="format string"):
             format(some, ".2f")
         assert f"{torch.tensor(2.5, device='meta'):.2f}" == "2.50"
+
+
+def test_two_writes_to_one_place_that_are_counted_from_both_ends_leave_it_unknown():
+    """torch does not say which one stays. Of five places, 1 is also -4."""
+    with metered():
+        x = torch.zeros(5, dtype=torch.long, device="meta")
+        x[torch.tensor([1, -4], device="meta")] = torch.tensor([10, 20], device="meta")
+        assert value(x) is None
+        y = torch.zeros(5, dtype=torch.long, device="meta")
+        y[torch.tensor([1, -1], device="meta")] = torch.tensor([10, 20], device="meta")
+        assert value(y) == [0, 10, 0, 0, 20]

@@ -863,3 +863,18 @@ def test_expandable_segments_give_all_free_pages_back(monkeypatch: pytest.Monkey
     allocator.allocate(40 * MIB, stream=1)  # of 60, 10 are in use
     with pytest.raises(OutOfMemoryError):
         allocator.allocate(30 * MIB)
+
+
+def test_pages_that_were_given_back_are_reserved_again_when_they_are_used(monkeypatch: pytest.MonkeyPatch):
+    """No more than what is in use: what was given back left a gap in the addresses, not in the memory."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    allocator = CachingAllocator()
+    first = allocator.allocate(40 * MIB)
+    allocator.allocate(20 * MIB)
+    allocator.free(first)
+    allocator.give_back()
+    assert allocator.reserved_bytes == 20 * MIB
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 50 * MIB
+    allocator.allocate(10 * MIB)  # the rest of the gap
+    assert allocator.reserved_bytes == allocator.peak_reserved_bytes == 60 * MIB

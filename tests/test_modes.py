@@ -141,3 +141,15 @@ def test_a_function_that_asks_whether_it_is_compiled_is_told_so_where_the_rules_
         asking(x)
     assert [op.call.name for op in meter.trace.ops] == ["empty", "sin", "cos"]
     assert not torch.compiler.is_compiling()
+
+
+def test_what_the_rules_fuse_beside_compiled_code_are_graphs_of_their_own():
+    """Such as functions that torch's compiler could not take: here two, before and after one that it took."""
+    with FlopMeter() as meter:
+        x = torch.empty(8, device="meta")
+        y = torch.compile(torch.cos)(x.sin()).exp()
+    regions = {"sin": 1, "exp": 2}
+    meter.trace.ops[:] = [op._replace(region=regions.get(op.call.name)) for op in meter.trace.ops]
+    graphs = launches(kernels_of(meter.trace), meter.trace, MODES["compiled"]).graphs
+    del y
+    assert len({graph for graph in graphs if graph is not None}) == 3

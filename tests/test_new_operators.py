@@ -45,12 +45,16 @@ def test_a_scaled_product_into_a_given_tensor_costs_what_one_into_a_new_tensor_d
 
 
 @needs("_scaled_addmm")
-def test_a_scaled_addmm_multiplies_scales_and_adds():
+@pytest.mark.parametrize(
+    ("alpha", "beta", "per_output"), [(1, 2, 1 + 2), (3, 2, 1 + 1 + 2), (3, 1, 1 + 1 + 1), (3, 0, 2)]
+)
+def test_a_scaled_addmm_multiplies_scales_and_adds(alpha: int, beta: int, per_output: int):
+    """The scale, alpha, and beta times c, added: factors of 1 are none."""
     c = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
     scales = [one_scale()], [0], [0], [one_scale()], [0], [0]
-    made = cost(lambda: aten._scaled_addmm(c, fp8(64, 128), fp8(32, 128).t(), *scales, beta=2))
-    assert made.flops == 2 * 64 * 128 * 32 + (1 + 2) * 64 * 32  # the scale; beta times c, added
-    assert made.bytes_read == 64 * 128 + 32 * 128 + 2 * 4 + 2 * 64 * 32
+    made = cost(lambda: aten._scaled_addmm(c, fp8(64, 128), fp8(32, 128).t(), *scales, beta=beta, alpha=alpha))
+    assert made.flops == 2 * 64 * 128 * 32 + per_output * 64 * 32
+    assert made.bytes_read == 64 * 128 + 32 * 128 + 2 * 4 + (2 * 64 * 32 if beta else 0)
     assert made.dtype == "fp8"
 
 

@@ -21,6 +21,7 @@ def test_checks_of_unknown_values_pass_and_those_of_known_ones_are_made():
     assert out.getvalue().splitlines() == [
         "a case that goes on",
         "a later case that goes on",
+        "what was caught is passed over",
         "turns of a loop 0",
         "between unknown values False False",
         *3 * ["as a number that was read True"],
@@ -33,4 +34,4 @@ def test_checks_of_unknown_values_pass_and_those_of_known_ones_are_made():
         "an unknown condition holds, as it does for a stand-in 1.0",
         "an unknown condition does not hold",
     } <= {use.rule for use in uses}
-    assert "own_checks.py:38 goes on while an unknown condition holds, and was ended where it first" in first_lines
+    assert "own_checks.py:45 goes on while an unknown condition holds, and was ended where it first" in first_lines

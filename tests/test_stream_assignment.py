@@ -123,6 +123,19 @@ def test_compiled_code_waits_for_a_functional_collective_at_once_by_the_rules_an
     assert rules.seconds == pytest.approx(torchs.seconds, rel=0.03)  # whose addmm copies what it adds
 
 
+def test_what_runs_eagerly_beside_compiled_code_still_hides_a_functional_collective():
+    """Only what torch.compile traces waits for it at once."""
+
+    with world(8) as mesh, FlopMeter(HARDWARE, compile="rules") as meter:
+        shard, x = (torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16) for _ in range(2))
+        torch.compile(torch.sin)(x)
+        whole = funcol.all_gather_tensor(shard, 0, mesh.get_group())
+        (x @ x).add_(whole.sum())
+    eager, report = meter.report(mode="eager"), meter.report(mode="compiled")
+    assert report.exposed_seconds == pytest.approx(eager.exposed_seconds, rel=0.05)
+    assert report.exposed_seconds < 0.8 * report.communication_seconds
+
+
 def test_wait_tensor_waits_for_the_collective_that_made_the_tensor_and_for_no_later_one():
     def program(mesh):
         first = funcol.all_reduce(square(), "sum", mesh.get_group())

@@ -199,6 +199,16 @@ def test_programs_that_take_different_numbers_of_steps_multiply_as_many_tiles_as
     assert cost.macs == 10 * 64 * 128 * 32
 
 
+def test_a_kernel_that_cannot_be_counted_still_moves_what_it_loads_and_stores():
+    """2 x 4 programs of one tile each of rows that lie in tensors a thousand times as large."""
+    text = MATMUL.replace("%2 = math.exp %1", "%2 = tt.unheard_of %1")
+    body = body_of("k", text, (8,), (None, 32))
+    table, out = meta(1000, 8 * 64 * 32), meta(1000, 8 * 64 * 128, dtype=torch.float32)
+    (cost,) = costs_of(replace(call_by_hand(own.triton_kernel.default, (table, out), ()), body=body))
+    assert cost.op_class == "uncounted"
+    assert cost.bytes_read == 8 * (64 * 32 + 32 * 128) * 2
+
+
 # --- launches
 
 PROGRAM_FILE = """

@@ -9,8 +9,10 @@ memory-efficient, math, cuDNN), and calls the kernel itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -29,8 +31,22 @@ def install(scope: Scope) -> None:
     """Answer for jagged tensors on meta which backends the target has, and that they are on a GPU: torch.nested looks
     for torch's counter among the modes of those on meta, in a module that it does not import."""
     scope.patch_private(private.JAGGED_ON_META, lambda tensor: False)
+    scope.patch_private(private.JAGGED_DUMMY, _unmetered(private.JAGGED_DUMMY.value))
     for backend, name in ASKED.items():
         _answer(scope, backend, name)
+
+
+def _unmetered(dummy: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """With the first jagged tensor of a process torch makes one on meta, also where there is a GPU: no kernel of the
+    program. Outside of inference mode, as it serves those of later programs too."""
+
+    def made() -> Tensor:
+        if torch.compiler.is_compiling():
+            return dummy()
+        with private.no_dispatch_modes(), torch.inference_mode(False):
+            return dummy()
+
+    return made
 
 
 def _answer(scope: Scope, backend: SDPBackend, name: private.PrivateName) -> None:

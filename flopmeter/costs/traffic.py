@@ -123,9 +123,7 @@ def argument_roles(func: OpOverload) -> dict[str, tuple[bool, bool]]:
 @functools.cache
 def is_view(func: OpOverload) -> bool:
     """Whether the schema says that what is returned aliases an argument that is not written to."""
-    returns = func._schema.returns
-    aliases = [r.alias_info for r in returns if r.alias_info is not None]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
+    return {alias.is_write for each in func._schema.returns if (alias := each.alias_info) is not None} == {False}
 
 
 def _arguments(call: Call) -> Iterator[tuple[str, Any]]:

@@ -173,6 +173,9 @@ JAGGED_CUDNN = listed(JAGGED, _JAGGED, "can_use_cudnn_attention", "the last one"
 JAGGED_ON_META = listed(
     JAGGED, _JAGGED, "_is_computing_meta_flops", "whether torch's own counter is on, for tensors on meta"
 )
+JAGGED_DUMMY = listed(
+    JAGGED, "torch.nested._internal.nested_tensor", "_nt_view_dummy", "the tensor that all jagged ones are views of"
+)
 listed(JAGGED, "torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True)
 GET_KERNEL = listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
 SPARE_AUTOCAST_KEY = listed(AUTOCAST, "torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")

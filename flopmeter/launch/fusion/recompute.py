@@ -57,7 +57,8 @@ def with_recomputation(parts: list[Part], trace: Trace) -> list[Part]:
                     renamed[touch.storage] = private[value.kernel]
         own = copied.get((place, reader.graph), private.get(place))
         if own is not None:
-            renamed[flow.writes[place][0].touch.storage] = own
+            (made_here,) = flow.writes[place]
+            renamed[made_here.touch.storage] = own
         part = parts[place]
         made.append(copies.of(part, reader, renamed) if renamed else part)
 
@@ -77,11 +78,8 @@ def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Tr
     last = Lifetimes(parts, trace).last
     dropped: dict[int, bool] = {}
     for place in sorted(again, reverse=True):
-        part, value = parts[place], flow.writes[place][0]
-        readers = [parts[reader] for reader in value.readers]
-        if any(reader.graph != part.graph and not _is_backward(reader) for reader in readers):
-            continue
-        own = [reader for reader in value.readers if parts[reader].graph == part.graph]
+        (value,) = flow.writes[place]
+        own = [reader for reader in value.readers if parts[reader].graph == parts[place].graph]
         end = max(last[parts[reader].graph] for reader in (place, *value.readers))
         storage = value.touch.storage
         died = trace.storages[storage].died if storage >= 0 else 0
@@ -153,19 +151,19 @@ class _Partition:
 
     def _may_run_again(self, place: int, last_write: dict[int, int]) -> bool:
         part, made, reads = self._parts[place], self._flow.writes[place], self._flow.reads[place]
-        if not is_pointwise(part.role) or part.op.call.func.overloadpacket in _KEPT or not made:
+        if not is_pointwise(part.role) or part.op.call.func.overloadpacket in _KEPT or len(made) != 1:
             return False
-        storages = {value.touch.storage for value in made}
+        (value,) = made
         touched = [touch.storage for touch, _ in reads]
-        if len(storages) > 1 or last_write[made[0].touch.storage] != place:
+        if last_write[value.touch.storage] != place:
             return False
         if any(last_write.get(storage, -1) >= place for storage in touched):  # it is overwritten later
             return False
-        for reader in {reader for value in made for reader in value.readers}:
+        for reader in value.readers:
             outside = reader not in self._inside
             if outside and not (_is_backward(self._parts[reader]) and self._parts[reader].role.joins_producers):
                 return False
-        return SMALLER * sum(value.touch.nbytes for value in made) >= sum(touch.charged for touch, _ in reads)
+        return SMALLER * value.touch.nbytes >= sum(touch.charged for touch, _ in reads)
 
     def _far_from_other_uses(self) -> Iterator[int]:
         """Parts that read what others read too, before a library's kernel in between: with those they will not share a
@@ -224,8 +222,8 @@ class _Partition:
                 component.append(source)
                 near = [user for user in (*self._users[source], source[0]) if user in self._candidates]
                 for place in near:
-                    around = (*self._inputs[place], (place, self._flow.writes[place][0].touch.storage))
-                    for other in around:
+                    (value,) = self._flow.writes[place]
+                    for other in (*self._inputs[place], (place, value.touch.storage)):
                         if other not in seen:
                             seen.add(other)
                             waiting.append(other)
