@@ -621,6 +621,7 @@ def test_a_model_too_large_for_a_device_is_left_out_with_the_reason():
     result = serving(large, [L40S], prompt=16, output=16)
     assert result.rows == ()
     assert "not even one request" in result.unable[L40S]
+    assert "take more of them (gpus), or narrower weights" in result.unable[L40S]
     assert "left out: l40s" in str(result)
 
 
