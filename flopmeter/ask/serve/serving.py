@@ -218,7 +218,8 @@ class _Server:
             raise HardwareError(
                 f"{self._device.name}: not even one request of {plan.prompt} + {plan.output} tokens fits beside"
                 f" {self._weight_bytes / 1e9:.1f} GB of weights on each of {plan.gpus} GPUs of"
-                f" {usable_bytes(self._device) / 1e9:.1f} GB: take more of them (gpus), or narrower weights (weights='fp8')"
+                f" {usable_bytes(self._device) / 1e9:.1f} GB: take more of them (gpus), or narrower"
+                " weights (weights='fp8')"
             )
         loads = [load(self._work, batch) for batch in range(1, min(most, MOST_REQUESTS) + 1)]
         kept = [each for each in loads if not self._over(each)]
