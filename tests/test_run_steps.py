@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 import flopmeter
 from flopmeter.run.session import Wishes
@@ -219,6 +220,17 @@ def test_a_script_that_calls_layers_one_by_one_has_a_step_of_all_of_them():
     assert report.parts.marked_by == "rounds of calls: Embedding, Linear ×4"
     assert report.parts.count == 4
     assert report.step.macs == 3 * 8 * 64 * 64 + 8 * 64 * 100
+
+
+def test_what_a_checkpoint_calls_again_is_no_step():
+    with flopmeter.cuda(A100) as device:
+        layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device)
+        x = torch.zeros(8, 64, device=device, requires_grad=True)
+        checkpoint_sequential(layers, 2, x, use_reentrant=False).sum().backward()
+    report = device.report()
+    again = 1  # the last two layers are not checkpointed, and torch stops as soon as what was not kept is there
+    assert report.step.macs == (4 + again + 2 * 4) * 8 * 64 * 64
+    assert "no checkpointing" in str(report)
 
 
 def test_a_draft_and_its_target_are_a_step_together():

@@ -39,6 +39,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from flopmeter.known_values.assumptions import caller
 from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
+from flopmeter.torch_names.private import graph_task
 
 AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
 NVTX = "nvtx:"
@@ -261,8 +262,12 @@ class Steps:
             if not any(steady.start < update <= steady.stop for update in updates):
                 yield name, len({bisect_left(self._ends, update) for update in updates})
 
+    def _is_outermost(self) -> bool:
+        """What a checkpoint calls again in a backward pass is a part of that pass."""
+        return self._depth == 0 and graph_task() == -1
+
     def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
-        if self._depth == 0:
+        if self._is_outermost():
             self._call_start = self._now()
             if self._calls_start is None:
                 self._calls_start = self._now()
@@ -302,7 +307,7 @@ class Steps:
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         ops = range(self._call_start, self._now())
-        if self._depth == 0 and self._is_on_device(ops) and any(True for _ in module.parameters()):
+        if self._is_outermost() and self._is_on_device(ops) and any(True for _ in module.parameters()):
             learns = torch.is_grad_enabled() and _learns(module)
             evaluates = not (module.training or torch.is_grad_enabled()) and self._is_updated(module)
             self._calls.append(_OutermostCall(weakref.ref(module), type(module).__name__, ops, learns, evaluates))

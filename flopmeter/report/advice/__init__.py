@@ -21,7 +21,8 @@ def advice_of(report: Report) -> tuple[Advice, ...]:
     later. Then come other ways to run the program, and minor faults among them, by what they win."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
-    found = [_advice(report, proposal) for remedy in REMEDIES for proposal in remedy(report)]
+    proposals = (proposal for remedy in REMEDIES for proposal in remedy(report))
+    found = [_advice(report, proposal) for proposal in proposals if proposal.then.timings]
     worth = [each for each in found if each.gain_seconds >= LEAST_GAIN * report.seconds]
     return tuple(sorted(worth, key=lambda each: (not _comes_first(each, report), -each.gain_seconds)))
 
