@@ -44,6 +44,25 @@ def run_in(thread: threading.Thread) -> None:
     thread.join()
 
 
+def test_a_thread_that_logs_reads_what_the_meters_own_would() -> None:
+    """As a callback does that frameworks run beside the loop; without the answer `.item()` fails on meta."""
+    told = []
+
+    def log(loss: torch.Tensor, count: torch.Tensor) -> None:
+        told.extend([loss.item(), f"{loss:.2f}", loss.cpu().numpy().tolist(), count.item(), torch.ones(2).sum().item()])
+
+    with FlopMeter(unknown="stand-in") as meter:
+        loss, count = X.sum(), torch.tensor(7, device="meta")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(log, loss, count).result()
+        run_in(threading.Thread(target=log, args=(loss, count)))
+    assert told == [1.0, "1.00", 1.0, 7, 2.0] * 2
+    assert [op.call.name for op in meter.trace.ops] == ["sum"]
+    lines = [line for line in meter.report().assumptions if "unknown float" in line]
+    assert len(lines) == 1
+    assert "test_meters_at_once.py" in lines[0]
+
+
 class OwnRun(threading.Thread):
     def run(self) -> None:
         two_ops()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import time
 import weakref
 from bisect import bisect_left
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -241,10 +243,11 @@ class Steps:
             self.idle_updates += 1
             return
         leading = self._leading and self._leading()
-        if leading is None:
+        is_part = _steps_in_another(optimizer)
+        if leading is None and not is_part:
             self._leading, leading = weakref.ref(optimizer), optimizer
             self._calls_before = list(self._untrained_calls())
-        if optimizer is leading:
+        if optimizer is leading and not is_part:
             self._end()
         else:
             self._others.setdefault(self._named(optimizer), []).append(self._now())
@@ -373,6 +376,19 @@ def _rounds(modules: list[object]) -> tuple[int, int] | None:
 def _named_round(calls: Sequence[_OutermostCall]) -> str:
     times = Counter(call.name for call in calls)
     return "rounds of calls: " + ", ".join(name if times[name] == 1 else f"{name} ×{times[name]}" for name in times)
+
+
+_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what torch wraps around each class's step()
+
+
+def _steps_in_another(optimizer: Optimizer) -> bool:
+    """Whether it steps in the `step()` of another one, a container: the whole step is that one's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP and frame.f_locals["self"] is not optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _learns(module: nn.Module) -> bool:
