@@ -217,6 +217,23 @@ def test_a_program_that_updates_its_weights_by_itself_stops_after_its_steps():
     )  # both halves, one of them again, and the gradient of the weight
 
 
+def test_a_layer_that_is_called_to_build_the_model_marks_no_step():
+    """As Keras does, which calls each layer once for its shapes, and updates weights by itself."""
+    with flopmeter.cuda("h100-sxm5-80gb", steps=3) as device:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 10)).cuda()
+        x = torch.zeros(4, 3, 8, 8, device=device)
+        model[2](model[1](model[0](x)))
+        for _ in range(5):
+            model(x).sum().backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight -= weight.grad
+    report = device.report()
+    assert report.headline.endswith("the last of 3 (marked by calls of Sequential, trained without an optimizer)")
+    convolution, product = 4 * 36 * 8 * 27, 4 * 8 * 36 * 10
+    assert report.step.macs == 2 * convolution + 3 * product  # nobody asks for the gradient of x
+
+
 def test_layers_whose_shape_the_first_batch_tells_move_train_and_keep_their_identity():
     with flopmeter.cuda(A100, steps=3) as device:
         model = nn.Sequential(nn.LazyLinear(8, bias=False), nn.ReLU(), nn.LazyLinear(4, bias=False)).cuda()

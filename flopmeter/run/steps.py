@@ -116,6 +116,7 @@ class Steps:
         self._has_optimizer = False
         self._trained = ""  # the class of the module that a program trains without an optimizer
         self._training_start = 0  # of its first step
+        self._first_called: dict[str, int] = {}  # in such a program: where each class that learns was first called
         self._trainings: list[int] = []  # where its steps ended
         self._next_look = CALLS_WATCHED  # at whether the program only infers: so many calls and replays
         self._own_code = OwnCode()
@@ -277,12 +278,17 @@ class Steps:
 
     def _begin_training(self, name: str) -> None:
         """A module that learns is called, and there is no optimizer. The step before has ended if it had a backward
-        pass."""
-        start = self._trainings[-1] if self._trainings else self._training_start
+        pass. The first that is called again after one marks the steps: what only built a model is not."""
+        now = self._now()
         if not self._trained:
-            self._trained, self._training_start = name, self._now()
-        elif name == self._trained and self._has_backward(range(start, self._now())):
-            self._trainings.append(self._now())
+            self._trained, self._training_start = name, now
+        first_called = self._first_called.setdefault(name, now)
+        start = self._trainings[-1] if self._trainings else self._training_start
+        marks = name == self._trained if self._trainings else first_called < now
+        if marks and self._has_backward(range(start, now)):
+            if not self._trainings:
+                self._trained, self._training_start = name, first_called
+            self._trainings.append(now)
             if self._most is not None and len(self._trainings) >= self._most:
                 raise StepsDone
 
