@@ -71,6 +71,21 @@ def test_a_data_set_that_cannot_be_made_gives_samples_of_the_stated_shape(tmp_pa
     assert "flopmeter" not in str(Dataset.__init_subclass__)
 
 
+def test_a_data_set_that_asserts_its_files_cannot_be_made_either():
+    class Asserts(Dataset):
+        def __init__(self):
+            assert Path("nowhere").is_dir(), "no such folder"
+
+        def __getitem__(self, index):
+            raise IndexError
+
+    with flopmeter.cuda(A100, wishes=Wishes(synthetic="4,:10")) as device:
+        (batch, _) = next(iter(DataLoader(Asserts(), batch_size=8)))
+        batch.to(device).sin()
+    assert batch.shape == (8, 4)
+    assert any("stand in for Asserts (AssertionError: no such folder)" in note for note in device.report().step.notes)
+
+
 def test_what_a_program_asks_an_absent_data_set_for_beside_samples_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(READS_AN_ARRAY)
