@@ -76,6 +76,9 @@ def test_a_data_set_that_asserts_its_files_cannot_be_made_either():
         def __init__(self):
             assert Path("nowhere").is_dir(), "no such folder"
 
+        def __len__(self):
+            return 0
+
         def __getitem__(self, index):
             raise IndexError
 
