@@ -121,6 +121,7 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("raise RuntimeError('Dataset not found.')", 1, "or --synthetic for data sets"),
         ("raise RuntimeError('operator torchvision::nms does not exist')", 1, "install the two of one release"),
         ('raise RuntimeError("Couldn\'t load custom C++ ops.")', 1, "install the two of one release"),
+        ("raise OSError('Could not load this library: x.so')", 1, "package of this library is built for another torch"),
         ("raise RuntimeError('Error downloading train-images')", 1, "or --synthetic for data sets"),
         ("import cv2_nowhere", 1, "(pip install cv2_nowhere)"),
         ("raise ModuleNotFoundError('', name='patoolib.x')", 1, "(pip install patool)"),

@@ -151,8 +151,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: {_about_import(error, script)}"
     if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
         return f"{head}: it starts another Python, which is not metered: flopmeter run {words}"
-    if any(text in str(error) for text in ("operator torchvision::", "Couldn't load custom C++ ops")):
-        return f"{head}: torchvision is built for another torch: install the two of one release, both for the CPU"
+    if library := next((name for text, name in OTHER_BUILDS.items() if text in str(error)), None):
+        return f"{head}: {library} is built for another torch: install the two of one release, both for the CPU"
     if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
         return f"{head}: it compiles kernels for CUDA, which needs its compiler and a GPU: run its path without them"
     if isinstance(error, KeyError) and error.args[0] in OF_A_LAUNCHER:
@@ -303,6 +303,13 @@ OPTIONS_OF_OURS = (
 
 TESTS_OF_FILES = ("exists", "isfile", "isdir", "is_file", "is_dir")
 """Functions of os.path and pathlib that a script asserts."""
+
+OTHER_BUILDS = {
+    "operator torchvision::": "torchvision",
+    "Couldn't load custom C++ ops": "torchvision",
+    "Could not load this library": "the package of this library",
+}
+"""What errors say of compiled ops that do not fit torch, and whose they are."""
 
 OF_TORCHVISION = ("ataset not found", "Error downloading")
 """What its RuntimeErrors say where a data set is missing."""
