@@ -599,3 +599,17 @@ def test_a_wrapper_of_what_the_program_made_on_meta_is_on_meta_and_can_be_copied
         assert (type(copied.data), copied.is_meta) == (Wrapped, True)
         moved = torch.empty_like(copied, device="cuda")
         assert (type(moved), moved.device.type, moved.inner.device.type) == (Wrapped, "cuda", "cuda")
+
+
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_a_device_that_is_busy_for_longer_than_the_run_takes_is_so_on_several_streams(is_aside):
+    """Small products, since two kernels that need the whole device share it."""
+    with flopmeter.cuda(A100) as device:
+        x, aside = torch.zeros(256, 4096, device=device), torch.cuda.Stream()
+        for _ in range(20):
+            x @ x.T
+            with torch.cuda.stream(aside if is_aside else torch.cuda.current_stream()):
+                x @ x.T
+    report = device.report().step
+    assert (report.kernel_seconds > 1.01 * report.seconds) == is_aside
+    assert (" on all streams, host " in str(report)) == is_aside
