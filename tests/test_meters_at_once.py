@@ -53,11 +53,12 @@ def test_a_thread_that_logs_reads_what_the_meters_own_would() -> None:
 
     with FlopMeter(unknown="stand-in") as meter:
         loss, count = X.sum(), torch.tensor(7, device="meta")
+        before = len(meter.trace.ops)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(log, loss, count).result()
         run_in(threading.Thread(target=log, args=(loss, count)))
     assert told == [1.0, "1.00", 1.0, 7, 2.0] * 2
-    assert [op.call.name for op in meter.trace.ops] == ["sum"]
+    assert len(meter.trace.ops) == before
     lines = [line for line in meter.report().assumptions if "unknown float" in line]
     assert len(lines) == 1
     assert "test_meters_at_once.py" in lines[0]
