@@ -389,7 +389,7 @@ class FlopMeter:
         )  # fmt: skip
         return _Run(
             trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed,
-            guess_of_length(self._assumed_in(ops)), notes, ran, known, self._dollars_per_kwh,
+            self._caution(ops), notes, ran, known, self._dollars_per_kwh,
         )  # fmt: skip
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
@@ -402,6 +402,12 @@ class FlopMeter:
             notes += self._exports.notes
         notes += [*self._not_metered(), *lost(AOT_INDUCTOR, PROPAGATION, BUFFERS, DOUBLE_BACKWARD, PYTHON_OPS)]
         return tuple(dict.fromkeys(notes))
+
+    def _caution(self, ops: range | None) -> str:
+        """What the reader must know before believing the time of these ops."""
+        if self._recorder and (modules := self._recorder.modules.missed):
+            return f"{modules:,} calls of modules in other threads are not metered: the time is of all else"
+        return guess_of_length(self._assumed_in(ops))
 
     def _not_metered(self) -> Iterator[str]:
         modules = self._recorder.modules.missed if self._recorder else 0

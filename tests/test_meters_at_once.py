@@ -64,6 +64,24 @@ def test_a_thread_that_logs_reads_what_the_meters_own_would() -> None:
     assert "test_meters_at_once.py" in lines[0]
 
 
+def test_a_loop_in_a_thread_ends_where_known_numbers_end_it() -> None:
+    """As text that is generated in a thread, whose length is known."""
+    lengths = []
+
+    def generate() -> None:
+        done, length = torch.zeros(2, dtype=torch.bool, device="meta"), 0
+        while not done.all():
+            length += 1
+            done = done | torch.full((2,), length >= 3, device="meta")
+        lengths.append(length)
+
+    with FlopMeter(unknown="stand-in") as meter:
+        X.sin()
+        run_in(threading.Thread(target=generate))
+    assert lengths == [3]
+    assert [op.call.name for op in meter.trace.ops] == ["sin"]
+
+
 class OwnRun(threading.Thread):
     def run(self) -> None:
         two_ops()

@@ -1,5 +1,6 @@
 """Ops on meta tensors in other threads than the meter's. They are counted, so that the report can say how many it
-misses. Where such a thread reads a value, as one that logs a loss does, it is told what the meter's own would be.
+misses. Where such a thread reads a value, as one that logs a loss does or generates text, it is told what the meter's
+own would be.
 
 Works around: a dispatch mode sees only the ops of the thread that entered it.
 Until: a mode can be entered for all threads.
@@ -11,6 +12,7 @@ calls are (ModulePaths.missed).
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import KnownValues
-from flopmeter.known_values.assumptions import READS
 from flopmeter.known_values.entry_points import known_in_this_thread
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.mode_flags import tell_modes
 
@@ -103,7 +105,8 @@ def _counted(function: Callable[..., Any], counters: tuple[OtherThreads, ...]) -
     def run(*args: Any, **kwargs: Any) -> Any:
         before, _here.counters = _here.counters, counters
         try:
-            values = [counter.values for counter in counters if counter.is_open and counter.values]
+            # A copy knows the same, and keeps apart what it notes of the op that it runs.
+            values = [copy.copy(counter.values) for counter in counters if counter.is_open and counter.values]
             with known_in_this_thread(values), _Count(counters, values):
                 return function(*args, **kwargs)
         finally:
@@ -113,8 +116,7 @@ def _counted(function: Callable[..., Any], counters: tuple[OtherThreads, ...]) -
 
 
 class _Count(TorchDispatchMode):
-    """Counts ops on meta tensors and lets all pass as they are, but for those that read: the last of `values` answers
-    them."""
+    """Counts ops on meta tensors and lets all pass as they are. The last of `values` answers those that read."""
 
     supports_higher_order_operators = True
 
@@ -135,10 +137,8 @@ class _Count(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._values and str(func) in READS:
-            result = self._values[-1].run(func, args, kwargs, [each for each in args if isinstance(each, Tensor)])
-        else:
-            result = func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        result = self._values[-1].run(func, args, kwargs, tensors) if self._values else func(*args, **kwargs)
         if _any_on_meta((result, *args)):
             with _lock:
                 for counter in self._counters:
