@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -247,8 +247,9 @@ class FlopMeter:
         self._session: Session | None = None
         self._exports: Exports | None = None
         self._new_values = functools.partial(
-            KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction, unknown=unknown
-        )
+            KnownValues, routing=routing, checks=checks, mask_fraction=mask_fraction, unknown=unknown,
+            now=lambda: len(self.trace.ops),
+        )  # fmt: skip
         self._new_values()  # raises an error for unknown options now, not on entry
         self.storage_listener: StorageListener | None = None  # hears of storages while the meter is open
         self.shapes_only: ShapesOnly | None = None  # what is on meta without being on the GPU that meta stands for
@@ -286,7 +287,7 @@ class FlopMeter:
                 self._exports = undo.enter_context(Exports()) if self._emulation else None
                 if self._emulation and not by_rules:
                     self._session = undo.enter_context(self._new_session(self._emulation, self._recorder, self._values))
-                self._other_threads = undo.enter_context(OtherThreads())
+                self._other_threads = undo.enter_context(OtherThreads(self._values))
                 overlap.push(self, self._close)
                 self._undo = undo.pop_all()
         elif not overlap.is_open(self):
@@ -363,9 +364,8 @@ class FlopMeter:
                 f"{len(self.trace.ops)} ops"
             )
         self._check_stream(device)
-        trace = self.trace if ops is None else part_of(self.trace, ops)
-        run = self._run(trace, device, self._cluster if cluster is None else load_cluster(cluster))
-        return replace(run, repeats=repeats).in_mode(mode or mode_of(trace))
+        run = self._run(ops, device, self._cluster if cluster is None else load_cluster(cluster))
+        return replace(run, repeats=repeats).in_mode(mode or mode_of(run.trace))
 
     def check_ran(self) -> None:
         """Raises EmptyProgramError where the meter was left and nothing ran in it."""
@@ -373,8 +373,9 @@ class FlopMeter:
             nothing = "the program ran no op of torch inside `with meter:`, so there is nothing to report: run it there"
             raise EmptyProgramError("; ".join((nothing, *self._not_metered())))
 
-    def _run(self, trace: Trace, device: Hardware, cluster: Cluster | None, running: Collection[int] = ()) -> _Run:
+    def _run(self, ops: range | None, device: Hardware, cluster: Cluster | None, running: Collection[int] = ()) -> _Run:
         """`running`: the ranks that are metered together with this one."""
+        trace = self.trace if ops is None else part_of(self.trace, ops)
         known, on_device = _Memo(), functools.partial(_kernels_on, device, self._strict)
         kernels = on_device(trace, known.costs)
         is_spread = any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels)
@@ -388,7 +389,7 @@ class FlopMeter:
         )  # fmt: skip
         return _Run(
             trace, kernels, on_device, device, cluster, host, self._causal, self._clocks, assumed,
-            guess_of_length(self.assumed), notes, ran, known, self._dollars_per_kwh,
+            self._caution(ops), notes, ran, known, self._dollars_per_kwh,
         )  # fmt: skip
 
     def _notes(self, device: Hardware) -> tuple[str, ...]:
@@ -401,6 +402,12 @@ class FlopMeter:
             notes += self._exports.notes
         notes += [*self._not_metered(), *lost(AOT_INDUCTOR, PROPAGATION, BUFFERS, DOUBLE_BACKWARD, PYTHON_OPS)]
         return tuple(dict.fromkeys(notes))
+
+    def _caution(self, ops: range | None) -> str:
+        """What the reader must know before believing the time of these ops."""
+        if self._recorder and (modules := self._recorder.modules.missed):
+            return f"{modules:,} calls of modules in other threads are not metered: the time is of all else"
+        return guess_of_length(self._assumed_in(ops))
 
     def _not_metered(self) -> Iterator[str]:
         modules = self._recorder.modules.missed if self._recorder else 0
@@ -421,7 +428,10 @@ class FlopMeter:
     @property
     def assumed(self) -> tuple[Assumption, ...]:
         """What was assumed of unknown values so far, in the order of first use."""
-        return self._values.assumptions if self._values else ()
+        return tuple(self._assumed_in(None))
+
+    def _assumed_in(self, ops: range | None) -> Iterable[Assumption]:
+        return self._values.assume.uses_in(ops) if self._values else ()
 
 
 def reports_together(
@@ -433,9 +443,11 @@ def reports_together(
     Raises ValueError for an unknown mode, HangError where ranks would wait for each other for ever, and HardwareError
     where the cluster is too small.
     """
-    traces = {rank: meter.trace if ops is None else part_of(meter.trace, ops[rank]) for rank, meter in meters.items()}
-    runs = {rank: meter._run(traces[rank], meter.hardware, meter._cluster, meters) for rank, meter in meters.items()}
-    launched = {rank: run.launched(mode or mode_of(traces[rank]), _PricedInstead()) for rank, run in runs.items()}
+    runs = {
+        rank: meter._run(None if ops is None else ops[rank], meter.hardware, meter._cluster, meters)
+        for rank, meter in meters.items()
+    }
+    launched = {rank: run.launched(mode or mode_of(run.trace), _PricedInstead()) for rank, run in runs.items()}
     ranks = {
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
         for rank, run in runs.items()

@@ -452,7 +452,9 @@ def test_other_threads_are_said_to_be_unmetered_and_spoil_nothing():
         mine(x)
     assert [op.module for op in meter.trace.ops if op.call.name == "sin"] == ["Sequential.1"]
     assert [op.phase for op in meter.trace.ops if op.call.name == "sin"] == ["forward"]
-    assert "not metered: 2 ops on meta tensors and 1 module calls in other threads" in meter.report().render()
+    report = meter.report().render()
+    assert "not metered: 2 ops on meta tensors and 1 module calls in other threads" in report
+    assert "\n1 calls of modules in other threads are not metered: the time is of all else\n" in report
 
 
 def test_two_meters_in_two_threads_see_each_its_own():

@@ -44,6 +44,44 @@ def run_in(thread: threading.Thread) -> None:
     thread.join()
 
 
+def test_a_thread_that_logs_reads_what_the_meters_own_would() -> None:
+    """As a callback does that frameworks run beside the loop; without the answer `.item()` fails on meta."""
+    told = []
+
+    def log(loss: torch.Tensor, count: torch.Tensor) -> None:
+        told.extend([loss.item(), f"{loss:.2f}", loss.cpu().numpy().tolist(), count.item(), torch.ones(2).sum().item()])
+
+    with FlopMeter(unknown="stand-in") as meter:
+        loss, count = X.sum(), torch.tensor(7, device="meta")
+        before = len(meter.trace.ops)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(log, loss, count).result()
+        run_in(threading.Thread(target=log, args=(loss, count)))
+    assert told == [1.0, "1.00", 1.0, 7, 2.0] * 2
+    assert len(meter.trace.ops) == before
+    lines = [line for line in meter.report().assumptions if "unknown float" in line]
+    assert len(lines) == 1
+    assert "test_meters_at_once.py" in lines[0]
+
+
+def test_a_loop_in_a_thread_ends_where_known_numbers_end_it() -> None:
+    """As text that is generated in a thread, whose length is known."""
+    lengths = []
+
+    def generate() -> None:
+        done, length = torch.zeros(2, dtype=torch.bool, device="meta"), 0
+        while not done.all():
+            length += 1
+            done = done | torch.full((2,), length >= 3, device="meta")
+        lengths.append(length)
+
+    with FlopMeter(unknown="stand-in") as meter:
+        X.sin()
+        run_in(threading.Thread(target=generate))
+    assert lengths == [3]
+    assert [op.call.name for op in meter.trace.ops] == ["sin"]
+
+
 class OwnRun(threading.Thread):
     def run(self) -> None:
         two_ops()

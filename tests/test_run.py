@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import runpy
 import sys
@@ -570,3 +571,45 @@ def test_flash_attn_stands_in_by_the_same_kernel_and_is_told():
     assert step.macs == 2 * 2 * 8 * 256 * 256 * 64  # the whole square, as torch's counter has it
     assert any("flash_attn_func is flopmeter's shim" in note for note in step.notes)
     assert "flash_attn" not in sys.modules
+
+
+class Wrapped(torch.Tensor):
+    """As torchao's weights for products in fp8: it tells the device of what it wraps."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        bare = [arg.inner if isinstance(arg, Wrapped) else arg for arg in args]
+        return cls(func(*bare, **(kwargs or {})))
+
+
+def test_a_wrapper_of_what_the_program_made_on_meta_is_on_meta_and_can_be_copied():
+    with flopmeter.cuda(A100):
+        here, there = (Wrapped(torch.zeros(2, 3, device=name)) for name in ("cuda", "meta"))
+        assert [wrapped.device.type for wrapped in (here, there)] == ["cuda", "meta"]
+        copied = copy.deepcopy(nn.Parameter(there))
+        assert (type(copied.data), copied.is_meta) == (Wrapped, True)
+        moved = torch.empty_like(copied, device="cuda")
+        assert (type(moved), moved.device.type, moved.inner.device.type) == (Wrapped, "cuda", "cuda")
+
+
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_a_device_that_is_busy_for_longer_than_the_run_takes_is_so_on_several_streams(is_aside):
+    """Small products, since two kernels that need the whole device share it."""
+    with flopmeter.cuda(A100) as device:
+        x, aside = torch.zeros(256, 4096, device=device), torch.cuda.Stream()
+        for _ in range(20):
+            x @ x.T
+            with torch.cuda.stream(aside if is_aside else torch.cuda.current_stream()):
+                x @ x.T
+    report = device.report().step
+    assert (report.kernel_seconds > 1.01 * report.seconds) == is_aside
+    assert (" on all streams, host " in str(report)) == is_aside

@@ -115,10 +115,13 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import sys; sys.exit(2)", 2, "--synthetic went to the script: options of flopmeter run come before its name"),
         ("open('data/train.bin')", 1, "data/train.bin is not here; the script needs its data"),
         ("assert __import__('os').path.exists('train.txt')", 1, "is not here; the script needs its data and weights"),
+        ("assert __import__('os').path.isdir('data')", 1, "a file of that name may do"),
+        ("import os; os.environ['LOCAL_RANK']", 1, "-- torchrun --nproc-per-node 1 "),
         ("assert 1 == 2", 1, "AssertionError, which is not flopmeter's"),
         ("raise RuntimeError('Dataset not found.')", 1, "or --synthetic for data sets"),
         ("raise RuntimeError('operator torchvision::nms does not exist')", 1, "install the two of one release"),
         ('raise RuntimeError("Couldn\'t load custom C++ ops.")', 1, "install the two of one release"),
+        ("raise OSError('Could not load this library: x.so')", 1, "package of this library is built for another torch"),
         ("raise RuntimeError('Error downloading train-images')", 1, "or --synthetic for data sets"),
         ("import cv2_nowhere", 1, "(pip install cv2_nowhere)"),
         ("raise ModuleNotFoundError('', name='patoolib.x')", 1, "(pip install patool)"),
@@ -143,6 +146,15 @@ def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys
     if "Traceback" in err:
         assert "runpy" not in err
         assert err.split("\n")[1].endswith('train.py", line 1, in <module>')
+
+
+def test_a_metric_that_evaluate_cannot_download_is_no_data_set(script, tmp_path, capsys):
+    (tmp_path / "evaluate").mkdir()
+    (tmp_path / "evaluate" / "__init__.py").write_text("from .loading import load\n")
+    (tmp_path / "evaluate" / "loading.py").write_text("def load(name):\n    raise FileNotFoundError(name)\n")
+    assert main(["run", script("import evaluate; evaluate.load('accuracy')")]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.endswith("evaluate downloads each metric as a script: give its folder, or run where it was loaded once")
 
 
 def test_an_installed_package_of_cuda_kernels_that_fails_is_told_by_its_shim(script, tmp_path, capsys):

@@ -71,6 +71,24 @@ def test_a_data_set_that_cannot_be_made_gives_samples_of_the_stated_shape(tmp_pa
     assert "flopmeter" not in str(Dataset.__init_subclass__)
 
 
+def test_a_data_set_that_asserts_its_files_cannot_be_made_either():
+    class Asserts(Dataset):
+        def __init__(self):
+            assert Path("nowhere").is_dir(), "no such folder"
+
+        def __len__(self):
+            return 0
+
+        def __getitem__(self, index):
+            raise IndexError
+
+    with flopmeter.cuda(A100, wishes=Wishes(synthetic="4,:10")) as device:
+        (batch, _) = next(iter(DataLoader(Asserts(), batch_size=8)))
+        batch.to(device).sin()
+    assert batch.shape == (8, 4)
+    assert any("stand in for Asserts (AssertionError: no such folder)" in note for note in device.report().step.notes)
+
+
 def test_what_a_program_asks_an_absent_data_set_for_beside_samples_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(READS_AN_ARRAY)
@@ -215,6 +233,23 @@ def test_a_program_that_updates_its_weights_by_itself_stops_after_its_steps():
     assert (
         report.step.macs == (16 + 16 + 16 + 16) * 64 * 64
     )  # both halves, one of them again, and the gradient of the weight
+
+
+def test_a_layer_that_is_called_to_build_the_model_marks_no_step():
+    """As Keras does, which calls each layer once for its shapes, and updates weights by itself."""
+    with flopmeter.cuda("h100-sxm5-80gb", steps=3) as device:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 10)).cuda()
+        x = torch.zeros(4, 3, 8, 8, device=device)
+        model[2](model[1](model[0](x)))
+        for _ in range(5):
+            model(x).sum().backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight -= weight.grad
+    report = device.report()
+    assert report.headline.endswith("the last of 3 (marked by calls of Sequential, trained without an optimizer)")
+    convolution, product = 4 * 36 * 8 * 27, 4 * 8 * 36 * 10
+    assert report.step.macs == 2 * convolution + 3 * product  # nobody asks for the gradient of x
 
 
 def test_layers_whose_shape_the_first_batch_tells_move_train_and_keep_their_identity():

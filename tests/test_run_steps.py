@@ -152,6 +152,34 @@ def test_of_two_optimizers_a_step_has_one_turn_of_each():
     assert device.report().step.macs == 2 * (2 * 8 * 64 * 64)
 
 
+class Container(torch.optim.Optimizer):
+    """Steps several optimizers as if they were one, and then does an op of its own."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        parameters = [tensor for each in optimizers for group in each.param_groups for tensor in group["params"]]
+        super().__init__(parameters, {})
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.param_groups[0]["params"][0].data.relu_()
+
+
+def test_an_optimizer_in_whose_step_others_step_ends_with_all_of_them():
+    with flopmeter.cuda(A100, steps=3) as device:
+        nets = [nn.Linear(64, 64, bias=False).to(device) for _ in range(2)]
+        optimizer = Container(*[torch.optim.SGD(net.parameters(), lr=0.1, foreach=False) for net in nets])
+        for _ in range(4):
+            sum(net(torch.zeros(8, 64, device=device)).sum() for net in nets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = device.report()
+    assert report.headline.endswith("one steady step, the last of 3 (marked by optimizer.step())")
+    assert report.step.macs == 2 * (2 * 8 * 64 * 64)
+    assert "relu_" in {row.name for row in report.step.rows("op")}  # it does not end with the last part of it
+
+
 @pytest.mark.parametrize(("steps", "average"), [(3, (5 + 1) / 2), (6, (5 + 1 + 1 + 1 + 1) / 5)])
 def test_an_optimizer_that_steps_every_fifth_time_is_told_with_the_average(steps, average):
     """The generator of a GAN: a step of the critic is two products, one of both ten."""

@@ -90,6 +90,24 @@ def test_the_answer_says_that_a_guess_decides_how_long_a_loop_runs(turns, is_sai
         assert (f"asked {turns} times whether an unknown condition holds, and was told no" in shown) == is_said
 
 
+def test_what_is_asked_while_a_program_is_set_up_decides_nothing_of_a_step():
+    """torch's truncated normal values are drawn again until all are in range; one answer for each of many weights."""
+    with FlopMeter("h100-sxm5-80gb", unknown="stand-in") as meter:
+        x = torch.empty(3, device="meta").exp()
+        for _ in range(150):
+            if x.sum() > 2:
+                break
+        setup = len(meter.trace.ops)
+        for _ in range(40):
+            if x.sum() > 2:
+                break
+    step = range(setup, len(meter.trace.ops))
+    assert "asked 150 times" in str(meter.report(ops=range(setup)))
+    report = meter.report(ops=step)
+    assert "a guess decides" not in str(report)
+    assert any("(150x)" in line for line in report.assumptions)  # it is told all the same
+
+
 @pytest.mark.parametrize(
     "read", [lambda x: x.sum().item() < 2, lambda x: bool(x.sum() < 0), lambda x: bool(x.argmax() < 1)]
 )

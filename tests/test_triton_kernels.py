@@ -188,6 +188,16 @@ def test_products_of_fp32_run_in_the_precision_that_they_ask_for():
     assert dot.dtype == "f32"
 
 
+@needs_triton
+def test_element_wise_work_beside_products_in_tf32_has_the_rate_of_fp32(kernels):
+    a, b, c = (meta(256, 256, dtype=torch.float32) for _ in range(3))
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        kernels.product[(4, 2)](a, b, c, 256, 256, 256, BM=64, BN=128, BK=32)
+    report = meter.report()
+    assert (report.macs, report.kernels[0].cost.dtype) == (256**3, "tf32")
+    assert 0 < report.kernel_seconds < 1e-3
+
+
 def test_programs_that_take_different_numbers_of_steps_multiply_as_many_tiles_as_their_steps_together():
     """Program x of four takes x + 1 steps: ten tiles of 64 x 128 x 32, which are no whole number for each."""
     bound = "%pid = tt.get_program_id x : i32\n    %one = arith.constant 1 : i32\n    %0 = arith.addi %pid, %one : i32"
@@ -267,6 +277,13 @@ def ragged(x_ptr, lengths_ptr, out_ptr, BLOCK: tl.constexpr):
     for step in range(0, tl.load(lengths_ptr + row)):
         total += tl.load(x_ptr + step * BLOCK + tl.arange(0, BLOCK))
     tl.store(out_ptr + row * BLOCK + tl.arange(0, BLOCK), total)
+
+
+@triton.jit
+def numbered(lengths_ptr, out_ptr, BLOCK: tl.constexpr):
+    for start in range(0, tl.load(lengths_ptr + tl.program_id(0)), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + at, at + tl.load(lengths_ptr))
 
 
 @triton.jit
@@ -396,6 +413,17 @@ def test_a_function_of_a_library_is_a_flop_and_takes_the_special_units(kernels):
     x, out = meta(4096, dtype=torch.float32), meta(4096, dtype=torch.float32)
     (cost,) = costs(lambda: kernels.tanh[(4,)](x, out, 4096, BLOCK=1024))
     assert (cost.flops, cost.transcendentals) == (4096, 4096)
+
+
+@needs_triton
+def test_a_loop_over_loaded_lengths_that_only_loads_and_stores_moves_what_its_tensors_hold(kernels):
+    """As torchtitan's kernel that writes which row of an expert is which token: integers alone, so no FLOP."""
+    lengths, out = meta(4, dtype=torch.int32), meta(999, dtype=torch.int32)
+    with FlopMeter("h100-sxm5-80gb", strict=True) as meter:
+        kernels.numbered[(4,)](lengths, out, BLOCK=64)
+    (row,) = meter.report().rows("kernel")
+    assert row.name.startswith("numbered (data movement)")
+    assert (row.flops, row.bytes_read, row.bytes_written) == (0, 4 * 4, 999 * 4)
 
 
 @needs_triton

@@ -87,7 +87,7 @@ def uncounted_notes(kernels: Iterable[Kernel]) -> list[str]:
 def _touched(call: Call, body: TritonBody) -> tuple[int | None, int | None]:
     """Bytes read and written, where the kernel touches less than its tensors hold; else None. Stores through
     descriptors have no result and are not seen."""
-    if body.unknown:
+    if body.unknown or body.moves_unknown:
         return None, None
     loaded, stored = (
         sum(op.number * _bits(op) // 8 for op in body.ops if op.name in names) for names in (_LOADS, _STORES)

@@ -34,7 +34,7 @@ class KnownValues(Knowledge):
     round-robin; `{"imbalance": 1.3}` loads them unevenly (routing.py). `checks="hold"`: unknown values are finite, and
     an `all` of them is True. `mask_fraction`: so large a share of an unknown bool mask that selects elements is true,
     evenly spread. `unknown="stand-in"`: a program that reads an unknown value gets a stated stand-in (stand_ins.py)
-    instead of an error.
+    instead of an error. `now`: how many ops have run.
 
     The mode must be off while `run` works, as it is inside `__torch_dispatch__`: replays are not part of the
     program. It must pass on `aten.item`, which has no meta kernel, as it comes.
@@ -47,8 +47,9 @@ class KnownValues(Knowledge):
         checks: str | None = None,
         mask_fraction: float | None = None,
         unknown: str | None = None,
+        now: Callable[[], int] = int,
     ):
-        super().__init__(Assumptions(routing, checks, mask_fraction, unknown))
+        super().__init__(Assumptions(routing, checks, mask_fraction, unknown, now))
         self._rules: dict[Any, ValueRule] = {}
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose buffers were recalled
 

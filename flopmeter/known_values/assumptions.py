@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -125,9 +125,16 @@ class DataDependentError(RuntimeError):
 
 
 class Assumptions:
-    """The user's options, and how often each was used at which line."""
+    """The user's options, and when each was used at which line; `now` counts the ops so far."""
 
-    def __init__(self, routing: Routing, checks: str | None, mask_fraction: float | None, unknown: str | None = None):
+    def __init__(
+        self,
+        routing: Routing,
+        checks: str | None,
+        mask_fraction: float | None,
+        unknown: str | None = None,
+        now: Callable[[], int] = int,
+    ):
         _one_of("checks", checks, "hold")
         _one_of("unknown", unknown, "stand-in")
         if mask_fraction is not None and not (
@@ -138,7 +145,8 @@ class Assumptions:
         self.checks_hold = checks is not None
         self.mask_fraction = mask_fraction
         self.stands_in = unknown is not None
-        self._uses: Counter[tuple[str, str, str]] = Counter()
+        self._now = now
+        self._uses: dict[tuple[str, str, str], list[int]] = {}  # for each use how many ops had run
 
     def note(self, rule: str, func: Any) -> Assumption:
         """Counts one use of the rule, for the op at this line of the program."""
@@ -149,14 +157,21 @@ class Assumptions:
         use = (rule, str(func), caller())
 
         def counted() -> Assumption:
-            self._uses[use] += 1
-            return Assumption(*use, self._uses[use])
+            when = self._uses.setdefault(use, [])
+            when.append(self._now())
+            return Assumption(*use, len(when))
 
         return counted
 
     @property
     def uses(self) -> tuple[Assumption, ...]:
-        return tuple(Assumption(*use, count) for use, count in self._uses.items())
+        return tuple(self.uses_in(None))
+
+    def uses_in(self, ops: range | None) -> Iterator[Assumption]:
+        """Those while these ops ran; None: all. What a program asks while it is set up decides nothing of a step."""
+        for use, when in self._uses.items():
+            if count := len(when) if ops is None else sum(ops.start <= now <= ops.stop for now in when):
+                yield Assumption(*use, count)
 
 
 def caller() -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -51,6 +51,17 @@ def open_for(known: Knowledge) -> None:
 def close_for(known: Knowledge) -> None:
     _open.stack.remove(known)
     _patches.__exit__()
+
+
+@contextmanager
+def known_in_this_thread(known: Iterable[Knowledge]) -> Iterator[None]:
+    """These, which another thread has opened, answer this one too."""
+    before = _open.stack
+    _open.stack = [*before, *known]
+    try:
+        yield
+    finally:
+        _open.stack = before
 
 
 @contextmanager

@@ -61,3 +61,4 @@ class TritonBody(NamedTuple):
     ops: tuple[TritonOp, ...]
     unknown: tuple[str, ...]  # why it is not known how often other ops run; empty: `ops` is complete
     is_longest: bool = False  # at a branch on a value in memory, `ops` has those of the longer way
+    moves_unknown: bool = False  # it loads and stores more than `ops` has, how much depends on values in memory

@@ -40,7 +40,7 @@ class Dtype:
 _ENTRIES = (
     Dtype("fp64", 8, {torch.float64: ("double",)}, _BOTH, ttir="f64"),
     Dtype("fp32", 4, {torch.float32: ("float",)}, _BOTH, ttir="f32"),
-    Dtype("tf32", 4, {torch.float32: ()}, _MATRIX, ttir="tf32", is_switch=True),
+    Dtype("tf32", 4, {torch.float32: ()}, _MATRIX, opmath="fp32", ttir="tf32", is_switch=True),
     Dtype("fp16", 2, {torch.float16: ("c10::Half",)}, _BOTH, opmath="fp32", ttir="f16"),
     Dtype("bf16", 2, {torch.bfloat16: ("c10::BFloat16",)}, _BOTH, opmath="fp32", ttir="bf16"),
     Dtype(

@@ -83,9 +83,10 @@ def laid_out(
 
 def answer(report: Report) -> list[str]:
     """What is asked first: the time, what bounds it, and whether it fits into memory."""
+    streams = " on all streams" if report.kernel_seconds > 1.01 * report.seconds else ""  # more than the wall-clock
     return [
         f"predicted {duration(report.seconds)} ({duration(report.seconds_low)} to {duration(report.seconds_high)})"
-        f" · device busy {duration(report.kernel_seconds)}, host {duration(report.launch_seconds)},"
+        f" · device busy {duration(report.kernel_seconds)}{streams}, host {duration(report.launch_seconds)},"
         f" idle {percent_of(report.idle_seconds, report.seconds):.0f} %"
         f" · {report.flops / report.seconds / 1e12 if report.seconds else 0:.1f} TFLOP/s,"
         f" MFU {percent(report.mfu, 1)} %"

@@ -245,8 +245,11 @@ class NamedCuda:
         make = Tensor._make_wrapper_subclass
 
         def wrapping(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map_only(torch.device, self.real, (args, kwargs))
-            return make(*args, **kwargs)
+            real_args, real_kwargs = tree_map_only(torch.device, self.real, (args, kwargs))
+            made = make(*real_args, **real_kwargs)
+            if kwargs.get("device") == META and not _asked_from_below():  # as what it wraps tells
+                self.true_meta.add(made)
+            return made
 
         return staticmethod(wrapping)
 

@@ -151,17 +151,22 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: {_about_import(error, script)}"
     if isinstance(error, subprocess.CalledProcessError) and (words := _python_words(error.cmd)):
         return f"{head}: it starts another Python, which is not metered: flopmeter run {words}"
-    if any(text in str(error) for text in ("operator torchvision::", "Couldn't load custom C++ ops")):
-        return f"{head}: torchvision is built for another torch: install the two of one release, both for the CPU"
+    if library := next((name for text, name in OTHER_BUILDS.items() if text in str(error)), None):
+        return f"{head}: {library} is built for another torch: install the two of one release, both for the CPU"
     if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
         return f"{head}: it compiles kernels for CUDA, which needs its compiler and a GPU: run its path without them"
+    if isinstance(error, KeyError) and error.args[0] in OF_A_LAUNCHER:
+        launched = f"torchrun --nproc-per-node 1 {'-m ' * script.is_module}{script.target}"
+        return f"{head}: a launcher sets {error.args[0]}: flopmeter run ... -- {launched} ..."
+    if isinstance(error, FileNotFoundError) and "evaluate.loading" in _modules_of(error):
+        return f"{head}: evaluate downloads each metric as a script: give its folder, or run where it was loaded once"
     if isinstance(error, FileNotFoundError) and "subprocess" in _modules_of(error):
         return f"{head}: the script starts {error.filename}, which is not installed here: install it"
     if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION) or _asserts_a_file(error):
         what = getattr(error, "filename", None) or "what it reads or downloads"
         if error is not None and "torch.serialization" in _modules_of(error):
             return f"{head}: {what} is not here; if it is weights, --without-weights leaves the model as it was made"
-        return f"{head}: {what} is not here; the script needs its data and weights, or --synthetic for data sets"
+        return f"{head}: {what} is not here; the script needs its data and weights{_made_up(error)}"
     if isinstance(error, AttributeError) and is_absent(error.obj):
         return (
             f"{head}: {type(error.obj).__name__} is not here, and the samples of --synthetic have no {error.name!r}: "
@@ -250,6 +255,12 @@ def _is_of_flopmeter(error: BaseException) -> bool:
     return _modules_of(error)[-1:] != [] and _modules_of(error)[-1].startswith("flopmeter.")
 
 
+def _made_up(error: BaseException | None) -> str:
+    if _asserts_a_file(error):
+        return " (it looks by itself: beside --synthetic, which makes up data sets, a file of that name may do)"
+    return ", or --synthetic for data sets"
+
+
 def _asserts_a_file(error: BaseException | None) -> bool:
     """Whether it is `assert os.path.exists(path)`, or one of its kin."""
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, AssertionError) else []
@@ -275,6 +286,9 @@ NAMED_OTHERWISE = {
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
 
 
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets."""
+
 OPTIONS_OF_OURS = (
     "--hardware",
     "--step-marker",
@@ -289,6 +303,13 @@ OPTIONS_OF_OURS = (
 
 TESTS_OF_FILES = ("exists", "isfile", "isdir", "is_file", "is_dir")
 """Functions of os.path and pathlib that a script asserts."""
+
+OTHER_BUILDS = {
+    "operator torchvision::": "torchvision",
+    "Couldn't load custom C++ ops": "torchvision",
+    "Could not load this library": "the package of this library",
+}
+"""What errors say of compiled ops that do not fit torch, and whose they are."""
 
 OF_TORCHVISION = ("ataset not found", "Error downloading")
 """What its RuntimeErrors say where a data set is missing."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import time
 import weakref
 from bisect import bisect_left
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +117,7 @@ class Steps:
         self._has_optimizer = False
         self._trained = ""  # the class of the module that a program trains without an optimizer
         self._training_start = 0  # of its first step
+        self._first_called: dict[str, int] = {}  # in such a program: where each class that learns was first called
         self._trainings: list[int] = []  # where its steps ended
         self._next_look = CALLS_WATCHED  # at whether the program only infers: so many calls and replays
         self._own_code = OwnCode()
@@ -242,10 +245,11 @@ class Steps:
             self.idle_updates += 1
             return
         leading = self._leading and self._leading()
-        if leading is None:
+        is_part = _steps_in_another(optimizer)
+        if leading is None and not is_part:
             self._leading, leading = weakref.ref(optimizer), optimizer
             self._calls_before = list(self._untrained_calls())
-        if optimizer is leading:
+        if optimizer is leading and not is_part:
             self._end()
         else:
             self._others.setdefault(self._named(optimizer), []).append(self._now())
@@ -279,12 +283,17 @@ class Steps:
 
     def _begin_training(self, name: str) -> None:
         """A module that learns is called, and there is no optimizer. The step before has ended if it had a backward
-        pass."""
-        start = self._trainings[-1] if self._trainings else self._training_start
+        pass. The first that is called again after one marks the steps: what only built a model is not."""
+        now = self._now()
         if not self._trained:
-            self._trained, self._training_start = name, self._now()
-        elif name == self._trained and self._has_backward(range(start, self._now())):
-            self._trainings.append(self._now())
+            self._trained, self._training_start = name, now
+        first_called = self._first_called.setdefault(name, now)
+        start = self._trainings[-1] if self._trainings else self._training_start
+        marks = name == self._trained if self._trainings else first_called < now
+        if marks and self._has_backward(range(start, now)):
+            if not self._trainings:
+                self._trained, self._training_start = name, first_called
+            self._trainings.append(now)
             if self._most is not None and len(self._trainings) >= self._most:
                 raise StepsDone
 
@@ -378,6 +387,19 @@ def _rounds(modules: list[object]) -> tuple[int, int] | None:
 def _named_round(calls: Sequence[_OutermostCall]) -> str:
     times = Counter(call.name for call in calls)
     return "rounds of calls: " + ", ".join(name if times[name] == 1 else f"{name} ×{times[name]}" for name in times)
+
+
+_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what torch wraps around each class's step()
+
+
+def _steps_in_another(optimizer: Optimizer) -> bool:
+    """Whether it steps in the `step()` of another one, a container: the whole step is that one's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP and frame.f_locals["self"] is not optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _learns(module: nn.Module) -> bool:

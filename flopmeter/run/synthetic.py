@@ -30,7 +30,7 @@ FIRST = "first"
 SAMPLES = 2**16  # length of a data set that is missing; more than the steps of a run read, and soon evaluated
 ROWS = 2**12  # length of a table of Hugging Face's datasets, which is in memory
 ELEMENTS = 2**26  # length of an array in a file of numpy's, if nobody says it
-ABSENT = (OSError, RuntimeError)  # raised by torchvision, and by code that opens files or sockets
+ABSENT = (OSError, RuntimeError, AssertionError)  # raised by torchvision, and by code that opens files or asserts them
 TEXT = "text"
 _GRAMMAR = "fields with commas between them, each [NAME=]SHAPE[:DTYPE or :COUNT] or (fields), such as 3x224x224,:1000"
 

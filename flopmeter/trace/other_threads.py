@@ -1,5 +1,6 @@
 """Ops on meta tensors in other threads than the meter's. They are counted, so that the report can say how many it
-misses.
+misses. Where such a thread reads a value, as one that logs a loss does or generates text, it is told what the meter's
+own would be.
 
 Works around: a dispatch mode sees only the ops of the thread that entered it.
 Until: a mode can be entered for all threads.
@@ -11,9 +12,10 @@ calls are (ModulePaths.missed).
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,15 +24,19 @@ from unittest import mock
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopmeter.known_values import KnownValues
+from flopmeter.known_values.entry_points import known_in_this_thread
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.shared_patch import SharedPatch
 from flopmeter.trace.mode_flags import tell_modes
 
 
 class OtherThreads:
-    """A context. `ops` counts the ops on meta tensors in threads that are started inside it, directly or indirectly."""
+    """A context. `ops` counts the ops on meta tensors in threads that are started inside it, directly or indirectly.
+    `values` answers what they read."""
 
-    def __init__(self) -> None:
-        self.ops = 0
+    def __init__(self, values: KnownValues | None = None) -> None:
+        self.ops, self.values = 0, values
         self.is_open = False
 
     def __enter__(self) -> OtherThreads:
@@ -99,7 +105,9 @@ def _counted(function: Callable[..., Any], counters: tuple[OtherThreads, ...]) -
     def run(*args: Any, **kwargs: Any) -> Any:
         before, _here.counters = _here.counters, counters
         try:
-            with _Count(counters):
+            # A copy knows the same, and keeps apart what it notes of the op that it runs.
+            values = [copy.copy(counter.values) for counter in counters if counter.is_open and counter.values]
+            with known_in_this_thread(values), _Count(counters, values):
                 return function(*args, **kwargs)
         finally:
             _here.counters = before
@@ -108,13 +116,13 @@ def _counted(function: Callable[..., Any], counters: tuple[OtherThreads, ...]) -
 
 
 class _Count(TorchDispatchMode):
-    """Counts ops on meta tensors and lets all pass as they are."""
+    """Counts ops on meta tensors and lets all pass as they are. The last of `values` answers those that read."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, counters: tuple[OtherThreads, ...]) -> None:
+    def __init__(self, counters: tuple[OtherThreads, ...], values: Sequence[KnownValues]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counters = counters
+        self._counters, self._values = counters, values
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -128,7 +136,9 @@ class _Count(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        tensors = list(tensors_in((args, kwargs)))
+        result = self._values[-1].run(func, args, kwargs, tensors) if self._values else func(*args, **kwargs)
         if _any_on_meta((result, *args)):
             with _lock:
                 for counter in self._counters:

@@ -3,7 +3,7 @@
 The text is walked as the programs of the grid would run it, all at once: scalar integers are known from the arguments
 and constants, as one number or as one for each program, so that bounds of loops that follow from them are too. What
 depends on values in memory is not known: at a branch programs go the way with more work, and do not return early; a
-loop is named.
+loop is named, unless all that it does is to load and store.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def body_of(name: str, text: str, grid: Sequence[int], arguments: Sequence[Any])
     known = [argument if type(argument) in (int, bool) else None for argument in arguments]
     walk.run(kernel, [None if value is None else int(value) for value in known], 1)
     ops = tuple(TritonOp(*key[:2], number, key[2]) for key, number in walk.counts.items() if number)
-    return TritonBody(name, programs, ops, tuple(walk.unknown), walk.is_longest)
+    return TritonBody(name, programs, ops, tuple(walk.unknown), walk.is_longest, walk.moves_unknown)
 
 
 Key = tuple[str, str, tuple[int, int, int] | None]
@@ -133,7 +133,7 @@ class _Interpreter:
         self.functions, self.grid, self.programs = functions, grid, programs
         self.counts: dict[Key, int] = {}
         self.unknown: dict[str, None] = {}
-        self.is_longest = False
+        self.is_longest = self.moves_unknown = False
 
     def run(self, name: str, arguments: Sequence[Scalar], weight: int | Tensor) -> list[Scalar]:
         """The values that the function returns, run `weight` times in each program."""
@@ -207,7 +207,7 @@ class _Interpreter:
         bounds = re.match(r"\s*%\w+ = (\S+) to (\S+) step (\S+)", statement.text)
         start, stop, step = (values.get(each) for each in bounds.groups()) if bounds else (None,) * 3
         if start is None or stop is None or step is None:
-            self.unknown["a loop whose bounds are read from memory"] = None
+            self._loop_of_unknown_length(body, values)
             return
         trips = _clamp(-((start - stop) // step))
         before, known, was_longest = dict(self.counts), dict(self.unknown), self.is_longest
@@ -220,6 +220,16 @@ class _Interpreter:
                 goes_on = (trips > index).long() if isinstance(trips, Tensor) else 1
                 self._walk(body, {**values, arguments[0]: start + index * step}, weight * goes_on)
         self.is_longest |= was_longest
+
+    def _loop_of_unknown_length(self, body: list[Statement], values: dict[str, Scalar]) -> None:
+        before, was_longest = self.counts, self.is_longest
+        self.counts = {}
+        self._walk(body, dict(values), 1)
+        if all(name in ("tt.load", "tt.store") for name, *_ in self.counts):
+            self.moves_unknown = True
+        else:
+            self.unknown["a loop whose bounds are read from memory"] = None
+        self.counts, self.is_longest = before, was_longest
 
     def _branch(self, statement: Statement, values: dict[str, Scalar], weight: int | Tensor) -> None:
         condition = values.get(_values(statement.text)[0])
