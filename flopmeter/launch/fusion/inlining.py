@@ -34,6 +34,7 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
         if reader in inline or reader in dead:
             continue
         share = {reader: 1.0}  # of its elements that the reader wants, which may pick some of them
+        picked: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # the same, by the bytes it lies in
         waiting, fresh = [-reader], {}
         while waiting:
             place = -heapq.heappop(waiting)
@@ -43,8 +44,10 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
                         if value.kernel not in share:
                             heapq.heappush(waiting, -value.kernel)
                             fresh[touch.storage] = fresh_storage()
-                        wanted = share[place] * touch.charged / touch.nbytes
-                        share[value.kernel] = max(share.get(value.kernel, 0.0), wanted)
+                        wanted, extent = share[place] * touch.charged / value.touch.nbytes, (touch.start, touch.stop)
+                        own = picked[value.kernel]
+                        own[extent] = max(own.get(extent, 0.0), wanted)
+                        share[value.kernel] = min(1.0, sum(own.values()))
         for place in sorted(share):
             copy = copies.of(parts[place], part, fresh, share[place])
             made.append(copy._replace(is_inlined=place != reader))
@@ -120,8 +123,10 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
             writers[value.touch.storage].add(place)
 
     def makes_one_value(place: int) -> bool:
-        """Element by element, of inputs that stay as they are, and alone in its storage."""
-        part, storages = parts[place], {value.touch.storage for value in flow.writes[place]}
+        """Element by element, of inputs that stay as they are, and alone in its storage; others that nobody wants are
+        not made."""
+        part, made = parts[place], flow.writes[place]
+        storages = {each.touch.storage for each in made if each.readers or lifetimes.outlives_graph(each)}
         return (
             part.graph is not None
             and is_pointwise(part.role)
@@ -146,6 +151,7 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
         for touch, made in flow.reads[place]:
             inner = [value.kernel for value in made if value.kernel in found]
             leaves[place] |= leaves[inner[0]] if inner else {touch}
-        if len(leaves[place]) <= (MOST_READS_SHARED if len(readers) > 1 else MOST_READS):
+        is_shared = len(readers) > 1 or any(parts[reader].role.rereads for reader in readers)
+        if len(leaves[place]) <= (MOST_READS_SHARED if is_shared else MOST_READS):
             found.add(place)
     return found
