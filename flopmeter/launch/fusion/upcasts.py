@@ -7,7 +7,6 @@ may be the cast input, of twice the bytes, rather than the result.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -28,33 +27,25 @@ def with_upcasts(parts: list[Part]) -> list[Part]:
 
 def _functional(parts: list[Part]) -> list[Part]:
     flow = flow_of(parts)
-    read_as: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by part and storage: a number of the value's own
-    written_as: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    read_as: dict[int, dict[int, int]] = {}  # by part and storage: a number of the value's own
+    written_as: dict[int, dict[int, int]] = {}
     for place, part in enumerate(parts):
-        if part.graph is None or not is_pointwise(part.role):
-            continue
-        for written in flow.writes[place]:
-            old = _overwritten(parts, flow, place, written)
-            if old is not None:
-                own, storage = fresh_storage(), written.touch.storage
-                written_as[old.kernel][storage] = own
-                for reader in old.readers:
-                    read_as[reader][storage] = own
+        old = _overwritten(flow, place) if part.graph is not None and is_pointwise(part.role) else None
+        if old is not None and parts[old.kernel].graph == part.graph:
+            own = {old.touch.storage: fresh_storage()}
+            read_as[place], written_as[old.kernel] = own, own
     costs: _Costs = {}
-    return [_renumbered(part, read_as[place], written_as[place], costs) for place, part in enumerate(parts)]
+    return [
+        _renumbered(part, read_as.get(place, {}), written_as.get(place, {}), costs) for place, part in enumerate(parts)
+    ]
 
 
-def _overwritten(parts: list[Part], flow: Flow, place: int, written: Value) -> Value | None:
-    """The value of the graph that the part computes its result from, and overwrites with it."""
+def _overwritten(flow: Flow, place: int) -> Value | None:
+    """The value that the part overwrites with its result, and that no other reads."""
     for touch, values in flow.reads[place]:
-        if touch == written.touch and len(values) == 1 and values[0].touch == touch:
+        if any(written.touch == touch for written in flow.writes[place]) and len(values) == 1:
             (old,) = values
-            alone = all(
-                parts[reader].graph == parts[place].graph
-                and all(seen == [old] for read, seen in flow.reads[reader] if read.storage == touch.storage)
-                for reader in old.readers
-            )
-            if alone and parts[old.kernel].graph == parts[place].graph and old.overwritten_by == place:
+            if old.touch == touch and old.readers == [place] and old.overwritten_by == place:
                 return old
     return None
 
