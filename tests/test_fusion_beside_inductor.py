@@ -39,10 +39,12 @@ def moved(kernels: list[Kernel]) -> int:
     return sum(kernel.cost.bytes_read + kernel.cost.bytes_written for kernel in kernels)
 
 
-def both(program: Callable[..., Tensor], shapes: list[tuple[int, ...]], *, trains: bool) -> list[list[list[Kernel]]]:
+def both(
+    program: Callable[..., Tensor], shapes: list[tuple[int, ...]], *, trains: bool, dtype: torch.dtype = torch.float32
+) -> list[list[list[Kernel]]]:
     """By the compiler, and by the rules."""
     ways: tuple[str | bool, ...] = (True, "rules")
-    inputs = [[torch.empty(shape, device="meta", requires_grad=trains) for shape in shapes] for _ in ways]
+    inputs = [[torch.empty(shape, device="meta", dtype=dtype, requires_grad=trains) for shape in shapes] for _ in ways]
     return [kernels_by_phase(program, own, way) for own, way in zip(inputs, ways, strict=True)]
 
 
@@ -170,6 +172,89 @@ def test_kernels_and_bytes_are_those_of_inductor(name: str):
     for compiled, ruled in zip(*both(program, shapes, trains=trains), strict=True):
         assert len(ruled) == len(compiled)
         assert moved(ruled) == pytest.approx(moved(compiled), rel=0.01)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "silu in place": lambda x: F.silu(x, inplace=True),
+    "gelu": F.gelu,
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "leaky relu": F.leaky_relu,
+    "relu in place": F.relu_,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_two_kernels_share_the_fp32_input_of_an_activation_or_compute_it_again(name: str, is_normed: bool):
+    """As squeeze and excitation does: the mean in one kernel, what it scales in another. A batch norm has too many
+    operands to be computed again for each; SiLU reads its result, cast to fp32, more than once, ReLU does not."""
+
+    def excite(x: Tensor, w: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        h = F.batch_norm(x, mean, variance, scale, bias) if is_normed else x + scale[:, None, None]
+        y = ACTIVATIONS[name](h)
+        return y * (y.mean((2, 3)) @ w)[:, :, None, None]
+
+    shapes: list[tuple[int, ...]] = [(8, 64, 32, 32), (64, 64), *4 * [(64,)]]
+    ((compiled, _), (ruled, _)) = both(excite, shapes, trains=False, dtype=torch.bfloat16)
+    assert [kernel.cost.bytes for kernel in ruled] == pytest.approx(
+        [kernel.cost.bytes for kernel in compiled], rel=0.01
+    )
+
+
+def grow(x: Tensor, w: Tensor, w2: Tensor, *of_norm: Tensor) -> Tensor:
+    """A dense net: each convolution reads all before it, normalized."""
+    seen = [F.max_pool2d(x, 3, 2, 1)]
+    for weight in (w, w2):
+        h = torch.cat(seen, 1)
+        h = F.relu(F.batch_norm(h, *(each[: h.shape[1]] for each in of_norm)))
+        seen.append(F.conv2d(h, weight, padding=1))
+    return F.relu(torch.cat(seen, 1))
+
+
+def turn_half(x: Tensor, w: Tensor) -> Tensor:
+    """Rotary positions: nothing but the readers of halves reads them, which pick."""
+    left, right = (h := x @ w).chunk(2, -1)
+    return h.cos() + torch.cat((-right, left), -1)
+
+
+PUT_TOGETHER: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "features that others read too": (grow, [(8, 64, 64, 64), (32, 64, 3, 3), (32, 96, 3, 3), *4 * [(128,)]]),
+    "halves": (turn_half, [(64, 64), (64, 64)]),
+}
+
+
+@pytest.mark.parametrize("name", PUT_TOGETHER)
+def test_what_is_put_together_is_stored_where_inductor_stores_it(name: str):
+    """In its place of each result, by one kernel for all of these; a reader picks where it alone reads the operands."""
+    program, shapes = PUT_TOGETHER[name]
+    ((compiled, _), (ruled, _)) = both(program, shapes, trains=False, dtype=torch.bfloat16)
+    assert moved(ruled) == pytest.approx(moved(compiled), rel=0.01)
+
+
+def recur(x: Tensor, decay: Tensor, step: Tensor) -> Tensor:
+    kept, state = torch.exp(-F.softplus(step) * decay), torch.zeros_like(x[0])
+    for place in range(8):
+        state = kept[place] * state + x[place]
+    return state
+
+
+def test_steps_that_read_other_parts_of_a_value_are_not_all_computed_anew_in_each():
+    compiled, ruled = both(recur, [(8, 64, 64), (64, 64), (8, 64, 1)], trains=False)
+    assert list(map(len, ruled)) == list(map(len, compiled))
+
+
+def test_a_value_that_is_computed_again_is_computed_where_it_is_wanted():
+    """A gated unit normalizes one half of what its activation gives, and multiplies the other."""
+
+    def gate(x: Tensor, w: Tensor, w2: Tensor) -> Tensor:
+        u, v = F.gelu(x @ w).chunk(2, -1)
+        return u * (v.contiguous() @ w2)
+
+    compiled, ruled = both(gate, [(4096, 64), (64, 256), (128, 128)], trains=False, dtype=torch.bfloat16)
+    assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.01)
 
 
 def test_channels_last_copies_filters_and_their_gradients_and_splits_the_sums_of_a_batch_norm():

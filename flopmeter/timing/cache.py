@@ -26,6 +26,10 @@ class _ByteRange(NamedTuple):
     end: int
     filled: float = 1.0  # the share of these bytes that belongs to it: less than 1 of a slice with gaps
 
+    @property
+    def nbytes(self) -> float:
+        return (self.end - self.begin) * self.filled
+
     def share_of(self, other: _ByteRange) -> float:
         """Which share of this part is in the other one of the same storage. Gaps are taken to lie alike in two parts
         that begin and end at the same bytes, and evenly elsewhere."""
@@ -112,16 +116,19 @@ def _share(passed: float, cache: int) -> float:
 
 def _reads(kernel: Kernel) -> Sequence[tuple[int, _ByteRange, int]]:
     """Storages and the parts of them that the kernel reads, with the bytes. Of a fused kernel only the sum of the bytes
-    is known."""
+    is known, which its tensors share by their sizes."""
     if len(kernel.ops) == 1:
         return _numbered(kernel.ops[0], _parts(kernel.cost.reads))
     parts: dict[int, list[_ByteRange]] = {}
+    made: set[int] = set()
     for op in kernel.ops:
         for spec in op.call.inputs:
-            if 0 not in spec.shape:
+            if 0 not in spec.shape and op.storages[spec.storage] not in made:
                 parts.setdefault(op.storages[spec.storage], []).append(_extent(spec))
-    nbytes = kernel.cost.bytes_read // max(len(parts), 1)
-    return [(storage, own[0] if len(set(own)) == 1 else _around(own), nbytes) for storage, own in parts.items()]
+        made |= {op.storages[spec.storage] for spec in op.call.outputs} - parts.keys()
+    around = {storage: own[0] if len(set(own)) == 1 else _around(own) for storage, own in parts.items()}
+    per_byte = kernel.cost.bytes_read / max(sum(part.nbytes for part in around.values()), 1)
+    return [(storage, part, round(part.nbytes * per_byte)) for storage, part in around.items()]
 
 
 def _around(parts: Sequence[_ByteRange]) -> _ByteRange:

@@ -3,9 +3,9 @@
 Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one
 kernel; matmuls, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
 or cuDNN by default). In order: layout.py says which convolutions run channels-last, graphs.py where a compiled graph
-ends, roles.py what may fuse; parts.py cuts kernels as inductor schedules them, recompute.py says what backward computes
-again, inlining.py what each reader computes for itself; dataflow.py follows who reads what, grouping.py makes the
-kernels, and traffic.py counts their bytes.
+ends, roles.py what may fuse; parts.py and upcasts.py cut kernels as inductor schedules them, recompute.py says what
+backward computes again, inlining.py what each reader computes for itself; dataflow.py follows who reads what,
+grouping.py makes the kernels, and traffic.py counts their bytes.
 
 A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
 backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody
@@ -36,6 +36,7 @@ from flopmeter.launch.fusion.parts import Part, parts_of
 from flopmeter.launch.fusion.recompute import with_recomputation
 from flopmeter.launch.fusion.roles import OPAQUE
 from flopmeter.launch.fusion.traffic import Traffic
+from flopmeter.launch.fusion.upcasts import with_upcasts
 from flopmeter.records import (
     NORMALIZATION,
     RANDOM,
@@ -66,7 +67,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     if all(region(kernel.op) is None for kernel in kernels):
         return kernels  # as what follows would, in two fifths of the time of a report
     kernels = in_chosen_layout(kernels, region)
-    parts = parts_of(kernels, graphs_of(kernels, region), _places(kernels, trace))
+    parts = with_upcasts(parts_of(kernels, graphs_of(kernels, region), _places(kernels, trace)))
     parts = inlined(with_recomputation(parts, trace), trace)
     flow = flow_of(parts)
     groups = Groups(parts, flow)

@@ -13,42 +13,87 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value, flow_of
-from flopmeter.launch.fusion.parts import Part, fresh_storage
-from flopmeter.launch.fusion.roles import is_pointwise
+from flopmeter.launch.fusion.parts import PUT_TOGETHER, Part, fresh_storage, operands_of
+from flopmeter.launch.fusion.roles import OPAQUE, is_pointwise
 from flopmeter.launch.fusion.traffic import Lifetimes
 from flopmeter.records import Cost, Op, Trace
-from flopmeter.torch_names.operators import aten
 
 MOST_READS_SHARED = 4  # realize_reads_threshold in torch/_inductor/config.py
 MOST_READS = 8  # realize_acc_reads_threshold
-_STORED = aten.present("cat", "stack")  # each operand is written to its place
+MOST_PICKED = 8  # operands of `cat` among which a reader picks: max_complex_pointwise_cat_inputs
+
+
+def _is_shared(parts: list[Part], flow: Flow, place: int, touch: Touch, values: list[Value], inline: set[int]) -> bool:
+    """Whether others read the very operand, and compute with it, or would compute it again as this one would."""
+    others = {reader for value in values for reader in value.readers} - {place}
+    others = {other for other in others if any(read == touch for read, _ in flow.reads[other])}
+    return any(is_pointwise(parts[other].role) and not _puts_together(parts[other]) for other in others) or (
+        bool(others) and any(value.kernel in inline for value in values)
+    )
 
 
 def inlined(parts: list[Part], trace: Trace) -> list[Part]:
-    """The parts, with a copy of such a value before each that reads it."""
+    """The parts, with a copy of such a value before each that reads it; what is put together in memory is a part for
+    each operand."""
     flow = flow_of(parts)
     lifetimes = Lifetimes(parts, trace)
     inline, dead = _inlined(parts, flow, lifetimes), _dead(parts, flow, lifetimes, trace)
     copies, made = Copies(), []
-    for reader, part in enumerate(parts):
-        if reader in inline or reader in dead:
-            continue
+
+    def emit(reader: int, own: Part, reads: list[tuple[Touch, list[Value]]]) -> None:
+        """A part, or one for an operand of it, behind what it computes for itself."""
         share = {reader: 1.0}  # of its elements that the reader wants, which may pick some of them
+        picked: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # the same, by the bytes it lies in
         waiting, fresh = [-reader], {}
         while waiting:
             place = -heapq.heappop(waiting)
-            for touch, values in flow.reads[place]:
+            for touch, values in reads if place == reader else flow.reads[place]:
                 for value in values:
                     if value.kernel in inline:
                         if value.kernel not in share:
                             heapq.heappush(waiting, -value.kernel)
                             fresh[touch.storage] = fresh_storage()
-                        wanted = share[place] * touch.charged / touch.nbytes
-                        share[value.kernel] = max(share.get(value.kernel, 0.0), wanted)
+                        wanted, extent = share[place] * touch.charged / value.touch.nbytes, (touch.start, touch.stop)
+                        shares = picked[value.kernel]
+                        shares[extent] = max(shares.get(extent, 0.0), wanted)
+                        share[value.kernel] = min(1.0, sum(shares.values()))
         for place in sorted(share):
-            copy = copies.of(parts[place], part, fresh, share[place])
+            copy = copies.of(own if place == reader else parts[place], parts[reader], fresh, share[place])
             made.append(copy._replace(is_inlined=place != reader))
+
+    for place, part in enumerate(parts):
+        if place in inline or place in dead:
+            continue
+        operands = flow.reads[place]
+        if _puts_together(part) and _is_stored(parts, flow, place, inline):
+            if any(parts[value.kernel].role is OPAQUE for _, values in operands for value in values):
+                for operand, read in zip(operands_of(part), operands, strict=True):
+                    emit(place, operand, [read])
+            else:
+                emit(place, part._replace(role=part.role._replace(joins_consumers=False)), operands)
+        else:
+            emit(place, part, operands)
     return made
+
+
+def _puts_together(part: Part) -> bool:
+    return part.op.call.func.overloadpacket in PUT_TOGETHER and len(part.cost.reads) > 1
+
+
+def _is_stored(parts: list[Part], flow: Flow, place: int, inline: set[int]) -> bool:
+    """Whether each operand is written to its place in memory, and not picked where the result is read (`cat` in
+    torch/_inductor/lowering.py)."""
+    part, operands = parts[place], flow.reads[place]
+    if part.graph is None or len(operands) != len(part.cost.reads) or part.role is OPAQUE:
+        return False
+    makers = [[value.kernel for value in values if parts[value.kernel].graph == part.graph] for _, values in operands]
+    readers = {reader for value in flow.writes[place] for reader in value.readers}
+    is_copied = [all(maker in inline or parts[maker].role is OPAQUE for maker in own) for own in makers]
+    picks_pointwise = any(is_copied) and bool(readers) and all(is_pointwise(parts[reader].role) for reader in readers)
+    sums = any(parts[maker].role.loops is not None for own in makers for maker in own)
+    is_shared = any(_is_shared(parts, flow, place, touch, values, inline) for touch, values in operands)
+    few = len(operands) <= MOST_PICKED
+    return not (few and not is_shared and (picks_pointwise or (all(is_copied) and not sums)))
 
 
 class Copies:
@@ -120,12 +165,14 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
             writers[value.touch.storage].add(place)
 
     def makes_one_value(place: int) -> bool:
-        """Element by element, of inputs that stay as they are, and alone in its storage."""
-        part, storages = parts[place], {value.touch.storage for value in flow.writes[place]}
+        """Element by element, of inputs that stay as they are, and alone in its storage; others that nobody wants are
+        not made."""
+        part, made = parts[place], flow.writes[place]
+        storages = {each.touch.storage for each in made if each.readers or lifetimes.outlives_graph(each)}
         return (
             part.graph is not None
             and is_pointwise(part.role)
-            and part.op.call.func.overloadpacket not in _STORED
+            and not _puts_together(part)
             and len(storages) == 1
             and all(writers[storage] == {place} for storage in storages)
             and all(last_write.get((touch.storage, part.graph), -1) < place for touch, _ in flow.reads[place])
@@ -137,15 +184,20 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
         return join and bool(readers) and not any(map(lifetimes.outlives_graph, flow.writes[place]))
 
     found: set[int] = set()
-    leaves: dict[int, set[Touch]] = {}  # what a part reads from memory, those inlined into it included
+    leaves: dict[int, set[tuple[int, ...]]] = {}  # what a part reads from memory, those inlined into it included
     for place in range(len(parts)):
         readers = {reader for value in flow.writes[place] for reader in value.readers}
         if not makes_one_value(place) or not only_loops_read(place, readers):
             continue
         leaves[place] = set()
         for touch, made in flow.reads[place]:
-            inner = [value.kernel for value in made if value.kernel in found]
-            leaves[place] |= leaves[inner[0]] if inner else {touch}
-        if len(leaves[place]) <= (MOST_READS_SHARED if len(readers) > 1 else MOST_READS):
+            inner = [value for value in made if value.kernel in found]
+            if inner:  # of another part of a value, other elements are read
+                part = () if touch.nbytes == inner[0].touch.nbytes else (touch.start, touch.stop)
+                leaves[place] |= {(*leaf, *part) for leaf in leaves[inner[0].kernel]}
+            else:
+                leaves[place].add(touch)
+        is_shared = len(readers) > 1 or any(parts[reader].role.rereads for reader in readers)
+        if len(leaves[place]) <= (MOST_READS_SHARED if is_shared else MOST_READS):
             found.add(place)
     return found

@@ -17,9 +17,11 @@ import torch
 from flopmeter.costs.fused import flops_of
 from flopmeter.launch.fusion.roles import OPAQUE, Loops, Role, is_pointwise, role_of, splits_of
 from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Cost, Kernel, Op, Region, TensorSpec, VectorWork
+from flopmeter.torch_names.operators import aten
 
 MOST_SCRATCH = 16  # tensors that the kernels of one op hand to one another
 _PRIVATE = 1 + MOST_SCRATCH + 8  # statistics, scratch, and partial results
+PUT_TOGETHER = frozenset(aten.present("cat", "stack"))
 _FRESH = count(-(10**9), -1)  # numbers of storages that no trace has, below those of its calls
 
 
@@ -197,3 +199,19 @@ def _stages(op: Op, cost: Cost, role: Role, is_eager: bool) -> Iterable[tuple[Co
     silent = replace(cost, flops_by_class=((cost.op_class, 0),), transcendentals=0, work=VectorWork(()))
     for partial, result in zip(partials, results, strict=True):
         yield replace(silent, reads=(partial,), writes=tuple(result)), Role(True, True, Loops(kept, splits, True), kept)
+
+
+def operands_of(part: Part) -> Iterator[Part]:
+    """What is put together, each written to its place by a loop of its own."""
+    (result,), dim, at = part.cost.writes, part.op.call.argument("dim"), 0
+    assert result.spec is not None
+    whole = result.spec
+    is_stacked = part.op.call.func.overloadpacket in aten.present("stack")
+    for read in part.cost.reads:
+        assert read.spec is not None
+        shape = list(whole.shape)
+        shape[dim] = 1 if is_stacked else read.spec.shape[dim]
+        place = whole._replace(shape=tuple(shape), offset=whole.offset + at * whole.stride[dim])
+        at += shape[dim]
+        cost = replace(part.cost, reads=(read,), writes=(Region(place, place.nbytes),))
+        yield part._replace(cost=cost, role=part.role._replace(joins_consumers=False, elements=place.numel))

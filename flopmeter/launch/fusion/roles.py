@@ -45,6 +45,7 @@ class Role(NamedTuple):
     lists: int = 0  # how many tensors each list of a foreach op has
     repeats: bool = True  # recomputation gives the same numbers: they are not random
     scatters: bool = False  # into memory that holds something already
+    rereads: bool = False  # an operand: what it is decomposed into reads it more than once
 
     @property
     def wants_inlined(self) -> bool:
@@ -87,6 +88,11 @@ _SCATTERS = _packets("""
     index_put index_put_ _index_put_impl_ _unsafe_index_put _unsafe_masked_index_put_accumulate index_add index_add_
     index_copy index_copy_ index_fill index_fill_ scatter scatter_ scatter_add scatter_add_ scatter_reduce
     scatter_reduce_ embedding_dense_backward
+""")
+# Activations that are decomposed into several ops, which cast their input to fp32 and read that more than once.
+_ACTIVATIONS = _packets("""
+    silu silu_ gelu gelu_ hardswish hardswish_ mish mish_ elu elu_ leaky_relu leaky_relu_ selu selu_ celu celu_
+    softplus silu_backward gelu_backward hardswish_backward mish_backward
 """)
 _NOT_ATOMIC = (torch.int64, torch.bool)  # needs_fallback_due_to_atomic_add_limitations in torch/_inductor/utils.py
 
@@ -131,7 +137,7 @@ def role_of(call: Call, cost: Cost) -> Role:
     if packet in _WINDOWS:
         return Role(False, True, elements=elements)
     if cost.op_class in (ELEMENTWISE, MOVEMENT, RANDOM) or cost.access == "gather":  # a load at a computed place
-        return Role(True, True, elements=elements, repeats=cost.op_class != RANDOM)
+        return Role(True, True, None, elements, repeats=cost.op_class != RANDOM, rereads=packet in _ACTIVATIONS)
     if cost.op_class == NORMALIZATION:
         return Role(True, True, _loops_of_normalization(call, cost, elements), elements)
     if cost.op_class == REDUCTION and _reduces_nothing(call, cost, elements):
