@@ -271,9 +271,11 @@ FLASH_4 = FLASH_3._replace(
     tiles=((512, 256, 128),), causal_tiles_on={}, window_tiles=(), starts_at_window=False, score_cycles=0.0625,
     hides_softmax=True, backward_score_cycles=13 * 256 / 128**2 / ATTENTION_PIPE_SHARE,
 )  # fmt: skip
-# Few queries fill a part of one tile of 128 rows. What loads and combines is taken to be FlashAttention-3's.
+# For few queries the operands change places: 128 keys are the rows of the matrix unit, and 8 or 16 queries its columns
+# (`SwapsMmaAbForGeneration` in TensorRT-LLM's fmhaKernels.h). So few columns wait for shared memory: the 4 KiB of 128
+# keys take 32 cycles, as 64 columns would. What loads and combines is taken to be FlashAttention-3's.
 FLASH_4_SPLIT = FLASH_4._replace(
-    tiles=((512, 128, 128),), overlap_exponent=2.0, read_share=FLASH_3_SPLIT.read_share,
+    tiles=((512, 64, 128),), overlap_exponent=2.0, read_share=FLASH_3_SPLIT.read_share,
     combines_at_a_time=FLASH_3_SPLIT.combines_at_a_time,
 )  # fmt: skip
 # Blackwell Ultra (10.3) computes exp twice as fast (NVIDIA, "Making Softmax More Efficient with NVIDIA Blackwell
