@@ -71,9 +71,11 @@ FULL_TILE_SIDE = 128
 MATMUL_CACHE_BYTES_PER_CYCLE = 8
 
 # Split-K: into how many slices K may be split when a matmul has too few tiles to fill the device (not for batched
-# matmuls, for which cuBLAS has no such kernels), the least depth of a slice, bytes of a partial sum (fp32), and the
-# clock cycles of the kernel that adds them: 2,900 on A100, 3,600 on L40S, 5,200 on H100 and H200 [aiconfigurator].
+# matmuls, for which cuBLAS has no such kernels), how many waves of slices suffice, the least depth of a slice, bytes of
+# a partial sum (fp32), and the clock cycles of the kernel that adds them: 2,900 on A100, 3,600 on L40S, 5,200 on H100
+# and H200 [aiconfigurator].
 SPLIT_K = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_WAVES_SPLIT = 4
 LEAST_SLICE_DEPTH = 64
 PARTIAL_SUM_BYTES = 4
 SPLIT_K_CYCLES = 4500

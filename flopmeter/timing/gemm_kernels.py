@@ -33,18 +33,20 @@ class GemmKernels(NamedTuple):
     only_tiles: bool = True  # False: there are kernels without tiles too, which matrix units lack
 
 
-_CUBLAS_TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64))
+_POWERS_OF_TWO = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64))
 # Hopper's and Blackwell's multiply 64 or 128 rows with any multiple of 16 columns up to 256 (PTX ISA, `wgmma`, where 8
 # will do, and `tcgen05.mma`), and cuBLAS has kernels for many (`nvjet_hsh_192x192_64x3`, `nvjet_hsh_256x128_64x4`;
 # NVIDIA/Fuser#3137, #3279). The sums of the largest fill the registers of two warpgroups.
 _TILES_BY_16 = tuple(
-    sorted({
-        tile
-        for rows in range(64, 257, 64)
-        for columns in range(64, 257, 16)
-        for tile in ((rows, columns), (columns, rows))
-        if rows * columns <= 128 * 256
-    })
+    sorted(
+        {
+            tile
+            for rows in range(64, 257, 64)
+            for columns in range(64, 257, 16)
+            for tile in ((rows, columns), (columns, rows))
+            if rows * columns <= 128 * 256
+        }
+    )
 )
 
 # Of vector units. Set on [NeuSight], where .2 to .3 for tiles and 1.5 to 3 for the overlap are equally good. Latency
@@ -63,7 +65,7 @@ SIMT = GemmKernels(
 )
 # `mma` instructions from Ampere on: `cp.async` loads the next tiles during the multiply-adds.
 MMA = GemmKernels(
-    tiles=_CUBLAS_TILES,
+    tiles=_POWERS_OF_TWO,
     tile_exponent=0.2,
     overlap_exponent=2.7,
     reaches_peak=True,
@@ -132,11 +134,14 @@ def as_found_by(kernel_name: str, hardware: Hardware) -> Hardware:
 
 
 def gemm_kernels(
-    hardware: Hardware, peak: Peak, *, convolves: bool = False, unpacks_weights: bool = False
+    hardware: Hardware, peak: Peak, *, convolves: bool = False, unpacks_weights: bool = False, groups: bool = False
 ) -> GemmKernels:
-    """The family that the device's library has for this unit. One without a compute capability counts as Ampere."""
-    if unpacks_weights and peak.unit == "matrix":
-        family = gemm_kernels(hardware, peak)
+    """The family that the device's library has for this unit. One without a compute capability counts as Ampere.
+    Kernels for groups or for weights of few bits are not cuBLAS's: their tiles are powers of two everywhere."""
+    if (unpacks_weights or groups) and peak.unit == "matrix":
+        family = gemm_kernels(hardware, peak)._replace(tiles=_POWERS_OF_TWO)
+        if not unpacks_weights:
+            return family
         return family._replace(tiles=_FEW_ROWS + family.tiles, least_batched_side=min(_FEW_ROWS)[0])
     if peak.unit != "matrix":
         return SIMT
