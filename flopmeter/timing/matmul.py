@@ -6,8 +6,8 @@ A library chooses among tile shapes and numbers of slices; the functions here tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from math import ceil, prod
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil, inf, prod
 from typing import NamedTuple
 
 from flopmeter.records import Matmul
@@ -117,12 +117,14 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     return _with_power(fastest(ways), shape.macs, rates)
 
 
-def _fitting(tiles: list[tuple[int, int, float]], m: int, n: int) -> Iterable[tuple[int, int, float]]:
-    """Of the tiles that cover the output in as many rows and columns of tiles, the smallest: it has least padding."""
-    found: dict[tuple[int, int], tuple[int, int, float]] = {}
+def _fitting(tiles: list[tuple[int, int, float]], m: int, n: int) -> Iterator[tuple[int, int, float]]:
+    """Without tiles that cover the output in no fewer than a smaller one, which can only be slower."""
+    least = inf
     for tile in tiles:
-        found.setdefault((ceil(m / tile[0]), ceil(n / tile[1])), tile)
-    return found.values()
+        count = ceil(m / tile[0]) * ceil(n / tile[1])
+        if count < least:
+            least = count
+            yield tile
 
 
 def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> Busy:
