@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from validate_kernels import LEAST_SECONDS, Program, kernel_row
+from validate_kernels import LEAST_SECONDS, Program, kernel_rows
 from validation_rows import Line, Row
 
-from flopmeter import register_cost
+from flopmeter import load_hardware, register_cost
 from flopmeter.costs import make_cost
 from flopmeter.records import ELEMENTWISE, Call, Cost
 
 LAYERS = 6  # that the benchmark replays in turn
+BY_DATASHEET = "GEMM, bf16, the GPU left out"
 
 
 @torch.library.custom_op("validate::quantise", mutates_args=())
@@ -34,14 +36,21 @@ def _quantise_cost(call: Call) -> Cost:
 
 def gemms(lines: list[Line]) -> dict[str, list[Row]]:
     """[m, k] @ [k, n], the weight as [n, k]. Of fp8 the scales are known beforehand (`fp8_static`), or the activations
-    are quantised by a kernel of their own (`fp8`)."""
-    rows: dict[str, list[Row]] = {"GEMM, bf16": [], "GEMM, fp8": []}
+    are quantised by a kernel of their own (`fp8`). In bf16 also as if nobody had measured anything on the device, which
+    is then priced by its datasheet and the laws of power and memory."""
+    rows: dict[str, list[Row]] = {"GEMM, bf16": [], BY_DATASHEET: [], "GEMM, fp8": []}
     for line in lines:
         if float(line["ms"]) * 1e-3 >= LEAST_SECONDS:
             m, n, k = (int(line[size]) for size in "mnk")
             layers = [_layer(m, n, k, line["kind"]) for _ in range(LAYERS)]
-            row = kernel_row(line["kind"], line, layers[0], (m, n, k), before=_in_turn(layers))
-            rows[f"GEMM, {line['dtype']}"].append(row)
+            device, tables = load_hardware(line["gpu"]), [f"GEMM, {line['dtype']}"]
+            devices = [device]
+            if line["dtype"] == "bf16":
+                tables.append(BY_DATASHEET)
+                devices.append(replace(device, achieved=None))
+            priced = kernel_rows(line["kind"], line, layers[0], (m, n, k), devices, before=_in_turn(layers))
+            for table, row in zip(tables, priced, strict=True):
+                rows[table].append(row)
     return rows
 
 

@@ -7,7 +7,7 @@ own. Rows of less than 2 µs are left out, since they measure the timer.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from zlib import crc32
@@ -89,17 +89,34 @@ def kernel_row(
 ) -> Row:
     """A row whose kernels were measured without the host: replayed by a graph, or long after their launch. `before` ran
     just before, so that its results are in the cache; `as_run`: what a server runs in place of these kernels."""
-    device, measured = load_hardware(line["gpu"]), float(line["ms"]) * 1e-3
-    with torch.inference_mode(), FlopMeter(device) as meter:
+    device = load_hardware(line["gpu"])
+    return next(kernel_rows(group, line, run, shape, [device], mode, before, as_run))
+
+
+def kernel_rows(
+    group: str,
+    line: Line,
+    run: Program,
+    shape: tuple[object, ...],
+    devices: Sequence[Hardware],
+    mode: Mode = "eager-cudagraph",
+    before: Program | None = None,
+    as_run: Callable[[list[Kernel], Hardware], list[Kernel]] | None = None,
+) -> Iterator[Row]:
+    """The same kernels, those of the first of the devices, predicted for each."""
+    measured = float(line["ms"]) * 1e-3
+    with torch.inference_mode(), FlopMeter(devices[0]) as meter:
         if before is not None:
             before()
         first = len(kernels_of(meter.trace))
         run()
     traced = kernels_of(meter.trace, strict=True)
-    traced = as_run(traced, device) if as_run else traced
-    seconds, low, high = replayed(launches(traced, meter.trace, MODES[mode]), device, meter.trace.switches, first)
-    roofline = roofline_of((kernel.cost for kernel in traced[first:]), meter.trace.switches, device)
-    return Row(group, line["gpu"], measured, seconds, low, high, roofline, held_out=is_held_out(*shape))
+    traced = as_run(traced, devices[0]) if as_run else traced
+    run_of, switches = launches(traced, meter.trace, MODES[mode]), meter.trace.switches
+    for device in devices:
+        seconds, low, high = replayed(run_of, device, switches, first)
+        roofline = roofline_of((kernel.cost for kernel in traced[first:]), switches, device)
+        yield Row(group, line["gpu"], measured, seconds, low, high, roofline, held_out=is_held_out(*shape))
 
 
 def replayed(run: Launches, device: Hardware, switches: Switches, first: int) -> tuple[float, float, float]:

@@ -41,6 +41,16 @@ def test_a_geforce_that_halves_its_rate_is_not_held_back(name):
     assert peak.achieved == pytest.approx(HALVED[name], rel=0.10)
 
 
+def test_dies_of_one_generation_take_the_same_energy_for_a_flop():
+    """An RTX 5080 (GB203) has the multiprocessors of a 5090 (GB202), and not those of a B200 (GB100)."""
+    large = by_law(load_hardware("rtx-5090"))
+    small = large.replace(architecture="Blackwell GB203")
+    assert small.contraction_peak("bf16") == large.contraction_peak("bf16")
+    assert large.contraction_peak("bf16").picojoules_per_flop > (
+        by_law(load_hardware("b200-sxm-180gb")).contraction_peak("bf16").picojoules_per_flop
+    )
+
+
 def test_the_clock_is_where_power_meets_the_limit():
     """At half of the clock the voltage is three quarters: arithmetic draws 1/2 x 9/16 of what it draws at boost."""
     assert power.squared_voltage(0.5) == 9 / 16

@@ -443,6 +443,18 @@ def test_on_data_centre_blackwell_the_softmax_runs_beside_the_matmuls():
     assert narrow < 0.5 * 8192 * 148 * 1965e6
 
 
+@pytest.mark.parametrize("heads", [8, 32, 64])
+def test_few_queries_decode_as_near_to_the_bandwidth_on_blackwell_as_on_hopper(heads):
+    """A multiprocessor of a B200 gets 27 bytes in a cycle, one of an H200 18: 19 cycles a key of 128 elements, and its
+    value. In 8 cycles its shared memory delivers both to the matrix unit, in 1 it computes the exp of 16 queries."""
+    shares = []
+    for name in ("h200-sxm-141gb", "b200-sxm-180gb"):
+        device = load_hardware(name)
+        cache = 2 * 2 * 64 * 8192 * 8 * 128
+        shares.append(cache / cudnn(device, 64, 1, heads, 128, key_heads=8, keys=8192) / device.bandwidth_bytes_per_s)
+    assert shares[1] == pytest.approx(shares[0], rel=0.05)
+
+
 def test_blackwell_ultra_passes_the_bound_that_exp_sets_on_blackwell():
     """At head dimension 64 a score takes 256 FLOP and one exp. 16 of them in a cycle allow 4,096 FLOP; Ultra has 32."""
     b300, length = load_hardware("b300-sxm-288gb"), 32768

@@ -57,9 +57,9 @@ def seconds(programs, hardware) -> list[float]:
 
 
 @pytest.mark.parametrize(("gpu", "shape", "microseconds"), CASES)
-def test_a_gemm_takes_what_was_measured_to_a_fifth(gpu, shape, microseconds):
+def test_a_gemm_takes_what_was_measured_to_a_quarter(gpu, shape, microseconds):
     six = layers(*shape, count=6)
-    assert seconds([*six, *six], gpu)[-1] == pytest.approx(microseconds * 1e-6, rel=0.2)
+    assert seconds([*six, *six], gpu)[-1] == pytest.approx(microseconds * 1e-6, rel=0.25)
 
 
 def test_those_gemms_are_a_tenth_off_on_average():
@@ -194,9 +194,40 @@ def test_filters_over_an_image_run_at_the_rates_of_the_matrix_units_on_both_gefo
     assert ada / blackwell == pytest.approx(209.5 / 165.2, rel=0.1)
 
 
-@pytest.mark.parametrize("family", [SIMT, CONVOLUTIONS, SYNCHRONOUS_MMA, MMA, HALF_RATE_MMA, WARP_SPECIALIZED])
+@pytest.mark.parametrize("family", [SIMT, CONVOLUTIONS, SYNCHRONOUS_MMA, MMA, HALF_RATE_MMA])
 def test_a_tile_has_sides_of_powers_of_two_and_may_lie_across(family):
     """A warp computes a power of two of rows and columns, a block has 1, 2, 4 or 8 warps each way; to exchange the
     operands exchanges the sides."""
     assert all(side.bit_count() == 1 for tile in family.tiles for side in tile)
     assert {(columns, rows) for rows, columns in family.tiles} == set(family.tiles)
+
+
+def test_a_tile_of_hopper_is_64_rows_times_a_multiple_of_16_columns_and_its_sums_fill_the_registers_of_two_warpgroups():
+    """PTX ISA, `wgmma.mma_async`: m64nNk16. 256 threads keep 128 sums in fp32 each."""
+    for tile in WARP_SPECIALIZED.tiles:
+        assert any(side % 64 == 0 for side in tile)
+        assert all(side % 16 == 0 for side in tile)
+        assert tile[0] * tile[1] <= 256 * 128
+    assert {(columns, rows) for rows, columns in WARP_SPECIALIZED.tiles} == set(WARP_SPECIALIZED.tiles)
+    assert {(192, 160), (64, 80), (256, 128)} <= set(WARP_SPECIALIZED.tiles)
+
+
+def test_rows_that_fill_five_tiles_of_64_take_no_longer_than_those_of_an_h100_that_reads_the_weights():
+    """288 rows, 28672 outputs, 8192 inputs: the peak takes 137 µs, the weights at 2.85 TB/s 165 (aiconfigurator's rows
+    of 257 to 300 tokens read at .74 of the bandwidth). Three tiles of 128 rows would take 182 of the peak alone."""
+    (took,) = seconds([partial(torch.mm, *_operands(288, 28672, 8192))], "h100-sxm5-80gb")
+    assert 165e-6 < took < 230e-6
+
+
+def _operands(m: int, n: int, k: int):
+    x, weight = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
+    return x, weight.t()
+
+
+def test_a_row_more_takes_no_power_for_the_tile_that_it_opens():
+    """4,097 rows need the energy of 4,097: a large product is bound by power and not by its waves of tiles, of which
+    that row adds 32 to 1,024."""
+    more, less = (
+        seconds([partial(torch.mm, *_operands(rows, 8192, 8192))], "h100-sxm5-80gb")[0] for rows in (4097, 4096)
+    )
+    assert more / less == pytest.approx(1.0, abs=0.005)

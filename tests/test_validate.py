@@ -22,6 +22,7 @@ import leave_one_out  # noqa: E402
 import llm_foundry  # noqa: E402
 import measured_programs  # noqa: E402
 import validate  # noqa: E402
+import validate_gemm  # noqa: E402
 import validate_runs  # noqa: E402
 import validate_timm  # noqa: E402
 import validate_traces  # noqa: E402
@@ -257,3 +258,13 @@ def test_collectives_are_priced_as_a_program_of_many_ranks_calls_them(tmp_path):
     assert results["NCCL, by GPU"]["h100-sxm5-80gb"] < 10
     line = next(line for line in done.stdout.splitlines() if line.startswith("h100"))
     assert line.split()[1] == "4"  # rows
+
+
+def test_a_product_is_also_priced_as_if_nobody_had_measured_the_gpu():
+    """A product of 7 TFLOP on an L40S takes 36 ms at the .54 of the peak that its profile says; by the law of power the
+    card reaches more, and nothing can be faster than its peak."""
+    line = {"gpu": "l40s", "dtype": "bf16", "kind": "bfloat16", "m": "16384", "n": "16384", "k": "13056", "ms": "36"}
+    tables = validate_gemm.gemms([line])
+    (as_measured,), (left_out,) = tables["GEMM, bf16"], tables[validate_gemm.BY_DATASHEET]
+    assert as_measured.predicted == pytest.approx(0.036, rel=0.05)
+    assert left_out.roofline < left_out.predicted < 0.95 * as_measured.predicted

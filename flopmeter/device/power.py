@@ -49,7 +49,7 @@ MATRIX_PICOJOULES = {
     "Ada": 1.33,
     "Hopper": 0.85,
     "Blackwell": 0.60,
-    "Blackwell GB202": 1.30,
+    "Blackwell GB20": 1.30,  # GB202 to GB207, of GDDR7; set on GB202
     "CDNA1": 2.1,
     "CDNA2": 2.1,
     "CDNA3": 1.7,

@@ -71,9 +71,11 @@ FULL_TILE_SIDE = 128
 MATMUL_CACHE_BYTES_PER_CYCLE = 8
 
 # Split-K: into how many slices K may be split when a matmul has too few tiles to fill the device (not for batched
-# matmuls, for which cuBLAS has no such kernels), the least depth of a slice, bytes of a partial sum (fp32), and the
-# clock cycles of the kernel that adds them: 2,900 on A100, 3,600 on L40S, 5,200 on H100 and H200 [aiconfigurator].
+# matmuls, for which cuBLAS has no such kernels), how many waves of slices suffice, the least depth of a slice, bytes of
+# a partial sum (fp32), and the clock cycles of the kernel that adds them: 2,900 on A100, 3,600 on L40S, 5,200 on H100
+# and H200 [aiconfigurator].
 SPLIT_K = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_WAVES_SPLIT = 4
 LEAST_SLICE_DEPTH = 64
 PARTIAL_SUM_BYTES = 4
 SPLIT_K_CYCLES = 4500
@@ -271,9 +273,11 @@ FLASH_4 = FLASH_3._replace(
     tiles=((512, 256, 128),), causal_tiles_on={}, window_tiles=(), starts_at_window=False, score_cycles=0.0625,
     hides_softmax=True, backward_score_cycles=13 * 256 / 128**2 / ATTENTION_PIPE_SHARE,
 )  # fmt: skip
-# Few queries fill a part of one tile of 128 rows. What loads and combines is taken to be FlashAttention-3's.
+# For few queries the operands change places: 128 keys are the rows of the matrix unit, and 8 or 16 queries its columns
+# (`SwapsMmaAbForGeneration` in TensorRT-LLM's fmhaKernels.h). So few columns wait for shared memory: the 4 KiB of 128
+# keys take 32 cycles, as 64 columns would. What loads and combines is taken to be FlashAttention-3's.
 FLASH_4_SPLIT = FLASH_4._replace(
-    tiles=((512, 128, 128),), overlap_exponent=2.0, read_share=FLASH_3_SPLIT.read_share,
+    tiles=((512, 64, 128),), overlap_exponent=2.0, read_share=FLASH_3_SPLIT.read_share,
     combines_at_a_time=FLASH_3_SPLIT.combines_at_a_time,
 )  # fmt: skip
 # Blackwell Ultra (10.3) computes exp twice as fast (NVIDIA, "Making Softmax More Efficient with NVIDIA Blackwell

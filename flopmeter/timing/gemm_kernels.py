@@ -33,7 +33,21 @@ class GemmKernels(NamedTuple):
     only_tiles: bool = True  # False: there are kernels without tiles too, which matrix units lack
 
 
-_CUBLAS_TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64))
+_POWERS_OF_TWO = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64))
+# Hopper's and Blackwell's multiply 64 or 128 rows with any multiple of 16 columns up to 256 (PTX ISA, `wgmma`, where 8
+# will do, and `tcgen05.mma`), and cuBLAS has kernels for many (`nvjet_hsh_192x192_64x3`, `nvjet_hsh_256x128_64x4`;
+# NVIDIA/Fuser#3137, #3279). The sums of the largest fill the registers of two warpgroups.
+_TILES_BY_16 = tuple(
+    sorted(
+        {
+            tile
+            for rows in range(64, 257, 64)
+            for columns in range(64, 257, 16)
+            for tile in ((rows, columns), (columns, rows))
+            if rows * columns <= 128 * 256
+        }
+    )
+)
 
 # Of vector units. Set on [NeuSight], where .2 to .3 for tiles and 1.5 to 3 for the overlap are equally good. Latency
 # was not measured: rows of less than 100 µs there measure the host.
@@ -51,7 +65,7 @@ SIMT = GemmKernels(
 )
 # `mma` instructions from Ampere on: `cp.async` loads the next tiles during the multiply-adds.
 MMA = GemmKernels(
-    tiles=_CUBLAS_TILES,
+    tiles=_POWERS_OF_TWO,
     tile_exponent=0.2,
     overlap_exponent=2.7,
     reaches_peak=True,
@@ -64,8 +78,10 @@ MMA = GemmKernels(
 # Volta and Turing: a thread loads to registers, in turns with the multiply-adds, which wait for it.
 SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0, reaches_peak=False)
 # Hopper's `wgmma` and Blackwell's `tcgen05`: persistent thread blocks, of which some warps load, some multiply and some
-# store (CUTLASS, "Efficient GEMM in CUDA", warp specialization).
-WARP_SPECIALIZED = MMA._replace(tile_exponent=0.1, depth_step_bytes=128, memory_share=1.0, stores_each_tile=False)
+# store (CUTLASS, "Efficient GEMM in CUDA", warp specialization). Exponents of .10 to .16 are alike.
+WARP_SPECIALIZED = MMA._replace(
+    tiles=_TILES_BY_16, tile_exponent=0.13, depth_step_bytes=128, memory_share=1.0, stores_each_tile=False
+)
 # GeForce adds in fp32 at half rate: one thread block keeps the matrix units of an SM busy while another one stores.
 HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # cuDNN's implicit GEMMs on matrix units: narrow tiles for few filters, and several thread blocks on an SM, of which one
@@ -118,11 +134,14 @@ def as_found_by(kernel_name: str, hardware: Hardware) -> Hardware:
 
 
 def gemm_kernels(
-    hardware: Hardware, peak: Peak, *, convolves: bool = False, unpacks_weights: bool = False
+    hardware: Hardware, peak: Peak, *, convolves: bool = False, unpacks_weights: bool = False, groups: bool = False
 ) -> GemmKernels:
-    """The family that the device's library has for this unit. One without a compute capability counts as Ampere."""
-    if unpacks_weights and peak.unit == "matrix":
-        family = gemm_kernels(hardware, peak)
+    """The family that the device's library has for this unit. One without a compute capability counts as Ampere.
+    Kernels for groups or for weights of few bits are not cuBLAS's: their tiles are powers of two everywhere."""
+    if (unpacks_weights or groups) and peak.unit == "matrix":
+        family = gemm_kernels(hardware, peak)._replace(tiles=_POWERS_OF_TWO)
+        if not unpacks_weights:
+            return family
         return family._replace(tiles=_FEW_ROWS + family.tiles, least_batched_side=min(_FEW_ROWS)[0])
     if peak.unit != "matrix":
         return SIMT

@@ -93,8 +93,13 @@ def _unit(dtype: str, peak: Peak) -> str:
 
 def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cached_bytes: float) -> tuple[Busy, str]:
     """The time of a kernel's matmuls, and the kind of kernel that runs them."""
-    unpacks_weights = isinstance(work, MatmulWork | GroupedMatmulWork) and work.unpacks_weights
-    library = gemm_kernels(hardware, peak, convolves=isinstance(work, ConvolutionWork), unpacks_weights=unpacks_weights)
+    library = gemm_kernels(
+        hardware,
+        peak,
+        convolves=isinstance(work, ConvolutionWork),
+        unpacks_weights=isinstance(work, MatmulWork | GroupedMatmulWork) and work.unpacks_weights,
+        groups=isinstance(work, GroupedMatmulWork),
+    )
     if isinstance(work, FormulaWork):  # timed like a matmul that fills the device
         compute = 2 * work.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s

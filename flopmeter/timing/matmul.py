@@ -6,8 +6,8 @@ A library chooses among tile shapes and numbers of slices; the functions here tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from math import ceil
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil, inf, prod
 from typing import NamedTuple
 
 from flopmeter.records import Matmul
@@ -72,11 +72,12 @@ class Busy(NamedTuple):
 
 @functools.cache
 def _tiles(kernels: GemmKernels, least_side: int) -> list[tuple[int, int, float]]:
-    """The family's tiles with sides of at least `least_side`, each with its share of the largest one's rate."""
+    """The family's tiles with sides of at least `least_side`, small ones first, each with its share of the rate that
+    the largest one has."""
     largest = max(rows * columns for rows, columns in kernels.tiles)
     return [
         (rows, columns, (rows * columns / largest) ** kernels.tile_exponent)
-        for rows, columns in kernels.tiles
+        for rows, columns in sorted(kernels.tiles, key=prod)
         if min(rows, columns) >= least_side
     ]
 
@@ -103,16 +104,27 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
         return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
     least_side, splits = (rates.kernels.least_batched_side, (1,)) if batch > 1 else (0, constants.SPLIT_K)
     ways = []
-    for rows, columns, share in _tiles(rates.kernels, least_side):
+    for rows, columns, share in _fitting(_tiles(rates.kernels, least_side), m, n):
         tiles = batch * ceil(m / rows) * ceil(n / columns)
         stored = moved.written_bytes * min(rows, m) * min(columns, n) / (batch * m * n)
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
             way = _in_waves(tiles * slices, _Tile(rows * columns, share, stored), depth, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
-            if k <= slices * constants.LEAST_SLICE_DEPTH:
-                break  # more slices would not be shallower
-    return fastest(ways)
+            is_enough = tiles * slices >= constants.MOST_WAVES_SPLIT * rates.sm_count
+            if is_enough or k <= slices * constants.LEAST_SLICE_DEPTH:
+                break  # more slices would find no idle SM, or not be shallower
+    return _with_power(fastest(ways), shape.macs, rates)
+
+
+def _fitting(tiles: list[tuple[int, int, float]], m: int, n: int) -> Iterator[tuple[int, int, float]]:
+    """Without tiles that cover the output in no fewer than a smaller one, which can only be slower."""
+    least = inf
+    for tile in tiles:
+        count = ceil(m / tile[0]) * ceil(n / tile[1])
+        if count < least:
+            least = count
+            yield tile
 
 
 def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> Busy:
@@ -127,7 +139,7 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
         depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / tiles
         tile = _Tile(rows * columns, share, moved.written_bytes / tiles)
         ways.append(_in_waves(tiles, tile, depth, moved, rates))
-    return fastest(ways)
+    return _with_power(fastest(ways), sum(shape.macs for shape in shapes), rates)
 
 
 def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates: Rates) -> Busy:
@@ -151,7 +163,7 @@ class _Tile(NamedTuple):
 
 def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
     """One tile on each SM at a time. A tile at the edge takes as long as a full one, and SMs without a tile in the last
-    wave wait; but only SMs that compute need power."""
+    wave wait."""
     kernels = rates.kernels
     step = kernels.depth_step_bytes / moved.item_bytes
     tile_flops = 2 * tile.elements * ceil(depth / step) * step
@@ -160,10 +172,15 @@ def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: 
     store = tile.stored_bytes * rates.sm_count / rates.cache_bytes_per_s
     compute = waves * (main_loop + kernels.wave_cycles / rates.clock_hz)
     compute += store * (waves if kernels.stores_each_tile else 1)
-    with_power = tiles * tile_flops / rates.flop_per_s
     memory = moved.memory_bytes / rates.bytes_per_s
-    work = max(overlap(compute, memory, kernels.overlap_exponent), with_power)
-    return Busy(max(compute, with_power), memory, work, kernels.latency_cycles / rates.clock_hz)
+    work = overlap(compute, memory, kernels.overlap_exponent)
+    return Busy(compute, memory, work, kernels.latency_cycles / rates.clock_hz)
+
+
+def _with_power(way: Busy, macs: int, rates: Rates) -> Busy:
+    """No faster than the power limit allows. Padding takes time, but hardly any power: it multiplies zeros."""
+    least = 2 * macs / rates.flop_per_s
+    return way._replace(compute_seconds=max(way.compute_seconds, least), work_seconds=max(way.work_seconds, least))
 
 
 def _adding_slices(way: Busy, partial_sums: int, rates: Rates) -> Busy:

@@ -262,7 +262,7 @@ class _PartsOfReport:
             kind = "weights" if is_backward and self._makes_gradients(kernel.op) else kind
             if timing.stream != DEFAULT_STREAM:
                 continue
-            waited = timing.start_seconds - end
+            waited = max(0.0, timing.start_seconds - end)  # no rounding error is a wait
             communication = min(waited, timing.link_wait_seconds) + timing.seconds * timing.is_collective - hidden
             overhead = waited - min(waited, timing.link_wait_seconds)
             work = 0.0 if timing.is_collective else timing.work_seconds
