@@ -79,6 +79,7 @@ def _beside(path: Path, count: int) -> Iterator[tuple[str, list[Row]]]:
                     trains=line["mode"] == "train",
                     has_fast_norms=False,
                     merges_branches=line.get("reparam") == "1",
+                    params_m=line["params_m"],
                 )
                 rows += [] if meter is None else [_row(line, meter, profile, "eager")]
         if rows:
@@ -140,9 +141,11 @@ def trace(
     trains: bool = False,
     has_fast_norms: bool = True,
     merges_branches: bool = False,
+    params_m: str = "",
 ) -> FlopMeter | None:
     """The metered forward pass or training step; None for a model that does not run on meta. `merges_branches`: into
-    one convolution, as for inference (benchmark.py --reparam), which computes with the weights."""
+    one convolution, as for inference (benchmark.py --reparam), which computes with the weights. `params_m`: millions of
+    parameters of the model that was measured. Some names mean another model in newer releases of timm."""
     declare_torchvision_ops()
     timm = import_module("timm")
     timm.layers.set_fast_norm(has_fast_norms)
@@ -151,6 +154,9 @@ def trace(
     try:
         with torch.device("cpu" if merges_branches else "meta"):
             model = timm.create_model(model_name)
+        has_m = sum(weights.numel() for weights in model.parameters()) / 1e6
+        if params_m and not 2 / 3 < has_m / float(params_m) < 1.5:
+            raise ValueError(f"timm builds {has_m:.0f} million parameters, measured were {params_m}")
         if merges_branches:
             model = import_module("timm.utils.model").reparameterize_model(model).to("meta")
         model = model.train(trains).to(memory_format=order)
