@@ -6,10 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -73,3 +76,44 @@ def test_async_tensor_parallelism_of_a_graph_counts_every_product_and_says_that_
         pipelined = steady_step()
     assert (pipelined.macs, pipelined.bytes_read) == (step.macs, step.bytes_read)
     assert [note for note in pipelined.notes if note.startswith("_micro_pipeline_tp:")]
+
+
+BLOCKS = 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.gate = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def test_torchtitans_pattern_has_the_products_and_the_collectives_counted_by_hand():
+    """Each block is checkpointed and compiled, FSDP2 around each and around all. Recomputed are the products that
+    backward needs, which the last of a block is not."""
+    with flopmeter.cuda("h100-sxm5-80gb", gpus=8, steps=3) as device:
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, WIDTH, bias=False))
+        for place in range(BLOCKS):
+            checkpointed = checkpoint_wrapper(model[place], preserve_rng_state=False)
+            model[place] = fully_shard(torch.compile(checkpointed, fullgraph=True))
+        fully_shard(model).to_empty(device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        while True:
+            model(torch.randn(ROWS, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    step = device.report().step
+    product, head = ROWS * WIDTH * 4 * WIDTH, ROWS * WIDTH * WIDTH
+    of_block = 3 + 2 * 3 + 2  # forward, backward, recomputed
+    assert step.macs == BLOCKS * of_block * product + 3 * head
+    kinds = [kernel.cost.collective.kind for kernel in step.kernels if kernel.cost.collective]
+    assert kinds.count("all_gather") == 2 * BLOCKS + 1
+    assert kinds.count("reduce_scatter") == BLOCKS + 1
+    assert not [note for note in step.notes if note.startswith("not compiled")]
