@@ -123,6 +123,12 @@ def test_an_expanded_operand_is_computed_on_in_full_and_read_once(rows, width, c
     assert cost.bytes_written == 4 * copies * rows * width
 
 
+@pytest.mark.parametrize("name", OF_A_BATCH)
+def test_rows_that_repeat_are_computed_on_as_often(name):
+    repeated = meta(1, 9).expand(5, 9)
+    assert flops(lambda: OF_A_BATCH[name](repeated)) == flops(lambda: OF_A_BATCH[name](meta(5, 9)))
+
+
 @given(rows=size, width=size)
 @settings(deadline=None)
 def test_in_place_is_read_once_and_written_once(rows, width):

@@ -689,6 +689,19 @@ def test_the_last_byte_of_the_capacity_can_be_had_once_free_memory_is_given_back
     assert allocator.reserved_bytes == 20 * MIB
 
 
+def test_the_end_of_an_expandable_segment_is_kept_for_what_fits_nowhere_else(monkeypatch):
+    """get_free_block of c10/cuda/CUDACachingAllocator.cpp: it counts as large as it can become. Pages are of 20 MiB."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    allocator = CachingAllocator()
+    first, _, last = (allocator.allocate(size * MIB) for size in (40, 5, 30))
+    assert allocator.reserved_bytes == 80 * MIB
+    allocator.free(first)
+    allocator.free(last)
+    allocator.allocate(25 * MIB)  # into the first 40, though the last 35 fit better
+    allocator.allocate(60 * MIB)  # from 45 to 105
+    assert allocator.reserved_bytes == 120 * MIB
+
+
 def test_a_segment_that_is_partly_in_use_is_kept_and_serves_on():
     allocator = CachingAllocator(capacity=40 * MIB)
     allocator.allocate(5 * MIB)
