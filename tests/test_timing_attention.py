@@ -368,6 +368,13 @@ def test_one_query_under_a_narrow_window_takes_a_whole_tile_of_flash_3(
     assert predicted == pytest.approx(measured, rel=0.2)
 
 
+def test_a_window_that_holds_all_keys_is_none_to_flash_3():
+    """flash_api.cpp of FlashAttention-3: `window_size_left >= seqlen_k - 1` is -1."""
+    device = load_hardware("h100-sxm5-80gb")
+    plain, whole, short = (paged(device, 512, 4, 4, 512, 64, left=left) for left in (-1, 511, 510))
+    assert whole == plain != short
+
+
 def test_rows_of_a_tile_without_a_query_take_time_but_no_power():
     """Two blocks of 128 rows for 130 queries as for 256; an L40S cannot keep its clock while all of them multiply."""
     keys = meta(8, 16, 8192, 128)
