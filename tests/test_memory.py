@@ -700,6 +700,8 @@ def test_the_end_of_an_expandable_segment_is_kept_for_what_fits_nowhere_else(mon
     allocator.allocate(25 * MIB)  # into the first 40, though the last 35 fit better
     allocator.allocate(60 * MIB)  # from 45 to 105
     assert allocator.reserved_bytes == 120 * MIB
+    allocator.allocate(512)  # small requests have a segment of their own, with pages of 2 MiB
+    assert allocator.reserved_bytes == 122 * MIB
 
 
 def test_a_segment_that_is_partly_in_use_is_kept_and_serves_on():

@@ -53,7 +53,7 @@ class Mailbox:
     `grows`: any other rank joins once a message of it is waited for.
     """
 
-    def __init__(self, ranks: Collection[int], *, grows: bool = False) -> None:
+    def __init__(self, ranks: Collection[int], *, grows: bool) -> None:
         self._ranks, self._grows = frozenset(ranks), grows
         self.rank = -1  # that runs
         self._sent: dict[Route, list[Any]] = {}
