@@ -168,12 +168,11 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
         """Element by element, of inputs that stay as they are, and alone in its storage; others that nobody wants are
         not made."""
         part, made = parts[place], flow.writes[place]
+        if part.graph is None or not is_pointwise(part.role) or _puts_together(part):
+            return False
         storages = {each.touch.storage for each in made if each.readers or lifetimes.outlives_graph(each)}
         return (
-            part.graph is not None
-            and is_pointwise(part.role)
-            and not _puts_together(part)
-            and len(storages) == 1
+            len(storages) == 1
             and all(writers[storage] == {place} for storage in storages)
             and all(last_write.get((touch.storage, part.graph), -1) < place for touch, _ in flow.reads[place])
         )
