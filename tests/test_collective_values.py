@@ -66,22 +66,18 @@ def into(place: Any, collective: Any) -> Any:
     return program
 
 
-def test_a_sum_of_100_on_8_ranks_is_800_and_the_report_says_what_was_assumed():
-    def program() -> float:
-        count = torch.full((1,), 100, device="meta")
-        dist.all_reduce(count)
-        return count.item()
+def sum_of_100() -> float:
+    count = torch.full((1,), 100, device="meta")
+    dist.all_reduce(count)
+    return count.item()
 
-    assert answer(program, size=8) == (800, (EQUAL,))
+
+def test_a_sum_of_100_on_8_ranks_is_800_and_the_report_says_what_was_assumed():
+    assert answer(sum_of_100, size=8) == (800, (EQUAL,))
 
 
 def test_what_the_only_other_rank_has_is_assumed_too():
-    def program() -> float:
-        count = torch.full((1,), 100, device="meta")
-        dist.all_reduce(count)
-        return count.item()
-
-    assert answer(program, size=2) == (200, (EQUAL,))
+    assert answer(sum_of_100, size=2) == (200, (EQUAL,))
 
 
 def test_a_group_of_one_rank_needs_no_assumption():

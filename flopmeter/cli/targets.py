@@ -37,7 +37,7 @@ from flopmeter.device.hardware import HardwareError
 from flopmeter.known_values import DataDependentError, on_meta
 from flopmeter.meter import EmptyProgramError
 from flopmeter.models import BUILTINS
-from flopmeter.models.hub_inputs import SOUNDS, TargetError
+from flopmeter.models.hub_inputs import SOUNDS, WRITE_A_FUNCTION, TargetError
 from flopmeter.models.hubs import huggingface, timm_model
 from flopmeter.trace.other_threads import uncounted
 
@@ -46,10 +46,7 @@ __all__ = ["Program", "Programs", "Target", "TargetError", "load_target"]
 OPTIONS = ("batch", "seq", "image_size", "dtype")
 # Than "the target raised ..." would.
 _SAY_IT_BETTER = (HardwareError, EmptyProgramError, DataDependentError, UncountedError)
-_OTHER_INPUTS = (
-    "; if it wants other inputs than its config tells, write a function that returns (model, inputs) and give "
-    "file.py:function"
-)
+_OTHER_INPUTS = f"; if it wants other inputs than its config tells, {WRITE_A_FUNCTION}"
 
 
 class Program(NamedTuple):

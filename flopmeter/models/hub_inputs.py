@@ -12,6 +12,7 @@ DEFAULT_TOKENS = 512
 SOUNDS = ("input_features", "input_values")  # a spectrogram or samples, by the names that transformers gives them
 SOUND_SECONDS = 10.0  # of a model that takes a recording of any length
 SAMPLES_PER_S = 16_000  # of speech models that do not say their rate
+WRITE_A_FUNCTION = "write a function that returns (model, inputs) and give file.py:function"
 
 
 class TargetError(ValueError):
@@ -35,8 +36,7 @@ def inputs_of(model: Any, config: Any, batch: int, seq: int | None, dtype: torch
         sound = _sound(config, name)
         if sound is None:
             raise TargetError(
-                f"{type(model).__name__} takes {name}, which flopmeter does not make up: "
-                "write a function that returns (model, inputs) and give file.py:function"
+                f"{type(model).__name__} takes {name}, which flopmeter does not make up: {WRITE_A_FUNCTION}"
             )
         inputs = {name: torch.empty(batch, *sound, dtype=dtype, device="meta")}
     if config.is_encoder_decoder and "decoder_input_ids" in parameters:
@@ -58,7 +58,7 @@ def _ids(config: Any, batch: int, seq: int | None) -> Tensor:
     if not vocabulary:
         raise TargetError(
             f"the config of {config.model_type} has no vocab_size, so that token ids cannot be made up: "
-            "write a function that returns (model, inputs) and give file.py:function"
+            f"{WRITE_A_FUNCTION}"
         )
     first = min(5, vocabulary - 1)
     return (first + torch.arange(_length(text, seq)) % max(1, min(1000, vocabulary - first))).repeat(batch, 1)

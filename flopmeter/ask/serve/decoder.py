@@ -51,7 +51,7 @@ class Decoder:
 
     @property
     def title(self) -> str:
-        return _name_of(self.model)
+        return type(self.model.language if isinstance(self.model, Headed) else self.model).__name__
 
     @property
     def parameter_bytes(self) -> int:
@@ -230,10 +230,6 @@ def _causal_classes(config: Any, is_part: bool) -> list[str] | None:
 def _built(config: Any) -> Any:
     model = model_of(config)
     return model if config.architectures else Headed(model)
-
-
-def _name_of(model: Any) -> str:
-    return type(model.language if isinstance(model, Headed) else model).__name__
 
 
 MOST_COPIED = 1.5  # all ranks together may hold this many times the model: some hold the same norms and heads
