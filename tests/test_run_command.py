@@ -148,6 +148,11 @@ def test_a_script_that_fails_shows_its_own_traceback_and_one_line(script, capsys
         assert err.split("\n")[1].endswith('train.py", line 1, in <module>')
 
 
+def test_an_error_without_a_key_is_the_scripts_own(script, capsys):
+    assert main(["run", script("raise KeyError")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("its traceback is above")
+
+
 def test_a_metric_that_evaluate_cannot_download_is_no_data_set(script, tmp_path, capsys):
     (tmp_path / "evaluate").mkdir()
     (tmp_path / "evaluate" / "__init__.py").write_text("from .loading import load\n")

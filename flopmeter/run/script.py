@@ -155,18 +155,11 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return f"{head}: {library} is built for another torch: install the two of one release, both for the CPU"
     if error is not None and "torch.utils.cpp_extension" in _modules_of(error):
         return f"{head}: it compiles kernels for CUDA, which needs its compiler and a GPU: run its path without them"
-    if isinstance(error, KeyError) and error.args[0] in OF_A_LAUNCHER:
+    if isinstance(error, KeyError) and str(error).strip("'") in OF_A_LAUNCHER:
         launched = f"torchrun --nproc-per-node 1 {'-m ' * script.is_module}{script.target}"
         return f"{head}: a launcher sets {error.args[0]}: flopmeter run ... -- {launched} ..."
-    if isinstance(error, FileNotFoundError) and "evaluate.loading" in _modules_of(error):
-        return f"{head}: evaluate downloads each metric as a script: give its folder, or run where it was loaded once"
-    if isinstance(error, FileNotFoundError) and "subprocess" in _modules_of(error):
-        return f"{head}: the script starts {error.filename}, which is not installed here: install it"
-    if isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION) or _asserts_a_file(error):
-        what = getattr(error, "filename", None) or "what it reads or downloads"
-        if error is not None and "torch.serialization" in _modules_of(error):
-            return f"{head}: {what} is not here; if it is weights, --without-weights leaves the model as it was made"
-        return f"{head}: {what} is not here; the script needs its data and weights{_made_up(error)}"
+    if error is not None and (missing := _about_what_is_missing(error)):
+        return f"{head}: {missing}"
     if isinstance(error, AttributeError) and is_absent(error.obj):
         return (
             f"{head}: {type(error.obj).__name__} is not here, and the samples of --synthetic have no {error.name!r}: "
@@ -255,13 +248,25 @@ def _is_of_flopmeter(error: BaseException) -> bool:
     return _modules_of(error)[-1:] != [] and _modules_of(error)[-1].startswith("flopmeter.")
 
 
-def _made_up(error: BaseException | None) -> str:
-    if _asserts_a_file(error):
-        return " (it looks by itself: beside --synthetic, which makes up data sets, a file of that name may do)"
-    return ", or --synthetic for data sets"
+def _about_what_is_missing(error: BaseException) -> str | None:
+    """Of a file, a program or data that the script looks for; None for other errors."""
+    if isinstance(error, FileNotFoundError) and "evaluate.loading" in _modules_of(error):
+        return "evaluate downloads each metric as a script: give its folder, or run where it was loaded once"
+    if isinstance(error, FileNotFoundError) and "subprocess" in _modules_of(error):
+        return f"the script starts {error.filename}, which is not installed here: install it"
+    asserts = _asserts_a_file(error)
+    if not (asserts or isinstance(error, OSError) or any(text in str(error) for text in OF_TORCHVISION)):
+        return None
+    what = getattr(error, "filename", None) or "what it reads or downloads"
+    if "torch.serialization" in _modules_of(error):
+        return f"{what} is not here; if it is weights, --without-weights leaves the model as it was made"
+    otherwise = ", or --synthetic for data sets"
+    if asserts:
+        otherwise = " (it looks by itself: beside --synthetic, which makes up data sets, a file of that name may do)"
+    return f"{what} is not here; the script needs its data and weights{otherwise}"
 
 
-def _asserts_a_file(error: BaseException | None) -> bool:
+def _asserts_a_file(error: BaseException) -> bool:
     """Whether it is `assert os.path.exists(path)`, or one of its kin."""
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, AssertionError) else []
     return bool(frames) and any(f"{test}(" in (frames[-1].line or "") for test in TESTS_OF_FILES)
