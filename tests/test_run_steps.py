@@ -35,6 +35,20 @@ def test_setup_first_step_and_steady_step_are_told_apart():
     assert len(report.by_part["first step"].kernels) > len(report.by_part["steady step"].kernels)  # Adam's state
 
 
+def test_inputs_of_a_step_are_the_batches_that_the_host_sends_not_the_loss_that_it_reads_or_scalars():
+    with flopmeter.cuda(A100) as device:
+        model = nn.Linear(64, 64).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            x, scale = torch.zeros(8, 64).pin_memory(), torch.tensor(2.0)
+            loss = (model(x.to(device, non_blocking=True)) * scale.to(device)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+    assert device.report().step.ran.inputs == ("float32 [8, 64]",)
+
+
 def trained_and_evaluated(evaluates_before: tuple[int, ...], evaluated: nn.Module | None = None):
     """Three steps of two products of 8 x 64 x 64; an evaluation is one of 2 x 64 x 64."""
     with flopmeter.cuda(A100, steps=3) as device:

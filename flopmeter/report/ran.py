@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import BEFORE, Trace
+from flopmeter.records import BEFORE, TensorSpec, Trace
 
 MOST_INPUTS = 6  # how many a line of text names
 
@@ -23,7 +23,7 @@ class Ran(NamedTuple):
     """What ran, on what, by which versions, and when it was priced."""
 
     program: str  # the command, or the script and its arguments
-    inputs: tuple[str, ...]  # type and shape of each tensor that is neither a weight nor made by the program
+    inputs: tuple[str, ...]  # type and shape of each tensor of data: it was there before, or the host sent it
     steps: int  # of an optimizer; 0: none ran
     hardware: str
     versions: Mapping[str, str]  # of flopmeter, torch and the device's profile (the hash of its figures)
@@ -72,14 +72,16 @@ def _started_as() -> str:
 
 
 def _inputs(trace: Trace) -> list[str]:
-    found: dict[int, str] = {}
+    """Tensors on the device without a role (weights, states), and what the host sends it but scalars. What the host only
+    reads, as the last step's loss, is none."""
+    device, found = trace.device, dict[int, TensorSpec]()
     for op in trace.ops:
-        for spec in op.call.inputs:
-            number = op.storages[spec.storage]
-            storage = trace.storages[number]
-            if storage.born == BEFORE and storage.role is None and number not in found:
-                found[number] = f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
-    return list(found.values())
+        is_sent = bool(op.inputs) and all(spec.device != device for spec in op.inputs)
+        was_there = [spec for spec in op.inputs if trace.storages[spec.storage].born == BEFORE] if op.outputs else ()
+        for spec in (*was_there, *(spec for spec in op.outputs if is_sent and spec.shape)):
+            if spec.device == device and trace.storages[spec.storage].role is None:
+                found.setdefault(spec.storage, spec)
+    return [f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}" for spec in found.values()]
 
 
 def _steps(trace: Trace) -> int:
