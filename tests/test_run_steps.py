@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import flopmeter
 from flopmeter.run.session import Wishes
@@ -273,6 +273,30 @@ def test_what_a_checkpoint_calls_again_is_no_step():
     again = 1  # the last two layers are not checkpointed, and torch stops as soon as what was not kept is there
     assert report.step.macs == (4 + again + 2 * 4) * 8 * 64 * 64
     assert "no checkpointing" in str(report)
+
+
+@pytest.mark.parametrize("microbatches", [1, 6])
+def test_checkpoints_are_needless_if_one_microbatch_fits_without_however_many_a_step_has(microbatches):
+    def peak_and_advice(checkpoints: bool) -> tuple[int, str]:
+        with flopmeter.cuda(A100) as device:
+            make = lambda: nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))  # noqa: E731
+            layers = nn.ModuleList(make() for _ in range(8)).to(device)
+            optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+            for _ in range(3):
+                for _ in range(microbatches):
+                    x = torch.zeros(1 << 16, 1024, device=device, requires_grad=True)
+                    for layer in layers:
+                        x = checkpoint(layer, x, use_reentrant=False) if checkpoints else layer(x)
+                    x.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        report = device.report()
+        return report.step.peak_memory_bytes, str(report)
+
+    _, told = peak_and_advice(checkpoints=True)
+    without, _ = peak_and_advice(checkpoints=False)
+    at_most = float(re.search(r"memory has room: at most ([\d.]+) GB", told)[1]) * 1e9
+    assert without < at_most < 1.15 * without
 
 
 def test_a_draft_and_its_target_are_a_step_together():

@@ -72,8 +72,8 @@ def _started_as() -> str:
 
 
 def _inputs(trace: Trace) -> list[str]:
-    """Tensors on the device without a role (weights, states), and what the host sends it but scalars. What the host only
-    reads, as the last step's loss, is none."""
+    """Tensors on the device without a role (weights, states), and what the host sends it but scalars. What the host
+    only reads, as the last step's loss, is none."""
     device, found = trace.device, dict[int, TensorSpec]()
     for op in trace.ops:
         is_sent = bool(op.inputs) and all(spec.device != device for spec in op.inputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
 from flopmeter.launch.modes import modes_beyond
-from flopmeter.records import Convolution, ConvolutionWork, Kernel, LaunchMode, Op, TensorSpec, Trace
+from flopmeter.records import Convolution, ConvolutionWork, Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
 from flopmeter.records.dtypes import item_bytes_of, name_of
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.fused_attention import with_chosen_kernels
@@ -360,8 +361,7 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
         return
     if usable is None or report.cluster is not None:  # among ranks, what is gathered may be gathered for both
         return
-    kept = sum(storage.nbytes for storage in trace.storages if storage.born in again)
-    needed = report.memory.steady_peak_bytes + kept
+    needed = report.memory.steady_peak_bytes + _most_kept_bytes(trace, again)
     if needed > usable:
         return
     yield Proposal(
@@ -370,3 +370,22 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
         f" {with_prefix(usable, 'B')} without",
         "no checkpointing", priced(report, with_ops(trace, again | detached)),
     )  # fmt: skip
+
+
+def _most_kept_bytes(trace: Trace, again: set[int]) -> int:
+    """What ops that run `again` leave for others, in the backward pass that has most of it: a forward pass that ran
+    once would have to keep so much. The next microbatch has its place."""
+    made = defaultdict[int, list[Storage]](list)
+    for storage in trace.storages:
+        made[storage.born].append(storage)
+    left, after = Counter[int](), len(trace.ops)
+    for index in reversed(range(len(trace.ops))):
+        if index not in again:
+            after = index
+            continue
+        left[index] = sum(storage.nbytes for storage in made[index] if storage.died is None or storage.died > after)
+    most = now = 0
+    for index, op in enumerate(trace.ops):
+        now = 0 if op.phase == "forward" else now + left[index]
+        most = max(most, now)
+    return most
