@@ -72,14 +72,14 @@ def _started_as() -> str:
 
 
 def _inputs(trace: Trace) -> list[str]:
-    """Tensors on the device without a role (weights, states), and what the host sends it but scalars. What the host
-    only reads, as the last step's loss, is none."""
+    """Tensors on the device without a role (weights, states), and what the host sends it. What the host only reads is
+    none, nor is a scalar, such as the factor of a GradScaler."""
     device, found = trace.device, dict[int, TensorSpec]()
     for op in trace.ops:
         is_sent = bool(op.inputs) and all(spec.device != device for spec in op.inputs)
         was_there = [spec for spec in op.inputs if trace.storages[spec.storage].born == BEFORE] if op.outputs else ()
-        for spec in (*was_there, *(spec for spec in op.outputs if is_sent and spec.shape)):
-            if spec.device == device and trace.storages[spec.storage].role is None:
+        for spec in (*was_there, *(op.outputs if is_sent else ())):
+            if spec.shape and spec.device == device and trace.storages[spec.storage].role is None:
                 found.setdefault(spec.storage, spec)
     return [f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}" for spec in found.values()]
 
