@@ -18,6 +18,7 @@ from flopmeter.costs.contractions.quantized import group_assumptions
 from flopmeter.costs.contractions.varlen import packed_assumptions
 from flopmeter.costs.custom_ops import implementation_assumptions, uncounted_implementations
 from flopmeter.costs.data_movement.communication import message_notes
+from flopmeter.costs.host_work import host_work_notes
 from flopmeter.costs.triton_kernels import triton_assumptions, uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware
@@ -381,7 +382,7 @@ class FlopMeter:
         is_spread = any(kernel.cost.collective and len(kernel.cost.collective.ranks) > 1 for kernel in kernels)
         cluster = cluster_of(device, cluster) if is_spread else None
         uncounted = (*uncounted_notes(kernels), *uncounted_implementations(kernels))
-        notes = (*self._notes(device), *uncounted, *message_notes(kernels, running))
+        notes = (*self._notes(device), *uncounted, *message_notes(kernels, running), *host_work_notes(trace))
         host, ran = self._host or device.host, ran_of(trace, device)
         assumed = (
             *in_words(self.assumed), *packed_assumptions(kernels), *group_assumptions(kernels),

@@ -618,3 +618,18 @@ def test_the_reason_is_that_of_the_kernels_with_most_time_over_their_floor():
             small + shift[..., :1152]
 
     assert "operands do not lie alike" in reason_of("add", run)
+
+
+def test_scores_that_go_to_the_host_are_made_smaller_before():
+    def report(is_mended: bool) -> flopmeter.Report:
+        with flopmeter.cuda(H100) as device, torch.no_grad():
+            model = nn.Linear(8192, 65536, dtype=HALF, device=device)
+            for _ in range(3):
+                scores = model(torch.empty(16384, 8192, dtype=HALF, device=device))
+                scores.argmax(-1).cpu() if is_mended else scores.cpu().argmax(-1)
+        return device.report().step
+
+    faulty = report(is_mended=False)
+    first = faulty.advice[0]
+    assert first.remedy.startswith("make it smaller on the device first")
+    assert first.gain_seconds == pytest.approx(faulty.seconds - report(is_mended=True).seconds, rel=0.05)

@@ -236,6 +236,16 @@ def test_a_module_that_hardly_takes_time_is_not_in_the_headline_and_inputs_that_
     assert len(report.ran.inputs) == 4
 
 
+def test_a_note_says_how_many_bytes_the_program_moves_on_the_cpu():
+    x = torch.empty(1024, 1024, device="meta")
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        y = torch.zeros(1024, 1024)  # written: 4 MiB
+        y.mul_(2.0)  # read and written
+        x + y.sum()  # read, and 4 bytes written
+    (note,) = (note for note in meter.report().notes if "computes on the CPU too" in note)
+    assert note.endswith("reads and writes 0.0168 GB, most of it in mul_: that takes no time in the prediction")
+
+
 def test_the_switches_decide_the_unit_and_are_printed():
     x = torch.empty(4096, 4096, device="meta")
     fp32 = report_of(lambda: x @ x)

@@ -12,6 +12,7 @@ from flopmeter.costs import (  # noqa: F401  (they fill RULES)
     triton_kernels,
 )
 from flopmeter.costs.custom import register_cost
+from flopmeter.costs.host_work import runs_on
 from flopmeter.costs.lookup import UncountedError, costs_of, find_rule
 from flopmeter.costs.rules import FREE, RULES, make_contraction, make_cost
 from flopmeter.records import Call, Cost, Kernel, Op, Trace
@@ -63,10 +64,7 @@ def kernels_of(trace: Trace, *, strict: bool = False, known: CallCosts | None = 
 
 
 def _runs_on(device: str, call: Call) -> bool:
-    if call.func._schema.name in _BARRIERS:
-        return True
-    specs = (*call.inputs, *call.outputs)
-    return any(spec.device == device for spec in specs)
+    return call.func._schema.name in _BARRIERS or runs_on(device, call)
 
 
 def _divides_fresh_mask(previous: Op | None, op: Op) -> bool:

@@ -17,7 +17,6 @@ from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.records import DEFAULT_STREAM
-from flopmeter.report.quantities import in_gb
 from flopmeter.report.report import Report
 from flopmeter.run import data, driver_tool, shims, values, world
 from flopmeter.run.compiled import Tracing, jit_traces
@@ -233,22 +232,9 @@ class ScriptSession:
                 f"before the first step {name}, which is trained, was called without gradients{_times(count)}: if such"
                 " calls come back every so many steps (rollouts, evaluations), give --steps so many"
             )
-        if nbytes := self._optimizer_bytes_on_cpu():
-            yield (
-                f"the optimizer steps on the CPU, where it reads and writes {in_gb(nbytes)} GB: that takes no time in"
-                " the prediction"
-            )
         if self._decisions:
             lines = ", ".join(f"{where} ({count}x)" for where, count in self._decisions.items())
             yield f"control flow that hangs on a stand-in: {lines}"
-
-    def _optimizer_bytes_on_cpu(self) -> int:
-        """Of an optimizer whose parameters are offloaded, in a step; counters of steps do not count."""
-        steps = self.step_ops()
-        calls = (op.call for op in self.meter.trace.ops[steps.start : steps.stop] if op.phase == "optimizer")
-        touched = ((*call.inputs, *call.outputs) for call in calls)
-        on_cpu = (specs for specs in touched if all(spec.device == "cpu" for spec in specs))
-        return sum(spec.nbytes for specs in on_cpu for spec in specs if spec.numel > 1)
 
     def _nvtx(self, parts: Parts) -> dict[str, tuple[int, float]]:
         """The nvtx ranges in the step that is reported, by name: calls and predicted seconds."""

@@ -127,7 +127,7 @@ def one_graph(report: Report) -> Iterator[Proposal]:
 
 @remedy
 def waits_for_values(report: Report) -> Iterator[Proposal]:
-    """`.item()` and copies to the host, which stop the host until the device is done."""
+    """`.item()` and its kin, which stop the host until the device is done."""
     reads = [kernel for kernel in report.kernels if kernel.op.call.func.overloadpacket is aten._local_scalar_dense]
     flags = _flags_of_scalers(trace_of(report))
     by_scaler = [kernel for kernel in reads if not flags.isdisjoint(kernel.op.storages)]
@@ -163,6 +163,27 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
 
 
 @remedy
+def copies_to_host(report: Report) -> Iterator[Proposal]:
+    """Whole tensors that go to the host, which most programs read for a few figures."""
+    copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and _target(kernel).device == "cpu"]
+    if not copies:
+        return
+    trace, sends = trace_of(report), {id(kernel.op) for kernel in copies}
+    sent = with_prefix(sum(kernel.cost.link_bytes for kernel in copies), "B")
+    yield Proposal(
+        "", lambda kernel: id(kernel.op) in sends,
+        f"{sent} go to the host, over a link that is slower than the device's memory",
+        "make it smaller on the device first (argmax, a mean), or send it less often",
+        priced(report, with_ops(trace, {index for index, op in enumerate(trace.ops) if id(op) in sends})),
+    )  # fmt: skip
+
+
+def _target(kernel: Kernel) -> TensorSpec:
+    call = kernel.op.call
+    return call.outputs[0] if call.outputs else call.inputs[0]
+
+
+@remedy
 def blocking_copies(report: Report) -> Iterator[Proposal]:
     """Copies to the device from memory that is not pinned: the host waits until they are done. Outside of modules they
     are batches; a module that copies has made a tensor on the host."""
@@ -187,10 +208,8 @@ def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[
 
 
 def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
-    cost, call = kernel.cost, kernel.op.call
-    target = call.outputs[0] if call.outputs else call.inputs[0]
-    can_go_on = call.get("non_blocking") is not None
-    return bool(cost.link_bytes and cost.blocks_host and target.device == device and can_go_on)
+    can_go_on = kernel.op.call.get("non_blocking") is not None
+    return bool(kernel.cost.link_bytes and kernel.cost.blocks_host and _target(kernel).device == device and can_go_on)
 
 
 def _without_waiting(op: Op) -> Op:

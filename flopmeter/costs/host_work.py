@@ -1,0 +1,28 @@
+"""What a program computes on the CPU beside its device: a prediction gives it no time, and a note says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from flopmeter.costs.lookup import costs_of
+from flopmeter.records import Call, Trace
+
+LEAST_BYTES = 1_000_000  # less than a core moves in .1 ms
+
+
+def runs_on(device: str, call: Call) -> bool:
+    return any(spec.device == device for spec in (*call.inputs, *call.outputs))
+
+
+def host_work_notes(trace: Trace) -> list[str]:
+    bytes_by_op = Counter[str]()
+    for call, times in Counter(op.call for op in trace.ops).items():
+        if not runs_on(trace.device, call):
+            bytes_by_op[call.name] += times * sum(cost.bytes for cost in costs_of(call))
+    nbytes = bytes_by_op.total()
+    if nbytes < LEAST_BYTES:
+        return []
+    return [
+        f"the program computes on the CPU too, where it reads and writes {nbytes / 1e9:.3g} GB, most of it in "
+        f"{max(bytes_by_op, key=bytes_by_op.__getitem__)}: that takes no time in the prediction"
+    ]
