@@ -456,3 +456,13 @@ def test_a_trace_has_tf32_that_the_program_set_by_the_newer_of_torchs_two_ways()
     finally:
         matmul.fp32_precision, convolution.fp32_precision = before
     assert tuple(recorder.trace.switches) == (True, False, False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_torch_packs_for_the_cpu_are_arguments_like_others():
+    """A TorchBind object: two of them cannot be compared."""
+    linear = torch.ao.nn.quantized.dynamic.Linear(64, 64)
+    with FlopMeter("cpu-xeon-8480plus") as meter:
+        for _ in range(2):
+            linear(torch.zeros(8, 64))
+    assert [row.name for row in meter.report().uncounted] == ["quantized::linear_dynamic"]

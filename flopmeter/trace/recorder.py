@@ -345,7 +345,7 @@ class Recorder(TorchDispatchMode):
     def _look_up(self, arrival: _Arrival, key: Any) -> None:
         try:
             known = self._calls.get(key)
-        except TypeError:  # some sizes are symbols
+        except (TypeError, NotImplementedError):  # some sizes are symbols; a TorchBind object cannot be compared
             key = hashable(key, arrival.func)
             known = self._calls.get(key)
         arrival.key, arrival.known = key, known
