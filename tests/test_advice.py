@@ -633,3 +633,18 @@ def test_scores_that_go_to_the_host_are_made_smaller_before():
     first = faulty.advice[0]
     assert first.remedy.startswith("make it smaller on the device first")
     assert first.gain_seconds == pytest.approx(faulty.seconds - report(is_mended=True).seconds, rel=0.05)
+
+
+def test_activations_that_wait_on_the_host_are_not_scores():
+    with flopmeter.cuda(H100) as device:
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                loss = model(torch.zeros(8192, 4096, device=device)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    step = device.report().step
+    assert any(kernel.cost.link_bytes for kernel in step.kernels)
+    assert not any("go to the host" in each.why for each in step.advice)

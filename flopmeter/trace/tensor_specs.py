@@ -80,13 +80,13 @@ def plain(value: Any, asked_by: object) -> Any:
 
 
 def hashable(value: Any, asked_by: OpOverload) -> Any:
-    """A part of a key, in plain values. One that cannot be hashed or compared becomes a new object, equal to nothing."""
+    """A part of a key, in plain values. What cannot be hashed or compared becomes a new object, which equals none."""
     if isinstance(value, (list, tuple)):
         return tuple(hashable(item, asked_by) for item in value)
     value = plain(value, asked_by)
     try:
         hash(value)
-        value == value  # noqa: B015, PLR0124  (what a dict asks for)
+        value == value  # noqa: B015  (what a dict asks for)
     except (TypeError, NotImplementedError):
         return object()
     return value

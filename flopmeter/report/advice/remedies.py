@@ -164,23 +164,31 @@ def _flags_of_scalers(trace: Trace) -> set[int]:
 
 @remedy
 def copies_to_host(report: Report) -> Iterator[Proposal]:
-    """Whole tensors that go to the host, which most programs read for a few figures."""
-    copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and _target(kernel).device == "cpu"]
-    if not copies:
-        return
-    trace, sends = trace_of(report), {id(kernel.op) for kernel in copies}
-    sent = with_prefix(sum(kernel.cost.link_bytes for kernel in copies), "B")
-    yield Proposal(
-        "", lambda kernel: id(kernel.op) in sends,
-        f"{sent} go to the host, over a link that is slower than the device's memory",
-        "make it smaller on the device first (argmax, a mean), or send it less often",
-        priced(report, with_ops(trace, {index for index, op in enumerate(trace.ops) if id(op) in sends})),
-    )  # fmt: skip
-
-
-def _target(kernel: Kernel) -> TensorSpec:
-    call = kernel.op.call
-    return call.outputs[0] if call.outputs else call.inputs[0]
+    """Whole tensors that go to the host, which most programs read for a few figures; not what comes back later
+    (offloaded activations), nor what the optimizer steps with there."""
+    trace = trace_of(report)
+    wanted = {
+        number
+        for op in trace.ops
+        if op.phase == "optimizer" or any(spec.device == trace.device for spec in op.outputs)
+        for number in op.storages
+    }
+    sends = {
+        index
+        for index, op in enumerate(trace.ops)
+        if any(spec.device == trace.device for spec in op.inputs)
+        and any(spec.device == "cpu" and spec.storage not in wanted for spec in op.outputs)
+    }
+    by_op = {id(trace.ops[index]) for index in sends}
+    copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and id(kernel.op) in by_op]
+    if copies:
+        sent = with_prefix(sum(kernel.cost.link_bytes for kernel in copies), "B")
+        yield Proposal(
+            "", lambda kernel: id(kernel.op) in by_op,
+            f"{sent} go to the host, over a link that is slower than the device's memory",
+            "make it smaller on the device first (argmax, a mean), or send it less often",
+            priced(report, with_ops(trace, sends)),
+        )  # fmt: skip
 
 
 @remedy
@@ -208,8 +216,10 @@ def _not_waiting(report: Report, copies: list[Kernel], remedy: str) -> Iterator[
 
 
 def _is_blocking_copy(kernel: Kernel, device: str) -> bool:
-    can_go_on = kernel.op.call.get("non_blocking") is not None
-    return bool(kernel.cost.link_bytes and kernel.cost.blocks_host and _target(kernel).device == device and can_go_on)
+    cost, call = kernel.cost, kernel.op.call
+    target = call.outputs[0] if call.outputs else call.inputs[0]
+    can_go_on = call.get("non_blocking") is not None
+    return bool(cost.link_bytes and cost.blocks_host and target.device == device and can_go_on)
 
 
 def _without_waiting(op: Op) -> Op:
