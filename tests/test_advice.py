@@ -78,7 +78,9 @@ def test_a_program_of_ranks_is_told_what_one_gpu_is(ranks):
     first = before.advice[0]
     assert first.remedy.startswith("F.scaled_dot_product_attention")
     assert first.gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.03)
-    assert ("torch.compile" in [each.remedy for each in before.advice]) == (ranks == 1)
+    (compiled,) = (each for each in before.advice if each.remedy == "torch.compile")
+    assert compiled.gain_seconds == pytest.approx(before.seconds - before.in_mode("compiled").seconds)
+    assert ("collectives stay where they are" in compiled.why) == (ranks > 1)
 
 
 @pytest.mark.parametrize("device", ["a100-sxm4-80gb", "b200-sxm-180gb"])

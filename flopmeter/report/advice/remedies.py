@@ -85,10 +85,10 @@ _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
 
 @remedy
 def another_mode(report: Report) -> Iterator[Proposal]:
-    """torch.compile and CUDA graphs. Many ranks: inductor would reorder collectives. A graph cannot wait for values."""
-    if report.cluster is not None:
-        return
-    waits = report.hardware.is_cpu or any(kernel.cost.blocks_host for kernel in report.kernels)
+    """torch.compile and CUDA graphs. A graph cannot wait for values, nor hold the collectives of torch's wrappers.
+    Compiled, these stay where the program has them, as inductor leaves them by default."""
+    among_ranks = report.cluster is not None
+    waits = report.hardware.is_cpu or among_ranks or any(kernel.cost.blocks_host for kernel in report.kernels)
     best: tuple[LaunchMode, Report] | None = None
     for mode in modes_beyond(report.mode):
         before = best[1] if best is not None and mode.fuses else report
@@ -106,6 +106,8 @@ def another_mode(report: Report) -> Iterator[Proposal]:
         why = f"the device waits for the host for {idle:.0f} % of the wall-clock"
     elif mode.replays_graph:
         why += ", and the host takes too long for what compiling leaves"
+    if among_ranks:
+        why += " (collectives stay where they are)"
     yield Proposal(all_kernels(report), everything, why, mode.asked_by, run, is_fault=False)
 
 
