@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from flopmeter.costs.data_movement.communication import message_peers
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
 from flopmeter.launch.modes import modes_beyond
 from flopmeter.records import Convolution, ConvolutionWork, Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
@@ -388,9 +389,11 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
         if op.phase == "backward" and op.call.func.overloadpacket is aten.detach and op.storages[0] in handed_over
     }
     usable = usable_bytes_if_known(report.hardware)
-    if not any(kernel.op.phase == "recompute" for kernel, _ in timed(report)):  # views alone cost the device nothing
+    recomputes = [kernel for kernel, _ in timed(report) if kernel.op.phase == "recompute"]
+    if usable is None or not recomputes:  # views alone cost the device nothing
         return
-    if usable is None or report.cluster is not None:  # among ranks, what is gathered may be gathered for both
+    gathers = any(kernel.cost.collective is not None for kernel in recomputes)  # for the backward pass too
+    if gathers or message_peers(report.kernels):  # a pipeline has several microbatches under way
         return
     needed = report.memory.steady_peak_bytes + _most_kept_bytes(trace, again)
     if needed > usable:
