@@ -180,6 +180,11 @@ def test_compare_prices_devices_from_the_command_line_and_from_a_file(run, tmp_p
     assert "(2026-11-21)" in ok(run(*arguments))
 
 
+def test_prices_are_listed_with_commas_as_devices_are(run):
+    out = ok(run("compare", *LAYER, "--hardware", "t4,l4", "--price", "t4=0.35,l4=0.70"))
+    assert "t4 $0.35/h as given, l4 $0.70/h as given" in out
+
+
 @pytest.mark.parametrize(
     ("price", "says"),
     [

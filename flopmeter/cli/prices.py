@@ -25,8 +25,8 @@ class PriceList(NamedTuple):
 
 
 def load_prices(entries: Iterable[str], devices: Iterable[str]) -> PriceList:
-    """Prices of the devices, from entries such as 'h100-sxm5-80gb=2.5' and paths of YAML files, which may list others
-    too; what is stated goes before what a file says.
+    """Prices of the devices, from entries such as 'h100-sxm5-80gb=2.5', 't4=0.35,l4=0.7' and paths of YAML files, which
+    may list others too; what is stated goes before what a file says.
 
     Raises HardwareError for an unknown device, an amount that is none, or a file that is no list of prices, and
     ValueError for an entry of a device that is not asked about, or has one already.
@@ -35,7 +35,7 @@ def load_prices(entries: Iterable[str], devices: Iterable[str]) -> PriceList:
     stated: dict[str, float] = {}
     listed: dict[str, float] = {}
     sources = []
-    for entry in entries:
+    for entry in (part for given in entries for part in given.split(",")):
         name, equals, amount = entry.rpartition("=")
         if equals:
             if (own := load_hardware(name).name) not in asked:
