@@ -315,3 +315,37 @@ def test_a_call_that_runs_no_op_is_no_step():
                 model(x)
     report = device.report()
     assert (report.parts.count, report.step.macs) == (2, 8 * 64 * 64)
+
+
+def test_the_warm_up_of_graphed_callables_is_no_step():
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Linear(64, 64).to(device)
+        x = torch.zeros(8, 64, device=device)
+        graphed = torch.cuda.make_graphed_callables(model, (x,), num_warmup_iters=5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            graphed(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    report = device.report()
+    assert report.headline.endswith("the last of 3 (marked by optimizer.step())")
+    assert report.step.macs == 2 * 8 * 64 * 64
+
+
+@pytest.mark.parametrize("steps", [3, None])
+def test_a_program_that_trains_tensors_of_no_module_has_a_step_from_one_backward_to_the_next(steps):
+    turns = 0
+    with flopmeter.cuda(A100, steps=steps) as device:
+        first, second = (torch.zeros(64, 64, device=device, requires_grad=True) for _ in range(2))
+        for _ in range(40):
+            turns += 1
+            loss = (torch.zeros(8, 64, device=device) @ first @ second).sum()
+            loss.backward()
+            with torch.no_grad():
+                for weight in (first, second):
+                    weight -= 0.1 * weight.grad
+                    weight.grad = None
+    report = device.report()
+    assert turns == (32 if steps else 40)  # an optimizer, or a module, might have come
+    assert f"the last of {turns} (marked by backward(), with neither an optimizer nor a module)" in report.headline
+    assert report.step.macs == 5 * 8 * 64 * 64  # the gradient of what is given to the first product is not computed

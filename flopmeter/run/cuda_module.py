@@ -14,7 +14,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -66,6 +66,21 @@ class DeviceProperties(types.SimpleNamespace):
         raise AttributeError(f"flopmeter's profile of {self.name} does not tell {name!r}")
 
 
+class _CurrentDevice:
+    """torch.cuda.device: a context, and a type of which programs ask whether a device is one."""
+
+    choose: ClassVar[Callable[[Any], None]]
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = device
+
+    def __enter__(self) -> None:
+        if self.idx is not None:
+            self.choose(self.idx)
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 class CudaModule:
     """The answers, for a device of which `named.count` are there."""
 
@@ -74,6 +89,7 @@ class CudaModule:
         self._hardware, self._target, self._named, self._memory = hardware, target, named, memory
         self.name = hardware.aliases[0] if hardware.aliases else hardware.title
         self._event = type("Event", (streams.CudaEvent,), {"clock": clock})
+        self._device = type("device", (_CurrentDevice,), {"choose": staticmethod(self._set_device)})
         self._graph = type("CUDAGraph", (streams.CudaGraph,), {"clock": clock})
         self.nvtx = NvtxRanges(clock)
 
@@ -123,7 +139,7 @@ class CudaModule:
             "device_count": lambda: named.count,
             "current_device": lambda: named.index,
             "set_device": self._set_device,
-            "device": self._device_context,
+            "device": self._device,
             "device_of": lambda tensor: nullcontext(),
             "get_device_name": lambda device=None: self.name,
             "get_device_capability": lambda device=None: self._target.compute_capability,
@@ -190,7 +206,7 @@ class CudaModule:
             "current_device_idx": devices["current_device"],
             "set_device_index": self._set_device,
             "set_device_idx": self._set_device,
-            "device_index": self._device_context,
+            "device_index": self._device,
             "synchronize": host_waits,
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
@@ -208,12 +224,6 @@ class CudaModule:
         index = device if isinstance(device, int) else torch.device(device).index
         if index is None or index >= 0:  # a negative index changes nothing
             self._named.check(index)
-
-    @contextmanager
-    def _device_context(self, device: Any = None) -> Iterator[None]:
-        if device is not None:
-            self._set_device(device)
-        yield
 
     def properties(self) -> DeviceProperties:
         hardware, capability = self._hardware, self._target.compute_capability

@@ -4,7 +4,7 @@ A training step ends when an optimizer has stepped. With several optimizers the 
 each of them steps once in a step. Everything from one end to the next belongs to the step: data, forward, backward, and
 what the program does with the loss. Everything before the first forward pass that records gradients is setup. In a
 program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
-that it trains to the next. In inference it is a call of the outermost module that the program calls most often, or a
+that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a call of the outermost module that the program calls most often, or a
 replay of its CUDA graph.
 
 A program that was told to stop after so many steps and only infers stops too: after so many calls, and after
@@ -119,6 +119,7 @@ class Steps:
         self._training_start = 0  # of its first step
         self._first_called: dict[str, int] = {}  # in such a program: where each class that learns was first called
         self._trainings: list[int] = []  # where its steps ended
+        self._backwards: list[int] = []  # of a program that has called no module: where each backward() ended
         self._next_look = CALLS_WATCHED  # at whether the program only infers: so many calls and replays
         self._own_code = OwnCode()
         self._waits_since_s = time.monotonic()
@@ -132,7 +133,7 @@ class Steps:
             undo.callback(register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
             if self._marker in (AUTO, OPTIMIZER):
-                undo.enter_context(applied([self._watched_optimizers()]))
+                undo.enter_context(applied([self._watched_optimizers(), self._watched_backward()]))
                 undo.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
                 undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             elif ":" in self._marker and not self._marker.startswith(NVTX):
@@ -142,6 +143,19 @@ class Steps:
                     f"unknown step marker {self._marker!r}: give optimizer, forward, nvtx:NAME or module:function"
                 )
             yield
+
+    def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls of modules are no steps: it warms up or traces what the program calls later."""
+
+        @functools.wraps(function)
+        def prepares(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return prepares
 
     def on_range_end(self, name: str) -> None:
         """An nvtx range ends."""
@@ -189,7 +203,8 @@ class Steps:
             return _parts(self._replays[0], self._replays[1:], "replays of a CUDA graph")
         if self._calls and self._marker in (AUTO, FORWARD):
             # If a program also evaluates, its steps are the calls that record gradients.
-            calls = [call for call in self._calls if call.learns] or self._calls
+            trains = self._has_backward(range(total))
+            calls = [call for call in self._calls if call.learns and trains] or self._calls
             if self._marker == AUTO and (rounds := _rounds([call.module for call in calls])):
                 start, length = rounds
                 ends = [call.ops.stop for call in calls[start + length - 1 :: length]]
@@ -198,6 +213,8 @@ class Steps:
             name, _ = Counter(call.name for call in calls).most_common(1)[0]
             ends = [call.ops.stop for call in calls if call.name == name]
             return replace(_parts(self._calls_start or 0, ends, f"calls of {name}"), ends_with_call=True)
+        if self._backwards:
+            return _parts(0, self._backwards, "backward(), with neither an optimizer nor a module")
         return Parts(range(total), None, None, 0, "nothing")
 
     def _end(self) -> None:
@@ -312,6 +329,21 @@ class Steps:
             make(optimizer, *args, **kwargs)
 
         return Patch(Optimizer, "__init__", init, "a program with an optimizer has its steps where that one steps")
+
+    def _watched_backward(self) -> Patch:
+        run = torch.autograd.backward
+
+        @functools.wraps(run)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            run(*args, **kwargs)
+            now = self._now()
+            if self._marker != AUTO or self._has_optimizer or self._calls or not self._is_on_device(range(now)):
+                return
+            self._backwards.append(now)
+            if self._most is not None and len(self._backwards) >= max(self._most, CALLS_WATCHED):
+                raise StepsDone
+
+        return Patch(torch.autograd, "backward", backward, "the steps of a program that updates tensors of its own")
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
