@@ -221,6 +221,7 @@ WAYS = {
     "_like": lambda: torch.zeros_like(torch.zeros(2), device="cuda"),
     "a legacy type": lambda: torch.cuda.FloatTensor(2, 3),
     "type()": lambda: torch.zeros(2).type(torch.cuda.HalfTensor),
+    "another tensor's type()": lambda: torch.zeros(2).type(torch.zeros(2, dtype=torch.half, device="cuda").type()),
     "a module": lambda: nn.Linear(2, 2).cuda().weight,
     "a module's device": lambda: nn.Linear(2, 2, device="cuda").bias,
     "as_tensor": lambda: torch.as_tensor([1, 2], device="cuda"),

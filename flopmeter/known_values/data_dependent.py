@@ -84,8 +84,10 @@ def index(known: Knowledge, call: Invocation) -> Any:
 
 def index_put(known: Knowledge, call: Invocation) -> Any:
     """If several elements are written to the same position, torch does not say which one stays: the result is
-    unknown."""
+    unknown. A mask that is written into another one is a mask from there on, so that both pick as many."""
     target, indices, values = call.args[:3]
+    if values.is_meta and values.dim():
+        _assume_mask(known, call, values)
     given = [(item, size) for item, size in zip(indices, target.shape, strict=False) if item is not None]
     are_places = all(item.dtype not in (torch.bool, torch.uint8) for item, _ in given)
     adds_up = call.argument(3, "accumulate", False) or values.numel() == 1

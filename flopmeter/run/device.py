@@ -292,10 +292,10 @@ class NamedCuda:
             if dtype is None:
                 name: str = original(tensor)
                 return name.replace("torch.meta.", "torch.cuda.") if self.holds(tensor) else name
+            if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+                dtype = getattr(torch.cuda, dtype.removeprefix("torch.cuda."))
             if isinstance(dtype, LegacyType):
                 return tensor.to(META, dtype.dtype)
-            if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-                return original(tensor.to(META), dtype.replace("torch.cuda.", "torch.meta."), *args, **kwargs)
             return original(tensor, dtype, *args, **kwargs)
 
         return type_
