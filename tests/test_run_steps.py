@@ -68,7 +68,20 @@ def test_an_evaluation_of_every_step_is_part_of_it_and_a_row_of_its_own():
 
 def test_a_teacher_in_eval_mode_is_no_evaluation():
     """No optimizer updates it: knowledge distillation calls it in each step."""
-    report = trained_and_evaluated((3,), evaluated=nn.Linear(64, 64))
+    report = trained_and_evaluated((1, 2, 3), evaluated=nn.Linear(64, 64))
+    assert report.step.macs == (2 * 8 + 2) * 64 * 64
+    assert "in eval mode" not in report.headline + "".join(report.by_part)
+
+
+def test_samples_of_an_average_of_the_weights_now_and_then_are_an_evaluation():
+    """A diffusion model's, which may be in training mode."""
+    report = trained_and_evaluated((3,), evaluated=nn.Sequential(nn.Linear(64, 64)))
+    assert report.step.macs == 2 * 8 * 64 * 64
+    assert report.headline.endswith("number 2 of 3 (marked by optimizer.step()); later ones evaluate too")
+
+
+def test_another_model_now_and_then_is_no_evaluation():
+    report = trained_and_evaluated((3,), evaluated=nn.Linear(64, 64, bias=False))
     assert report.step.macs == (2 * 8 + 2) * 64 * 64
     assert "the last of 3 (marked by optimizer.step()); 2 such steps take" in report.headline
 

@@ -13,7 +13,7 @@ an optimizer, or its own code has words of training), it goes on, and after SECO
 end it; so is one who waits as long between two steps.
 
 Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
-in eval mode, without gradients. The steady step is one without that, if there is one. What every step does, such as the
+in eval mode, without gradients, or a copy of it, as an average of its weights. The steady step is one without that, if there is one. What every step does, such as the
 rollouts of reinforcement learning, is a part of it.
 """
 
@@ -24,7 +24,7 @@ import importlib
 import sys
 import time
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -76,7 +76,8 @@ class _OutermostCall(NamedTuple):
     name: str  # the module's class
     ops: range
     learns: bool  # it remembered gradients
-    evaluates: bool  # what the leading optimizer updates, in eval mode
+    evaluates: bool  # what the leading optimizer updates, in eval mode, or a copy of it, without gradients
+    is_copy: bool  # an average of the weights, or a teacher
 
 
 class Steps:
@@ -189,7 +190,7 @@ class Steps:
             start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
             by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
             marked_by = by.get(self._marker, self._marker)
-            evaluations = [call.ops for call in self._calls if call.evaluates]
+            evaluations = [call.ops for call in self._evaluations()]
             start = _with_what_recurs(min(start or 0, self._ends[0]), self._ends, self._calls)
             found = _parts(start, self._ends, marked_by, evaluations)
             names = [call.name for call in self._calls_before if call.ops.stop <= start]
@@ -350,8 +351,13 @@ class Steps:
         ops = range(self._call_start, self._now())
         if self._is_outermost() and self._is_on_device(ops) and any(True for _ in module.parameters()):
             learns = torch.is_grad_enabled() and _learns(module)
-            evaluates = not (module.training or torch.is_grad_enabled()) and self._is_updated(module)
-            self._calls.append(_OutermostCall(weakref.ref(module), type(module).__name__, ops, learns, evaluates))
+            evaluates = is_copy = False
+            if self._leading and not torch.is_grad_enabled():
+                is_updated = self._is_updated(module)
+                is_copy = not is_updated and self._is_copy(module)
+                evaluates = is_copy or (is_updated and not module.training)
+            called = weakref.ref(module), type(module).__name__, ops
+            self._calls.append(_OutermostCall(*called, learns, evaluates, is_copy))
             if self._marker == FORWARD:
                 self._end()
             self._stop_inference()
@@ -363,11 +369,28 @@ class Steps:
             if module is not None and not call.learns and self._is_updated(module):
                 yield call
 
-    def _is_updated(self, module: nn.Module) -> bool:
-        """Whether the leading optimizer, which has stepped, updates it or a part of it."""
+    def _updated(self) -> list[nn.Parameter]:
+        """What the leading optimizer updates, which has stepped."""
         groups = getattr(self._leading and self._leading(), "param_groups", ())
-        updated = {id(parameter) for group in groups for parameter in group["params"]}
-        return not updated.isdisjoint(map(id, module.parameters()))
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _is_updated(self, module: nn.Module) -> bool:
+        """Whether the module or a part of it is updated."""
+        return not set(map(id, self._updated())).isdisjoint(map(id, module.parameters()))
+
+    def _is_copy(self, module: nn.Module) -> bool:
+        """Whether the module has weights of the same shapes as what is updated."""
+        return sorted(tuple(each.shape) for each in self._updated()) == sorted(
+            tuple(each.shape) for each in module.parameters()
+        )
+
+    def _evaluations(self) -> list[_OutermostCall]:
+        """A copy that every step calls is a teacher, and no evaluation."""
+        found = [call for call in self._calls if call.evaluates]
+        starts = [call.ops.start for call in found if call.is_copy]
+        steps = {bisect_right(self._ends, start) for start in starts}
+        is_teacher = steps.issuperset(range(1, len(self._ends)))
+        return [call for call in found if not (call.is_copy and is_teacher)]
 
     def _marked_function(self) -> Patch:
         module_name, _, path = self._marker.partition(":")
