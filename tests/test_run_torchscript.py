@@ -57,7 +57,8 @@ def test_a_traced_model_runs_the_products_of_the_model(make, tmp_path):
         script = make(str(tmp_path / "model.pt"), Net().eval().to(device))
         for _ in range(40):
             out = script(torch.zeros(8, 3, 32, 32, device=device))
-            assert out.is_cuda and out.shape == (8, 10)
+            assert out.is_cuda
+            assert out.shape == (8, 10)
     report = device.report()
     assert report.step.macs == MACS
     assert "the last of 32" in report.headline  # the trace itself is no call

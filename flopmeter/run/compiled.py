@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +49,7 @@ class _Untraced(TorchDispatchMode):
         state = TRACING_STATE.value()
         if state is not None and func is _CONVOLUTION:  # which the trace takes by what its kernel calls
             with _traced_again():
-                return torch._convolution(*args, *_BACKENDS)
+                return torch.ops.aten._convolution.default(*args, *_BACKENDS)
         _set_tracing(None)
         try:
             return func(*args, **(kwargs or {}))
@@ -80,10 +79,12 @@ def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Call
 
     @functools.wraps(trace)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with _Untraced():
+        with _Untraced():  # type: ignore[no-untyped-call]
             return trace(*args, **{**kwargs, "check_trace": False})  # what has no memory has no values to compare
 
-    @functools.wraps(torch.jit.load)
+    load: Any = torch.jit.load
+
+    @functools.wraps(load)
     def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if named.real(map_location) is not META:
             return load(file, map_location, *args, **kwargs)
@@ -91,7 +92,6 @@ def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Call
             module = load(file, "cpu", *args, **kwargs)
         return module.to(map_location)
 
-    load = torch.jit.load
     yield Patch(torch.jit, "load", loaded, "takes the device named cuda")
     yield Patch(torch.jit, "trace", traced, "it traces what has no memory")
     for name in ("freeze", "optimize_for_inference"):

@@ -69,7 +69,7 @@ class DeviceProperties(types.SimpleNamespace):
 class _CurrentDevice:
     """torch.cuda.device: a context, and a type of which programs ask whether a device is one."""
 
-    choose: ClassVar[Callable[[Any], None]]
+    choose: ClassVar[Any]  # called with a device
 
     def __init__(self, device: Any = None) -> None:
         self.idx = device

@@ -392,6 +392,7 @@ def _is_itself(*tensors: Tensor) -> Iterator[None]:
 
 def _script_to(module: Module, *args: Any, **kwargs: Any) -> Module:
     """A module from a file of TorchScript makes a tensor anew whenever it is asked for one: it is given others."""
+    each: Any
     for each in module.modules():
         for name, tensor in (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False)):
             moved = tensor.detach().to(*args, **kwargs)

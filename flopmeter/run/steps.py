@@ -4,8 +4,8 @@ A training step ends when an optimizer has stepped. With several optimizers the 
 each of them steps once in a step. Everything from one end to the next belongs to the step: data, forward, backward, and
 what the program does with the loss. Everything before the first forward pass that records gradients is setup. In a
 program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
-that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a call of the outermost module that the program calls most often, or a
-replay of its CUDA graph.
+that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a
+call of the outermost module that the program calls most often, or a replay of its CUDA graph.
 
 A program that was told to stop after so many steps and only infers stops too: after so many calls, and after
 CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made
@@ -13,8 +13,8 @@ an optimizer, or its own code has words of training), it goes on, and after SECO
 end it; so is one who waits as long between two steps.
 
 Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
-in eval mode, without gradients, or a copy of it, as an average of its weights. The steady step is one without that, if there is one. What every step does, such as the
-rollouts of reinforcement learning, is a part of it.
+in eval mode, without gradients, or a copy of it, as an average of its weights. The steady step is one without that, if
+there is one. What every step does, such as the rollouts of reinforcement learning, is a part of it.
 """
 
 from __future__ import annotations
