@@ -238,6 +238,16 @@ def test_every_way_to_name_the_device_leads_there(way):
         assert made.is_cuda
 
 
+def test_programs_may_start_and_stop_a_profiler_of_the_driver():
+    with flopmeter.cuda(A100) as device:
+        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+        with torch.cuda.profiler.profile():
+            torch.zeros(2, device=device)
+        assert torch.cuda.cudart().cudaProfilerStop() == 0
+        assert torch.cuda.memory._snapshot() is None
+    assert "torch.cuda.memory._snapshot was left out" in str(device.report().step.notes)
+
+
 def test_default_devices_are_taken():
     with flopmeter.cuda(A100):
         with torch.device("cuda"):

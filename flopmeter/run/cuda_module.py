@@ -49,7 +49,7 @@ _DTYPES = {
 # Attributes of torch.cuda that are right without a device.
 _AS_THEY_ARE = {
     "amp", "graphs", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable", "jiterator",
-    "CudaError", "DeferredCudaCallError", "cudaStatus", "has_half", "has_magma", "default_generators", "check_error",
+    "CudaError", "DeferredCudaCallError", "cudaStatus", "has_half", "has_magma", "default_generators",
     "BFloat16Storage", "BoolStorage", "ByteStorage", "CharStorage", "ComplexDoubleStorage", "ComplexFloatStorage",
     "DoubleStorage", "FloatStorage", "HalfStorage", "IntStorage", "LongStorage", "ShortStorage",
     "get_allocator_backend", "make_graphed_callables",
@@ -64,6 +64,16 @@ class DeviceProperties(types.SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"flopmeter's profile of {self.name} does not tell {name!r}")
+
+
+def _success(*_: Any) -> int:
+    return 0  # cudaSuccess
+
+
+# What programs ask of torch.cuda.cudart(): to start and stop a profiler around some steps, and to pin memory.
+_RUNTIME = types.SimpleNamespace(
+    cudaProfilerStart=_success, cudaProfilerStop=_success, cudaHostRegister=_success, cudaHostUnregister=_success
+)
 
 
 class _CurrentDevice:
@@ -102,7 +112,7 @@ class CudaModule:
             if name not in answers and name not in _AS_THEY_ARE:
                 absent = _absent(f"torch.cuda.{name}", getattr(torch.cuda, name))
                 yield Patch(torch.cuda, name, absent, "says that it is not there")
-        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs, torch.cuda.profiler):
             for name in answers.keys() & vars(module).keys():
                 yield Patch(module, name, answers[name], "the same function, where torch defines it")
         yield Patch(torch, "Stream", streams.CudaStream, "the stream of whichever accelerator there is")
@@ -120,7 +130,7 @@ class CudaModule:
         yield Patch(torch.backends.cuda, "is_built", _is_built, why)
         yield Patch(torch.version, "cuda", torch.version.cuda or CUDA_VERSION, "a CPU build has none")
         yield Patch(torch.compiler, "cudagraph_mark_step_begin", _nothing, "imports what CUDA builds have")
-        for name in ("_record_memory_history", "_dump_snapshot"):
+        for name in ("_record_memory_history", "_snapshot", "_dump_snapshot"):
             yield Patch(torch.cuda.memory, name, self._leave_out(f"torch.cuda.memory.{name}"), "there is no allocator")
         profiler = torch.autograd.profiler.profile
         yield Patch(profiler, "__init__", self._host_alone(profiler.__init__), "there is no device to profile")
@@ -153,7 +163,8 @@ class CudaModule:
             "set_sync_debug_mode": _nothing,
             "get_sync_debug_mode": lambda: 0,
             "current_blas_handle": lambda: 0,
-            "cudart": _absent("torch.cuda.cudart"),
+            "cudart": lambda: _RUNTIME,
+            "check_error": _nothing,
             "utilization": self._idle("torch.cuda.utilization"),
             "memory_usage": self._idle("torch.cuda.memory_usage"),
         }
