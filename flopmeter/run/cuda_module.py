@@ -112,7 +112,13 @@ class CudaModule:
             if name not in answers and name not in _AS_THEY_ARE:
                 absent = _absent(f"torch.cuda.{name}", getattr(torch.cuda, name))
                 yield Patch(torch.cuda, name, absent, "says that it is not there")
-        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs, torch.cuda.profiler):
+        for module in (
+            torch.cuda.memory,
+            torch.cuda.random,
+            torch.cuda.streams,
+            torch.cuda.graphs,
+            torch.cuda.profiler,
+        ):
             for name in answers.keys() & vars(module).keys():
                 yield Patch(module, name, answers[name], "the same function, where torch defines it")
         yield Patch(torch, "Stream", streams.CudaStream, "the stream of whichever accelerator there is")
