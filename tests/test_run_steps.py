@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import flopmeter
 from flopmeter.run.session import Wishes
@@ -272,6 +272,25 @@ def test_what_a_checkpoint_calls_again_is_no_step():
     again = 1  # the last two layers are not checkpointed, and torch stops as soon as what was not kept is there
     assert report.step.macs == (4 + again + 2 * 4) * 8 * 64 * 64
     assert "no checkpointing" in str(report)
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_the_first_step_has_what_a_reentrant_checkpoint_calls_first(has_optimizer):
+    """It calls its segment without gradients; here no module is around the layers."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        layers = [nn.Linear(64, 64).to(device) for _ in range(3)]
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1) if has_optimizer else None
+        for _ in range(4):
+            x = torch.zeros(8, 64, device=device, requires_grad=True)
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            x.sum().backward()
+            if optimizer:
+                optimizer.step()
+    report = device.report()
+    assert report.by_part["first step"].macs == report.step.macs == 3 * 4 * 8 * 64 * 64
+    assert "setup" not in report.by_part or report.by_part["setup"].macs == 0
 
 
 def test_a_draft_and_its_target_are_a_step_together():

@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
 
 from flopmeter.known_values.assumptions import caller
 from flopmeter.run.own_code import OwnCode
@@ -293,9 +294,10 @@ class Steps:
             self._call_start = self._now()
             if self._calls_start is None:
                 self._calls_start = self._now()
-            if self._first_forward is None and torch.is_grad_enabled() and _learns(module):
+            learns = _learns(module) and _records_gradients()
+            if self._first_forward is None and learns:
                 self._first_forward = self._now()
-            if self._marker == AUTO and not self._has_optimizer and torch.is_grad_enabled() and _learns(module):
+            if self._marker == AUTO and not self._has_optimizer and learns:
                 self._begin_training(type(module).__name__)
         self._depth += 1
 
@@ -350,9 +352,9 @@ class Steps:
         self._depth = max(self._depth - 1, 0)
         ops = range(self._call_start, self._now())
         if self._is_outermost() and self._is_on_device(ops) and any(True for _ in module.parameters()):
-            learns = torch.is_grad_enabled() and _learns(module)
+            learns = _learns(module) and _records_gradients()
             evaluates = is_copy = False
-            if self._leading and not torch.is_grad_enabled():
+            if self._leading and not _records_gradients():
                 is_updated = self._is_updated(module)
                 is_copy = not is_updated and self._is_copy(module)
                 evaluates = is_copy or (is_updated and not module.training)
@@ -444,6 +446,7 @@ def _named_round(calls: Sequence[_OutermostCall]) -> str:
     return "rounds of calls: " + ", ".join(name if times[name] == 1 else f"{name} ×{times[name]}" for name in times)
 
 
+_SEGMENT = CheckpointFunction.forward.__code__
 _STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what torch wraps around each class's step()
 
 
@@ -455,6 +458,15 @@ def _steps_in_another(optimizer: Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _records_gradients() -> bool:
+    """Whether the call is a part of what is trained: a reentrant checkpoint calls its segment without gradients, and
+    again in the backward pass."""
+    frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_code is not _SEGMENT:
+        frame = frame.f_back
+    return torch.is_grad_enabled() or frame is not None
 
 
 def _learns(module: nn.Module) -> bool:
