@@ -43,6 +43,7 @@ def test_names_that_only_instances_have_are_there():
         "OptimizedModule": torch.compile(torch.nn.Module()),
         "CompiledFxGraph": CompiledFxGraph,
         "Module": torch.nn.Module(),
+        "ScriptModule": torch.jit.script(torch.nn.Identity()),
         "autocast": torch.autocast("cpu", enabled=False),
         "CustomOpDef": op,
         "BaseProcess": torch.multiprocessing.Process(),
