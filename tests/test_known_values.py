@@ -668,6 +668,16 @@ def test_a_share_of_an_unknown_mask_is_true(fraction: float, kept: int):
     assert mode.known.assumptions[0].rule == f"mask_fraction={fraction:g}"
 
 
+def test_a_mask_that_is_written_into_another_picks_as_many_there():
+    """A detector narrows the mask of its anchors by the matched ones, and reads features by both."""
+    with metered(mask_fraction=0.25):
+        features = torch.rand(16, 4, device="meta")
+        mask = features[:, 0] > 0.5
+        matched = features[mask][:, 1] > 0.5
+        mask[mask.clone()] = matched
+        assert len(features[mask]) == len(torch.rand(4, device="meta")[matched]) == 1
+
+
 def test_nothing_is_assumed_unasked():
     with metered() as mode:
         scores = torch.rand(6, 4, device="meta")

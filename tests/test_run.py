@@ -221,6 +221,7 @@ WAYS = {
     "_like": lambda: torch.zeros_like(torch.zeros(2), device="cuda"),
     "a legacy type": lambda: torch.cuda.FloatTensor(2, 3),
     "type()": lambda: torch.zeros(2).type(torch.cuda.HalfTensor),
+    "another tensor's type()": lambda: torch.zeros(2).type(torch.zeros(2, dtype=torch.half, device="cuda").type()),
     "a module": lambda: nn.Linear(2, 2).cuda().weight,
     "a module's device": lambda: nn.Linear(2, 2, device="cuda").bias,
     "as_tensor": lambda: torch.as_tensor([1, 2], device="cuda"),
@@ -235,6 +236,16 @@ def test_every_way_to_name_the_device_leads_there(way):
         made = WAYS[way]()
         assert made.device == torch.device("cuda", 0)
         assert made.is_cuda
+
+
+def test_programs_may_start_and_stop_a_profiler_of_the_driver():
+    with flopmeter.cuda(A100) as device:
+        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+        with torch.cuda.profiler.profile():
+            torch.zeros(2, device=device)
+        assert torch.cuda.cudart().cudaProfilerStop() == 0
+        assert torch.cuda.memory._snapshot() is None
+    assert "torch.cuda.memory._snapshot was left out" in str(device.report().step.notes)
 
 
 def test_default_devices_are_taken():

@@ -330,20 +330,6 @@ def test_a_batch_that_a_thread_pins_waits_until_the_compiler_has_traced():
         assert [batch.is_pinned() for batch in pinned] == [True]
 
 
-def test_a_picture_of_the_model_for_tensorboard_is_empty_and_other_traces_of_jit_on_the_gpu_are_refused():
-    model, x = nn.Conv2d(3, 4, 1), torch.zeros(2, 3, 8, 8)
-    with flopmeter.cuda(A100) as device:
-        assert torch.jit.trace(model, x)(x).shape == (2, 4, 8, 8)  # on the CPU
-        model, x = model.cuda(), x.cuda()
-        names = {"__name__": "torch.utils.tensorboard._pytorch_graph", "torch": torch, "model": model, "x": x}
-        exec("graph = torch.jit.trace(model, x, strict=True).graph", names)
-        assert list(names["graph"].inputs())
-        with pytest.raises(NotImplementedError, match="call the module itself"):
-            torch.jit.trace(model, x)
-        assert model(x).is_cuda
-    assert "TensorBoard's graph of the model (add_graph) is empty" in str(device.report().step.notes)
-
-
 def test_memory_may_be_asked_for_pinned():
     with flopmeter.cuda(A100):
         assert torch.empty(4, pin_memory=True).is_pinned()

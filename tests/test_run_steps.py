@@ -82,7 +82,20 @@ def test_an_evaluation_of_every_step_is_part_of_it_and_a_row_of_its_own():
 
 def test_a_teacher_in_eval_mode_is_no_evaluation():
     """No optimizer updates it: knowledge distillation calls it in each step."""
-    report = trained_and_evaluated((3,), evaluated=nn.Linear(64, 64))
+    report = trained_and_evaluated((1, 2, 3), evaluated=nn.Linear(64, 64))
+    assert report.step.macs == (2 * 8 + 2) * 64 * 64
+    assert "in eval mode" not in report.headline + "".join(report.by_part)
+
+
+def test_samples_of_an_average_of_the_weights_now_and_then_are_an_evaluation():
+    """A diffusion model's, which may be in training mode."""
+    report = trained_and_evaluated((3,), evaluated=nn.Sequential(nn.Linear(64, 64)))
+    assert report.step.macs == 2 * 8 * 64 * 64
+    assert report.headline.endswith("number 2 of 3 (marked by optimizer.step()); later ones evaluate too")
+
+
+def test_another_model_now_and_then_is_no_evaluation():
+    report = trained_and_evaluated((3,), evaluated=nn.Linear(64, 64, bias=False))
     assert report.step.macs == (2 * 8 + 2) * 64 * 64
     assert "the last of 3 (marked by optimizer.step()); 2 such steps take" in report.headline
 
@@ -299,6 +312,25 @@ def test_checkpoints_are_needless_if_one_microbatch_fits_without_however_many_a_
     assert without < at_most < 1.15 * without
 
 
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_the_first_step_has_what_a_reentrant_checkpoint_calls_first(has_optimizer):
+    """It calls its segment without gradients; here no module is around the layers."""
+    with flopmeter.cuda(A100, steps=3) as device:
+        layers = [nn.Linear(64, 64).to(device) for _ in range(3)]
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1) if has_optimizer else None
+        for _ in range(4):
+            x = torch.zeros(8, 64, device=device, requires_grad=True)
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            x.sum().backward()
+            if optimizer:
+                optimizer.step()
+    report = device.report()
+    assert report.by_part["first step"].macs == report.step.macs == 3 * 4 * 8 * 64 * 64
+    assert "setup" not in report.by_part or report.by_part["setup"].macs == 0
+
+
 def test_a_draft_and_its_target_are_a_step_together():
     with flopmeter.cuda(A100) as device, torch.no_grad():
         draft, target = nn.Linear(64, 64, bias=False).to(device), nn.Bilinear(64, 64, 64, bias=False).to(device)
@@ -353,3 +385,37 @@ def test_a_call_that_runs_no_op_is_no_step():
                 model(x)
     report = device.report()
     assert (report.parts.count, report.step.macs) == (2, 8 * 64 * 64)
+
+
+def test_the_warm_up_of_graphed_callables_is_no_step():
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = nn.Linear(64, 64).to(device)
+        x = torch.zeros(8, 64, device=device)
+        graphed = torch.cuda.make_graphed_callables(model, (x,), num_warmup_iters=5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            graphed(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    report = device.report()
+    assert report.headline.endswith("the last of 3 (marked by optimizer.step())")
+    assert report.step.macs == 2 * 8 * 64 * 64
+
+
+@pytest.mark.parametrize("steps", [3, None])
+def test_a_program_that_trains_tensors_of_no_module_has_a_step_from_one_backward_to_the_next(steps):
+    turns = 0
+    with flopmeter.cuda(A100, steps=steps) as device:
+        first, second = (torch.zeros(64, 64, device=device, requires_grad=True) for _ in range(2))
+        for _ in range(40):
+            turns += 1
+            loss = (torch.zeros(8, 64, device=device) @ first @ second).sum()
+            loss.backward()
+            with torch.no_grad():
+                for weight in (first, second):
+                    weight -= 0.1 * weight.grad
+                    weight.grad = None
+    report = device.report()
+    assert turns == (32 if steps else 40)  # an optimizer, or a module, might have come
+    assert f"the last of {turns} (marked by backward(), with neither an optimizer nor a module)" in report.headline
+    assert report.step.macs == 5 * 8 * 64 * 64  # the gradient of what is given to the first product is not computed

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_map
 
 from flopmeter.as_cuda.autocast import traced_tensors_cast
@@ -394,6 +395,10 @@ class Session:
                 self._hidden.enter_context(hooks_hidden())
                 if self._outermost:
                     self._hidden.enter_context(self._outermost.hidden())
+                owner = getattr(sys._getframe(1).f_locals.get("fn"), "__self__", None)
+                if isinstance(owner, Optimizer):  # its step() is compiled: of a fused one no graph may come
+                    self._hidden.enter_context(self._recorder.in_step(owner))
+                    self._meet(owner)
             self._depth += 1
             return _Entered(plain(setting))
 

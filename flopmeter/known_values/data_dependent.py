@@ -21,6 +21,8 @@ GATHERS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 def ask(known: Knowledge, call: Invocation) -> Any:
     """.item(), bool(t), equal, allclose: the result is a Python value."""
     if all(not tensor.is_meta for tensor in call.tensors):
+        if not call.tensors:  # numbers that TorchScript compares: they come without the tensors that hold them
+            call = call._replace(args=tuple(torch.tensor(number, device="cpu") for number in call.args))
         return call.run()
     if known.knows_all(call.tensors):
         return known.answer(call)
@@ -82,8 +84,10 @@ def index(known: Knowledge, call: Invocation) -> Any:
 
 def index_put(known: Knowledge, call: Invocation) -> Any:
     """If several elements are written to the same position, torch does not say which one stays: the result is
-    unknown."""
+    unknown. A mask that is written into another one is a mask from there on, so that both pick as many."""
     target, indices, values = call.args[:3]
+    if values.is_meta and values.dim():
+        _assume_mask(known, call, values)
     given = [(item, size) for item, size in zip(indices, target.shape, strict=False) if item is not None]
     are_places = all(item.dtype not in (torch.bool, torch.uint8) for item, _ in given)
     adds_up = call.argument(3, "accumulate", False) or values.numel() == 1

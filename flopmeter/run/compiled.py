@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flopmeter.compiler.hidden import made_inside
@@ -27,28 +27,86 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.named_types import META
 from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
-from flopmeter.torch_names.private import PIN_BATCHES, pin_batch
+from flopmeter.torch_names.private import (
+    EXCLUDE_FROM_TLS,
+    EXCLUDED_FROM_TLS,
+    PIN_BATCHES,
+    SET_TRACING_STATE,
+    TRACING_STATE,
+    pin_batch,
+)
 
-TENSORBOARD = "torch.utils.tensorboard."
+TRACER = "Tracer"  # the key of the dispatcher
+_CONVOLUTION = torch.ops.aten.convolution.default
+_BACKENDS = (False, False, True, True)  # benchmark, deterministic, cudnn_enabled, allow_tf32: torch's defaults
 
 
-def jit_traces(note: Callable[[str], None]) -> Patch:
-    """While torch.jit.trace is on, sizes are tensors, from which Python code computes no shapes: most ops fail on meta.
-    TensorBoard asks for a trace to draw the model, and gets one of nothing."""
-    trace: Any = torch.jit.trace
+class _Untraced(TorchDispatchMode):
+    """While torch.jit.trace writes down an op, sizes are tensors, from which no kernel in Python computes a shape. What
+    runs below the op is no part of the trace, which pauses there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        state = TRACING_STATE.value()
+        if state is not None and func is _CONVOLUTION:  # which the trace takes by what its kernel calls
+            with _traced_again():
+                return torch.ops.aten._convolution.default(*args, *_BACKENDS)
+        _set_tracing(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            _set_tracing(state)
+
+
+def _set_tracing(state: Any) -> None:
+    with _traced_again():  # else torch refuses it
+        SET_TRACING_STATE.value(state)
+
+
+@contextmanager
+def _traced_again() -> Iterator[None]:
+    """Below an op that is traced nothing is; but here."""
+    is_excluded = EXCLUDED_FROM_TLS.value(TRACER)
+    EXCLUDE_FROM_TLS.value(TRACER, False)
+    try:
+        yield
+    finally:
+        EXCLUDE_FROM_TLS.value(TRACER, is_excluded)
+
+
+def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Callable[..., Any]]) -> Iterator[Patch]:
+    """What TorchScript makes from a model on the GPU. TensorBoard, too, asks for a trace."""
+    trace = aside(torch.jit.trace)
 
     @functools.wraps(trace)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return trace(*args, **kwargs)
-        except (TypeError, RuntimeError) as error:
-            if not str(sys._getframe(1).f_globals.get("__name__", "")).startswith(TENSORBOARD):
-                raise NotImplementedError("torch.jit.trace needs a GPU: call the module itself") from error
-        note("TensorBoard's graph of the model (add_graph) is empty: torch.jit.trace needs a GPU")
-        with no_modes():
-            return trace(torch.nn.Identity(), torch.zeros(1, device="cpu"))
+        with _Untraced():  # type: ignore[no-untyped-call]
+            return trace(*args, **{**kwargs, "check_trace": False})  # what has no memory has no values to compare
 
-    return Patch(torch.jit, "trace", traced, "it cannot trace what has no memory")
+    load: Any = torch.jit.load
+
+    @functools.wraps(load)
+    def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if named.real(map_location) is not META:
+            return load(file, map_location, *args, **kwargs)
+        with no_modes():  # torch reads the file's values through what is loaded
+            module = load(file, "cpu", *args, **kwargs)
+        return module.to(map_location)
+
+    yield Patch(torch.jit, "load", loaded, "takes the device named cuda")
+    yield Patch(torch.jit, "trace", traced, "it traces what has no memory")
+    for name in ("freeze", "optimize_for_inference"):
+        yield Patch(torch.jit, name, _unfrozen(getattr(torch.jit, name), note), "it computes with the weights")
+
+
+def _unfrozen(own: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def prepared(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(tensor.is_meta for tensor in module.state_dict().values()):
+            return own(module, *args, **kwargs)
+        note(f"torch.jit.{own.__name__} leaves the model as it is: a batch norm is not folded into its convolution")
+        return module
+
+    return prepared
 
 
 class Tracing:

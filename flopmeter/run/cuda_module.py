@@ -14,7 +14,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -49,7 +49,7 @@ _DTYPES = {
 # Attributes of torch.cuda that are right without a device.
 _AS_THEY_ARE = {
     "amp", "graphs", "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable", "jiterator",
-    "CudaError", "DeferredCudaCallError", "cudaStatus", "has_half", "has_magma", "default_generators", "check_error",
+    "CudaError", "DeferredCudaCallError", "cudaStatus", "has_half", "has_magma", "default_generators",
     "BFloat16Storage", "BoolStorage", "ByteStorage", "CharStorage", "ComplexDoubleStorage", "ComplexFloatStorage",
     "DoubleStorage", "FloatStorage", "HalfStorage", "IntStorage", "LongStorage", "ShortStorage",
     "get_allocator_backend", "make_graphed_callables",
@@ -66,6 +66,31 @@ class DeviceProperties(types.SimpleNamespace):
         raise AttributeError(f"flopmeter's profile of {self.name} does not tell {name!r}")
 
 
+def _success(*_: Any) -> int:
+    return 0  # cudaSuccess
+
+
+# What programs ask of torch.cuda.cudart(): to start and stop a profiler around some steps, and to pin memory.
+_RUNTIME = types.SimpleNamespace(
+    cudaProfilerStart=_success, cudaProfilerStop=_success, cudaHostRegister=_success, cudaHostUnregister=_success
+)
+
+
+class _CurrentDevice:
+    """torch.cuda.device: a context, and a type of which programs ask whether a device is one."""
+
+    choose: ClassVar[Any]  # called with a device
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = device
+
+    def __enter__(self) -> None:
+        if self.idx is not None:
+            self.choose(self.idx)
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 class CudaModule:
     """The answers, for a device of which `named.count` are there."""
 
@@ -74,6 +99,7 @@ class CudaModule:
         self._hardware, self._target, self._named, self._memory = hardware, target, named, memory
         self.name = hardware.aliases[0] if hardware.aliases else hardware.title
         self._event = type("Event", (streams.CudaEvent,), {"clock": clock})
+        self._device = type("device", (_CurrentDevice,), {"choose": staticmethod(self._set_device)})
         self._graph = type("CUDAGraph", (streams.CudaGraph,), {"clock": clock})
         self.nvtx = NvtxRanges(clock)
 
@@ -86,7 +112,13 @@ class CudaModule:
             if name not in answers and name not in _AS_THEY_ARE:
                 absent = _absent(f"torch.cuda.{name}", getattr(torch.cuda, name))
                 yield Patch(torch.cuda, name, absent, "says that it is not there")
-        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+        for module in (
+            torch.cuda.memory,
+            torch.cuda.random,
+            torch.cuda.streams,
+            torch.cuda.graphs,
+            torch.cuda.profiler,
+        ):
             for name in answers.keys() & vars(module).keys():
                 yield Patch(module, name, answers[name], "the same function, where torch defines it")
         yield Patch(torch, "Stream", streams.CudaStream, "the stream of whichever accelerator there is")
@@ -104,7 +136,7 @@ class CudaModule:
         yield Patch(torch.backends.cuda, "is_built", _is_built, why)
         yield Patch(torch.version, "cuda", torch.version.cuda or CUDA_VERSION, "a CPU build has none")
         yield Patch(torch.compiler, "cudagraph_mark_step_begin", _nothing, "imports what CUDA builds have")
-        for name in ("_record_memory_history", "_dump_snapshot"):
+        for name in ("_record_memory_history", "_snapshot", "_dump_snapshot"):
             yield Patch(torch.cuda.memory, name, self._leave_out(f"torch.cuda.memory.{name}"), "there is no allocator")
         profiler = torch.autograd.profiler.profile
         yield Patch(profiler, "__init__", self._host_alone(profiler.__init__), "there is no device to profile")
@@ -123,7 +155,7 @@ class CudaModule:
             "device_count": lambda: named.count,
             "current_device": lambda: named.index,
             "set_device": self._set_device,
-            "device": self._device_context,
+            "device": self._device,
             "device_of": lambda tensor: nullcontext(),
             "get_device_name": lambda device=None: self.name,
             "get_device_capability": lambda device=None: self._target.compute_capability,
@@ -137,7 +169,8 @@ class CudaModule:
             "set_sync_debug_mode": _nothing,
             "get_sync_debug_mode": lambda: 0,
             "current_blas_handle": lambda: 0,
-            "cudart": _absent("torch.cuda.cudart"),
+            "cudart": lambda: _RUNTIME,
+            "check_error": _nothing,
             "utilization": self._idle("torch.cuda.utilization"),
             "memory_usage": self._idle("torch.cuda.memory_usage"),
         }
@@ -190,7 +223,7 @@ class CudaModule:
             "current_device_idx": devices["current_device"],
             "set_device_index": self._set_device,
             "set_device_idx": self._set_device,
-            "device_index": self._device_context,
+            "device_index": self._device,
             "synchronize": host_waits,
             "current_stream": streams.current_stream,
             "set_stream": streams.set_stream,
@@ -208,12 +241,6 @@ class CudaModule:
         index = device if isinstance(device, int) else torch.device(device).index
         if index is None or index >= 0:  # a negative index changes nothing
             self._named.check(index)
-
-    @contextmanager
-    def _device_context(self, device: Any = None) -> Iterator[None]:
-        if device is not None:
-            self._set_device(device)
-        yield
 
     def properties(self) -> DeviceProperties:
         hardware, capability = self._hardware, self._target.compute_capability

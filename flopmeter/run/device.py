@@ -292,10 +292,10 @@ class NamedCuda:
             if dtype is None:
                 name: str = original(tensor)
                 return name.replace("torch.meta.", "torch.cuda.") if self.holds(tensor) else name
+            if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+                dtype = getattr(torch.cuda, dtype.removeprefix("torch.cuda."))
             if isinstance(dtype, LegacyType):
                 return tensor.to(META, dtype.dtype)
-            if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-                return original(tensor.to(META), dtype.replace("torch.cuda.", "torch.meta."), *args, **kwargs)
             return original(tensor, dtype, *args, **kwargs)
 
         return type_
@@ -338,6 +338,8 @@ class NamedCuda:
             except RuntimeError as error:
                 if "Couldn't swap" not in str(error):
                     raise
+                if isinstance(module, torch.jit.ScriptModule):
+                    return _script_to(module, *args, **kwargs)
                 return original(module, *args, **kwargs)  # something looks at a parameter, as torch.export does
 
         return to
@@ -386,6 +388,17 @@ def _is_itself(*tensors: Tensor) -> Iterator[None]:
             if type(tensor) is not kind:
                 tensor.__class__ = kind
             vars(tensor).update({**attributes, **vars(tensor)})
+
+
+def _script_to(module: Module, *args: Any, **kwargs: Any) -> Module:
+    """A module from a file of TorchScript makes a tensor anew whenever it is asked for one: it is given others."""
+    each: Any
+    for each in module.modules():
+        for name, tensor in (*each.named_parameters(recurse=False), *each.named_buffers(recurse=False)):
+            moved = tensor.detach().to(*args, **kwargs)
+            whole = tensor.to(moved.device)  # modules cast floats alone
+            each._c.setattr(name, moved.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else whole)
+    return module
 
 
 class CudaDevice:

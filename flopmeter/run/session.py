@@ -19,13 +19,13 @@ from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.report.report import Report
 from flopmeter.run import data, driver_tool, shims, values, world
-from flopmeter.run.compiled import Tracing, jit_traces
+from flopmeter.run.compiled import Tracing, jit
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
 from flopmeter.run.graph_pools import GraphPool
 from flopmeter.run.initial_values import InitialValues
-from flopmeter.run.patches import applied
+from flopmeter.run.patches import Patch, applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.steps import AUTO, Parts, Steps
 from flopmeter.run.synthetic import SyntheticData
@@ -164,13 +164,18 @@ class ScriptSession:
                 variables = world.of_torchrun(self.wishes.gpus, self.gpus_per_node, self.rank)
                 undo.enter_context(world.environment(variables))
             self.meter.around_tracing = tracing = Tracing(self.named, undoing)
-            undo.enter_context(applied([*tracing.tables(answers), tracing.pinning(), jit_traces(self.note)]))
+            undo.enter_context(applied([*tracing.tables(answers), tracing.pinning(), *self._preparing()]))
             self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
             undoing += undo.enter_context(applied(values.patches(self.named, self._decided)))
             undo.enter_context(shims.importable(self.wishes.shims, self.note))
             undo.enter_context(self.steps.watching())
             yield self
+
+    def _preparing(self) -> Iterator[Patch]:
+        yield from jit(self.named, self.note, self.steps.aside)
+        graphs = torch.cuda.make_graphed_callables
+        yield Patch(torch.cuda, "make_graphed_callables", self.steps.aside(graphs), "it warms up, which is no step")
 
     def report(self, program: str, mode: Mode | None = None) -> RunReport:
         """Setup, first step and steady step. Raises NothingRanError if no op ran on the device."""

@@ -4,8 +4,8 @@ A training step ends when an optimizer has stepped. With several optimizers the 
 each of them steps once in a step. Everything from one end to the next belongs to the step: data, forward, backward, and
 what the program does with the loss. Everything before the first forward pass that records gradients is setup. In a
 program that updates its weights without torch's optimizers a step is the time from one call of the outermost module
-that it trains to the next. In inference it is a call of the outermost module that the program calls most often, or a
-replay of its CUDA graph.
+that it trains to the next; where it trains tensors of no module, from one backward() to the next. In inference it is a
+call of the outermost module that the program calls most often, or a replay of its CUDA graph.
 
 A program that was told to stop after so many steps and only infers stops too: after so many calls, and after
 CALLS_WATCHED at least, so that what it calls now and then belongs to its rounds. While it may still train (it has made
@@ -13,8 +13,8 @@ an optimizer, or its own code has words of training), it goes on, and after SECO
 end it; so is one who waits as long between two steps.
 
 Between two updates a program may also evaluate, every so many steps or at the end of an epoch: it calls what it trains
-in eval mode, without gradients. The steady step is one without that, if there is one. What every step does, such as the
-rollouts of reinforcement learning, is a part of it.
+in eval mode, without gradients, or a copy of it, as an average of its weights. The steady step is one without that, if
+there is one. What every step does, such as the rollouts of reinforcement learning, is a part of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import importlib
 import sys
 import time
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
 
 from flopmeter.known_values.assumptions import caller
 from flopmeter.run.own_code import OwnCode
@@ -76,7 +77,8 @@ class _OutermostCall(NamedTuple):
     name: str  # the module's class
     ops: range
     learns: bool  # it remembered gradients
-    evaluates: bool  # what the leading optimizer updates, in eval mode
+    evaluates: bool  # what the leading optimizer updates, in eval mode, or a copy of it, without gradients
+    is_copy: bool  # an average of the weights, or a teacher
 
 
 class Steps:
@@ -119,6 +121,7 @@ class Steps:
         self._training_start = 0  # of its first step
         self._first_called: dict[str, int] = {}  # in such a program: where each class that learns was first called
         self._trainings: list[int] = []  # where its steps ended
+        self._backwards: list[int] = []  # of a program that has called no module: where each backward() ended
         self._next_look = CALLS_WATCHED  # at whether the program only infers: so many calls and replays
         self._own_code = OwnCode()
         self._waits_since_s = time.monotonic()
@@ -132,7 +135,7 @@ class Steps:
             undo.callback(register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
             if self._marker in (AUTO, OPTIMIZER):
-                undo.enter_context(applied([self._watched_optimizers()]))
+                undo.enter_context(applied([self._watched_optimizers(), self._watched_backward()]))
                 undo.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
                 undo.callback(register_optimizer_step_post_hook(self._stepped).remove)
             elif ":" in self._marker and not self._marker.startswith(NVTX):
@@ -142,6 +145,19 @@ class Steps:
                     f"unknown step marker {self._marker!r}: give optimizer, forward, nvtx:NAME or module:function"
                 )
             yield
+
+    def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls of modules are no steps: it warms up or traces what the program calls later."""
+
+        @functools.wraps(function)
+        def prepares(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return prepares
 
     def on_range_end(self, name: str) -> None:
         """An nvtx range ends."""
@@ -175,7 +191,7 @@ class Steps:
             start = self._first_forward if self._marker in (AUTO, OPTIMIZER) else self._calls_start
             by = {AUTO: "optimizer.step()", OPTIMIZER: "optimizer.step()", FORWARD: "calls of the outermost module"}
             marked_by = by.get(self._marker, self._marker)
-            evaluations = [call.ops for call in self._calls if call.evaluates]
+            evaluations = [call.ops for call in self._evaluations()]
             start = _with_what_recurs(min(start or 0, self._ends[0]), self._ends, self._calls)
             found = _parts(start, self._ends, marked_by, evaluations)
             names = [call.name for call in self._calls_before if call.ops.stop <= start]
@@ -189,7 +205,8 @@ class Steps:
             return _parts(self._replays[0], self._replays[1:], "replays of a CUDA graph")
         if self._calls and self._marker in (AUTO, FORWARD):
             # If a program also evaluates, its steps are the calls that record gradients.
-            calls = [call for call in self._calls if call.learns] or self._calls
+            trains = self._has_backward(range(total))
+            calls = [call for call in self._calls if call.learns and trains] or self._calls
             if self._marker == AUTO and (rounds := _rounds([call.module for call in calls])):
                 start, length = rounds
                 ends = [call.ops.stop for call in calls[start + length - 1 :: length]]
@@ -198,6 +215,8 @@ class Steps:
             name, _ = Counter(call.name for call in calls).most_common(1)[0]
             ends = [call.ops.stop for call in calls if call.name == name]
             return replace(_parts(self._calls_start or 0, ends, f"calls of {name}"), ends_with_call=True)
+        if self._backwards:
+            return _parts(0, self._backwards, "backward(), with neither an optimizer nor a module")
         return Parts(range(total), None, None, 0, "nothing")
 
     def _end(self) -> None:
@@ -275,9 +294,10 @@ class Steps:
             self._call_start = self._now()
             if self._calls_start is None:
                 self._calls_start = self._now()
-            if self._first_forward is None and torch.is_grad_enabled() and _learns(module):
+            learns = _learns(module) and _records_gradients()
+            if self._first_forward is None and learns:
                 self._first_forward = self._now()
-            if self._marker == AUTO and not self._has_optimizer and torch.is_grad_enabled() and _learns(module):
+            if self._marker == AUTO and not self._has_optimizer and learns:
                 self._begin_training(type(module).__name__)
         self._depth += 1
 
@@ -313,13 +333,33 @@ class Steps:
 
         return Patch(Optimizer, "__init__", init, "a program with an optimizer has its steps where that one steps")
 
+    def _watched_backward(self) -> Patch:
+        run = torch.autograd.backward
+
+        @functools.wraps(run)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            run(*args, **kwargs)
+            now = self._now()
+            if self._marker != AUTO or self._has_optimizer or self._calls or not self._is_on_device(range(now)):
+                return
+            self._backwards.append(now)
+            if self._most is not None and len(self._backwards) >= max(self._most, CALLS_WATCHED):
+                raise StepsDone
+
+        return Patch(torch.autograd, "backward", backward, "the steps of a program that updates tensors of its own")
+
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         ops = range(self._call_start, self._now())
         if self._is_outermost() and self._is_on_device(ops) and any(True for _ in module.parameters()):
-            learns = torch.is_grad_enabled() and _learns(module)
-            evaluates = not (module.training or torch.is_grad_enabled()) and self._is_updated(module)
-            self._calls.append(_OutermostCall(weakref.ref(module), type(module).__name__, ops, learns, evaluates))
+            learns = _learns(module) and _records_gradients()
+            evaluates = is_copy = False
+            if self._leading and not _records_gradients():
+                is_updated = self._is_updated(module)
+                is_copy = not is_updated and self._is_copy(module)
+                evaluates = is_copy or (is_updated and not module.training)
+            called = weakref.ref(module), type(module).__name__, ops
+            self._calls.append(_OutermostCall(*called, learns, evaluates, is_copy))
             if self._marker == FORWARD:
                 self._end()
             self._stop_inference()
@@ -331,11 +371,28 @@ class Steps:
             if module is not None and not call.learns and self._is_updated(module):
                 yield call
 
-    def _is_updated(self, module: nn.Module) -> bool:
-        """Whether the leading optimizer, which has stepped, updates it or a part of it."""
+    def _updated(self) -> list[nn.Parameter]:
+        """What the leading optimizer updates, which has stepped."""
         groups = getattr(self._leading and self._leading(), "param_groups", ())
-        updated = {id(parameter) for group in groups for parameter in group["params"]}
-        return not updated.isdisjoint(map(id, module.parameters()))
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _is_updated(self, module: nn.Module) -> bool:
+        """Whether the module or a part of it is updated."""
+        return not set(map(id, self._updated())).isdisjoint(map(id, module.parameters()))
+
+    def _is_copy(self, module: nn.Module) -> bool:
+        """Whether the module has weights of the same shapes as what is updated."""
+        return sorted(tuple(each.shape) for each in self._updated()) == sorted(
+            tuple(each.shape) for each in module.parameters()
+        )
+
+    def _evaluations(self) -> list[_OutermostCall]:
+        """A copy that every step calls is a teacher, and no evaluation."""
+        found = [call for call in self._calls if call.evaluates]
+        starts = [call.ops.start for call in found if call.is_copy]
+        steps = {bisect_right(self._ends, start) for start in starts}
+        is_teacher = steps.issuperset(range(1, len(self._ends)))
+        return [call for call in found if not (call.is_copy and is_teacher)]
 
     def _marked_function(self) -> Patch:
         module_name, _, path = self._marker.partition(":")
@@ -389,6 +446,7 @@ def _named_round(calls: Sequence[_OutermostCall]) -> str:
     return "rounds of calls: " + ", ".join(name if times[name] == 1 else f"{name} ×{times[name]}" for name in times)
 
 
+_SEGMENT = CheckpointFunction.forward.__code__
 _STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what torch wraps around each class's step()
 
 
@@ -400,6 +458,15 @@ def _steps_in_another(optimizer: Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _records_gradients() -> bool:
+    """Whether the call is a part of what is trained: a reentrant checkpoint calls its segment without gradients, and
+    again in the backward pass."""
+    frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_code is not _SEGMENT:
+        frame = frame.f_back
+    return torch.is_grad_enabled() or frame is not None
 
 
 def _learns(module: nn.Module) -> bool:

@@ -42,6 +42,7 @@ COMPILE = "the marks of torch.compile regions"
 SCALED = "scaled products into a given tensor (_scaled_mm.out)"
 INT4 = "the shape of int4 weight-only matrix products"
 CTC_LOSS = "the backward of ctc_loss"
+TRACES = "torch.jit.trace of what is on the GPU"
 AOT_INDUCTOR = "packages of AOTInductor"
 SPARSE = "sparse gradients of embeddings"
 SAMPLES = "samples of Dirichlet, beta and binomial distributions, and their gradients"
@@ -177,6 +178,9 @@ JAGGED_DUMMY = listed(
     JAGGED, "torch.nested._internal.nested_tensor", "_nt_view_dummy", "the tensor that all jagged ones are views of"
 )
 listed(JAGGED, "torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True)
+TRACING_STATE = listed(TRACES, "torch._C", "_get_tracing_state", "the trace that is being written")
+listed(TRACES, "torch.jit", "ScriptModule._c", "where a script keeps its weights", on_instances=True)
+SET_TRACING_STATE = listed(TRACES, "torch._C", "_set_tracing_state", "pauses it")
 GET_KERNEL = listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
 SPARE_AUTOCAST_KEY = listed(AUTOCAST, "torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")
 EXCLUDE_KEY = listed(

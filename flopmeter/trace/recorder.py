@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -227,6 +227,16 @@ class Recorder(TorchDispatchMode):
         self._attribution.leave_step()
         self.trace.optimizer_steps.append(OptimizerStep(len(self.trace.ops), "fused" in optimizer.defaults))
         self.note_optimizer(optimizer)
+
+    @contextmanager
+    def in_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Of an optimizer whose hooks no one calls."""
+        self._enter_step()
+        try:
+            yield
+        finally:
+            self._attribution.leave_step()
+            self.note_optimizer(optimizer)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note which tensors are parameters, gradients and optimizer state."""

@@ -1,0 +1,90 @@
+"""TorchScript made from a model on the device named cuda: traced, scripted, saved and loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import flopmeter
+
+A100 = "a100-sxm4-80gb"
+MACS = 8 * 32 * 32 * 4 * (3 * 3 * 3) + 8 * 4 * 10  # of the convolution and the head below, for 8 images
+
+
+class Net(nn.Module):
+    """It asks for sizes, and with `offset` makes a tensor, on the device that its trace remembers."""
+
+    def __init__(self, offset: bool = True) -> None:
+        super().__init__()
+        self.offset = offset
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        maps = self.features(images)
+        pooled = maps.view(maps.shape[0], maps.shape[1], -1).mean(-1)
+        scores = self.head(pooled)
+        return scores + torch.arange(10, device=images.device) if self.offset else scores
+
+
+def traced(file, model):
+    return torch.jit.trace(model, torch.zeros(1, 3, 32, 32, device="cuda"))
+
+
+def frozen(file, model):
+    return torch.jit.optimize_for_inference(torch.jit.freeze(traced(file, model)))
+
+
+def saved_and_loaded(file, model):
+    torch.jit.save(traced(file, model), file)
+    return torch.jit.load(file, map_location="cuda")
+
+
+def from_the_cpu(file, model):
+    torch.jit.trace(Net(offset=False).eval(), torch.zeros(1, 3, 32, 32)).save(file)
+    return torch.jit.load(file).cuda()
+
+
+def onto_cuda(file, model):
+    torch.jit.trace(Net(offset=False).eval(), torch.zeros(1, 3, 32, 32)).save(file)
+    return torch.jit.load(file, map_location=torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("make", [traced, frozen, saved_and_loaded, from_the_cpu, onto_cuda])
+def test_a_traced_model_runs_the_products_of_the_model(make, tmp_path):
+    with flopmeter.cuda(A100, steps=3) as device, torch.no_grad():
+        script = make(str(tmp_path / "model.pt"), Net().eval().to(device))
+        for _ in range(40):
+            out = script(torch.zeros(8, 3, 32, 32, device=device))
+            assert out.is_cuda
+            assert out.shape == (8, 10)
+    report = device.report()
+    assert report.step.macs == MACS
+    assert "the last of 32" in report.headline  # the trace itself is no call
+    assert ("not folded" in str(report.step.notes)) == (make is frozen)
+
+
+def test_a_traced_model_trains():
+    with flopmeter.cuda(A100, steps=3) as device:
+        model = traced("", Net().to(device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.zeros(8, 3, 32, 32, device=device)).sum().backward()
+            optimizer.step()
+    convolution = 8 * 32 * 32 * 4 * (3 * 3 * 3)
+    assert device.report().step.macs == 2 * convolution + 3 * 8 * 4 * 10  # images have no gradient
+
+
+def test_a_model_on_the_cpu_is_traced_as_without_a_run():
+    with flopmeter.cuda(A100):
+        torch.zeros(1, device="cuda")
+        model = torch.jit.freeze(torch.jit.trace(Net().eval(), torch.zeros(1, 3, 32, 32)))
+        assert model(torch.zeros(2, 3, 32, 32)).device.type == "cpu"
+
+
+def test_a_device_of_torch_cuda_is_a_type():
+    with flopmeter.cuda(A100):
+        assert isinstance(torch.cuda.device(0), torch.cuda.device)
+        assert not isinstance(0, torch.cuda.device)
