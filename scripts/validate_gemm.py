@@ -19,8 +19,9 @@ BY_DATASHEET = "GEMM, bf16, the GPU left out"
 
 
 # TensorRT-LLM's kernels for a scale of the whole tensor (cpp/tensorrt_llm/common/cudaFp8Utils.cu): so many blocks and
-# threads whatever its size, which walk it one element at a time. Beside an element's arithmetic there are its index, the
-# test for the end and its address, in 64 bits two instructions each, the branch and a shift to fp32; a division is 8 more.
+# threads whatever its size, which walk it one element at a time. Beside an element's arithmetic there are its index,
+# the test for the end and its address, in 64 bits two instructions each, the branch and a shift to fp32. A division is
+# eight more.
 BLOCKS, SCALE_THREADS = 1024, 1024
 WALK_INTEGERS, DIVISION_INTEGERS = 8, 8
 MAXIMUM_OPERATIONS = 60  # of a block: over 32 lanes, and over 32 warps

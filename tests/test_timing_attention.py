@@ -171,7 +171,7 @@ def test_flash_2_splits_the_keys_of_a_paged_cache_only_for_heads_that_share_them
 
 @pytest.mark.parametrize(("device", "longer"), [(A100, 6.1e-6), (L40S, 3.6e-6)])
 def test_several_sequences_and_key_heads_change_the_order_of_queries_and_result(device, longer):
-    """The same: medians of 54 and 46 calls on an A100 over fewer than 128 keys, 18.9 and 12.8 µs (L40S: 12.6 and 9.0)."""
+    """The same: medians of 54 and 46 calls over fewer than 128 keys, 18.9 and 12.8 µs on an A100 (L40S: 12.6, 9.0)."""
     both = paged(device, 4, 16, 2, 64)
     assert both - paged(device, 8, 16, 1, 64) == pytest.approx(longer, rel=0.2)
     assert both - paged(device, 1, 32, 4, 64) == pytest.approx(longer, rel=0.2)
