@@ -98,8 +98,8 @@ _FEW_ROWS = ((16, 256), (16, 128), (32, 256), (32, 128))
 # A tile reads a short piece of each of its columns of weights, which lie in as many pages of memory. GDDR has few banks
 # to keep pages open (12 chips 384, the stacks of an A100 1,280), which is the likely reason. Up to 16 rows a library
 # has kernels that read whole columns. Of the bandwidth of those tiles reach .93 on an L40S, on half of the shapes
-# ([aiconfigurator], weights of 60 MB and more, 17 to 256 rows). An A40 [vidur] would have .945 up to 64 rows and .97 up
-# to 128; the few calls of 16 rows there are no faster than those of 64.
+# ([aiconfigurator], weights of 60 MB and more, 17 to 256 rows). An A40 (microsoft/vidur) would have .945 up to 64
+# rows and .97 up to 128; the few calls of 16 rows there are no faster than those of 64.
 GDDR_TILE_SHARE = 0.94
 MOST_ROWS_READ_WHOLE = 16
 
