@@ -12,26 +12,54 @@ from validation_rows import Line, Row
 
 from flopmeter import load_hardware, register_cost
 from flopmeter.costs import make_cost
-from flopmeter.records import ELEMENTWISE, Call, Cost
+from flopmeter.records import ELEMENTWISE, Call, Cost, Reread
 
 LAYERS = 6  # that the benchmark replays in turn
 BY_DATASHEET = "GEMM, bf16, the GPU left out"
 
 
-@torch.library.custom_op("validate::quantise", mutates_args=())
-def quantise(x: torch.Tensor) -> torch.Tensor:
-    """To fp8 by a kernel of a framework, which converts in hardware: memory traffic, and a product with the scale."""
+# TensorRT-LLM's kernels for a scale of the whole tensor (cpp/tensorrt_llm/common/cudaFp8Utils.cu): so many blocks and
+# threads whatever its size, which walk it one element at a time. Beside an element's arithmetic there are its index,
+# the test for the end and its address, in 64 bits two instructions each, the branch and a shift to fp32. A division is
+# eight more.
+BLOCKS, SCALE_THREADS = 1024, 1024
+WALK_INTEGERS, DIVISION_INTEGERS = 8, 8
+MAXIMUM_OPERATIONS = 60  # of a block: over 32 lanes, and over 32 warps
+
+
+@torch.library.custom_op("tensorrt_llm::find_scale", mutates_args=())
+def find_scale(x: torch.Tensor) -> torch.Tensor:
+    """The largest value; each block adds its own to the result by a trip to the L2 cache."""
     raise NotImplementedError("it runs on meta only")
 
 
-@quantise.register_fake
+@torch.library.custom_op("tensorrt_llm::quantise", mutates_args=())
+def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """To fp8, by a conversion in hardware."""
+    raise NotImplementedError("it runs on meta only")
+
+
+@find_scale.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(())
+
+
+@quantise.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.float8_e4m3fn)
+
+
+@register_cost(find_scale)
+def _find_scale_cost(call: Call) -> Cost:
+    numel = call.inputs[0].numel
+    block = Reread(0, BLOCKS, 2 * numel // BLOCKS, SCALE_THREADS, MAXIMUM_OPERATIONS, 2)
+    return make_cost(call, ELEMENTWISE, numel, rereads=(block,), index_operations=WALK_INTEGERS * numel)
 
 
 @register_cost(quantise)
 def _quantise_cost(call: Call) -> Cost:
-    return make_cost(call, ELEMENTWISE, call.outputs[0].numel)
+    numel = call.outputs[0].numel
+    return make_cost(call, ELEMENTWISE, numel, index_operations=(WALK_INTEGERS + DIVISION_INTEGERS) * numel)
 
 
 def gemms(lines: list[Line]) -> dict[str, list[Row]]:
@@ -68,9 +96,11 @@ def _layer(m: int, n: int, k: int, kind: str) -> Program:
     one = torch.ones((), dtype=torch.float32, device="meta")
 
     def run() -> object:
+        scale = one
         if kind == "fp8":
-            torch.linalg.vector_norm(x, float("inf"))
-        return torch._scaled_mm(quantise(x), weight, one, one, out_dtype=torch.bfloat16)
+            x.new_empty(()).zero_()  # where the blocks add up; it is bf16, and cast
+            scale = find_scale(x).float()
+        return torch._scaled_mm(quantise(x, scale), weight, scale, one, out_dtype=torch.bfloat16)
 
     return run
 

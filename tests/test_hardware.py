@@ -88,6 +88,27 @@ def test_the_bandwidth_equals_bus_width_times_pin_rate(name: str) -> None:
         assert device.memory_bandwidth_gb_per_s == pytest.approx(gb_per_s, rel=0.02)
 
 
+# Products that are sold at less than their die does: an L40 multiplies at half an L40S's rate by both datasheets, in
+# every type; an H20 at a quarter of an H100's. Vendors define the peaks of Hopper's and Blackwell's parts at clocks of
+# their own, which moves them by up to 9 %.
+SOLD_AT_LESS = {"l40": 1 / 2, "h20-96gb": 1 / 4}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp8"])
+def test_parts_of_one_die_multiply_alike_in_an_sm_and_a_clock(dtype: str) -> None:
+    """GeForce and the A10G add in fp32 at half rate, so of two rates of a part the faster one is its die's."""
+    dies: dict[str, dict[str, float]] = {}
+    for name in available_hardware():
+        device = load_hardware(name)
+        found = [spec(device, unit)[dtype] for unit in UNITS[1:] if dtype in spec(device, unit)]
+        if found and device.vendor == "nvidia" and device.boost_clock_mhz:
+            of_sm = max(found) / device.sm_count / device.boost_clock_mhz / SOLD_AT_LESS.get(name, 1.0)
+            dies.setdefault(device.architecture, {})[name] = of_sm
+    assert sum(len(parts) > 1 for parts in dies.values()) >= 6
+    for die, parts in dies.items():
+        assert max(parts.values()) == pytest.approx(min(parts.values()), rel=0.09), (die, parts)
+
+
 # Digits of the datasheets: fp32 vector, dense product (fp16, or bf16 where it has it), GB/s, W.
 @pytest.mark.parametrize(
     ("name", "fp32", "dtype", "product", "gb_per_s", "watts"),

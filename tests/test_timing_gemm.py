@@ -70,6 +70,32 @@ def test_those_gemms_are_a_tenth_off_on_average():
     assert sum(errors) / len(errors) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("shape", "microseconds"),
+    [
+        ((10, 51200, 4096), 585.6),
+        ((49, 51200, 4096), 655.0),
+        ((97, 51200, 4096), 669.0),
+        ((15, 12288, 65536), 2213.9),
+        ((17, 12288, 65536), 2393.4),
+        ((48, 12288, 65536), 2427.5),
+        ((16, 65536, 3584), 662.4),
+        ((17, 65536, 3584), 718.3),
+        ((49, 65536, 3584), 730.8),
+    ],
+)
+def test_large_weights_on_gddr_take_a_twelfth_longer_from_17_rows_on(shape, microseconds):
+    """An L40S, bf16, from the same database. On HBM the rows make no such difference (below)."""
+    six = layers(*shape, count=6)
+    assert seconds([*six, *six], "l40s")[-1] == pytest.approx(microseconds * 1e-6, rel=0.045)
+
+
+@pytest.mark.parametrize("gpu", ["a100-sxm4-80gb", "h100-sxm5-80gb"])
+def test_a_seventeenth_row_costs_nothing_on_hbm(gpu):
+    few, more = (seconds(layers(m, 12288, 65536, count=1), gpu) for m in (16, 17))
+    assert more == pytest.approx(few, rel=0.01)
+
+
 def test_weights_that_are_read_in_turn_come_from_the_cache_while_all_of_them_fit():
     """4096 x 4096 in bf16 are 32 MiB. Two of them, activations and results stay in the 96 MB of an L40S; four do not,
     and each is gone before its turn comes again."""

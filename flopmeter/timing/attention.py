@@ -81,8 +81,8 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
         extra = 2 * max(partial_bytes - (hardware.l2_cache_bytes or 0), 0) / bandwidth
         trips = launch.slices / launch.kernel.combines_at_a_time
         work += constants.COMBINE_SECONDS + trips * access_seconds(1.0, hardware)
-    if attends.backend == "paged" and launch.heads < shape.heads:
-        extra += constants.GROUP_COPIES * _copy_seconds(_ITEM_BYTES * elements * shape.head_dim, hardware)
+    if attends.backend == "paged" and launch.heads < shape.heads and hardware.vendor == "nvidia":
+        extra += _group_copies(shape, _ITEM_BYTES * elements * shape.head_dim, hardware)
     if shape.is_backward and attends.backend != "flex":
         extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
     return Busy(compute, memory + extra, max(work, memory) + extra)
@@ -341,6 +341,15 @@ def _padded(head_dim: int) -> int:
     short, long = constants.HEAD_DIMENSION_MULTIPLES
     multiple = short if head_dim <= 128 else long
     return ceil(head_dim / multiple) * multiple
+
+
+def _group_copies(shape: AttentionShape, nbytes: int, hardware: Hardware) -> float:
+    """Of the kernels around one whose heads share blocks. The queries of one sequence, or of one key head, already lie
+    in the order of the blocks, and so does the result in the caller's."""
+    plain = _copy_seconds(nbytes, hardware)
+    if shape.sequences == 1 or shape.key_heads == 1:
+        return plain
+    return 2 * (plain + _sm_seconds(constants.PERMUTED_COPY_CYCLES, hardware))
 
 
 def _copy_seconds(nbytes: int, hardware: Hardware) -> float:

@@ -241,9 +241,12 @@ FLASH_2_PAGED = FLASH_2._replace(tiles=FLASH_2_SPLIT.tiles, tiles_on={}, causal_
 # For each tile a thread reads the table of pages from the L2 cache before it can ask for its keys, and again for its
 # values (`resolve_thread_kv_page_slice_offset` in vLLM's fork, flash_fwd_kernel.h).
 PAGE_LOOKUPS = 2
-# Where heads share a block there, one more kernel brings the queries into the order of the blocks, and one the result
-# back into the caller's tensor (`mha_varlen_fwd` in vLLM's fork).
-GROUP_COPIES = 2
+# Where heads share a block there, the result is copied into the caller's tensor. With several sequences and key heads
+# both the queries and the result change their order (`mha_varlen_fwd` in vLLM's fork), and a copy that permutes waits
+# so much longer: for the divisors and strides that it finds addresses with, and its own instructions, likely. From
+# calls of fewer than 128 keys, which take 6.1 µs longer so on an A100 and 3.6 on an L40S (aiconfigurator): 3,400 and
+# 3,250 cycles a copy.
+PERMUTED_COPY_CYCLES = 3300
 # A call over a paged cache puts all heads that share keys into one block, whatever the number of queries
 # (`get_pack_gqa` in hopper/flash_api.cpp), and tiles have at least 128 rows, but 64 where all queries of a block fit
 # into these, the head dimension is at most 128 and there is no window (`use_one_mma_wg` in hopper/heuristics.h of

@@ -11,9 +11,11 @@ GPU left out, that GPU's is 8 to 11 %. Those of vector units are set on [NeuSigh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
+from flopmeter.records import Matmul
 from flopmeter.timing import constants
 
 
@@ -93,6 +95,14 @@ CONVOLUTIONS = SIMT._replace(overlap_exponent=4.0, wave_cycles=500.0, only_tiles
 # 16 bits take longer to read than a tile of 64 rows to multiply.
 _FEW_ROWS = ((16, 256), (16, 128), (32, 256), (32, 128))
 
+# A tile reads a short piece of each of its columns of weights, which lie in as many pages of memory. GDDR has few banks
+# to keep pages open (12 chips 384, the stacks of an A100 1,280), which is the likely reason. Up to 16 rows a library
+# has kernels that read whole columns. Of the bandwidth of those tiles reach .93 on an L40S, on half of the shapes
+# ([aiconfigurator], weights of 60 MB and more, 17 to 256 rows). An A40 (microsoft/vidur) would have .945 up to 64
+# rows and .97 up to 128; the few calls of 16 rows there are no faster than those of 64.
+GDDR_TILE_SHARE = 0.94
+MOST_ROWS_READ_WHOLE = 16
+
 _ASYNCHRONOUS_COPIES = (8, 0)  # the compute capability that brought `cp.async`
 _WARP_SPECIALIZED_MAJORS = (9, 10)  # data-centre Hopper and Blackwell; 12.0 has Ampere's `mma`
 _LEGACY_MMA_MAJORS = (9, 10, 12)  # whose full rate needs newer code than Ampere's
@@ -153,3 +163,9 @@ def gemm_kernels(
     if capability < _ASYNCHRONOUS_COPIES:
         return SYNCHRONOUS_MMA
     return HALF_RATE_MMA if hardware.matrix_fp16_accumulate_tflop_per_s else MMA
+
+
+def tiled_read_share(shapes: Sequence[Matmul], hardware: Hardware, peak: Peak) -> float:
+    """At which share of its bandwidth a kernel reads weights, which it may do tile by tile."""
+    is_tiled = peak.unit == "matrix" and all(min(shape.m, shape.n) > MOST_ROWS_READ_WHOLE for shape in shapes)
+    return GDDR_TILE_SHARE if is_tiled and hardware.memory_type.startswith("GDDR") else 1.0

@@ -35,7 +35,7 @@ from flopmeter.timing.bandwidth import (
     threads_of,
 )
 from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
-from flopmeter.timing.gemm_kernels import ampere_kernel_share, gemm_kernels
+from flopmeter.timing.gemm_kernels import ampere_kernel_share, gemm_kernels, tiled_read_share
 from flopmeter.timing.matmul import (
     Busy,
     MatmulBytes,
@@ -117,6 +117,8 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
         library,
         hardware.l2_cache_bytes or 0,
     )
+    if isinstance(work, MatmulWork | GroupedMatmulWork):
+        rates = rates._replace(bytes_per_s=rates.bytes_per_s * tiled_read_share(work.matmuls, hardware, peak))
     saved = cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
     moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))
     if isinstance(work, ConvolutionWork):
