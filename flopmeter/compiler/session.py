@@ -36,6 +36,7 @@ from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.private import PrivateName, no_dispatch_modes
 from flopmeter.trace import triton_kernels
+from flopmeter.trace.frame_room import with_frame_room
 from flopmeter.trace.recorder import Recorder
 
 # Settings that need a device to measure on, or that keep compiled code on disk.
@@ -261,6 +262,7 @@ class Session:
 
         return compile_fx
 
+    @with_frame_room  # a backward graph is compiled when it is first called
     def _compile(
         self,
         module: GraphModule,
