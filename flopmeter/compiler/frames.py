@@ -13,12 +13,12 @@ from typing import Any
 
 from flopmeter.as_cuda.autocast import traced_tensors_cast
 from flopmeter.compiler.outermost import OutermostCalls
+from flopmeter.compiler.pace import undisturbed
 from flopmeter.compiler.replay import name_of
 from flopmeter.known_values import entry_points
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace import triton_kernels
-from flopmeter.trace.frame_room import with_frame_room
 
 AroundTracing = Callable[[], AbstractContextManager[tuple[Any, ...]]]
 """A context in which torch is as it is without stand-ins; gives what these stand in for outside of it."""
@@ -50,7 +50,7 @@ class Frames:
             frame_exec_strategy=names.FRAME_STRATEGY.value(names.FRAME_ACTION.value.SKIP, names.FRAME_ACTION.value.SKIP)
         )
 
-        @with_frame_room
+        @undisturbed
         @functools.wraps(plain)
         def convert(callback: Any, frame: Any, *args: Any) -> Any:
             if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):
