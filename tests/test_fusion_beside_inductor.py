@@ -272,3 +272,16 @@ def test_the_gradient_of_a_bilinear_step_up_is_no_sum_of_rows():
     _, (_, ruled) = both(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [(2, 24, 64, 64)], trains=True)
     (kernel,) = ruled
     assert (kernel.cost.bytes_read, kernel.cost.bytes_written) == (4 * 48 * 128 * 128, 4 * 48 * 64 * 64)
+
+
+def gated(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """One half of an activation is normalized, the other is multiplied (gMLP)."""
+    left, right = F.gelu(x @ w).chunk(2, -1)
+    normed = F.layer_norm(right.float(), (64,), b.float(), b.float()).to(x.dtype)
+    return left * (normed @ b.outer(b))
+
+
+def test_of_a_value_that_is_computed_where_it_is_read_two_loops_of_a_kernel_read_the_same_half_once() -> None:
+    shapes: list[tuple[int, ...]] = [(1024, 64), (64, 128), (64,)]
+    compiled, ruled = both(gated, shapes, trains=False, dtype=torch.bfloat16)
+    assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.03)
