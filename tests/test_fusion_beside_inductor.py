@@ -285,3 +285,47 @@ def test_of_a_value_that_is_computed_where_it_is_read_two_loops_of_a_kernel_read
     shapes: list[tuple[int, ...]] = [(1024, 64), (64, 128), (64,)]
     compiled, ruled = both(gated, shapes, trains=False, dtype=torch.bfloat16)
     assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.03)
+
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "row sums": lambda x: x.sum(-1),
+    "column sums": lambda x: x.sum(0),
+    "sum": torch.sum,
+    "softmax": lambda x: x.softmax(-1),
+    "running sums": lambda x: x.cumsum(-1),
+    "layer norm": lambda x: F.layer_norm(x, (512,)),
+    "half": lambda x: x[:, :256] * 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("relu", "softmax"),
+        ("relu", "row sums"),
+        ("relu", "sum"),
+        ("running sums", "row sums"),
+        ("running sums", "relu"),
+        ("layer norm", "softmax"),
+        ("layer norm", "row sums"),
+        ("layer norm", "sum"),
+        ("relu", "column sums"),
+        ("row sums", "sum"),
+        ("half", "softmax"),
+    ],
+)
+def test_two_readers_of_a_value_share_a_kernel_where_they_go_through_it_alike(one: str, other: str) -> None:
+    first, second = READERS[one], READERS[other]
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return first(x), second(x)
+
+    found = []
+    for way in (True, "rules"):
+        torch._dynamo.reset()
+        with FlopMeter("a100-sxm4-80gb", compile=way) as meter:
+            torch.compile(program)(torch.empty(4096, 512, device="meta"))
+        kernels = meter.report(mode="compiled").kernels
+        found.append((len(kernels), moved(kernels)))
+    assert found[0] == found[1]
