@@ -272,3 +272,60 @@ def test_the_gradient_of_a_bilinear_step_up_is_no_sum_of_rows():
     _, (_, ruled) = both(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [(2, 24, 64, 64)], trains=True)
     (kernel,) = ruled
     assert (kernel.cost.bytes_read, kernel.cost.bytes_written) == (4 * 48 * 128 * 128, 4 * 48 * 64 * 64)
+
+
+def gated(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """One half of an activation is normalized, the other is multiplied (gMLP)."""
+    left, right = F.gelu(x @ w).chunk(2, -1)
+    normed = F.layer_norm(right.float(), (64,), b.float(), b.float()).to(x.dtype)
+    return left * (normed @ b.outer(b))
+
+
+def test_of_a_value_that_is_computed_where_it_is_read_two_loops_of_a_kernel_read_the_same_half_once() -> None:
+    shapes: list[tuple[int, ...]] = [(1024, 64), (64, 128), (64,)]
+    compiled, ruled = both(gated, shapes, trains=False, dtype=torch.bfloat16)
+    assert list(map(moved, ruled)) == pytest.approx(list(map(moved, compiled)), rel=0.03)
+
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "row sums": lambda x: x.sum(-1),
+    "column sums": lambda x: x.sum(0),
+    "sum": torch.sum,
+    "softmax": lambda x: x.softmax(-1),
+    "running sums": lambda x: x.cumsum(-1),
+    "layer norm": lambda x: F.layer_norm(x, (512,)),
+    "half": lambda x: x[:, :256] * 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("relu", "softmax"),
+        ("relu", "row sums"),
+        ("relu", "sum"),
+        ("running sums", "row sums"),
+        ("running sums", "relu"),
+        ("layer norm", "softmax"),
+        ("layer norm", "row sums"),
+        ("layer norm", "sum"),
+        ("relu", "column sums"),
+        ("row sums", "sum"),
+        ("half", "softmax"),
+    ],
+)
+def test_two_readers_of_a_value_share_a_kernel_where_they_go_through_it_alike(one: str, other: str) -> None:
+    first, second = READERS[one], READERS[other]
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return first(x), second(x)
+
+    found = []
+    for way in (True, "rules"):
+        torch._dynamo.reset()
+        with FlopMeter("a100-sxm4-80gb", compile=way) as meter:
+            torch.compile(program)(torch.empty(4096, 512, device="meta"))
+        kernels = meter.report(mode="compiled").kernels
+        found.append((len(kernels), moved(kernels)))
+    assert found[0] == found[1]

@@ -535,6 +535,7 @@ def test_an_autotuned_kernel_in_a_compiled_function_takes_its_first_configuratio
     assert [kernel.op.call.body.programs for kernel in report.kernels] == [16]
     (assumed,) = report.assumptions
     assert assumed.startswith("the first configuration of an autotuned kernel for product at ")
+    assert "test_triton_kernels.py" in assumed
 
 
 @needs_triton

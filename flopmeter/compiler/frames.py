@@ -13,6 +13,7 @@ from typing import Any
 
 from flopmeter.as_cuda.autocast import traced_tensors_cast
 from flopmeter.compiler.outermost import OutermostCalls
+from flopmeter.compiler.pace import undisturbed
 from flopmeter.compiler.replay import name_of
 from flopmeter.known_values import entry_points
 from flopmeter.torch_names import compiler as names
@@ -49,6 +50,7 @@ class Frames:
             frame_exec_strategy=names.FRAME_STRATEGY.value(names.FRAME_ACTION.value.SKIP, names.FRAME_ACTION.value.SKIP)
         )
 
+        @undisturbed
         @functools.wraps(plain)
         def convert(callback: Any, frame: Any, *args: Any) -> Any:
             if frame.f_code.co_filename.startswith(_PACKAGE) and not frame.f_code.co_filename.startswith(_MODELS):

@@ -28,6 +28,7 @@ from flopmeter.compiler.frames import AroundTracing, Frames, nothing_around, tex
 from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
 from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
+from flopmeter.compiler.pace import around_hash, undisturbed
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose, unposed
 from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.records import CompiledGraph, GraphBreak
@@ -185,6 +186,7 @@ class Session:
             (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
             (names.GUARD_IDENTITY, self._frames.around_identity_guard),
             (names.HAS_TRITON, self._around_has_triton),
+            (names.DEP_HASH, around_hash),
             (names.CREATE_PROXY, constants.around_create_proxy),
             (names.RULES, functools.partial(made_inside, self._frames.as_torch_is)),
             (names.HANDLERS, functools.partial(made_inside, self._frames.as_torch_is)),
@@ -262,6 +264,7 @@ class Session:
 
         return compile_fx
 
+    @undisturbed  # a backward graph is compiled when it is first called
     def _compile(
         self,
         module: GraphModule,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -20,7 +21,8 @@ from flopmeter.torch_names.private import graph_task
 _TORCH, _PACKAGE = (
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
-_SKIPPED = (_TORCH, _PACKAGE, typing_extensions.__file__)  # the last wraps deprecated functions of torch
+# The last two wrap functions of torch: deprecated ones, and those that run in a context.
+_SKIPPED = (_TORCH, _PACKAGE, typing_extensions.__file__, contextlib.__file__)
 _ASKING = tuple(os.path.join(_PACKAGE, room, "") for room in ("ask", "cli"))
 _TRITON = os.sep + os.path.join("triton", "runtime", "")  # between a program and the launch of its kernel
 

@@ -54,6 +54,7 @@ NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which n
 _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
 MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements a kernel reads")
+DEP_HASH = _name("torch._inductor.dependencies", "MemoryDep.__hash__", "kept, since it is asked for again and again")
 STAR_DEP = _name("torch._inductor.dependencies", "StarDep", "which buffers are listed whole")
 WEAK_DEP = _name("torch._inductor.dependencies", "WeakDep", "which dependencies are of order alone")
 VIRTUALIZED = _name("torch._inductor.virtualized", "V", "the compiler's own globals")

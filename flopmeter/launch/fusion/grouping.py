@@ -96,8 +96,9 @@ class Groups:
             level, partners = level + 1, set()
         self._level[kernel] = level
         for peer in {self._into[peer] for own in self._own[kernel] for peer in self._flow.peers[own]} - {kernel}:
-            if self._are_alike(kernel, peer) and self._fits(self._flow.roles[kernel], {*partners, self.of(peer)}):
-                partners.add(self.of(peer))
+            beside = {*partners, self.of(peer)}
+            if self._are_alike(kernel, peer) and self._fits(self._flow.roles[kernel], beside):
+                partners = beside
         self._unite({*self._own[kernel], *partners}, level)
 
     def _edges_into(self, kernel: int) -> list[_Edge]:
@@ -139,15 +140,18 @@ class Groups:
         )
 
     def _are_alike(self, kernel: int, peer: int) -> bool:
-        """Whether two readers of one value run the same loops at the same time."""
+        """Whether two readers of one value can run in the same loops at the same time."""
         role, other = self._flow.roles[kernel], self._flow.roles[peer]
+        loops = {role.loops, other.loops, self._loops[self.of(peer)]} - {None}
         return (
             self._graphs[kernel] == self._graphs[peer]
             and self._parts[kernel].op.phase == self._parts[peer].op.phase
             and self._level[kernel] == self._level[self.of(peer)]
             and role.joins_producers
             and other.joins_producers
-            and (role.loops, role.elements, role.lists) == (other.loops, other.elements, other.lists)
+            and role.lists == other.lists
+            and len(loops) <= 1
+            and _run_together(role, other)
         )
 
     def _fits(self, role: Role, groups: Iterable[int]) -> bool:
@@ -188,6 +192,15 @@ class Groups:
 def _adopts(own: Loops, loops: Loops | None) -> bool:
     """Whether the sum of all elements takes partial results of the rows that a producer goes through."""
     return loops is not None and own.kept == 1 and own.reduced == loops.kept * loops.reduced and loops.is_inner
+
+
+def _run_together(role: Role, other: Role) -> bool:
+    """Whether two ops, of which loops of one kind at most are asked, go through the same elements in the same order."""
+    loops = role.loops or other.loops
+    if loops is None or role.loops == other.loops:
+        return loops is not None or role.elements == other.elements
+    elements = other.elements if role.loops else role.elements
+    return loops.is_inner and elements == loops.kept * loops.reduced
 
 
 def _iterates(role: Role, loops: Loops | None) -> bool:

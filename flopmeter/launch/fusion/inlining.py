@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value, flow_of
-from flopmeter.launch.fusion.parts import PUT_TOGETHER, Part, fresh_storage, operands_of
+from flopmeter.launch.fusion.parts import PUT_TOGETHER, Part, Picks, fresh_storage, operands_of
 from flopmeter.launch.fusion.roles import OPAQUE, is_pointwise
 from flopmeter.launch.fusion.traffic import Lifetimes
 from flopmeter.records import Cost, Op, Trace
@@ -44,9 +44,12 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
         """A part, or one for an operand of it, behind what it computes for itself."""
         share = {reader: 1.0}  # of its elements that the reader wants, which may pick some of them
         picked: defaultdict[int, dict[tuple[int, int], float]] = defaultdict(dict)  # the same, by the bytes it lies in
+        wants: defaultdict[int, set[tuple[int, int, Picks]]] = defaultdict(set)
+        picks: dict[int, Picks] = {}
         waiting, fresh = [-reader], {}
         while waiting:
             place = -heapq.heappop(waiting)
+            picks[place] = tuple(sorted(wants[place])) if share[place] < 1 else ()
             for touch, values in reads if place == reader else flow.reads[place]:
                 for value in values:
                     if value.kernel in inline:
@@ -54,12 +57,13 @@ def inlined(parts: list[Part], trace: Trace) -> list[Part]:
                             heapq.heappush(waiting, -value.kernel)
                             fresh[touch.storage] = fresh_storage()
                         wanted, extent = share[place] * touch.charged / value.touch.nbytes, (touch.start, touch.stop)
+                        wants[value.kernel].add((*extent, picks[place]))
                         shares = picked[value.kernel]
                         shares[extent] = max(shares.get(extent, 0.0), wanted)
                         share[value.kernel] = min(1.0, sum(shares.values()))
         for place in sorted(share):
             copy = copies.of(own if place == reader else parts[place], parts[reader], fresh, share[place])
-            made.append(copy._replace(is_inlined=place != reader))
+            made.append(copy._replace(is_inlined=place != reader, picks=picks[place]))
 
     for place, part in enumerate(parts):
         if place in inline or place in dead:

@@ -25,6 +25,10 @@ PUT_TOGETHER = frozenset(aten.present("cat", "stack"))
 _FRESH = count(-(10**9), -1)  # numbers of storages that no trace has, below those of its calls
 
 
+Picks = tuple[tuple[int, int, "Picks"], ...]
+"""Where the bytes of a value lie that its readers want, and which elements these readers compute themselves."""
+
+
 class Part(NamedTuple):
     """A kernel of the program, a part of one, or a copy."""
 
@@ -35,6 +39,7 @@ class Part(NamedTuple):
     graph: int | None
     place: int  # in the trace, of the op where it runs
     is_inlined: bool = False  # computed in the loops of the next part that is not
+    picks: Picks = ()  # of a copy that computes some of the elements: which
 
 
 def fresh_storage() -> int:

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value
 from flopmeter.launch.fusion.grouping import Groups
-from flopmeter.launch.fusion.parts import Part
+from flopmeter.launch.fusion.parts import Part, Picks
 from flopmeter.records import Storage, Trace
 
 
@@ -43,7 +43,7 @@ class Traffic:
     """The bytes that each fused group reads and writes."""
 
     def __init__(self, parts: list[Part], trace: Trace, flow: Flow, groups: Groups):
-        self._storages, self._flow, self._groups = trace.storages, flow, groups
+        self._parts, self._storages, self._flow, self._groups = parts, trace.storages, flow, groups
         self.outlives_graph = Lifetimes(parts, trace).outlives_graph
 
     def of_group(self, members: list[int]) -> tuple[int, int]:
@@ -52,15 +52,16 @@ class Traffic:
 
     def _read(self, members: list[int]) -> int:
         """Bytes read: each region once, without what the group itself computed before."""
-        inside, seen = self._groups.of(members[0]), set[Touch]()
+        inside, seen = self._groups.of(members[0]), set[tuple[Touch, Picks]]()
         charges = _Charges()
         for member in members:
+            picks = self._parts[member].picks
             for touch, values in self._flow.reads[member]:
                 own = sum(_common(v.touch, touch) for v in values if self._groups.of(v.kernel) == inside)
-                if touch.charged == touch.nbytes:  # else two reads of a region may read different parts
-                    if touch in seen:
+                if touch.charged == touch.nbytes or picks:  # else two reads of a region may read different parts
+                    if (touch, picks) in seen:
                         continue
-                    seen.add(touch)
+                    seen.add((touch, picks))
                 charges.add(touch, max(0, touch.charged - own))
         return charges.total(self._storages)
 

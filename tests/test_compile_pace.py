@@ -1,0 +1,74 @@
+"""What compiles is not held up by Python: its frames have room, its garbage waits."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+
+import pytest
+
+from flopmeter.compiler.pace import around_hash, undisturbed
+
+CALLS = 200
+DEPTHS = range(400)  # frames of more than one chunk of 16 KiB
+
+
+def _leaf() -> None:
+    pass
+
+
+def _faults_at(depth: int) -> int:
+    """Pages of memory that the kernel maps while `_leaf` is called at this depth."""
+    if depth:
+        return _faults_at(depth - 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(CALLS):
+        _leaf()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def _most_faults() -> int:
+    return max(map(_faults_at, DEPTHS))
+
+
+def test_no_depth_of_the_stack_maps_memory_anew_for_each_call() -> None:
+    assert undisturbed(_most_faults)() < CALLS / 2
+
+
+@pytest.mark.skipif(not (3, 11) <= sys.version_info < (3, 13), reason="this Python may keep a chunk")
+def test_without_room_some_depth_does() -> None:
+    assert _most_faults() >= CALLS
+
+
+def test_arguments_results_and_errors_pass_through() -> None:
+    assert undisturbed(divmod)(7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        undisturbed(divmod)(7, 0)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_waits_and_is_collected_again_afterwards_if_it_was_before(collects: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert not undisturbed(gc.isenabled)()
+        assert gc.isenabled() == collects
+        with pytest.raises(ZeroDivisionError):
+            undisturbed(divmod)(7, 0)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_a_hash_is_asked_for_once() -> None:
+    class Key:
+        asked = 0
+
+        def __hash__(self) -> int:
+            self.asked += 1
+            return 17
+
+    key, kept = Key(), around_hash(Key.__hash__)
+    assert [kept(key), kept(key)] == [17, 17]
+    assert key.asked == 1
