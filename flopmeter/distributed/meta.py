@@ -109,15 +109,13 @@ def _done(tensors: list[Tensor]) -> torch.ScriptObject:
     """The handle of a finished collective that has these results."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    handle: torch.ScriptObject = private.work_of_future(future).boxed()
-    return handle
+    return private.work_of_future(future).boxed()
 
 
 def _waits_on_first_use(tensor: Tensor) -> Tensor:
     """Waits when the result is first used, as on devices. torch's own Meta kernel returns a plain tensor, so the
     program would never wait."""
-    waiting: Tensor = private.functional_collectives.AsyncCollectiveTensor(tensor)
-    return waiting
+    return private.functional_collectives.AsyncCollectiveTensor(tensor)
 
 
 _KERNELS: dict[str, Any] = {

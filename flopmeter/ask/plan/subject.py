@@ -120,7 +120,7 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
     if isinstance(build, nn.Module):
         return partial(copy.deepcopy, build)
     if callable(build):
-        return build  # type: ignore[no-any-return]
+        return build
     raise PlanError(
         f"plan takes a model's name, a config, a module or a function that makes the model, not {type(build).__name__}"
     )
@@ -128,8 +128,7 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
 
 def _of_config(config: Any) -> nn.Module:
     """The model has a config of its own, which `_tell_config` changes."""
-    model: nn.Module = model_of(copy.deepcopy(config), torch.float32)
-    return model
+    return model_of(copy.deepcopy(config), torch.float32)
 
 
 def _builtin(name: str) -> nn.Module:
@@ -168,8 +167,7 @@ def _find_layers(model: nn.Module) -> str:
     if not lists:
         raise PlanError(f"{type(model).__name__} has no ModuleList of layers, which plan could split")
     sizes = {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in lists.items()}
-    name: str = max(sizes, key=lambda name: (sizes[name], -len(name)))
-    return name
+    return max(sizes, key=lambda name: (sizes[name], -len(name)))
 
 
 def _layer(whole: nn.Module, index: int) -> nn.Module:
@@ -228,13 +226,11 @@ def _loss_of(model: nn.Module) -> Loss:
 
 
 def _transformers_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return loss
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def _own_loss(model: Any, tokens: Tensor) -> Tensor:
-    loss: Tensor = model.loss(tokens)
-    return loss
+    return model.loss(tokens)
 
 
 def _logits_loss(model: nn.Module, tokens: Tensor) -> Tensor:

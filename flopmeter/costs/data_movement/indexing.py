@@ -243,5 +243,4 @@ def _is_extremum(call: Call) -> bool:
 
 def _reduction(call: Call) -> str | None:
     """The reduction that the op was given by name: 'sum', 'mean', 'prod', ..."""
-    name: str | None = call.get("reduce")
-    return name
+    return call.get("reduce")
