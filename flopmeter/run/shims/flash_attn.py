@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.costs import make_cost
-from flopmeter.costs.contractions.attention import flash_attention
+from flopmeter.costs.contractions.attention import attention
 from flopmeter.costs.traffic import as_regions
 from flopmeter.known_values.entry_points import open_ones
 from flopmeter.known_values.values import no_modes
@@ -167,7 +167,7 @@ def _cache_cost(call: Call) -> Cost:
     kwargs = {name: call.argument(name) for name in ("query", "key", "value", "max_q", "max_k", "is_causal")}
     # With a tensor of where sequences begin, whichever it is, the library's price goes by max_q and max_k.
     kwargs |= {"cum_seq_q": query, "window_size_left": left, "window_size_right": right}
-    cost = flash_attention(Call(aten._flash_attention_forward.default, (), kwargs, call.inputs, call.outputs))
+    cost = attention(Call(aten._flash_attention_forward.default, (), kwargs, call.inputs, call.outputs))
     seen = longest if left < 0 else min(longest, left + call.argument("max_q"))
     tokens = (query if pages is None else pages).shape[0] * seen
     held = [Region(each, min(each.nbytes, tokens * each.nbytes // prod(each.shape[:2]))) for each in (key, value)]
