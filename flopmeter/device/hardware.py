@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 from flopmeter.device import power
 from flopmeter.device.files import SUFFIXES, names_in, read_record, resolve, unreadable
-from flopmeter.device.host import Host
 from flopmeter.device.profile_parts import (
     Achieved,
     DtypeRates,
+    Host,
     Interconnect,
     Pcie,
     SpecCheck,

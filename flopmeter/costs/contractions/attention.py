@@ -93,7 +93,7 @@ def _efficient_mask(call: Call) -> Mask:
     return Mask(left, 0, bottom_right=kind == 2) if kind else FULL
 
 
-class _Kernel(NamedTuple):
+class _AttentionOp(NamedTuple):
     """Whose kernel an op runs, and what a call of it says of the work."""
 
     backend: AttentionBackend
@@ -101,27 +101,27 @@ class _Kernel(NamedTuple):
     mask: Callable[[Call], Mask]
 
 
-_FORWARD: dict[OpOverloadPacket, _Kernel] = {
-    aten._scaled_dot_product_flash_attention: _Kernel("flash", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_efficient_attention: _Kernel("efficient", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_cudnn_attention: _Kernel("cudnn", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_flash_attention_for_cpu: _Kernel("other", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_fused_attention_overrideable: _Kernel("other", _of_sdpa, _causal_mask),
-    aten._flash_attention_forward: _Kernel("flash", _of_library, _flash_mask),
-    aten._flash_attention_forward_no_dropout_inplace: _Kernel("flash", _of_library, _flash_mask),  # torch 2.13
-    aten._cudnn_attention_forward: _Kernel("cudnn", _of_cudnn, _causal_mask),
-    aten._cudnn_attention_forward_no_dropout_inplace: _Kernel("cudnn", _of_cudnn, _causal_mask),  # torch 2.15
-    aten._efficient_attention_forward: _Kernel("efficient", _of_library, _efficient_mask),
+_FORWARD: dict[OpOverloadPacket, _AttentionOp] = {
+    aten._scaled_dot_product_flash_attention: _AttentionOp("flash", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_efficient_attention: _AttentionOp("efficient", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_cudnn_attention: _AttentionOp("cudnn", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_flash_attention_for_cpu: _AttentionOp("other", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_fused_attention_overrideable: _AttentionOp("other", _of_sdpa, _causal_mask),
+    aten._flash_attention_forward: _AttentionOp("flash", _of_library, _flash_mask),
+    aten._flash_attention_forward_no_dropout_inplace: _AttentionOp("flash", _of_library, _flash_mask),  # torch 2.13
+    aten._cudnn_attention_forward: _AttentionOp("cudnn", _of_cudnn, _causal_mask),
+    aten._cudnn_attention_forward_no_dropout_inplace: _AttentionOp("cudnn", _of_cudnn, _causal_mask),  # torch 2.15
+    aten._efficient_attention_forward: _AttentionOp("efficient", _of_library, _efficient_mask),
 }
-_BACKWARD: dict[OpOverloadPacket, _Kernel] = {
-    aten._scaled_dot_product_flash_attention_backward: _Kernel("flash", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_efficient_attention_backward: _Kernel("efficient", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_cudnn_attention_backward: _Kernel("cudnn", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _Kernel("other", _of_sdpa, _causal_mask),
-    aten._scaled_dot_product_fused_attention_overrideable_backward: _Kernel("other", _of_sdpa, _causal_mask),
-    aten._flash_attention_backward: _Kernel("flash", _of_library, _flash_mask),
-    aten._cudnn_attention_backward: _Kernel("cudnn", _of_cudnn, _causal_mask),
-    aten._efficient_attention_backward: _Kernel("efficient", _of_library, _efficient_mask),
+_BACKWARD: dict[OpOverloadPacket, _AttentionOp] = {
+    aten._scaled_dot_product_flash_attention_backward: _AttentionOp("flash", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_efficient_attention_backward: _AttentionOp("efficient", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_cudnn_attention_backward: _AttentionOp("cudnn", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _AttentionOp("other", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _AttentionOp("other", _of_sdpa, _causal_mask),
+    aten._flash_attention_backward: _AttentionOp("flash", _of_library, _flash_mask),
+    aten._cudnn_attention_backward: _AttentionOp("cudnn", _of_cudnn, _causal_mask),
+    aten._efficient_attention_backward: _AttentionOp("efficient", _of_library, _efficient_mask),
 }
 
 
