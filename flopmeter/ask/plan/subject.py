@@ -54,7 +54,8 @@ class Subject(NamedTuple):
         if layers is not None:
             holder, _, name = self.layers.rpartition(".")
             whole = model.get_submodule(self.layers)
-            kept = [copy.deepcopy(_layer(whole, index)) for index in layers]
+            every = list(whole.children())
+            kept = [copy.deepcopy(every[index]) for index in layers]
             setattr(model.get_submodule(holder), name, _like(whole, kept))
             _tell_config(model, layers)
         if self.fp8:
@@ -102,7 +103,9 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         is_compiled=any(getattr(block, COMPILED_CALL, None) for block in blocks),
         fp8=fp8,
     )
-    return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)
+    return subject._replace(
+        heads=(_first_number(config, _HEADS) or ANY_HEADS) if subject.tensor_parallel(model) else None
+    )
 
 
 def _maker(build: Any) -> Callable[[], nn.Module]:
@@ -170,10 +173,6 @@ def _find_layers(model: nn.Module) -> str:
     return max(sizes, key=lambda name: (sizes[name], -len(name)))
 
 
-def _layer(whole: nn.Module, index: int) -> nn.Module:
-    return list(whole.children())[index]
-
-
 def _like(whole: nn.Module, kept: list[nn.Module]) -> nn.Module:
     if isinstance(whole, nn.ModuleDict):
         return nn.ModuleDict({str(place): layer for place, layer in enumerate(kept)})
@@ -196,17 +195,13 @@ def _kind(block: nn.Module, config: Any, index: int) -> tuple[Any, ...]:
     return type(block), shapes, types[index] if types else None
 
 
-def _heads(config: Any) -> int | None:
-    """The number of heads of keys and values."""
-    return _first_number(config, ("num_key_value_heads", "num_attention_heads", "kv_heads", "heads"))
-
-
 def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
     """The first of these fields that the config has."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((number for name in names if isinstance(number := getattr(text, name, None), int)), None)
 
 
+_HEADS = ("num_key_value_heads", "num_attention_heads", "kv_heads", "heads")  # those of keys and values first
 _LENGTHS = ("max_position_embeddings", "positions", "block_size", "max_seq_len")  # the last two: nanoGPT, torchtitan
 
 
