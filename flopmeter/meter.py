@@ -16,9 +16,9 @@ from flopmeter.compiler import AroundTracing, Exports, OnCompiledCall, PosedDevi
 from flopmeter.costs import CallCosts, costs_of, kernels_of
 from flopmeter.costs.contractions.quantized import group_assumptions
 from flopmeter.costs.contractions.varlen import packed_assumptions
-from flopmeter.costs.custom_ops import implementation_assumptions, uncounted_implementations
 from flopmeter.costs.data_movement.communication import message_notes
 from flopmeter.costs.host_work import host_work_notes
+from flopmeter.costs.lookup import implementation_assumptions, uncounted_implementations
 from flopmeter.costs.triton_kernels import triton_assumptions, uncounted_notes
 from flopmeter.device.cluster import Cluster, cluster_of, load_cluster
 from flopmeter.device.hardware import Hardware, load_hardware

@@ -473,12 +473,8 @@ def test_every_rule_decides_some_call() -> None:
     assert undecided == DECIDED_ELSEWHERE
 
 
-DECIDED_ELSEWHERE = {
-    *("sm_50_to_121", "same_dtype", "same_batch", "sequences_not_empty", "same_query_and_key_size"),
-    *("dense_last_dimension", "dense_last_dimension_unless_single", "aligned_offsets"),
-    *("nondeterminism_allowed", "heads_equal_or_dividing_or_one", "cudnn_dropout"),
-}
-"""Turned on by tests of their own, or by calls that torch refuses for every backend (dtypes, key size, heads)."""
+DECIDED_ELSEWHERE = {"aligned_offsets", "heads_equal_or_dividing_or_one"}
+"""Turned on by tests of their own, or by calls that torch refuses for every backend (heads)."""
 
 
 @pytest.mark.parametrize(

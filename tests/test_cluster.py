@@ -16,7 +16,6 @@ from flopmeter.device.cluster import (
     Link,
     available_clusters,
     cluster_of,
-    collective_seconds,
     load_cluster,
     price_collective,
 )
@@ -347,8 +346,9 @@ def test_few_devices_of_a_mesh_use_only_the_links_between_them():
 def test_a_collective_is_priced_on_the_devices_own_cluster_unless_another_is_named():
     call = Collective("all_gather", 800 * MB, tuple(range(8)))
     device = load_hardware("a100-sxm4-40gb")
-    assert collective_seconds(call, device) == price_collective(call, A100).seconds
-    assert collective_seconds(call, device, load_cluster("pcie4-box")) > 10 * collective_seconds(call, device)
+    own, box = (price_collective(call, cluster_of(device, asked)).seconds for asked in (None, "pcie4-box"))
+    assert own == price_collective(call, A100).seconds
+    assert box > 10 * own
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from flopmeter import PlanError, Split, plan
 from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import Bound, SplitWork, compose, layers_by_stage
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost, meter_layers
-from flopmeter.ask.plan.memory import memory_of, memory_of_rank
+from flopmeter.ask.plan.memory import RankMemory, memory_of
 from flopmeter.ask.plan.picture import split_bars
 from flopmeter.ask.plan.schedules import most_in_flight, order_of
 from flopmeter.ask.plan.splits import Bounds, Shape, splits
@@ -115,7 +115,7 @@ def test_a_zero_bubble_schedule_keeps_activations_and_gradients_until_the_weight
     backward passes as have no pass for weights yet."""
     costs = deferred(costs_by_hand(1.0, 2.0, activations=1000), 1.0, held=10)
     each = work(replace(PLAIN, pp=4, schedule="zero-bubble", gather="step"), costs, 4, 8)
-    assert [memory_of_rank(each, rank).peak_bytes for rank in range(4)] == [4010, 4020, 4030, 4040]
+    assert [RankMemory(each, rank).step().peak_bytes for rank in range(4)] == [4010, 4020, 4030, 4040]
 
 
 def test_gathers_and_scatters_behind_long_layers_cost_the_first_and_the_last_of_them():
@@ -160,7 +160,7 @@ def test_more_microbatches_take_equally_long_each():
 def test_1f1b_holds_activations_of_as_many_microbatches_as_there_are_stages_from_here(rank: int):
     split = replace(PLAIN, pp=4, schedule="1f1b", gather="step")
     with_activations = work(split, costs_by_hand(1.0, 2.0, activations=1000), 4, 8)
-    assert memory_of_rank(with_activations, rank).peak_bytes == 1000 * (4 - rank)
+    assert RankMemory(with_activations, rank).step().peak_bytes == 1000 * (4 - rank)
 
 
 def test_layers_are_spread_evenly_and_ends_have_the_fewer():

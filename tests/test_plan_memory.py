@@ -16,7 +16,7 @@ from flopmeter import ParallelPlan, Split, plan, time_pipeline
 from flopmeter.ask.plan.blocks import Blocks
 from flopmeter.ask.plan.compose import SplitWork
 from flopmeter.ask.plan.layers import LayerCosts, LayersJob, PartCost, PassCost, meter_layers
-from flopmeter.ask.plan.memory import memory_of, memory_of_rank
+from flopmeter.ask.plan.memory import RankMemory, memory_of
 from flopmeter.ask.plan.subject import subject_of
 from flopmeter.device.cluster import load_cluster
 from flopmeter.device.hardware import load_hardware
@@ -155,7 +155,7 @@ def test_each_rank_of_a_pipeline_takes_what_torchs_own_schedule_takes(
     step = SplitWork(split, [0] * DEEP.layers, of_layers, 2 * 8, H100, DGX)
     run = time_pipeline(stage_program(chunks, 2), {"pp": 2, "dp": 2}, H100)
     for rank, report in enumerate(run.reports.values()):
-        use = memory_of_rank(step, rank)
+        use = RankMemory(step, rank).step()
         assert use.peak_bytes == pytest.approx(report.memory.steady_peak_bytes, rel=0.05)
         assert use.reserved_bytes == pytest.approx(report.memory.steady_reserved_bytes, rel=0.05)
 

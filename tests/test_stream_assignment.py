@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from flopmeter import FlopMeter
 from flopmeter.ask.what_if import what_if
-from flopmeter.device.cluster import cluster_of, collective_seconds, load_cluster
+from flopmeter.device.cluster import cluster_of, load_cluster, price_collective
 from flopmeter.device.hardware import HardwareError, load_hardware
 from flopmeter.distributed import world
 from flopmeter.models.gpt2 import GPT2, GPT2_124M
@@ -43,7 +43,8 @@ def timed(report: Report, name: str) -> list[Timing]:
     return [timing for kernel, timing in pairs if kernel.cost.name == name]
 
 
-ALL_REDUCE_SECONDS = collective_seconds(Collective("all_reduce", WIDE * WIDE * 4, RANKS), load_hardware(HARDWARE))
+ALL_REDUCE = Collective("all_reduce", WIDE * WIDE * 4, RANKS)
+ALL_REDUCE_SECONDS = price_collective(ALL_REDUCE, cluster_of(load_hardware(HARDWARE))).seconds
 
 
 def test_a_collective_takes_what_the_cluster_says_and_is_bound_by_communication():

@@ -31,7 +31,6 @@ from flopmeter.as_cuda import (
     fast_paths,
     flex_attention,
     jagged_attention,
-    optimizers,
 )
 from flopmeter.as_cuda.attention_rules import MATH, RULES, SdpaCall, rules_version
 from flopmeter.as_cuda.kernels import composites, convolution, linalg, meta_kernels, rnn, sparse
@@ -162,7 +161,7 @@ _FEATURES: dict[str, Callable[[Scope], None]] = {
     private.INT4: meta_kernels.install_int4,
     private.GROUPED: meta_kernels.install_grouped,
     private.AUTOCAST: autocast.install,
-    private.FOREACH: optimizers.install,
+    private.FOREACH: fast_paths.install_optimizers,
     private.CHECKPOINT: fast_paths.install_checkpoint,
     private.MHA_FAST_PATH: fast_paths.install_mha,
     private.FLEX_ATTENTION: flex_attention.install,

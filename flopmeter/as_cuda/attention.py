@@ -38,8 +38,7 @@ def install(scope: Scope) -> None:
             chosen[call] = choose(call, rules)
         if chosen[call] in RUN:
             return RUN[chosen[call]](call, qkv, mask, scale)
-        math: Tensor = dispatcher.decompose(composite, *qkv, mask, p, is_causal, scale=scale, enable_gqa=gqa)
-        return math
+        return dispatcher.decompose(composite, *qkv, mask, p, is_causal, scale=scale, enable_gqa=gqa)
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -101,18 +100,16 @@ def _efficient(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | Non
             length = mask.size(-1)
             mask = F.pad(mask, (0, MASK_ALIGNMENT - length % MASK_ALIGNMENT))[..., :length]
         mask = mask.expand(*call.query.shape[:3], call.key.size(2))
-    output: Tensor = aten._scaled_dot_product_efficient_attention(
+    return aten._scaled_dot_product_efficient_attention(
         *qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, scale=scale
     )[0]
-    return output
 
 
 def _cudnn(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | None) -> Tensor:
     mask = _additive(mask, call.query.dtype)
-    output: Tensor = aten._scaled_dot_product_cudnn_attention(
+    return aten._scaled_dot_product_cudnn_attention(
         *qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
-    return output
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -134,30 +134,28 @@ BackendRule = Callable[[SdpaCall], bool]
 # --- what all fused backends ask -----------------------------------------------------------------------------------
 
 
-def same_dtype(call: SdpaCall) -> bool:
-    return call.query.dtype == call.key.dtype == call.value.dtype
+def _is_well_formed(call: SdpaCall) -> bool:
+    """One type, [batch, heads, sequence, size] each, one batch, and something in the sequences."""
+    q, k, v = call.qkv
+    has_rank_4 = q.dtype == k.dtype == v.dtype and q.dim() == k.dim() == v.dim() == 4
+    return has_rank_4 and q.size(0) == k.size(0) == v.size(0) and q.size(2) > 0 and k.size(2) > 0
 
 
-def rank_4(call: SdpaCall) -> bool:
-    return all(tensor.dim() == 4 for tensor in call.qkv)
-
-
-def same_batch(call: SdpaCall) -> bool:
-    return call.query.size(0) == call.key.size(0) == call.value.size(0)
-
-
-def sequences_not_empty(call: SdpaCall) -> bool:
-    return call.query.size(2) > 0 and call.key.size(2) > 0
-
-
-def dense_last_dimension(call: SdpaCall) -> bool:
+def _has_dense_rows(call: SdpaCall, *, unless_single: bool) -> bool:
+    """In the last dimension, which `unless_single` may be anything if it has one element."""
     mask_is_dense = call.mask is None or call.mask.stride(-1) == 1
-    return mask_is_dense and all(tensor.stride(-1) == 1 for tensor in call.qkv)
+    is_single = unless_single and call.head_size == 1
+    return mask_is_dense and (is_single or all(tensor.stride(-1) == 1 for tensor in call.qkv))
 
 
-def dense_last_dimension_unless_single(call: SdpaCall) -> bool:
-    mask_is_dense = call.mask is None or call.mask.stride(-1) == 1
-    return mask_is_dense and (call.head_size == 1 or all(tensor.stride(-1) == 1 for tensor in call.qkv))
+def _is_half(call: SdpaCall) -> bool:
+    return call.query.dtype in (torch.float16, torch.bfloat16)
+
+
+def half_on_ampere_or_later(call: SdpaCall) -> bool:
+    """What flash and cuDNN have in common."""
+    is_half = 80 <= call.sm <= 121 and _is_half(call)
+    return is_half and _is_well_formed(call) and _has_dense_rows(call, unless_single=True)
 
 
 def equal_heads(call: SdpaCall) -> bool:
@@ -176,66 +174,41 @@ def equal_heads_or_grouped_or_one(call: SdpaCall) -> bool:
     return equal_heads_or_grouped(call) or (not call.enable_gqa and query > 0 and key == value == 1)
 
 
-def half_precision(call: SdpaCall) -> bool:
-    return call.query.dtype in (torch.float16, torch.bfloat16)
-
-
-def sm_80_to_121(call: SdpaCall) -> bool:
-    return 80 <= call.sm <= 121
-
-
 def grid_of_at_most_65535(call: SdpaCall) -> bool:
     return call.query.size(0) <= 65535 and call.query.size(1) <= 65535
 
 
-COMMON = (same_dtype, rank_4, same_batch, sequences_not_empty)
-
 # --- flash ---------------------------------------------------------------------------------------------------------
 
 
-def no_mask(call: SdpaCall) -> bool:
-    return call.mask is None
-
-
-def causal_only_if_square(call: SdpaCall) -> bool:
-    return not call.is_causal or call.query.size(2) == call.key.size(2)
-
-
-def one_head_size_to_256(call: SdpaCall) -> bool:
-    return call.head_size == call.key.size(-1) == call.value.size(-1) <= 256
-
-
-def backward_fits_shared_memory(call: SdpaCall) -> bool:
-    """Capabilities with less than 163 KiB of shared memory a block have no backward for the largest heads."""
-    if not (call.needs_grad and (86 <= call.sm <= 89 or call.sm in (120, 121))):
-        return True
-    return not (192 < call.head_size <= 224 or (call.head_size > 224 and call.dropout_p > 0))
+def flash_takes(call: SdpaCall) -> bool:
+    """No mask, causal only if square, heads of one size up to 256. Capabilities with less than 163 KiB of shared memory
+    a block have no backward for the largest heads."""
+    size = call.head_size
+    is_plain = call.mask is None and (not call.is_causal or call.query.size(2) == call.key.size(2))
+    if not is_plain or not size == call.key.size(-1) == call.value.size(-1) <= 256:
+        return False
+    is_short = call.needs_grad and (86 <= call.sm <= 89 or call.sm in (120, 121))
+    return not is_short or not (192 < size <= 224 or (size > 224 and call.dropout_p > 0))
 
 
 # --- memory-efficient ----------------------------------------------------------------------------------------------
 
 
-def sm_50_to_121(call: SdpaCall) -> bool:
-    return 50 <= call.sm <= 121
-
-
-def efficient_dtype(call: SdpaCall) -> bool:
-    return call.query.dtype in (torch.float16, torch.float32) or (call.query.dtype == torch.bfloat16 and call.sm >= 80)
-
-
-def same_query_and_key_size(call: SdpaCall) -> bool:
-    return call.head_size == call.key.size(-1)
-
-
 def gemm_alignment(call: SdpaCall) -> int:
     """Rows of the matmul must be a multiple of this number of elements: 16 bytes if tensor cores run it."""
-    on_tensor_cores = call.sm >= 80 or (call.sm >= 70 and half_precision(call))
+    on_tensor_cores = call.sm >= 80 or (call.sm >= 70 and _is_half(call))
     return 128 // (8 * call.query.dtype.itemsize) if on_tensor_cores else 1
 
 
-def aligned_head_sizes(call: SdpaCall) -> bool:
+def efficient_takes(call: SdpaCall) -> bool:
+    """fp16, fp32 and, from Ampere on, bf16; queries as wide as keys; rows that are aligned."""
+    types = (torch.float16, torch.float32, *((torch.bfloat16,) if call.sm >= 80 else ()))
+    if not 50 <= call.sm <= 121 or call.query.dtype not in types or not _is_well_formed(call):
+        return False
     sizes = call.head_size, call.value.size(-1)
-    return all(size > 0 and size % gemm_alignment(call) == 0 for size in sizes)
+    is_aligned = all(size > 0 and size % gemm_alignment(call) == 0 for size in sizes)
+    return is_aligned and call.head_size == call.key.size(-1) and _has_dense_rows(call, unless_single=False)
 
 
 def aligned_offsets(call: SdpaCall) -> bool:
@@ -243,6 +216,24 @@ def aligned_offsets(call: SdpaCall) -> bool:
 
 
 # --- cuDNN ---------------------------------------------------------------------------------------------------------
+
+
+def cudnn_takes(call: SdpaCall) -> bool:
+    """A mask that needs no gradient and broadcasts; several keys; nothing that has to be deterministic. cuDNN 9.11 to
+    9.13 had no correct kernel with dropout."""
+    if call.key.size(2) <= 1 or call.settings.deterministic or not _broadcasts(call.mask, call):
+        return False
+    is_broken = 91100 < call.target.cudnn_version < 91400
+    return call.dropout_p == 0 or (not is_broken and call.query.size(2) > 1)
+
+
+def _broadcasts(mask: Operand | None, call: SdpaCall) -> bool:
+    if mask is None:
+        return True
+    batch, heads, query_length = call.query.shape[:3]
+    limits = (batch, heads, query_length, call.key.size(2))[4 - mask.dim() :] if mask.dim() in (2, 4) else ()
+    fits = bool(limits) and all(size in (1, limit) for size, limit in zip(mask.shape, limits, strict=True))
+    return fits and not mask.requires_grad
 
 
 def heads_equal_or_dividing(call: SdpaCall) -> bool:
@@ -254,45 +245,14 @@ def heads_equal_or_dividing_or_one(call: SdpaCall) -> bool:
     return heads_equal_or_dividing(call) or equal_heads_or_grouped_or_one(call)
 
 
-def mask_broadcasts_and_needs_no_grad(call: SdpaCall) -> bool:
-    mask = call.mask
-    if mask is None:
-        return True
-    batch, heads, query_length = call.query.shape[:3]
-    limits = (batch, heads, query_length, call.key.size(2))[4 - mask.dim() :] if mask.dim() in (2, 4) else ()
-    fits = bool(limits) and all(size in (1, limit) for size, limit in zip(mask.shape, limits, strict=True))
-    return fits and not mask.requires_grad
-
-
-def cudnn_dropout(call: SdpaCall) -> bool:
-    """cuDNN 9.11 to 9.13 had no correct kernel."""
-    broken = 91100 < call.target.cudnn_version < 91400
-    return call.dropout_p == 0 or (not broken and call.query.size(2) > 1)
-
-
 def dropout_in_sixteenths(call: SdpaCall) -> bool:
     """The dropout rate as cuDNN rounds it."""
     return (call.dropout_p * 16) % 1 == 0
 
 
-def several_keys(call: SdpaCall) -> bool:
-    return call.key.size(2) > 1
-
-
-def nondeterminism_allowed(call: SdpaCall) -> bool:
-    return not call.settings.deterministic
-
-
 def cudnn_head_sizes(call: SdpaCall) -> bool:
-    sizes = call.head_size, call.value.size(-1)
     version = call.target.cudnn_version
-    if call.sm == 90 and version >= 91000:
-        limit = 256
-    elif call.sm // 10 == 10 and version >= 91100 and sizes == (192, 128):
-        limit = 192
-    else:
-        limit = 128
-    return all(size % 8 == 0 and size <= limit for size in sizes)
+    return _head_sizes_to(256 if call.sm == 90 and version >= 91000 else 128, call, call.sm // 10 == 10)
 
 
 def hopper_or_datacenter_blackwell(target: Device) -> bool:
@@ -306,13 +266,15 @@ def has_kernels_of_256(target: Device) -> bool:
 
 
 def cudnn_head_sizes_to_256(call: SdpaCall) -> bool:
+    limit = 256 if has_kernels_of_256(call.target) else 128
+    return _head_sizes_to(limit, call, hopper_or_datacenter_blackwell(call.target))
+
+
+def _head_sizes_to(limit: int, call: SdpaCall, knows_192: bool) -> bool:
+    """Multiples of 8. cuDNN from 9.11 on also has 192 for queries and keys with 128 for values, on some devices."""
     sizes = call.head_size, call.value.size(-1)
-    if has_kernels_of_256(call.target):
-        limit = 256
-    elif hopper_or_datacenter_blackwell(call.target) and call.target.cudnn_version >= 91100 and sizes == (192, 128):
-        limit = 192
-    else:
-        limit = 128
+    if knows_192 and call.target.cudnn_version >= 91100 and sizes == (192, 128):
+        return True
     return all(size % 8 == 0 and size <= limit for size in sizes)
 
 
@@ -360,38 +322,9 @@ def prefers_cudnn(target: Device) -> bool:
 
 TORCH_2_11 = Rules(
     cudnn_version=91900,
-    flash=(
-        sm_80_to_121,
-        half_precision,
-        *COMMON,
-        dense_last_dimension_unless_single,
-        no_mask,
-        causal_only_if_square,
-        equal_heads_or_grouped,
-        one_head_size_to_256,
-        backward_fits_shared_memory,
-    ),
-    efficient=(
-        sm_50_to_121,
-        efficient_dtype,
-        *COMMON,
-        dense_last_dimension,
-        equal_heads,
-        same_query_and_key_size,
-        aligned_head_sizes,
-    ),
-    cudnn=(
-        sm_80_to_121,
-        half_precision,
-        *COMMON,
-        dense_last_dimension_unless_single,
-        mask_broadcasts_and_needs_no_grad,
-        heads_equal_or_dividing,
-        cudnn_head_sizes,
-        cudnn_dropout,
-        several_keys,
-        nondeterminism_allowed,
-    ),
+    flash=(half_on_ampere_or_later, flash_takes, equal_heads_or_grouped),
+    efficient=(efficient_takes, equal_heads),
+    cudnn=(half_on_ampere_or_later, cudnn_takes, heads_equal_or_dividing, cudnn_head_sizes),
     prefers_cudnn=prefers_cudnn_of_minor_0_or_3,
     fuses_unbatched=False,
 )

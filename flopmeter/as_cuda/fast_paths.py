@@ -1,4 +1,4 @@
-"""Python code of torch that asks for the device type: fast paths, checkpointing.
+"""Python code of torch that asks for the device type: fast paths, checkpointing, optimizers and gradient clipping.
 
 Works around: tests of `device.type` for "cuda" or for a list of types, which meta tensors fail.
 Until: tensors without memory can call their device cuda on a torch without CUDA.
@@ -6,8 +6,13 @@ Until: tensors without memory can call their device cuda on a torch without CUDA
 
 from __future__ import annotations
 
+import functools
+import pkgutil
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flopmeter.as_cuda.scope import Scope
@@ -38,3 +43,26 @@ def install_checkpoint(scope: Scope) -> None:
         return "cuda" if device_type == "meta" else device_type
 
     scope.patch_private(private.INFER_DEVICE_TYPE, infer_device_type)
+
+
+def install_optimizers(scope: Scope) -> None:
+    """foreach kernels by default, `fused` and `capturable` allowed: add "meta" to the lists of devices that have them.
+    Each optimizer module has its own reference to the functions that return these."""
+    lists = {name.attribute for name in private.NAMES[private.FOREACH]}
+    modules = [sys.modules[name] for name in _optimizer_modules() if name in sys.modules]
+    for module in (private.FOREACH_DEVICES.owner, *modules):
+        for name in lists & vars(module).keys():
+            scope.patch(module, name, _with_meta(getattr(module, name)))
+
+
+@functools.cache
+def _optimizer_modules() -> tuple[str, ...]:
+    return tuple(f"torch.optim.{found.name}" for found in pkgutil.iter_modules(torch.optim.__path__))
+
+
+def _with_meta(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    @functools.wraps(devices)  # TorchScript, which compiles torch.distributed.optim, reads the source of the original
+    def supported_devices(*args: Any, **kwargs: Any) -> list[str]:
+        return [*devices(*args, **kwargs), "meta"]
+
+    return supported_devices

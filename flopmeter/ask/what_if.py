@@ -75,7 +75,8 @@ def improved(report: Report, regime: Regime, times: float, host: Host | None = N
     """The same kernels with `times` as much of what bounds a run of that regime."""
     host = host or report.hardware.host
     if regime == "overhead":
-        return _priced(report, _unlimited(report), _faster(host, times), report.launches)
+        faster = dataclasses.replace(host, relative_time=host.relative_time / times)
+        return _priced(report, _unlimited(report), faster, report.launches)
     if regime == "communication":
         assert report.cluster is not None  # else links bound nothing
         report = dataclasses.replace(report, cluster=_faster_links(report.cluster, times))
@@ -105,10 +106,6 @@ def _faster_links(cluster: Cluster, times: float) -> Cluster:
 
     inter = None if cluster.inter is None else faster(cluster.inter)
     return dataclasses.replace(cluster, intra=faster(cluster.intra), inter=inter)
-
-
-def _faster(host: Host, times: float) -> Host:
-    return dataclasses.replace(host, relative_time=host.relative_time / times)
 
 
 def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) -> Report:

@@ -67,8 +67,7 @@ def _overload(name: str) -> OpOverload:
     if overload_name and overload_name not in overloads:
         raise UnknownOpError(f"{packet} has no overload {overload_name!r}; it has: {', '.join(overloads)}")
     usual = next((usual for usual in ("default", "Tensor") if usual in overloads), overloads[0])
-    found: OpOverload = getattr(packet, overload_name or usual)
-    return found
+    return getattr(packet, overload_name or usual)
 
 
 def _how(overload: OpOverload, example: FlopMeter | None) -> str:

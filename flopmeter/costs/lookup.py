@@ -9,6 +9,7 @@ gives that class are uncounted too, such as matmuls of wide integers.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -23,11 +24,11 @@ from flopmeter.costs.custom import torch_formula
 from flopmeter.costs.data_movement.indexing import accumulate_into_zeros
 from flopmeter.costs.data_movement.sparse import sparse_rule
 from flopmeter.costs.dense_operands import with_dense_operands
-from flopmeter.costs.prims import as_aten
 from flopmeter.costs.rules import FREE, RULES, Rule, make_cost
 from flopmeter.costs.traffic import is_view, writes_nothing
 from flopmeter.costs.triton_kernels import why_uncounted
-from flopmeter.records import UNCOUNTED, Call, CompiledKernel, Cost, OpsBody, Region, TritonBody
+from flopmeter.records import UNCOUNTED, Call, CompiledKernel, Cost, Kernel, OpsBody, Region, TritonBody
+from flopmeter.torch_names.operators import aten
 
 _BY_NAME: dict[str, Rule] = {**VARLEN, **EXPERT_LOOPS, **BOXES, "flex_lib::zeros_and_scatter": accumulate_into_zeros}
 """Rules of ops that exist once a program has imported transformers, torchvision, or a slow module of torch."""
@@ -44,7 +45,11 @@ def costs_of(call: Call, *, strict: bool = False) -> tuple[Cost, ...]:
     found = find_rule(call)
     if found is None:
         if strict:
-            raise UncountedError(_how_to_add(call))
+            raise UncountedError(
+                f"no cost rule covers {call.func}. Add one: a function of the call under "
+                f"@flopmeter.register_cost(torch.ops.{call.func}) that returns its cost (see docs/contributing.md), "
+                "or meter with strict=False, which lists the op as uncounted."
+            )
         return (make_cost(call, UNCOUNTED),)
     if writes_nothing(call):
         return FREE
@@ -83,8 +88,8 @@ def find_rule(call: Call) -> Rule | None:
         return by_implementation
     if is_view(func):
         return lambda _: FREE
-    if (twin := as_aten(call)) is not None and (rule := find_rule(twin)) is not None:
-        return lambda call: _renamed(rule(twin), call.name)
+    if (twin := _as_aten(call)) is not None and (rule := find_rule(twin)) is not None:
+        return lambda call: tuple(replace(cost, name=call.name) for cost in _as_tuple(rule(twin)))
     if torch.Tag.pointwise in func.tags:
         return pointwise
     if _REDUCTION_TAG is not None and _REDUCTION_TAG in func.tags:
@@ -158,13 +163,39 @@ def _inside(name: str, cost: Cost, storages: tuple[int, ...]) -> Cost:
     return replace(cost, name=f"{name}({cost.name})", reads=reads, writes=writes)
 
 
-def _renamed(costs: Cost | tuple[Cost, ...], name: str) -> tuple[Cost, ...]:
-    return tuple(replace(cost, name=name) for cost in _as_tuple(costs))
+# --- torch.ops.prims, in which torch's reference implementations are written: each costs what the op of aten costs ----
+
+_OTHER_NAMES = {
+    "convert_element_type": "_to_copy", "device_put": "_to_copy", "copy_to": "copy_", "iota": "arange", "rev": "flip",
+    "erf_inv": "erfinv",
+}  # fmt: skip
+# Overloads that take the arguments of the prim.
+_OVERLOADS = ("Tensor", "Tensor_Tensor", "self", "dim_IntList", "default")
 
 
-def _how_to_add(call: Call) -> str:
-    return (
-        f"no cost rule covers {call.func}. Add one: a function of the call under "
-        f"@flopmeter.register_cost(torch.ops.{call.func}) that returns its cost (see docs/contributing.md), "
-        "or meter with strict=False, which lists the op as uncounted."
-    )
+def _as_aten(call: Call) -> Call | None:
+    """The same call of the aten op; None for other ops, and for prims without such an op."""
+    if call.func.namespace != "prims":
+        return None
+    name = call.func.overloadpacket.__name__
+    packets = aten.present(_OTHER_NAMES.get(name, name))
+    found = (getattr(packet, each) for packet in packets for each in _OVERLOADS if hasattr(packet, each))
+    overload: OpOverload | None = next(found, None)
+    return None if overload is None else replace(call, func=overload)
+
+
+# --- what a report says of custom ops that are counted, or not, by what their Python implementation runs --------------
+
+
+def implementation_assumptions(kernels: Iterable[Kernel]) -> list[str]:
+    """Which ops cost what their implementation runs on meta tensors: on a GPU it may go another way."""
+    calls = {kernel.op.call for kernel in kernels if isinstance(kernel.op.call.body, OpsBody)}
+    names = sorted({call.name for call in calls if find_rule(call) is by_implementation})
+    return [f"custom ops launch what their Python runs on meta tensors: {', '.join(names)}"] if names else []
+
+
+def uncounted_implementations(kernels: Iterable[Kernel]) -> list[str]:
+    """Why ops are not counted though they are implemented in Python."""
+    calls = {kernel.op.call for kernel in kernels if kernel.cost.op_class == UNCOUNTED}
+    errors = {(call.name, call.body.error) for call in calls if isinstance(call.body, OpsBody) and call.body.error}
+    return [f"uncounted: {name}, whose Python stops at tensors without values: {why}" for name, why in sorted(errors)]

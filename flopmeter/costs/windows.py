@@ -19,7 +19,8 @@ def covered(
     """A part of x as large as what the windows along its last axes read. A sequence of one number stands for all
     axes."""
     axes = len(windows)
-    options = zip(windows, *(_per_axis(each, axes) for each in (kernel, stride, padding, dilation)), strict=True)
+    per_axis = (of if len(of) == axes else tuple(of) * axes for of in (kernel, stride, padding, dilation))
+    options = zip(windows, *per_axis, strict=True)
     sizes = [_covered(size, *of_axis) for size, of_axis in zip(x.shape[-axes:], options, strict=True)]
     return x._replace(shape=(*x.shape[:-axes], *sizes))
 
@@ -34,7 +35,3 @@ def _covered(size: int, windows: int, kernel: int, stride: int, padding: int, di
             steps = ((stride, last - first + 1),) if last > first else ()
             regions.append(Extent(offset + first * stride, steps))
     return count_union(regions)
-
-
-def _per_axis(values: Sequence[int], axes: int) -> Sequence[int]:
-    return values if len(values) == axes else tuple(values) * axes

@@ -226,11 +226,6 @@ def price_collective(collective: Collective, cluster: Cluster) -> CollectivePric
     return price._replace(latency_seconds=slowest.seconds - price.bandwidth_seconds)
 
 
-def collective_seconds(collective: Collective, hardware: Hardware, cluster: Cluster | None = None) -> float:
-    """How long the collective takes without other traffic, on this cluster or on the device's default one."""
-    return price_collective(collective, cluster_of(hardware, cluster)).seconds
-
-
 class _Links(NamedTuple):
     """The links of one group: as NCCL sees them, and what they sustain."""
 

@@ -127,9 +127,6 @@ class Way(NamedTuple):
     copied: float  # on the GPU, by the threads that send
     share: float  # of the link's sustained rate that the protocol reaches
 
-    def estimate(self, nbytes: int) -> float:
-        return self.estimated_seconds + nbytes / self.estimated_bytes_per_s
-
 
 NO_WAY = Way("none", "Simple", 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)  # of a group of one, which sends nothing
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,6 @@ from torch.distributed import Backend, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from flopmeter.distributed import objects, programs, symmetric_memory, sync_batch_norm
-from flopmeter.distributed.cuda_device import meta_device
 from flopmeter.distributed.values import with_values
 from flopmeter.known_values import messages
 from flopmeter.torch_names import distributed as private
@@ -109,15 +109,13 @@ def _done(tensors: list[Tensor]) -> torch.ScriptObject:
     """The handle of a finished collective that has these results."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    handle: torch.ScriptObject = private.work_of_future(future).boxed()
-    return handle
+    return private.work_of_future(future).boxed()
 
 
 def _waits_on_first_use(tensor: Tensor) -> Tensor:
     """Waits when the result is first used, as on devices. torch's own Meta kernel returns a plain tensor, so the
     program would never wait."""
-    waiting: Tensor = private.functional_collectives.AsyncCollectiveTensor(tensor)
-    return waiting
+    return private.functional_collectives.AsyncCollectiveTensor(tensor)
 
 
 _KERNELS: dict[str, Any] = {
@@ -179,3 +177,27 @@ def _heard_resize(resize: Any) -> Any:
 
 def _skip(*args: Any) -> None:
     """Takes the place of a check and does nothing."""
+
+
+USUAL_GPUS_PER_NODE = 8
+
+
+def meta_device(gpus_per_node: int | None, rank: int) -> SimpleNamespace:
+    """The module `torch.meta`, which exists while a world is open: what torch.distributed expects of `torch.cuda`.
+    FSDP2 gets its streams and events from it, of which recorders hear; DTensor the number of devices in a node, to
+    weigh links."""
+    count = gpus_per_node or USUAL_GPUS_PER_NODE
+    return SimpleNamespace(
+        gpus_per_node=gpus_per_node,  # no module of torch has this one; recorders ask for it (trace/process_groups.py)
+        Event=streams.MetaEvent,
+        Stream=streams.MetaStream,
+        current_stream=streams.current_stream,
+        default_stream=streams.default_stream,
+        stream=streams.stream,
+        current_device=lambda: rank % count,
+        device_count=lambda: count,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        set_device=lambda device: None,
+        synchronize=lambda device=None: None,
+    )

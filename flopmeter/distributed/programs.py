@@ -113,10 +113,6 @@ def _without_offload(init: Any) -> Any:
     return made
 
 
-def _device_asked_for(device_id: Any, *_: Any) -> torch.device | None:
-    return None if device_id is None else _META
-
-
 def _move(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor], device: torch.device) -> None:
     """Moves a module that was made on the CPU. torch assigns `.data`, which it refuses between the CPU and meta."""
     for parameter in parameters:

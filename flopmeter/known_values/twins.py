@@ -35,7 +35,7 @@ def on_meta(tree: T) -> T:
     """
     if isinstance(tree, (str, type)):
         raise TypeError(f"on_meta takes tensors, a module or what holds them, not {tree!r}")
-    return _Twinning().of(tree)  # type: ignore[no-any-return]
+    return _Twinning().of(tree)
 
 
 class _Twinning:
@@ -69,8 +69,7 @@ class _Twinning:
         if id(tensor) not in self._memo:
             with no_modes(), torch.inference_mode(False):
                 self._memo[id(tensor)] = _twin(tensor)
-        twin: Tensor = self._memo[id(tensor)]
-        return twin
+        return self._memo[id(tensor)]
 
 
 def _twin(tensor: Tensor) -> Tensor:

@@ -48,8 +48,7 @@ class Embeddings(nn.Module):
     def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
         positions = positions_of(tokens, self.position.num_embeddings)
         x = self.token(tokens) + self.position(positions) + self.segment(segments)
-        out: Tensor = self.dropout(self.norm(x))
-        return out
+        return self.dropout(self.norm(x))
 
 
 class Attention(nn.Module):
@@ -68,8 +67,7 @@ class Attention(nn.Module):
             linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.query, self.key, self.value)
         )
         context = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
-        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
-        return out
+        return self.out(context.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -86,8 +84,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(x + self.dropout(self.attention(x)))
-        out: Tensor = self.norm2(x + self.dropout(self.down(F.gelu(self.up(x)))))
-        return out
+        return self.norm2(x + self.dropout(self.down(F.gelu(self.up(x)))))
 
 
 class Bert(nn.Module):
@@ -106,8 +103,7 @@ class Bert(nn.Module):
         x = self.embeddings(tokens, segments)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.decoder(self.norm(F.gelu(self.transform(x))))
-        return logits
+        return self.decoder(self.norm(F.gelu(self.transform(x))))
 
     def loss(self, tokens: Tensor, segments: Tensor) -> Tensor:
         """Cross-entropy at every position: unmasked positions are ignored by index and cost the same."""

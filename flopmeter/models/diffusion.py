@@ -40,8 +40,7 @@ class TimestepEmbedding(nn.Module):
 
     def forward(self, timestep: Tensor) -> Tensor:
         waves = sinusoids(timestep, self.frequencies).to(self.up.weight.dtype)
-        out: Tensor = self.down(F.silu(self.up(waves)))
-        return out
+        return self.down(F.silu(self.up(waves)))
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ class DiTBlock(nn.Module):
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition)).chunk(6, dim=1)
         x = x + gate1.unsqueeze(1) * self.attention(modulate(self.norm1(x), shift1, scale1))
-        out: Tensor = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return out
+        return x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
 
 class DiT(nn.Module):
@@ -146,8 +144,7 @@ class ResBlock(nn.Module):
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         branch = self.conv1(F.silu(self.norm1(x)))
         branch = branch + self.time(F.silu(time))[:, :, None, None]
-        out: Tensor = self.shortcut(x) + self.conv2(F.silu(self.norm2(branch)))
-        return out
+        return self.shortcut(x) + self.conv2(F.silu(self.norm2(branch)))
 
 
 class CrossAttention(nn.Module):
@@ -166,8 +163,7 @@ class CrossAttention(nn.Module):
             projected.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projected in (self.query(x), self.key(context), self.value(context))
         )
-        out: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class GEGLU(nn.Module):
@@ -180,8 +176,7 @@ class GEGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         value, gate = self.up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(value * F.gelu(gate))
-        return out
+        return self.down(value * F.gelu(gate))
 
 
 class SpatialTransformer(nn.Module):
@@ -205,8 +200,7 @@ class SpatialTransformer(nn.Module):
         x = x + self.self_attention(normed, normed)
         x = x + self.cross_attention(self.norm2(x), context)
         x = x + self.mlp(self.norm3(x))
-        out: Tensor = image + self.project_out(x.transpose(1, 2).unflatten(2, image.shape[2:]))
-        return out
+        return image + self.project_out(x.transpose(1, 2).unflatten(2, image.shape[2:]))
 
 
 class Stage(nn.Module):
@@ -287,8 +281,7 @@ class UNet(nn.Module):
         x = self.middle_out(self.middle(x, time, context), time)
         for layer in self.up:
             x = layer(x) if isinstance(layer, Upsample) else layer(torch.cat((x, skips.pop()), dim=1), time, context)
-        noise: Tensor = self.head(F.silu(self.norm(x)))
-        return noise
+        return self.head(F.silu(self.norm(x)))
 
     def loss(self, latent: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
         """Squared error of the noise, for which the latent stands in."""

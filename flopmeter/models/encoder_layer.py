@@ -54,8 +54,7 @@ class MaterialisedAttention(nn.Module):
         weights = F.dropout(weights, self.dropout, self.training)
         context = torch.bmm(weights, v.permute(1, 2, 0))
         merged = context.view(self.heads, batch, length, -1).permute(1, 2, 0, 3).reshape(x.shape)
-        out: Tensor = self.out(merged)
-        return out
+        return self.out(merged)
 
 
 class EncoderLayer(nn.Module):
@@ -74,5 +73,4 @@ class EncoderLayer(nn.Module):
         x = self.norm1(x + F.dropout(self.attention(x), self.dropout, self.training))
         hidden = F.relu(self.linear1(x))
         hidden = F.dropout(hidden, self.dropout, self.training)
-        out: Tensor = self.norm2(x + F.dropout(self.linear2(hidden), self.dropout, self.training))
-        return out
+        return self.norm2(x + F.dropout(self.linear2(hidden), self.dropout, self.training))

@@ -39,8 +39,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class GPT2(nn.Module):
@@ -61,8 +60,7 @@ class GPT2(nn.Module):
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor) -> Tensor:
         return next_token_loss(self(tokens), tokens)

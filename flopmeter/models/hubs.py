@@ -183,8 +183,7 @@ def _file_of_the_hub(name: str) -> str:
     try:
         if not hub.constants.HF_HUB_OFFLINE:  # the download would try for half a minute where there is no network
             urlopen(hub.constants.ENDPOINT, timeout=NETWORK_PATIENCE_SECONDS).close()
-        path: str = hub.hf_hub_download(name, "config.json")
-        return path
+        return hub.hf_hub_download(name, "config.json")
     except OSError as error:
         raise TargetError(
             f"the config of {name} is not in the cache, and the hub does not give it ({type(error).__name__}: "
@@ -196,8 +195,8 @@ def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
     """The class of the first architecture that the config names, else the base model's."""
     for architecture in getattr(config, "architectures", None) or ():
         if hasattr(transformers, architecture):
-            return getattr(transformers, architecture)._from_config  # type: ignore[no-any-return]
-    return transformers.AutoModel.from_config  # type: ignore[no-any-return]
+            return getattr(transformers, architecture)._from_config
+    return transformers.AutoModel.from_config
 
 
 def _own_dtype(config: Any) -> torch.dtype:

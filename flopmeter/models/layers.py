@@ -21,8 +21,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4).unbind()
         context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
-        return out
+        return self.out(context.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Sequential):

@@ -73,8 +73,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.heads != self.kv_heads
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        out: Tensor = self.out(context.transpose(1, 2).flatten(2))
-        return out
+        return self.out(context.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -85,8 +84,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -99,8 +97,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class Llama(nn.Module):
@@ -119,8 +116,7 @@ class Llama(nn.Module):
         cos, sin = rotary_table(tokens.shape[1], self.config.head_width, self.config.rotary_base, like=x)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor) -> Tensor:
         return next_token_loss(self(tokens), tokens)

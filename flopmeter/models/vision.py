@@ -85,8 +85,7 @@ class ResNet(Classifier):
         x = F.relu(self.stem(images), inplace=True)
         x = F.max_pool2d(x, 3, stride=2, padding=1)
         x = self.blocks(x)
-        logits: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
-        return logits
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ class ViTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class ViT(Classifier):
@@ -131,8 +129,7 @@ class ViT(Classifier):
     def forward(self, images: Tensor) -> Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat((self.class_token.expand(len(images), -1, -1), patches), dim=1) + self.position
-        logits: Tensor = self.head(self.norm(self.blocks(x))[:, 0])
-        return logits
+        return self.head(self.norm(self.blocks(x))[:, 0])
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -155,8 +152,7 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         branch = self.norm(self.spatial(x).permute(0, 2, 3, 1))
         branch = self.scale * self.mlp(branch)
-        out: Tensor = x + branch.permute(0, 3, 1, 2)
-        return out
+        return x + branch.permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -181,5 +177,4 @@ class ConvNeXt(Classifier):
         self.head = nn.Linear(config.widths[-1], CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(self.stages(images).mean((2, 3))))
-        return logits
+        return self.head(self.norm(self.stages(images).mean((2, 3))))

@@ -29,7 +29,8 @@ def in_short(graphs: tuple[CompiledGraph, ...]) -> Iterator[str]:
         f" · graph breaks: {len(broken)} · recompiled: {len(recompiled)}"
     )
     for each in broken:
-        yield f"graph break at {each.file}:{each.line}: {_first_sentence(each.reason)}"
+        reason = each.reason.split(" Explanation:")[0].split(" Hint:")[0]
+        yield f"graph break at {each.file}:{each.line}: {reason}"
     for graph in recompiled:
         yield f"recompiled {graph.function}: {graph.recompiled_because}"
 
@@ -67,7 +68,8 @@ def _graph(graph: CompiledGraph) -> Iterator[str]:
     if graph.saved_bytes:
         yield f"  keeps {with_prefix(graph.saved_bytes, 'B')} for the backward pass"
     largest = sorted(kernels, key=lambda kernel: -(kernel.bytes_read + kernel.bytes_written))[:LARGEST]
-    yield from _indented(tabulate([_row(kernel) for kernel in largest], headers=_HEADERS, tablefmt="simple"))
+    table = tabulate([_row(kernel) for kernel in largest], headers=_HEADERS, tablefmt="simple")
+    yield from (f"  {line}" for line in table.splitlines())
 
 
 _HEADERS = ("largest traffic", "kind", "ops", "read", "written", "at")
@@ -93,11 +95,3 @@ def _kept_inside(kernels: Iterable[CompiledKernel]) -> int:
         for kernel in kernels
         if kernel.kind == "triton"
     )
-
-
-def _first_sentence(reason: str) -> str:
-    return reason.split(" Explanation:")[0].split(" Hint:")[0]
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]

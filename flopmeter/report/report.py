@@ -149,8 +149,7 @@ class Report:
     def explain_compile(self) -> str:
         """What torch.compile made of the program: graphs, breaks, recompilations, and what the kernels hold. Raises
         ValueError where the program did not compile."""
-        text: str = VIEWS["compilation"](self)
-        return text
+        return VIEWS["compilation"](self)
 
     @cached_property
     def flops(self) -> int:
@@ -326,20 +325,17 @@ class Report:
         """What the program could change, each change priced by the model; only what wins at least 3 % of the
         wall-clock. What it does without need comes first where that wins at least 10 %, then the rest; in both, what
         wins most."""
-        found: tuple[Advice, ...] = VIEWS["advice"](self)
-        return found
+        return VIEWS["advice"](self)
 
     @cached_property
     def hot_spots(self) -> list[HotSpot]:
         """Kernels of one op in one place, those that hold the most wall-clock over their floor first."""
-        found: list[HotSpot] = VIEWS["spots"](self)
-        return found
+        return VIEWS["spots"](self)
 
     @cached_property
     def later_step_seconds(self) -> float | None:
         """What a step takes in which the optimizer's states are there already; None if this one does not make them."""
-        found: float | None = VIEWS["later step"](self)
-        return found
+        return VIEWS["later step"](self)
 
     @cached_property
     def uncounted(self) -> list[Row]:
@@ -381,8 +377,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        html: str = VIEWS["notebook"](self)
-        return html
+        return VIEWS["notebook"](self)
 
     def counted_flops(self, cost: Cost) -> int:
         """Of one kernel, in the stated convention."""

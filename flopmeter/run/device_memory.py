@@ -11,12 +11,13 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.timing.allocator import CachingAllocator, OutOfMemoryError, round_up
 from flopmeter.timing.peak_memory import usable_bytes, usable_bytes_if_known
 from flopmeter.trace import streams
+from flopmeter.trace.storages import StorageListener
 
 OnOutOfMemory = Literal["raise", "report"]
 GIB, MIB = 2**30, 2**20
 
 
-class DeviceMemory:
+class DeviceMemory(StorageListener):
     """Serves each storage from the allocator's model (`allocator.py`), as the device would.
 
     on_out_of_memory: 'raise' gives the program torch.OutOfMemoryError, as on the device; 'report' goes on without

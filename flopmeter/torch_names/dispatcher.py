@@ -205,8 +205,7 @@ def overload(name: str) -> OpOverload | None:
     """`aten` operator by "name" or "name.overload"; None if this torch has no such operator."""
     packet_name, _, overload_name = name.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
-    found: OpOverload | None = getattr(packet, overload_name or "default", None)
-    return found
+    return getattr(packet, overload_name or "default", None)
 
 
 # --- the spare autocast key ----------------------------------------------------------------------------------------

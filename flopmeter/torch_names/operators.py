@@ -41,8 +41,7 @@ class Packets:
     def __getattr__(self, name: str) -> OpOverloadPacket:
         if name.startswith("__"):
             raise AttributeError(name)
-        packet: OpOverloadPacket = _or_absent(getattr(torch.ops, self._namespace), name, f"{self._namespace}.{name}")
-        return packet
+        return _or_absent(getattr(torch.ops, self._namespace), name, f"{self._namespace}.{name}")
 
     def present(self, *names: str) -> tuple[OpOverloadPacket, ...]:
         """Those of the operators that this torch has."""
@@ -65,8 +64,7 @@ class _OverloadsOf:
         self._packet, self._name = packet, name
 
     def __getattr__(self, name: str) -> OpOverload:
-        overload: OpOverload = _or_absent(self._packet, name, f"{self._name}.{name}")
-        return overload
+        return _or_absent(self._packet, name, f"{self._name}.{name}")
 
 
 def _or_absent(owner: Any, name: str, full_name: str) -> Any:

@@ -65,10 +65,6 @@ class ModulePaths:
         """The outermost module whose forward runs."""
         return self._stack[0][1] if self._stack else None
 
-    def path_of(self, module: nn.Module) -> str:
-        """The path that the module has, called from where the program is."""
-        return self._path(module)
-
     def path_of_node(self, node: Any) -> str | None:
         """The path of the module whose forward made the autograd node. None for a gradient accumulation, which
         belongs to no forward op, and for a node that is older than this context."""
@@ -82,7 +78,7 @@ class ModulePaths:
             self.missed += threading.get_ident() != self._thread
             return
         self.calls += 1
-        self.path = self._path(module)
+        self.path = self.path_of(module)
         self._stack.append((self.path, module))
         self._log()
 
@@ -103,7 +99,8 @@ class ModulePaths:
             self._numbers.append(number)
             self._paths.append(self.path)
 
-    def _path(self, module: nn.Module) -> str:
+    def path_of(self, module: nn.Module) -> str:
+        """The path that the module has, called from where the program is."""
         parent_path, parent = self._stack[-1] if self._stack else ("", None)
         if parent is not None and compiled_module(parent) is module:
             return parent_path

@@ -80,7 +80,7 @@ def _process_group(value: Any) -> Any:
 
 
 def _record(group: Any) -> RankGroup:
-    per_node = getattr(getattr(torch, "meta", None), "gpus_per_node", None)  # distributed/cuda_device.py
+    per_node = getattr(getattr(torch, "meta", None), "gpus_per_node", None)  # distributed/meta.py
     return RankGroup(tuple(torch.distributed.get_process_group_ranks(group)), group.rank(), per_node)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +16,14 @@ from flopmeter.trace.tensor_specs import storage_of
 NOWHERE = "nowhere"  # the device of a storage that is a shape only
 
 
-class StorageListener(Protocol):
-    """Is called while the program runs, for each storage that it gets and gives back."""
+class StorageListener:
+    """Is called while the program runs, for each storage that it gets and gives back. This one does nothing."""
 
     def on_birth(self, number: int, device: str, nbytes: int) -> None:
         """A storage was seen for the first time, or has another size now. May raise, and then the op fails."""
 
     def on_death(self, number: int) -> None:
         """The storage was freed, or is about to have another size."""
-
-
-class _NoListener:
-    def on_birth(self, number: int, device: str, nbytes: int) -> None: ...
-
-    def on_death(self, number: int) -> None: ...
 
 
 class Storages:
@@ -49,7 +43,7 @@ class Storages:
     ):
         self._ops, self._found, self._resizes = ops, found, resizes
         self._shapes_only = shapes_only or ShapesOnly()
-        self._listener, self._is_inside = listener or _NoListener(), is_inside
+        self._listener, self._is_inside = listener or StorageListener(), is_inside
         self._alive: dict[int, _Reference] = {}  # by address
         self._without: int | None = None  # the number that all tensors without a storage share
 

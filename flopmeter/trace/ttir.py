@@ -300,8 +300,7 @@ class _Interpreter:
         if name == "arith.cmpi":
             name = text.split(",")[0].strip().lstrip("us")
         function = _INTEGERS.get(name)
-        result: Scalar = None if function is None else function(*operands)
-        return result
+        return None if function is None else function(*operands)
 
     def _program(self, name: str, axis: int) -> Scalar:
         if name == "tt.get_num_programs" or self.grid[axis] == 1:

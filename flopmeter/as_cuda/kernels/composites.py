@@ -51,8 +51,7 @@ def install(scope: Scope) -> None:
 def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Ones scattered into zeros (aten/src/ATen/native/Onehot.cpp). On meta torch compares with all classes instead."""
     if tensor.dtype is not torch.int64 or tensor.numel() == 0 or num_classes < -1:
-        refused: Tensor = dispatcher.decompose(aten.one_hot.default, tensor, num_classes)
-        return refused
+        return dispatcher.decompose(aten.one_hot.default, tensor, num_classes)
     classes = int(tensor.max().item()) + 1 if num_classes == -1 else num_classes
     ones = torch.zeros((*tensor.shape, classes), dtype=tensor.dtype, device=tensor.device)
     return ones.scatter_(-1, tensor.unsqueeze(-1), 1)
@@ -68,8 +67,7 @@ def ctc_loss(
 ) -> Tensor:
     """ctc_loss of tensors in aten/src/ATen/native/LossCTC.cpp."""
     lengths = [lengths.to("cpu", torch.long).tolist() for lengths in (input_lengths, target_lengths)]
-    loss: Tensor = aten.ctc_loss.IntList(log_probs, targets, *lengths, *options)
-    return loss
+    return aten.ctc_loss.IntList(log_probs, targets, *lengths, *options)
 
 
 def install_functorch(scope: Scope) -> None:
@@ -111,10 +109,8 @@ def runs_native_dropout(tensor: Tensor, p: float, train: bool) -> bool:
 def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
     """One kernel that keeps a bool mask."""
     if runs_native_dropout(tensor, p, train):
-        output: Tensor = aten.native_dropout(tensor, p, train)[0]
-        return output
-    composite: Tensor = dispatcher.decompose(aten.dropout.default, tensor, p, train)
-    return composite
+        return aten.native_dropout(tensor, p, train)[0]
+    return dispatcher.decompose(aten.dropout.default, tensor, p, train)
 
 
 def _half_to_float(composite: OpOverload, kernel: OpOverload) -> DispatcherKernel:
@@ -139,8 +135,7 @@ def layer_norm(
     other = next((each.dtype for each in (weight, bias) if each is not None and each.dtype != tensor.dtype), None)
     if other is not None and tensor.numel() > 0:
         raise RuntimeError(f"expected scalar type {_type_name(tensor.dtype)} but found {_type_name(other)}")
-    composite: Tensor = dispatcher.decompose(aten.layer_norm.default, tensor, normalized_shape, weight, bias, *rest)
-    return composite
+    return dispatcher.decompose(aten.layer_norm.default, tensor, normalized_shape, weight, bias, *rest)
 
 
 def _type_name(dtype: torch.dtype) -> str:
@@ -161,12 +156,10 @@ def batch_norm(
     """cuDNN's kernel if it supports the case, else the composite's own decomposition into the native one."""
     statistics = running_mean, running_var
     if cudnn_enabled and _cudnn_takes_batch_norm(tensor, weight, bias, statistics, training):
-        output: Tensor = aten.cudnn_batch_norm(_dense(tensor), weight, bias, *statistics, training, momentum, eps)[0]
-        return output
-    native: Tensor = dispatcher.decompose(
+        return aten.cudnn_batch_norm(_dense(tensor), weight, bias, *statistics, training, momentum, eps)[0]
+    return dispatcher.decompose(
         aten.batch_norm.default, tensor, weight, bias, *statistics, training, momentum, eps, cudnn_enabled
     )
-    return native
 
 
 def _cudnn_takes_batch_norm(

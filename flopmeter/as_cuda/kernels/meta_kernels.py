@@ -49,8 +49,7 @@ def grouped_mm(
     if a.dtype is not b.dtype:  # the meta kernel of torch 2.15 takes them
         raise RuntimeError(f"grouped_mm: expected two matrices of one type, not {a.dtype} and {b.dtype}")
     if a.dtype not in (torch.float16, torch.float32) or out_dtype not in (None, a.dtype):
-        result: Tensor = private.META_GROUPED_MM.value(a, b, offs, bias, out_dtype)
-        return result
+        return private.META_GROUPED_MM.value(a, b, offs, bias, out_dtype)
     if (offs is None) != (a.dim() == b.dim() == 3) or a.size(-1) != b.size(-2) or bias is not None:
         raise RuntimeError(f"grouped_mm of {list(a.shape)} and {list(b.shape)}: offsets or sizes that do not fit")
     rows, columns = a.size(-2), b.size(-1)

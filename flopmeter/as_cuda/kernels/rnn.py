@@ -164,5 +164,4 @@ def gru_cell(
 ) -> Tensor:
     """Two products without bias, then one kernel for the gates."""
     gates = F.linear(tensor, w_ih), F.linear(hx, w_hh)
-    new_hidden: Tensor = aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
-    return new_hidden
+    return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]

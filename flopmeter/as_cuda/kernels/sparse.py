@@ -97,7 +97,7 @@ def to_dense(tensor: Tensor, dtype: torch.dtype | None = None, masked_grad: bool
 
 
 def _sparse(like: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool) -> Tensor:
-    made: Tensor = aten._sparse_coo_tensor_with_dims_and_tensors(
+    return aten._sparse_coo_tensor_with_dims_and_tensors(
         like.sparse_dim(),
         like.dense_dim(),
         like.shape,
@@ -108,7 +108,6 @@ def _sparse(like: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool
         device=values.device,
         is_coalesced=is_coalesced,
     )
-    return made
 
 
 _inherited_new = torch.Tensor.new
@@ -119,5 +118,4 @@ def _new(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if self.layout is torch.sparse_coo and self.is_meta and len(args) == 3:
         indices, values, size = args
         return torch.sparse_coo_tensor(indices, values, size, device=self.device, check_invariants=False)
-    made: Tensor = _inherited_new(self, *args, **kwargs)
-    return made
+    return _inherited_new(self, *args, **kwargs)

@@ -84,8 +84,6 @@ def layers_by_stage(layers: int, stages: int) -> list[int]:
     """The layers of each stage, as evenly as possible. The last and the first stage have other work too, so they get
     fewer if it does not come out even."""
     least, more = divmod(layers, stages)
-    if not least and layers < stages:
-        raise ValueError(f"{layers} layers are too few for {stages} stages")
     order = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
     counts = [least] * stages
     for stage in order[:more]:

@@ -71,12 +71,11 @@ class Fp8Linear(nn.Linear):
             made = DTensor.from_local(made, weight.device_mesh, [Shard(-1) if by_columns else Partial()])
         else:
             made = self._product(x, weight)
-        return made if self.bias is None else made + self.bias  # type: ignore[no-any-return]
+        return made if self.bias is None else made + self.bias
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         product: Any = _Product.apply
-        out: Tensor = product(x.flatten(0, -2), weight, self.casts).unflatten(0, x.shape[:-1])
-        return out
+        return product(x.flatten(0, -2), weight, self.casts).unflatten(0, x.shape[:-1])
 
 
 class _Product(torch.autograd.Function):

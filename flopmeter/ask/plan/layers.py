@@ -162,8 +162,7 @@ def _cast(model: nn.Module) -> None:
 
 
 def _local(tensor: Any) -> Tensor:
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _local_numel(tensor: Tensor) -> int:

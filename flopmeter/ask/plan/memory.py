@@ -36,17 +36,12 @@ def memory_of(work: SplitWork, usable_bytes: int | None = None) -> MemoryUse:
     """Of the whole world. Raises OutOfMemoryError if that many bytes do not do. Unused segments are given back
     before it fails."""
     ranks = _fullest(work.split)
-    uses = [_RankMemory(work, rank, most_bytes=usable_bytes).step() for rank in ranks]
+    uses = [RankMemory(work, rank, most_bytes=usable_bytes).step() for rank in ranks]
     use = MemoryUse(max(use.peak_bytes for use in uses), max(use.reserved_bytes for use in uses))
     if usable_bytes is not None and use.reserved_bytes > usable_bytes:
         for rank in ranks:
-            _RankMemory(work, rank, capacity_bytes=usable_bytes).step()
+            RankMemory(work, rank, capacity_bytes=usable_bytes).step()
     return use
-
-
-def memory_of_rank(work: SplitWork, rank: int) -> MemoryUse:
-    """Of that rank of the pipeline."""
-    return _RankMemory(work, rank).step()
 
 
 def least_bytes(work: SplitWork) -> float:
@@ -92,7 +87,9 @@ class _Taken(NamedTuple):
 _Group = tuple[tuple[int, int], ...]  # parts that FSDP2 gathers together: the chunk and the place in it of each
 
 
-class _RankMemory:
+class RankMemory:
+    """What one rank of the pipeline asks of the allocator."""
+
     def __init__(
         self, work: SplitWork, rank: int, most_bytes: int | None = None, capacity_bytes: int | None = None
     ) -> None:

@@ -8,6 +8,7 @@ ScheduleInterleavedZeroBubble, which follow PipeDream-Flush (arXiv 2006.09503), 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 # In a zero-bubble schedule, backward passes make the gradients that the stage before waits for, and passes of their own
@@ -57,16 +58,7 @@ def _pass(kind: PassKind, number: int, ranks: int, chunks: int) -> Pass:
     return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, round_ * ranks + place)
 
 
-def most_in_flight(order: list[Pass], made: list[float], held: list[float] | None = None) -> float:
-    """The most that is alive at a time, where a forward pass of chunk i makes `made[i]` and its last pass ends it.
-    `held`: what a backward pass leaves for its pass for weights, where these are apart."""
-    alive = most = 0.0
-    for each in order:
-        if each.kind == "forward":
-            alive += made[each.chunk]
-        elif held is None:
-            alive -= made[each.chunk]
-        else:
-            alive += held[each.chunk] if each.kind == "backward" else -made[each.chunk] - held[each.chunk]
-        most = max(most, alive)
-    return most
+def most_in_flight(order: list[Pass], made: list[float]) -> float:
+    """The most that is alive at a time, where a forward pass of chunk i makes `made[i]`, and each other pass ends as
+    much."""
+    return max(accumulate(made[each.chunk] if each.kind == "forward" else -made[each.chunk] for each in order))

@@ -54,7 +54,8 @@ class Subject(NamedTuple):
         if layers is not None:
             holder, _, name = self.layers.rpartition(".")
             whole = model.get_submodule(self.layers)
-            kept = [copy.deepcopy(_layer(whole, index)) for index in layers]
+            every = list(whole.children())
+            kept = [copy.deepcopy(every[index]) for index in layers]
             setattr(model.get_submodule(holder), name, _like(whole, kept))
             _tell_config(model, layers)
         if self.fp8:
@@ -102,7 +103,9 @@ def subject_of(build: Any, styles: Styles | None = None, loss: Loss | None = Non
         is_compiled=any(getattr(block, COMPILED_CALL, None) for block in blocks),
         fp8=fp8,
     )
-    return subject._replace(heads=(_heads(config) or ANY_HEADS) if subject.tensor_parallel(model) else None)
+    return subject._replace(
+        heads=(_first_number(config, _HEADS) or ANY_HEADS) if subject.tensor_parallel(model) else None
+    )
 
 
 def _maker(build: Any) -> Callable[[], nn.Module]:
@@ -120,7 +123,7 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
     if isinstance(build, nn.Module):
         return partial(copy.deepcopy, build)
     if callable(build):
-        return build  # type: ignore[no-any-return]
+        return build
     raise PlanError(
         f"plan takes a model's name, a config, a module or a function that makes the model, not {type(build).__name__}"
     )
@@ -128,8 +131,7 @@ def _maker(build: Any) -> Callable[[], nn.Module]:
 
 def _of_config(config: Any) -> nn.Module:
     """The model has a config of its own, which `_tell_config` changes."""
-    model: nn.Module = model_of(copy.deepcopy(config), torch.float32)
-    return model
+    return model_of(copy.deepcopy(config), torch.float32)
 
 
 def _builtin(name: str) -> nn.Module:
@@ -168,12 +170,7 @@ def _find_layers(model: nn.Module) -> str:
     if not lists:
         raise PlanError(f"{type(model).__name__} has no ModuleList of layers, which plan could split")
     sizes = {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in lists.items()}
-    name: str = max(sizes, key=lambda name: (sizes[name], -len(name)))
-    return name
-
-
-def _layer(whole: nn.Module, index: int) -> nn.Module:
-    return list(whole.children())[index]
+    return max(sizes, key=lambda name: (sizes[name], -len(name)))
 
 
 def _like(whole: nn.Module, kept: list[nn.Module]) -> nn.Module:
@@ -198,17 +195,13 @@ def _kind(block: nn.Module, config: Any, index: int) -> tuple[Any, ...]:
     return type(block), shapes, types[index] if types else None
 
 
-def _heads(config: Any) -> int | None:
-    """The number of heads of keys and values."""
-    return _first_number(config, ("num_key_value_heads", "num_attention_heads", "kv_heads", "heads"))
-
-
 def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
     """The first of these fields that the config has."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((number for name in names if isinstance(number := getattr(text, name, None), int)), None)
 
 
+_HEADS = ("num_key_value_heads", "num_attention_heads", "kv_heads", "heads")  # those of keys and values first
 _LENGTHS = ("max_position_embeddings", "positions", "block_size", "max_seq_len")  # the last two: nanoGPT, torchtitan
 
 
@@ -228,13 +221,11 @@ def _loss_of(model: nn.Module) -> Loss:
 
 
 def _transformers_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return loss
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def _own_loss(model: Any, tokens: Tensor) -> Tensor:
-    loss: Tensor = model.loss(tokens)
-    return loss
+    return model.loss(tokens)
 
 
 def _logits_loss(model: nn.Module, tokens: Tensor) -> Tensor:

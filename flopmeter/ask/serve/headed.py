@@ -23,7 +23,7 @@ class Headed(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.language.dtype  # type: ignore[no-any-return]
+        return self.language.dtype
 
     def forward(self, input_ids: Tensor, use_cache: bool, logits_to_keep: int, past_key_values: Any) -> SimpleNamespace:
         """`logits` [batch, logits_to_keep, vocabulary] of token ids [batch, new]."""

@@ -164,5 +164,4 @@ def _elements(call: Call) -> int:
 
 def _first_list(call: Call) -> tuple[TensorSpec, ...]:
     """A scalar may come before it."""
-    tensors: tuple[TensorSpec, ...] = next(argument for argument in call.args if isinstance(argument, tuple))
-    return tensors
+    return next(argument for argument in call.args if isinstance(argument, tuple))

@@ -8,7 +8,9 @@ Keys and values are read at their own, grouped, head count: the touched-bytes la
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from math import ceil, prod
+from typing import NamedTuple
 
 from torch._ops import OpOverloadPacket
 
@@ -19,71 +21,6 @@ from flopmeter.torch_names.operators import aten
 
 FULL = Mask()
 CAUSAL = Mask(right=0)  # torch's `is_causal`: aligned at the top left
-
-
-_SDPA: dict[OpOverloadPacket, AttentionBackend] = {
-    aten._scaled_dot_product_flash_attention: "flash",
-    aten._scaled_dot_product_efficient_attention: "efficient",
-    aten._scaled_dot_product_cudnn_attention: "cudnn",
-    aten._scaled_dot_product_flash_attention_for_cpu: "other",
-    aten._scaled_dot_product_fused_attention_overrideable: "other",
-}
-_SDPA_BACKWARD: dict[OpOverloadPacket, AttentionBackend] = {
-    aten._scaled_dot_product_flash_attention_backward: "flash",
-    aten._scaled_dot_product_efficient_attention_backward: "efficient",
-    aten._scaled_dot_product_cudnn_attention_backward: "cudnn",
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: "other",
-    aten._scaled_dot_product_fused_attention_overrideable_backward: "other",
-}
-
-
-@rule(*_SDPA)
-def attention(call: Call) -> Cost:
-    """softmax(q @ k^T) @ v with q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hv, Sk, Dv]."""
-    return _forward(call, _SDPA[call.func.overloadpacket], _heads_first(*call.inputs[:3]), _causal_mask(call))
-
-
-@rule(*_SDPA_BACKWARD)
-def attention_backward(call: Call) -> Cost:
-    """The gradients of `attention`, see `_backward`."""
-    backend = _SDPA_BACKWARD[call.func.overloadpacket]
-    return _backward(call, backend, _heads_first(*call.inputs[1:4]), _causal_mask(call))
-
-
-@rule(aten._flash_attention_forward, aten._flash_attention_forward_no_dropout_inplace)  # torch 2.13
-def flash_attention(call: Call) -> Cost:
-    """q [B, Sq, H, D], or sequences of several lengths end to end, [tokens, H, D]."""
-    return _forward(call, "flash", _of_library(call), _flash_mask(call))
-
-
-@rule(aten._flash_attention_backward)
-def flash_attention_backward(call: Call) -> Cost:
-    """The gradients of `flash_attention`, see `_backward`."""
-    return _backward(call, "flash", _of_library(call), _flash_mask(call))
-
-
-@rule(aten._cudnn_attention_forward, aten._cudnn_attention_forward_no_dropout_inplace)  # the second: torch 2.15
-def cudnn_attention(call: Call) -> Cost:
-    """q [B, H, Sq, D], or sequences of several lengths end to end, [tokens, H, D]."""
-    return _forward(call, "cudnn", _of_cudnn(call), _causal_mask(call))
-
-
-@rule(aten._cudnn_attention_backward)
-def cudnn_attention_backward(call: Call) -> Cost:
-    """The gradients of `cudnn_attention`, see `_backward`."""
-    return _backward(call, "cudnn", _of_cudnn(call), _causal_mask(call))
-
-
-@rule(aten._efficient_attention_forward)
-def efficient_attention(call: Call) -> Cost:
-    """q [B, Sq, H, D]; packed sequences are [1, tokens, H, D]."""
-    return _forward(call, "efficient", _of_library(call), _efficient_mask(call))
-
-
-@rule(aten._efficient_attention_backward)
-def efficient_attention_backward(call: Call) -> Cost:
-    """The gradients of `efficient_attention`, see `_backward`."""
-    return _backward(call, "efficient", _of_library(call), _efficient_mask(call))
 
 
 def visible_pairs(queries: int, keys: int, mask: Mask = CAUSAL) -> int:
@@ -103,15 +40,105 @@ def _pairs_up_to(queries: int, keys: int, offset: int) -> int:
     return ramp * start + ramp * (ramp - 1) // 2 + (rows - ramp) * keys
 
 
-def _forward(call: Call, backend: AttentionBackend, square: AttentionShape, mask: Mask) -> Cost:
-    shape = square._replace(mask=mask)
+def _of_sdpa(call: Call) -> AttentionShape:
+    """q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]."""
+    q, k, v = (call.argument(name) for name in ("query", "key", "value"))
+    batch, heads, queries, depth = q.shape
+    return AttentionShape(batch, heads, k.shape[1], queries, k.shape[2], depth, v.shape[-1])
+
+
+def _of_library(call: Call) -> AttentionShape:
+    """q [B, Sq, H, D], or packed: sequences of several lengths end to end, [tokens, H, D] (or [1, tokens, H, D]). The
+    lengths are data: if they are not known, all count as long as the longest, and each token meets the longest row of
+    keys."""
+    q, k, v = (call.argument(name) for name in ("query", "key", "value"))
+    heads, depth = q.shape[-2:]
+    of_head = heads, k.shape[-2]
+    sizes = depth, v.shape[-1]
+    if call.get("cum_seq_q", call.get("cu_seqlens_q")) is None:
+        return AttentionShape(q.shape[0], *of_head, q.shape[1], k.shape[1], *sizes)
+    if call.groups:
+        count = len(call.groups) // 2
+        rows, columns = call.groups[:count], call.groups[count:]
+        counted = Counter(zip(rows, columns, strict=True))
+        lengths = tuple((number, *size) for size, number in counted.items()) if len(counted) > 1 else ()
+        return AttentionShape(count, *of_head, max(rows), max(columns), *sizes, is_packed=True, lengths=lengths)
+    longest, keys = call.get("max_q", call.get("max_seqlen_q")), call.get("max_k", call.get("max_seqlen_k"))
+    tokens, queries = q.numel // max(heads * depth, 1), max(longest, 1)
+    return AttentionShape(max(ceil(tokens / queries), 1), *of_head, queries, keys, *sizes, is_packed=True)
+
+
+def _of_cudnn(call: Call) -> AttentionShape:
+    """q [B, H, Sq, D], or packed: [tokens, H, D]."""
+    return _of_sdpa(call) if call.argument("cum_seq_q") is None else _of_library(call)
+
+
+def _causal_mask(call: Call) -> Mask:
+    return CAUSAL if call.argument("is_causal") else FULL
+
+
+def _flash_mask(call: Call) -> Mask:
+    """The mask of a call: the flash-attention library aligns at the bottom right, and a window of -1 is open on that
+    side."""
+    left, right = (call.argument(f"window_size_{side}") for side in ("left", "right"))
+    left, right = (None if size in (None, -1) else size for size in (left, right))
+    return Mask(left, 0 if call.argument("is_causal") else right, bottom_right=True)
+
+
+def _efficient_mask(call: Call) -> Mask:
+    """Custom mask type 1 is causal from the top left, 2 from the bottom right. A window is a number of keys, of which
+    the query's own is the last."""
+    kind, window = call.argument("custom_mask_type"), call.argument("window_size")
+    left = None if not window else window - 1
+    return Mask(left, 0, bottom_right=kind == 2) if kind else FULL
+
+
+class _AttentionOp(NamedTuple):
+    """Whose kernel an op runs, and what a call of it says of the work."""
+
+    backend: AttentionBackend
+    shape: Callable[[Call], AttentionShape]
+    mask: Callable[[Call], Mask]
+
+
+_FORWARD: dict[OpOverloadPacket, _AttentionOp] = {
+    aten._scaled_dot_product_flash_attention: _AttentionOp("flash", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_efficient_attention: _AttentionOp("efficient", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_cudnn_attention: _AttentionOp("cudnn", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_flash_attention_for_cpu: _AttentionOp("other", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_fused_attention_overrideable: _AttentionOp("other", _of_sdpa, _causal_mask),
+    aten._flash_attention_forward: _AttentionOp("flash", _of_library, _flash_mask),
+    aten._flash_attention_forward_no_dropout_inplace: _AttentionOp("flash", _of_library, _flash_mask),  # torch 2.13
+    aten._cudnn_attention_forward: _AttentionOp("cudnn", _of_cudnn, _causal_mask),
+    aten._cudnn_attention_forward_no_dropout_inplace: _AttentionOp("cudnn", _of_cudnn, _causal_mask),  # torch 2.15
+    aten._efficient_attention_forward: _AttentionOp("efficient", _of_library, _efficient_mask),
+}
+_BACKWARD: dict[OpOverloadPacket, _AttentionOp] = {
+    aten._scaled_dot_product_flash_attention_backward: _AttentionOp("flash", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_efficient_attention_backward: _AttentionOp("efficient", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_cudnn_attention_backward: _AttentionOp("cudnn", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _AttentionOp("other", _of_sdpa, _causal_mask),
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _AttentionOp("other", _of_sdpa, _causal_mask),
+    aten._flash_attention_backward: _AttentionOp("flash", _of_library, _flash_mask),
+    aten._cudnn_attention_backward: _AttentionOp("cudnn", _of_cudnn, _causal_mask),
+    aten._efficient_attention_backward: _AttentionOp("efficient", _of_library, _efficient_mask),
+}
+
+
+@rule(*_FORWARD)
+def attention(call: Call) -> Cost:
+    """softmax(q @ k^T) @ v."""
+    backend, shape_of, mask_of = _FORWARD[call.func.overloadpacket]
+    shape = shape_of(call)._replace(mask=mask_of(call))
     return _fused(call, backend, [*_scores(shape), *_values(shape)], shape)
 
 
-def _backward(call: Call, backend: AttentionBackend, square: AttentionShape, mask: Mask) -> Cost:
+@rule(*_BACKWARD)
+def attention_backward(call: Call) -> Cost:
     """Five matmuls: the scores again (recomputed, since they were not kept), then dv = p^T @ do,
     dp = do @ v^T, dq = ds @ k, dk = ds^T @ q. That is 2.5x the forward pass where D = Dv."""
-    shape = square._replace(mask=mask, is_backward=True)
+    backend, shape_of, mask_of = _BACKWARD[call.func.overloadpacket]
+    shape = shape_of(call)._replace(mask=mask_of(call), is_backward=True)
     again = _scores(shape)
     products = list(again)
     for count, queries, keys in shape.sizes:
@@ -166,53 +193,3 @@ def _values(shape: AttentionShape) -> list[Matmul]:
 
 def _macs(products: list[Matmul]) -> int:
     return sum(product.macs for product in products)
-
-
-def _heads_first(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> AttentionShape:
-    batch, heads, queries, depth = q.shape
-    return AttentionShape(batch, heads, k.shape[1], queries, k.shape[2], depth, v.shape[-1])
-
-
-def _of_library(call: Call) -> AttentionShape:
-    """The shape of the work; heads are the third dimension. The lengths of packed sequences are data: if they are not
-    known, all count as long as the longest, and each token meets the longest row of keys."""
-    q, k, v = (call.argument(name) for name in ("query", "key", "value"))
-    heads, depth = q.shape[-2:]
-    of_head = heads, k.shape[-2]
-    sizes = depth, v.shape[-1]
-    if call.get("cum_seq_q", call.get("cu_seqlens_q")) is None:
-        return AttentionShape(q.shape[0], *of_head, q.shape[1], k.shape[1], *sizes)
-    if call.groups:
-        count = len(call.groups) // 2
-        rows, columns = call.groups[:count], call.groups[count:]
-        counted = Counter(zip(rows, columns, strict=True))
-        lengths = tuple((number, *size) for size, number in counted.items()) if len(counted) > 1 else ()
-        return AttentionShape(count, *of_head, max(rows), max(columns), *sizes, is_packed=True, lengths=lengths)
-    longest, keys = call.get("max_q", call.get("max_seqlen_q")), call.get("max_k", call.get("max_seqlen_k"))
-    tokens, queries = q.numel // max(heads * depth, 1), max(longest, 1)
-    return AttentionShape(max(ceil(tokens / queries), 1), *of_head, queries, keys, *sizes, is_packed=True)
-
-
-def _of_cudnn(call: Call) -> AttentionShape:
-    q, k, v = (call.argument(name) for name in ("query", "key", "value"))
-    return _of_library(call) if call.argument("cum_seq_q") is not None else _heads_first(q, k, v)
-
-
-def _causal_mask(call: Call) -> Mask:
-    return CAUSAL if call.argument("is_causal") else FULL
-
-
-def _flash_mask(call: Call) -> Mask:
-    """The mask of a call: the flash-attention library aligns at the bottom right, and a window of -1 is open on that
-    side."""
-    left, right = (call.argument(f"window_size_{side}") for side in ("left", "right"))
-    left, right = (None if size in (None, -1) else size for size in (left, right))
-    return Mask(left, 0 if call.argument("is_causal") else right, bottom_right=True)
-
-
-def _efficient_mask(call: Call) -> Mask:
-    """Custom mask type 1 is causal from the top left, 2 from the bottom right. A window is a number of keys, of which
-    the query's own is the last."""
-    kind, window = call.argument("custom_mask_type"), call.argument("window_size")
-    left = None if not window else window - 1
-    return Mask(left, 0, bottom_right=kind == 2) if kind else FULL

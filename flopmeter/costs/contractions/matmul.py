@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from math import prod
 
-from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, make_contraction, make_cost, rule, scratch, zeros
+from flopmeter.costs.rules import (
+    COMPLEX_ADD,
+    COMPLEX_MULTIPLY,
+    is_complex,
+    make_contraction,
+    make_cost,
+    rule,
+    scratch,
+    zeros,
+)
 from flopmeter.records import ELEMENTWISE, MOVEMENT, Call, Cost, Matmul, Region, TensorSpec
 from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten
@@ -160,7 +169,7 @@ def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcenden
     """The matmul and beta·input + alpha·matmul. With beta 0 the input is not read."""
     (added, *operands), (out,) = call.inputs[:3], call.outputs
     beta, alpha = call.argument("beta"), call.argument("alpha")
-    add, multiply = (COMPLEX_ADD, COMPLEX_MULTIPLY) if _is_complex(call) else (1, 1)
+    add, multiply = (COMPLEX_ADD, COMPLEX_MULTIPLY) if is_complex(call) else (1, 1)
     per_output = (add if beta != 0 else 0) + multiply * ((beta not in (0, 1)) + (alpha != 1))
     sums = per_output * product.batch * product.m * product.n
     copies = beta != 0 and out.storage != added.storage and not _adds_where_it_lies(call, product)
@@ -181,17 +190,13 @@ def _adds_where_it_lies(call: Call, product: Matmul) -> bool:
     added, packet = call.inputs[0], call.func.overloadpacket
     if packet in (aten.addr, aten.addr_):  # element by element
         return True
-    if packet not in (aten.addmm, aten._addmm_activation) or _is_complex(call) or not added.is_floating:
+    if packet not in (aten.addmm, aten._addmm_activation) or is_complex(call) or not added.is_floating:
         return False
     if min(product.m, product.n, product.k) == 1 or added.stride[-1:] != (1,):
         return False
     if len(added.shape) == 1:
         return added.shape[0] == product.n and call.argument("beta") == 1
     return added.shape == (product.m, product.n) and running_version() >= (2, 15)
-
-
-def _is_complex(call: Call) -> bool:
-    return call.inputs[0].dtype.is_complex
 
 
 def _product(a: TensorSpec, b: TensorSpec) -> Matmul:

@@ -12,7 +12,7 @@ from math import ceil, prod
 
 from torch._ops import OpOverload
 
-from flopmeter.costs.contractions.attention import flash_attention, flash_attention_backward
+from flopmeter.costs.contractions.attention import attention, attention_backward
 from flopmeter.costs.rules import Rule, make_cost
 from flopmeter.costs.traffic import as_regions, regions
 from flopmeter.records import ATTENTION, MOVEMENT, Call, Cost, Kernel, Region, TensorSpec
@@ -28,12 +28,12 @@ def varlen_attention(call: Call) -> tuple[Cost, ...]:
 
 def varlen_attention_out(call: Call) -> Cost:
     """The kernel alone, into a tensor that is there."""
-    return _priced_as(call, flash_attention, aten._flash_attention_forward.default)
+    return _priced_as(call, attention, aten._flash_attention_forward.default)
 
 
 def varlen_attention_backward(call: Call) -> Cost:
     """The gradients of `varlen_attention`."""
-    return _priced_as(call, flash_attention_backward, aten._flash_attention_backward.default)
+    return _priced_as(call, attention_backward, aten._flash_attention_backward.default)
 
 
 VARLEN: dict[str, Rule] = {

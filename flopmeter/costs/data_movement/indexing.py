@@ -131,7 +131,9 @@ def accumulate_into_zeros(call: Call) -> tuple[Cost, Cost]:
 @rule(aten.max_unpool2d, aten.max_unpool3d, aten.masked_scatter_backward)
 def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """Zeros, then each value to its place (and back from its place, for the gradient of masked_scatter)."""
-    named = Region(call.outputs[0], min(_smallest(call), distinct_bytes(call.outputs)))
+    (out,) = call.outputs
+    fewest = min(spec.numel for spec in (*call.inputs, out))
+    named = Region(out, min(fewest * out.dtype.itemsize, distinct_bytes([out])))
     return (make_cost(call, MOVEMENT, read=()), make_cost(call, INDEXING, written=(named,)))
 
 
@@ -173,10 +175,6 @@ def trace(call: Call) -> Cost:
 def _rows(elements: int, table: TensorSpec) -> Region:
     """The elements of a table that indices name; an element that is named twice is read once."""
     return Region(table, min(elements, table.distinct_elements) * table.dtype.itemsize)
-
-
-def _smallest(call: Call) -> int:
-    return min(spec.numel for spec in (*call.inputs, *call.outputs)) * call.outputs[0].dtype.itemsize
 
 
 def _source(call: Call) -> TensorSpec | None:
@@ -243,5 +241,4 @@ def _is_extremum(call: Call) -> bool:
 
 def _reduction(call: Call) -> str | None:
     """The reduction that the op was given by name: 'sum', 'mean', 'prod', ..."""
-    name: str | None = call.get("reduce")
-    return name
+    return call.get("reduce")

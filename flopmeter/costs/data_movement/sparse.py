@@ -108,24 +108,21 @@ def _values(spec: TensorSpec) -> int:
     return spec.held_values or 0
 
 
-def _present(*names: str) -> list[OpOverloadPacket]:
-    return [getattr(aten, name) for name in names if hasattr(aten, name)]
-
-
 SPARSE: dict[OpOverloadPacket | OpOverload, Rule] = {
     **dict.fromkeys(
-        _present(
-            "is_coalesced", "_coalesced_", "_nnz", "sparse_dim", "dense_dim", "values", "crow_indices", "col_indices",
-            "ccol_indices", "row_indices", "_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims",
+        (
+            aten.is_coalesced, aten._coalesced_, aten._nnz, aten.sparse_dim, aten.dense_dim, aten.values,
+            aten.crow_indices, aten.col_indices, aten.ccol_indices, aten.row_indices,
+            aten._sparse_coo_tensor_with_dims_and_tensors, aten._sparse_coo_tensor_with_dims,
         ),
         no_kernel,
     ),
-    **dict.fromkeys(_present("clone", "copy_", "copy_sparse_to_sparse_", "_to_copy", "_to_sparse_csr"), copy),
-    **dict.fromkeys(_present("_coalesce"), coalesce),
-    **dict.fromkeys(_present("sparse_mask"), mask),
-    **dict.fromkeys(_present("_embedding_bag_backward"), bag_gradient),
-    **dict.fromkeys(_present("mm", "addmm", "_sparse_addmm", "mv", "addmv"), product),
-    **dict.fromkeys(_present("_to_dense"), to_dense),
+    **dict.fromkeys((aten.clone, aten.copy_, aten.copy_sparse_to_sparse_, aten._to_copy, aten._to_sparse_csr), copy),
+    **dict.fromkeys((aten.mm, aten.addmm, aten._sparse_addmm, aten.mv, aten.addmv), product),
+    aten._coalesce: coalesce,
+    aten.sparse_mask: mask,
+    aten._embedding_bag_backward: bag_gradient,
+    aten._to_dense: to_dense,
     aten_overloads.add.Tensor: add,
     aten_overloads.add_.Tensor: add,
 }  # fmt: skip

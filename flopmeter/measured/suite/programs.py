@@ -29,8 +29,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(width, width, layers, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x)[0]
-        return out
+        return self.lstm(x)[0]
 
 
 def _llama(batch: int, seq: int, layers: int, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -187,8 +187,7 @@ def _calibrated(device: DeviceType, clock: Clock, quick: bool) -> dict[str, Any]
         profile: Hardware = calibrate(device, budget_seconds=seconds, clock=clock)
     except (RuntimeError, ValueError) as error:
         return f"failed: {_in_one_line(error)}"
-    values: dict[str, Any] = plain(profile)
-    return values
+    return plain(profile)
 
 
 def _result(case: Case, device: DeviceType, watch: CpuWatch | CudaWatch) -> CaseResult:

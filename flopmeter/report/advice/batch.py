@@ -7,7 +7,7 @@ grow in proportion, the program is of another kind, and nothing is proposed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, all_kernels, everything, priced, remedy, trace_of
@@ -99,16 +99,13 @@ def depends_on_inputs(trace: Trace) -> set[int]:
 def _made_data(trace: Trace, given: set[int]) -> set[int]:
     """Storages that the step fills by ops without inputs (`torch.randn`), with as many items as it is given, or, where
     it is given none, as the largest of them has."""
-    made = [spec for op in trace.ops for spec in _made_of_nothing(op) if trace.storages[spec.storage].role is None]
+    of_nothing = (op for op in trace.ops if op.phase == "forward" and not op.call.inputs)
+    made = [spec for op in of_nothing for spec in op.outputs if trace.storages[spec.storage].role is None]
     inputs = (spec for op in trace.ops for spec in op.inputs)
     batches = {_items(spec) for spec in inputs if spec.storage in given}
     if made and not batches:
         batches = {_items(max(made, key=lambda spec: spec.nbytes))}
     return {spec.storage for spec in made if _items(spec) in batches - {None}}
-
-
-def _made_of_nothing(op: Op) -> Sequence[TensorSpec]:
-    return op.outputs if op.phase == "forward" and not op.call.inputs else ()
 
 
 def _items(spec: TensorSpec) -> int | None:

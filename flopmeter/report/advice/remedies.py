@@ -17,7 +17,7 @@ import torch
 from flopmeter.costs.data_movement.communication import message_peers
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
 from flopmeter.launch.modes import modes_beyond
-from flopmeter.records import Convolution, ConvolutionWork, Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
+from flopmeter.records import ConvolutionWork, Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
 from flopmeter.records.dtypes import item_bytes_of, name_of
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.fused_attention import with_chosen_kernels
@@ -294,9 +294,10 @@ def _narrow_type(device: Hardware) -> torch.dtype | None:
 @remedy
 def channels_last(report: Report) -> Iterator[Proposal]:
     """Convolutions on NCHW tensors in a type for matrix units, and all other ops on the same tensors."""
-    shapes = ((kernel, kernel.cost.work) for kernel in report.kernels)
-    convolves = [k for k, work in shapes if isinstance(work, ConvolutionWork) and _is_nchw(work.shape)]
-    if not any(item_bytes_of(kernel.cost.dtype) <= 2 for kernel in convolves):
+    works = ((kernel.cost.dtype, kernel.cost.work) for kernel in report.kernels)
+    of_images = [(name, work.shape) for name, work in works if isinstance(work, ConvolutionWork)]
+    nchw = [name for name, shape in of_images if len(shape.kernel) == 2 and not shape.channels_last]
+    if not any(item_bytes_of(name) <= 2 for name in nchw):
         return
     trace = trace_of(report)
     images = _images(trace)
@@ -312,10 +313,6 @@ def channels_last(report: Report) -> Iterator[Proposal]:
         "model.to(memory_format=torch.channels_last), and the images",
         priced(report, with_tensors(trace, turned, lambda number: number in images)),
     )  # fmt: skip
-
-
-def _is_nchw(shape: Convolution) -> bool:
-    return len(shape.kernel) == 2 and not shape.channels_last
 
 
 def _images(trace: Trace) -> set[int]:

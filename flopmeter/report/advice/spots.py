@@ -190,12 +190,8 @@ def alignment_of(cost: Cost) -> int:
 def odd_width(cost: Cost) -> int | None:
     """The size of the matmul that is no multiple of 16 bytes; the largest one if there are several."""
     full = constants.FULL_ALIGNMENT_BYTES / item_bytes_of(cost.dtype)
-    sizes = [size for shape in matmuls_of(cost) for size in _widths(shape) if size % full]
+    sizes = [size for shape in matmuls_of(cost) for size in (shape.m, shape.n, shape.k) if size % full]
     return max(sizes, default=None)
-
-
-def _widths(shape: Matmul) -> tuple[int, int, int]:
-    return shape.m, shape.n, shape.k
 
 
 def _of_bytes(cost: Cost, timing: Timing, report: Report) -> str:

@@ -52,11 +52,8 @@ def draw_roofline(roofline: Roofline, mode: str, axes: Axes) -> Markup:
         _roof_labels(roofline, axes),
         _numbers(named, roofline, axes),
     )
-    return tag("figure", tag("h3", mode), body, _key(named, roofline), tag("figcaption", _caption(roofline)))
-
-
-def _caption(roofline: Roofline) -> str:
-    return f"Without a place, under {LEAST_INTENSITY:g} FLOP/B: {100 * roofline.unplaced_share:.1f} % of the time."
+    unplaced = f"Without a place, under {LEAST_INTENSITY:g} FLOP/B: {100 * roofline.unplaced_share:.1f} % of the time."
+    return tag("figure", tag("h3", mode), body, _key(named, roofline), tag("figcaption", unplaced))
 
 
 def _key(named: Sequence[Dot], roofline: Roofline) -> Markup:

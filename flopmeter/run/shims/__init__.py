@@ -25,8 +25,7 @@ SHIMS = tuple(module.name for module in pkgutil.iter_modules(__path__) if module
 
 def modules_of(package: str) -> Mapping[str, Mapping[str, object]]:
     """The modules of a shim, each with its contents."""
-    modules: Mapping[str, Mapping[str, object]] = importlib.import_module(f"{__name__}.{package}").MODULES
-    return modules
+    return importlib.import_module(f"{__name__}.{package}").MODULES
 
 
 @contextmanager

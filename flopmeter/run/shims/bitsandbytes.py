@@ -213,8 +213,7 @@ class Linear4bit(_Quantized):
         return whole.view(-1) + self.scales_of_scales[0]  # the scales' mean was taken off before
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        whole: Tensor = _dequantize(self.weight, self.whole_scales(), self.out_features, self.in_features, dtype)
-        return whole
+        return _dequantize(self.weight, self.whole_scales(), self.out_features, self.in_features, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         self._quantize()
@@ -255,8 +254,7 @@ class Linear8bitLt(_Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         self._quantize()
-        out: Tensor = _Matmul8bit.apply(x, self.weight, self.scales, self.bias)  # type: ignore[no-untyped-call]
-        return out
+        return _Matmul8bit.apply(x, self.weight, self.scales, self.bias)  # type: ignore[no-untyped-call]
 
 
 _OPTIMIZERS = {

@@ -54,8 +54,7 @@ class _CausalConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.silu = silu
-        out: Tensor = _forward(x, weight, bias, silu)
-        return out
+        return _forward(x, weight, bias, silu)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -71,8 +70,7 @@ def causal_conv1d_fn(
     given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
         raise NotImplementedError(f"flopmeter's shim of causal_conv1d has no {given[0]}: leave it out")
-    out: Tensor = _CausalConv.apply(x, weight, bias, activation in ("silu", "swish"))  # type: ignore[no-untyped-call]
-    return out
+    return _CausalConv.apply(x, weight, bias, activation in ("silu", "swish"))  # type: ignore[no-untyped-call]
 
 
 MODULES = {"causal_conv1d": {"causal_conv1d_fn": causal_conv1d_fn}}

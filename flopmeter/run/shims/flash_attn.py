@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flopmeter.costs import make_cost
-from flopmeter.costs.contractions.attention import flash_attention
+from flopmeter.costs.contractions.attention import attention
 from flopmeter.costs.traffic import as_regions
 from flopmeter.known_values.entry_points import open_ones
 from flopmeter.known_values.values import no_modes
@@ -67,8 +67,7 @@ def flash_attn_varlen_func(
         return _attend(q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, options)
     _refuse(options, *_NOT_OVER_CACHES)
     _assume("packed sequences that are all as long as the longest", "flash_attn_varlen_func")
-    out: Tensor = _over_cache(q, k, v, cu_seqlens_q, block_table, None, None, *longest, causal, list(window_size))
-    return out
+    return _over_cache(q, k, v, cu_seqlens_q, block_table, None, None, *longest, causal, list(window_size))
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -117,10 +116,9 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     keys = min(_mean(cache_seqlens, room) + (0 if k is None else k.shape[1]), room)
-    out: Tensor = _over_cache(
+    return _over_cache(
         q, k_cache, v_cache, cache_seqlens, block_table, k, v, q.shape[1], keys, causal, list(window_size)
     )
-    return out
 
 
 def _attend(
@@ -138,11 +136,10 @@ def _attend(
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, not {q.dtype}")
     left, right = window
-    out: Tensor = torch.ops.aten._flash_attention_forward(
+    return torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, dropout, causal, False, scale=scale,
         window_size_left=left, window_size_right=right, alibi_slopes=options.get("alibi_slopes"),
     )[0]  # fmt: skip
-    return out
 
 
 def _mean(lengths: Tensor | None, room: int) -> int:
@@ -170,7 +167,7 @@ def _cache_cost(call: Call) -> Cost:
     kwargs = {name: call.argument(name) for name in ("query", "key", "value", "max_q", "max_k", "is_causal")}
     # With a tensor of where sequences begin, whichever it is, the library's price goes by max_q and max_k.
     kwargs |= {"cum_seq_q": query, "window_size_left": left, "window_size_right": right}
-    cost = flash_attention(Call(aten._flash_attention_forward.default, (), kwargs, call.inputs, call.outputs))
+    cost = attention(Call(aten._flash_attention_forward.default, (), kwargs, call.inputs, call.outputs))
     seen = longest if left < 0 else min(longest, left + call.argument("max_q"))
     tokens = (query if pages is None else pages).shape[0] * seen
     held = [Region(each, min(each.nbytes, tokens * each.nbytes // prod(each.shape[:2]))) for each in (key, value)]
@@ -212,8 +209,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        out: Tensor = _rotate(x, cos, sin)
-        return out
+        return _rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -101,8 +101,7 @@ class _SelectiveScan(torch.autograd.Function):
         out, gated, states = _forward(*inputs)
         *tensors, ctx.softplus = inputs
         ctx.save_for_backward(*tensors, states, out)
-        result: Tensor = out if inputs[6] is None else gated
-        return result
+        return out if inputs[6] is None else gated
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -171,8 +170,7 @@ class Mamba(nn.Module):
         B, C = (each.reshape(batch, length, -1).transpose(1, 2).contiguous() for each in (B, C))
         A, bias = -torch.exp(self.A_log.float()), self.dt_proj.bias.float()
         y = selective_scan_fn(x, delta, A, B, C, self.D.float(), z, bias, delta_softplus=True)
-        out: Tensor = self.out_proj(y.transpose(1, 2))
-        return out
+        return self.out_proj(y.transpose(1, 2))
 
 
 _SCAN = {"selective_scan_fn": selective_scan_fn}
