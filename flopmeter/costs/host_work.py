@@ -17,7 +17,7 @@ def runs_on(device: str, call: Call) -> bool:
 def host_work_notes(trace: Trace) -> list[str]:
     bytes_by_op = Counter[str]()
     for call, times in Counter(op.call for op in trace.ops).items():
-        if not runs_on(trace.device, call):
+        if (call.inputs or call.outputs) and not runs_on(trace.device, call):
             bytes_by_op[call.name] += times * sum(cost.bytes for cost in costs_of(call))
     nbytes = bytes_by_op.total()
     if nbytes < LEAST_BYTES:
