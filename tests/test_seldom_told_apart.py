@@ -1,0 +1,138 @@
+"""Pairs that look alike, of which one is easily taken for the other: each by hand."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+import flopmeter.timing.constants as timing_constants
+from flopmeter import FlopMeter, on_meta
+from flopmeter.costs import kernels_of
+from flopmeter.distributed import world
+from flopmeter.known_values.messages import ALL, NotSentYet, Route, Ticket
+from flopmeter.records import Cost
+from flopmeter.timing.constants import AttentionKernel
+
+aten = torch.ops.aten
+A100, H100 = "a100-sxm4-80gb", "h100-sxm5-80gb"
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", **options)
+
+
+def costs_of(program: Any, device: str = H100, **options: Any) -> list[Cost]:
+    with FlopMeter(device, **options) as meter:
+        program()
+    return [kernel.cost for kernel in kernels_of(meter.trace)]
+
+
+def test_an_observer_averages_into_the_running_range_and_then_fits_scale_and_zero_point():
+    channels, on = 4, meta(1, dtype=torch.int64)
+    low, high, scale = (meta(channels) for _ in range(3))
+    zero = meta(channels, dtype=torch.int32)
+    with FlopMeter(H100) as meter:
+        torch.fused_moving_avg_obs_fake_quant(
+            meta(4, 6), on, on, low, high, scale, zero, 0.01, -128, 127, 0, True, False
+        )
+    _, averaged, fitted = kernels_of(meter.trace)[:3]
+    call = averaged.op.call
+
+    def of(*names: str) -> list[int]:
+        return [call.argument(name).storage for name in names]
+
+    assert [region.spec.storage for region in averaged.cost.writes] == of("running_min", "running_max")
+    assert [region.spec.storage for region in fitted.cost.writes] == of("scale", "zero_point")
+    assert [region.spec.storage for region in fitted.cost.reads] == of("running_min", "running_max", "fake_quant_on")
+
+
+@pytest.mark.parametrize(
+    ("route", "told"),
+    [
+        (Route((0, 1, 2), 0, ALL), "tensor 3 from rank 0 to all"),
+        (Route((0, 1, 2), 0, 2), "tensor 3 from rank 0 to rank 2"),
+        (Route((0, 1, 2), 1, 0, has_objects=True), "objects 3 from rank 1 to rank 0"),
+    ],
+)
+def test_a_message_that_is_waited_for_is_told_with_its_sender_and_receiver(route: Route, told: str):
+    assert str(NotSentYet(Ticket(route, 2))) == told
+
+
+def test_a_score_may_take_what_it_captured_by_keyword():
+    def costs(by_keyword: bool) -> list[tuple[str, int, int, int]]:
+        learned = meta(requires_grad=True)
+        q, k, v = (meta(2, 4, 128, 64, requires_grad=True) for _ in range(3))
+
+        def added(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return torch.add(score, other=learned) if by_keyword else torch.add(score, learned)
+
+        made = costs_of(lambda: torch.compile(flex_attention)(q, k, v, score_mod=added).sum().backward(), compile="rules")
+        assert learned.grad is not None
+        return [(cost.name, cost.flops, cost.bytes_read, cost.bytes_written) for cost in made]
+
+    assert costs(by_keyword=True) == costs(by_keyword=False)
+
+
+def test_attention_into_a_tensor_that_is_there_writes_it_and_a_number_a_row():
+    import torch.nn.attention.varlen  # noqa: F401: the op exists once it is imported
+
+    if not hasattr(torch.ops.torch_attn, "_varlen_attn_out"):
+        pytest.skip("this torch has no such op")
+    out, q, k, v = (meta(64, 4, 64, dtype=torch.bfloat16) for _ in range(4))
+    starts = meta(3, dtype=torch.int32)
+    (cost,) = costs_of(lambda: torch.ops.torch_attn._varlen_attn_out(out, q, k, v, starts, starts, 32, 32))
+    assert cost.bytes_written == 64 * 4 * 64 * 2 + 64 * 4 * 4
+
+
+def test_efficient_attention_over_packed_sequences_pairs_queries_with_their_own_keys():
+    """3 queries and 50 keys, 4 queries and 20 keys: 230 pairs, 4 FLOP for each place of a head."""
+    starts = [on_meta(torch.tensor([0, *accumulate(each)], dtype=torch.int32)) for each in ((3, 4), (50, 20))]
+    q, k, v = (meta(1, tokens, 4, 64, dtype=torch.bfloat16) for tokens in (7, 70, 70))
+    cost, *_ = costs_of(lambda: aten._efficient_attention_forward(q, k, v, None, *starts, 4, 50, 0.0, 0))
+    assert cost.flops == 230 * 4 * 4 * 64
+
+
+def test_of_keys_that_a_cache_holds_efficient_attention_meets_those_in_use():
+    starts = [on_meta(torch.tensor(each, dtype=torch.int32)) for each in ([0, 1, 2], [0, 64, 128])]
+    used = on_meta(torch.tensor([5, 9], dtype=torch.int32))
+    q, k, v = (meta(1, tokens, 4, 64, dtype=torch.bfloat16) for tokens in (2, 128, 128))
+    cost, *_ = costs_of(
+        lambda: aten._efficient_attention_forward(q, k, v, None, *starts, 1, 64, 0.0, 0, seqlen_k=used)
+    )
+    assert cost.flops == (5 + 9) * 4 * 4 * 64
+
+
+@pytest.mark.parametrize(("root", "assumed"), [(1, 0), (0, 1)])
+def test_what_a_functional_broadcast_sends_from_here_is_certain(root: int, assumed: int):
+    with world(4, rank=1), FlopMeter(H100) as meter:
+        name = dist.group.WORLD.group_name
+        sent = torch.ops._c10d_functional.broadcast(torch.tensor([7, 8], device="meta"), root, name)
+        assert torch.ops._c10d_functional.wait_tensor(sent).tolist() == [7, 8]
+    assert len(meter.report().assumptions) == assumed
+
+
+TILES = {name: kernel for name, kernel in vars(timing_constants).items() if isinstance(kernel, AttentionKernel)}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_of_attention_are_whole_fragments_for_ever_longer_heads(name: str):
+    """(largest head, queries, keys): mma has 16 rows and 8 columns."""
+    kernel = TILES[name]
+    for tiles in (kernel.tiles, kernel.window_tiles, *kernel.tiles_on.values(), *kernel.causal_tiles_on.values()):
+        for head, rows, columns in tiles:
+            assert head % 8 == 0
+            assert rows % 16 == 0
+            assert columns % 8 == 0
+        assert all(one[0] < other[0] for one, other in pairwise(tiles))
+
+
+def test_a_causal_kernel_of_hopper_takes_128_keys_at_a_time_where_heads_are_short():
+    """192 x 192 without a mask (tile_size.h of FlashAttention-3's hopper folder, for heads of 64)."""
+    tiles = timing_constants.FLASH_3.causal_tiles_on[9, 0]
+    assert next(tile for tile in tiles if tile[0] >= 64)[1:] == (192, 128)
