@@ -196,10 +196,15 @@ def _module(path: str) -> str:
 
 def run_tests(files: Iterable[str], *options: str, plugin: object) -> int:
     """pytest's exit status, quietly."""
+    import hypothesis
     import pytest
 
+    # The first example that fails says enough: no smaller one is looked for.
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("mutants", phases=phases)
+    hypothesis.settings.load_profile("mutants")
     arguments = ["-q", "-m", "not slow", "-p", "no:xdist", "-p", "no:unraisableexception", "--hypothesis-seed=0"]
-    arguments += [*options, *files]
+    arguments += ["--tb=no", *options, *files]
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
         return int(pytest.main(arguments, plugins=[plugin]))
 

@@ -70,7 +70,17 @@ def _types(node: ast.AST) -> Iterator[ast.AST]:
     yield from filter(None, (getattr(node, name, None) for name in ("annotation", "returns")))
 
 
-TYPES = ("Literal", "Callable", "Union", "tuple", "list", "dict", "set", "frozenset", "type")  # `Pair = tuple[int, int]`
+TYPES = (
+    "Literal",
+    "Callable",
+    "Union",
+    "tuple",
+    "list",
+    "dict",
+    "set",
+    "frozenset",
+    "type",
+)  # `Pair = tuple[int, int]`
 
 
 def _is_no_code(node: ast.AST) -> bool:
@@ -160,7 +170,7 @@ def logic(module: Module) -> Iterator[Edit]:
 # --- structure: what is passed, read, done and returned -----------------------------------------------------
 
 # `zip(strict=)`, `dataclass(frozen=)` and `patch(create=)` check or allow; `default=` and `key=` stay.
-CHECKS = ("strict", "frozen", "slots", "eq", "create")
+CHECKS = ("strict", "frozen", "slots", "eq", "create", "check_invariants")
 SYMMETRIC = (
     "min",
     "max",

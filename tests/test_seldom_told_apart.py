@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -72,7 +73,9 @@ def test_a_score_may_take_what_it_captured_by_keyword():
         def added(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return torch.add(score, other=learned) if by_keyword else torch.add(score, learned)
 
-        made = costs_of(lambda: torch.compile(flex_attention)(q, k, v, score_mod=added).sum().backward(), compile="rules")
+        made = costs_of(
+            lambda: torch.compile(flex_attention)(q, k, v, score_mod=added).sum().backward(), compile="rules"
+        )
         assert learned.grad is not None
         return [(cost.name, cost.flops, cost.bytes_read, cost.bytes_written) for cost in made]
 
@@ -102,9 +105,7 @@ def test_of_keys_that_a_cache_holds_efficient_attention_meets_those_in_use():
     starts = [on_meta(torch.tensor(each, dtype=torch.int32)) for each in ([0, 1, 2], [0, 64, 128])]
     used = on_meta(torch.tensor([5, 9], dtype=torch.int32))
     q, k, v = (meta(1, tokens, 4, 64, dtype=torch.bfloat16) for tokens in (2, 128, 128))
-    cost, *_ = costs_of(
-        lambda: aten._efficient_attention_forward(q, k, v, None, *starts, 1, 64, 0.0, 0, seqlen_k=used)
-    )
+    cost, *_ = costs_of(lambda: aten._efficient_attention_forward(q, k, v, None, *starts, 1, 64, 0.0, 0, seqlen_k=used))
     assert cost.flops == (5 + 9) * 4 * 4 * 64
 
 
@@ -136,3 +137,49 @@ def test_a_causal_kernel_of_hopper_takes_128_keys_at_a_time_where_heads_are_shor
     """192 x 192 without a mask (tile_size.h of FlashAttention-3's hopper folder, for heads of 64)."""
     tiles = timing_constants.FLASH_3.causal_tiles_on[9, 0]
     assert next(tile for tile in tiles if tile[0] >= 64)[1:] == (192, 128)
+
+
+ROW_BY_ROW = {
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: torch.layer_norm(x, (6,)),
+    "rms_norm": lambda x: torch.rms_norm(x, (6,)),
+    "group_norm": lambda x: torch.group_norm(x, 2),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "sum": lambda x: x.sum(-1),
+    "mean": lambda x: x.mean(0),
+    "var": lambda x: x.var(0),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=0),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "prod": lambda x: x.prod(-1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "logcumsumexp": lambda x: x.logcumsumexp(-1),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "exp": torch.exp,
+    "pow": lambda x: x**3,
+    "addcmul": lambda x: torch.addcmul(x, x, x),
+    "lerp": lambda x: torch.lerp(x, x, 0.3),
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x),
+    "huber_loss": lambda x: F.huber_loss(x, x),
+    "bce": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "kl_div": lambda x: F.kl_div(x, x, reduction="sum"),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x),
+    "cdist": lambda x: torch.cdist(x, x),
+    "glu": F.glu,
+    "renorm": lambda x: x.renorm(2, 0, 1.0),
+    "dist": lambda x: torch.dist(x, x),
+    "logaddexp": lambda x: torch.logaddexp(x, x),
+}
+
+
+@pytest.mark.parametrize("name", ROW_BY_ROW)
+def test_numbers_that_lie_in_memory_once_are_computed_with_as_often_as_the_tensor_has_them(name: str):
+    """As many FLOPs on a row that is expanded as on rows that all differ; nor more bytes than these."""
+    row, rows = meta(1, 6).expand(8, 6), meta(8, 6)
+    expanded, dense = ([cost for cost in costs_of(lambda: ROW_BY_ROW[name](x)) if cost.flops] for x in (row, rows))
+    assert sum(cost.flops for cost in expanded) == sum(cost.flops for cost in dense) > 0
+    assert sum(cost.transcendentals for cost in expanded) == sum(cost.transcendentals for cost in dense)
+    assert sum(cost.bytes_read for cost in expanded) <= sum(cost.bytes_read for cost in dense)
