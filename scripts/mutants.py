@@ -61,8 +61,11 @@ EQUIVALENT = {
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
     ),
-    "flopmeter/launch/fusion/parts.py: Role(True, True, elements=narrow.numel)  ->  Role(False, True, "
-    "elements=narrow.numel)": "zeros have no producer, and what scatters into them joins no consumer",
+    "flopmeter/launch/fusion/parts.py: Role(True, True)  ->  Role(False, True)": (
+        "zeros have no producer, and what scatters into them joins no consumer"
+    ),
+    "flopmeter/launch/fusion/parts.py: Role(True, True, Loops(kept, splits, True), kept)  ->  Role(False, True, "
+    "Loops(kept, splits, True), kept)": "what makes partial results joins no consumer",
     "flopmeter/timing/timeline.py: clock  ->  cached  in  if clock not in self._devices:": "it only spares time",
     "flopmeter/distributed/sync_batch_norm.py: x  ->  gradient  in  of_weight = [_channels(x) if weight is None else "
     "torch.empty_like(weight) for _ in range(2)]": "a gradient has the shape of its tensor",
