@@ -412,6 +412,13 @@ def verdicts_on(trials: list[Trial], jobs: int) -> Iterator[Verdict]:
         yield verdict
 
 
+def known_verdicts(log: Path | None, drawn: list[Mutant]) -> dict[Mutant, Verdict]:
+    """Those of a run that was cut off."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log and log.exists() else []
+    known = {(file, kind, place): rest for file, kind, place, *rest in map(json.loads, lines)}
+    return {mutant: Verdict(mutant, *known[mutant[:3]]) for mutant in drawn if mutant[:3] in known}
+
+
 def copy_of_checkout(folder: Path) -> Path:
     for name in COPIED:
         source = ROOT / name
@@ -448,10 +455,15 @@ def main() -> int:
         reached = Reached(*json.loads(found.read_text(encoding="utf-8")))
         if not reached.seconds:
             sys.exit("no test passes without a mutant")
-        trials, verdicts = trials_of(drawn, reached), []
+        known = known_verdicts(chosen.verdicts, drawn)
+        verdicts = [known[mutant] for mutant in drawn if mutant in known]
+        trials = trials_of([mutant for mutant in drawn if mutant not in known], reached)
         del reached
         for verdict in verdicts_on(trials, chosen.jobs):
             verdicts.append(verdict)
+            if chosen.verdicts:
+                with chosen.verdicts.open("a", encoding="utf-8") as log:
+                    print(json.dumps((*verdict.mutant[:3], verdict.tests, verdict.status)), file=log)
             if not verdict.status:
                 print(f"survived: {verdict.mutant} ({verdict.tests} tests)", flush=True)
     said, rate = summary(verdicts, f"{' and '.join(chosen.kinds)}, seed {chosen.seed}")
@@ -492,6 +504,7 @@ def _arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once (default: one a core)")
     parser.add_argument("--reached", type=Path, metavar="FILE", help="keeps what the tests reach from run to run")
+    parser.add_argument("--verdicts", type=Path, metavar="FILE", help="keeps verdicts, for a run that is cut off")
     parser.add_argument(
         "--tests", nargs="+", default=[], metavar="FILE", help="of tests/: no others run (default: all)"
     )
