@@ -135,7 +135,7 @@ def number(module: Module) -> Iterator[Edit]:
             continue  # most ops return one tensor: the last of one is the first, and there is no second
         if type(node.value) is int:
             # The last of one is the first: so [0] becomes [1] alone.
-            is_first = isinstance(up, ast.Subscript) and up.slice is node and node.value == 0
+            is_first = isinstance(up, ast.Subscript) and ast.unparse(up.slice) == "0"
             yield from (Edit(node, "value", node.value + step, node) for step in ((1,) if is_first else (1, -1)))
         elif type(node.value) is float and node.value:
             yield from (Edit(node, "value", node.value * factor, node) for factor in (2, 0.5))

@@ -188,3 +188,12 @@ def test_numbers_that_lie_in_memory_once_are_computed_with_as_often_as_the_tenso
     expanded, dense = costs_of(lambda: program(row)), costs_of(lambda: program(rows))
     assert sum(cost.flops for cost in expanded) == sum(cost.flops for cost in dense) > 0
     assert sum(cost.transcendentals for cost in expanded) == sum(cost.transcendentals for cost in dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("network", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_cudnn_takes_recurrent_networks_in_all_of_its_types(network: type, dtype: torch.dtype) -> None:
+    """CUDNN_TENSOR_DTYPES of torch.backends.cudnn: half, float and double."""
+    layer = network(8, 8, device="meta", dtype=dtype)
+    names = [cost.name for cost in costs_of(lambda: layer(meta(3, 2, 8, dtype=dtype)), "t4")]
+    assert "_cudnn_rnn" in names
