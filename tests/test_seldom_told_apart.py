@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import flopmeter.timing.constants as timing_constants
-from flopmeter import FlopMeter, on_meta
+from flopmeter import FlopMeter, load_hardware, on_meta
 from flopmeter.costs import kernels_of
 from flopmeter.distributed import world
 from flopmeter.known_values.messages import ALL, NotSentYet, Route, Ticket
-from flopmeter.records import Cost, Region
+from flopmeter.records import ATTENTION, Cost, Region
 from flopmeter.timing.constants import AttentionKernel
 
 aten = torch.ops.aten
@@ -197,3 +198,18 @@ def test_cudnn_takes_recurrent_networks_in_all_of_its_types(network: type, dtype
     layer = network(8, 8, device="meta", dtype=dtype)
     names = [cost.name for cost in costs_of(lambda: layer(meta(3, 2, 8, dtype=dtype)), "t4")]
     assert "_cudnn_rnn" in names
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+@pytest.mark.parametrize("device", ["t4", "a100-sxm4-80gb", "l40s", "h100-sxm5-80gb", "b200-sxm-180gb", "mi300x"])
+@pytest.mark.parametrize("queries", [1, 64])
+def test_no_attention_reads_its_keys_faster_than_memory_gives_them(
+    device: str, backend: SDPBackend, queries: int
+) -> None:
+    """4 GiB of keys and values, more than any cache holds, at the bandwidth of the datasheet."""
+    q, k, v = (meta(64, 32, tokens, 128, dtype=torch.float16) for tokens in (queries, 4096, 4096))
+    with torch.inference_mode(), sdpa_kernel([backend, SDPBackend.MATH]), FlopMeter(device) as meter:
+        F.scaled_dot_product_attention(q, k, v)
+    for kernel, timing in zip(kernels_of(meter.trace), meter.report().timings, strict=True):
+        if kernel.cost.op_class == ATTENTION:
+            assert timing.seconds >= 2 * 64 * 32 * 4096 * 128 * 2 / load_hardware(device).bandwidth_bytes_per_s
