@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from flopmeter import FlopMeter, load_hardware, on_meta
 from flopmeter.costs import kernels_of
 from flopmeter.distributed import world
 from flopmeter.known_values.messages import ALL, NotSentYet, Route, Ticket
-from flopmeter.records import ATTENTION, Cost, Region
+from flopmeter.records import ATTENTION, UNCOUNTED, Cost, Region
 from flopmeter.timing.constants import AttentionKernel
 
 aten = torch.ops.aten
@@ -213,3 +214,31 @@ def test_no_attention_reads_its_keys_faster_than_memory_gives_them(
     for kernel, timing in zip(kernels_of(meter.trace), meter.report().timings, strict=True):
         if kernel.cost.op_class == ATTENTION:
             assert timing.seconds >= 2 * 64 * 32 * 4096 * 128 * 2 / load_hardware(device).bandwidth_bytes_per_s
+
+
+CHANGES_NO_NUMBERS = {"requires_grad_", "share_memory_", "apply_", "map_", "map2_", "resize_", "resize_as_", "rename_"}
+IN_PLACE = [
+    name
+    for name in dir(Tensor)
+    if name.endswith("_") and name[0] != "_" and hasattr(Tensor, name[:-1]) and name not in CHANGES_NO_NUMBERS
+]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_an_op_in_place_computes_what_it_computes_into_a_new_tensor(name: str, dtype: torch.dtype) -> None:
+    def run(device: str, method: str, arguments: tuple[Any, ...]) -> None:
+        x = torch.ones(4, 4, dtype=dtype, device=device)
+        getattr(x, method)(*(torch.ones_like(x) if each is Tensor else each for each in arguments))
+
+    ways: list[tuple[Any, ...]] = [(), (Tensor,), (Tensor, Tensor), (2,), (1, 2), (0, [1], Tensor), (0.5, 0.7)]
+    for arguments in ways:
+        try:
+            run("cpu", name, arguments)
+            run("cpu", name[:-1], arguments)
+        except (RuntimeError, TypeError, IndexError, ValueError):
+            continue
+        alone, into = (costs_of(partial(run, "meta", method, arguments)) for method in (name, name[:-1]))
+        for count in ("flops", "transcendentals"):
+            assert sum(getattr(cost, count) for cost in alone) == sum(getattr(cost, count) for cost in into)
+        assert any(cost.op_class == UNCOUNTED for cost in alone) == any(cost.op_class == UNCOUNTED for cost in into)
