@@ -11,7 +11,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
+
+import torch
 
 
 class Edit(NamedTuple):
@@ -84,7 +86,11 @@ TYPES = (
 
 
 def _is_no_code(node: ast.AST) -> bool:
-    """Docstrings, what only a type checker reads, and what an error or a note says."""
+    """Docstrings, what only a type checker reads, what an error or a note says, and rules of ops that this torch lacks,
+    which nothing calls."""
+    if isinstance(node, ast.FunctionDef):
+        ops = [each.attr for up in node.decorator_list for each in ast.walk(up) if _is_op(each)]
+        return bool(ops) and not any(hasattr(torch.ops.aten, op) for op in ops)
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If):
@@ -97,6 +103,10 @@ def _is_no_code(node: ast.AST) -> bool:
         is_type = isinstance(value, ast.Subscript) and _name(value.value) in TYPES
         return is_type or _name(target) in ("__all__", "__slots__") or "_OF_2_" in _name(target)
     return isinstance(node, (ast.Raise, ast.JoinedStr)) or (isinstance(node, ast.Call) and _name(node.func) == "cast")
+
+
+def _is_op(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and _name(node.value) == "aten"
 
 
 def _asks_version(test: ast.expr) -> bool:
