@@ -272,3 +272,10 @@ def test_the_gradient_of_a_bilinear_step_up_is_no_sum_of_rows():
     _, (_, ruled) = both(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), [(2, 24, 64, 64)], trains=True)
     (kernel,) = ruled
     assert (kernel.cost.bytes_read, kernel.cost.bytes_written) == (4 * 48 * 128 * 128, 4 * 48 * 64 * 64)
+
+
+def test_lists_of_tensors_that_inductor_computes_in_its_own_kernels_fuse():
+    from torch._inductor.lowering import foreach_ops
+
+    made = {getattr(op, "overloadpacket", op).__name__ for op in foreach_ops}
+    assert {name for name in made if name.startswith("_foreach_")} <= {packet.__name__ for packet in _FOREACH}

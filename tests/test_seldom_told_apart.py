@@ -242,3 +242,10 @@ def test_an_op_in_place_computes_what_it_computes_into_a_new_tensor(name: str, d
         for count in ("flops", "transcendentals"):
             assert sum(getattr(cost, count) for cost in alone) == sum(getattr(cost, count) for cost in into)
         assert any(cost.op_class == UNCOUNTED for cost in alone) == any(cost.op_class == UNCOUNTED for cost in into)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_eigenvalues_alone_are_asked_for_without_their_vectors(dtype: torch.dtype) -> None:
+    names = [cost.name for cost in costs_of(lambda: torch.linalg.eigvals(meta(6, 6, dtype=dtype)))]
+    assert "_linalg_eigvals" in names
+    assert "linalg_eig" not in names
