@@ -87,7 +87,9 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def to_csr(tensor: Tensor, dense_dim: int | None = None) -> Tensor:
     """A pointer for each row, and the columns and values as they were."""
     rows = torch.empty(tensor.size(0) + 1, dtype=torch.int64, device="meta")
-    return torch.sparse_csr_tensor(rows, tensor._indices()[1].clone(), tensor._values().clone(), tensor.shape)
+    return torch.sparse_csr_tensor(
+        rows, tensor._indices()[1].clone(), tensor._values().clone(), tensor.shape, check_invariants=False
+    )
 
 
 def to_dense(tensor: Tensor, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> Tensor:
