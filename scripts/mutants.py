@@ -61,8 +61,26 @@ EQUIVALENT = {
     "flopmeter/costs/contractions/linalg.py: form_q_flops(m, n, reflectors)  ->  form_q_flops(n, m, reflectors)": (
         "the formula is the same in rows and columns"
     ),
-    "flopmeter/launch/fusion/parts.py: Role(True, True, elements=narrow.numel)  ->  Role(False, True, "
-    "elements=narrow.numel)": "zeros have no producer, and what scatters into them joins no consumer",
+    "flopmeter/launch/fusion/parts.py: Role(True, True)  ->  Role(False, True)": (
+        "zeros have no producer, and what scatters into them joins no consumer"
+    ),
+    "flopmeter/launch/fusion/parts.py: Role(True, True, Loops(kept, splits, True), kept)  ->  Role(False, True, "
+    "Loops(kept, splits, True), kept)": "what makes partial results joins no consumer",
+    "flopmeter/timing/concurrency.py: deleted: self.since = 0.0": "it is set again when the task begins",
+    "flopmeter/timing/timeline.py: clock  ->  cached  in  if clock not in self._devices:": "it only spares time",
+    "flopmeter/distributed/sync_batch_norm.py: x  ->  gradient  in  of_weight = [_channels(x) if weight is None else "
+    "torch.empty_like(weight) for _ in range(2)]": "a gradient has the shape of its tensor",
+    "flopmeter/known_values/assumed.py: 'other'  ->  'other_'  in  source, other = (call.args[0], call.argument(1, "
+    "'other'))": "the dispatcher passes it by its place",
+    "flopmeter/costs/arithmetic/fake_quantize.py: 3  ->  4  in  dense = scratch(x, 3)._replace(stride=dense_strides("
+    "x.shape, channels_last=False))": "a number that only tells one scratch from another",
+    "flopmeter/costs/flex_attention.py: 0  ->  1  in  begin = 0 if mask.left is None else max(first - mask.left, 0)": (
+        "blocks have more than one column"
+    ),
+    "flopmeter/as_cuda/kernels/rnn.py: _cudnn_rnn(mode, tensor, hx, params, own, False, batch_sizes.tolist())  ->  "
+    "_cudnn_rnn(mode, tensor, hx, params, own, True, batch_sizes.tolist())": "packed sequences have no batch dimension",
+    "flopmeter/trace/module_paths.py: node._sequence_nr() > next_node_number()  ->  node._sequence_nr() >= "
+    "next_node_number()": "no node has the number of the next one",
     "flopmeter/known_values/generation.py: has_ended(...): without **kwargs": (
         "what finds the end of a sequence looks at its tokens alone"
     ),

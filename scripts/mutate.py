@@ -5,11 +5,12 @@
     python scripts/mutate.py --list                     # how many mutants there are, by module
 
 A mutant is the package with one change of one of the kinds in scripts/mutations.py: `--kinds arithmetic` changes
-constants and operators, `--kinds structure` what is passed, read, done and returned. They are drawn by seed. First the
-tests run once under coverage, which tells the tests that reach each line; a mutant then runs the tests that reach its
-statement, those first that name what it names, then those about its file, then quick and narrow ones, until one fails
-or a limit of time ends it (an endless loop counts as noticed). Tests that expect what flopmeter itself printed earlier
-do not count. Prints the survivors, then the rate; writes both to docs/mutants.md where all modules were drawn from;
+constants and operators, `--kinds structure` what is passed, read, done and returned, `--kinds portions` leaves out a
+part of what is computed. They are drawn by seed. First the tests run once under coverage, which tells the tests that
+reach each line; a mutant then runs the tests that reach its statement, those first that name what it names, then those
+about its file, then quick and narrow ones, until one fails or a limit of time ends it (an endless loop counts as
+noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the survivors, then the rate;
+writes both to docs/mutants.md where all modules were drawn from;
 exit status 1 if the rate is below 93 %.
 """
 
@@ -58,22 +59,23 @@ LEFT_OUT = {
     "test_examples": "runs the examples in processes of their own",
     "test_article_script": "runs a script in a process of its own",
     "test_overhead": "times, which other work on the machine spoils",
-    "test_hugging_face": "needs transformers",
     "test_wheel": "an installed copy",
     "test_page_browser": "starts a browser, which takes longer than all else",
     "test_makefile": "runs make, which installs an environment, and needs the Makefile",
 }
 # Recorded prices count, since they run wherever the tests do. They say nothing of the truth, so they are told apart.
 RECORDS, BY_A_RECORD = "tests/test_recorded_prices.py", 71
+NO_TESTS = 5  # exit status of pytest: the tests are skipped, or gone since the recording
 # Imported once, before the processes of the mutants are forked from this one.
 PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invocations", "matplotlib.pyplot")
-ENOUGH_SECONDS = 40.0  # of CPU for one mutant: of the tests that reach it, those in front
+FEW = 8  # tests of few files: importing the files of all takes longer
+ENOUGH_SECONDS = 30.0  # of CPU for one mutant: of the tests that reach it, those in front
 FIRST_SECONDS = 2.0  # of CPU: tests that run before the files of the others are imported, which often takes longer
 NAMED_SECONDS = 8.0  # of CPU: tests that name what the mutant names run before all others, the rarest names first
 MOST_NAMED = 200  # tests that may have a word, of which it then tells something
 RECORDS_SECONDS = 15.0  # of CPU: recorded prices that run next; they reach much, and would else come last
 BESIDE_SECONDS = 8.0  # of CPU: then those that reach what few others reach of the same file: they are about it
-QUICK_SECONDS = 15.0  # of CPU: the quickest of the others, which are hundreds, before slow ones of every file
+QUICK_SECONDS = 12.0  # of CPU: the quickest of the others, which are hundreds, before slow ones of every file
 LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
 MEMORY_BYTES = 8 * 2**30  # that a mutant may ask for
 
@@ -194,9 +196,15 @@ def _module(path: str) -> str:
 
 def run_tests(files: Iterable[str], *options: str, plugin: object) -> int:
     """pytest's exit status, quietly."""
+    import hypothesis
     import pytest
 
-    arguments = ["-q", "-m", "not slow", "-p", "no:xdist", "--hypothesis-seed=0", *options, *files]
+    # The first example that fails says enough: no smaller one is looked for.
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("mutants", phases=phases)
+    hypothesis.settings.load_profile("mutants")
+    arguments = ["-q", "-m", "not slow", "-p", "no:xdist", "-p", "no:unraisableexception", "--hypothesis-seed=0"]
+    arguments += ["--tb=no", *options, *files]
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
         return int(pytest.main(arguments, plugins=[plugin]))
 
@@ -254,7 +262,7 @@ def measure(copy: Path, found: Path, files: Iterable[str]) -> int:
     return 0
 
 
-def attempt(mutant: Mutant, parts: tuple[list[str], list[str]], seconds: float) -> int:
+def attempt(mutant: Mutant, parts: tuple[list[str], ...], seconds: float) -> int:
     """0 if the tests pass on the mutant, BY_A_RECORD if a recorded price is the first that fails."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -265,7 +273,8 @@ def attempt(mutant: Mutant, parts: tuple[list[str], list[str]], seconds: float) 
     sys.meta_path.insert(0, _Import(_module(mutant.file), path, source))
     for tests in filter(None, parts):
         chosen = _Chosen(tests)
-        if status := run_tests(sorted({*map(_file, tests)}), "-x", plugin=chosen):
+        status = run_tests(sorted({*map(_file, tests)}), "-x", plugin=chosen)
+        if status not in (0, NO_TESTS):
             return BY_A_RECORD if _file(chosen.noticed_by) == RECORDS else status
     return 0
 
@@ -300,7 +309,7 @@ class Trial(NamedTuple):
     """A mutant, the tests that are to notice it, and the CPU seconds after which it counts as endless."""
 
     mutant: Mutant
-    tests: tuple[list[str], list[str]]  # those that run first, and the others
+    tests: tuple[list[str], ...]  # in stages: the files of the next are not imported before those of one have passed
     seconds: float
 
 
@@ -334,7 +343,7 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
         in_turn = [test for turn in zip_longest(*by_file.values()) for test in turn if test]
         others = _within([*spread, *quick, *in_turn], ENOUGH_SECONDS, reached)
         seconds = sum(reached.seconds[test] for test in (*first, *others))
-        trials.append(Trial(mutant, (first, others), 30 + 4 * seconds))
+        trials.append(Trial(mutant, (first[:FEW], first[FEW:], others), 30 + 4 * seconds))
     return trials
 
 
@@ -403,6 +412,13 @@ def verdicts_on(trials: list[Trial], jobs: int) -> Iterator[Verdict]:
         yield verdict
 
 
+def known_verdicts(log: Path | None, drawn: list[Mutant]) -> dict[Mutant, Verdict]:
+    """Those of a run that was cut off."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log and log.exists() else []
+    known = {(file, kind, place): rest for file, kind, place, *rest in map(json.loads, lines)}
+    return {mutant: Verdict(mutant, *known[mutant[:3]]) for mutant in drawn if mutant[:3] in known}
+
+
 def copy_of_checkout(folder: Path) -> Path:
     for name in COPIED:
         source = ROOT / name
@@ -439,10 +455,15 @@ def main() -> int:
         reached = Reached(*json.loads(found.read_text(encoding="utf-8")))
         if not reached.seconds:
             sys.exit("no test passes without a mutant")
-        trials, verdicts = trials_of(drawn, reached), []
+        known = known_verdicts(chosen.verdicts, drawn)
+        verdicts = [known[mutant] for mutant in drawn if mutant in known]
+        trials = trials_of([mutant for mutant in drawn if mutant not in known], reached)
         del reached
         for verdict in verdicts_on(trials, chosen.jobs):
             verdicts.append(verdict)
+            if chosen.verdicts:
+                with chosen.verdicts.open("a", encoding="utf-8") as log:
+                    print(json.dumps((*verdict.mutant[:3], verdict.tests, verdict.status)), file=log)
             if not verdict.status:
                 print(f"survived: {verdict.mutant} ({verdict.tests} tests)", flush=True)
     said, rate = summary(verdicts, f"{' and '.join(chosen.kinds)}, seed {chosen.seed}")
@@ -483,6 +504,7 @@ def _arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once (default: one a core)")
     parser.add_argument("--reached", type=Path, metavar="FILE", help="keeps what the tests reach from run to run")
+    parser.add_argument("--verdicts", type=Path, metavar="FILE", help="keeps verdicts, for a run that is cut off")
     parser.add_argument(
         "--tests", nargs="+", default=[], metavar="FILE", help="of tests/: no others run (default: all)"
     )

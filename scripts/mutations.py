@@ -11,7 +11,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
+
+import torch
 
 
 class Edit(NamedTuple):
@@ -70,18 +72,46 @@ def _types(node: ast.AST) -> Iterator[ast.AST]:
     yield from filter(None, (getattr(node, name, None) for name in ("annotation", "returns")))
 
 
+TYPES = (
+    "Literal",
+    "Callable",
+    "Union",
+    "tuple",
+    "list",
+    "dict",
+    "set",
+    "frozenset",
+    "type",
+)  # `Pair = tuple[int, int]`
+
+
 def _is_no_code(node: ast.AST) -> bool:
-    """Docstrings, what only a type checker reads, and what an error or a note says."""
+    """Docstrings, what only a type checker reads, what an error or a note says, and rules of ops that this torch lacks,
+    which nothing calls."""
+    if isinstance(node, ast.FunctionDef):
+        ops = [each.attr for up in node.decorator_list for each in ast.walk(up) if _is_op(each)]
+        return bool(ops) and not any(hasattr(torch.ops.aten, op) for op in ops)
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If):
-        return "TYPE_CHECKING" in ast.unparse(node.test)
+        return "TYPE_CHECKING" in ast.unparse(node.test) or (_asks_version(node.test) and not node.orelse)
+    if isinstance(node, ast.Compare):
+        return _asks_version(node)
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
         value = node.value
-        is_type = isinstance(value, ast.Subscript) and _name(value.value) in ("Literal", "Callable", "Union")
-        return is_type or _name(target) in ("__all__", "__slots__")
+        is_type = isinstance(value, ast.Subscript) and _name(value.value) in TYPES
+        return is_type or _name(target) in ("__all__", "__slots__") or "_OF_2_" in _name(target)
     return isinstance(node, (ast.Raise, ast.JoinedStr)) or (isinstance(node, ast.Call) and _name(node.func) == "cast")
+
+
+def _is_op(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and _name(node.value) == "aten"
+
+
+def _asks_version(test: ast.expr) -> bool:
+    """What the installed torch never runs, or always: tests on the other versions see it."""
+    return "running_version" in ast.unparse(test)
 
 
 def _name(node: ast.AST | None) -> str:
@@ -114,7 +144,9 @@ def number(module: Module) -> Iterator[Edit]:
         if isinstance(up, ast.Subscript) and _name(up.value) == "outputs" and node.value == 0:
             continue  # most ops return one tensor: the last of one is the first, and there is no second
         if type(node.value) is int:
-            yield from (Edit(node, "value", node.value + step, node) for step in (1, -1))
+            # The last of one is the first: so [0] becomes [1] alone.
+            is_first = isinstance(up, ast.Subscript) and ast.unparse(up.slice) == "0"
+            yield from (Edit(node, "value", node.value + step, node) for step in ((1,) if is_first else (1, -1)))
         elif type(node.value) is float and node.value:
             yield from (Edit(node, "value", node.value * factor, node) for factor in (2, 0.5))
 
@@ -148,7 +180,7 @@ def logic(module: Module) -> Iterator[Edit]:
 # --- structure: what is passed, read, done and returned -----------------------------------------------------
 
 # `zip(strict=)`, `dataclass(frozen=)` and `patch(create=)` check or allow; `default=` and `key=` stay.
-CHECKS = ("strict", "frozen", "slots", "eq", "create")
+CHECKS = ("strict", "frozen", "slots", "eq", "create", "check_invariants")
 SYMMETRIC = (
     "min",
     "max",
@@ -265,13 +297,14 @@ def _first_line(node: ast.AST) -> str:
     return ast.unparse(node).partition("\n")[0]
 
 
+SEVERAL = ("shape", "stride", "compute_capability")  # of other sequences the first is often the only one
+
+
 def subscript(module: Module) -> Iterator[Edit]:
-    """The last for the first and the other way round; all of a sequence for a part of it."""
+    """The first for the last, of what has several the other way round too; all of a sequence for a part of it."""
     for node in module.nodes(ast.Subscript):
         index = ast.unparse(node.slice)
-        if _name(node.value) == "outputs" and index == "0":
-            continue  # most ops return one tensor
-        if index in ("0", "-1"):
+        if index == "-1" or (index == "0" and _name(node.value) in SEVERAL):
             yield Edit(node, "slice", ast.Constant(-1 if index == "0" else 0), node)
         elif isinstance(node.slice, ast.Slice) and not (node.slice.lower is None and node.slice.upper is None):
             yield Edit(node, "slice", ast.Slice(None, None, node.slice.step), node)
@@ -390,10 +423,42 @@ def truth(module: Module) -> Iterator[Edit]:
             yield Edit(node, "value", not node.value, up if isinstance(up, (ast.expr, ast.stmt)) else node)
 
 
+# --- portions: a part of what is computed left out ------------------------------------------------------------
+
+
+def operand(module: Module) -> Iterator[Edit]:
+    """One side of an arithmetic operation alone."""
+    for node in module.nodes(ast.BinOp):
+        if isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)):
+            for side in (node.left, node.right):
+                yield from _replaced(module, node, side, f"{ast.unparse(node)}  ->  {ast.unparse(side)}")
+
+
+def clause(module: Module) -> Iterator[Edit]:
+    """One of the conditions that `and` or `or` joins left out."""
+    for node in module.nodes(ast.BoolOp):
+        for place, each in enumerate(node.values):
+            rest = [*node.values[:place], *node.values[place + 1 :]]
+            new = rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
+            yield from _replaced(module, node, new, f"{ast.unparse(node)}  ->  without {ast.unparse(each)}")
+
+
+def loop(module: Module) -> Iterator[Edit]:
+    """A loop that leaves out the first, or the last."""
+    for node in module.nodes(ast.For, ast.comprehension):
+        for part in ("[1:]", "[:-1]"):
+            new = ast.parse(f"[*({ast.unparse(node.iter)})]{part}", mode="eval").body
+            yield Edit(node, "iter", new, node.iter, f"for {ast.unparse(node.target)} in {ast.unparse(new)}")
+
+
 Kind = Callable[[Module], Iterator[Edit]]
 ARITHMETIC: tuple[Kind, ...] = (number, operator, comparison, logic)
 STRUCTURE: tuple[Kind, ...] = (
     keyword, exchange, sibling, variable, subscript, statement, condition, result, entry, string, truth,
 )  # fmt: skip
-KINDS: dict[str, Kind] = {kind.__name__: kind for kind in (*ARITHMETIC, *STRUCTURE)}
-GROUPS = {"arithmetic": [kind.__name__ for kind in ARITHMETIC], "structure": [kind.__name__ for kind in STRUCTURE]}
+PORTIONS: tuple[Kind, ...] = (operand, clause, loop)
+KINDS: dict[str, Kind] = {kind.__name__: kind for kind in (*ARITHMETIC, *STRUCTURE, *PORTIONS)}
+GROUPS = {
+    name: [kind.__name__ for kind in kinds]
+    for name, kinds in (("arithmetic", ARITHMETIC), ("structure", STRUCTURE), ("portions", PORTIONS))
+}

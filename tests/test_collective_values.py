@@ -178,6 +178,9 @@ UNKNOWN = {
     "exchange in parts that do not fit": into(
         lambda: room(4), lambda t, x: dist.all_to_all_single(t, x, [2, 1, 1, 0], [2, 1, 1, 0])
     ),
+    "exchange in equal parts of what has none": into(
+        lambda: room(3), lambda t, x: dist.all_to_all_single(t, x[:3].clone())
+    ),
     "gather of features": into(
         lambda: torch.zeros(16, device="meta"),
         lambda t, x: dist.all_gather_into_tensor(t, torch.rand(4, device="meta")),

@@ -329,3 +329,10 @@ def test_two_readers_of_a_value_share_a_kernel_where_they_go_through_it_alike(on
         kernels = meter.report(mode="compiled").kernels
         found.append((len(kernels), moved(kernels)))
     assert found[0] == found[1]
+
+
+def test_lists_of_tensors_that_inductor_computes_in_its_own_kernels_fuse():
+    from torch._inductor.lowering import foreach_ops
+
+    made = {getattr(op, "overloadpacket", op).__name__ for op in foreach_ops}
+    assert {name for name in made if name.startswith("_foreach_")} <= {packet.__name__ for packet in _FOREACH}

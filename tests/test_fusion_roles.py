@@ -228,6 +228,16 @@ def test_a_kernel_that_only_moves_is_of_the_class_that_moves_most():
     del kept
 
 
+def test_what_it_writes_tells_of_a_kernel_that_only_moves_too():
+    """8 rows of 128 B are read, and by the gather 8 places of 8 B as well; the copy writes each row 16 times."""
+    with Recorder() as recorder:
+        rows = aten.embedding(T(50, 32), T(8, dtype=torch.int64))
+        kept = rows.unsqueeze(1).expand(8, 16, 32).clone()
+    (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace)
+    assert kernel.cost.op_class == "data movement"
+    del rows, kept
+
+
 @pytest.mark.parametrize("function", [torch.neg, torch.clone])
 def test_what_reads_a_sparse_tensor_fuses_with_nothing(function):
     assert role(lambda: function(torch.eye(4).to_sparse())) is OPAQUE

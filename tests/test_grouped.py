@@ -196,6 +196,16 @@ def test_scaled_grouped_products_of_both_versions_read_the_filled_groups():
         assert cost.bytes_read == 4 * DEPTH + 4 * DEPTH * WIDTH + 4 * (4 + EXPERTS * WIDTH) + 4 * EXPERTS
 
 
+def test_groups_of_packed_fp4_have_two_numbers_in_each_byte_of_their_depth():
+    """Along the depth: 4 groups of 16 bytes, so 32 numbers, for 8 x 24 results each."""
+    fp4 = torch.float4_e2m1fn_x2
+    a, b = torch.empty(8, 64, dtype=fp4, device="meta"), torch.empty(24, 64, dtype=fp4, device="meta").t()
+    scales, ends, out = meta(8, 8, dtype=FP8), meta(4, dtype=torch.int32), meta(4, 8, 24, dtype=BF16)
+    call = call_by_hand(aten._scaled_grouped_mm.default, (a, b, scales, scales, ends, None, None, BF16), (out,))
+    (cost,) = costs_of(call)
+    assert cost.macs == 4 * 8 * 24 * 32
+
+
 def test_many_short_groups_take_longer_than_one_product_of_all_their_rows():
     """A tile is computed whole: 128 groups of 2 rows fill 128 tiles of at least 64 rows, 256 rows only four."""
     a, b = meta(256, 4096, dtype=BF16), meta(128, 4096, 1024, dtype=BF16)

@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
         self._noted: WeakSet[nn.Module] = WeakSet()
         self.kept_by: dict[int, str] = {}  # by storage: the module path of the compiled graph that returned it
         self._depth = 0
-        self._undo = ExitStack()
+        self._undo: ExitStack  # of what entering did
 
     def watch_regions(self, compiled_region: Callable[[], int | None]) -> None:
         """From now on ops get the number of the compiled region that runs, which `compiled_region` returns."""

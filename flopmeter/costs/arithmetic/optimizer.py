@@ -36,9 +36,8 @@ def _foreach_table() -> dict[OpOverloadPacket, tuple[PerElement, bool]]:
     costs = _ARITHMETIC | BY_NAME
     table = {}
     for name, per_element in costs.items():
-        if not name.startswith("_"):
-            variants = aten.present(f"_foreach_{name}", f"_foreach_{name}_")
-            table.update(dict.fromkeys(variants, (per_element, name in _MULTIPLY_ADDS)))
+        variants = aten.present(f"_foreach_{name}", f"_foreach_{name}_")
+        table.update(dict.fromkeys(variants, (per_element, name in _MULTIPLY_ADDS)))
     return table
 
 

@@ -15,6 +15,7 @@ from flopmeter.costs.rules import (
     COMPLEX_DIVIDE,
     COMPLEX_MULTIPLY,
     COMPLEX_OTHER,
+    FREE,
     is_complex,
     make_cost,
     rule,
@@ -154,6 +155,12 @@ def of_numbers(call: Call, per_element: PerElement, of_complex: PerElement | Non
 
 
 rule(*PER_ELEMENT)(pointwise)
+
+
+@rule(aten.conj_physical_)
+def conjugate_in_place(call: Call) -> Cost | tuple[Cost, ...]:
+    """Real numbers are left alone (`conj_physical_` in UnaryOps.cpp)."""
+    return pointwise(call) if is_complex(call) else FREE
 
 
 @rule(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub)

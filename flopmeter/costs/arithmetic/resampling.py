@@ -94,7 +94,7 @@ def grid_sample(call: Call) -> Cost:
     x, grid = call.inputs
     (out,) = call.outputs
     taps, weights = _taps(call)
-    axes, positions = grid.shape[-1], grid.numel // max(grid.shape[-1], 1)
+    axes, positions = grid.shape[-1], grid.numel // grid.shape[-1]
     flops = (axes * _UNNORMALIZE + weights) * positions + (2 * taps if taps > 1 else 0) * out.numel
     tapped = Region(x, min(taps * out.numel, x.distinct_elements) * x.dtype.itemsize)
     return make_cost(call, REDUCTION, flops, read=(tapped, grid))
@@ -108,7 +108,7 @@ def grid_sample_backward(call: Call) -> Cost:
     grid, grad = (call.inputs[1], call.inputs[2]) if is_cudnn else (call.inputs[2], call.inputs[0])
     wants_input = True if is_cudnn else call.argument("output_mask")[0]
     taps, weights = _taps(call)
-    axes, positions = grid.shape[-1], grid.numel // max(grid.shape[-1], 1)
+    axes, positions = grid.shape[-1], grid.numel // grid.shape[-1]
     per_tap = 2 * wants_input + 3 * axes * (taps > 1)
     return make_cost(call, REDUCTION, (axes * _UNNORMALIZE + weights) * positions + per_tap * taps * grad.numel)
 

@@ -69,7 +69,7 @@ def convolution_relu(call: Call) -> Cost:
 def convolution_backward(call: Call) -> tuple[Cost, ...]:
     """The gradients of input and filters are one matmul each, of the forward's size; that of the bias
     is a sum over everything but the channels."""
-    grad, x, weight = call.inputs[:3]
+    grad, x, weight = call.inputs
     transposed = call.argument("transposed")
     product = _implicit_product(x, weight, grad, transposed, call.argument("groups"))
     wants_input, wants_weight, wants_bias = call.argument("output_mask")

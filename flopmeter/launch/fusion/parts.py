@@ -174,7 +174,7 @@ def _into_zeros(op: Op, cost: Cost, role: Role) -> Iterable[tuple[Cost, Role]]:
         wide = narrow._replace(dtype=torch.float32, storage=len(op.storages) + 1 + MOST_SCRATCH)
     rows = Region(wide, named.nbytes // narrow.dtype.itemsize * wide.dtype.itemsize)
     reads = tuple(rows if each.spec == narrow else each for each in cost.reads)
-    pointwise = Role(True, True, elements=narrow.numel)
+    pointwise = Role(True, True)
     silent = replace(cost, op_class=ELEMENTWISE, flops_by_class=((ELEMENTWISE, 0),), access=None)
     yield replace(silent, reads=(), writes=(Region(wide, wide.nbytes),)), pointwise
     yield replace(cost, reads=reads, writes=(rows,)), role
