@@ -18,6 +18,10 @@ def _leaf() -> None:
     pass
 
 
+# A larger frame than that of `_faults_at`: at some depth that one fits into the rest of a chunk, and this one does not.
+_leaf.__code__ = _leaf.__code__.replace(co_stacksize=200)
+
+
 def _faults_at(depth: int) -> int:
     """Pages of memory that the kernel maps while `_leaf` is called at this depth."""
     if depth:

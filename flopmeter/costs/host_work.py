@@ -17,7 +17,7 @@ def runs_on(device: str, call: Call) -> bool:
 def host_work_notes(trace: Trace) -> list[str]:
     bytes_by_op = Counter[str]()
     for call, times in Counter(op.call for op in trace.ops).items():
-        if (call.inputs or call.outputs) and not runs_on(trace.device, call):
+        if not _is_of_numbers(call) and not runs_on(trace.device, call):
             bytes_by_op[call.name] += times * sum(cost.bytes for cost in costs_of(call))
     nbytes = bytes_by_op.total()
     if nbytes < LEAST_BYTES:
@@ -26,3 +26,8 @@ def host_work_notes(trace: Trace) -> list[str]:
         f"the program computes on the CPU too, where it reads and writes {nbytes / 1e9:.3g} GB, most of it in "
         f"{max(bytes_by_op, key=bytes_by_op.__getitem__)}: that takes no time in the prediction"
     ]
+
+
+def _is_of_numbers(call: Call) -> bool:
+    """An op whose tensors are all given as numbers, as TorchScript and casts do."""
+    return not call.inputs and any("Tensor" in str(argument.type) for argument in call.func._schema.arguments)

@@ -27,6 +27,7 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.named_types import META
 from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.operators import aten_overloads
 from flopmeter.torch_names.private import (
     EXCLUDE_FROM_TLS,
     EXCLUDED_FROM_TLS,
@@ -37,7 +38,7 @@ from flopmeter.torch_names.private import (
 )
 
 TRACER = "Tracer"  # the key of the dispatcher
-_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION = aten_overloads.convolution.default
 _BACKENDS = (False, False, True, True)  # benchmark, deterministic, cudnn_enabled, allow_tf32: torch's defaults
 
 
@@ -49,7 +50,7 @@ class _Untraced(TorchDispatchMode):
         state = TRACING_STATE.value()
         if state is not None and func is _CONVOLUTION:  # which the trace takes by what its kernel calls
             with _traced_again():
-                return torch.ops.aten._convolution.default(*args, *_BACKENDS)
+                return aten_overloads._convolution.default(*args, *_BACKENDS)
         _set_tracing(None)
         try:
             return func(*args, **(kwargs or {}))

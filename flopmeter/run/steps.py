@@ -215,7 +215,7 @@ class Steps:
             name, _ = Counter(call.name for call in calls).most_common(1)[0]
             ends = [call.ops.stop for call in calls if call.name == name]
             return replace(_parts(self._calls_start or 0, ends, f"calls of {name}"), ends_with_call=True)
-        if self._backwards:
+        if len(self._backwards) > 1:  # after one alone anything may come
             return _parts(0, self._backwards, "backward(), with neither an optimizer nor a module")
         return Parts(range(total), None, None, 0, "nothing")
 
