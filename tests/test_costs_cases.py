@@ -129,6 +129,7 @@ ELEMENTWISE: dict[str, Case] = {
     "exp complex": (lambda: aten.exp(c64(6)), 24, 48, 48),
     "abs complex": (lambda: aten.abs(c64(6)), 24, 48, 24),
     "conj_physical": (lambda: aten.conj_physical(c64(6)), 6, 48, 48),
+    "conj_physical_": (lambda: aten.conj_physical_(c64(6)), 6, 48, 48),
     "angle complex": (lambda: aten.angle(c64(6)), 6, 48, 24),
     "sgn complex": (lambda: aten.sgn(c64(6)), 36, 48, 48),
     "polar": (lambda: aten.polar(T(6), T(6)), 24, 48, 48),
