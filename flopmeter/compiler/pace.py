@@ -46,7 +46,6 @@ def around_hash(plain: Callable[[Any], int]) -> Callable[[Any], int]:
         held = vars(instance)
         if "_hash" not in held:
             held["_hash"] = plain(instance)
-        known: int = held["_hash"]
-        return known
+        return held["_hash"]
 
     return kept

@@ -16,7 +16,6 @@ from flopmeter.costs.host_work import runs_on
 from flopmeter.costs.lookup import UncountedError, costs_of, find_rule
 from flopmeter.costs.rules import FREE, RULES, make_contraction, make_cost
 from flopmeter.records import Call, Cost, Kernel, Op, Trace
-from flopmeter.records.collectives import COLLECTIVES
 from flopmeter.torch_names.operators import aten_overloads
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
 ]
 
 _DRAW, _DIVIDE = aten_overloads.bernoulli_.float, aten_overloads.div_.Scalar
-_BARRIERS = {op.name for op in COLLECTIVES["barrier"].ops}  # on the device, though their only tensor is a dummy
 
 
 CallCosts = dict[Call, tuple[Cost, ...]]
@@ -52,7 +50,7 @@ def kernels_of(trace: Trace, *, strict: bool = False, known: CallCosts | None = 
     for op, module_calls in zip(trace.ops, trace.module_calls, strict=True):
         launched = costs.get(op.call)
         if launched is None:
-            launched = costs[op.call] = costs_of(op.call, strict=strict) if _runs_on(device, op.call) else FREE
+            launched = costs[op.call] = costs_of(op.call, strict=strict) if runs_on(device, op.call) else FREE
         if op.call.func is _DIVIDE and _divides_fresh_mask(previous, op):
             launched = tuple(replace(cost, flops_by_class=((cost.op_class, 0),)) for cost in launched)
         previous = op
@@ -61,10 +59,6 @@ def kernels_of(trace: Trace, *, strict: bool = False, known: CallCosts | None = 
             kernels.append(Kernel((op,), cost, views, module_calls - calls_seen))
             views, calls_seen = 0, module_calls
     return kernels
-
-
-def _runs_on(device: str, call: Call) -> bool:
-    return call.func._schema.name in _BARRIERS or runs_on(device, call)
 
 
 def _divides_fresh_mask(previous: Op | None, op: Op) -> bool:

@@ -76,11 +76,14 @@ def _inputs(trace: Trace) -> list[str]:
     none, nor is a scalar, such as the factor of a GradScaler."""
     device, found = trace.device, dict[int, TensorSpec]()
     for op in trace.ops:
-        is_sent = bool(op.inputs) and all(spec.device != device for spec in op.inputs)
-        was_there = [spec for spec in op.inputs if trace.storages[spec.storage].born == BEFORE] if op.outputs else ()
-        for spec in (*was_there, *(op.outputs if is_sent else ())):
-            if spec.shape and spec.device == device and trace.storages[spec.storage].role is None:
-                found.setdefault(spec.storage, spec)
+        call = op.call
+        is_sent = bool(call.inputs) and all(spec.device != device for spec in call.inputs)
+        for spec in call.outputs if is_sent else call.inputs if call.outputs else ():
+            number = op.storages[spec.storage]
+            storage = trace.storages[number]
+            is_data = storage.role is None and (is_sent or storage.born == BEFORE)
+            if is_data and spec.shape and spec.device == device:
+                found.setdefault(number, spec)
     return [f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}" for spec in found.values()]
 
 

@@ -13,7 +13,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,17 +27,15 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.named_types import META
 from flopmeter.run.patches import Patch, applied, hidden
 from flopmeter.torch_names import compiler as names
+from flopmeter.torch_names.dispatcher import switched_on
 from flopmeter.torch_names.operators import aten_overloads
 from flopmeter.torch_names.private import (
-    EXCLUDE_FROM_TLS,
-    EXCLUDED_FROM_TLS,
     PIN_BATCHES,
     SET_TRACING_STATE,
     TRACING_STATE,
     pin_batch,
 )
 
-TRACER = "Tracer"  # the key of the dispatcher
 _CONVOLUTION = aten_overloads.convolution.default
 _BACKENDS = (False, False, True, True)  # benchmark, deterministic, cudnn_enabled, allow_tf32: torch's defaults
 
@@ -63,15 +61,9 @@ def _set_tracing(state: Any) -> None:
         SET_TRACING_STATE.value(state)
 
 
-@contextmanager
-def _traced_again() -> Iterator[None]:
+def _traced_again() -> AbstractContextManager[None]:
     """Below an op that is traced nothing is; but here."""
-    is_excluded = EXCLUDED_FROM_TLS.value(TRACER)
-    EXCLUDE_FROM_TLS.value(TRACER, False)
-    try:
-        yield
-    finally:
-        EXCLUDE_FROM_TLS.value(TRACER, is_excluded)
+    return switched_on("Tracer")
 
 
 def jit(named: NamedCuda, note: Callable[[str], None], aside: Callable[..., Callable[..., Any]]) -> Iterator[Patch]:

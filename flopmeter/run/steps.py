@@ -352,9 +352,10 @@ class Steps:
         self._depth = max(self._depth - 1, 0)
         ops = range(self._call_start, self._now())
         if self._is_outermost() and self._is_on_device(ops) and any(True for _ in module.parameters()):
-            learns = _learns(module) and _records_gradients()
+            records = _records_gradients()
+            learns = _learns(module) and records
             evaluates = is_copy = False
-            if self._leading and not _records_gradients():
+            if self._leading and not records:
                 is_updated = self._is_updated(module)
                 is_copy = not is_updated and self._is_copy(module)
                 evaluates = is_copy or (is_updated and not module.training)

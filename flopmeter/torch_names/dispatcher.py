@@ -13,7 +13,7 @@ import functools
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -233,15 +233,19 @@ def without_spare_autocast_key() -> Any:
 
 
 @contextmanager
-def autograd_records() -> Iterator[None]:
-    """In this context autograd notes what runs, where gradients are on: also inside of a dispatch mode, below it."""
-    key = DispatchKey.AutogradFunctionality
+def switched_on(key: DispatchKey | str) -> Iterator[None]:
+    """In this context calls do not skip the kernels at the key, though they do so around it."""
     was_off = EXCLUDED_FROM_TLS.value(key)
     EXCLUDE_FROM_TLS.value(key, False)
     try:
         yield
     finally:
         EXCLUDE_FROM_TLS.value(key, was_off)
+
+
+def autograd_records() -> AbstractContextManager[None]:
+    """In this context autograd notes what runs, where gradients are on: also inside of a dispatch mode, below it."""
+    return switched_on(DispatchKey.AutogradFunctionality)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------

@@ -170,17 +170,18 @@ def copies_to_host(report: Report) -> Iterator[Proposal]:
     """Whole tensors that go to the host, which most programs read for a few figures; not what comes back later
     (offloaded activations), nor what the optimizer steps with there."""
     trace = trace_of(report)
+    device = trace.device
     wanted = {
         number
         for op in trace.ops
-        if op.phase == "optimizer" or any(spec.device == trace.device for spec in op.outputs)
+        if op.phase == "optimizer" or any(spec.device == device for spec in op.call.outputs)
         for number in op.storages
     }
     sends = {
         index
         for index, op in enumerate(trace.ops)
-        if any(spec.device == trace.device for spec in op.inputs)
-        and any(spec.device == "cpu" and spec.storage not in wanted for spec in op.outputs)
+        if any(spec.device == device for spec in op.call.inputs)
+        and any(spec.device == "cpu" and op.storages[spec.storage] not in wanted for spec in op.call.outputs)
     }
     by_op = {id(trace.ops[index]) for index in sends}
     copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and id(kernel.op) in by_op]
