@@ -12,7 +12,7 @@ from flopmeter.report.formats import as_dict, laid_out, table
 from flopmeter.report.quantities import figure, in_gb, in_ms
 from flopmeter.report.report import Report
 from flopmeter.report.tables import Column, Table, grid
-from flopmeter.run.steps import Parts
+from flopmeter.run.step_parts import Parts
 
 TOLD_SPREAD = 1.05  # steps that differ by less are told as one
 

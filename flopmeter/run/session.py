@@ -27,7 +27,8 @@ from flopmeter.run.graph_pools import GraphPool
 from flopmeter.run.initial_values import InitialValues
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.report import NothingRanError, RunReport
-from flopmeter.run.steps import AUTO, Parts, Steps
+from flopmeter.run.step_parts import Parts
+from flopmeter.run.steps import AUTO, Steps
 from flopmeter.run.synthetic import SyntheticData
 from flopmeter.run.weights import WeightFiles
 from flopmeter.timing.scratch import kept_bytes

@@ -1,0 +1,101 @@
+"""The parts of a run, told from the ops after which steps ended and from the calls of modules."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a run, each as the ops that ran in it. `marked_by` says what ended a step."""
+
+    setup: range
+    first: range | None  # None: no step ended
+    steady: range | None  # None: only one step ended
+    count: int
+    marked_by: str
+    steady_number: int = 0  # of the steady step, from 1 on
+    evaluation: range | None = None  # in the steady step, if every step has one: from the first call to the last
+    ends_with_call: bool = False  # of a module. In a pipeline, what the call made is sent in the next step then
+    later: tuple[range, ...] = ()  # the steps after the first that are like the steady one: with or without evaluation
+    before: tuple[str, int] | None = None  # a class that is trained, and its calls without gradients in the setup
+    stopped_untrained: bool = False  # the program was ended although it had only inferred
+    without: tuple[tuple[str, int], ...] = ()  # optimizers that do not step in the steady step; in how many others
+
+
+class OutermostCall(NamedTuple):
+    """A call of a module that no other module called."""
+
+    module: weakref.ref[nn.Module]
+    name: str  # the module's class
+    ops: range
+    learns: bool  # it remembered gradients
+    evaluates: bool  # what the leading optimizer updates, in eval mode, or a copy of it, without gradients
+    is_copy: bool  # an average of the weights, or a teacher
+
+
+def parts_between(start: int, ends: list[int], marked_by: str, evaluations: Sequence[range] = ()) -> Parts:
+    """The parts of a run whose first step began at `start`. The steady step is the last one without an evaluation, or
+    the last one if each has one."""
+    if not ends:
+        return Parts(range(start), None, None, 0, marked_by)
+    setup, first, count = range(start), range(start, ends[0]), len(ends)
+    if count == 1:
+        return Parts(setup, first, None, count, marked_by)
+    steps = [(number, range(*pair)) for number, pair in enumerate(pairwise(ends), start=2)]
+    within = {
+        number: [each for each in evaluations if each.start >= ops.start < each.stop <= ops.stop]
+        for number, ops in steps
+    }
+    number, steady = max(steps, key=lambda step: (not within[step[0]], step[0]))
+    evaluation = range(within[number][0].start, within[number][-1].stop) if within[number] else None
+    later = tuple(ops for step, ops in steps if bool(within[step]) == bool(evaluation))
+    return Parts(setup, first, steady, count, marked_by, number, evaluation, later=later)
+
+
+def with_what_recurs(start: int, ends: Sequence[int], calls: Sequence[OutermostCall]) -> int:
+    """Where the first step starts: with what the second step calls before the forward pass that trains, such as a
+    teacher, if the program called the same before the first one."""
+    if len(ends) < 2:
+        return start
+    second = [call.name for call in calls if ends[0] <= call.ops.start < ends[1]]
+    first = [call for call in calls if call.ops.stop <= ends[0]]
+    for name, call in zip(reversed(second), reversed(first), strict=False):
+        if name != call.name:
+            break
+        start = min(start, call.ops.start)
+    return start
+
+
+def parts_of_rounds(calls: Sequence[OutermostCall]) -> Parts | None:
+    """Of a program that only infers, with several calls a turn, such as an encoder's and a decoder's. None: each call
+    is a turn of its own."""
+    found = _rounds([call.module for call in calls])
+    if found is None:
+        return None
+    start, length = found
+    times = Counter(call.name for call in calls[start : start + length])
+    names = ", ".join(name if times[name] == 1 else f"{name} ×{times[name]}" for name in times)
+    ends = [call.ops.stop for call in calls[start + length - 1 :: length]]
+    return parts_between(calls[start].ops.start, ends, f"rounds of calls: {names}")
+
+
+def _rounds(modules: list[object]) -> tuple[int, int] | None:
+    """Where the first round of calls starts, and how many calls a round is: the shortest sequence that comes at least
+    twice, up to the end, after less than a round of others. None: there is none of several calls."""
+    for length in range(1, len(modules) // 2 + 1):
+        start = len(modules) - length
+        while start and modules[start - 1] == modules[start - 1 + length]:
+            start -= 1
+        if start < length and len(modules) - start >= 2 * length:
+            turn = modules[start : start + length]
+            part = next(part for part in range(1, length + 1) if turn[:part] * (length // part) == turn)
+            return (start, part) if part > 1 else None
+    return None

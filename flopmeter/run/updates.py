@@ -1,0 +1,136 @@
+"""Who updates the weights of a program: its optimizers, or its own code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from flopmeter.known_values.assumptions import caller
+from flopmeter.run.patches import Patch
+
+_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what torch wraps around each class's step()
+
+
+class Optimizers:
+    """Those that the program makes. The one that steps first leads: its steps end those of the program."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self._now = now
+        self._leading: weakref.ref[Optimizer] | None = None
+        self._made = weakref.WeakKeyDictionary[Optimizer, str]()  # where the program made each
+        self._others: dict[str, list[int]] = {}  # where each of those that do not lead has stepped
+        self._stepping: list[int] = []  # of those that are stepping: where each began
+        self.were_made = False
+        self.idle_updates = 0  # calls of optimizer.step() that ran no op
+
+    def patch(self) -> Patch:
+        make = Optimizer.__init__
+
+        @functools.wraps(make)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self.were_made = True
+            self._made[optimizer] = caller()
+            make(optimizer, *args, **kwargs)
+
+        return Patch(Optimizer, "__init__", init, "a program with an optimizer has its steps where that one steps")
+
+    def begin(self, *_: Any) -> None:
+        """One of them begins to step."""
+        self._stepping.append(self._now())
+
+    def ends_step(self, optimizer: Optimizer) -> bool:
+        """It has stepped: whether the program's step ends with that. A step without ops does not count: a wrapper only
+        accumulated gradients."""
+        if self._stepping and self._stepping.pop() == self._now():
+            self.idle_updates += 1
+            return False
+        is_part = _steps_in_another(optimizer)
+        if self._leader is None and not is_part:
+            self._leading = weakref.ref(optimizer)
+        if optimizer is self._leader and not is_part:
+            return True
+        self._others.setdefault(self._named(optimizer), []).append(self._now())
+        return False
+
+    def not_stepping_in(self, steady: range, ends: Sequence[int]) -> Iterator[tuple[str, int]]:
+        """Optimizers that the program has made, but which do not step in this step, such as a generator's that steps
+        every fifth time; and in how many steps, of which these are the ends, they did."""
+        for name in dict.fromkeys(self._named(each) for each in self._made if each is not self._leader):
+            updates = self._others.get(name, [])
+            if not any(steady.start < update <= steady.stop for update in updates):
+                yield name, len({bisect_left(ends, update) for update in updates})
+
+    @property
+    def one_has_stepped(self) -> bool:
+        return self._leading is not None
+
+    def leader_updates(self, module: nn.Module) -> bool:
+        """Whether it updates the module or a part of it."""
+        return not set(map(id, self._updated())).isdisjoint(map(id, module.parameters()))
+
+    def leader_updates_copy_of(self, module: nn.Module) -> bool:
+        """Whether what it updates has the shapes of the module's weights."""
+        return sorted(tuple(each.shape) for each in self._updated()) == sorted(
+            tuple(each.shape) for each in module.parameters()
+        )
+
+    def _updated(self) -> list[nn.Parameter]:
+        groups = getattr(self._leader, "param_groups", ())
+        return [parameter for group in groups for parameter in group["params"]]
+
+    @property
+    def _leader(self) -> Optimizer | None:
+        return self._leading() if self._leading else None
+
+    def _named(self, optimizer: Optimizer) -> str:
+        return f"{type(optimizer).__name__} of {self._made.get(optimizer, 'unknown')}"
+
+
+class OwnUpdates:
+    """Of a program that trains without an optimizer of torch's: a step is the time from one call of the outermost
+    module that learns to the next, if it had a backward pass."""
+
+    def __init__(self, has_backward: Callable[[range], bool]) -> None:
+        self._has_backward = has_backward
+        self.trained = ""  # the class of that module
+        self.start = 0  # of the first step
+        self._first_called: dict[str, int] = {}  # where each class that learns was
+        self._ends: list[int] = []
+
+    def call(self, name: str, now: int) -> int | None:
+        """A module of that class, which learns, is called. Returns how many steps have ended, if one ends here. The
+        first that is called again after a backward pass marks the steps: what only built a model is not."""
+        if not self.trained:
+            self.trained, self.start = name, now
+        first_called = self._first_called.setdefault(name, now)
+        marks = name == self.trained if self._ends else first_called < now
+        if not marks or not self._has_backward(range(self._ends[-1] if self._ends else self.start, now)):
+            return None
+        if not self._ends:
+            self.trained, self.start = name, first_called
+        self._ends.append(now)
+        return len(self._ends)
+
+    def ends(self, total: int) -> list[int]:
+        """Where steps ended, of a run of so many ops."""
+        if self.trained and not self._ends and self._has_backward(range(self.start, total)):
+            return [total]
+        return self._ends
+
+
+def _steps_in_another(optimizer: Optimizer) -> bool:
+    """Whether it steps in the `step()` of another one, a container: the whole step is that one's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP and frame.f_locals["self"] is not optimizer:
+            return True
+        frame = frame.f_back
+    return False
