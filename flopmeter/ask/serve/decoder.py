@@ -51,7 +51,11 @@ class Decoder:
 
     @property
     def title(self) -> str:
-        return type(self.model.language if isinstance(self.model, Headed) else self.model).__name__
+        return type(self._language).__name__
+
+    @property
+    def _language(self) -> Any:
+        return self.model.language if isinstance(self.model, Headed) else self.model
 
     @property
     def parameter_bytes(self) -> int:
@@ -109,7 +113,7 @@ class Decoder:
     @functools.cached_property
     def _cache_argument(self) -> str:
         """Models without attention have a name of their own for it; transformers 5.24 has a shorter one."""
-        known = inspect.signature(self.model.forward).parameters
+        known = inspect.signature(self._language.forward).parameters
         return next(name for name in ("cache_params", "cache", "past_key_values") if name in known)
 
     @property

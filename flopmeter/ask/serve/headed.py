@@ -25,7 +25,7 @@ class Headed(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.language.dtype
 
-    def forward(self, input_ids: Tensor, use_cache: bool, logits_to_keep: int, past_key_values: Any) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, use_cache: bool, logits_to_keep: int, **cache: Any) -> SimpleNamespace:
         """`logits` [batch, logits_to_keep, vocabulary] of token ids [batch, new]."""
-        out = self.language(input_ids=input_ids, use_cache=use_cache, past_key_values=past_key_values)
+        out = self.language(input_ids=input_ids, use_cache=use_cache, **cache)
         return SimpleNamespace(logits=self.lm_head(out.last_hidden_state[:, -logits_to_keep:]))
