@@ -2,7 +2,8 @@
 
 Its benchmark of inference ran fp32 weights under autocast(float16) with inference_mode and fast norms (layer norm in
 fp16); weights are cast again in every step. `eager` is NCHW, `eager_nhwc` channels-last, `dynamo` torch.compile with
-its defaults. Two files beside it have tables of their own: the RTX 5090, with norms in fp32, and training on an RTX
+its defaults. Its runs with torch 2.4 set constants, those with 2.9 set none. Two files beside it have tables of their
+own: the RTX 5090, with norms in fp32, and training on an RTX
 3090 (forward, backward, SGD) in NCHW with torch 1.12, which had no fused attention.
 """
 
@@ -24,7 +25,7 @@ from flopmeter import FlopMeter, load_hardware
 from flopmeter.launch.modes import Mode
 
 PROFILES = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090"}
-VERSION = "2.4"  # of torch, the one that both cards were measured with
+VERSIONS = {"2.4": "", "2.9": ", torch 2.9"}  # of torch, and what the titles say of it
 MODES: dict[str, Mode] = {
     "eager": "eager",
     "eager_nhwc": "eager",
@@ -39,31 +40,34 @@ Key = tuple[str, ...]
 
 
 def image_models(path: Path, count: int) -> Iterator[tuple[str, list[Row]]]:
-    """A row for each run of `count` models, spread over the families, by mode; then what compiling brings. Models whose
-    attention takes the math path have a table of their own: torch 2.5 began to compute it in fp32, the measurements
-    are older."""
-    lines = [
-        line for line in csv.DictReader(path.open()) if line["torch"].startswith(VERSION) and line["mode"] in MODES
-    ]
+    """A row for each run of `count` models, by version of torch and mode, and what compiling brings."""
+    lines = [line for line in csv.DictReader(path.open()) if line["mode"] in MODES]
+    for version, title in VERSIONS.items():
+        yield from _of_version([line for line in lines if line["torch"].startswith(version)], title, count)
+    yield from _beside(path, count)
+
+
+def _of_version(lines: list[Line], version: str, count: int) -> Iterator[tuple[str, list[Row]]]:
+    """The models are spread over the families. Those whose attention takes the math path have a table of their own:
+    torch 2.5 began to compute it in fp32, and most of the measurements are older."""
     chosen = spread({line["model"] for line in lines}, count)
     meters: dict[Key, FlopMeter | None] = {}
     tables: dict[str, list[tuple[Line, Row]]] = {}
     for line in sorted(lines, key=lambda line: list(MODES).index(line["mode"])):
-        key = (line["model"], line["img_size"], line["batch"], "nhwc" * line["mode"].endswith("nhwc"))
+        key = (line["model"], line["img_size"], line["batch"], "nhwc" * line["mode"].endswith("nhwc"), line["reparam"])
         if line["model"] not in chosen:
             continue
         if key not in meters:
-            meters[key] = trace(*key, params_m=line["params_m"])
+            meters[key] = trace(*key[:4], merges_branches=line["reparam"] == "1", params_m=line["params_m"])
         meter = meters[key]
         if meter is not None:
             math = ", with math attention" if _multiplies_in_fp32(meter) else ""
-            tables.setdefault(f"image models, {line['mode']}{math}", []).append((line, _row(line, meter)))
+            tables.setdefault(f"image models{version}, {line['mode']}{math}", []).append((line, _row(line, meter)))
     for title, rows in tables.items():
         yield title, [row for _, row in rows]
-    both = speed_ups(tables.get("image models, eager", ()), tables.get("image models, dynamo", ()))
+    both = speed_ups(*(tables.get(f"image models{version}, {mode}", ()) for mode in ("eager", "dynamo")))
     if both:
-        yield "image models, compiled over eager", both
-    yield from _beside(path, count)
+        yield f"image models{version}, compiled over eager", both
 
 
 def _beside(path: Path, count: int) -> Iterator[tuple[str, list[Row]]]:
