@@ -150,22 +150,26 @@ def filled_gradients(report: Report) -> Iterator[Proposal]:
     trace = trace_of(report)
     fills = {index for index, op in enumerate(trace.ops) if _fills_gradients(trace, op)}
     left = {spec.storage for index in fills for spec in trace.ops[index].inputs}
-    adds, accumulations = set(), []
+    takes = {}
     for each in trace.accumulations:
         op = trace.ops[each.op]
         if op.call.func.overloadpacket is aten.add_ and op.inputs[0].storage in left:
-            adds.add(each.op)
+            takes[each.op] = _takes(op)
             left.discard(op.inputs[0].storage)
-            each = each._replace(op=trace.storages[op.inputs[1].storage].born)  # what was added is the gradient
-        accumulations.append(each)
-    trace = dataclasses.replace(trace, accumulations=accumulations)
-    if fills and adds and report.cluster is None:
-        about = {id(trace.ops[index]) for index in fills | adds}
+    if takes and report.cluster is None:
+        about = {id(trace.ops[index]) for index in fills | set(takes)}
         yield Proposal(
             "gradients", lambda kernel: any(id(op) in about for op in kernel.ops),
             "they are filled with zeros, then read and added to", "zero_grad(set_to_none=True)",
-            priced(report, with_ops(trace, fills | adds)),
+            priced(report, with_ops(trace, fills, takes)),
         )  # fmt: skip
+
+
+def _takes(add: Op) -> Op:
+    """What autograd does where a leaf has no gradient: it keeps what it was given, without a kernel."""
+    given = add.call.inputs[1]._replace(storage=0)
+    return add._replace(call=Call(aten_overloads.detach.default, (given,), {}, (given,), (given,)),
+                        storages=(add.inputs[1].storage,))  # fmt: skip
 
 
 def _fills_gradients(trace: Trace, op: Op) -> bool:
