@@ -3,28 +3,27 @@ a cheaper way for."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
+from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_chosen_kernels, with_kernel
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of, type_of_others
 from flopmeter.report.advice.rewrite import changed_call, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 _CASTS = (aten._to_copy, aten.copy_, aten.clone)
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WEIGHTS = ("parameters", "gradients", "optimizer state")
 
 
 @remedy
 def wide_products(report: Report) -> Iterator[Proposal]:
     """Products and attention in fp32 in a program whose others are in 16 bits, as a stray `.float()` leaves them."""
-    narrow = _NARROW.get(report.main_dtype)
+    narrow = type_of_others(report)
     wide = [kernel for kernel in report.kernels if kernel.cost.macs and kernel.cost.dtype == "fp32"]
     if narrow is None or not wide:
         return
@@ -44,7 +43,7 @@ def wide_products(report: Report) -> Iterator[Proposal]:
     about = ids | {id(trace.ops[index]) for index in idle}
     yield Proposal(
         "", lambda kernel: any(id(op) in about for op in kernel.ops),
-        f"fp32, where the program's other products are in {report.main_dtype}",
+        f"fp32, where the program's other products are in {name_of(narrow)}",
         f"{str(narrow).removeprefix('torch.')} there too: without .float(), or inside of torch.autocast",
         priced(report, then),
     )  # fmt: skip

@@ -257,6 +257,8 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
     narrow = fp32 if wide is torch.float64 else _narrow_type(device)
     if narrow in (None, wide) or wide is None or not any(k.cost.macs for k in report.kernels):
         return
+    if wide is fp32 and type_of_others(report) is not None:  # then the program is narrow, and some of it is not
+        return
     units = [device.contraction_peak(name).unit for name in (report.main_dtype, name_of(narrow))]
     if wide is torch.bfloat16 and units[0] == "matrix":
         return
@@ -278,6 +280,19 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
         f"{name}: model.to(torch.{name}){beside.get(wide, '')}", priced(report, then),
     )  # fmt: skip
+
+
+LEAST_OTHERS = 0.1  # of a program's multiply-adds in 16 bits make those in fp32 exceptions
+
+
+def type_of_others(report: Report) -> torch.dtype | None:
+    """The 16-bit type of a program in which some products are in fp32; None if it has none, or hardly any."""
+    macs = Counter[str]()
+    for kernel in report.kernels:
+        macs[kernel.cost.dtype] += kernel.cost.macs
+    name, most = max(((name, macs[name]) for name in ("bf16", "fp16")), key=lambda pair: pair[1])
+    is_mixed = most >= LEAST_OTHERS * macs.total() and most > 0
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[name] if is_mixed else None
 
 
 def _narrow_type(device: Hardware) -> torch.dtype | None:
