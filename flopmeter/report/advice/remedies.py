@@ -89,11 +89,12 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     """torch.compile and CUDA graphs. A graph cannot wait for values, nor hold the collectives of torch's wrappers.
     Compiled, these stay where the program has them, as inductor leaves them by default."""
     among_ranks = report.cluster is not None
+    is_replayed = report.launches.mode.replays_graph
     waits = report.hardware.is_cpu or among_ranks or any(kernel.cost.blocks_host for kernel in report.kernels)
     best: tuple[LaunchMode, Report] | None = None
     for mode in modes_beyond(report.mode):
         before = best[1] if best is not None and mode.fuses else report
-        if mode.replays_graph and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
+        if mode.replays_graph > is_replayed and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
             continue  # a graph wins only the time that the device waits for the host
         run = priced(report, mode=mode.name)
         if best is None or run.seconds * _WORTH_MORE_TROUBLE < best[1].seconds:
@@ -105,7 +106,7 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     why = "each op's result goes to memory and back"
     if idle > 50 or not mode.fuses:
         why = f"the device waits for the host for {idle:.0f} % of the wall-clock"
-    elif mode.replays_graph:
+    elif mode.replays_graph > is_replayed:
         why += ", and the host takes too long for what compiling leaves"
     if among_ranks:
         why += " (collectives stay where they are)"
