@@ -478,6 +478,23 @@ def test_a_captured_program_is_told_what_compiling_wins():
     assert first.run_seconds_then == meter.report(mode="cudagraph").seconds
 
 
+@pytest.mark.parametrize("switch", ["matmul", "cudnn"])
+def test_the_switch_that_keeps_products_from_tf32_is_named(switch, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", switch != "cudnn")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", switch != "matmul")
+    with torch.device("meta"):
+        layer = nn.Conv2d(256, 256, 3) if switch == "cudnn" else nn.Linear(4096, 4096)
+        x = torch.empty(32, 256, 64, 64) if switch == "cudnn" else torch.empty(8192, 4096)
+    with FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
+        layer(x)
+    remedies = [each.remedy for each in meter.report().advice]
+    named = {
+        "matmul": "TF32: torch.set_float32_matmul_precision('high')",
+        "cudnn": "TF32: torch.backends.cudnn.allow_tf32 = True",
+    }
+    assert named[switch] in remedies
+
+
 def test_a_larger_batch_comes_after_faults():
     """It makes a dense gradient cheaper for each sample, which is no reason to keep it."""
     remedies = [each.remedy for each in FAULTS["dense gradient of a table"].report(is_mended=False).advice]

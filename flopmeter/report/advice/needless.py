@@ -4,9 +4,10 @@ a cheaper way for."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch._ops import OpOverload
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
@@ -49,8 +50,8 @@ def wide_products(report: Report) -> Iterator[Proposal]:
     )  # fmt: skip
 
 
-def _all_narrowed(op: Op, narrowed: object) -> Op:
-    return op._replace(call=changed_call(op.call, (True,) * len(op.storages), narrowed, {}))  # type: ignore[arg-type]
+def _all_narrowed(op: Op, narrowed: Callable[[TensorSpec, object], TensorSpec]) -> Op:
+    return op._replace(call=changed_call(op.call, (True,) * len(op.storages), narrowed, {}))
 
 
 def _is_idle_cast(op: Op) -> bool:
@@ -178,7 +179,7 @@ def _fills_gradients(trace: Trace, op: Op) -> bool:
 
 
 LEAST_LOOP = 16  # tensors: a loop over fewer is no loop over a model's parameters
-_FOREACH = {
+_FOREACH: dict[object, OpOverload] = {
     aten.linalg_vector_norm: aten_overloads._foreach_norm.Scalar,
     aten.mul_: aten_overloads._foreach_mul_.Scalar,
     aten.div_: aten_overloads._foreach_div_.Scalar,
@@ -192,16 +193,17 @@ _FOREACH = {
 
 @remedy
 def loops_over_tensors(report: Report) -> Iterator[Proposal]:
-    """An op that the program calls for one parameter, gradient or average after the other, outside of modules."""
+    """An op that the program calls for one parameter, gradient or average after the other, outside of modules.
+    Optimizers that have a kernel for all of it are told so (optimizers.py)."""
     trace = trace_of(report)
-    steps = {end for end, takes_fused in trace.optimizer_steps if takes_fused}
-    loops: dict[object, list[int]] = defaultdict(list)
+    phases = {"forward"} if any(step.takes_fused for step in trace.optimizer_steps) else {"forward", "optimizer"}
+    loops: dict[OpOverload, list[int]] = defaultdict(list)
     for index, op in enumerate(trace.ops):
         func = _FOREACH.get(op.call.func.overloadpacket)
-        if func is not None and not op.module and op.phase in ("forward", "optimizer") and not op.region:
-            loops[func, op.phase, sum(end <= index for end in steps)].append(index)
+        if func is not None and not op.module and op.phase in phases and op.region is None:
+            loops[func].append(index)
     put_in, dropped = {}, set()
-    for (func, *_), loop in loops.items():  # type: ignore[misc]
+    for func, loop in loops.items():
         if len({trace.ops[index].storages[0] for index in loop}) == len(loop) >= LEAST_LOOP:
             put_in[loop[-1]] = _at_once(func, [trace.ops[index] for index in loop])
             dropped |= set(loop)
@@ -215,7 +217,7 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
     )  # fmt: skip
 
 
-def _at_once(func: object, ops: list[Op]) -> Op:
+def _at_once(func: OpOverload, ops: list[Op]) -> Op:
     """One op for the tensors of all of them; numbers are taken from the first."""
     numbers = tuple(dict.fromkeys(number for op in ops for number in op.storages))
     place = {number: local for local, number in enumerate(numbers)}
@@ -227,6 +229,6 @@ def _at_once(func: object, ops: list[Op]) -> Op:
     args = iter(of_inputs)
     first = [next(args) if isinstance(value, TensorSpec) else value for value in ops[0].call.args]
     inputs = tuple(spec for each in of_inputs for spec in each)
-    outputs = () if func._schema.name.endswith("_") else local(op.outputs[0] for op in ops)  # type: ignore[attr-defined]
+    outputs = () if func._schema.name.endswith("_") else local(op.outputs[0] for op in ops)
     kwargs = {name: value for name, value in ops[0].call.kwargs.items() if not isinstance(value, TensorSpec)}
-    return ops[-1]._replace(call=Call(func, tuple(first), kwargs, inputs, outputs), storages=numbers)  # type: ignore[arg-type]
+    return ops[-1]._replace(call=Call(func, tuple(first), kwargs, inputs, outputs), storages=numbers)
