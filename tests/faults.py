@@ -1,4 +1,4 @@
-"""Ten programs with a known fault, each with its mended twin, and what the first advice has to say of them."""
+"""Programs with a known fault, each with its mended twin, and what the first advice has to say of them."""
 
 from __future__ import annotations
 
@@ -173,7 +173,74 @@ def many_graphs(is_mended: bool) -> Run:
     return torch.no_grad()(run)
 
 
+def attention_in_fp32(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        qkv = nn.Linear(1024, 3072, dtype=HALF)
+        x = torch.empty(8, 1024, 1024, dtype=HALF)
+
+    def step():
+        q, k, v = qkv(x).view(8, 1024, 3, 16, 64).permute(2, 0, 3, 1, 4)
+        if not is_mended:
+            q, k, v = q.float(), k.float(), v.float()
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).to(HALF).sum().backward()
+
+    return step
+
+
+def mask_for_causal(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        q, k, v = (torch.empty(8, 16, 2048, 64, dtype=HALF, requires_grad=True) for _ in "qkv")
+        mask = torch.empty(2048, 2048, dtype=HALF)
+    settings = {"is_causal": True} if is_mended else {"attn_mask": mask}
+    return lambda: F.scaled_dot_product_attention(q, k, v, **settings).sum().backward()
+
+
+def dense_gradient_of_a_table(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        table = nn.EmbeddingBag(10_000_000, 64, mode="sum", sparse=is_mended)
+        tail = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1))
+        ids = torch.empty(4096, 20, dtype=torch.long)
+    optimizer = torch.optim.SGD([*table.parameters(), *tail.parameters()], lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        tail(table(ids)).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def filled_gradients(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096, dtype=HALF) for _ in range(16)))
+        x = torch.empty(1024, 4096, dtype=HALF)
+
+    def step():
+        model.zero_grad(set_to_none=is_mended)
+        model(x).sum().backward()
+
+    with FlopMeter(H100):
+        step()  # the first makes the gradients
+    return step
+
+
+def clipped_one_by_one(is_mended: bool) -> Run:
+    model, inputs = BUILTINS["bert-base"](batch=4, seq=128)
+
+    def step():
+        model.zero_grad()
+        model(*inputs).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=is_mended)
+
+    return step
+
+
 FAULTS = {
+    "attention in fp32": Fault(attention_in_fp32, "bfloat16 there too"),
+    "a mask for is_causal": Fault(mask_for_causal, "is_causal=True"),
+    "dense gradient of a table": Fault(dense_gradient_of_a_table, "Embedding(sparse=True)"),
+    "gradients filled with zeros": Fault(filled_gradients, "zero_grad(set_to_none=True)"),
+    "clipped one by one": Fault(clipped_one_by_one, "torch._foreach_ functions"),
     "eager attention": Fault(eager_attention, "F.scaled_dot_product_attention"),
     "fp32 by accident": Fault(fp32_by_accident, "bfloat16: model.to(torch.bfloat16)"),
     "NCHW under AMP": Fault(nchw_under_amp, "model.to(memory_format=torch.channels_last)", RTX_3090),

@@ -466,6 +466,68 @@ def test_what_has_a_remedy_is_not_listed_as_without_one(name):
     assert not any("convolution" in line or "addmm" in line for line in listed)
 
 
+def test_a_captured_program_is_told_what_compiling_wins():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4096), nn.GELU(), nn.SiLU()) for _ in range(8))).to(HALF)
+        x = torch.empty(8192, 4096, dtype=HALF)
+    with FlopMeter(H100) as meter, torch.no_grad():
+        model(x)
+    first = meter.report(mode="eager-cudagraph").advice[0]
+    assert first.remedy == "torch.compile(mode='reduce-overhead')"
+    assert first.why == "each op's result goes to memory and back"
+    assert first.run_seconds_then == meter.report(mode="cudagraph").seconds
+
+
+@pytest.mark.parametrize("switch", ["matmul", "cudnn"])
+def test_the_switch_that_keeps_products_from_tf32_is_named(switch, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", switch != "cudnn")
+    precision = torch.get_float32_matmul_precision()
+    with torch.device("meta"):
+        layer = nn.Conv2d(256, 256, 3) if switch == "cudnn" else nn.Linear(4096, 4096)
+        x = torch.empty(32, 256, 64, 64) if switch == "cudnn" else torch.empty(8192, 4096)
+    try:
+        torch.set_float32_matmul_precision("high" if switch == "cudnn" else "highest")
+        with FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
+            layer(x)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    remedies = [each.remedy for each in meter.report().advice]
+    named = {
+        "matmul": "TF32: torch.set_float32_matmul_precision('high')",
+        "cudnn": "TF32: torch.backends.cudnn.allow_tf32 = True",
+    }
+    assert named[switch] in remedies
+
+
+def test_a_larger_batch_comes_after_faults():
+    """It makes a dense gradient cheaper for each sample, which is no reason to keep it."""
+    remedies = [each.remedy for each in FAULTS["dense gradient of a table"].report(is_mended=False).advice]
+    batch = next(place for place, remedy in enumerate(remedies) if "times the batch" in remedy)
+    assert remedies[0].startswith("Embedding(sparse=True)")
+    assert batch > 0
+
+
+@pytest.mark.parametrize("mask", ["of each sequence", "one query", "a table that products read", "mixed norms"])
+def test_what_only_looks_like_a_fault_is_left_alone(mask):
+    """A mask of padding; the decoding of one token; an embedding that is shared with the head; norms in fp32."""
+    with torch.device("meta"):
+        q, k, v = (torch.empty(8, 16, 512, 64, dtype=HALF) for _ in "qkv")
+        padding = torch.empty(8, 1, 512, 512, dtype=HALF)
+        table = nn.Embedding(50304, 512, dtype=HALF)
+        norm = nn.LayerNorm(512, dtype=torch.float32)
+        ids = torch.empty(4, 128, dtype=torch.long)
+    programs = {
+        "of each sequence": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=padding),
+        "one query": lambda: F.scaled_dot_product_attention(q[:, :, :1], k, v, attn_mask=padding[:1, :, :1]),
+        "a table that products read": lambda: (table(ids) @ table.weight.T).sum().backward(),
+        "mixed norms": lambda: norm((table(ids) @ table.weight.T[:, :512]).float()).to(HALF),
+    }
+    with FlopMeter(H100) as meter:
+        programs[mask]()
+    names = ("is_causal=True", "Embedding(sparse", "bfloat16 there too", "zero_grad", "torch._foreach_")
+    assert not [each.remedy for each in meter.report().advice if each.remedy.startswith(names)]
+
+
 def test_a_minor_fault_stands_by_what_it_wins():
     """An optimizer op by op wins less than a tenth here, and torch.compile more than that. (A fault that wins more than
     a tenth stands first whatever else wins: NCHW under AMP, above.)"""

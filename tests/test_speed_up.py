@@ -7,8 +7,10 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flopmeter import FlopMeter
+from flopmeter.distributed import world
 
 N = 2**28  # so large that what a compiled call costs the host does not matter
 
@@ -69,6 +71,23 @@ def test_the_regions_add_up_to_the_reports():
     for way, report in (("eager", eager), ("compiled", compiled)):
         in_regions = sum(getattr(region, way).seconds for region in side_by_side.regions)
         assert in_regions == pytest.approx(report.timings[-1].end_seconds)
+
+
+def test_of_ranks_only_the_computing_stream_makes_the_wall_clock():
+    """DDP's reductions run beside the backward pass: their time is not added to it."""
+    with world(8):
+        with torch.device("meta"):
+            model = DistributedDataParallel(nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))))
+            x = torch.empty(4096, 4096)
+        model(x).sum().backward()  # the first step makes its buckets anew
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            model(x).sum().backward()
+    eager = meter.report()
+    side_by_side = eager.speed_up()
+    assert any(timing.stream for timing in eager.timings)
+    assert side_by_side.total.compiled.seconds == meter.report(mode="compiled").seconds
+    ends = max(timing.end_seconds for timing in eager.timings if not timing.stream)
+    assert sum(region.eager.seconds for region in side_by_side.regions) == pytest.approx(ends)
 
 
 def test_it_prints_and_round_trips():

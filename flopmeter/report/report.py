@@ -136,9 +136,9 @@ class Report:
 
     @cached_property
     def compiled(self) -> Report | None:
-        """An eager run as torch.compile would run it; None for other modes, and for programs of many ranks, whose
-        collectives inductor would put in another order."""
-        if self.mode != "eager" or self.in_mode is None or not self.timings or self.cluster is not None:
+        """An eager run as torch.compile would run it; None for other modes. Collectives stay where the program has
+        them, as inductor leaves them by default."""
+        if self.mode != "eager" or self.in_mode is None or not self.timings:
             return None
         return self.in_mode("compiled")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flopmeter.launch.fusion import graphs_of
 from flopmeter.launch.modes import compiled_region
-from flopmeter.records import Kernel, Timing
+from flopmeter.records import DEFAULT_STREAM, Kernel, Timing
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.quantities import in_gb, in_ms, percent
 from flopmeter.report.report import Report
@@ -22,7 +22,7 @@ class Share(NamedTuple):
 
     kernels: int = 0
     bytes_moved: int = 0
-    seconds: float = 0.0  # of the wall-clock: of its kernels, and of the device's waits for the host before each
+    seconds: float = 0.0  # of the wall-clock: its kernels on the computing stream, and the waits before each
 
 
 class RegionSpeedUp(NamedTuple):
@@ -92,7 +92,8 @@ def _shares(
     shares: dict[str, Share] = {}
     for kernel, timing, graph in zip(kernels, timings, graphs, strict=True):
         count, moved, seconds = shares.get(names[graph], Share())
-        seconds += timing.wait_seconds + timing.seconds
+        if timing.stream == DEFAULT_STREAM:
+            seconds += timing.seconds + timing.wait_seconds + timing.link_wait_seconds
         shares[names[graph]] = Share(count + 1, moved + kernel.cost.bytes, seconds)
     return shares
 

@@ -1,13 +1,13 @@
 """Where to win: work that a program does without need, and other ways to run it, each priced by the model itself.
 
 A remedy rewrites the trace (rewrite.py) and has it priced as any other program: remedies.py has those that change
-numbers and modes, attention.py, optimizers.py and batch.py those that change ops. spots.py says which kernels are above
-the least time of their work, and why.
+numbers and modes, attention.py, needless.py, optimizers.py and batch.py those that change ops. spots.py says which
+kernels are above the least time of their work, and why.
 """
 
 from __future__ import annotations
 
-from flopmeter.report.advice import attention, batch, optimizers  # noqa: F401  (they enter their remedies)
+from flopmeter.report.advice import attention, batch, needless, optimizers  # noqa: F401  (they enter their remedies)
 from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock
 from flopmeter.report.drawers import VIEWS, draws
@@ -18,13 +18,15 @@ from flopmeter.report.wins import LEAST_GAIN, MINOR_FAULT, WHOLE, Advice
 @draws(VIEWS, "advice")
 def advice_of(report: Report) -> tuple[Advice, ...]:
     """In the order in which to do it. Faults come first: to mend one costs nothing, and helps however the program runs
-    later. Then come other ways to run the program, and minor faults among them, by what they win."""
+    later. Then come other ways to run the program, and minor faults among them, by what they win. A larger batch, with
+    which a model learns otherwise, comes last of each."""
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
     proposals = (proposal for remedy in REMEDIES for proposal in remedy(report))
-    found = [_advice(report, proposal) for proposal in proposals if proposal.then.timings]
-    worth = [each for each in found if each.gain_seconds >= LEAST_GAIN * report.seconds]
-    return tuple(sorted(worth, key=lambda each: (not _comes_first(each, report), -each.gain_seconds)))
+    found = [(each.times > 1, _advice(report, each)) for each in proposals if each.then.timings]
+    worth = [pair for pair in found if pair[1].gain_seconds >= LEAST_GAIN * report.seconds]
+    worth.sort(key=lambda pair: (not _comes_first(pair[1], report), pair[0], -pair[1].gain_seconds))
+    return tuple(advice for _, advice in worth)
 
 
 _PICO = 12  # digits of a second: below them the difference of two sums over the same kernels is rounding

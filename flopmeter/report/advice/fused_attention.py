@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choose, rules_for
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Call, TensorSpec, Trace
+from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.records.memory_format import dense_strides
 from flopmeter.report.advice.rewrite import with_ops
 from flopmeter.torch_names.dispatcher import running_version
@@ -89,9 +89,16 @@ def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
             backend = backend_of((q, k, v), device, is_causal=settings["is_causal"], dropout=settings["dropout_p"])
         except NoKernelError:
             continue
-        func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default
-        put_in[index] = op._replace(call=dataclasses.replace(call, func=func, args=call.inputs, kwargs=settings))
+        put_in[index] = with_kernel(op, backend, end, **settings)
     return with_ops(trace, (), put_in)
+
+
+def with_kernel(op: Op, backend: str, end: str, *, is_causal: bool, dropout_p: float = 0.0) -> Op:
+    """The same attention, forward or (with the end `_backward`) backward, by another kernel and without a mask."""
+    func, call = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default, op.call
+    mask, settings = call.get("attn_bias"), {"dropout_p": dropout_p, "is_causal": is_causal}
+    inputs = tuple(spec for spec in call.inputs if spec is not mask)
+    return op._replace(call=dataclasses.replace(call, func=func, args=inputs, inputs=inputs, kwargs=settings))
 
 
 def dense(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> TensorSpec:

@@ -89,11 +89,12 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     """torch.compile and CUDA graphs. A graph cannot wait for values, nor hold the collectives of torch's wrappers.
     Compiled, these stay where the program has them, as inductor leaves them by default."""
     among_ranks = report.cluster is not None
+    is_replayed = report.launches.mode.replays_graph
     waits = report.hardware.is_cpu or among_ranks or any(kernel.cost.blocks_host for kernel in report.kernels)
     best: tuple[LaunchMode, Report] | None = None
     for mode in modes_beyond(report.mode):
         before = best[1] if best is not None and mode.fuses else report
-        if mode.replays_graph and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
+        if mode.replays_graph > is_replayed and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
             continue  # a graph wins only the time that the device waits for the host
         run = priced(report, mode=mode.name)
         if best is None or run.seconds * _WORTH_MORE_TROUBLE < best[1].seconds:
@@ -105,7 +106,7 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     why = "each op's result goes to memory and back"
     if idle > 50 or not mode.fuses:
         why = f"the device waits for the host for {idle:.0f} % of the wall-clock"
-    elif mode.replays_graph:
+    elif mode.replays_graph > is_replayed:
         why += ", and the host takes too long for what compiling leaves"
     if among_ranks:
         why += " (collectives stay where they are)"
@@ -238,12 +239,14 @@ def _without_waiting(op: Op) -> Op:
 def tf32(report: Report) -> Iterator[Proposal]:
     """fp32 products that matrix units could run."""
     device, switches = report.hardware, report.switches
-    if report.main_dtype != "fp32" or switches.matmul_tf32 or "tf32" not in device.matrix_tflop_per_s:
+    if report.main_dtype != "fp32" or "tf32" not in device.matrix_tflop_per_s:
         return
+    asked = ["torch.set_float32_matmul_precision('high')"] * (not switches.matmul_tf32)
+    asked += ["torch.backends.cudnn.allow_tf32 = True"] * (not switches.cudnn_tf32)
     trace = dataclasses.replace(trace_of(report), switches=switches._replace(matmul_tf32=True, cudnn_tf32=True))
     yield Proposal(
         "fp32 products", lambda kernel: kernel.cost.macs > 0 and kernel.cost.dtype == "fp32",
-        "fp32 products run on vector units", "TF32: torch.set_float32_matmul_precision('high')", priced(report, trace),
+        "fp32 products run on vector units", f"TF32: {' and '.join(asked)}", priced(report, trace),
     )  # fmt: skip
 
 
@@ -256,6 +259,8 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
     wide = types.get(report.main_dtype)
     narrow = fp32 if wide is torch.float64 else _narrow_type(device)
     if narrow in (None, wide) or wide is None or not any(k.cost.macs for k in report.kernels):
+        return
+    if wide is fp32 and type_of_others(report) is not None:  # then the program is narrow, and some of it is not
         return
     units = [device.contraction_peak(name).unit for name in (report.main_dtype, name_of(narrow))]
     if wide is torch.bfloat16 and units[0] == "matrix":
@@ -278,6 +283,19 @@ def narrower_numbers(report: Report) -> Iterator[Proposal]:
         f"weights and data are {name_of(wide)}: {', and '.join(reasons) or f'{name} is faster'}",
         f"{name}: model.to(torch.{name}){beside.get(wide, '')}", priced(report, then),
     )  # fmt: skip
+
+
+LEAST_OTHERS = 0.1  # of a program's multiply-adds in 16 bits make those in fp32 exceptions
+
+
+def type_of_others(report: Report) -> torch.dtype | None:
+    """The 16-bit type of a program in which some products are in fp32; None if it has none, or hardly any."""
+    macs = Counter[str]()
+    for kernel in report.kernels:
+        macs[kernel.cost.dtype] += kernel.cost.macs
+    name, most = max(((name, macs[name]) for name in ("bf16", "fp16")), key=lambda pair: pair[1])
+    is_mixed = most >= LEAST_OTHERS * macs.total() and most > 0
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[name] if is_mixed else None
 
 
 def _narrow_type(device: Hardware) -> torch.dtype | None:

@@ -30,14 +30,14 @@ def with_tensors(
         marks = tuple(mark(number) for number in op.storages)
         call = known.get((op.call, marks))
         if call is None:
-            call = known[op.call, marks] = _changed(op.call, marks, change, dtypes or {})
+            call = known[op.call, marks] = changed_call(op.call, marks, change, dtypes or {})
         return op._replace(call=call)
 
     templates = [run._replace(op=changed(run.op)) for run in trace.templates]
     return dataclasses.replace(trace, ops=list(map(changed, trace.ops)), templates=templates)
 
 
-def _changed(
+def changed_call(
     call: Call,
     marks: tuple[Mark, ...],
     change: Callable[[TensorSpec, Mark], TensorSpec],
