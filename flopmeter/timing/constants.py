@@ -70,10 +70,11 @@ FULL_TILE_SIDE = 128
 # 6 to 8 too.
 MATMUL_CACHE_BYTES_PER_CYCLE = 8
 
-# Bytes that an SM takes from the L2 cache in a clock cycle at most: the width of its port, two sectors of 32 bytes, from
-# Volta on. With it goes the exponent (as above) with which a tile's loads overlap its multiply-adds, from
-# [aiconfigurator] on H100 and H200: 3 to infinity are within .3 points. On B200, GB200 and B300, whose GEMMs set neither,
-# the median product of 1e10 to 1e11 FLOP has .605, .593 and .673 of the peak for .609, .594 and .678 in its database.
+# Bytes that an SM takes from the L2 cache in a clock cycle at most: the width of its port, two sectors of 32 bytes,
+# from Volta on. With it goes the exponent (as above) with which a tile's loads overlap its multiply-adds, from
+# [aiconfigurator] on H100 and H200: 3 to infinity are within .3 points. On B200, GB200 and B300, whose GEMMs set
+# neither, the median product of 1e10 to 1e11 FLOP reaches .605, .593 and .673 of the peak, for .609, .594 and .678
+# in its database.
 OPERAND_BYTES_PER_CYCLE = 64
 OPERAND_OVERLAP = 4.0
 

@@ -74,8 +74,8 @@ def price(
     cached_bytes: float = 0.0,
     ran: NamedKernel = UNNAMED,
 ) -> Price:
-    """The price of a kernel. `cached_bytes`: how many of its bytes the L2 cache holds from earlier kernels; `ran`: which
-    of a library's kernels it is. Raises HardwareError if the device lacks its dtype.
+    """The price of a kernel. `cached_bytes`: how many of its bytes the L2 cache holds from earlier kernels; `ran`:
+    which of a library's kernels it is. Raises HardwareError if the device lacks its dtype.
 
     No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its other bytes
     at the spec bandwidth.
