@@ -217,6 +217,8 @@ class _Pricer:
         if any(as_found_by(key[-1], self.device) is not self.device for key, _ in self._predictions()):
             share = f"{100 * legacy_mma_share(self.device):.0f} %"
             yield f"kernels with Ampere's instructions, by their names, are priced as such: {share} of the peak here"
+        if any(key[-1].tile for key, _ in self._predictions()):
+            yield "kernels of libraries are priced with the tile that their names tell, not with the fastest"
         if self.profile.is_cuda:
             yield "measured: the time of an op's kernels; predicted: the same, without launching them"
         else:

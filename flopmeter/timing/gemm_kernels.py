@@ -84,8 +84,9 @@ MMA = GemmKernels(
 # Volta and Turing: a thread loads to registers, in turns with the multiply-adds, which wait for it.
 SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0, reaches_peak=False)
 # Hopper's `wgmma` and Blackwell's `tcgen05`: persistent thread blocks, of which some warps load, some multiply and some
-# store (CUTLASS, "Efficient GEMM in CUDA", warp specialization). So a tile takes as long as its multiply-adds or as its
-# loads, and it is these that make small tiles slow: 64 x 64 has half the multiply-adds for a byte that 128 x 128 has.
+# store (CUTLASS, "Efficient GEMM in CUDA", warp specialization). So a tile takes hardly longer than the longer of its
+# multiply-adds and its loads, and the latter make small tiles slow: 64 x 64 has half the multiply-adds for a byte that
+# 128 x 128 has.
 # Two blocks on Hopper load a part each and send it to both (`cluster`), and four on Blackwell, whose matrix
 # instructions work on two SMs at once.
 WARP_SPECIALIZED = MMA._replace(
