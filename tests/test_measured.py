@@ -282,12 +282,12 @@ def test_an_ampere_kernel_on_an_h100_is_told_by_its_name(tmp_path):
         path.write_text(json.dumps(trace))
         found = flopmeter.check(path)
         rows[name] = next(row for row in found.rows if row.name == "addmm")
-        notes[name] = "Ampere's instructions" in found.render()
+        notes[name] = ["Ampere's instructions" in found.render(), "the tile that their names tell" in found.render()]
     newer, older = rows.values()
     least = 2 * 4096**3 / (0.63 * 989.4e12)
     assert newer.predicted_seconds < least < older.predicted_seconds
     assert newer.floor_seconds == older.floor_seconds
-    assert list(notes.values()) == [False, True]
+    assert list(notes.values()) == [[False, False], [True, True]]
 
 
 # --- formats, errors, the command ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from flopmeter.records import Call, Cost, HostCopy, Switches
 from flopmeter.report.quantities import in_ms
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.floors import least_seconds
-from flopmeter.timing.gemm_kernels import as_found_by, legacy_mma_share
+from flopmeter.timing.gemm_kernels import UNNAMED, NamedKernel, as_found_by, legacy_mma_share, named
 from flopmeter.timing.timeline import op_seconds
 
 _TO_OR_FROM_HOST = ("HtoD", "DtoH")  # in the names that CUPTI gives to copies
@@ -125,12 +125,10 @@ class _Pricer:
             one.is_copy and any(way in one.name for way in _TO_OR_FROM_HOST) for one in launched
         )
         is_tf32 = any("tf32" in one.name.lower() for one in launched)  # as cuBLAS and cuDNN name their kernels
-        found = self.device
-        for one in launched:
-            found = as_found_by(one.name, found)
-        key = (event.name, event.inputs, crosses_link, is_tf32, found is not self.device)
+        ran = _library_kernel(one.name for one in launched)
+        key = (event.name, event.inputs, crosses_link, is_tf32, ran)
         if key not in self._known:
-            self._known[key] = self._predicted(event, crosses_link, is_tf32, found)
+            self._known[key] = self._predicted(event, crosses_link, is_tf32, ran)
         nanoseconds = self._measured(event)
         if isinstance(self._known[key], str):  # then the ops that it called may be predicted
             for part in (op for child in event.children for op in find_ops(child)):
@@ -216,9 +214,11 @@ class _Pricer:
             yield "assumed: numbers and lists of them are the defaults, a dimension the last; the same trace tells none"
         if _sharers(self.device, self.profile.ranks) > 1:
             yield "assumed: ranks copy from the host at the same time, over a link that their devices share"
-        if any(key[-1] for key, _ in self._predictions()):
+        if any(as_found_by(key[-1], self.device) is not self.device for key, _ in self._predictions()):
             share = f"{100 * legacy_mma_share(self.device):.0f} %"
             yield f"kernels with Ampere's instructions, by their names, are priced as such: {share} of the peak here"
+        if any(key[-1].tile for key, _ in self._predictions()):
+            yield "kernels of libraries are priced with the tile that their names tell, not with the fastest"
         if self.profile.is_cuda:
             yield "measured: the time of an op's kernels; predicted: the same, without launching them"
         else:
@@ -227,14 +227,14 @@ class _Pricer:
 
     # --- one call ---
 
-    def _predicted(self, event: OpEvent, crosses_link: bool, is_tf32: bool, found: Hardware) -> _Prediction | str:
+    def _predicted(self, event: OpEvent, crosses_link: bool, is_tf32: bool, ran: NamedKernel) -> _Prediction | str:
         try:
             arguments = arguments_of(event, self._dtype_in_lists)
             calls = self._recorded(arguments)
             costs = [cost for call in calls for cost in costs_of(call)]
             if crosses_link:
                 costs = [replace(cost, work=HostCopy(cost.bytes_written)) for cost in costs]
-            prediction = _priced(event, calls, costs, self.device, found, Switches(is_tf32, is_tf32, False))
+            prediction = _priced(event, calls, costs, self.device, ran, Switches(is_tf32, is_tf32, False))
         except (NotRebuilt, HardwareError) as reason:
             return str(reason)
         if arguments.assumes_dtype:
@@ -248,10 +248,18 @@ class _Pricer:
         return [unrun] if unrun is not None else [op.call for op in self.meter.trace.ops[before:]]
 
 
+def _library_kernel(names: Iterable[str]) -> NamedKernel:
+    """The one whose name tells something; of several with different tiles none of these."""
+    kernels_of_library = {found for name in names if (found := named(name)) != UNNAMED}
+    if len(kernels_of_library) == 1:
+        return kernels_of_library.pop()
+    return NamedKernel(any(one.has_ampere_instructions for one in kernels_of_library))
+
+
 def _priced(
-    event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, found: Hardware, switches: Switches
+    event: OpEvent, calls: list[Call], costs: list[Cost], device: Hardware, ran: NamedKernel, switches: Switches
 ) -> _Prediction:
-    """`found`: the device as the kernels that ran see it; the floor is that of the device itself."""
+    """`ran`: the kernel of a library; the floor is that of the device with any."""
     name = _short(event.name)
     inputs = calls[0].inputs if calls else ()
     shapes = " ".join(str(list(spec.shape)).replace(" ", "") for spec in inputs[:4]) + " …" * (len(inputs) > 4)
@@ -259,8 +267,11 @@ def _priced(
     if not costs:
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
         return _Prediction(name, shapes, NO_KERNEL, "", dispatch, 0.0, 0, 0, 0, 0)
-    price = cpu.price if device.is_cpu else kernels.price
-    seconds = [price(cost, found, switches).busy.seconds + device.kernel_floor_seconds for cost in costs]
+    if device.is_cpu:
+        prices = [cpu.price(cost, device, switches) for cost in costs]
+    else:
+        prices = [kernels.price(cost, device, switches, ran=ran if cost.macs else UNNAMED) for cost in costs]
+    seconds = [price.busy.seconds + device.kernel_floor_seconds for price in prices]
     longest = costs[seconds.index(max(seconds))]
     return _Prediction(
         name=name,

@@ -70,6 +70,14 @@ FULL_TILE_SIDE = 128
 # 6 to 8 too.
 MATMUL_CACHE_BYTES_PER_CYCLE = 8
 
+# Bytes that an SM takes from the L2 cache in a clock cycle at most: the width of its port, two sectors of 32 bytes,
+# from Volta on. With it goes the exponent (as above) with which a tile's loads overlap its multiply-adds, from
+# [aiconfigurator] on H100 and H200: 3 to infinity are within .3 points. On B200, GB200 and B300, whose GEMMs set
+# neither, the median product of 1e10 to 1e11 FLOP reaches .605, .593 and .673 of the peak, for .609, .594 and .678
+# in its database.
+OPERAND_BYTES_PER_CYCLE = 64
+OPERAND_OVERLAP = 4.0
+
 # Split-K: into how many slices K may be split when a matmul has too few tiles to fill the device (not for batched
 # matmuls, for which cuBLAS has no such kernels), how many waves of slices suffice, the least depth of a slice, bytes of
 # a partial sum (fp32), and the clock cycles of the kernel that adds them: 2,900 on A100, 3,600 on L40S, 5,200 on H100

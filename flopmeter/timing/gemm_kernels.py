@@ -11,7 +11,9 @@ GPU left out, that GPU's is 8 to 11 %. Those of vector units are set on [NeuSigh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
@@ -33,6 +35,8 @@ class GemmKernels(NamedTuple):
     stores_each_tile: bool  # an SM writes a tile before it begins the next one; else only the last write is not hidden
     least_batched_side: int = 64  # of the tiles of batched and grouped matmuls, which fits [NeuSight] best
     only_tiles: bool = True  # False: there are kernels without tiles too, which matrix units lack
+    cluster: int = 0  # thread blocks that share what they load; 0: what a tile's loads cost it is in the exponent
+    ran: tuple[int, int] | None = None  # the tile of the kernel that ran, if that is known
 
 
 _POWERS_OF_TWO = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -80,10 +84,15 @@ MMA = GemmKernels(
 # Volta and Turing: a thread loads to registers, in turns with the multiply-adds, which wait for it.
 SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0, reaches_peak=False)
 # Hopper's `wgmma` and Blackwell's `tcgen05`: persistent thread blocks, of which some warps load, some multiply and some
-# store (CUTLASS, "Efficient GEMM in CUDA", warp specialization). Exponents of .10 to .16 are alike.
+# store (CUTLASS, "Efficient GEMM in CUDA", warp specialization). So a tile takes hardly longer than the longer of its
+# multiply-adds and its loads, and the latter make small tiles slow: 64 x 64 has half the multiply-adds for a byte that
+# 128 x 128 has.
+# Two blocks on Hopper load a part each and send it to both (`cluster`), and four on Blackwell, whose matrix
+# instructions work on two SMs at once.
 WARP_SPECIALIZED = MMA._replace(
-    tiles=_TILES_BY_16, tile_exponent=0.13, depth_step_bytes=128, memory_share=1.0, stores_each_tile=False
+    tiles=_TILES_BY_16, tile_exponent=0.0, depth_step_bytes=128, memory_share=1.0, stores_each_tile=False, cluster=2
 )
+ON_TWO_SMS = WARP_SPECIALIZED._replace(cluster=4)
 # GeForce adds in fp32 at half rate: one thread block keeps the matrix units of an SM busy while another one stores.
 HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # cuDNN's implicit GEMMs on matrix units: narrow tiles for few filters, and several thread blocks on an SM, of which one
@@ -129,18 +138,59 @@ def _has_newer_instructions(hardware: Hardware) -> bool:
     return capability is not None and capability[0] in _WARP_SPECIALIZED_MAJORS
 
 
-# How CUTLASS and cuDNN name the instructions of Ampere's kernels (`mma`, m16n8k16, and `wmma`).
-_AMPERE_INSTRUCTIONS = ("16816", "161616")
+class NamedKernel(NamedTuple):
+    """What the name of a library's kernel tells: a trace knows which one ran, where a prediction takes the fastest."""
+
+    has_ampere_instructions: bool = False  # cuBLAS takes those on Hopper too, for small products until its version 12.8
+    tile: tuple[int, int] | None = None
+    cluster: int = 1
 
 
-def as_found_by(kernel_name: str, hardware: Hardware) -> Hardware:
-    """The device as a library kernel of this name sees it. cuBLAS takes Ampere's kernels on Hopper too, for small
-    products until its version 12.8."""
-    if not _has_newer_instructions(hardware) or not any(shape in kernel_name for shape in _AMPERE_INSTRUCTIONS):
+UNNAMED = NamedKernel()
+
+
+# Names of Ampere's instructions (`mma`, m16n8k16, and `wmma`) by CUTLASS and cuDNN, and of kernels with them by xmma.
+_AMPERE_INSTRUCTIONS = ("16816", "161616", "sm80_xmma")
+# A tile in the names of cuBLAS: nvjet with its depth, stages and cluster (`nvjet_hsh_192x192_64x3_1x2_h_bz_coopA_NNT`),
+# xmma (`..._tilesize128x64x64_...`), CUTLASS with depth and stages (`..._128x64_64x6_tn_align8`) and older ones
+# (`ampere_sgemm_128x64_tn`, `..._128x128_ldg8_f2f_stages_64x3_tn`); and of AMD's Tensile (`Cijk_..._MT256x128x64_...`).
+_TILES_IN_NAMES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"nvjet_\w+?_(\d+)x(\d+)_\d+x\d+_(\d+)x(\d+)_",
+        r"_tilesize(\d+)x(\d+)x\d+",
+        r"_(\d+)x(\d+)_\d+x\d+_(?:[nt][nt]|nhwc)_align",
+        r"gemm\w*?_(\d+)x(\d+)_(?:ldg|sliced|[nt][nt]\b)",
+        r"Cijk_\w+?_MT(\d+)x(\d+)x\d+",
+    )
+)
+
+
+def named(kernel_name: str) -> NamedKernel:
+    """All that is told by the name of any kernel."""
+    is_ampere = any(shape in kernel_name for shape in _AMPERE_INSTRUCTIONS)
+    for pattern in _TILES_IN_NAMES:
+        if found := pattern.search(kernel_name):
+            rows, columns, *cluster = map(int, found.groups())
+            return NamedKernel(is_ampere, (rows, columns), prod(cluster))
+    return NamedKernel(is_ampere)
+
+
+def as_found_by(kernel: NamedKernel, hardware: Hardware) -> Hardware:
+    """The device as that kernel sees it."""
+    if not (kernel.has_ampere_instructions and _has_newer_instructions(hardware)):
         return hardware
     share = legacy_mma_share(hardware)
     rates = {dtype: share * rate for dtype, rate in hardware.matrix_tflop_per_s.items()}
     return hardware.replace(compute_capability=_ASYNCHRONOUS_COPIES, matrix_tflop_per_s=rates)
+
+
+def as_ran(kernel: NamedKernel, library: GemmKernels) -> GemmKernels:
+    """The family with the tile of that kernel alone, unless it is smaller than all for which the family's law was set
+    (`wmma` with 32 x 32)."""
+    if kernel.tile is None or prod(kernel.tile) < min(map(prod, library.tiles)):
+        return library
+    return library._replace(ran=kernel.tile, cluster=kernel.cluster if library.cluster else 0)
 
 
 def gemm_kernels(
@@ -159,7 +209,7 @@ def gemm_kernels(
         return CONVOLUTIONS
     capability = hardware.compute_capability or _ASYNCHRONOUS_COPIES
     if capability[0] in _WARP_SPECIALIZED_MAJORS:
-        return WARP_SPECIALIZED
+        return WARP_SPECIALIZED if capability[0] == min(_WARP_SPECIALIZED_MAJORS) else ON_TWO_SMS
     if capability < _ASYNCHRONOUS_COPIES:
         return SYNCHRONOUS_MMA
     return HALF_RATE_MMA if hardware.matrix_fp16_accumulate_tflop_per_s else MMA

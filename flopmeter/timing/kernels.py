@@ -35,7 +35,15 @@ from flopmeter.timing.bandwidth import (
     threads_of,
 )
 from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
-from flopmeter.timing.gemm_kernels import ampere_kernel_share, gemm_kernels, tiled_read_share
+from flopmeter.timing.gemm_kernels import (
+    UNNAMED,
+    NamedKernel,
+    ampere_kernel_share,
+    as_found_by,
+    as_ran,
+    gemm_kernels,
+    tiled_read_share,
+)
 from flopmeter.timing.matmul import (
     Busy,
     MatmulBytes,
@@ -59,20 +67,27 @@ class Price(NamedTuple):
     few_flops: bool = False  # at the datasheet's rates its arithmetic takes less than half as long as its bytes
 
 
-def price(cost: Cost, hardware: Hardware, switches: Switches, cached_bytes: float = 0.0) -> Price:
-    """The price of a kernel. `cached_bytes`: how many of its bytes the L2 cache holds from earlier kernels. Raises
-    HardwareError if the device lacks its dtype.
+def price(
+    cost: Cost,
+    hardware: Hardware,
+    switches: Switches,
+    cached_bytes: float = 0.0,
+    ran: NamedKernel = UNNAMED,
+) -> Price:
+    """The price of a kernel. `cached_bytes`: how many of its bytes the L2 cache holds from earlier kernels; `ran`:
+    which of a library's kernels it is. Raises HardwareError if the device lacks its dtype.
 
     No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its other bytes
     at the spec bandwidth.
     """
+    hardware = as_found_by(ran, hardware)
     other, work = _vector_seconds(cost, hardware), cost.work
     if not isinstance(work, MatrixWork) or not work.macs:
         busy = _vector_work(cost, hardware, other, cached_bytes)
         return Price(busy, _vector_class(cost), _has_few_flops(cost, other, hardware))
     dtype = switches.matmul_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
-    busy, kind = _matmuls(cost, work, hardware, peak, cached_bytes)
+    busy, kind = _matmuls(cost, work, hardware, peak, cached_bytes, ran)
     floor = (2 * work.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
     compute = max(busy.compute_seconds, floor) + other  # other warps load meanwhile
     together = overlap(compute, busy.memory_seconds, constants.VECTOR_OVERLAP)
@@ -91,7 +106,9 @@ def _unit(dtype: str, peak: Peak) -> str:
     return dtype if peak.unit == "matrix" else f"{'fp32' if dtype == 'tf32' else dtype} on {peak.unit} units"
 
 
-def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cached_bytes: float) -> tuple[Busy, str]:
+def _matmuls(
+    cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cached_bytes: float, ran: NamedKernel
+) -> tuple[Busy, str]:
     """The time of a kernel's matmuls, and the kind of kernel that runs them."""
     library = gemm_kernels(
         hardware,
@@ -100,6 +117,7 @@ def _matmuls(cost: Cost, work: MatrixWork, hardware: Hardware, peak: Peak, cache
         unpacks_weights=isinstance(work, MatmulWork | GroupedMatmulWork) and work.unpacks_weights,
         groups=isinstance(work, GroupedMatmulWork),
     )
+    library = as_ran(ran, library)
     if isinstance(work, FormulaWork):  # timed like a matmul that fills the device
         compute = 2 * work.macs / peak.sustained_flop_per_s
         memory = cost.bytes / hardware.sustained_bandwidth_bytes_per_s

@@ -70,16 +70,33 @@ class Busy(NamedTuple):
         return self.work_seconds + self.latency_seconds
 
 
+class _Shape(NamedTuple):
+    """Of a tile."""
+
+    rows: int
+    columns: int
+    rate_share: float  # of the rate of a full tile
+    loads: float  # elements of both operands that an SM loads for each step of the depth
+
+
 @functools.cache
-def _tiles(kernels: GemmKernels, least_side: int) -> list[tuple[int, int, float]]:
-    """The family's tiles with sides of at least `least_side`, small ones first, each with its share of the rate that
-    the largest one has."""
+def _tiles(kernels: GemmKernels, least_side: int) -> list[_Shape]:
+    """The family's tiles with sides of at least `least_side`, small ones first, and of equal ones the squarest. Or the
+    one that ran, in either direction."""
     largest = max(rows * columns for rows, columns in kernels.tiles)
+    tiles = [tile for tile in kernels.tiles if min(tile) >= least_side]
+    if kernels.ran is not None:
+        tiles = [kernels.ran, kernels.ran[::-1]]
     return [
-        (rows, columns, (rows * columns / largest) ** kernels.tile_exponent)
-        for rows, columns in sorted(kernels.tiles, key=prod)
-        if min(rows, columns) >= least_side
+        _Shape(rows, columns, (rows * columns / largest) ** kernels.tile_exponent, _loads(rows, columns, kernels))
+        for rows, columns in sorted(tiles, key=lambda tile: (prod(tile), sum(tile)))
     ]
+
+
+def _loads(rows: int, columns: int, kernels: GemmKernels) -> float:
+    """Blocks in a line share one operand, those in a square half of each."""
+    lines = [side for side in range(1, kernels.cluster + 1) if kernels.cluster % side == 0]
+    return min((rows / side + columns * side / kernels.cluster for side in lines), default=0.0)
 
 
 def overlap(compute: float, memory: float, exponent: float) -> float:
@@ -104,12 +121,13 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
         return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
     least_side, splits = (rates.kernels.least_batched_side, (1,)) if batch > 1 else (0, constants.SPLIT_K)
     ways = []
-    for rows, columns, share in _fitting(_tiles(rates.kernels, least_side), m, n):
+    for shape_of_tile in _fitting(_tiles(rates.kernels, least_side), m, n):
+        rows, columns, _, _ = shape_of_tile
         tiles = batch * ceil(m / rows) * ceil(n / columns)
         stored = moved.written_bytes * min(rows, m) * min(columns, n) / (batch * m * n)
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
-            way = _in_waves(tiles * slices, _Tile(rows * columns, share, stored), depth, moved, rates)
+            way = _in_waves(tiles * slices, shape_of_tile, stored, depth, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             is_enough = tiles * slices >= constants.MOST_WAVES_SPLIT * rates.sm_count
             if is_enough or k <= slices * constants.LEAST_SLICE_DEPTH:
@@ -117,11 +135,11 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     return _with_power(fastest(ways), shape.macs, rates)
 
 
-def _fitting(tiles: list[tuple[int, int, float]], m: int, n: int) -> Iterator[tuple[int, int, float]]:
+def _fitting(tiles: list[_Shape], m: int, n: int) -> Iterator[_Shape]:
     """Without tiles that cover the output in no fewer than a smaller one, which can only be slower."""
     least = inf
     for tile in tiles:
-        count = ceil(m / tile[0]) * ceil(n / tile[1])
+        count = ceil(m / tile.rows) * ceil(n / tile.columns)
         if count < least:
             least = count
             yield tile
@@ -133,12 +151,11 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
     start = rates.kernels.latency_cycles + constants.GROUP_LOOKUPS * constants.MEMORY_LATENCY_CYCLES
     rates = rates._replace(kernels=rates.kernels._replace(wave_cycles=start)).slowed(constants.GROUPED_RATE_SHARE)
     ways = []
-    for rows, columns, share in _tiles(rates.kernels, rates.kernels.least_batched_side):
-        counts = [shape.batch * ceil(shape.m / rows) * ceil(shape.n / columns) for shape in shapes]
+    for tile in _tiles(rates.kernels, rates.kernels.least_batched_side):
+        counts = [shape.batch * ceil(shape.m / tile.rows) * ceil(shape.n / tile.columns) for shape in shapes]
         tiles = sum(counts)
         depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / tiles
-        tile = _Tile(rows * columns, share, moved.written_bytes / tiles)
-        ways.append(_in_waves(tiles, tile, depth, moved, rates))
+        ways.append(_in_waves(tiles, tile, moved.written_bytes / tiles, depth, moved, rates))
     return _with_power(fastest(ways), sum(shape.macs for shape in shapes), rates)
 
 
@@ -155,21 +172,18 @@ def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates:
     return Busy(compute, memory, work, rates.kernels.latency_cycles / rates.clock_hz)
 
 
-class _Tile(NamedTuple):
-    elements: int
-    rate_share: float  # of the rate of a full tile
-    stored_bytes: float  # those of a tile that no edge cuts
-
-
-def _in_waves(tiles: int, tile: _Tile, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
+def _in_waves(tiles: int, tile: _Shape, stored_bytes: float, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
     """One tile on each SM at a time. A tile at the edge takes as long as a full one, and SMs without a tile in the last
-    wave wait."""
+    wave wait. `stored_bytes`: of a tile that no edge cuts."""
     kernels = rates.kernels
     step = kernels.depth_step_bytes / moved.item_bytes
-    tile_flops = 2 * tile.elements * ceil(depth / step) * step
+    depth = ceil(depth / step) * step
     waves = ceil(tiles / rates.sm_count)
-    main_loop = rates.sm_count * tile_flops / (rates.issue_flop_per_s * tile.rate_share)
-    store = tile.stored_bytes * rates.sm_count / rates.cache_bytes_per_s
+    tile_flops = 2 * tile.rows * tile.columns * depth
+    multiplied = rates.sm_count * tile_flops / (rates.issue_flop_per_s * tile.rate_share)
+    loaded = tile.loads * depth * moved.item_bytes / (constants.OPERAND_BYTES_PER_CYCLE * rates.clock_hz)
+    main_loop = overlap(multiplied, loaded, constants.OPERAND_OVERLAP)
+    store = stored_bytes * rates.sm_count / rates.cache_bytes_per_s
     compute = waves * (main_loop + kernels.wave_cycles / rates.clock_hz)
     compute += store * (waves if kernels.stores_each_tile else 1)
     memory = moved.memory_bytes / rates.bytes_per_s
