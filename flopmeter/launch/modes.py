@@ -107,8 +107,8 @@ def launches(
         return _as_compiled(kernels, trace, mode, is_one_graph=is_one_graph)
     if not mode.has_graphs:
         return Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
-    made = fuse(kernels, trace, region=region) if mode.fuses else kernels
-    return _launched(made, graphs_of(made, region), mode, trace)
+    made, lives = fuse(kernels, trace, region=region) if mode.fuses else (kernels, None)
+    return _launched(made, graphs_of(made, region), mode, trace)._replace(lives=lives)
 
 
 def _launched(made: list[Kernel], graphs: list[int | None], mode: LaunchMode, trace: Trace) -> Launches:
@@ -135,7 +135,7 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
             "FlopMeter(compile='rules'), which runs compiled functions eagerly and fuses them by rules"
         )
     by_rules: CompiledRegion = lambda op: None if op.is_replayed else op.region  # noqa: E731
-    made = fuse(kernels, trace, region=by_rules)
+    made, lives = fuse(kernels, trace, region=by_rules)
     known: dict[Cost, Cost] = {}
     made = [kernel if kernel.op.graph is None else kernel._replace(cost=padded(kernel, known)) for kernel in made]
     numbers = graphs_of(made, by_rules)
@@ -145,7 +145,7 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
         number if kernel.op.graph is None else first + call_of.get(kernel.op.graph, kernel.op.graph)
         for kernel, number in zip(made, numbers, strict=True)
     ]
-    return _launched(made, graphs, mode, trace)
+    return _launched(made, graphs, mode, trace)._replace(lives=lives)
 
 
 def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:

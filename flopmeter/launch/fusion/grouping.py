@@ -57,6 +57,10 @@ class Groups:
             self._parent[kernel] = kernel = self._parent[self._parent[kernel]]
         return kernel
 
+    def loops_of(self, kernel: int) -> Loops | None:
+        """The loops of the reductions in its group."""
+        return self._loops[self.of(kernel)]
+
     def in_order(self) -> list[list[int]]:
         """The members of each group; groups in an order that respects every dependency, close to the
         program's. Graphs stay as they are, one after another."""

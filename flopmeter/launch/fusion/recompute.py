@@ -75,12 +75,12 @@ def _is_backward(part: Part) -> bool:
 def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Trace) -> dict[int, bool]:
     """Which of the parts made what autograd alone held for the backward graph: now it is in no memory. For each,
     whether its own graph reads it still."""
-    last = Lifetimes(parts, trace).last
+    last_of = Lifetimes(parts, trace).last_of
     dropped: dict[int, bool] = {}
     for place in sorted(again, reverse=True):
         (value,) = flow.writes[place]
         own = [reader for reader in value.readers if parts[reader].graph == parts[place].graph]
-        end = max(last[parts[reader].graph] for reader in (place, *value.readers))
+        end = max(last_of(parts[reader]) for reader in (place, *value.readers))
         storage = value.touch.storage
         died = trace.storages[storage].died if storage >= 0 else 0
         if died is not None and died <= end + bool(own):

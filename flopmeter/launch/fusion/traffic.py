@@ -15,9 +15,13 @@ class Lifetimes:
 
     def __init__(self, parts: list[Part], trace: Trace):
         self._parts, self._storages = parts, trace.storages
-        self.last = {part.graph: part.place for part in parts}  # for each graph, the op of its last kernel
+        self._last = {part.graph: part.place for part in parts}
         ends = [*(part.place for part in parts), len(trace.ops)][1:]
         self._end = {part.graph: end for part, end in zip(parts, ends, strict=True)}  # and of the next one after it
+
+    def last_of(self, part: Part) -> int:
+        """The op of the last kernel of the part's graph; of an eager kernel its own."""
+        return part.place if part.graph is None else self._last[part.graph]
 
     def outlives_graph(self, value: Value) -> bool:
         """Whether the value has to be in memory when its graph has ended.
@@ -36,7 +40,7 @@ class Lifetimes:
         died = self._storages[value.touch.storage].died
         if died is None or died > self._end[graph]:
             return True
-        return not value.readers and died > self.last[graph] and not self._storages[value.touch.storage].died_inside
+        return not value.readers and died > self._last[graph] and not self._storages[value.touch.storage].died_inside
 
 
 class Traffic:
@@ -44,7 +48,7 @@ class Traffic:
 
     def __init__(self, parts: list[Part], trace: Trace, flow: Flow, groups: Groups):
         self._parts, self._storages, self._flow, self._groups = parts, trace.storages, flow, groups
-        self.outlives_graph = Lifetimes(parts, trace).outlives_graph
+        self.lifetimes = Lifetimes(parts, trace)
 
     def of_group(self, members: list[int]) -> tuple[int, int]:
         """Bytes read and bytes written by the kernels as one."""
@@ -70,14 +74,16 @@ class Traffic:
         charges = _Charges()
         for member in members:
             for value in self._flow.writes[member]:
-                if self._is_kept(value):
+                if self.is_kept(value):
                     charges.add(value.touch, value.touch.charged)
         return charges.total(self._storages)
 
-    def _is_kept(self, value: Value) -> bool:
+    def is_kept(self, value: Value) -> bool:
         """Whether someone reads the value from memory, or holds it when its graph has ended."""
         inside = self._groups.of(value.kernel)
-        return any(self._groups.of(reader) != inside for reader in value.readers) or self.outlives_graph(value)
+        return any(self._groups.of(reader) != inside for reader in value.readers) or self.lifetimes.outlives_graph(
+            value
+        )
 
 
 class _Charges:
