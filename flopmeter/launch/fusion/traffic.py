@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value
@@ -17,6 +18,9 @@ class Lifetimes:
         self._parts, self._storages = parts, trace.storages
         self._last = {part.graph: part.place for part in parts}
         ends = [*(part.place for part in parts), len(trace.ops)][1:]
+        backward = [part for part in parts if part.graph is not None and part.op.phase == "backward"]
+        starts = {part.graph: part.place for part in reversed(backward)}
+        self._backward = sorted((start, self._last[graph]) for graph, start in starts.items())
         self._end = {part.graph: end for part, end in zip(parts, ends, strict=True)}  # and of the next one after it
 
     def last_of(self, part: Part) -> int:
@@ -38,9 +42,16 @@ class Lifetimes:
         if value.overwritten_by is not None and self._parts[value.overwritten_by].graph == graph:
             return False
         died = self._storages[value.touch.storage].died
+        if died is not None and self._is_in_backward(died):  # it was held by autograd
+            return any(self._parts[reader].graph != graph for reader in value.readers)
         if died is None or died > self._end[graph]:
             return True
         return not value.readers and died > self._last[graph] and not self._storages[value.touch.storage].died_inside
+
+    def _is_in_backward(self, place: int) -> bool:
+        """Whether a backward graph had begun and had not ended before this op."""
+        number = bisect_left(self._backward, (place, -1)) - 1
+        return number >= 0 and place <= self._backward[number][1]
 
 
 class Traffic:
