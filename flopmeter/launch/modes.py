@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Literal
@@ -150,13 +151,19 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
 
 def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:
     """For each call of a compiled graph the first call of its run: calls of one phase with no eager kernel between
-    them."""
+    them, each of which reads what the calls before have made (another batch does not)."""
+    made, read = defaultdict[int | None, set[int]](set), defaultdict[int | None, set[int]](set)
+    for op in (kernel.op for kernel in kernels):
+        read[op.graph].update(op.storages[spec.storage] for spec in op.call.inputs)
+        made[op.graph].update(op.storages[spec.storage] for spec in op.call.outputs)
     joined: dict[int, int] = {}
     previous: Op | None = None
-    for kernel in kernels:
-        op = kernel.op
+    of_run: set[int] = set()
+    for op in (kernel.op for kernel in kernels):
         if op.graph is not None and op.graph not in joined:
             before = previous.graph if previous is not None and previous.phase == op.phase else None
-            joined[op.graph] = op.graph if before is None else joined[before]
+            goes_on = not of_run.isdisjoint(read[op.graph])
+            joined[op.graph] = op.graph if before is None or not goes_on else joined[before]
+            of_run = made[op.graph] | (of_run if joined[op.graph] != op.graph else set())
         previous = op
     return joined
