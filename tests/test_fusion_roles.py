@@ -231,13 +231,23 @@ def test_a_kernel_that_only_moves_is_of_the_class_that_moves_most():
 def test_what_it_writes_tells_of_a_kernel_that_only_moves_too():
     """8 rows of 128 B are read, and by the gather 8 places of 8 B as well; the copy writes each row 16 times."""
     with Recorder() as recorder:
-        rows = aten.embedding(T(50, 32), T(8, dtype=torch.int64))
-        kept = rows.unsqueeze(1).expand(8, 16, 32).clone()
+        kept = aten.embedding(T(50, 32), T(8, dtype=torch.int64)).unsqueeze(1).expand(8, 16, 32).clone()
     (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace).kernels
     assert kernel.cost.op_class == "data movement"
-    del rows, kept
+    del kept
 
 
 @pytest.mark.parametrize("function", [torch.neg, torch.clone])
 def test_what_reads_a_sparse_tensor_fuses_with_nothing(function):
     assert role(lambda: function(torch.eye(4).to_sparse())) is OPAQUE
+
+
+@pytest.mark.parametrize(("is_kept", "kernels"), [(True, 2), (False, 1)])
+def test_a_value_that_a_longer_loop_reads_shares_its_kernel_only_where_nobody_else_wants_it(is_kept, kernels):
+    """A result of the graph is written by a loop of its own length; what nobody wants is computed by its reader."""
+    with Recorder() as recorder:
+        row = T(512).sin()
+        sums = T(64, 512) + row
+        row = row if is_kept else None
+    assert len(fuse(kernels_of(recorder.trace), recorder.trace).kernels) == kernels
+    del row, sums
