@@ -158,7 +158,7 @@ class _Run:
             hardware=self.hardware,
             switches=switches,
             host_seconds=host_seconds(run, self.host),
-            memory=memory_of(trace, self.hardware),
+            memory=memory_of(trace, self.hardware, run.lives),
             causal=self.causal,
             assumptions=self.assumptions,
             caution=self.caution,

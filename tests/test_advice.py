@@ -741,3 +741,18 @@ def test_ranks_too_are_told_of_needless_checkpoints(wrap):
     before = report(is_mended=False)
     (advice,) = (each for each in before.advice if each.remedy == "no checkpointing")
     assert advice.gain_seconds == pytest.approx(before.seconds - report(is_mended=True).seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(("feeds_back", "is_told"), [(True, True), (False, False)])
+def test_a_compiled_function_in_a_loop_is_told_to_compile_the_loop_if_one_call_reads_what_another_made(
+    feeds_back, is_told
+):
+    """Of batches on which a model is called in turn, none has to do with the next."""
+    compiled = torch.compile(lambda state, x: torch.tanh(state * 0.9 + x))
+    state = x = torch.empty(256, 1024, device="meta")
+    with FlopMeter(H100) as meter:
+        for _ in range(8):
+            made = compiled(state, x)
+            state = made if feeds_back else state
+    told = [each.remedy for each in meter.report().advice if each.remedy.startswith("compile it as one")]
+    assert told == ["compile it as one: torch.compile on what makes these calls"] * is_told

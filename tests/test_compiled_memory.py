@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_programs import programs
+from test_compiled_programs import metered
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
@@ -121,3 +123,46 @@ def test_the_memory_budget_is_kept_to() -> None:
         kept, expected = kept_by_flopmeter(*MODELS["attention"]), kept_on_cpu(*MODELS["attention"])
     assert kept < 0.7 * whole
     assert kept == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "smoothed", "focal", "rotary", "dropout", "adamw", "top-k"])
+def test_by_rules_a_program_holds_what_it_holds_by_the_compiler(name: str) -> None:
+    (program,) = (each for each in programs() if each.name.startswith(f"{name}-"))
+    meter, ops = metered(program)
+    expected = meter.report(ops=ops).peak_memory_bytes
+    meter, ops = metered(program, compile="rules")
+    assert meter.report(mode="compiled", ops=ops).peak_memory_bytes == pytest.approx(expected, rel=0.002)
+
+
+def metered_by_hand(program: Callable[[], object]) -> FlopMeter:
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        program()
+    return meter
+
+
+def test_what_one_kernel_makes_for_itself_takes_no_memory_once_it_is_fused() -> None:
+    x = torch.empty(1024, 1024, device="meta")
+    meter = metered_by_hand(lambda: torch.exp(torch.sin(torch.cos(x) * 2) + 1))
+    assert meter.report().peak_memory_bytes == 3 * x.nbytes  # an op's input and result, beside x
+    assert meter.report(mode="compiled").peak_memory_bytes == 2 * x.nbytes
+
+
+def test_activations_that_backward_computes_again_are_given_back_by_forward() -> None:
+    x, weight = torch.empty(4096, 256, device="meta"), torch.empty(256, 1024, device="meta", requires_grad=True)
+    meter = metered_by_hand(lambda: torch.sin(torch.cos(x @ weight)).sum().backward())
+    made = 4096 * 1024 * 4
+    eager, fused = (max(meter.report(mode=mode).memory.timeline["activations"]) for mode in ("eager", "compiled"))
+    assert eager == pytest.approx(2 * made, rel=1e-3)  # the inputs of cos and sin
+    assert fused == pytest.approx(made, rel=1e-3)  # the product, of which both follow
+
+
+def test_of_logits_that_a_product_made_the_logits_are_kept() -> None:
+    """A loss in fp32 of logits in bf16: eager PyTorch keeps their log-probabilities, and the partitioner what the
+    product has written anyway."""
+    x, targets = torch.empty(4096, 256, device="meta", dtype=torch.bfloat16), torch.empty(4096, device="meta").long()
+    head = nn.Linear(256, 8192, device="meta", dtype=torch.bfloat16)
+    meter = metered_by_hand(lambda: F.cross_entropy(head(x).float(), targets).backward())
+    logits = 4096 * 8192 * 2
+    eager, fused = (max(meter.report(mode=mode).memory.timeline["activations"]) for mode in ("eager", "compiled"))
+    assert eager == pytest.approx(2 * logits, rel=0.01)
+    assert fused == pytest.approx(logits, rel=0.01)

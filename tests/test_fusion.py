@@ -56,7 +56,7 @@ def compiled(program: Callable[[], Any]) -> Compiled:
     with Recorder() as recorder:
         result = program()
     kernels = kernels_of(recorder.trace)
-    fused = fuse(kernels, recorder.trace)
+    fused = fuse(kernels, recorder.trace).kernels
     del result
     return Compiled(kernels, fused, recorder.trace)
 
@@ -456,7 +456,7 @@ def test_only_marked_modules_are_compiled():
     with Recorder() as recorder:
         model(meta(ROWS, WIDTH))
     kernels = kernels_of(recorder.trace)
-    fused = fuse(kernels, recorder.trace, region=modules_compiled("Sequential.2"))
+    fused = fuse(kernels, recorder.trace, region=modules_compiled("Sequential.2")).kernels
     assert [kernel.cost.name for kernel in fused] == ["gelu", "tanh", "fused(gelu, tanh)"]
     assert fused[0] is kernels[0]
     assert graphs_of(fused, modules_compiled("Sequential.2")) == [None, None, 0]
@@ -490,7 +490,7 @@ def test_a_local_variable_is_not_written_and_a_dropped_result_is():
 
     with Recorder() as recorder:
         function()
-    (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace)
+    (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace).kernels
     assert kernel.cost.bytes == 2 * NBYTES
 
 

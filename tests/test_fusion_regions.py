@@ -24,7 +24,7 @@ NBYTES = ROWS * WIDTH * 4
 def compiled(program: Any) -> list[tuple[str, int, int]]:
     with Recorder() as recorder:
         result = program()
-    fused = fuse(kernels_of(recorder.trace), recorder.trace)
+    fused = fuse(kernels_of(recorder.trace), recorder.trace).kernels
     del result
     return [(kernel.cost.name, kernel.cost.bytes_read, kernel.cost.bytes_written) for kernel in fused]
 
@@ -42,7 +42,7 @@ def by_hand(*steps: tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]) -> list[tup
     trace.storages += [Storage(nbytes=0, device="meta", born=0) for _ in numbers]
     return [
         (kernel.cost.name, kernel.cost.bytes_read, kernel.cost.bytes_written)
-        for kernel in fuse(kernels_of(trace), trace)
+        for kernel in fuse(kernels_of(trace), trace).kernels
     ]
 
 
@@ -153,7 +153,7 @@ def test_an_op_of_several_kernels_counts_no_flop_twice_where_they_become_one(los
     with Recorder() as recorder:
         result = loss(x.cos(), y, reduction=reduction)
     kernels = kernels_of(recorder.trace)
-    fused = fuse(kernels, recorder.trace)
+    fused = fuse(kernels, recorder.trace).kernels
     del result
     assert len(fused) < len(kernels)
     assert sum(kernel.cost.flops for kernel in fused) == sum(kernel.cost.flops for kernel in kernels)

@@ -153,7 +153,7 @@ def test_a_dense_region_that_holds_one_with_gaps_shares_all_of_it():
 def fused(program):
     with Recorder() as recorder:
         result = program()
-    kernels = fuse(kernels_of(recorder.trace), recorder.trace)
+    kernels = fuse(kernels_of(recorder.trace), recorder.trace).kernels
     del result
     return [(kernel.cost.name, kernel.cost.bytes_read, kernel.cost.bytes_written) for kernel in kernels]
 
@@ -202,7 +202,7 @@ def test_fused_kernels_have_no_quirks_of_eager_ones():
     with Recorder() as recorder:
         kept = aten.upsample_bilinear2d(T(2, 5, 3, 3), [6, 6], False).relu()
     kernels = kernels_of(recorder.trace)
-    (kernel,) = fuse(kernels, recorder.trace)
+    (kernel,) = fuse(kernels, recorder.trace).kernels
     assert kernels[0].cost.work.serial_steps == 10
     assert (kernel.cost.work.serial_steps, kernel.cost.access) == (0, "fused")
     del kept
@@ -223,7 +223,7 @@ def test_a_kernel_that_only_moves_is_of_the_class_that_moves_most():
     """A gather of 8 rows reads 8 B a row more than the cast behind it writes less."""
     with Recorder() as recorder:
         kept = aten.embedding(T(50, 32), T(8, dtype=torch.int64)).to(torch.bfloat16)
-    (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace)
+    (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace).kernels
     assert kernel.cost.op_class == "indexing"
     del kept
 
@@ -231,13 +231,23 @@ def test_a_kernel_that_only_moves_is_of_the_class_that_moves_most():
 def test_what_it_writes_tells_of_a_kernel_that_only_moves_too():
     """8 rows of 128 B are read, and by the gather 8 places of 8 B as well; the copy writes each row 16 times."""
     with Recorder() as recorder:
-        rows = aten.embedding(T(50, 32), T(8, dtype=torch.int64))
-        kept = rows.unsqueeze(1).expand(8, 16, 32).clone()
-    (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace)
+        kept = aten.embedding(T(50, 32), T(8, dtype=torch.int64)).unsqueeze(1).expand(8, 16, 32).clone()
+    (kernel,) = fuse(kernels_of(recorder.trace), recorder.trace).kernels
     assert kernel.cost.op_class == "data movement"
-    del rows, kept
+    del kept
 
 
 @pytest.mark.parametrize("function", [torch.neg, torch.clone])
 def test_what_reads_a_sparse_tensor_fuses_with_nothing(function):
     assert role(lambda: function(torch.eye(4).to_sparse())) is OPAQUE
+
+
+@pytest.mark.parametrize(("is_kept", "kernels"), [(True, 2), (False, 1)])
+def test_a_value_that_a_longer_loop_reads_shares_its_kernel_only_where_nobody_else_wants_it(is_kept, kernels):
+    """A result of the graph is written by a loop of its own length; what nobody wants is computed by its reader."""
+    with Recorder() as recorder:
+        row = T(512).sin()
+        sums = T(64, 512) + row
+        row = row if is_kept else None
+    assert len(fuse(kernels_of(recorder.trace), recorder.trace).kernels) == kernels
+    del row, sums

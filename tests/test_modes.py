@@ -42,7 +42,7 @@ def test_forward_and_backward_are_a_graph_each_and_the_optimizer_none(name: str,
 
 def test_compiled_and_replayed_programs_run_the_fused_kernels(step: tuple[list[Kernel], Trace]):
     kernels, trace = step
-    fused = [kernel.cost.name for kernel in fuse(kernels, trace)]
+    fused = [kernel.cost.name for kernel in fuse(kernels, trace).kernels]
     for name in ("compiled", "cudagraph"):
         assert [kernel.cost.name for kernel in launches(kernels, trace, MODES[name]).kernels] == fused
     assert launches(kernels, trace, MODES["eager-cudagraph"]).kernels == kernels

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil
 
 import torch
 
 from flopmeter.compiler.plan import compiled_kernel
 from flopmeter.costs import make_cost
-from flopmeter.costs.fused import HELD_ROW_ELEMENTS, flops_of, slowest_class
+from flopmeter.costs.fused import flops_of, slowest_class, walk_of
 from flopmeter.costs.rules import rule
 from flopmeter.records import (
     MOVEMENT,
@@ -39,7 +38,7 @@ def fused(call: Call) -> Cost:
         flops_by_class=flops,
         transcendentals=sum(origin.transcendentals for origin in kernel.origins),
         conversions=_conversions(kernel) if any(count for _, count in flops) else 0,
-        work=VectorWork(_rereads(kernel)),  # no index arithmetic: sizes are constants of a compiled kernel
+        work=VectorWork(_walk_of(kernel)),  # no index arithmetic: sizes are constants of a compiled kernel
     )
 
 
@@ -52,29 +51,12 @@ def _conversions(kernel: CompiledKernel) -> int:
     )
 
 
-def _rereads(kernel: CompiledKernel) -> tuple[Reread, ...]:
-    """How a kernel that reduces walks its rows. If they are too long for registers and it writes as much as it reads,
-    it reads again for the result what it read for the reduction."""
-    if kernel.reduced == 1 or not kernel.reads:
+def _walk_of(kernel: CompiledKernel) -> tuple[Reread, ...]:
+    main = max(kernel.reads, key=lambda region: region.nbytes, default=None)
+    if main is None:
         return ()
-    main = max(kernel.reads, key=lambda region: region.nbytes)
-    is_held = kernel.reduced <= HELD_ROW_ELEMENTS or kernel.bytes_written < main.nbytes // 2 or main.spec is None
-    if is_held and not kernel.is_inner:
-        return ()  # what bounds other walks than along rows is not known here
-    block = min(1 << (kernel.reduced - 1).bit_length(), _ROW_BLOCK)
-    passes = 1 if is_held else 2
-    accesses = passes * ceil(kernel.reduced / block) if kernel.is_inner else 0
-    threads = max(1, block // _ELEMENTS_OF_THREAD)
-    row_bytes = main.nbytes // kernel.rows
-    return (Reread((passes - 1) * main.nbytes, kernel.rows, row_bytes, threads, _COMBINING, accesses),)
-
-
-# Elements of a row that a block takes at a time, and those of a thread (_reduction_configs and triton_config_reduction
-# in runtime/triton_heuristics.py: 16 warps for 2,048 elements). The threads of a warp combine their results in five
-# steps of a shuffle and an addition, and the warps in four more.
-_ROW_BLOCK = 2048
-_ELEMENTS_OF_THREAD = 4
-_COMBINING = 18
+    written = 0 if main.spec is None else kernel.bytes_written
+    return walk_of(kernel.rows, kernel.reduced, main.nbytes, written, is_inner=kernel.is_inner)
 
 
 def uncounted_in(kernels: Iterable[CompiledKernel]) -> tuple[str, ...]:

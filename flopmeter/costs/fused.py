@@ -7,13 +7,21 @@ trace of an eager run, the rules of flopmeter/launch/fusion.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import ceil
 
-from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION
+from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Reread
 
 MOST_NAMES = 6  # of ops, in a kernel's name
 # Inductor holds rows of up to so many elements in registers (should_use_persistent_reduction in
 # torch/_inductor/choices.py); longer ones are read again by what follows their reduction in the kernel.
 HELD_ROW_ELEMENTS = 1024
+
+# Elements of a row that a block takes at a time, and those of a thread (_reduction_configs and triton_config_reduction
+# in runtime/triton_heuristics.py: 16 warps for 2,048 elements). The threads of a warp combine their results in five
+# steps of a shuffle and an addition, and the warps in four more.
+_ROW_BLOCK = 2048
+_ELEMENTS_OF_THREAD = 4
+_COMBINING = 18
 
 
 def name_of(ops: Iterable[str]) -> str:
@@ -36,3 +44,18 @@ def flops_of(op_class: str, parts: Iterable[Iterable[tuple[str, int]]]) -> tuple
     for name, count in (item for part in parts for item in part):
         flops[name] = flops.get(name, 0) + count
     return tuple((name, count) for name, count in flops.items() if count or name == op_class)
+
+
+def walk_of(rows: int, reduced: int, read_bytes: int, bytes_written: int, *, is_inner: bool) -> tuple[Reread, ...]:
+    """How a kernel walks the rows that it reduces; its largest input has so many bytes. If they are too long for
+    registers and it writes as much as it reads, it reads again for the result what it read for the reduction."""
+    if reduced == 1:
+        return ()
+    is_held = reduced <= HELD_ROW_ELEMENTS or bytes_written < read_bytes // 2
+    if is_held and not is_inner:
+        return ()  # what bounds other walks than along rows is not known here
+    block = min(1 << (reduced - 1).bit_length(), _ROW_BLOCK)
+    passes = 1 if is_held else 2
+    accesses = passes * ceil(reduced / block) if is_inner else 0
+    threads = max(1, block // _ELEMENTS_OF_THREAD)
+    return (Reread((passes - 1) * read_bytes, rows, read_bytes // rows, threads, _COMBINING, accesses),)

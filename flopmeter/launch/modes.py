@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Literal
@@ -107,8 +108,8 @@ def launches(
         return _as_compiled(kernels, trace, mode, is_one_graph=is_one_graph)
     if not mode.has_graphs:
         return Launches(kernels, [None] * len(kernels), mode, assign_streams(kernels, trace))
-    made = fuse(kernels, trace, region=region) if mode.fuses else kernels
-    return _launched(made, graphs_of(made, region), mode, trace)
+    made, lives = fuse(kernels, trace, region=region) if mode.fuses else (kernels, None)
+    return _launched(made, graphs_of(made, region), mode, trace)._replace(lives=lives)
 
 
 def _launched(made: list[Kernel], graphs: list[int | None], mode: LaunchMode, trace: Trace) -> Launches:
@@ -135,7 +136,7 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
             "FlopMeter(compile='rules'), which runs compiled functions eagerly and fuses them by rules"
         )
     by_rules: CompiledRegion = lambda op: None if op.is_replayed else op.region  # noqa: E731
-    made = fuse(kernels, trace, region=by_rules)
+    made, lives = fuse(kernels, trace, region=by_rules)
     known: dict[Cost, Cost] = {}
     made = [kernel if kernel.op.graph is None else kernel._replace(cost=padded(kernel, known)) for kernel in made]
     numbers = graphs_of(made, by_rules)
@@ -145,18 +146,24 @@ def _as_compiled(kernels: list[Kernel], trace: Trace, mode: LaunchMode, *, is_on
         number if kernel.op.graph is None else first + call_of.get(kernel.op.graph, kernel.op.graph)
         for kernel, number in zip(made, numbers, strict=True)
     ]
-    return _launched(made, graphs, mode, trace)
+    return _launched(made, graphs, mode, trace)._replace(lives=lives)
 
 
 def _calls_joined(kernels: list[Kernel]) -> dict[int, int]:
     """For each call of a compiled graph the first call of its run: calls of one phase with no eager kernel between
-    them."""
+    them, each of which reads what the calls before have made (another batch does not)."""
+    made, read = defaultdict[int | None, set[int]](set), defaultdict[int | None, set[int]](set)
+    for op in (kernel.op for kernel in kernels):
+        read[op.graph].update(op.storages[spec.storage] for spec in op.call.inputs)
+        made[op.graph].update(op.storages[spec.storage] for spec in op.call.outputs)
     joined: dict[int, int] = {}
     previous: Op | None = None
-    for kernel in kernels:
-        op = kernel.op
+    of_run: set[int] = set()
+    for op in (kernel.op for kernel in kernels):
         if op.graph is not None and op.graph not in joined:
             before = previous.graph if previous is not None and previous.phase == op.phase else None
-            joined[op.graph] = op.graph if before is None else joined[before]
+            goes_on = not of_run.isdisjoint(read[op.graph])
+            joined[op.graph] = op.graph if before is None or not goes_on else joined[before]
+            of_run = made[op.graph] | (of_run if joined[op.graph] != op.graph else set())
         previous = op
     return joined

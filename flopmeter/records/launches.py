@@ -32,6 +32,15 @@ class Placement(NamedTuple):
     batch: int | None = None  # kernels of a stream with the same number run as one: messages that go together
 
 
+class Life(NamedTuple):
+    """Of a block of memory: `born` is the index of the op before which it was taken, and it was given back before op
+    `died`; None: not until the end."""
+
+    nbytes: int
+    born: int
+    died: int | None
+
+
 class LaunchMode(NamedTuple):
     """How the kernels of a graph are made and launched. Kernels outside of graphs run eagerly in every mode."""
 
@@ -56,6 +65,8 @@ class Launches(NamedTuple):
     captured: Mapping[int, LaunchMode] | None = None  # how graphs run that the program captured itself
     tensors: Mapping[int, int] | None = None  # how many each graph takes and returns; None: no graph is compiled
     repeats: bool = False  # one turn of a loop that does not wait for the device: the turn before may still be running
+    # By storage, where they differ from the trace's; None: never in memory. Storages below 0 are not in the trace.
+    lives: Mapping[int, Life | None] | None = None
 
     def mode_of(self, graph: int) -> LaunchMode:
         return (self.captured or {}).get(graph, self.mode)

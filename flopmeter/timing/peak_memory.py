@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.device.hardware import Hardware, HardwareError
-from flopmeter.records import BEFORE, DEFAULT_STREAM, Op, Resize, Storage, Trace
+from flopmeter.records import BEFORE, DEFAULT_STREAM, Life, Op, Resize, Trace
 from flopmeter.timing.allocator import BLOCK_BYTES, Lifetime, OutOfMemoryError, round_up, serve
 from flopmeter.timing.scratch import scratch_of
 
@@ -48,6 +48,7 @@ class Memory:
     trace: Trace = field(repr=False)
     steps: int
     device: Hardware | None = field(default=None, repr=False)  # whose libraries ask for scratch; None: for none
+    lives: Mapping[int, Life | None] | None = field(default=None, repr=False)  # that are others than the trace's
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -122,8 +123,8 @@ class Memory:
     def blocks(self) -> tuple[MemoryBlock, ...]:
         category, streams = _Categories(self.trace, self.steps), self.trace.stream_use.streams
         return tuple(
-            MemoryBlock(nbytes, born, died, category(number), number, streams.get(born, DEFAULT_STREAM))
-            for number, nbytes, born, died in _lives(self.trace, self.steps)
+            MemoryBlock(*life, category(number, life), number, streams.get(life.born, DEFAULT_STREAM))
+            for number, life in self._lives()
         )
 
     @cached_property
@@ -144,11 +145,29 @@ class Memory:
 
     @cached_property
     def _totals(self) -> list[int]:
-        return _alive((life[1:] for life in _lives(self.trace, self.steps)), self.steps)
+        return _alive((life for _, life in self._lives()), self.steps)
 
     @cached_property
     def _peak(self) -> int:
         return self._totals.index(max(self._totals))
+
+    def _lives(self) -> Iterator[tuple[int, Life]]:
+        """Of each storage on the program's device, in the first `steps` ops. A storage that is resized counts as a new
+        one; the old memory is freed after its contents were copied."""
+        changed, device = self.lives or {}, self.trace.device
+        resizes: dict[int, list[Resize]] = {}
+        for resize in self.trace.resizes:
+            if resize.op < self.steps:
+                resizes.setdefault(resize.storage, []).append(resize)
+        for number, storage in enumerate(self.trace.storages):
+            life = changed.get(number, Life(storage.nbytes, storage.born, storage.died))
+            if life is None or life.born >= self.steps or storage.device != device or life.died == life.born:
+                continue  # no op saw it
+            for resize in resizes.get(number, ()):
+                yield number, life._replace(died=resize.op + 1)
+                life = life._replace(nbytes=resize.nbytes, born=resize.op)
+            yield number, life if life.died is None or life.died <= self.steps else life._replace(died=None)
+        yield from ((number, life) for number, life in changed.items() if number < 0 and life is not None)
 
 
 def usable_bytes(hardware: Hardware) -> int:
@@ -168,8 +187,9 @@ def usable_bytes_if_known(hardware: Hardware) -> int | None:
     return None if hardware.memory_bytes is None else usable_bytes(hardware)
 
 
-def memory_of(trace: Trace, device: Hardware | None = None) -> Memory:
-    """The memory of what the trace holds so far on the program's device; with `device`, that of its libraries too.
+def memory_of(trace: Trace, device: Hardware | None = None, lives: Mapping[int, Life | None] | None = None) -> Memory:
+    """The memory of what the trace holds so far on the program's device; with `device`, that of its libraries too;
+    with `lives`, that of kernels for which storages live otherwise (see Launches).
 
     Each storage is in one category for all of its life:
 
@@ -180,7 +200,7 @@ def memory_of(trace: Trace, device: Hardware | None = None) -> Memory:
     inputs: what else was there before.
     temporaries: the rest, such as the gradients of activations.
     """
-    return Memory(trace, len(trace.ops), device)
+    return Memory(trace, len(trace.ops), device, lives)
 
 
 def _alive(blocks: Iterable[tuple[Any, ...]], steps: int) -> list[int]:
@@ -197,24 +217,6 @@ def _compact(sizes: list[int]) -> Sequence[int]:
     return array("q", sizes) if max(sizes) < 2**63 else sizes
 
 
-def _lives(trace: Trace, steps: int) -> Iterator[tuple[int, int, int, int | None]]:
-    """Number, size, birth and death of each storage on the program's device, in the first `steps` ops. A storage that
-    is resized counts as a new one; the old memory is freed after its contents were copied."""
-    device = trace.device
-    resizes: dict[int, list[Resize]] = {}
-    for resize in trace.resizes:
-        if resize.op < steps:
-            resizes.setdefault(resize.storage, []).append(resize)
-    for number, storage in enumerate(trace.storages):
-        nbytes, born, died = storage.nbytes, storage.born, storage.died
-        if born >= steps or storage.device != device or died == born:  # no op saw it
-            continue
-        for resize in resizes.get(number, ()):
-            yield number, nbytes, born, resize.op + 1
-            nbytes, born = resize.nbytes, resize.op
-        yield number, nbytes, born, None if died is None or died > steps else died
-
-
 class _Categories:
     """Gives the category of a storage, by its number."""
 
@@ -226,18 +228,18 @@ class _Categories:
         self._not_optimizer = [i for i, op in enumerate(ops) if op.phase != "optimizer"]
         self._gradients = self._find_gradients(steps)
 
-    def __call__(self, number: int) -> Category:
-        storage = self._trace.storages[number]
-        if storage.role is not None:
-            return storage.role
+    def __call__(self, number: int, life: Life) -> Category:
+        known = self._trace.storages[number] if number >= 0 else None
+        if known is not None and known.role is not None:
+            return known.role
         if number in self._gradients:
             return "gradients"
-        if storage.born == BEFORE:
+        if life.born == BEFORE:
             return "inputs"
-        phase = self._trace.ops[storage.born].phase
-        if phase == "optimizer" and _is_alive_at_next(self._not_optimizer, storage):
+        phase = self._trace.ops[life.born].phase
+        if phase == "optimizer" and _is_alive_at_next(self._not_optimizer, life):
             return "optimizer state"
-        if phase in ("forward", "recompute") and _is_alive_at_next(self._backward, storage):
+        if phase in ("forward", "recompute") and _is_alive_at_next(self._backward, life):
             return "activations"
         return "temporaries"
 
@@ -259,7 +261,7 @@ def _computes(op: Op, storage: int) -> bool:
     return bool(inputs) and storage in outputs - inputs
 
 
-def _is_alive_at_next(places: list[int], storage: Storage) -> bool:
+def _is_alive_at_next(places: list[int], life: Life) -> bool:
     """Whether the storage was still alive at the next of the (sorted) ops after the one that made it."""
-    after = bisect_right(places, storage.born)
-    return after < len(places) and (storage.died is None or storage.died > places[after])
+    after = bisect_right(places, life.born)
+    return after < len(places) and (life.died is None or life.died > places[after])

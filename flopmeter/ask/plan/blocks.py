@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from flopmeter.records import Kernel
 from flopmeter.timing.peak_memory import Memory, MemoryBlock
 
 START, END = -1.0, math.inf  # places before and after all ops of a pass
@@ -44,27 +43,14 @@ def _kept_bytes(blocks: Blocks) -> int:
     return sum(blocks.nbytes[number] for number in blocks.kept)
 
 
-def blocks_of(
-    memory: Memory, kernels: Sequence[Kernel], parts: Sequence[tuple[int, bool]], gradients: set[int]
-) -> dict[int, Blocks]:
-    """The blocks of each part, but for what one fused kernel alone makes and reads. `parts`: of each op, its part
-    and whether it belongs to the backward pass. `gradients`: storages that became gradients of parameters."""
+def blocks_of(memory: Memory, parts: Sequence[tuple[int, bool]], gradients: set[int]) -> dict[int, Blocks]:
+    """The blocks of each part. `parts`: of each op, its part and whether it belongs to the backward pass. `gradients`:
+    storages that became gradients of parameters."""
     found = _BlocksOfParts(memory, parts, gradients)
-    inside = _inside_of_kernels(memory, kernels)
     for block in memory.blocks:
-        if block.born >= 0 and block.nbytes and block.storage not in inside:
+        if block.born >= 0 and block.nbytes:
             found.add(block)
     return {part: found.of(part) for part, _ in dict.fromkeys(parts)}
-
-
-def _inside_of_kernels(memory: Memory, kernels: Sequence[Kernel]) -> set[int]:
-    """Storages that the ops of one kernel make and read, and no other op."""
-    kernel_of = {id(op): number for number, kernel in enumerate(kernels) if len(kernel.ops) > 1 for op in kernel.ops}
-    users: dict[int, set[int]] = defaultdict(set)
-    for number, op in enumerate(memory.trace.ops[: memory.steps]):
-        for storage in () if op.call.func.is_view else op.storages:
-            users[storage].add(kernel_of.get(id(op), -1 - number))
-    return {storage for storage, of in users.items() if len(of) == 1 and min(of) >= 0}
 
 
 class _TakeOrGive(NamedTuple):

@@ -215,7 +215,7 @@ class _PartsOfReport:
             self._passes[part, kind] = self._passes.get((part, kind), PassCost()) + cost
         place = _Place(prefix)
         parts = [place(op.module, op.phase) for op in report.memory.trace.ops]
-        self._blocks = blocks_of(report.memory, report.kernels, parts, self._gradients)
+        self._blocks = blocks_of(report.memory, parts, self._gradients)
         self._held = self._held_for_weights()
 
     def cost(self, part: int, parameters: int, experts: int = 0) -> PartCost:

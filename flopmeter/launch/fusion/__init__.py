@@ -5,7 +5,7 @@ kernel; matmuls, convolutions and fused attention stay the libraries' (inductor 
 or cuDNN by default). In order: layout.py says which convolutions run channels-last, graphs.py where a compiled graph
 ends, roles.py what may fuse; parts.py and upcasts.py cut kernels as inductor schedules them, recompute.py says what
 backward computes again, inlining.py what each reader computes for itself; dataflow.py follows who reads what,
-grouping.py makes the kernels, and traffic.py counts their bytes.
+grouping.py makes the kernels, traffic.py counts their bytes, and memory.py says what is in memory when.
 
 A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
 backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody
@@ -21,28 +21,31 @@ at 250 arguments, as eager PyTorch splits its own); they do not fuse with ops on
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
 
 import torch
 
 from flopmeter.costs import make_cost
-from flopmeter.costs.fused import HELD_ROW_ELEMENTS, flops_of, name_of, slowest_class
+from flopmeter.costs.fused import flops_of, name_of, slowest_class, walk_of
 from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, modules_compiled, tensors_of, whole_program
 from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.inlining import inlined
 from flopmeter.launch.fusion.layout import in_chosen_layout
+from flopmeter.launch.fusion.memory import lives_of, made_in_graphs
 from flopmeter.launch.fusion.parts import Part, parts_of
 from flopmeter.launch.fusion.recompute import with_recomputation
-from flopmeter.launch.fusion.roles import OPAQUE
+from flopmeter.launch.fusion.roles import OPAQUE, Loops, splits_of
 from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.launch.fusion.upcasts import with_upcasts
 from flopmeter.records import (
-    NORMALIZATION,
     RANDOM,
-    REDUCTION,
     Cost,
     Kernel,
+    Life,
     MatmulWork,
     Op,
     Region,
@@ -50,7 +53,6 @@ from flopmeter.records import (
     Trace,
     VectorWork,
 )
-from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.torch_names.operators import aten
 
 __all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "modules_compiled", "padded", "tensors_of", "whole_program"]
@@ -58,25 +60,33 @@ __all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "modules_compiled", "p
 NOTE = "compiled: fusion by inductor's default rules, and what backward computes again by those of its partitioner"
 
 
-def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_program) -> list[Kernel]:
+class Fused(NamedTuple):
+    """What torch.compile would launch, and how long each storage lives then (see Launches)."""
+
+    kernels: list[Kernel]
+    lives: Mapping[int, Life | None]
+
+
+def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_program) -> Fused:
     """The kernels as torch.compile would launch them, in an order that respects every dependency.
 
     `kernels` are those of `kernels_of(trace)`; `region` says what is compiled. Kernels of compiled graphs
     carry no views and no module calls: the host runs none. Raises ValueError for kernels of another trace.
     """
     if all(region(kernel.op) is None for kernel in kernels):
-        return kernels  # as what follows would, in two fifths of the time of a report
+        return Fused(kernels, {})  # as what follows would, in two fifths of the time of a report
     kernels = in_chosen_layout(kernels, region)
-    parts = with_upcasts(parts_of(kernels, graphs_of(kernels, region), _places(kernels, trace)))
+    graphs = graphs_of(kernels, region)
+    parts = with_upcasts(parts_of(kernels, graphs, _places(kernels, trace)))
     parts = inlined(with_recomputation(parts, trace), trace)
     flow = flow_of(parts)
     groups = Groups(parts, flow)
     traffic = Traffic(parts, trace, flow, groups)
-    costs: dict[tuple[tuple[Cost, ...], int, int], Cost] = {}
+    costs: dict[tuple[tuple[Cost, ...], int, int, Loops | None], Cost] = {}
     libraries: dict[Cost, Cost] = {}
     draws = _draws_of(parts)
-    fused = []
-    for group in groups.in_order():
+    fused, order = [], groups.in_order()
+    for group in order:
         members = sorted(group, key=lambda member: parts[member].source)
         first = parts[members[0]]
         ops = tuple({id(op): op for op in (_op(parts[member], kernels) for member in members)}.values())
@@ -90,11 +100,11 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
         drawing = [parts[member].op for member in members if _draws(parts[member])]
         if drawing and first.graph in draws:
             fused.append(_seeds(drawing[0], draws.pop(first.graph)))
-        key = (tuple(parts[member].cost for member in members), *traffic.of_group(members))
+        key = (tuple(parts[member].cost for member in members), *traffic.of_group(members), groups.loops_of(members[0]))
         if key not in costs:
             costs[key] = _fused_cost(*key)
         fused.append(Kernel(ops, costs[key], 0, 0))
-    return fused
+    return Fused(fused, lives_of(parts, flow, traffic, order, trace, made_in_graphs(kernels, graphs, trace)))
 
 
 def _draws(part: Part) -> bool:
@@ -132,14 +142,14 @@ def _places(kernels: list[Kernel], trace: Trace) -> list[int]:
         raise ValueError("fuse() takes the kernels of the trace that is given with them: kernels_of(trace)") from None
 
 
-def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) -> Cost:
+def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int, loops: Loops | None) -> Cost:
     """One kernel of inductor's for all parts. FLOPs keep their classes, those of the kernel's own class first.
 
-    Some traits of eager kernels are dropped: how they walk memory, serial loops, index arithmetic (in a compiled kernel
-    sizes are constants). Second reads of rows too long for registers stay.
+    Traits of eager kernels are dropped: how they walk memory, serial loops, index arithmetic (in a compiled kernel
+    sizes are constants).
     """
     main = max(parts, key=lambda part: part.bytes)
-    has_statistics = any(part.op_class in (NORMALIZATION, REDUCTION) for part in parts)
+    largest = max((region.nbytes for part in parts for region in part.reads), default=0)
     op_class = slowest_class([part.op_class for part in parts]) or main.op_class
     return replace(
         main,
@@ -152,13 +162,14 @@ def _fused_cost(parts: tuple[Cost, ...], bytes_read: int, bytes_written: int) ->
         transcendentals=sum(part.transcendentals for part in parts),
         fused_multiply_add=all(part.fused_multiply_add for part in parts if part.flops),
         access="fused",
-        work=VectorWork(tuple(reread for part in parts if has_statistics for reread in _long_rereads(part))),
+        work=VectorWork(_walk_of(loops, min(largest, bytes_read), bytes_written) if loops else ()),
     )
 
 
-def _long_rereads(part: Cost) -> list[Reread]:
-    rereads = part.work.rereads if isinstance(part.work, VectorWork) else ()
-    return [reread for reread in rereads if reread.row_bytes > HELD_ROW_ELEMENTS * item_bytes_of(part.dtype)]
+def _walk_of(loops: Loops, read_bytes: int, bytes_written: int) -> tuple[Reread, ...]:
+    splits = splits_of(loops)
+    rows, reduced = loops.kept * splits, ceil(loops.reduced / splits)
+    return walk_of(rows, reduced, read_bytes, bytes_written, is_inner=loops.is_inner)
 
 
 def padded(kernel: Kernel, known: dict[Cost, Cost]) -> Cost:

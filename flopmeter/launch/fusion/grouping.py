@@ -57,6 +57,10 @@ class Groups:
             self._parent[kernel] = kernel = self._parent[self._parent[kernel]]
         return kernel
 
+    def loops_of(self, kernel: int) -> Loops | None:
+        """The loops of the reductions in its group."""
+        return self._loops[self.of(kernel)]
+
     def in_order(self) -> list[list[int]]:
         """The members of each group; groups in an order that respects every dependency, close to the
         program's. Graphs stay as they are, one after another."""
@@ -120,11 +124,14 @@ class Groups:
         ]
 
     def _can_join(self, before: int, after: int) -> bool:
+        """Element-wise loops fuse if they are as long as one another; what a longer one reads was inlined before, or is
+        in memory (`can_fuse` of SIMDScheduling in torch/_inductor/codegen/simd.py). Reductions have `_fits`."""
         first, second = self._flow.roles[before], self._flow.roles[after]
         return (
             first.joins_consumers
             and second.joins_producers
             and first.lists == second.lists
+            and (first.elements == second.elements or {self._loops[self.of(before)], second.loops} != {None})
             and self._parts[before].op.phase == self._parts[after].op.phase
             and self._updated[self.of(before)] >= second.elements
         )

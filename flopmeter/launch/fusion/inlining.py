@@ -172,7 +172,9 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
         """Element by element, of inputs that stay as they are, and alone in its storage; others that nobody wants are
         not made."""
         part, made = parts[place], flow.writes[place]
-        if part.graph is None or not is_pointwise(part.role) or _puts_together(part):
+        if part.graph is None or not is_pointwise(part.role):
+            return False
+        if _puts_together(part) and _is_stored(parts, flow, place, found):
             return False
         storages = {each.touch.storage for each in made if each.readers or lifetimes.outlives_graph(each)}
         return (

@@ -89,7 +89,7 @@ def _is_filled_in_vain(part: Part, later: list[Part]) -> bool:
     """Zeros that eager kernels ask for and inductor, whose loop writes all of the result, does not."""
     if part.graph is None or part.cost.reads or part.role is OPAQUE:
         return False
-    written = {region.spec for region in part.cost.writes}
+    written = _written(part)
     return any(
         other.role is not OPAQUE
         and not written & {region.spec for region in other.cost.reads}
@@ -101,7 +101,13 @@ def _is_filled_in_vain(part: Part, later: list[Part]) -> bool:
 
 def _is_continued(first: Part, second: Part) -> bool:
     same = first.graph is not None and first.role.elements == second.role.elements
-    return same and all(is_pointwise(part.role) and part.cost.op_class == ELEMENTWISE for part in (first, second))
+    fills = not first.cost.reads and _written(first) == _written(second)  # zeros, and what is copied into them
+    both = (first, second)
+    return same and all(is_pointwise(part.role) and (fills or part.cost.op_class == ELEMENTWISE) for part in both)
+
+
+def _written(part: Part) -> set[TensorSpec | None]:
+    return {region.spec for region in part.cost.writes}
 
 
 def _as_one(parts: list[Part], read_later: Set[TensorSpec | None]) -> Cost:
@@ -112,12 +118,14 @@ def _as_one(parts: list[Part], read_later: Set[TensorSpec | None]) -> Cost:
     written: dict[TensorSpec | None, Region] = {}
     for part in parts:
         reads |= {region: None for region in part.cost.reads if region.spec not in written}
-        written |= {region.spec: region for region in part.cost.writes}
+        for region in part.cost.writes:
+            before = written.get(region.spec, region)
+            written[region.spec] = max(before, region, key=lambda each: each.nbytes)
     return replace(
         last,
         reads=tuple(reads),
         writes=tuple(w for spec, w in written.items() if spec is None or spec.storage in kept or spec in read_later),
-        flops_by_class=flops_of(ELEMENTWISE, (part.cost.flops_by_class for part in parts)),
+        flops_by_class=flops_of(last.op_class, (part.cost.flops_by_class for part in parts)),
         transcendentals=sum(part.cost.transcendentals for part in parts),
     )
 

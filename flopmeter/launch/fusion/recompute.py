@@ -75,12 +75,12 @@ def _is_backward(part: Part) -> bool:
 def _held_for_backward(parts: list[Part], flow: Flow, again: set[int], trace: Trace) -> dict[int, bool]:
     """Which of the parts made what autograd alone held for the backward graph: now it is in no memory. For each,
     whether its own graph reads it still."""
-    last = Lifetimes(parts, trace).last
+    last_of = Lifetimes(parts, trace).last_of
     dropped: dict[int, bool] = {}
     for place in sorted(again, reverse=True):
         (value,) = flow.writes[place]
         own = [reader for reader in value.readers if parts[reader].graph == parts[place].graph]
-        end = max(last[parts[reader].graph] for reader in (place, *value.readers))
+        end = max(last_of(parts[reader]) for reader in (place, *value.readers))
         storage = value.touch.storage
         died = trace.storages[storage].died if storage >= 0 else 0
         if died is not None and died <= end + bool(own):
@@ -102,7 +102,7 @@ class _Partition:
         self._users: defaultdict[Source, list[int]] = defaultdict(list)  # in the graph, in order
         self._nbytes: dict[Source, int] = {}
         self._wanted: set[Source] = set()  # by a backward graph
-        self._in_memory: set[Source] = set()  # since a library reads it, or it is an input
+        self._in_memory: set[Source] = set()  # since a library makes or reads it, or it is an input
         last_write = {value.touch.storage: place for place, made in enumerate(flow.writes) for value in made}
         for place in members:
             self._note(place)
@@ -137,7 +137,7 @@ class _Partition:
             for reader in value.readers:
                 if _is_backward(self._parts[reader]):
                     self._wanted.add(made)
-                if not self._parts[reader].role.joins_producers:
+                if not (self._may_fuse(place) and self._parts[reader].role.joins_producers):
                     self._in_memory.add(made)
         self._inputs[place] = []
         for touch, values in self._flow.reads[place]:
@@ -173,6 +173,11 @@ class _Partition:
                 first = self._first_not_fusible(users)
                 yield from (user for user in users if user > first)
 
+    def _may_fuse(self, place: int) -> bool:
+        """With its readers, for the partitioner, which does not know of split loops."""
+        role = self._parts[place].role
+        return role.joins_consumers or role.loops is not None
+
     def _first_not_fusible(self, users: list[int]) -> int:
         last, waiting = users[-1], [(user, True) for user in users]
         seen = {*waiting}
@@ -181,8 +186,7 @@ class _Partition:
             place, fuses = heapq.heappop(waiting)
             if not fuses:
                 return place
-            role = self._parts[place].role
-            may_fuse = role.joins_consumers or role.loops is not None  # split loops, for the partitioner
+            may_fuse = self._may_fuse(place)
             for reader in {reader for value in self._flow.writes[place] for reader in value.readers} & self._inside:
                 use = reader, may_fuse and self._parts[reader].role.joins_producers
                 if reader <= last and use not in seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value
@@ -15,9 +16,16 @@ class Lifetimes:
 
     def __init__(self, parts: list[Part], trace: Trace):
         self._parts, self._storages = parts, trace.storages
-        self.last = {part.graph: part.place for part in parts}  # for each graph, the op of its last kernel
+        self._last = {part.graph: part.place for part in parts}
         ends = [*(part.place for part in parts), len(trace.ops)][1:]
+        backward = [part for part in parts if part.graph is not None and part.op.phase == "backward"]
+        starts = {part.graph: part.place for part in reversed(backward)}
+        self._backward = sorted((start, self._last[graph]) for graph, start in starts.items())
         self._end = {part.graph: end for part, end in zip(parts, ends, strict=True)}  # and of the next one after it
+
+    def last_of(self, part: Part) -> int:
+        """The op of the last kernel of the part's graph; of an eager kernel its own."""
+        return part.place if part.graph is None else self._last[part.graph]
 
     def outlives_graph(self, value: Value) -> bool:
         """Whether the value has to be in memory when its graph has ended.
@@ -34,9 +42,16 @@ class Lifetimes:
         if value.overwritten_by is not None and self._parts[value.overwritten_by].graph == graph:
             return False
         died = self._storages[value.touch.storage].died
+        if died is not None and self._is_in_backward(died):  # it was held by autograd
+            return any(self._parts[reader].graph != graph for reader in value.readers)
         if died is None or died > self._end[graph]:
             return True
-        return not value.readers and died > self.last[graph] and not self._storages[value.touch.storage].died_inside
+        return not value.readers and died > self._last[graph] and not self._storages[value.touch.storage].died_inside
+
+    def _is_in_backward(self, place: int) -> bool:
+        """Whether a backward graph had begun and had not ended before this op."""
+        number = bisect_left(self._backward, (place, -1)) - 1
+        return number >= 0 and place <= self._backward[number][1]
 
 
 class Traffic:
@@ -44,7 +59,7 @@ class Traffic:
 
     def __init__(self, parts: list[Part], trace: Trace, flow: Flow, groups: Groups):
         self._parts, self._storages, self._flow, self._groups = parts, trace.storages, flow, groups
-        self.outlives_graph = Lifetimes(parts, trace).outlives_graph
+        self.lifetimes = Lifetimes(parts, trace)
 
     def of_group(self, members: list[int]) -> tuple[int, int]:
         """Bytes read and bytes written by the kernels as one."""
@@ -70,14 +85,16 @@ class Traffic:
         charges = _Charges()
         for member in members:
             for value in self._flow.writes[member]:
-                if self._is_kept(value):
+                if self.is_kept(value):
                     charges.add(value.touch, value.touch.charged)
         return charges.total(self._storages)
 
-    def _is_kept(self, value: Value) -> bool:
+    def is_kept(self, value: Value) -> bool:
         """Whether someone reads the value from memory, or holds it when its graph has ended."""
         inside = self._groups.of(value.kernel)
-        return any(self._groups.of(reader) != inside for reader in value.readers) or self.outlives_graph(value)
+        return any(self._groups.of(reader) != inside for reader in value.readers) or self.lifetimes.outlives_graph(
+            value
+        )
 
 
 class _Charges:

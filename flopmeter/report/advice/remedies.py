@@ -125,8 +125,13 @@ def one_graph(report: Report) -> Iterator[Proposal]:
     if len({graph for graph in then.launches.graphs if graph is not None}) >= len(graphs):
         return
     why = f"{len(graphs)} calls of compiled graphs, each with its checks, and nothing fuses across their ends"
-    remedy = "compile it as one: torch.compile(model, fullgraph=True) names what breaks it"
-    yield Proposal(all_kernels(report), everything, why, remedy, then)
+    is_whole = bool(report.graphs) and not any(graph.breaks for graph in report.graphs)
+    how = (
+        "torch.compile on what makes these calls"
+        if is_whole
+        else "torch.compile(model, fullgraph=True) names what breaks it"
+    )
+    yield Proposal(all_kernels(report), everything, why, f"compile it as one: {how}", then)
 
 
 @remedy

@@ -40,9 +40,7 @@ def memory_timeline(report: Report) -> Markup:
     if shown.starts is not None and report.seconds:
         across.insert(0, _over_time(shown.starts, report.seconds))
     pictures = (tag("figure", _drawn(shown, each)) for each in across)
-    note = tag("p", "The memory of the eager run: where ops are fused, what is between them is not held.")
-    parts = [tag("div", *pictures, class_="pair"), _legend(report, shown)]
-    return join([note, *parts] if report.launches.mode.fuses else parts)
+    return join([tag("div", *pictures, class_="pair"), _legend(report, shown)])
 
 
 def _over_time(starts: Sequence[float], seconds: float) -> _Across:
