@@ -228,6 +228,8 @@ def _about_import(error: ImportError, script: Script) -> str:
     name = error.name.partition(".")[0]
     if "partially initialized" in str(error) and os.path.basename(error.path or "") == f"{name}.py":
         return f"{error.path} hides a package that is called {name} too: rename the file"
+    if name in SHIMS and name != error.name:  # its package was there
+        return f"flopmeter's shim has no {error.name}: run the script's path without it, by its arguments"
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):
