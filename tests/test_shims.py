@@ -260,6 +260,19 @@ def test_rows_that_a_mask_names_are_padded_again_by_flash_attns_functions():
     stepped("flash_attn", program)
 
 
+def test_attention_that_is_asked_for_its_sums_returns_them_and_no_weights():
+    def program():
+        from flash_attn import flash_attn_func
+
+        q = torch.zeros(2, 64, 4, 32, device="cuda", dtype=torch.bfloat16)
+        out, sums, weights = flash_attn_func(q, q, q, return_attn_probs=True)
+        assert (out.shape, sums.shape, weights) == (q.shape, (2, 4, 64), None)
+        with pytest.raises(NotImplementedError, match="return_attn_probs"):
+            flash_attn_func(q, q, q, dropout_p=0.1, return_attn_probs=True)
+
+    assert stepped("flash_attn", program).macs == 2 * 2 * 4 * 64 * 64 * 32
+
+
 def test_internals_that_a_shim_leaves_out_can_be_imported_and_derived_from_but_not_used():
     def program():
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward as internal

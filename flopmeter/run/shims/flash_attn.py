@@ -25,8 +25,8 @@ from flopmeter.run.shims.kernel import kernel
 from flopmeter.torch_names.operators import aten
 
 NO_WINDOW = (-1, -1)
-_NOT_TORCHS = ("softcap", "return_attn_probs")  # what torch's call of the library does not have
-_NOT_OVER_CACHES = (*_NOT_TORCHS, "alibi_slopes", "rotary_cos", "return_softmax_lse")
+_NOT_TORCHS = ("softcap",)  # what torch's call of the library does not have
+_NOT_OVER_CACHES = (*_NOT_TORCHS, "return_attn_probs", "alibi_slopes", "rotary_cos", "return_softmax_lse")
 
 
 def flash_attn_func(
@@ -136,15 +136,17 @@ def _attend(
     causal: bool,
     window: Sequence[int],
     options: dict[str, Any],
-) -> Tensor:
-    _refuse(options, *_NOT_TORCHS)
+) -> Any:
+    """With return_attn_probs also the logarithms of the sums, and no weights: these need dropout."""
+    _refuse(options, *_NOT_TORCHS, *(["return_attn_probs"] if dropout else []))
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, not {q.dtype}")
     left, right = window
-    return torch.ops.aten._flash_attention_forward(
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, dropout, causal, False, scale=scale,
         window_size_left=left, window_size_right=right, alibi_slopes=options.get("alibi_slopes"),
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    return (out, sums, None) if options.get("return_attn_probs") else out
 
 
 def _mean(lengths: Tensor | None, room: int) -> int:
