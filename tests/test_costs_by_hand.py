@@ -72,6 +72,18 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
         ),
         2 * 2 * 14 * 12 * 8 + 14 * 3 * 23 + 14 * 24, 2 * 2 * 14 * 12 * 8,
     ),
+    "_jagged_to_padded_dense_forward": (
+        call_by_hand(
+            aten._jagged_to_padded_dense_forward.default, (T(31, 6), [T(4, dtype=I32)], [17]), (T(3, 17, 6),)
+        ),
+        0, 0,
+    ),
+    "_padded_dense_to_jagged_forward": (
+        call_by_hand(
+            aten._padded_dense_to_jagged_forward.default, (T(3, 17, 6), [T(4, dtype=I32)], 31), (T(31, 6),)
+        ),
+        0, 0,
+    ),
     "mish_backward": (call_by_hand(aten.mish_backward.default, (T(6), T(6)), (T(6),)), 6 * (3 + 4 + 6), 0),
     "_thnn_fused_gru_cell": (
         call_by_hand(

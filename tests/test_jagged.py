@@ -146,3 +146,21 @@ def test_attention_of_jagged_tensors_on_the_cpu_says_no_more_than_without_a_mete
         warnings.simplefilter("error")
         inside = F.scaled_dot_product_attention(q, q, q).values()
     assert torch.equal(inside, outside)
+
+
+def test_padding_and_its_gradient_move_what_they_read_and_write():
+    """Of 5 + 9 + 17 rows a padded tensor of 3 x 17; fp32, with four offsets of 8 bytes. The gradient goes back."""
+    layer, x = layer_and_sequences(torch.float32, (5, 9, 17))
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        layer(x).to_padded_tensor(0.0).square().sum().backward()
+    rows, padded, offsets = 31 * 3 * WIDTH * 4, 51 * 3 * WIDTH * 4, 4 * 8
+    moved = {
+        each.cost.name: (each.cost.bytes_read, each.cost.bytes_written)
+        for each in meter.report().kernels
+        if "jagged" in each.cost.name
+    }
+    assert moved == {
+        "_jagged_to_padded_dense_forward": (rows + offsets, padded),
+        "_padded_dense_to_jagged_forward": (rows + offsets, rows),
+    }
+    assert layer.weight.grad is not None

@@ -27,6 +27,10 @@ for step in range(10):
     optimizer.step()
     print("step", step)
 """
+WITHOUT_A_FAKE = (
+    "import torch; op = torch.library.custom_op('script::no_fake', lambda x: x + 1, mutates_args=(), "
+    "schema='(Tensor x) -> Tensor'); op(torch.ones(1, device='cuda'))"
+)
 STARTS_PYTHON = "import subprocess, sys; subprocess.run([sys.executable, 'nowhere.py', '--x'], check=True)"
 
 
@@ -135,6 +139,14 @@ def test_what_cannot_run_ends_in_one_line(arguments, told, capsys):
         ("import torch; torch.empty(1 << 40, device='cuda')", 1, "--oom=report goes on"),
         ("import torch; x = torch.randn(4, device='cuda'); x[x > 0]", 1, "--mask-fraction 0.5"),
         ("import torch; torch.ones(4, 4, device='cuda') @ torch.ones(4, 4)", 1, "all of them have to be on one device"),
+        (
+            "import torch; torch.ones(4, 4, device='cuda').to_sparse()",
+            1,
+            "make the tensor sparse on the CPU, and move it",
+        ),
+        ("import torch; torch._cslt_compress(torch.ones(4, 4, device='cuda'))", 1, "2:4 sparsity is not predicted"),
+        ("import torch; torch.nested.nested_tensor([torch.ones(2)], device='cuda')", 1, "layout=torch.jagged"),
+        (WITHOUT_A_FAKE, 1, "script::no_fake does not run without a GPU: give it a fake kernel"),
         ("raise SystemExit(7)", 7, "left with exit code 7"),
         ("raise ValueError('mine')", 1, "ended with ValueError"),
     ],

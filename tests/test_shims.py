@@ -45,7 +45,8 @@ def test_every_name_of_a_shim_can_be_imported_and_is_told(shim):
                 importlib.import_module(module).nothing  # noqa: B018
         torch.ones(1, device="cuda")
     told = {note.split(" is flopmeter's")[0] for note in device.report().step.notes if "shim" in note}
-    assert told == {f"{module}.{name}" for module, names in modules_of(shim).items() for name in names}
+    taken = {f"{module}.{name}" for module, names in modules_of(shim).items() for name in names}
+    assert told == {name for name in taken if not name.endswith("__")}
 
 
 def test_a_shim_stands_in_for_a_package_that_is_installed_and_leaves_it_as_it_was(tmp_path, monkeypatch):
@@ -219,6 +220,72 @@ def test_flash_attns_rotary_embedding_is_one_kernel_each_way_and_its_norm_one_fo
     found = kernels(stepped("flash_attn", program))
     assert (found["rotary"].calls, found["rotary"].flops) == (2, 2 * 3 * 2 * 64 * 4 * 16)
     assert found["_fused_rms_norm"].calls == 1
+
+
+def test_flash_attns_module_of_rotary_embeddings_turns_q_and_k_alone_and_in_place():
+    """By hand: of [2, 64, 3 or 2, 4, 32] q and k are turned whole, at three operations an element; v is left alone."""
+    elements = 2 * 64 * 4 * 32
+
+    def program():
+        from flash_attn.layers.rotary import RotaryEmbedding
+
+        rotary = RotaryEmbedding(32, device="cuda")
+        q = torch.zeros(2, 64, 4, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        kv = torch.zeros(2, 64, 2, 4, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        turned, packed = rotary(q, kv=kv * 1.0)  # two kernels each way
+        qkv = torch.cat((turned[:, :, None], packed), 2)
+        out = rotary(qkv)  # one each way
+        assert out is qkv
+        out.sum().backward()
+        assert q.grad.shape == q.shape
+        assert kv.grad.shape == kv.shape
+
+    found = kernels(stepped("flash_attn", program))
+    assert (found["rotary"].calls, found["rotary"].flops) == (6, 2 * 3 * (elements + elements + 2 * elements))
+
+
+def test_rows_that_a_mask_names_are_padded_again_by_flash_attns_functions():
+    def program():
+        from flash_attn.bert_padding import pad_input, unpad_input
+
+        mask = torch.tensor([[True, True, False], [True, False, False]], device="cuda")
+        x = torch.zeros(2, 3, 8, device="cuda", requires_grad=True)
+        rows, indices, ends, longest, used = unpad_input(x, mask)
+        assert (rows.shape, indices.tolist(), ends.tolist(), longest) == ((3, 8), [0, 1, 3], [0, 2, 3], 2)
+        assert used.tolist() == [2, 1]
+        padded = pad_input(rows, indices, 2, 3)
+        assert padded.shape == x.shape
+        padded.sum().backward()
+
+    stepped("flash_attn", program)
+
+
+def test_attention_that_is_asked_for_its_sums_returns_them_and_no_weights():
+    def program():
+        from flash_attn import flash_attn_func
+
+        q = torch.zeros(2, 64, 4, 32, device="cuda", dtype=torch.bfloat16)
+        out, sums, weights = flash_attn_func(q, q, q, return_attn_probs=True)
+        assert (out.shape, sums.shape, weights) == (q.shape, (2, 4, 64), None)
+        with pytest.raises(NotImplementedError, match="return_attn_probs"):
+            flash_attn_func(q, q, q, dropout_p=0.1, return_attn_probs=True)
+
+    assert stepped("flash_attn", program).macs == 2 * 2 * 4 * 64 * 64 * 32
+
+
+def test_internals_that_a_shim_leaves_out_can_be_imported_and_derived_from_but_not_used():
+    def program():
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward as internal
+
+        class Derived(internal):
+            pass
+
+        with pytest.raises(NotImplementedError, match="have no _flash_attn_varlen_backward"):
+            Derived(1)
+        torch.zeros(1, device="cuda").add(1)
+        nn.Linear(1, 1, device="cuda")(torch.zeros(1, 1, device="cuda"))
+
+    stepped("flash_attn", program)
 
 
 def test_flash_attn_over_sequences_end_to_end_and_windows_are_the_products_of_what_is_seen():

@@ -28,7 +28,7 @@ def install_mha(scope: Scope) -> None:
     scope.patch_private(private.THIRD_DEVICE, "meta")
 
     def mask_is_left_aligned(tensor: Tensor, mask: Tensor) -> bool:
-        scope.note("nn.TransformerEncoder with a padding mask: its values are not known, so no padding was left out")
+        scope.note("nn.TransformerEncoder with a padding mask: none was left out (its nested tensors do not run here)")
         return False
 
     scope.kernel("aten::_nested_tensor_from_mask_left_aligned", mask_is_left_aligned, "Meta")

@@ -238,6 +238,7 @@ class CudaModule:
         }  # fmt: skip
 
     def _set_device(self, device: Any) -> None:
+        device = getattr(device, "idx", device)  # of a torch.cuda.device
         index = device if isinstance(device, int) else torch.device(device).index
         if index is None or index >= 0:  # a negative index changes nothing
             self._named.check(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -171,6 +172,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         return (
             f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
         )
+    if error is not None and (op := _without_kernel(error)):
+        return f"{head}: {op}"
     if error is not None and (package := _shimmed(error)):
         return f"{head}: {package} does not run without a GPU: let flopmeter stand in with --shim {package}"
     if error is not None and guessed:
@@ -194,6 +197,22 @@ def _telling(error: BaseException | None) -> BaseException | None:
     return error
 
 
+def _without_kernel(error: BaseException) -> str | None:
+    """Of an op that torch does not run on tensors without memory; None for other errors."""
+    if "NestedTensorImpl" in str(error):
+        return "nested tensors of the strided layout do not run without a GPU: make them with layout=torch.jagged"
+    op = re.search(r"\w+::\w+", str(error))
+    if op is None or not any(text in str(error) for text in OF_MISSING_KERNELS):
+        return None
+    if op[0].startswith("aten::"):
+        without = next((way for part, way in WITHOUT_KERNEL.items() if part in op[0]), "leave it out of the script")
+        return f"{op[0]} does not run without a GPU, and flopmeter does not emulate it: {without}"
+    return (
+        f"{op[0]} does not run without a GPU: give it a fake kernel (torch.library.register_fake), and a cost "
+        "(flopmeter.register_cost)"
+    )
+
+
 def _stray_options(script: Script) -> str:
     stray = [word for word in script.arguments if word.partition("=")[0] in OPTIONS_OF_OURS]
     return f" ({stray[0]} went to the script: options of flopmeter run come before its name)" if stray else ""
@@ -209,6 +228,8 @@ def _about_import(error: ImportError, script: Script) -> str:
     name = error.name.partition(".")[0]
     if "partially initialized" in str(error) and os.path.basename(error.path or "") == f"{name}.py":
         return f"{error.path} hides a package that is called {name} too: rename the file"
+    if name in SHIMS and name != error.name:  # its package was there
+        return f"flopmeter's shim has no {error.name}: run the script's path without it, by its arguments"
     if name in CUDA_EXTENSIONS:
         return f"{name} is compiled for CUDA, and not installed: {CUDA_EXTENSIONS[name]}"
     if isinstance(error, ModuleNotFoundError) and not _is_there(name):
@@ -315,6 +336,16 @@ OTHER_BUILDS = {
     "Could not load this library": "the package of this library",
 }
 """What errors say of compiled ops that do not fit torch, and whose they are."""
+
+OF_MISSING_KERNELS = ("with Meta tensors", "from the 'Meta' backend", "no fake impl registered")
+"""What errors say of an op without a kernel on meta: one of torch, of a C++ extension, a custom op in Python."""
+
+WITHOUT_KERNEL = {
+    "_cslt": "run the dense weights (2:4 sparsity is not predicted)",
+    "sparse_semi_structured": "run the dense weights (2:4 sparsity is not predicted)",
+    "_to_sparse": "make the tensor sparse on the CPU, and move it",
+}
+"""Parts of the names of ops that are left out, and what to do without them."""
 
 OF_TORCHVISION = ("ataset not found", "Error downloading")
 """What its RuntimeErrors say where a data set is missing."""

@@ -151,6 +151,12 @@ def fake_quantize_backward(
     return torch.empty_like(tensor), torch.empty_like(scale), torch.empty_like(zero_point)
 
 
+def padded_dense_to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_length: int | None = None) -> Tensor:
+    """torch has this one for FakeTensors. `total_length`: of all rows together, else the last offset tells it."""
+    total = int(offsets[0][-1].item()) if total_length is None else total_length
+    return dense.new_empty(total, *dense.shape[1 + len(offsets) :])
+
+
 KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     # With a composite kernel and an autograd formula: the formula is taken once the backend has a kernel.
     private.COMPOSITES: {"_fused_rms_norm": fused_rms_norm, "mish_backward": mish_backward},
@@ -165,6 +171,7 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     private.MHA_FAST_PATH: {"_transformer_encoder_layer_fwd": transformer_encoder_layer},
     private.SCALED: {"_scaled_mm.out": scaled_mm_out},
     private.CTC_LOSS: dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), ctc_loss_backward),
+    private.JAGGED: {"_padded_dense_to_jagged_forward": padded_dense_to_jagged},
     private.SAMPLES: dict.fromkeys(
         ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad", "binomial"), like_first
     ),

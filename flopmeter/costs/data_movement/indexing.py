@@ -39,6 +39,13 @@ def gather(call: Call) -> Cost:
     )
 
 
+@rule(aten._jagged_to_padded_dense_forward, aten._padded_dense_to_jagged_forward)
+def pad(call: Call) -> Cost:
+    """Rows of different lengths into a tensor with room for the longest, whose rest is filled, or out of one."""
+    source, *offsets = call.inputs
+    return make_cost(call, INDEXING, read=(_rows(call.outputs[0].numel, source), *offsets))
+
+
 @rule(aten.embedding_dense_backward)
 def embedding_backward(call: Call) -> Cost:
     """Zeros for the table, then each row of the gradient is added to its own: one add an element."""

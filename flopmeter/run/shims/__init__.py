@@ -57,13 +57,26 @@ class _Shim(types.ModuleType):
         self.__path__: list[str] = []
         self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         self._contents, self._note = contents, note
+        vars(self).update({name: value for name, value in contents.items() if name.startswith("__")})
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name not in self._contents and name.startswith("_"):
+            return left_out(name)
         if name not in self._contents:
             raise ImportError(
                 f"flopmeter's shim of {self.__name__} has no {name!r}; it has {', '.join(self._contents)}"
             )
         self._note(f"{self.__name__}.{name} is flopmeter's shim: it runs operators of the same work")
         return self._contents[name]
+
+
+def left_out(name: str) -> type:
+    """What a program may import, and derive from, as long as it does not use it: internals that a library names for
+    a path that its arguments do not take."""
+
+    def refuse(self: object, *args: object, **options: object) -> None:
+        raise NotImplementedError(f"flopmeter's shims have no {name}: run the script's path without it")
+
+    return type(name, (), {"__init__": refuse})

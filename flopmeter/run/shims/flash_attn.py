@@ -25,8 +25,8 @@ from flopmeter.run.shims.kernel import kernel
 from flopmeter.torch_names.operators import aten
 
 NO_WINDOW = (-1, -1)
-_NOT_TORCHS = ("softcap", "return_attn_probs")  # what torch's call of the library does not have
-_NOT_OVER_CACHES = (*_NOT_TORCHS, "alibi_slopes", "rotary_cos", "return_softmax_lse")
+_NOT_TORCHS = ("softcap",)  # what torch's call of the library does not have
+_NOT_OVER_CACHES = (*_NOT_TORCHS, "return_attn_probs", "alibi_slopes", "rotary_cos", "return_softmax_lse")
 
 
 def flash_attn_func(
@@ -82,6 +82,11 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
     return flash_attn_func(q, k, v, *args, **options)
 
 
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *lengths: Any, **options: Any) -> Tensor:
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *lengths, **options)
+
+
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Tensor:
@@ -131,15 +136,17 @@ def _attend(
     causal: bool,
     window: Sequence[int],
     options: dict[str, Any],
-) -> Tensor:
-    _refuse(options, *_NOT_TORCHS)
+) -> Any:
+    """With return_attn_probs also the logarithms of the sums, and no weights: these need dropout."""
+    _refuse(options, *_NOT_TORCHS, *(["return_attn_probs"] if dropout else []))
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError(f"FlashAttention only supports fp16 and bf16 data type, not {q.dtype}")
     left, right = window
-    return torch.ops.aten._flash_attention_forward(
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, dropout, causal, False, scale=scale,
         window_size_left=left, window_size_right=right, alibi_slopes=options.get("alibi_slopes"),
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    return (out, sums, None) if options.get("return_attn_probs") else out
 
 
 def _mean(lengths: Tensor | None, room: int) -> int:
@@ -228,6 +235,69 @@ def apply_rotary_emb(
     return x.copy_(out) if inplace and not torch.is_grad_enabled() else out
 
 
+class _RotaryWithin(torch.autograd.Function):
+    """Turns a part of a tensor in place, and its gradient: one kernel each way, which touches that part alone."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, part: slice, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.part = part
+        ctx.save_for_backward(cos, sin)
+        _Rotary.apply(packed[:, :, part].flatten(2, 3), cos, sin)  # type: ignore[no-untyped-call]
+        ctx.mark_dirty(packed)
+        return packed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        _Rotary.apply(grad[:, :, ctx.part].flatten(2, 3), *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return grad, None, None, None
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """The module around it (flash_attn/layers/rotary.py): tables of cos and sin as long as the longest sequence, q and
+    k in one kernel where they are packed with v, else q in one and k in another, all in place."""
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        pos_idx_in_fp32: bool = True,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        _refuse({"scale_base": scale_base}, "scale_base")
+        self.dim, self.base, self.interleaved, self.pos_idx_in_fp32 = dim, base, interleaved, pos_idx_in_fp32
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        self.scale_base = self.scale = None
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        return self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        if seqlen > self._seq_len_cached or self._cos_cached is None or self._cos_cached.dtype != dtype:
+            angles = torch.outer(torch.arange(seqlen, device=device, dtype=torch.float32), self.inv_freq)
+            self._seq_len_cached = seqlen
+            self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def forward(
+        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int = 0, max_seqlen: int | None = None, **rest: Any
+    ) -> Any:
+        """`qkv` is [batch, length, 3, heads, head size], or q without the 3, and `kv` has 2 there."""
+        _refuse({"seqlen_offset": seqlen_offset, **rest}, "seqlen_offset", "cu_seqlens", "num_heads_q")
+        self._update_cos_sin_cache(max_seqlen or qkv.shape[1], qkv.device, qkv.dtype)
+        tables = self._cos_cached, self._sin_cached
+        if kv is None:
+            return _RotaryWithin.apply(qkv, slice(0, 2), *tables)  # type: ignore[no-untyped-call]
+        turned = apply_rotary_emb(qkv, *tables, interleaved=self.interleaved)  # type: ignore[arg-type]
+        return turned, _RotaryWithin.apply(kv, slice(0, 1), *tables)  # type: ignore[no-untyped-call]
+
+
 def layer_norm_fn(
     x: Tensor,
     weight: Tensor,
@@ -259,6 +329,27 @@ def rms_norm_fn(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     return layer_norm_fn(x, weight, bias, residual, **{**options, "is_rms_norm": True})
 
 
+def unpad_input(
+    hidden: Tensor, mask: Tensor, unused: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The rows that a mask names (flash_attn/bert_padding.py, operators of torch): what varlen attention takes."""
+    kept = mask if unused is None else mask + unused
+    indices = kept.flatten().nonzero().flatten()
+    lengths = kept.sum(-1, dtype=torch.int32)
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    used = mask.sum(-1, dtype=torch.int32)
+    return index_first_axis(hidden.flatten(0, 1), indices), indices, ends, int(lengths.max().item()), used
+
+
+def pad_input(rows: Tensor, indices: Tensor, batch: int, length: int) -> Tensor:
+    padded = rows.new_zeros(batch * length, *rows.shape[1:]).index_copy(0, indices, rows)
+    return padded.unflatten(0, (batch, length))
+
+
+def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
+    return rows.index_select(0, indices)
+
+
 def _refuse(options: dict[str, Any], *names: str) -> None:
     for name in names:
         given = options.get(name)
@@ -272,13 +363,21 @@ _FUNCTIONS = {
     "flash_attn_kvpacked_func": flash_attn_kvpacked_func,
     "flash_attn_varlen_func": flash_attn_varlen_func,
     "flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func,
+    "flash_attn_varlen_kvpacked_func": flash_attn_varlen_kvpacked_func,
     "flash_attn_with_kvcache": flash_attn_with_kvcache,
 }
 MODULES: dict[str, dict[str, Any]] = {
-    "flash_attn": _FUNCTIONS,
+    "flash_attn": {"__version__": "2.8.3", **_FUNCTIONS},
+    "flash_attn.bert_padding": {
+        "unpad_input": unpad_input,
+        "pad_input": pad_input,
+        "index_first_axis": index_first_axis,
+    },
     "flash_attn.flash_attn_interface": _FUNCTIONS,
     "flash_attn.layers": {},
-    "flash_attn.layers.rotary": {"apply_rotary_emb": apply_rotary_emb},
+    "flash_attn.layers.rotary": {"apply_rotary_emb": apply_rotary_emb, "RotaryEmbedding": RotaryEmbedding},
+    "flash_attn.modules": {},
+    "flash_attn.modules.mha": _FUNCTIONS,
     "flash_attn.ops": {},
     "flash_attn.ops.triton": {},
     "flash_attn.ops.triton.layer_norm": {"layer_norm_fn": layer_norm_fn, "rms_norm_fn": rms_norm_fn},
