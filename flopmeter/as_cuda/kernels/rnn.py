@@ -35,8 +35,8 @@ def install(scope: Scope) -> None:
     """Dispatch LSTM, GRU, RNN and their cells on meta tensors as CUDA would."""
     for name, mode in {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}.items():
         packet = getattr(aten, name)
-        scope.override(packet.input, _padded(scope, packet.input, mode), vmap_key=None)
-        scope.override(packet.data, _packed(scope, packet.data, mode), vmap_key=None)
+        for overload, made in ((packet.input, _padded), (packet.data, _packed)):
+            scope.override(overload, made(scope, overload, mode), vmap_key=None)
     scope.meta_kernel("aten::_cudnn_rnn", cudnn_rnn)
     scope.override(aten.lstm_cell.default, lstm_cell, vmap_key=None)
     scope.override(aten.gru_cell.default, gru_cell, vmap_key=None)

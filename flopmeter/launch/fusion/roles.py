@@ -207,7 +207,7 @@ def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
     if isinstance(dims, int):
         dims = (dims,)
     shape = call.inputs[0].shape
-    picked = max(map(_elements_of, cost.reads), default=0)
+    picked = max(map(_elements_of, cost.reads))
     if not dims and picked < prod(shape):  # a loss reads what its targets name
         return Loops(results, picked // max(results, 1), True)
     if not dims and results > 1 and shape[1:2] == (results,):
