@@ -69,11 +69,11 @@ NO_TESTS = 5  # exit status of pytest: the tests are skipped, or gone since the 
 # Imported once, before the processes of the mutants are forked from this one.
 PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invocations", "matplotlib.pyplot")
 FEW = 8  # tests of few files: importing the files of all takes longer
-ENOUGH_SECONDS = 30.0  # of CPU for one mutant: of the tests that reach it, those in front
+ENOUGH_SECONDS = 50.0  # of CPU for one mutant: of the tests that reach it, those in front
 FIRST_SECONDS = 2.0  # of CPU: tests that run before the files of the others are imported, which often takes longer
 NAMED_SECONDS = 8.0  # of CPU: tests that name what the mutant names run before all others, the rarest names first
 MOST_NAMED = 200  # tests that may have a word, of which it then tells something
-RECORDS_SECONDS = 15.0  # of CPU: recorded prices that run next; they reach much, and would else come last
+RECORDS_SECONDS = 25.0  # of CPU: recorded prices that run next; they reach much, and would else come last
 BESIDE_SECONDS = 8.0  # of CPU: then those that reach what few others reach of the same file: they are about it
 QUICK_SECONDS = 12.0  # of CPU: the quickest of the others, which are hundreds, before slow ones of every file
 LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
