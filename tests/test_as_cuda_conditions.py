@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from as_cuda_stream import f16, f32, ops_of
 from test_as_cuda_attention import BF16, SINGLE, by_rules, tensors
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter, on_meta
 from flopmeter.as_cuda import CudaTarget, dynamo, emulate_cuda
@@ -40,6 +41,60 @@ def test_a_grid_has_room_for_65535_sequences_and_heads_and_not_for_one_more(vers
 @pytest.mark.parametrize("sm", [75, 80, 90, 120])
 def test_no_fused_kernel_takes_a_sequence_of_no_tokens(sm, dtype, queries, keys):
     assert by_rules((2, 13), sm, *tensors(dtype, q=(2, 8, queries, 64), k=(2, 8, keys, 64))) == "math"
+
+
+# One respect decides: what each check of sdp_utils.cpp refuses that the others let pass.
+DECIDED: list[tuple[str, tuple[int, int], int, str, dict[str, Any], dict[str, Any]]] = [
+    ("one batch", (2, 13), 80, "math", {"q": (2, 8, 64, 64), "k": (1, 8, 64, 64)}, {}),
+    ("three heads for eight", (2, 13), 80, "math", {"q": (2, 8, 64, 64), "k": (2, 3, 64, 64)}, {"enable_gqa": True}),
+    ("heads that divide", (2, 13), 90, "cudnn",
+     {"q": (2, 8, 64, 64), "k": (2, 4, 64, 64), "v": (2, 2, 64, 64)}, {"enable_gqa": True}),
+    ("keys do not divide", (2, 13), 90, "math",
+     {"q": (2, 8, 64, 64), "k": (2, 3, 64, 64), "v": (2, 4, 64, 64)}, {"enable_gqa": True}),
+    ("values do not divide", (2, 13), 90, "math",
+     {"q": (2, 8, 64, 64), "k": (2, 4, 64, 64), "v": (2, 3, 64, 64)}, {"enable_gqa": True}),
+    ("one head for all", (2, 14), 80, "flash", {"q": (2, 8, 64, 64), "k": (2, 1, 64, 64)}, {}),
+    ("one head for none", (2, 14), 80, "math", {"q": (2, 0, 64, 64), "k": (2, 1, 64, 64)}, {}),
+    ("after all that is known", (2, 13), 122, "math", {"dtype": SINGLE}, {}),
+    ("the last that is known", (2, 13), 121, "efficient", {"dtype": SINGLE}, {}),
+    ("heads of nothing", (2, 13), 80, "math", {"dtype": SINGLE, "q": (2, 8, 64, 0)}, {}),
+    ("cuDNN 9.15 is not preferred", (2, 14), 90, "flash", {}, {"cudnn_version": 91500}),
+    ("cuDNN 9.16 is", (2, 14), 90, "cudnn", {}, {"cudnn_version": 91600}),
+    *(
+        (f"one query on Blackwell, cuDNN {version}", (2, 14), 100, kernel,
+         {"q": (2, 8, 1, 64), "k": (2, 8, 64, 64)}, {"cudnn_version": version})
+        for version, kernel in (
+            (91800, "cudnn"), (91900, "flash"), (92400, "flash"), (92401, "cudnn"), (92500, "flash"), (92600, "cudnn")
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "sm", "kernel", "shapes", "options"), [row[1:] for row in DECIDED],
+                         ids=[row[0] for row in DECIDED])  # fmt: skip
+def test_each_check_of_a_fused_kernel_decides_for_itself(version, sm, kernel, shapes, options):
+    assert by_rules(version, sm, *tensors(**shapes), **options) == kernel
+
+
+@pytest.mark.parametrize(
+    ("sm", "sizes", "cudnn_version", "kernel"),
+    [
+        (90, (256, 256), 90900, "math"), (90, (256, 256), 91000, "cudnn"), (80, (256, 256), 91000, "math"),
+        (100, (192, 128), 91000, "math"), (100, (192, 128), 91100, "cudnn"), (90, (192, 128), 90900, "math"),
+    ],
+)  # fmt: skip
+def test_long_heads_wait_for_the_cudnn_that_has_them(sm, sizes, cudnn_version, kernel):
+    """check_cudnn_tensor_shapes: 256 on sm90 from 9.10 on, 192 with 128 on sm10x from 9.11 on."""
+    query, value = sizes
+    qkv = tensors(q=(2, 8, 64, query), v=(2, 8, 64, value))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+        assert by_rules((2, 13), sm, *qkv, cudnn_version=cudnn_version) == kernel
+
+
+def test_a_single_place_of_a_head_may_lie_anywhere_for_flash_attention():
+    wide = torch.empty(2, 8, 1, 64, dtype=BF16, device="meta").mT
+    assert wide.stride(-1) == 64
+    assert by_rules((2, 13), 80, wide, wide, wide) == "flash"
 
 
 # --- batch norm: select_batch_norm_backend in ATen/native/Normalization.cpp

@@ -80,9 +80,7 @@ def test_an_aligned_region_is_four_neighbours_of_each_place(ops):
 
 def test_a_gradient_of_an_aligned_region_goes_to_four_neighbours_of_each_place(ops):
     with FlopMeter() as meter:
-        ops._roi_align_backward(
-            torch.empty(10, 16, 7, 7, device="meta"), boxes(10), 1.0, 7, 7, 1, 16, 50, 50, 2, False
-        )
+        ops._roi_align_backward(torch.empty(10, 16, 7, 7, device="meta"), boxes(10), 1.0, 7, 7, 1, 16, 50, 50, 2, False)
     report = meter.report()
     assert report.flops == 1960 * 16 * 8 + 1960 * 10
     assert report.uncounted == []
