@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from as_cuda_stream import f16, f32, ops_of
-from test_as_cuda_attention import BF16, SINGLE, by_rules, tensors
+from test_as_cuda_attention import BF16, SINGLE, by_rules, target, tensors
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -284,3 +284,62 @@ def test_packed_sequences_say_that_the_reserve_is_taken_only_in_training(trains)
     with FlopMeter("a100-sxm4-80gb") as meter:
         lstm(packed)
     assert ("cuDNN's reserve" in str(meter.report())) is trains
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "training", "cudnn"),
+    [
+        (f32(8, 16, 4, 4), f32(16), f32(16), True, True),
+        (f32(8, 16, 4, 4), None, f32(16), True, False),
+        (f32(8, 16, 4, 4), f32(16), None, True, False),
+        (f16(8, 16, 4, 4), f32(16), f32(16), True, True),
+        (f16(8, 16, 4, 4), f16(16), f16(16), True, False),
+        (f32(0, 16, 4, 4), f32(16), f32(16), False, False),
+    ],
+)  # fmt: skip
+def test_cudnn_normalizes_images_with_both_vectors_in_its_types(x, weight, bias, training, cudnn):
+    with emulate_cuda(A100):
+        statistics = f32(16, grad=False), f32(16, grad=False)
+        ran = ops_of(lambda: F.batch_norm(x, *statistics, weight, bias, training))
+    assert ("cudnn_batch_norm" in ran) is cudnn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled", "channels_last"),
+    [(torch.float32, True, True), (torch.float64, True, False), (torch.float32, False, False)],
+)
+def test_only_cudnn_writes_a_convolution_as_its_input_lies(dtype, enabled, channels_last):
+    """cudnn_conv_suggest_memory_format in ConvUtils.h."""
+    x = torch.empty(2, 8, 6, 6, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
+    weight = torch.empty(4, 8, 3, 3, dtype=dtype, device="meta")
+    with FlopMeter("a100-sxm4-80gb"), torch.backends.cudnn.flags(enabled=enabled):
+        out = F.conv2d(x, weight)
+    assert out.is_contiguous(memory_format=torch.channels_last) is channels_last
+
+
+@pytest.mark.parametrize(
+    ("sm", "version", "dtype", "enabled", "batch", "cudnn"),
+    [
+        (90, 92000, BF16, True, 2, True), (90, 91200, BF16, True, 2, False), (75, 92000, BF16, True, 2, False),
+        (90, 92000, SINGLE, False, 2, False), (90, 92000, SINGLE, True, 0, False), (90, 91200, SINGLE, True, 2, True),
+    ],
+)  # fmt: skip
+def test_cudnn_runs_recurrent_layers_in_its_types_if_it_may_and_there_is_something(
+    sm, version, dtype, enabled, batch, cudnn
+):
+    """`use_cudnn` in RNN.cpp. What it does not run keeps no reserve, and no note tells of one."""
+    layer = nn.LSTM(8, 16, device="meta", dtype=dtype)
+    x = torch.empty(5, batch, 8, device="meta", dtype=dtype)
+    with emulate_cuda(target(sm, version)) as emulation, torch.backends.cudnn.flags(enabled=enabled):
+        ran = ops_of(lambda: layer(x))
+    assert ("_cudnn_rnn" in ran) is cudnn
+    assert any("reserve" in note for note in emulation.notes) is cudnn
+
+
+@pytest.mark.parametrize(("trains", "rate"), [(True, 0.5), (True, 0.0), (False, 0.5)])
+def test_a_recurrent_layer_has_a_state_of_dropout_where_it_drops(trains, rate):
+    layer = nn.LSTM(8, 16, num_layers=2, dropout=rate, device="meta").train(trains)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        layer(f32(5, 2, 8))
+    (call,) = [op.call for op in meter.trace.ops if op.call.func is torch.ops.aten._cudnn_rnn.default]
+    assert (call.argument("dropout_state") is not None) is (trains and rate > 0)

@@ -96,7 +96,7 @@ def _cudnn_rnn(
 ) -> tuple[Tensor, ...]:
     hidden, cell = hx if mode == LSTM else (hx, None)
     hidden_size = params[1].size(0) // GATES[mode]
-    projection = hidden.size(-1) if mode == LSTM and hidden.size(-1) != hidden_size else 0
+    projection = hidden.size(-1) if hidden.size(-1) != hidden_size else 0
     weights_per_layer = (4 if options.has_biases else 2) + (1 if projection else 0)
     # On CUDA the weights are views of one buffer, which is an argument too. An empty buffer counts them once.
     buffer = tensor.new_empty(0)
