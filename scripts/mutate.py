@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import functools
 import gc
 import importlib
 import importlib.abc
 import importlib.machinery
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -37,7 +35,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from datetime import date
 from importlib.metadata import version
 from importlib.util import spec_from_file_location
@@ -49,106 +47,25 @@ from typing import Any, NamedTuple
 
 from mutants import EQUIVALENT, PARTS, ROOT, Mutant, all_mutants, draw, mutated, words
 from mutations import GROUPS, KINDS
+from reached import RECORDS, Reached, file_of, in_child, measure_all, module_of, run_tests
 
 COPIED = ("flopmeter", "hardware", "tests", "scripts", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
 GOAL = 0.93
 PAGE = ROOT / "docs" / "mutants.md"
-# Tests that do not count, and why.
-LEFT_OUT = {
-    "test_docs": "expects what flopmeter printed when the pages were written",
-    "test_examples": "runs the examples in processes of their own",
-    "test_article_script": "runs a script in a process of its own",
-    "test_overhead": "times, which other work on the machine spoils",
-    "test_wheel": "an installed copy",
-    "test_page_browser": "starts a browser, which takes longer than all else",
-    "test_makefile": "runs make, which installs an environment, and needs the Makefile",
-}
-# Recorded prices count, since they run wherever the tests do. They say nothing of the truth, so they are told apart.
-RECORDS, BY_A_RECORD = "tests/test_recorded_prices.py", 71
+BY_A_RECORD = 71  # exit status: recorded prices count, but say nothing of the truth, so they are told apart
 NO_TESTS = 5  # exit status of pytest: the tests are skipped, or gone since the recording
 # Imported once, before the processes of the mutants are forked from this one.
 PRELOADED = ("torch", "hypothesis", "torch.testing._internal.common_methods_invocations", "matplotlib.pyplot")
 FEW = 8  # tests of few files: importing the files of all takes longer
-ENOUGH_SECONDS = 30.0  # of CPU for one mutant: of the tests that reach it, those in front
+ENOUGH_SECONDS = 50.0  # of CPU for one mutant: of the tests that reach it, those in front
 FIRST_SECONDS = 2.0  # of CPU: tests that run before the files of the others are imported, which often takes longer
 NAMED_SECONDS = 8.0  # of CPU: tests that name what the mutant names run before all others, the rarest names first
 MOST_NAMED = 200  # tests that may have a word, of which it then tells something
-RECORDS_SECONDS = 15.0  # of CPU: recorded prices that run next; they reach much, and would else come last
+RECORDS_SECONDS = 25.0  # of CPU: recorded prices that run next; they reach much, and would else come last
 BESIDE_SECONDS = 8.0  # of CPU: then those that reach what few others reach of the same file: they are about it
 QUICK_SECONDS = 12.0  # of CPU: the quickest of the others, which are hundreds, before slow ones of every file
 LEAST_SECONDS = 0.01  # of a test, with what pytest does around it
 MEMORY_BYTES = 8 * 2**30  # that a mutant may ask for
-
-
-class Reached(NamedTuple):
-    """What the tests reach."""
-
-    seconds: dict[str, float]  # of each test
-    lines: dict[str, dict[str, list[str]]]  # file -> line -> tests, or files of tests whose fixtures reach it
-
-    def tests(self, mutant: Mutant) -> set[str]:
-        """The tests that reach the change; for one that runs on import those that reach its file, or its folder."""
-        known = [(file, str(line)) for file, line in mutant.used if str(line) in self.lines.get(file, {})]
-        found = self._of(self.lines[file][line] for file, line in known)
-        if not found and known:
-            beside = (lines for file, lines in self.lines.items() if Path(file).parent == Path(mutant.file).parent)
-            found = self._of(self.lines.get(mutant.file, {}).values()) or self._of(
-                tests for lines in beside for tests in lines.values()
-            )
-        return found
-
-    def _of(self, contexts: Iterable[Iterable[str]]) -> set[str]:
-        named = {name for names in contexts for name in names if name}
-        return {test for test in self.seconds if test in named or test.partition("::")[0] in named}
-
-    def rarity_in(self, file: str) -> dict[str, int]:
-        """For each test that reaches the file: how many tests reach the least reached of the lines that it does."""
-        found = dict[str, int]()
-        for named in sorted(self.lines.get(file, {}).values(), key=len, reverse=True):
-            found |= dict.fromkeys(named, len(named))
-        return {test: found[name] for test in self.seconds if (name := test if test in found else _file(test)) in found}
-
-    def lines_of_tests(self) -> Counter[str]:
-        """How many lines each test reaches by itself, without the fixtures of its file."""
-        return Counter(name for lines in self.lines.values() for names in lines.values() for name in names)
-
-
-class _Contexts:
-    """A pytest plugin: tells coverage which test runs, and notes how long each takes."""
-
-    def __init__(self, coverage: Any):
-        self.coverage, self.seconds = coverage, dict[str, float]()
-        self.left_out: set[str] = set()  # they fail without a mutant, or are skipped
-        self.start = 0.0
-
-    def pytest_runtest_setup(self, item: Any) -> None:
-        self.start = time.process_time()  # other work on the machine is none of the test's
-        self.coverage.switch_context(item.nodeid.partition("::")[0])  # a fixture may serve all tests of its file
-
-    def pytest_runtest_call(self, item: Any) -> None:
-        _clear_caches()
-        self.coverage.switch_context(item.nodeid)
-
-    def pytest_runtest_teardown(self, item: Any) -> None:
-        self.seconds[item.nodeid] = time.process_time() - self.start
-        self.coverage.switch_context("")
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            print(f"left out, since it fails without a mutant: {report.nodeid}", file=sys.__stderr__)
-        if report.failed or report.skipped:
-            self.left_out.add(report.nodeid)
-
-
-def _clear_caches() -> None:
-    """What an earlier test made flopmeter remember would hide the lines that this one needs."""
-    kind = type(functools.cache(len))
-    mutable = tuple(_module(part) for part in PARTS)
-    for name, module in list(sys.modules.items()):
-        if name.startswith(mutable):
-            for value in list(vars(module).values()):
-                if isinstance(value, kind):
-                    value.cache_clear()
 
 
 class _Chosen:
@@ -190,78 +107,6 @@ class _Import(importlib.abc.MetaPathFinder):
         return spec_from_file_location(fullname, self.path, loader=self.loader, submodule_search_locations=inside)
 
 
-def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def run_tests(files: Iterable[str], *options: str, plugin: object) -> int:
-    """pytest's exit status, quietly."""
-    import hypothesis
-    import pytest
-
-    # The first example that fails says enough: no smaller one is looked for.
-    phases = [hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate]
-    hypothesis.settings.register_profile("mutants", phases=phases)
-    hypothesis.settings.load_profile("mutants")
-    arguments = ["-q", "-m", "not slow", "-p", "no:xdist", "-p", "no:unraisableexception", "--hypothesis-seed=0"]
-    arguments += ["--tb=no", *options, *files]
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        return int(pytest.main(arguments, plugins=[plugin]))
-
-
-def measure_all(copy: Path, only: list[str], jobs: int) -> Reached:
-    """What every test that counts reaches. Each of the processes takes the next file of tests when it is done with one,
-    since some take a hundred times as long as others; the recorded prices, which take longest, come first."""
-    every = (path for path in sorted((copy / "tests").glob("test_*.py")) if path.stem not in LEFT_OUT)
-    files = [f"tests/{path.name}" for path in every if not only or path.name in only]
-    files.sort(key=RECORDS.__ne__)
-    taken = multiprocessing.Value("i", 0)
-
-    def left() -> Iterator[str]:
-        while True:
-            with taken.get_lock():
-                number, taken.value = taken.value, taken.value + 1
-            if number >= len(files):
-                return
-            yield files[number]
-
-    parts = [copy / f"reached-{number}.json" for number in range(jobs)]
-    running = [in_child(functools.partial(measure, copy, part, left())) for part in parts]
-    statuses = [os.waitpid(pid, 0)[1] for pid in running]
-    if any(statuses):
-        sys.exit("what tests reach: a process ended early")
-    return merged(Reached(*json.loads(part.read_text(encoding="utf-8"))) for part in parts)
-
-
-def merged(parts: Iterable[Reached]) -> Reached:
-    seconds, lines = dict[str, float](), defaultdict[str, dict[str, list[str]]](dict)
-    for part in parts:
-        seconds |= part.seconds
-        for file, found in part.lines.items():
-            for line, tests in found.items():
-                lines[file].setdefault(line, []).extend(tests)
-    return Reached(seconds, lines)
-
-
-def measure(copy: Path, found: Path, files: Iterable[str]) -> int:
-    """Run these tests, and write what each reaches. Those that fail without a mutant do not count."""
-    import coverage
-
-    measured = coverage.Coverage(data_file=None, source=[str(copy / "flopmeter")], config_file=False)
-    measured.set_option("run:core", "ctrace")  # which can tell contexts
-    plugin = _Contexts(measured)
-    measured.start()
-    for file in files:
-        run_tests([file], plugin=plugin)
-    measured.stop()
-    for test in plugin.left_out & plugin.seconds.keys():
-        del plugin.seconds[test]
-    data = measured.get_data()
-    lines = {str(Path(file).relative_to(copy)): data.contexts_by_lineno(file) for file in sorted(data.measured_files())}
-    found.write_text(json.dumps(Reached(plugin.seconds, lines)), encoding="utf-8")
-    return 0
-
-
 def attempt(mutant: Mutant, parts: tuple[list[str], ...], seconds: float) -> int:
     """0 if the tests pass on the mutant, BY_A_RECORD if a recorded price is the first that fails."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
@@ -270,27 +115,13 @@ def attempt(mutant: Mutant, parts: tuple[list[str], ...], seconds: float) -> int
     signal.alarm(int(10 * seconds))  # for one that waits
     path = Path(mutant.file).absolute()
     source = mutated(path.read_text(encoding="utf-8"), mutant.kind, mutant.place)
-    sys.meta_path.insert(0, _Import(_module(mutant.file), path, source))
+    sys.meta_path.insert(0, _Import(module_of(mutant.file), path, source))
     for tests in filter(None, parts):
         chosen = _Chosen(tests)
-        status = run_tests(sorted({*map(_file, tests)}), "-x", plugin=chosen)
+        status = run_tests(sorted({*map(file_of, tests)}), "-x", plugin=chosen)
         if status not in (0, NO_TESTS):
-            return BY_A_RECORD if _file(chosen.noticed_by) == RECORDS else status
+            return BY_A_RECORD if file_of(chosen.noticed_by) == RECORDS else status
     return 0
-
-
-def in_child(work: Callable[[], int]) -> int:
-    """Fork; the process id of the child, which exits with what the work returns."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 70
-    try:
-        status = work()
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.__stderr__)
-    finally:
-        os._exit(status)
 
 
 class Verdict(NamedTuple):
@@ -329,17 +160,17 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
         first = _within(named, NAMED_SECONDS, reached)
         first += _within(_without(first, tests), FIRST_SECONDS, reached)
         beside = rarity_in(mutant.file)
-        near = sorted((test for test in tests if _file(test) != RECORDS and test in beside), key=beside.__getitem__)
+        near = sorted((test for test in tests if file_of(test) != RECORDS and test in beside), key=beside.__getitem__)
         first += _within(_without(first, near), BESIDE_SECONDS, reached)
         rest = _without(first, tests)
-        records = [test for test in rest if _file(test) == RECORDS]
+        records = [test for test in rest if file_of(test) == RECORDS]
         # Narrow ones that all do the same say less than narrow and broad ones in turn.
         spread = _spread(records, RECORDS_SECONDS, reached)
         rest = _without(spread, rest)
         quick = _within(sorted(rest, key=reached.seconds.__getitem__), QUICK_SECONDS, reached)
         by_file = defaultdict[str, list[str]](list)
         for test in _without(quick, rest):
-            by_file[_file(test)].append(test)
+            by_file[file_of(test)].append(test)
         in_turn = [test for turn in zip_longest(*by_file.values()) for test in turn if test]
         others = _within([*spread, *quick, *in_turn], ENOUGH_SECONDS, reached)
         seconds = sum(reached.seconds[test] for test in (*first, *others))
@@ -350,10 +181,10 @@ def trials_of(drawn: list[Mutant], reached: Reached) -> list[Trial]:
 def tests_that_name(tests: Collection[str]) -> dict[str, list[str]]:
     """Word -> the tests that have it in their name, that of their file, their case or their code; words of many tests
     say nothing, nor do names of what has a recorded price."""
-    code = {file: _functions(Path(file)) for file in {_file(test) for test in tests}}
+    code = {file: _functions(Path(file)) for file in {file_of(test) for test in tests}}
     found = defaultdict[str, list[str]](list)
     for test in tests:
-        if _file(test) == RECORDS:
+        if file_of(test) == RECORDS:
             continue
         file, _, name = test.partition("::")
         told = code[file].get(re.split(r"::|\[", name)[0], frozenset())
@@ -372,10 +203,6 @@ def _functions(file: Path) -> dict[str, frozenset[str]]:
         first = min((each.lineno for each in node.decorator_list), default=node.lineno)
         found[node.name] = words("\n".join(lines[first - 1 : node.end_lineno]))
     return found
-
-
-def _file(test: str) -> str:
-    return test.partition("::")[0]
 
 
 def _without(some: list[str], tests: list[str]) -> list[str]:

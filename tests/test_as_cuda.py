@@ -102,6 +102,12 @@ def test_dropout_is_one_kernel_with_a_bool_mask(h100: Emulation) -> None:
     assert ops_of(lambda: F.dropout(f32(4, 64), 0.1)) == ["empty", "native_dropout"]
 
 
+def test_dropout_of_nothing_launches_nothing(h100: Emulation) -> None:
+    """Dropout.cpp returns an input without elements as it is."""
+    x = f32(0, 64)
+    assert ops_of(lambda: F.dropout(x, 0.1)) == []
+
+
 def test_rms_norm_is_fused_where_weight_and_input_agree(h100: Emulation) -> None:
     x = bf16(4, 64)
     assert "_fused_rms_norm" in ops_of(lambda: F.rms_norm(x, (64,), bf16(64)))

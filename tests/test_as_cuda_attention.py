@@ -73,12 +73,12 @@ def tensors(
     return query, key, value
 
 
-def by_rules(version: tuple[int, int], sm: int, *qkv: Tensor, **options: Any) -> str:
+def by_rules(version: tuple[int, int], sm: int, *qkv: Tensor, cudnn_version: int | None = None, **options: Any) -> str:
     """What the rules of a release choose, with the cuDNN that it brings, whichever torch runs."""
     rules = RULES[version]
     q, k, v = qkv
     chosen = (options.get(name, default) for name, default in DEFAULTS.items())
-    return NAMES[choose(SdpaCall.of((q, k, v), *chosen, target(sm, rules.cudnn_version)), rules)]
+    return NAMES[choose(SdpaCall.of((q, k, v), *chosen, target(sm, cudnn_version or rules.cudnn_version)), rules)]
 
 
 def backend(sm: int, *qkv: Tensor, cudnn_version: int = 92000, **options: Any) -> str:

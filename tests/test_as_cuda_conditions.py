@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from as_cuda_stream import f16, f32, ops_of
-from test_as_cuda_attention import BF16, SINGLE, by_rules, tensors
+from test_as_cuda_attention import BF16, SINGLE, by_rules, target, tensors
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter, on_meta
 from flopmeter.as_cuda import CudaTarget, dynamo, emulate_cuda
@@ -40,6 +41,60 @@ def test_a_grid_has_room_for_65535_sequences_and_heads_and_not_for_one_more(vers
 @pytest.mark.parametrize("sm", [75, 80, 90, 120])
 def test_no_fused_kernel_takes_a_sequence_of_no_tokens(sm, dtype, queries, keys):
     assert by_rules((2, 13), sm, *tensors(dtype, q=(2, 8, queries, 64), k=(2, 8, keys, 64))) == "math"
+
+
+# One respect decides: what each check of sdp_utils.cpp refuses that the others let pass.
+DECIDED: list[tuple[str, tuple[int, int], int, str, dict[str, Any], dict[str, Any]]] = [
+    ("one batch", (2, 13), 80, "math", {"q": (2, 8, 64, 64), "k": (1, 8, 64, 64)}, {}),
+    ("three heads for eight", (2, 13), 80, "math", {"q": (2, 8, 64, 64), "k": (2, 3, 64, 64)}, {"enable_gqa": True}),
+    ("heads that divide", (2, 13), 90, "cudnn",
+     {"q": (2, 8, 64, 64), "k": (2, 4, 64, 64), "v": (2, 2, 64, 64)}, {"enable_gqa": True}),
+    ("keys do not divide", (2, 13), 90, "math",
+     {"q": (2, 8, 64, 64), "k": (2, 3, 64, 64), "v": (2, 4, 64, 64)}, {"enable_gqa": True}),
+    ("values do not divide", (2, 13), 90, "math",
+     {"q": (2, 8, 64, 64), "k": (2, 4, 64, 64), "v": (2, 3, 64, 64)}, {"enable_gqa": True}),
+    ("one head for all", (2, 14), 80, "flash", {"q": (2, 8, 64, 64), "k": (2, 1, 64, 64)}, {}),
+    ("one head for none", (2, 14), 80, "math", {"q": (2, 0, 64, 64), "k": (2, 1, 64, 64)}, {}),
+    ("after all that is known", (2, 13), 122, "math", {"dtype": SINGLE}, {}),
+    ("the last that is known", (2, 13), 121, "efficient", {"dtype": SINGLE}, {}),
+    ("heads of nothing", (2, 13), 80, "math", {"dtype": SINGLE, "q": (2, 8, 64, 0)}, {}),
+    ("cuDNN 9.15 is not preferred", (2, 14), 90, "flash", {}, {"cudnn_version": 91500}),
+    ("cuDNN 9.16 is", (2, 14), 90, "cudnn", {}, {"cudnn_version": 91600}),
+    *(
+        (f"one query on Blackwell, cuDNN {version}", (2, 14), 100, kernel,
+         {"q": (2, 8, 1, 64), "k": (2, 8, 64, 64)}, {"cudnn_version": version})
+        for version, kernel in (
+            (91800, "cudnn"), (91900, "flash"), (92400, "flash"), (92401, "cudnn"), (92500, "flash"), (92600, "cudnn")
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "sm", "kernel", "shapes", "options"), [row[1:] for row in DECIDED],
+                         ids=[row[0] for row in DECIDED])  # fmt: skip
+def test_each_check_of_a_fused_kernel_decides_for_itself(version, sm, kernel, shapes, options):
+    assert by_rules(version, sm, *tensors(**shapes), **options) == kernel
+
+
+@pytest.mark.parametrize(
+    ("sm", "sizes", "cudnn_version", "kernel"),
+    [
+        (90, (256, 256), 90900, "math"), (90, (256, 256), 91000, "cudnn"), (80, (256, 256), 91000, "math"),
+        (100, (192, 128), 91000, "math"), (100, (192, 128), 91100, "cudnn"), (90, (192, 128), 90900, "math"),
+    ],
+)  # fmt: skip
+def test_long_heads_wait_for_the_cudnn_that_has_them(sm, sizes, cudnn_version, kernel):
+    """check_cudnn_tensor_shapes: 256 on sm90 from 9.10 on, 192 with 128 on sm10x from 9.11 on."""
+    query, value = sizes
+    qkv = tensors(q=(2, 8, 64, query), v=(2, 8, 64, value))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+        assert by_rules((2, 13), sm, *qkv, cudnn_version=cudnn_version) == kernel
+
+
+def test_a_single_place_of_a_head_may_lie_anywhere_for_flash_attention():
+    wide = torch.empty(2, 8, 1, 64, dtype=BF16, device="meta").mT
+    assert wide.stride(-1) == 64
+    assert by_rules((2, 13), 80, wide, wide, wide) == "flash"
 
 
 # --- batch norm: select_batch_norm_backend in ATen/native/Normalization.cpp
@@ -229,3 +284,62 @@ def test_packed_sequences_say_that_the_reserve_is_taken_only_in_training(trains)
     with FlopMeter("a100-sxm4-80gb") as meter:
         lstm(packed)
     assert ("cuDNN's reserve" in str(meter.report())) is trains
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "training", "cudnn"),
+    [
+        (f32(8, 16, 4, 4), f32(16), f32(16), True, True),
+        (f32(8, 16, 4, 4), None, f32(16), True, False),
+        (f32(8, 16, 4, 4), f32(16), None, True, False),
+        (f16(8, 16, 4, 4), f32(16), f32(16), True, True),
+        (f16(8, 16, 4, 4), f16(16), f16(16), True, False),
+        (f32(0, 16, 4, 4), f32(16), f32(16), False, False),
+    ],
+)  # fmt: skip
+def test_cudnn_normalizes_images_with_both_vectors_in_its_types(x, weight, bias, training, cudnn):
+    with emulate_cuda(A100):
+        statistics = f32(16, grad=False), f32(16, grad=False)
+        ran = ops_of(lambda: F.batch_norm(x, *statistics, weight, bias, training))
+    assert ("cudnn_batch_norm" in ran) is cudnn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled", "channels_last"),
+    [(torch.float32, True, True), (torch.float64, True, False), (torch.float32, False, False)],
+)
+def test_only_cudnn_writes_a_convolution_as_its_input_lies(dtype, enabled, channels_last):
+    """cudnn_conv_suggest_memory_format in ConvUtils.h."""
+    x = torch.empty(2, 8, 6, 6, dtype=dtype, device="meta").to(memory_format=torch.channels_last)
+    weight = torch.empty(4, 8, 3, 3, dtype=dtype, device="meta")
+    with FlopMeter("a100-sxm4-80gb"), torch.backends.cudnn.flags(enabled=enabled):
+        out = F.conv2d(x, weight)
+    assert out.is_contiguous(memory_format=torch.channels_last) is channels_last
+
+
+@pytest.mark.parametrize(
+    ("sm", "version", "dtype", "enabled", "batch", "cudnn"),
+    [
+        (90, 92000, BF16, True, 2, True), (90, 91200, BF16, True, 2, False), (75, 92000, BF16, True, 2, False),
+        (90, 92000, SINGLE, False, 2, False), (90, 92000, SINGLE, True, 0, False), (90, 91200, SINGLE, True, 2, True),
+    ],
+)  # fmt: skip
+def test_cudnn_runs_recurrent_layers_in_its_types_if_it_may_and_there_is_something(
+    sm, version, dtype, enabled, batch, cudnn
+):
+    """`use_cudnn` in RNN.cpp. What it does not run keeps no reserve, and no note tells of one."""
+    layer = nn.LSTM(8, 16, device="meta", dtype=dtype)
+    x = torch.empty(5, batch, 8, device="meta", dtype=dtype)
+    with emulate_cuda(target(sm, version)) as emulation, torch.backends.cudnn.flags(enabled=enabled):
+        ran = ops_of(lambda: layer(x))
+    assert ("_cudnn_rnn" in ran) is cudnn
+    assert any("reserve" in note for note in emulation.notes) is cudnn
+
+
+@pytest.mark.parametrize(("trains", "rate"), [(True, 0.5), (True, 0.0), (False, 0.5)])
+def test_a_recurrent_layer_has_a_state_of_dropout_where_it_drops(trains, rate):
+    layer = nn.LSTM(8, 16, num_layers=2, dropout=rate, device="meta").train(trains)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        layer(f32(5, 2, 8))
+    (call,) = [op.call for op in meter.trace.ops if op.call.func is torch.ops.aten._cudnn_rnn.default]
+    assert (call.argument("dropout_state") is not None) is (trains and rate > 0)

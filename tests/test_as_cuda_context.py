@@ -47,6 +47,38 @@ def test_kernels_of_torch_are_replaced_without_a_warning() -> None:
     assert not [str(warning.message) for warning in caught if "kernel" in str(warning.message)]
 
 
+GIVEN_KERNELS = """
+    _fused_rms_norm mish_backward _cudnn_rnn_backward _thnn_fused_gru_cell _thnn_fused_gru_cell_backward
+    _fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr _transformer_encoder_layer_fwd
+    _scaled_mm.out _ctc_loss_backward _ctc_loss_backward.Tensor
+    _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
+    fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
+    _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+    _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
+    _fake_quantize_learnable_per_tensor_affine_backward _fake_quantize_learnable_per_channel_affine_backward
+"""
+
+
+@pytest.mark.parametrize("name", GIVEN_KERNELS.split())
+def test_an_op_that_cuda_has_a_kernel_for_has_one_on_meta_tensors(h100: Emulation, name: str) -> None:
+    if dispatcher.overload(name) is None:
+        pytest.skip("this torch has no such op")
+    assert private.has_kernel(f"aten::{name}", "Meta")
+
+
+def test_a_compiled_function_runs_eagerly_in_a_region_where_nothing_else_is_asked() -> None:
+    regions: list[int | None] = []
+    with emulate_cuda(H100) as emulation:
+
+        def program(x: Tensor) -> Tensor:
+            regions.append(emulation.compiled_region())
+            return x.sin()
+
+        torch.compile(program)(f32(4))
+        assert emulation.compiled_region() is None
+    assert regions == [1]
+
+
 # --- what is not touched -------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,9 @@ SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "roi_align": "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width,"
     " int sampling_ratio, bool aligned) -> Tensor",
+    "_roi_align_backward": "_roi_align_backward(Tensor grad, Tensor rois, float spatial_scale, SymInt pooled_height,"
+    " SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width, int sampling_ratio,"
+    " bool aligned) -> Tensor",
 }
 
 
@@ -27,6 +30,11 @@ def ops():
     library.impl(
         "roi_align",
         lambda image, boxes, scale, height, width, *_: image.new_empty(len(boxes), 16, height, width),
+        "Meta",
+    )
+    library.impl(
+        "_roi_align_backward",
+        lambda grad, boxes, *sizes: grad.new_empty(*sizes[3:7]),
         "Meta",
     )
     yield torch.ops.torchvision
@@ -67,6 +75,14 @@ def test_an_aligned_region_is_four_neighbours_of_each_place(ops):
     report = meter.report()
     assert report.flops == 1960 * 16 * 8 + 1960 * 10
     assert report.bytes_read == 16 * 50 * 50 * 4 + 10 * 5 * 4
+    assert report.uncounted == []
+
+
+def test_a_gradient_of_an_aligned_region_goes_to_four_neighbours_of_each_place(ops):
+    with FlopMeter() as meter:
+        ops._roi_align_backward(torch.empty(10, 16, 7, 7, device="meta"), boxes(10), 1.0, 7, 7, 1, 16, 50, 50, 2, False)
+    report = meter.report()
+    assert report.flops == 1960 * 16 * 8 + 1960 * 10
     assert report.uncounted == []
 
 

@@ -202,6 +202,15 @@ def test_the_time_to_combine_the_parts_is_that_of_these_kernels_alone():
     assert template() < template(compile="rules") - 2e-6
 
 
+def test_few_queries_of_few_heads_read_a_long_cache_with_the_whole_device():
+    """8 heads alone would keep 124 of an H100's 132 SMs idle."""
+    keys = 65536
+    with torch.no_grad():
+        meter = metered(lambda: torch.compile(flex_attention)(*qkv(False, queries=1, keys=keys)))
+    (row,) = [row for row in meter.report().rows("op") if row.name == "flex_attention"]
+    assert row.seconds < 2 * (2 * HEADS * keys * DEPTH * 2 * 2) / 3.35e12
+
+
 # --- masks of the graph's own
 
 

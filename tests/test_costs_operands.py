@@ -15,7 +15,7 @@ from flopmeter import FlopMeter
 from flopmeter.costs import costs_of
 from flopmeter.costs.contractions.quantized import equal_groups
 from flopmeter.costs.rules import make_cost
-from flopmeter.records import UNCOUNTED, Call, RecurrentWork
+from flopmeter.records import UNCOUNTED, Call, RecurrentWork, VectorWork
 
 aten = torch.ops.aten
 T = meta
@@ -353,6 +353,47 @@ def test_a_mask_among_other_indices_makes_the_host_wait():
     for indices, waits in (((mask, places), True), ((places, mask), True), ((places, places), False)):
         (cost,) = costs_of(call_by_hand(aten.index.Tensor, (T(9, 5), indices), (T(1),)))[-1:]
         assert cost.blocks_host is waits
+
+
+# (call, FLOPs, bytes read, bytes written), in fp32
+DECIDED = {
+    # the bias is copied into the result, which the product reads and adds to: isInputCompliesAddmmCudaLt in Blas.cpp
+    "a bias with gaps": (lambda: aten.addmm(meta(10)[::2], meta(2, 3), meta(3, 5)), 70, 20 + 84 + 40, 40 + 40),
+    "one number as a bias": (lambda: aten.addmm(meta(1), meta(2, 3), meta(3, 5)), 70, 4 + 84 + 40, 40 + 40),
+    # the first of seven products overwrites what the others add to
+    "a sum of products from nothing": (
+        lambda: aten.addbmm(meta(2, 5), meta(7, 2, 3), meta(7, 3, 5), beta=0), 420, 7 * 84 + 6 * 40, 7 * 40
+    ),
+    # frozen filters: one product, of 16 places, 3 filters of 2 x 3 x 3
+    "the gradient of an image alone": (
+        lambda: aten.convolution_backward(
+            meta(1, 3, 4, 4), meta(1, 2, 6, 6), meta(3, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
+            [True, False, False],
+        ),
+        2 * 16 * 3 * 18, 4 * (48 + 54), 4 * 72,
+    ),
+    # windows of 2 x 2 at 0, 3 and 6
+    "windows with gaps": (lambda: aten.avg_pool2d(meta(1, 1, 8, 8), [2, 2], [3, 3]), 9 * (4 + 1), 4 * 36, 4 * 9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_where_one_operand_differs_from_the_plain_case(name):
+    program, flops, read, written = DECIDED[name]
+    costs = costs_of(calls_of(program)[-1])
+    assert (
+        sum(cost.flops for cost in costs), sum(cost.bytes_read for cost in costs),
+        sum(cost.bytes_written for cost in costs),
+    ) == (flops, read, written)  # fmt: skip
+
+
+@pytest.mark.parametrize(("pixels", "kernels"), [(6, 3), (1, 2)])
+def test_weight_and_statistics_of_a_group_norm_are_joined_where_channels_have_several_pixels(pixels, kernels):
+    """group_norm_kernel.cu GroupNormKernelImplInternal."""
+    call = calls_of(lambda: aten.native_group_norm(meta(5, 4, pixels), meta(4), meta(4), 5, 4, pixels, 2, 1e-5))[-1]
+    (cost,) = costs_of(call)
+    assert isinstance(cost.work, VectorWork)
+    assert cost.work.kernels == kernels
 
 
 def test_no_rows_are_no_groups():

@@ -77,6 +77,7 @@ def test_a_world_without_a_mesh_has_one_dimension():
         ((4, {"dp": 4, "tp": 0}), r"mesh\['tp'\] is 0"),
         ((4, {}), r"needs names for its dimensions"),
         ((4, {"": 4}), r"needs names for its dimensions"),
+        ((4, {0: 4}), r"needs names for its dimensions"),
         ((4, {"dp": 4}, 4), r"rank 4 is not in a world of 4: name one from 0 to 3"),
         ((4, {"dp": 4}, -1), r"rank -1 is not in a world"),
     ],

@@ -122,6 +122,14 @@ def test_one_kernel_makes_the_seeds_of_all_random_numbers_of_a_graph():
     assert [(cost.bytes_read, cost.bytes_written, cost.flops) for cost in seeds] == [(0, 2 * 8, 0)]
 
 
+def test_what_is_left_to_eager_pytorch_draws_without_the_seeds_of_the_graph():
+    """As inductor has it: poisson runs as it is, and one seed is made for the uniform numbers."""
+    x = meta(ROWS, WIDTH)
+    _, fused, _ = compiled(lambda: torch.poisson(x) * torch.rand_like(x))
+    (seeds,) = [kernel.cost for kernel in fused if kernel.cost.name == "inductor_seeds"]
+    assert seeds.bytes_written == 8
+
+
 def test_residual_and_layer_norm_fuse_and_the_other_reader_adds_again():
     x, y, weight = meta(ROWS, WIDTH), meta(ROWS, WIDTH), meta(WIDTH, WIDTH)
 

@@ -56,6 +56,27 @@ def test_an_op_has_the_loops_of_its_definition(name):
     assert role(program).loops == loops
 
 
+ON_ROWS = {
+    "batch norm": lambda x: aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5),
+    "batch norm in evaluation": lambda x: aten.native_batch_norm(x, None, None, T(6), T(6), False, 0.1, 1e-5),
+    "layer norm": lambda x: aten.native_layer_norm(x, [6], None, None, 1e-5),
+    "softmax": lambda x: aten._softmax(x, 1, False),
+    "sum": lambda x: aten.sum(x, [1]),
+    "mean": lambda x: aten.mean(x, [0]),
+    "all of it": aten.sum.default,
+    "sine": aten.sin.default,
+    "loss": lambda x: aten.mse_loss(x, x, 1),
+}
+
+
+@pytest.mark.parametrize("name", ON_ROWS)
+def test_rows_that_lie_in_memory_once_are_looped_over_as_often_as_the_tensor_has_them(name):
+    dense, repeated = (role(lambda x=x: ON_ROWS[name](x)) for x in (T(8, 6), T(1, 6).expand(8, 6)))
+    assert (repeated.loops is None, repeated.elements) == (dense.loops is None, dense.elements)
+    if dense.loops is not None:
+        assert repeated.loops[:2] == dense.loops[:2]
+
+
 def test_an_element_wise_op_computes_the_elements_of_its_result():
     assert role(lambda: T(4, 6) + T(6)).elements == 24
     assert role(lambda: aten.add_(T(4, 6), T(6))).elements == 24

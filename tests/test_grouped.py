@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from costs_support import call_by_hand, meta
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flopmeter import FlopMeter, on_meta
 from flopmeter.costs import costs_of
@@ -230,6 +231,14 @@ def test_groups_as_equal_as_can_be_differ_by_one():
     a, b, ends = meta(11, DEPTH, dtype=BF16), meta(EXPERTS, DEPTH, WIDTH, dtype=BF16), meta(EXPERTS, dtype=torch.int32)
     (kernel,) = metered(lambda: F.grouped_mm(a, b, offs=ends)).kernels
     assert kernel.cost.work.matmuls == (Matmul(5, 1, WIDTH, DEPTH), Matmul(3, 2, WIDTH, DEPTH))
+
+
+def test_fake_tensors_of_the_cpu_hold_no_lengths():
+    with FakeTensorMode():
+        a, b, ends = (torch.empty(11, DEPTH).bfloat16(), torch.empty(EXPERTS, DEPTH, WIDTH).bfloat16(),
+                      torch.empty(EXPERTS, dtype=torch.int32))  # fmt: skip
+        (told,) = metered(lambda: F.grouped_mm(a, b, offs=ends)).assumptions
+    assert told.startswith("groups of equal length for ")
 
 
 def test_a_compiled_graph_assumes_groups_only_where_offsets_make_them():

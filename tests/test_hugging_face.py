@@ -67,6 +67,15 @@ def test_greedy_generation_runs_and_says_what_it_assumed(llama):
     assert assumption.startswith("generation: no sequence ends before max_new_tokens")
 
 
+def test_a_model_with_weights_generates_under_a_meter_what_it_does_without():
+    real = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+    ids, _ = prompt(batch=1)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    expected = real.generate(ids, **options)
+    with FlopMeter("h100-sxm5-80gb"):
+        assert real.generate(ids, **options).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_beam_search_goes_on_to_its_last_token_with_the_products_of_a_real_one(early_stopping):
     config = transformers.BartConfig(

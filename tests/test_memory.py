@@ -845,6 +845,15 @@ def test_a_tensor_of_just_a_mebibyte_takes_the_small_pool_and_leaves_its_place_t
     assert memory_when(program).reserved_bytes == 2 * 2**20
 
 
+@pytest.mark.parametrize(("setting", "given"), [("expandable_segments:True", 19.5), ("", 20)])
+def test_only_an_expandable_segment_splits_off_less_than_a_mebibyte(monkeypatch, setting, given):
+    """`should_split` in c10/cuda/CUDACachingAllocator.cpp."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(20 * MIB))
+    assert allocator.allocate(39 * MIB // 2).nbytes == given * MIB
+
+
 def test_expandable_segments_grow_by_what_is_lacking(monkeypatch: pytest.MonkeyPatch):
     """In pages of 20 MiB (c10/cuda/CUDACachingAllocator.cpp, Note [Expandable Segments]): 30 MiB take two; after they
     are given back, 70 MiB take two more, where a segment of their own would be 70."""

@@ -11,7 +11,7 @@ from torch import nn
 from flopmeter import FlopMeter
 from flopmeter.costs import kernels_of
 from flopmeter.launch.fusion import fuse, modules_compiled
-from flopmeter.launch.modes import MODES, Mode, compiled_region, launches
+from flopmeter.launch.modes import MODES, Mode, compiled_region, launches, modes_beyond
 from flopmeter.records import Kernel, Trace
 from flopmeter.trace.recorder import Recorder
 
@@ -153,3 +153,21 @@ def test_what_the_rules_fuse_beside_compiled_code_are_graphs_of_their_own():
     graphs = launches(kernels_of(meter.trace), meter.trace, MODES["compiled"]).graphs
     del y
     assert len({graph for graph in graphs if graph is not None}) == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "beyond"),
+    [
+        ("eager", [{"compiled", "eager-cudagraph"}, {"cudagraph"}]),
+        ("compiled", [{"cudagraph"}]),
+        ("eager-cudagraph", [{"cudagraph"}]),
+        ("cudagraph", []),
+    ],
+)
+def test_beyond_a_mode_are_those_that_fuse_or_replay_too_and_the_one_that_does_both_comes_last(own, beyond):
+    names = [mode.name for mode in modes_beyond(own)]
+    at = 0
+    for group in beyond:
+        assert set(names[at : at + len(group)]) == group
+        at += len(group)
+    assert at == len(names)

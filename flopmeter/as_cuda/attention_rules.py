@@ -171,7 +171,7 @@ def equal_heads_or_grouped(call: SdpaCall) -> bool:
 def equal_heads_or_grouped_or_one(call: SdpaCall) -> bool:
     """A single head of keys and values serves all queries, even without enable_gqa."""
     query, key, value = call.heads
-    return equal_heads_or_grouped(call) or (not call.enable_gqa and query > 0 and key == value == 1)
+    return equal_heads_or_grouped(call) or (query > 0 and key == value == 1)
 
 
 def grid_of_at_most_65535(call: SdpaCall) -> bool:
@@ -204,7 +204,7 @@ def gemm_alignment(call: SdpaCall) -> int:
 def efficient_takes(call: SdpaCall) -> bool:
     """fp16, fp32 and, from Ampere on, bf16; queries as wide as keys; rows that are aligned."""
     types = (torch.float16, torch.float32, *((torch.bfloat16,) if call.sm >= 80 else ()))
-    if not 50 <= call.sm <= 121 or call.query.dtype not in types or not _is_well_formed(call):
+    if call.sm > 121 or call.query.dtype not in types or not _is_well_formed(call):
         return False
     sizes = call.head_size, call.value.size(-1)
     is_aligned = all(size > 0 and size % gemm_alignment(call) == 0 for size in sizes)

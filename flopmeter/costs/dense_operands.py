@@ -29,8 +29,8 @@ def _is_for_cublas(call: Call, spec: TensorSpec) -> bool:
     aten/src/ATen/native/cuda/cuBlasCommonArgs.h, `prepare_batch_matrix_for_cublas` in Blas.cpp. Batches may lie
     anywhere, also on each other. One column of a matrix is a matrix whose rows are dense."""
     (rows, columns), (row_stride, column_stride) = spec.shape[-2:], spec.stride[-2:]
-    by_rows = column_stride == 1 and row_stride >= max(1, columns)
-    by_columns = row_stride == 1 and column_stride >= max(1, rows)
+    by_rows = column_stride == 1 and row_stride >= columns
+    by_columns = row_stride == 1 and column_stride >= rows
     is_transposed = len(spec.shape) == 2 and is_dense((columns, rows), (column_stride, row_stride), channels_last=False)
     return by_rows or by_columns or is_transposed or _is_contiguous(call, spec)
 

@@ -35,8 +35,8 @@ def install(scope: Scope) -> None:
     """Dispatch LSTM, GRU, RNN and their cells on meta tensors as CUDA would."""
     for name, mode in {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}.items():
         packet = getattr(aten, name)
-        scope.override(packet.input, _padded(scope, packet.input, mode), vmap_key=None)
-        scope.override(packet.data, _packed(scope, packet.data, mode), vmap_key=None)
+        for overload, made in ((packet.input, _padded), (packet.data, _packed)):
+            scope.override(overload, made(scope, overload, mode), vmap_key=None)
     scope.meta_kernel("aten::_cudnn_rnn", cudnn_rnn)
     scope.override(aten.lstm_cell.default, lstm_cell, vmap_key=None)
     scope.override(aten.gru_cell.default, gru_cell, vmap_key=None)
@@ -96,7 +96,7 @@ def _cudnn_rnn(
 ) -> tuple[Tensor, ...]:
     hidden, cell = hx if mode == LSTM else (hx, None)
     hidden_size = params[1].size(0) // GATES[mode]
-    projection = hidden.size(-1) if mode == LSTM and hidden.size(-1) != hidden_size else 0
+    projection = hidden.size(-1) if hidden.size(-1) != hidden_size else 0
     weights_per_layer = (4 if options.has_biases else 2) + (1 if projection else 0)
     # On CUDA the weights are views of one buffer, which is an argument too. An empty buffer counts them once.
     buffer = tensor.new_empty(0)

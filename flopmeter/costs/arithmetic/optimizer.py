@@ -92,7 +92,7 @@ def fused_adam(call: Call) -> Cost:
 def fused_sgd(call: Call) -> Cost:
     """p -= lr·g; with momentum b = mu·b + (1 - dampening)·g first, and Nesterov's g + mu·b."""
     momentum = call.argument("momentum")
-    flops = 2 + (3 if momentum else 0) + (2 if momentum and call.argument("nesterov") else 0)
+    flops = 2 + (3 if momentum else 0) + (2 if call.argument("nesterov") else 0)
     flops += _DECAY["sgd"] if call.argument("weight_decay") else 0
     return _fused(call, flops * _elements(call))
 

@@ -136,7 +136,7 @@ def _exchanged(call: Call, known: KnownOp, group: RankGroup, size: int) -> int:
     crosses a link."""
     ranks = len(group.ranks)
     sides = [parts for parts in (_parts(call, known, way) for way in ("input", "output")) if parts]
-    if not sides or ranks == 1:
+    if not sides:
         return size
     if any(min(parts) == max(parts) for parts in sides):
         return ranks * max(map(max, sides))
@@ -148,7 +148,7 @@ def _parts(call: Call, known: KnownOp, way: str) -> list[int]:
     specs, rows = _sent(call, known) if way == "input" else _received(call, known), call.get(f"{way}_split_sizes")
     if rows is not None:
         (whole,) = (specs,) if isinstance(specs, TensorSpec) else specs
-        return [whole.nbytes * each // sum(rows) for each in rows] if rows and sum(rows) else []
+        return [whole.nbytes * each // sum(rows) for each in rows] if sum(rows) else []
     return [] if isinstance(specs, TensorSpec) else list(map(_nbytes, specs))
 
 

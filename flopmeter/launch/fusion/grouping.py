@@ -107,14 +107,13 @@ class Groups:
 
     def _edges_into(self, kernel: int) -> list[_Edge]:
         role = self._flow.roles[kernel]
-        filled = {value.touch.storage for value in self._flow.writes[kernel]} if role.scatters else ()
         joins: dict[int, bool] = {}
         for own in self._own[kernel]:
             for before in self._flow.befores[own]:
                 joins.setdefault(self._into[before], not role.scatters)
-            for touch, values in self._flow.reads[own]:
+            for _, values in self._flow.reads[own]:
                 for value in values:
-                    can = touch.storage not in filled and (not role.wants_inlined or value.readers == [own])
+                    can = not role.wants_inlined or value.readers == [own]
                     joins[self._into[value.kernel]] = joins.get(self._into[value.kernel], True) and can
         graph = self._graphs[kernel]
         return [

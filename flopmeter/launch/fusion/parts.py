@@ -194,7 +194,7 @@ def _stages(op: Op, cost: Cost, role: Role, is_eager: bool) -> Iterable[tuple[Co
     """A reduction whose loops are split is two kernels or more: the first makes partial results, and one for each of
     its results adds them up, with what follows."""
     splits = splits_of(role.loops) if role.loops is not None else 1
-    if is_eager or role.loops is None or splits == 1 or any(region.spec is None for region in cost.writes):
+    if is_eager or role.loops is None or splits == 1:
         yield cost, role
         return
     kept = role.loops.kept
@@ -208,7 +208,7 @@ def _stages(op: Op, cost: Cost, role: Role, is_eager: bool) -> Iterable[tuple[Co
             shape, (splits * len(result), len(result), 1), torch.float32, storage, 0, result[0].spec.device
         )
         partials.append(Region(spec, spec.nbytes))
-    yield replace(cost, writes=tuple(partials)), role._replace(joins_consumers=False)
+    yield replace(cost, writes=tuple(partials)), role
     silent = replace(cost, flops_by_class=((cost.op_class, 0),), transcendentals=0, work=VectorWork(()))
     for partial, result in zip(partials, results, strict=True):
         yield replace(silent, reads=(partial,), writes=tuple(result)), Role(True, True, Loops(kept, splits, True), kept)

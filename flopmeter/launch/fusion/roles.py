@@ -197,7 +197,11 @@ def _reduces_nothing(call: Call, cost: Cost, results: int) -> bool:
 
 
 def _elements_of(region: Region) -> int:
-    return region.nbytes // region.spec.dtype.itemsize if region.spec is not None else 0
+    """A loop over all of a tensor meets a number that lies in memory once as often as the tensor has it."""
+    spec = region.spec
+    if spec is None:
+        return 0
+    return spec.numel if region.nbytes == spec.nbytes else region.nbytes // spec.dtype.itemsize
 
 
 def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
@@ -207,7 +211,7 @@ def _loops_of_reduction(call: Call, cost: Cost, results: int) -> Loops:
     if isinstance(dims, int):
         dims = (dims,)
     shape = call.inputs[0].shape
-    picked = max(map(_elements_of, cost.reads), default=0)
+    picked = max(map(_elements_of, cost.reads))
     if not dims and picked < prod(shape):  # a loss reads what its targets name
         return Loops(results, picked // max(results, 1), True)
     if not dims and results > 1 and shape[1:2] == (results,):
