@@ -160,11 +160,11 @@ def trace(
     try:
         with torch.device("cpu" if merges_branches else "meta"):
             model = timm.create_model(model_name)
+        if merges_branches:
+            model = import_module("timm.utils.model").reparameterize_model(model).to("meta")
         has_m = sum(weights.numel() for weights in model.parameters()) / 1e6
         if params_m and not isclose(has_m, float(params_m), rel_tol=SAME_PARAMETERS, abs_tol=0.01):
             raise ValueError(f"timm builds {has_m:.2f} million parameters, measured were {params_m}")
-        if merges_branches:
-            model = import_module("timm.utils.model").reparameterize_model(model).to("meta")
         model = model.train(trains).to(memory_format=order)
         with torch.device("meta"):
             images = torch.empty(int(batch), 3, int(img_size), int(img_size)).to(memory_format=order)
