@@ -49,7 +49,7 @@ def flops_of(op_class: str, parts: Iterable[Iterable[tuple[str, int]]]) -> tuple
 def walk_of(rows: int, reduced: int, read_bytes: int, bytes_written: int, *, is_inner: bool) -> tuple[Reread, ...]:
     """How a kernel walks the rows that it reduces; its largest input has so many bytes. If they are too long for
     registers and it writes as much as it reads, it reads again for the result what it read for the reduction."""
-    if reduced == 1:
+    if reduced <= 1 or not rows:
         return ()
     is_held = reduced <= HELD_ROW_ELEMENTS or bytes_written < read_bytes // 2
     if is_held and not is_inner:
