@@ -479,15 +479,15 @@ def test_a_captured_program_is_told_what_compiling_wins():
 
 
 @pytest.mark.parametrize("switch", ["matmul", "cudnn"])
-def test_the_switch_that_keeps_products_from_tf32_is_named(switch, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", switch != "cudnn")
+def test_the_switch_that_keeps_products_from_tf32_is_named(switch):
     precision = torch.get_float32_matmul_precision()
     with torch.device("meta"):
         layer = nn.Conv2d(256, 256, 3) if switch == "cudnn" else nn.Linear(4096, 4096)
         x = torch.empty(32, 256, 64, 64) if switch == "cudnn" else torch.empty(8192, 4096)
     try:
         torch.set_float32_matmul_precision("high" if switch == "cudnn" else "highest")
-        with FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
+        flags = torch.backends.cudnn.flags(enabled=True, allow_tf32=switch != "cudnn")
+        with flags, FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
             layer(x)
     finally:
         torch.set_float32_matmul_precision(precision)
