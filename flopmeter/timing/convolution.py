@@ -72,12 +72,13 @@ def channel_share(shape: Convolution) -> float:
 def grouped_share(shape: Convolution, on_matrix_units: bool) -> float:
     """The same of filters over the channels of one group. What packs groups into tiles are kernels of matrix units."""
     channels = shape.channels
-    if not (shape.channels_last and on_matrix_units):
-        return channels / (channels + constants.HALF_RATE_CHANNELS_GROUPED)
-    if channels & (channels - 1) == 0:  # a power of two
+    is_power_of_two = channels & (channels - 1) == 0
+    if on_matrix_units and not is_power_of_two:
+        tiles = ceil(channels / constants.GROUP_TILE_CHANNELS) * constants.GROUP_TILE_CHANNELS
+        return channels / (tiles + constants.HALF_RATE_TILE_CHANNELS)
+    if on_matrix_units and shape.channels_last:
         return channel_share(shape)
-    tiles = ceil(channels / constants.GROUP_TILE_CHANNELS) * constants.GROUP_TILE_CHANNELS
-    return channels / (tiles + constants.HALF_RATE_TILE_CHANNELS)
+    return channels / (channels + constants.HALF_RATE_CHANNELS_GROUPED)
 
 
 def suits_winograd(shape: Convolution, implicit: Matmul) -> bool:
