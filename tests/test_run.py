@@ -576,8 +576,8 @@ def test_flash_attn_stands_in_by_the_same_kernel_and_is_told():
         assert flash_attn_func(q, q, q, causal=True).shape == q.shape
         with pytest.raises(NotImplementedError, match="softcap"):
             flash_attn_func(q, q, q, softcap=30.0)
-        with pytest.raises(ImportError, match="no 'bert_padding'"):
-            from flash_attn import bert_padding  # noqa: F401
+        with pytest.raises(ImportError, match="no 'fused_softmax'"):
+            from flash_attn import fused_softmax  # noqa: F401
     step = device.report().step
     assert step.macs == 2 * 2 * 8 * 256 * 256 * 64  # the whole square, as torch's counter has it
     assert any("flash_attn_func is flopmeter's shim" in note for note in step.notes)

@@ -190,7 +190,7 @@ def test_an_import_that_a_library_makes_late_is_told_by_the_package_that_was_mis
 
 
 def test_what_a_shim_does_not_have_is_not_told_as_something_to_install(script, capsys):
-    text = "from flash_attn import bert_padding"
+    text = "from flash_attn import fused_softmax"
     assert main(["run", "--shim", "flash_attn", script(text)]) == 1
     assert "flopmeter's shim does not have it" in capsys.readouterr().err.splitlines()[-1]
 
