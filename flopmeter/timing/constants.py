@@ -138,10 +138,10 @@ HALF_RATE_CHANNELS_GROUPED = 72
 # for such widths since 7.0.4). Any other group is an implicit GEMM of its own, with tiles so many channels wide; narrow
 # ones load each pixel anew for few results. Fitted on 43 grouped nets of [timm] in channels-last, on two cards: 5.1 and
 # 4.8 % off (by the other law 11.7 and 10.4). Tiles of 32 or 128 are up to 1.3 worse; for powers of two 20 channels
-# would do as well as HALF_RATE_CHANNELS_LAST, within .6. Nets in NCHW set none of it: 34 on these cards come out at
-# 4.8, 5.7 and, with torch 2.9, 3.9 % (by the other law 6.9, 8.1, 5.8), eight RegNets on an RTX 5090 at 3.2 (13.8), in
-# training on a 3090 at 7.2 (16.2).
+# would do as well as HALF_RATE_CHANNELS_LAST, within .6. In NCHW, where groups of 24 are faster, the tiles alone are
+# fitted, on twelve RegNets on these cards: 2.8 and 5.9 % off (by the other law 9.9 and 11.6).
 GROUP_TILE_CHANNELS = 64
+GROUP_TILE_CHANNELS_NCHW = 32
 HALF_RATE_TILE_CHANNELS = 120
 
 # Bytes of channels that the main loop of cuDNN's matrix kernels takes at a time. Filters over fewer channels, such as

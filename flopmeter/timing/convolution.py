@@ -74,8 +74,8 @@ def grouped_share(shape: Convolution, on_matrix_units: bool) -> float:
     channels = shape.channels
     is_power_of_two = channels & (channels - 1) == 0
     if on_matrix_units and not is_power_of_two:
-        tiles = ceil(channels / constants.GROUP_TILE_CHANNELS) * constants.GROUP_TILE_CHANNELS
-        return channels / (tiles + constants.HALF_RATE_TILE_CHANNELS)
+        tile = constants.GROUP_TILE_CHANNELS if shape.channels_last else constants.GROUP_TILE_CHANNELS_NCHW
+        return channels / (ceil(channels / tile) * tile + constants.HALF_RATE_TILE_CHANNELS)
     if on_matrix_units and shape.channels_last:
         return channel_share(shape)
     return channels / (channels + constants.HALF_RATE_CHANNELS_GROUPED)
