@@ -70,7 +70,7 @@ class Busy(NamedTuple):
         return self.work_seconds + self.latency_seconds
 
 
-class _Shape(NamedTuple):
+class _Tile(NamedTuple):
     """Of a tile."""
 
     rows: int
@@ -80,7 +80,7 @@ class _Shape(NamedTuple):
 
 
 @functools.cache
-def _tiles(kernels: GemmKernels, least_side: int) -> list[_Shape]:
+def _tiles(kernels: GemmKernels, least_side: int) -> list[_Tile]:
     """The family's tiles with sides of at least `least_side`, small ones first, and of equal ones the squarest. Or the
     one that ran, in either direction."""
     largest = max(rows * columns for rows, columns in kernels.tiles)
@@ -88,7 +88,7 @@ def _tiles(kernels: GemmKernels, least_side: int) -> list[_Shape]:
     if kernels.ran is not None:
         tiles = [kernels.ran, kernels.ran[::-1]]
     return [
-        _Shape(rows, columns, (rows * columns / largest) ** kernels.tile_exponent, _loads(rows, columns, kernels))
+        _Tile(rows, columns, (rows * columns / largest) ** kernels.tile_exponent, _loads(rows, columns, kernels))
         for rows, columns in sorted(tiles, key=lambda tile: (prod(tile), sum(tile)))
     ]
 
@@ -121,13 +121,13 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
         return Busy(compute, memory, overlap(compute, memory, rates.kernels.overlap_exponent))
     least_side, splits = (rates.kernels.least_batched_side, (1,)) if batch > 1 else (0, constants.SPLIT_K)
     ways = []
-    for shape_of_tile in _fitting(_tiles(rates.kernels, least_side), m, n):
-        rows, columns, _, _ = shape_of_tile
+    for tile in _fitting(_tiles(rates.kernels, least_side), m, n):
+        rows, columns, _, _ = tile
         tiles = batch * ceil(m / rows) * ceil(n / columns)
         stored = moved.written_bytes * min(rows, m) * min(columns, n) / (batch * m * n)
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
-            way = _in_waves(tiles * slices, shape_of_tile, stored, depth, moved, rates)
+            way = _in_waves(tiles * slices, tile, stored, depth, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             is_enough = tiles * slices >= constants.MOST_WAVES_SPLIT * rates.sm_count
             if is_enough or k <= slices * constants.LEAST_SLICE_DEPTH:
@@ -135,7 +135,7 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     return _with_power(fastest(ways), shape.macs, rates)
 
 
-def _fitting(tiles: list[_Shape], m: int, n: int) -> Iterator[_Shape]:
+def _fitting(tiles: list[_Tile], m: int, n: int) -> Iterator[_Tile]:
     """Without tiles that cover the output in no fewer than a smaller one, which can only be slower."""
     least = inf
     for tile in tiles:
@@ -172,7 +172,7 @@ def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates:
     return Busy(compute, memory, work, rates.kernels.latency_cycles / rates.clock_hz)
 
 
-def _in_waves(tiles: int, tile: _Shape, stored_bytes: float, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
+def _in_waves(tiles: int, tile: _Tile, stored_bytes: float, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
     """One tile on each SM at a time. A tile at the edge takes as long as a full one, and SMs without a tile in the last
     wave wait. `stored_bytes`: of a tile that no edge cuts."""
     kernels = rates.kernels
