@@ -84,8 +84,9 @@ def _tiles(kernels: GemmKernels, least_side: int) -> list[_Tile]:
     """The family's tiles with sides of at least `least_side`, small ones first, and of equal ones the squarest. Or the
     one that ran, in either direction."""
     largest = max(rows * columns for rows, columns in kernels.tiles)
-    tiles = [tile for tile in kernels.tiles if min(tile) >= least_side]
-    if kernels.ran is not None:
+    if kernels.ran is None:
+        tiles = [tile for tile in kernels.tiles if min(tile) >= least_side]
+    else:
         tiles = [kernels.ran, kernels.ran[::-1]]
     return [
         _Tile(rows, columns, (rows * columns / largest) ** kernels.tile_exponent, _loads(rows, columns, kernels))
