@@ -31,8 +31,7 @@ from validation_rows import Line, Row
 from flopmeter import SplitRow, plan
 from flopmeter.device.hardware import load_hardware
 from flopmeter.models.gpt2 import GPT2, GPT2Config
-from flopmeter.models.gpt2 import Block as GPT2Block
-from flopmeter.models.layers import SelfAttention, next_token_loss
+from flopmeter.models.layers import PreNormBlock, SelfAttention, next_token_loss
 from flopmeter.models.llama import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Block, Llama, LlamaConfig
 
 H100_500W = Path(__file__).parent / "h100-96gb-500w.yaml"
@@ -254,7 +253,7 @@ class UnfusedAttention(SelfAttention):
         return out
 
 
-class MegatronBlock(GPT2Block):
+class MegatronBlock(PreNormBlock):
     dropout = 0.0
 
     def forward(self, x: Tensor) -> Tensor:

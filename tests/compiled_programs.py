@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.optim import Optimizer
 
 from flopmeter.models.diffusion import DiT, DiTConfig, UNet, UNetConfig
-from flopmeter.models.vision import ConvNeXt, ConvNeXtConfig, ResNet, ResNetConfig, ViT, ViTConfig
+from flopmeter.models.vision import ConvNeXt, ResNet, ViT, ViTConfig
 
 DEVICES = ("a100-sxm4-80gb", "h100-sxm5-80gb", "rtx-5090")  # compute capability 8.0, 9.0, 12.0
 PRECISIONS = ("fp32", "bf16", "autocast")
@@ -146,8 +146,8 @@ def _models() -> Iterator[Maker]:
     yield "t5", _hugging_face("t5", "T5ForConditionalGeneration", d_model=WIDTH, num_layers=2, num_heads=HEADS), True
     images = lambda size=64: (torch.randn(BATCH, 3, size, size),)  # noqa: E731
     for trains in (False, True):
-        yield "resnet", lambda: (ResNet(ResNetConfig((1, 1, 1, 1))), images()), trains
-        yield "convnext", lambda: (ConvNeXt(ConvNeXtConfig((1, 1), (96, 192))), images()), trains
+        yield "resnet", lambda: (ResNet((1, 1, 1, 1)), images()), trains
+        yield "convnext", lambda: (ConvNeXt((1, 1), (96, 192)), images()), trains
         yield "vit-own", lambda: (ViT(ViTConfig(2, WIDTH, HEADS, patch=8), 64), images()), trains
         yield "dense-net", lambda: (DenseNet(), images()), trains
         yield "mobile-net", lambda: (MobileNet(), images()), trains

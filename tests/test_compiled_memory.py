@@ -21,7 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter
-from flopmeter.models.vision import ResNet, ResNetConfig
+from flopmeter.models.vision import ResNet
 
 
 class Block(nn.Module):
@@ -51,7 +51,7 @@ Model = tuple[Callable[[], nn.Module], tuple[int, ...]]
 MODELS: dict[str, Model] = {
     "gelu": (lambda: nn.Sequential(Perceptron(), Perceptron()), (512, 64)),
     "attention": (lambda: nn.Sequential(Block(), Block()), (4, 64, 64)),
-    "resnet": (lambda: ResNet(ResNetConfig((1, 1), 16)), (2, 3, 32, 32)),
+    "resnet": (lambda: ResNet((1, 1), 16), (2, 3, 32, 32)),
 }
 
 

@@ -77,12 +77,9 @@ TINY: dict[str, Callable[[], tuple[nn.Module, models.Inputs]]] = {
     "bert": lambda: (models.Bert(bert.BertConfig(2, 32, 4, 50, 8)), (tokens(), tokens(vocabulary=2))),
     "gpt2": lambda: (models.GPT2(gpt2.GPT2Config(2, 32, 4, 50, 8)), (tokens(),)),
     "llama": lambda: (models.Llama(llama.LlamaConfig(2, 32, 4, 2, 48, 50)), (tokens(),)),
-    "resnet": lambda: (models.ResNet(vision.ResNetConfig((1, 2), width=8)), (torch.randn(2, 3, 32, 32),)),
+    "resnet": lambda: (models.ResNet((1, 2), width=8), (torch.randn(2, 3, 32, 32),)),
     "vit": lambda: (models.ViT(vision.ViTConfig(2, 32, 4, patch=8), 32), (torch.randn(2, 3, 32, 32),)),
-    "convnext": lambda: (
-        models.ConvNeXt(vision.ConvNeXtConfig((1, 1), (8, 16))),
-        (torch.randn(2, 3, 32, 32),),
-    ),
+    "convnext": lambda: (models.ConvNeXt((1, 1), (8, 16)), (torch.randn(2, 3, 32, 32),)),
     "dit": lambda: (models.DiT(diffusion.DiTConfig(2, 32, 4, classes=9), 8), (latent(), steps(), steps())),
     "unet": lambda: (
         models.UNet(diffusion.UNetConfig(32, (1, 2), blocks=1, heads=4, context_width=16)),

@@ -7,6 +7,7 @@ meta; `backward` and `training_step` run them as they are trained. `import flopm
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,7 +28,7 @@ from flopmeter.models.diffusion import (
 from flopmeter.models.encoder_layer import EncoderLayer
 from flopmeter.models.gpt2 import GPT2, GPT2_124M, GPT2_355M, GPT2_774M, GPT2_1558M
 from flopmeter.models.llama import LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, Llama
-from flopmeter.models.vision import CONVNEXT_T, RESNET_50, VIT_B_16, VIT_L_16, ConvNeXt, ResNet, ViT
+from flopmeter.models.vision import VIT_B_16, VIT_L_16, ConvNeXt, ResNet, ViT
 
 __all__ = [
     "BUILTINS",
@@ -99,68 +100,67 @@ def _encoder_layer(batch: int = 8, seq: int = 512, dtype: torch.dtype = torch.fl
     return model, (_data(batch, seq, 1024, dtype=dtype).requires_grad_(),)
 
 
-def _bert(config: BertConfig) -> Builder:
-    def build(batch: int = 1, seq: int = 512, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
-        tokens, segments = (_data(batch, seq, dtype=torch.long) for _ in range(2))
-        return _weights(lambda: Bert(config), dtype), (tokens, segments)
-
-    return build
-
-
-def _decoder(make: Callable[[], nn.Module], length: int) -> Builder:
-    def build(batch: int = 1, seq: int = length, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
-        return _weights(make, dtype), (_data(batch, seq, dtype=torch.long),)
-
-    return build
+def _bert(
+    config: BertConfig, batch: int = 1, seq: int = 512, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, Inputs]:
+    tokens, segments = (_data(batch, seq, dtype=torch.long) for _ in range(2))
+    return _weights(lambda: Bert(config), dtype), (tokens, segments)
 
 
-def _classifier(make: Callable[[int], nn.Module], multiple: int) -> Builder:
-    def build(batch: int = 1, image_size: int = 224, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
-        size = _checked(image_size, multiple)
-        return _weights(lambda: make(size), dtype), (_data(batch, 3, size, size, dtype=dtype),)
-
-    return build
+def _decoder(
+    make: Callable[[], nn.Module], batch: int = 1, seq: int = 1024, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, Inputs]:
+    return _weights(make, dtype), (_data(batch, seq, dtype=torch.long),)
 
 
-def _dit(config: DiTConfig) -> Builder:
-    def build(batch: int = 1, image_size: int = 256, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
-        size = _checked(image_size, LATENT_PIXELS * config.patch) // LATENT_PIXELS
-        latent = _data(batch, LATENT_CHANNELS, size, size, dtype=dtype)
-        timestep, label = (_data(batch, dtype=torch.long) for _ in range(2))
-        return _weights(lambda: DiT(config, size), dtype), (latent, timestep, label)
+def _classifier(
+    make: Callable[[int], nn.Module],
+    multiple: int,
+    batch: int = 1,
+    image_size: int = 224,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[nn.Module, Inputs]:
+    size = _checked(image_size, multiple)
+    return _weights(lambda: make(size), dtype), (_data(batch, 3, size, size, dtype=dtype),)
 
-    return build
+
+def _dit(
+    config: DiTConfig, batch: int = 1, image_size: int = 256, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, Inputs]:
+    size = _checked(image_size, LATENT_PIXELS * config.patch) // LATENT_PIXELS
+    latent = _data(batch, LATENT_CHANNELS, size, size, dtype=dtype)
+    timestep, label = (_data(batch, dtype=torch.long) for _ in range(2))
+    return _weights(lambda: DiT(config, size), dtype), (latent, timestep, label)
 
 
-def _unet(config: UNetConfig) -> Builder:
-    def build(batch: int = 1, image_size: int = 512, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Inputs]:
-        halvings = len(config.multipliers) - 1
-        size = _checked(image_size, LATENT_PIXELS * 2**halvings) // LATENT_PIXELS
-        latent = _data(batch, LATENT_CHANNELS, size, size, dtype=dtype)
-        context = _data(batch, TEXT_TOKENS, config.context_width, dtype=dtype)
-        return _weights(lambda: UNet(config), dtype), (latent, _data(batch, dtype=torch.long), context)
-
-    return build
+def _unet(
+    config: UNetConfig, batch: int = 1, image_size: int = 512, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, Inputs]:
+    halvings = len(config.multipliers) - 1
+    size = _checked(image_size, LATENT_PIXELS * 2**halvings) // LATENT_PIXELS
+    latent = _data(batch, LATENT_CHANNELS, size, size, dtype=dtype)
+    context = _data(batch, TEXT_TOKENS, config.context_width, dtype=dtype)
+    return _weights(lambda: UNet(config), dtype), (latent, _data(batch, dtype=torch.long), context)
 
 
 BUILTINS: dict[str, Builder] = {
     "encoder-layer": _encoder_layer,
-    "bert-base": _bert(BERT_BASE),
-    "bert-large": _bert(BERT_LARGE),
-    "gpt2-124m": _decoder(lambda: GPT2(GPT2_124M), length=1024),
-    "gpt2-355m": _decoder(lambda: GPT2(GPT2_355M), length=1024),
-    "gpt2-774m": _decoder(lambda: GPT2(GPT2_774M), length=1024),
-    "gpt2-1558m": _decoder(lambda: GPT2(GPT2_1558M), length=1024),
-    "llama-2-7b": _decoder(lambda: Llama(LLAMA_2_7B), length=4096),
-    "llama-3-8b": _decoder(lambda: Llama(LLAMA_3_8B), length=8192),
-    "llama-3-70b": _decoder(lambda: Llama(LLAMA_3_70B), length=8192),
-    "llama-3-405b": _decoder(lambda: Llama(LLAMA_3_405B), length=8192),
-    "resnet-50": _classifier(lambda _: ResNet(RESNET_50), multiple=1),
-    "vit-b-16": _classifier(lambda size: ViT(VIT_B_16, size), multiple=16),
-    "vit-l-16": _classifier(lambda size: ViT(VIT_L_16, size), multiple=16),
-    "convnext-t": _classifier(lambda _: ConvNeXt(CONVNEXT_T), multiple=1),
-    "dit-s-2": _dit(DIT_S_2),
-    "dit-xl-2": _dit(DIT_XL_2),
-    "unet": _unet(STABLE_DIFFUSION),
-    "unet-small": _unet(UNET_SMALL),
+    "bert-base": partial(_bert, BERT_BASE),
+    "bert-large": partial(_bert, BERT_LARGE),
+    "gpt2-124m": partial(_decoder, lambda: GPT2(GPT2_124M)),
+    "gpt2-355m": partial(_decoder, lambda: GPT2(GPT2_355M)),
+    "gpt2-774m": partial(_decoder, lambda: GPT2(GPT2_774M)),
+    "gpt2-1558m": partial(_decoder, lambda: GPT2(GPT2_1558M)),
+    "llama-2-7b": partial(_decoder, lambda: Llama(LLAMA_2_7B), seq=4096),
+    "llama-3-8b": partial(_decoder, lambda: Llama(LLAMA_3_8B), seq=8192),
+    "llama-3-70b": partial(_decoder, lambda: Llama(LLAMA_3_70B), seq=8192),
+    "llama-3-405b": partial(_decoder, lambda: Llama(LLAMA_3_405B), seq=8192),
+    "resnet-50": partial(_classifier, lambda _: ResNet(), 1),
+    "vit-b-16": partial(_classifier, lambda size: ViT(VIT_B_16, size), 16),
+    "vit-l-16": partial(_classifier, lambda size: ViT(VIT_L_16, size), 16),
+    "convnext-t": partial(_classifier, lambda _: ConvNeXt(), 1),
+    "dit-s-2": partial(_dit, DIT_S_2),
+    "dit-xl-2": partial(_dit, DIT_XL_2),
+    "unet": partial(_unet, STABLE_DIFFUSION),
+    "unet-small": partial(_unet, UNET_SMALL),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flopmeter.models.layers import MLP, SelfAttention, next_token_loss, positions_of
+from flopmeter.models.layers import PreNormBlock, next_token_loss, positions_of
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,6 @@ GPT2_774M = GPT2Config(layers=36, width=1280, heads=20)
 GPT2_1558M = GPT2Config(layers=48, width=1600, heads=25)
 
 
-class Block(nn.Module):
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.width)
-        self.attention = SelfAttention(config.width, config.heads, causal=True)
-        self.norm2 = nn.LayerNorm(config.width)
-        self.mlp = MLP(config.width, 4 * config.width, approximate="tanh")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class GPT2(nn.Module):
     """tokens [batch, length] -> logits [batch, length, vocabulary]."""
 
@@ -50,7 +37,9 @@ class GPT2(nn.Module):
         self.config = config
         self.token = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Embedding(config.positions, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            PreNormBlock(config.width, config.heads, causal=True, approximate="tanh") for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.token.weight

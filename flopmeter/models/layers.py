@@ -1,4 +1,4 @@
-"""Parts that several built-in models share: self-attention, the GELU MLP, positions, the next-token loss."""
+"""Parts that several built-in models share: attention, MLP, the block of both, positions, the next-token loss."""
 
 from __future__ import annotations
 
@@ -29,6 +29,23 @@ class MLP(nn.Sequential):
 
     def __init__(self, width: int, hidden: int, approximate: str = "none") -> None:
         super().__init__(nn.Linear(width, hidden), nn.GELU(approximate), nn.Linear(hidden, width))
+
+
+class PreNormBlock(nn.Module):
+    """Attention, then an MLP of four times the width, each behind a LayerNorm and beside a residual connection."""
+
+    def __init__(
+        self, width: int, heads: int, *, epsilon: float = 1e-5, causal: bool = False, approximate: str = "none"
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, epsilon)
+        self.attention = SelfAttention(width, heads, causal)
+        self.norm2 = nn.LayerNorm(width, epsilon)
+        self.mlp = MLP(width, 4 * width, approximate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
 
 
 def positions_of(tokens: Tensor, limit: int) -> Tensor:

@@ -9,13 +9,14 @@ ConvNeXt: Liu et al. 2022, arXiv 2201.03545, without stochastic depth; T: 28,589
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flopmeter.models.layers import MLP, SelfAttention
+from flopmeter.models.layers import MLP, PreNormBlock
 
 CLASSES = 1000  # ImageNet-1k
 
@@ -58,23 +59,16 @@ class Bottleneck(nn.Module):
         return F.relu(branch, inplace=True)
 
 
-@dataclass(frozen=True)
-class ResNetConfig:
-    depths: tuple[int, ...]  # blocks a stage
-    width: int = 64
-
-
-RESNET_50 = ResNetConfig((3, 4, 6, 3))
-
-
 class ResNet(Classifier):
-    def __init__(self, config: ResNetConfig) -> None:
+    """`depths`: blocks of each stage. ResNet-50 by default."""
+
+    def __init__(self, depths: Sequence[int] = (3, 4, 6, 3), width: int = 64) -> None:
         super().__init__()
-        self.stem = ConvNorm(3, config.width, 7, stride=2)
+        self.stem = ConvNorm(3, width, 7, stride=2)
         self.blocks = nn.Sequential()
-        channels_in = config.width
-        for stage, depth in enumerate(config.depths):
-            channels = config.width * 2**stage
+        channels_in = width
+        for stage, depth in enumerate(depths):
+            channels = width * 2**stage
             for index in range(depth):
                 stride = 2 if stage > 0 and index == 0 else 1
                 self.blocks.append(Bottleneck(channels_in, channels, stride))
@@ -100,19 +94,6 @@ VIT_B_16 = ViTConfig(layers=12, width=768, heads=12)
 VIT_L_16 = ViTConfig(layers=24, width=1024, heads=16)
 
 
-class ViTBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width, 1e-6)
-        self.attention = SelfAttention(width, heads)
-        self.norm2 = nn.LayerNorm(width, 1e-6)
-        self.mlp = MLP(width, 4 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class ViT(Classifier):
     """Patches and a class token with learned positions, pre-norm blocks, the class token classified."""
 
@@ -122,7 +103,8 @@ class ViT(Classifier):
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.width))
         self.position = nn.Parameter(torch.randn(1, tokens, config.width) * 0.02)
         self.patches = nn.Conv2d(3, config.width, config.patch, stride=config.patch)
-        self.blocks = nn.Sequential(*(ViTBlock(config.width, config.heads) for _ in range(config.layers)))
+        blocks = (PreNormBlock(config.width, config.heads, epsilon=1e-6) for _ in range(config.layers))
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(config.width, 1e-6)
         self.head = nn.Linear(config.width, CLASSES)
 
@@ -155,26 +137,19 @@ class ConvNeXtBlock(nn.Module):
         return x + branch.permute(0, 3, 1, 2)
 
 
-@dataclass(frozen=True)
-class ConvNeXtConfig:
-    depths: tuple[int, ...]  # blocks a stage
-    widths: tuple[int, ...]  # channels a stage
-
-
-CONVNEXT_T = ConvNeXtConfig(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768))
-
-
 class ConvNeXt(Classifier):
-    def __init__(self, config: ConvNeXtConfig) -> None:
+    """`depths` and `widths`: blocks and channels of each stage. ConvNeXt-T by default."""
+
+    def __init__(self, depths: Sequence[int] = (3, 3, 9, 3), widths: Sequence[int] = (96, 192, 384, 768)) -> None:
         super().__init__()
-        self.stages = nn.Sequential(nn.Conv2d(3, config.widths[0], 4, stride=4), ChannelNorm(config.widths[0], 1e-6))
-        for stage, (depth, width) in enumerate(zip(config.depths, config.widths, strict=True)):
+        self.stages = nn.Sequential(nn.Conv2d(3, widths[0], 4, stride=4), ChannelNorm(widths[0], 1e-6))
+        for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
             if stage > 0:
-                before = config.widths[stage - 1]
+                before = widths[stage - 1]
                 self.stages.extend([ChannelNorm(before, 1e-6), nn.Conv2d(before, width, 2, stride=2)])
             self.stages.extend([ConvNeXtBlock(width) for _ in range(depth)])
-        self.norm = nn.LayerNorm(config.widths[-1], 1e-6)
-        self.head = nn.Linear(config.widths[-1], CLASSES)
+        self.norm = nn.LayerNorm(widths[-1], 1e-6)
+        self.head = nn.Linear(widths[-1], CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.norm(self.stages(images).mean((2, 3))))
