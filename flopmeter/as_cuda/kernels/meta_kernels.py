@@ -61,29 +61,14 @@ def grouped_mm(
 
 
 def cudnn_rnn_backward(
-    tensor: Tensor,
-    weight: Sequence[Tensor],
-    weight_stride0: int,
-    weight_buf: Tensor,
-    hx: Tensor,
-    cx: Tensor | None,
-    *rest: Any,
+    tensor: Tensor, weight: Sequence[Tensor], stride: int, buffer: Tensor, hx: Tensor, cx: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     grad_cx = torch.empty_like(cx) if cx is not None else tensor.new_empty(0)
-    return (
-        torch.empty_like(tensor),
-        torch.empty_like(hx),
-        grad_cx,
-        [torch.empty_like(each) for each in weight],
-    )
+    return torch.empty_like(tensor), torch.empty_like(hx), grad_cx, [torch.empty_like(each) for each in weight]
 
 
 def fused_gru_cell(
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    hx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
+    input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, *biases: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     batch, hidden = hx.shape
     return torch.empty_like(hx), hx.new_empty(batch, GRU_WORKSPACE * hidden)
@@ -109,19 +94,6 @@ def fused_rms_norm(
     return torch.empty_like(tensor), tensor.new_empty(rows, dtype=accumulation)
 
 
-def mish_backward(grad_output: Tensor, tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor)
-
-
-def transformer_encoder_layer(src: Tensor, *rest: Any) -> Tensor:
-    """Torch has this one since 2.13."""
-    return torch.empty_like(src)
-
-
-def ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(log_probs)
-
-
 def weight_int4pack_mm(tensor: Tensor, mat2: Tensor, group_size: int, scale_and_zeros: Tensor) -> Tensor:
     """The weight is packed in tiles of 8 output features."""
     on_xpu = getattr(mat2, "fake_device", mat2.device).type == "xpu"  # there in rows of one
@@ -139,6 +111,10 @@ def in_place(*args: Any, **kwargs: Any) -> None:
 
 def like_first(first: Tensor, *rest: Any, **options: Any) -> Tensor:
     return torch.empty_like(first)
+
+
+def like_second(first: Tensor, second: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(second)
 
 
 def with_mask(first: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -159,7 +135,7 @@ def padded_dense_to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_lengt
 
 KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     # With a composite kernel and an autograd formula: the formula is taken once the backend has a kernel.
-    private.COMPOSITES: {"_fused_rms_norm": fused_rms_norm, "mish_backward": mish_backward},
+    private.COMPOSITES: {"_fused_rms_norm": fused_rms_norm, "mish_backward": like_second},
     private.RNN: {
         "_cudnn_rnn_backward": cudnn_rnn_backward,
         "_thnn_fused_gru_cell": fused_gru_cell,
@@ -168,9 +144,9 @@ KERNELS: dict[str, dict[str, DispatcherKernel]] = {
     private.FOREACH: dict.fromkeys(
         ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"), in_place
     ),
-    private.MHA_FAST_PATH: {"_transformer_encoder_layer_fwd": transformer_encoder_layer},
+    private.MHA_FAST_PATH: {"_transformer_encoder_layer_fwd": like_first},  # torch has this one since 2.13
     private.SCALED: {"_scaled_mm.out": scaled_mm_out},
-    private.CTC_LOSS: dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), ctc_loss_backward),
+    private.CTC_LOSS: dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), like_second),
     private.JAGGED: {"_padded_dense_to_jagged_forward": padded_dense_to_jagged},
     private.SAMPLES: dict.fromkeys(
         ("_sample_dirichlet", "_dirichlet_grad", "_standard_gamma_grad", "binomial"), like_first

@@ -140,28 +140,14 @@ def cudnn_rnn(
 
 
 def lstm_cell(
-    tensor: Tensor,
-    hx: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    tensor: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Two products without bias, then one kernel for the gates."""
     hidden, cell = hx
-    gates = F.linear(tensor, w_ih), F.linear(hidden, w_hh)
-    new_hidden, new_cell, _ = aten._thnn_fused_lstm_cell(*gates, cell, b_ih, b_hh)
+    new_hidden, new_cell, _ = aten._thnn_fused_lstm_cell(F.linear(tensor, w_ih), F.linear(hidden, w_hh), cell, *biases)
     return new_hidden, new_cell
 
 
-def gru_cell(
-    tensor: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Tensor:
-    """Two products without bias, then one kernel for the gates."""
-    gates = F.linear(tensor, w_ih), F.linear(hx, w_hh)
-    return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
+def gru_cell(tensor: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None) -> Tensor:
+    """The same."""
+    return aten._thnn_fused_gru_cell(F.linear(tensor, w_ih), F.linear(hx, w_hh), hx, *biases)[0]
