@@ -279,11 +279,12 @@ class FlopMeter:
                     source=self._source,
                     overrides=self._emulation.overrides if self._emulation else None,
                     values=self._values,
-                    compiled_region=self._emulation.compiled_region if self._emulation and by_rules else None,
                     on_new_call=_check if self._strict else None,
                     storage_listener=self.storage_listener,
                     shapes_only=self.shapes_only,
                 )
+                if self._emulation and by_rules:
+                    self._recorder.watch_regions(self._emulation.compiled_region)
                 undo.enter_context(self._recorder)
                 self._exports = undo.enter_context(Exports()) if self._emulation else None
                 if self._emulation and not by_rules:

@@ -397,7 +397,9 @@ def test_a_deep_program_costs_no_recursion():
 def test_ops_and_their_backward_belong_to_the_compiled_region_that_ran_them():
     x = torch.empty(4, device="meta", requires_grad=True)
     running = [None]
-    with Recorder(compiled_region=lambda: running[0]) as recorder:
+    recorder = Recorder()
+    recorder.watch_regions(lambda: running[0])
+    with recorder:
         y = x.sin()
         running[0] = 1
         y = y.cos()

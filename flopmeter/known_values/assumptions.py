@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -130,13 +131,9 @@ class Assumptions:
     """The user's options, and when each was used at which line; `now` counts the ops so far."""
 
     def __init__(
-        self,
-        routing: Routing,
-        checks: str | None,
-        mask_fraction: float | None,
-        unknown: str | None = None,
-        now: Callable[[], int] = int,
-    ):
+        self, routing: Routing, checks: str | None, mask_fraction: float | None, unknown: str | None,
+        now: Callable[[], int],
+    ):  # fmt: skip
         _one_of("checks", checks, "hold")
         _one_of("unknown", unknown, "stand-in")
         if mask_fraction is not None and not (
@@ -189,15 +186,13 @@ def caller() -> str:
 def program_frame() -> FrameType | None:
     """The innermost frame that belongs neither to torch nor to flopmeter nor to a dispatch mode. Where flopmeter called
     the program, it is one of the program's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_filename.startswith(_ASKING):  # what calls it is a command, or the line that asked
             return None
         is_skipped = code.co_filename.startswith((*_SKIPPED, "<")) or _TRITON in code.co_filename
         if not is_skipped and code.co_name != "__torch_dispatch__":
             return frame
-        frame = frame.f_back
     return None
 
 

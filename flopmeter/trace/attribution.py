@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from traceback import walk_stack
 
 import torch
 from torch import Tensor
@@ -21,20 +21,14 @@ StorageNumber = Callable[[Tensor, int, list[int]], int]
 class Attribution:
     """Follows the program: its modules, its backward passes, its optimizer steps and its compiled regions."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        modules: ModulePaths,
-        number: StorageNumber,
-        compiled_region: Callable[[], int | None] | None,
-    ) -> None:
+    def __init__(self, trace: Trace, modules: ModulePaths, number: StorageNumber) -> None:
         self._trace, self._modules, self._number = trace, modules, number
         self._steps: list[int] = []  # optimizer steps that run, by the backward pass that each was called in
         self._creates_graph: tuple[int, bool] = (-1, False)  # of the last backward pass seen
-        self.watch_regions(compiled_region)
+        self._compiled_region: Callable[[], int | None] | None = None  # None: nothing is compiled
 
-    def watch_regions(self, compiled_region: Callable[[], int | None] | None) -> None:
-        """Forget the regions so far and ask `compiled_region` from now on; None: nothing is compiled."""
+    def watch_regions(self, compiled_region: Callable[[], int | None]) -> None:
+        """Forget the regions so far and ask `compiled_region` from now on."""
         self._compiled_region, self._regions = compiled_region, CompiledRegions()
 
     def enter_step(self) -> None:
@@ -101,10 +95,8 @@ class Attribution:
 def _creates_graph() -> bool:
     """Whether the running backward pass was called with create_graph=True. Then gradient mode is on in all of it; else
     gradient mode inside a backward pass means that a checkpoint recomputes."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe()):
         if frame.f_code.co_name == "_engine_run_backward":  # torch/autograd/graph.py
             arguments = frame.f_locals["args"]  # (grad_tensors, retain_graph, create_graph, inputs)
             return bool(arguments[2]) if len(arguments) > 2 else False
-        frame = frame.f_back
     return False

@@ -64,6 +64,7 @@ def template_of(
     func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], values: KnownValues | None
 ) -> Template | None:
     """The template of a flex_attention call, whose arguments are all positional; None for other operators."""
+    values = values or KnownValues()
     if func.name() == "flex_attention":
         return _forward(_FlexArguments(*args, **kwargs), values)
     if func.name() == "flex_attention_backward":
@@ -73,7 +74,7 @@ def template_of(
     return None
 
 
-def _counted(given: _FlexArguments, values: KnownValues | None, *, is_backward: bool) -> _Counted:
+def _counted(given: _FlexArguments, values: KnownValues, *, is_backward: bool) -> _Counted:
     query, key = given.query, given.key
     mask = BlockMaskArguments.of(given.block_mask)
     score, found = _body(given.score_mod, query, given.score_buffers, has_score=True, has_gradient=is_backward)
@@ -83,7 +84,7 @@ def _counted(given: _FlexArguments, values: KnownValues | None, *, is_backward: 
     return _Counted(mask, FlexBody(blocks, score, on_pair, splits_keys), [*found, *of_mask])
 
 
-def _forward(given: _FlexArguments, values: KnownValues | None) -> Template:
+def _forward(given: _FlexArguments, values: KnownValues) -> Template:
     mask, body, captured_ones = _counted(given, values, is_backward=False)
     keeps = (bool(given.kernel_options.get(f"OUTPUT_{name}", default)) for name, default in _OUTPUTS.items())
     args = (given.query, given.key, given.value, mask.of_keys, captured_ones, *keeps)
@@ -100,7 +101,7 @@ def _backward(
     grad_out: Tensor | None,
     grad_logsumexp: Tensor | None,
     *,
-    values: KnownValues | None,
+    values: KnownValues,
 ) -> Template:
     mask, body, captured_ones = _counted(given, values, is_backward=True)
     is_learned = [isinstance(buffer, Tensor) and buffer.requires_grad for buffer in given.score_buffers]

@@ -49,7 +49,7 @@ class BlockMaskArguments(NamedTuple):
 
 
 def count_blocks(
-    mask: BlockMaskArguments, buffers: Sequence[Any], queries: int, keys: int, values: KnownValues | None
+    mask: BlockMaskArguments, buffers: Sequence[Any], queries: int, keys: int, values: KnownValues
 ) -> BlockCount:
     """The blocks that the mask leaves of squares of queries x keys.
 
@@ -72,10 +72,10 @@ def _maps(
     shape: tuple[int, int, int, int],
     queries: int,
     keys: int,
-    values: KnownValues | None,
+    values: KnownValues,
 ) -> Maps:
     """For each block whether it is computed with mask_mod, and whether without."""
-    if values is not None and all(map(values.values.knows, mask.of_keys)):
+    if all(map(values.values.knows, mask.of_keys)):
         with no_modes():
             return _dense(mask.of_keys, shape, values)
     if (seen := _seen(mask, values)) is not None:
@@ -83,13 +83,11 @@ def _maps(
     try:
         partial, full = _evaluate(mask, buffers, shape, queries, keys, values)
     except DataDependentError:
-        if values is not None:
-            values.assume.note(UNKNOWN_MASK, "flex_attention")
+        values.assume.note(UNKNOWN_MASK, "flex_attention")
         return torch.ones(shape, dtype=torch.bool, device="cpu"), None
     maps = (partial, full) if mask.has_full else (partial | full, None)
-    if values is not None:
-        with no_modes():
-            _remember(mask, maps, values)
+    with no_modes():
+        _remember(mask, maps, values)
     return maps
 
 
@@ -120,10 +118,10 @@ def _remember(mask: BlockMaskArguments, maps: Maps, values: KnownValues) -> None
             values.set(indices, ordered)
 
 
-def _seen(mask: BlockMaskArguments, values: KnownValues | None) -> Maps | None:
+def _seen(mask: BlockMaskArguments, values: KnownValues) -> Maps | None:
     """The maps of a part that was evaluated before, unless it was written to since."""
     number = mask.of_keys[0]
-    if values is None or (kept := values.masks_in_parts.get(_place(number))) is None:
+    if (kept := values.masks_in_parts.get(_place(number))) is None:
         return None
     maps: Maps
     storage, version, maps = kept
@@ -144,19 +142,18 @@ def _version(tensor: Tensor) -> int:
 class _OnValues(TorchDispatchMode):
     """Runs ops on the CPU, with the known values of the meta tensors among their arguments."""
 
-    def __init__(self, values: KnownValues | None):
+    def __init__(self, values: KnownValues):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._values = values
+        self._known = values.values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*self._real(args), **{name: self._real(value) for name, value in (kwargs or {}).items()})
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_meta:
-            known = None if self._values is None else self._values.values
-            if known is None or not known.knows(value) or known.is_blank(value):
+            if not self._known.knows(value) or self._known.is_blank(value):
                 raise DataDependentError("flex_attention")
-            return known.read(value)
+            return self._known.read(value)
         if isinstance(value, (list, tuple)):
             return type(value)([self._real(item) for item in value])
         return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -168,7 +165,7 @@ def _evaluate(
     shape: tuple[int, int, int, int],
     queries: int,
     keys: int,
-    values: KnownValues | None,
+    values: KnownValues,
 ) -> tuple[Tensor, Tensor]:
     """The maps of partial and of full blocks, by mask_mod on each pair.
 

@@ -27,11 +27,7 @@ class ModulePaths:
     `missed`; in this one it is a function of the program that flopmeter looks into.
     """
 
-    def __init__(
-        self,
-        on_leave_outermost: Callable[[nn.Module], None] = lambda _: None,
-        is_on: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, on_leave_outermost: Callable[[nn.Module], None], is_on: Callable[[], bool]) -> None:
         self.path = ""  # of the innermost module whose forward runs; '' outside of modules
         self.calls = 0  # module calls so far
         self.missed = 0

@@ -101,7 +101,6 @@ class Recorder(TorchDispatchMode):
         source: bool = False,
         overrides: Mapping[OpOverload, Callable[..., Any]] | None = None,
         values: KnownValues | None = None,
-        compiled_region: Callable[[], int | None] | None = None,
         on_new_call: Callable[[Call], None] | None = None,
         storage_listener: StorageListener | None = None,
         shapes_only: ShapesOnly | None = None,
@@ -110,17 +109,11 @@ class Recorder(TorchDispatchMode):
         self._on_new_call = on_new_call
         self.trace = Trace(switches=switches_now())
         self._shapes_only = shapes_only or ShapesOnly()
-        self._storages = Storages(
-            self.trace.ops,
-            self.trace.storages,
-            self.trace.resizes,
-            storage_listener,
-            self._shapes_only,
-            lambda: self._attribution.is_inside(),
-        )
+        listener, is_inside = storage_listener or StorageListener(), lambda: self._attribution.is_inside()
+        self._storages = Storages(self.trace, listener, self._shapes_only, is_inside)
         self._number = self._storages.number  # asked for every tensor
         self.modules = ModulePaths(self._note_module, self.is_on)
-        self._attribution = Attribution(self.trace, self.modules, self._number, compiled_region)
+        self._attribution = Attribution(self.trace, self.modules, self._number)
         self._source = source
         self._overrides = overrides or {}
         self.values = values

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.records import BEFORE, Op, Resize, Storage, StorageRole
+from flopmeter.records import BEFORE, Resize, Storage, StorageRole, Trace
 from flopmeter.trace.shapes_only import ShapesOnly
 from flopmeter.trace.tensor_specs import storage_of
 
@@ -27,23 +27,16 @@ class StorageListener:
 
 
 class Storages:
-    """Appends to `found` each storage when it is first seen, and to `resizes` each change of size.
+    """Appends to a trace each storage when it is first seen, and each change of size.
 
-    Time is the number of ops so far, `len(ops)`.
+    Time is the number of ops so far. `is_inside`: whether a module or a compiled function runs.
     """
 
     def __init__(
-        self,
-        ops: list[Op],
-        found: list[Storage],
-        resizes: list[Resize],
-        listener: StorageListener | None = None,
-        shapes_only: ShapesOnly | None = None,
-        is_inside: Callable[[], bool] = bool,  # whether a module or a compiled function runs
-    ):
-        self._ops, self._found, self._resizes = ops, found, resizes
-        self._shapes_only = shapes_only or ShapesOnly()
-        self._listener, self._is_inside = listener or StorageListener(), is_inside
+        self, trace: Trace, listener: StorageListener, shapes_only: ShapesOnly, is_inside: Callable[[], bool]
+    ) -> None:
+        self._ops, self._found, self._resizes = trace.ops, trace.storages, trace.resizes
+        self._listener, self._shapes_only, self._is_inside = listener, shapes_only, is_inside
         self._alive: dict[int, _Reference] = {}  # by address
         self._without: int | None = None  # the number that all tensors without a storage share
 
