@@ -33,6 +33,10 @@ class Mode(TorchDispatchMode):
         self.known = known
         self.ops: list[str] = []
 
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        return tuple(self.known.assume.uses_in(None))
+
     @classmethod
     def ignore_compile_internals(cls):  # else two threads leave it set for what is compiled later in this process
         return True
@@ -337,7 +341,7 @@ def test_a_balanced_routing_among_hundreds_of_experts_stays_known():
         assert hit.flatten().tolist() == list(range(experts))
         picked = [len(torch.where(mask[expert])[1]) for expert in (0, 767)]
     assert picked == [tokens * choices // experts] * 2 == [8, 8]
-    assert mode.known.assumptions[0].rule == 'routing="balanced"'
+    assert mode.assumptions[0].rule == 'routing="balanced"'
 
 
 @pytest.mark.parametrize(("size", "is_known"), [(1 << 20, True), ((1 << 20) + 1, False)])
@@ -626,8 +630,8 @@ def test_balanced_routing_gives_each_expert_its_share():
         assert value(torch.multinomial(scores, 2))[1] == [2, 3]
         assert value(scores.t().topk(2, dim=0).indices)[0] == [0, 2, 0, 2, 0, 2]
         assert value(torch.tensor([3, 9, 1], device="meta").argmax()) == 1  # known, so not assumed
-    assert mode.known.assumptions[0] == Assumption('routing="balanced"', "aten.topk.default", line, 2)
-    assert len(mode.known.assumptions) == 5
+    assert mode.assumptions[0] == Assumption('routing="balanced"', "aten.topk.default", line, 2)
+    assert len(mode.assumptions) == 5
 
 
 def test_checks_hold_where_they_cannot_be_made():
@@ -640,10 +644,10 @@ def test_checks_hold_where_they_cannot_be_made():
         assert not torch.zeros(2, dtype=torch.bool, device="meta").all()  # known to be false
         with pytest.raises(DataDependentError):
             bool((x > 0).any())
-    assert [use.op for use in mode.known.assumptions] == [
+    assert [use.op for use in mode.assumptions] == [
         "aten.all.default", "aten.equal.default", "aten.allclose.default", "aten._is_all_true.default",
     ]  # fmt: skip
-    assert all(use.rule == 'checks="hold"' and __file__ in use.where for use in mode.known.assumptions)
+    assert all(use.rule == 'checks="hold"' and __file__ in use.where for use in mode.assumptions)
 
 
 def test_checks_hold_lets_gradients_be_finite():
@@ -652,7 +656,7 @@ def test_checks_hold_lets_gradients_be_finite():
         scale = torch.ones(1, device="meta")
         torch._amp_foreach_non_finite_check_and_unscale_([torch.rand(3, device="meta")], found, scale)
         assert found.item() == 0
-    assert len(mode.known.assumptions) == 1
+    assert len(mode.assumptions) == 1
 
 
 @pytest.mark.parametrize(("fraction", "kept"), [(0.0, 0), (0.25, 3), (0.5, 6), (1.0, 12)])
@@ -664,8 +668,8 @@ def test_a_share_of_an_unknown_mask_is_true(fraction: float, kept: int):
         assert mask.sum().item() == kept  # the same mask has the same share from then on
         assert (x > 0.1).nonzero().shape == (kept, 2)
         assert x.masked_select(x > 0.2).shape == (kept,)
-    assert [use.count for use in mode.known.assumptions] == [1, 1, 1]
-    assert mode.known.assumptions[0].rule == f"mask_fraction={fraction:g}"
+    assert [use.count for use in mode.assumptions] == [1, 1, 1]
+    assert mode.assumptions[0].rule == f"mask_fraction={fraction:g}"
 
 
 def test_a_mask_that_is_written_into_another_picks_as_many_there():
@@ -687,7 +691,7 @@ def test_nothing_is_assumed_unasked():
             bool((scores > 0).all())
         with pytest.raises(DataDependentError, match="mask_fraction="):
             scores[scores > 0]
-    assert mode.known.assumptions == ()
+    assert mode.assumptions == ()
 
 
 # --- writes that torch leaves open
@@ -908,10 +912,10 @@ def test_a_choice_that_nobody_looks_at_is_no_assumption():
         scores = torch.rand(6, 4, device="meta", requires_grad=True)
         (scores - scores.max(-1, keepdim=True).values).exp().sum().backward()
         torch.rand(4, 8, device="meta")[scores.topk(1).indices]
-        assert mode.known.assumptions == ()
+        assert mode.assumptions == ()
         for expert in scores.topk(2).indices.unique().tolist():
             assert expert in range(4)
-        assert [(use.op, use.count) for use in mode.known.assumptions] == [("aten.topk.default", 1)]
+        assert [(use.op, use.count) for use in mode.assumptions] == [("aten.topk.default", 1)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from flopmeter.cli.command import parser_of
 from flopmeter.costs.rules import RULES
 from flopmeter.costs.traffic import argument_roles
 from flopmeter.device.cluster import load_cluster, price_collective
-from flopmeter.known_values.collectives import LAWS, MESSAGES, exchange, handler_of
+from flopmeter.known_values.collectives import LAWS, HANDLERS, exchange, handler_of
 from flopmeter.models import backward
 from flopmeter.records import Collective
 from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES
@@ -187,8 +187,8 @@ def test_every_law_of_a_collective_is_a_function_and_every_op_with_a_law_has_a_h
     for name, (_, spec, op) in COLLECTIVE_OPS.items():
         packet = getattr(getattr(torch.ops, name.partition("::")[0]), name.partition("::")[2], None)
         if packet is not None:
-            if name in MESSAGES:  # those of one peer have handlers of their own
-                assert handler_of(packet.default) is MESSAGES[name]
+            if name in HANDLERS:  # those of one peer have handlers of their own
+                assert handler_of(packet.default) is HANDLERS[name]
             else:
                 assert (handler_of(packet.default) is exchange) == (spec.law is not None and op.has_law), name
 

@@ -100,33 +100,26 @@ def emulate_cuda(target: CudaTarget, *, compiled_run_eagerly: bool = True) -> It
     Raises:
         RuntimeError: an emulation of another target, or of another thread, is open.
     """
-    emulation, outermost = _enter(target)
-    if outermost and compiled_run_eagerly:
-        _install_feature(emulation._scope, private.COMPILE, dynamo.install)
+    global _open
+    with _lock:
+        outer = _open
+        if outer is not None:
+            _check_nesting(outer, target)
+        emulation = _open = outer or _install(target)
+    if outer is not None:
+        yield emulation
+        return
+    scope = emulation._scope
+    if compiled_run_eagerly:
+        _install_feature(scope, private.COMPILE, dynamo.install)
     try:
         yield emulation
     finally:
-        if outermost:
-            _leave(emulation)
-
-
-def _enter(target: CudaTarget) -> tuple[Emulation, bool]:
-    global _open
-    with _lock:
-        if _open is not None:
-            _check_nesting(_open, target)
-            return _open, False
-        _open = _install(target)
-        return _open, True
-
-
-def _leave(emulation: Emulation) -> None:
-    global _open
-    with _lock:
-        _open = None
-        if torch.are_deterministic_algorithms_enabled():
-            emulation._scope.note(_DETERMINISTIC)
-        emulation._scope.close()
+        with _lock:
+            _open = None
+            if torch.are_deterministic_algorithms_enabled():
+                scope.note(_DETERMINISTIC)
+            scope.close()
 
 
 def _check_nesting(outer: Emulation, target: CudaTarget) -> None:

@@ -99,7 +99,7 @@ def _efficient(call: SdpaCall, qkv: Qkv, mask: Tensor | None, scale: float | Non
         if any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
             length = mask.size(-1)
             mask = F.pad(mask, (0, MASK_ALIGNMENT - length % MASK_ALIGNMENT))[..., :length]
-        mask = mask.expand(*call.query.shape[:3], call.key.size(2))
+        mask = mask.expand(*call.query.shape[:3], call.key.shape[2])
     return aten._scaled_dot_product_efficient_attention(
         *qkv, mask, call.needs_grad, call.dropout_p, call.is_causal, scale=scale
     )[0]

@@ -45,15 +45,6 @@ class Operand(NamedTuple):
         shape, strides = tuple(map(_traced, tensor.shape)), tuple(map(_traced, tensor.stride()))
         return cls(shape, strides, tensor.dtype, _traced(tensor.storage_offset()), tensor.requires_grad)
 
-    def size(self, dim: int) -> int:
-        return self.shape[dim]
-
-    def stride(self, dim: int) -> int:
-        return self.strides[dim]
-
-    def dim(self) -> int:
-        return len(self.shape)
-
 
 def _traced(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
@@ -118,11 +109,11 @@ class SdpaCall:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        return self.query.size(1), self.key.size(1), self.value.size(1)
+        return self.query.shape[1], self.key.shape[1], self.value.shape[1]
 
     @property
     def head_size(self) -> int:
-        return self.query.size(-1)
+        return self.query.shape[-1]
 
     @property
     def needs_grad(self) -> bool:
@@ -137,15 +128,15 @@ BackendRule = Callable[[SdpaCall], bool]
 def _is_well_formed(call: SdpaCall) -> bool:
     """One type, [batch, heads, sequence, size] each, one batch, and something in the sequences."""
     q, k, v = call.qkv
-    has_rank_4 = q.dtype == k.dtype == v.dtype and q.dim() == k.dim() == v.dim() == 4
-    return has_rank_4 and q.size(0) == k.size(0) == v.size(0) and q.size(2) > 0 and k.size(2) > 0
+    has_rank_4 = q.dtype == k.dtype == v.dtype and len(q.shape) == len(k.shape) == len(v.shape) == 4
+    return has_rank_4 and q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] > 0 and k.shape[2] > 0
 
 
 def _has_dense_rows(call: SdpaCall, *, unless_single: bool) -> bool:
     """In the last dimension, which `unless_single` may be anything if it has one element."""
-    mask_is_dense = call.mask is None or call.mask.stride(-1) == 1
+    mask_is_dense = call.mask is None or call.mask.strides[-1] == 1
     is_single = unless_single and call.head_size == 1
-    return mask_is_dense and (is_single or all(tensor.stride(-1) == 1 for tensor in call.qkv))
+    return mask_is_dense and (is_single or all(tensor.strides[-1] == 1 for tensor in call.qkv))
 
 
 def _is_half(call: SdpaCall) -> bool:
@@ -175,7 +166,7 @@ def equal_heads_or_grouped_or_one(call: SdpaCall) -> bool:
 
 
 def grid_of_at_most_65535(call: SdpaCall) -> bool:
-    return call.query.size(0) <= 65535 and call.query.size(1) <= 65535
+    return call.query.shape[0] <= 65535 and call.query.shape[1] <= 65535
 
 
 # --- flash ---------------------------------------------------------------------------------------------------------
@@ -185,8 +176,8 @@ def flash_takes(call: SdpaCall) -> bool:
     """No mask, causal only if square, heads of one size up to 256. Capabilities with less than 163 KiB of shared memory
     a block have no backward for the largest heads."""
     size = call.head_size
-    is_plain = call.mask is None and (not call.is_causal or call.query.size(2) == call.key.size(2))
-    if not is_plain or not size == call.key.size(-1) == call.value.size(-1) <= 256:
+    is_plain = call.mask is None and (not call.is_causal or call.query.shape[2] == call.key.shape[2])
+    if not is_plain or not size == call.key.shape[-1] == call.value.shape[-1] <= 256:
         return False
     is_short = call.needs_grad and (86 <= call.sm <= 89 or call.sm in (120, 121))
     return not is_short or not (192 < size <= 224 or (size > 224 and call.dropout_p > 0))
@@ -206,9 +197,9 @@ def efficient_takes(call: SdpaCall) -> bool:
     types = (torch.float16, torch.float32, *((torch.bfloat16,) if call.sm >= 80 else ()))
     if call.sm > 121 or call.query.dtype not in types or not _is_well_formed(call):
         return False
-    sizes = call.head_size, call.value.size(-1)
+    sizes = call.head_size, call.value.shape[-1]
     is_aligned = all(size > 0 and size % gemm_alignment(call) == 0 for size in sizes)
-    return is_aligned and call.head_size == call.key.size(-1) and _has_dense_rows(call, unless_single=False)
+    return is_aligned and call.head_size == call.key.shape[-1] and _has_dense_rows(call, unless_single=False)
 
 
 def aligned_offsets(call: SdpaCall) -> bool:
@@ -221,17 +212,17 @@ def aligned_offsets(call: SdpaCall) -> bool:
 def cudnn_takes(call: SdpaCall) -> bool:
     """A mask that needs no gradient and broadcasts; several keys; nothing that has to be deterministic. cuDNN 9.11 to
     9.13 had no correct kernel with dropout."""
-    if call.key.size(2) <= 1 or call.settings.deterministic or not _broadcasts(call.mask, call):
+    if call.key.shape[2] <= 1 or call.settings.deterministic or not _broadcasts(call.mask, call):
         return False
     is_broken = 91100 < call.target.cudnn_version < 91400
-    return call.dropout_p == 0 or (not is_broken and call.query.size(2) > 1)
+    return call.dropout_p == 0 or (not is_broken and call.query.shape[2] > 1)
 
 
 def _broadcasts(mask: Operand | None, call: SdpaCall) -> bool:
     if mask is None:
         return True
     batch, heads, query_length = call.query.shape[:3]
-    limits = (batch, heads, query_length, call.key.size(2))[4 - mask.dim() :] if mask.dim() in (2, 4) else ()
+    limits = (batch, heads, query_length, call.key.shape[2])[4 - len(mask.shape) :] if len(mask.shape) in (2, 4) else ()
     fits = bool(limits) and all(size in (1, limit) for size, limit in zip(mask.shape, limits, strict=True))
     return fits and not mask.requires_grad
 
@@ -272,7 +263,7 @@ def cudnn_head_sizes_to_256(call: SdpaCall) -> bool:
 
 def _head_sizes_to(limit: int, call: SdpaCall, knows_192: bool) -> bool:
     """Multiples of 8. cuDNN from 9.11 on also has 192 for queries and keys with 128 for values, on some devices."""
-    sizes = call.head_size, call.value.size(-1)
+    sizes = call.head_size, call.value.shape[-1]
     if knows_192 and call.target.cudnn_version >= 91100 and sizes == (192, 128):
         return True
     return all(size % 8 == 0 and size <= limit for size in sizes)
@@ -280,7 +271,7 @@ def _head_sizes_to(limit: int, call: SdpaCall, knows_192: bool) -> bool:
 
 def cudnn_backward_has_head_sizes(call: SdpaCall) -> bool:
     """For heads over 128 there is a backward kernel for two sizes only."""
-    sizes = call.head_size, call.value.size(-1)
+    sizes = call.head_size, call.value.shape[-1]
     if not (call.needs_grad and has_kernels_of_256(call.target)):
         return True
     return max(sizes) <= 128 or sizes in ((192, 128), (256, 256))
@@ -290,7 +281,7 @@ def cudnn_decodes(call: SdpaCall) -> bool:
     """cuDNN 9.19 to 9.25.0, except 9.24.1, fails for a single query on Blackwell with sm 10.x or 11.x."""
     version = call.target.cudnn_version
     fails = 91900 <= version <= 92500 and version != 92401 and call.target.compute_capability[0] in (10, 11)
-    return not fails or call.query.size(2) > 1
+    return not fails or call.query.shape[2] > 1
 
 
 # --- the releases --------------------------------------------------------------------------------------------------

@@ -175,12 +175,14 @@ def _treat_meta_as_cuda(scope: Scope) -> None:
     custom_fwd."""
     scope.patch_private(private.NO_AMP, lambda: False)
     has_bf16 = scope.target.compute_capability >= (8, 0)
-    scope.patch(
-        torch.cuda,
-        "is_bf16_supported",
-        lambda including_emulation=True: has_bf16 or bool(including_emulation),
-    )
-    scope.patch_private(private.CUSTOM_FWD_CAST, _cast_for_custom_fwd(private.CUSTOM_FWD_CAST.value))
+    scope.patch(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or bool(including_emulation))
+    cast = private.CUSTOM_FWD_CAST.value
+
+    def cast_for_custom_fwd(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        is_ours = device_type == "cuda" and is_eligible(value)
+        return value.to(dtype) if is_ours else cast(value, device_type, dtype)
+
+    scope.patch_private(private.CUSTOM_FWD_CAST, cast_for_custom_fwd)
     autocast = torch.amp.autocast_mode.autocast
     scope.patch(autocast, "__init__", _on_cuda(autocast.__init__, position=1))
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
@@ -214,15 +216,6 @@ def _on_cuda(function: Callable[..., Any], position: int) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return with_cuda
-
-
-def _cast_for_custom_fwd(cast: Callable[..., Any]) -> Callable[..., Any]:
-    def cast_for_custom_fwd(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-        if device_type == "cuda" and is_eligible(value):
-            return value.to(dtype)
-        return cast(value, device_type, dtype)
-
-    return cast_for_custom_fwd
 
 
 # --- casting -------------------------------------------------------------------------------------------------------

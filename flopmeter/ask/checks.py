@@ -35,10 +35,10 @@ def check_positive(error: type[ValueError] = ValueError, **numbers: object) -> N
             raise error(f"{name} must be a positive number, not {number!r}")
 
 
-def check_not_negative(error: type[ValueError] = ValueError, **numbers: Any) -> None:
+def check_not_negative(**numbers: Any) -> None:
     for name, number in numbers.items():
         if not (is_number(number) and number >= 0):
-            raise error(f"{name} must be a number from 0 on, not {number!r}")
+            raise ValueError(f"{name} must be a number from 0 on, not {number!r}")
 
 
 def check_share(error: type[ValueError] = ValueError, **shares: Any) -> None:

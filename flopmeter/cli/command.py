@@ -41,13 +41,7 @@ Exit codes: 0; 1 where the answer is no (diff --fail-above, fit, serve, plan); 2
 class _Once(argparse.Action):
     """Stores a value, and refuses a second one, since one of the two would be ignored."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        options: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, options: Any, values: Any, option_string: str | None = None) -> None:
         given = vars(options).setdefault("given", set())
         if option_string and self.dest in given:
             parser.error(f"{option_string} is given twice: give it once")

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -37,9 +36,7 @@ class Progress:
             self._teller.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def stop(self) -> None:

@@ -98,7 +98,7 @@ class TrainingStep:
         if not trained:
             raise TargetError(f"{name} has no parameters to train: return an nn.Module that has, or run it untrained")
         chosen = optimizer or OptimizerChoice()
-        prepared = torch.compile if compiled else _as_it_is
+        prepared: Callable[..., Any] = torch.compile if compiled else lambda function: function
         self._has_loss = isinstance(model, Trainable)
         self._forward = prepared(model.loss if isinstance(model, Trainable) else model)
         with _allowing(chosen.settings):
@@ -132,10 +132,6 @@ def _allowing(settings: dict[str, Any]) -> Iterator[None]:
             with contextlib.suppress(RuntimeError):  # a meter is open around this thread, and has added it
                 stack.enter_context(emulate_cuda(target_of(load_hardware(DEFAULT_HARDWARE))))
         yield
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 def _to_differentiate(output: Any) -> list[Tensor]:

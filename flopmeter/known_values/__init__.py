@@ -66,11 +66,6 @@ class KnownValues(Knowledge):
         self.values.cells.clear()
         entry_points.close_for(self)
 
-    @property
-    def assumptions(self) -> tuple[Assumption, ...]:
-        """What was assumed, where and how often; in the order of first use."""
-        return self.assume.uses
-
     def run(
         self,
         func: Any,

@@ -162,12 +162,9 @@ class Assumptions:
 
         return counted
 
-    @property
-    def uses(self) -> tuple[Assumption, ...]:
-        return tuple(self.uses_in(None))
-
     def uses_in(self, ops: range | None) -> Iterator[Assumption]:
-        """Those while these ops ran; None: all. What a program asks while it is set up decides nothing of a step."""
+        """Those while these ops ran, in the order of first use; None: all. What a program asks while it is set up
+        decides nothing of a step."""
         for use, when in self._uses.items():
             if count := len(when) if ops is None else sum(ops.start <= now <= ops.stop for now in when):
                 yield Assumption(*use, count)

@@ -54,11 +54,9 @@ Consequence = Callable[[Exchange], TargetValues | None]
 
 
 def handler_of(func: Any) -> Callable[[Knowledge, Invocation], Any] | None:
-    if func._schema.name == "_c10d_functional::wait_tensor":
-        return wait
+    if func._schema.name in HANDLERS:
+        return HANDLERS[func._schema.name]
     known = COLLECTIVE_OPS.get(func._schema.name)
-    if func._schema.name in MESSAGES:
-        return MESSAGES[func._schema.name]
     return exchange if known is not None and known.spec.law is not None and known.op.has_law else None
 
 
@@ -136,7 +134,9 @@ def _deliver(known: Knowledge, tensor: Tensor, box: messages.Mailbox, ticket: me
         _give(known, [tensor], TargetValues([content], None))
 
 
-MESSAGES: dict[str, Callable[[Knowledge, Invocation], Any]] = {"c10d::send": send, "c10d::recv_": receive}
+HANDLERS: dict[str, Callable[[Knowledge, Invocation], Any]] = {
+    "_c10d_functional::wait_tensor": wait, "c10d::send": send, "c10d::recv_": receive,
+}  # fmt: skip
 
 
 def _arguments(call: Invocation) -> Callable[[str | None], Any]:

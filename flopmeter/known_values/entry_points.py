@@ -142,16 +142,13 @@ def _constructor(original: Callable[..., Tensor], name: str, position: int) -> C
         if (known := _knower(result)) is not None:
             data = args[position] if position < len(args) else kwargs[name]
             if not isinstance(data, Tensor):
-                _on_new(known, _bare(result), data)
+                tensor = _bare(result)
+                known.on_new(tensor)
+                if not known.values.knows(tensor) and not is_weight(tensor):
+                    _remember(known, tensor, data)
         return result
 
     return construct
-
-
-def _on_new(known: Knowledge, tensor: Tensor, data: Any) -> None:
-    known.on_new(tensor)
-    if not known.values.knows(tensor) and not is_weight(tensor):
-        _remember(known, tensor, data)
 
 
 def _bare(tensor: Tensor) -> Tensor:

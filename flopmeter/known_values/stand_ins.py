@@ -92,11 +92,4 @@ def into_host(known: Knowledge, call: Invocation) -> Tensor:
     return filled
 
 
-COMPARISONS = {
-    aten.lt.Scalar: operator.lt,
-    aten.le.Scalar: operator.le,
-    aten.gt.Scalar: operator.gt,
-    aten.ge.Scalar: operator.ge,
-    aten.eq.Scalar: operator.eq,
-    aten.ne.Scalar: operator.ne,
-}
+COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}

@@ -93,7 +93,8 @@ class _StreamAssignment:
         stream, after = self._stream(index), self._inputs_of(kernel)
         whole, number = kernel.cost.collective, len(self._placements)
         batch = self._batch_of(kernel, index)
-        if whole is not None and _is_async(kernel.op.call) and not self._waits_at_once(kernel, number):
+        waits_at_once = number in self._compiled and kernel.op.call.func.namespace == FUNCTIONAL
+        if whole is not None and _is_async(kernel.op.call) and not waits_at_once:
             after |= self._given_to(stream)
             stream = self._groups.setdefault(_communicator(kernel, batch), -1 - len(self._groups))
         else:
@@ -106,9 +107,6 @@ class _StreamAssignment:
         self._last[stream] = number
         for op in kernel.ops:
             self._writers.update((op.storages[local], number) for local in self._touched_by(op.call)[1])
-
-    def _waits_at_once(self, kernel: Kernel, number: int) -> bool:
-        return number in self._compiled and kernel.op.call.func.namespace == FUNCTIONAL
 
     def _batch_of(self, kernel: Kernel, index: int) -> int | None:
         """The number of the batch that a message is part of."""

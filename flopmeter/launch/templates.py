@@ -12,9 +12,7 @@ from flopmeter.records.traces import renumbered
 
 
 def with_templates(trace: Trace) -> Trace:
-    """The trace with its templates in place of the ops that ran for them; the same if it has none."""
-    if not trace.templates:
-        return trace
+    """The trace, which has templates, with these in place of the ops that ran for them."""
     runs = sorted(trace.templates)
     starts = [run.start for run in runs]
     places, ops, calls = [], [], []

@@ -177,11 +177,8 @@ _Measurement = tuple[str, Callable[[_Timer], Figure]]
 
 
 def _steps(device: DeviceType) -> list[_Measurement]:
-    def matmul_of(dtype: str) -> Callable[[_Timer], Figure]:
-        return lambda timer: _matmul(timer, dtype)
-
     types = [dtype for dtype in MATMUL_DTYPES if device == "cuda" or dtype != "tf32"]
-    steps: list[_Measurement] = [(f"product {dtype}", matmul_of(dtype)) for dtype in types]
+    steps: list[_Measurement] = [(f"product {dtype}", functools.partial(_matmul, dtype=dtype)) for dtype in types]
     steps += [("copy", _copy), ("op", _op), ("matmul call", _matmul_call), ("view", _view)]
     steps.append(("module call", _module_call))
     return steps + ([("cache copy", _cache_copy), ("fork", _fork)] if device == "cpu" else [("kernel", _graph_node)])

@@ -111,12 +111,8 @@ OPERATORS: dict[str, dict[str, str]] = {
 
 PUBLIC_OPERATORS: dict[str, str] = {
     ATTENTION: "scaled_dot_product_attention",
-    COMPOSITES: (
-        "dropout native_dropout softmax.int log_softmax.int _softmax _log_softmax layer_norm batch_norm "
-        "cudnn_batch_norm"
-    ),
+    COMPOSITES: "dropout native_dropout softmax.int log_softmax.int layer_norm batch_norm cudnn_batch_norm",
     CTC_LOSS: "ctc_loss.Tensor ctc_loss.IntList",
-    SPARSE: "copy_sparse_to_sparse_ _sparse_coo_tensor_with_dims_and_tensors",
     FUNCTORCH: "dropout native_dropout _fused_rms_norm mish_backward",
     RNN: (
         "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data lstm_cell "
@@ -182,7 +178,7 @@ def decompose(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def fall_through(key: str) -> Library:
-    """Let ops without a kernel at `key` skip that key, until `unregister`."""
+    """Let ops without a kernel at `key` skip that key, until the library is destroyed."""
     fallback = Library("_", "IMPL", key)
     fallback.fallback(fallthrough_kernel, key)
     return fallback

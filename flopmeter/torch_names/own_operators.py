@@ -52,11 +52,7 @@ def _flex_attention_backward(
     return *gradients, [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in learned]  # type: ignore[return-value]
 
 
-def _triton_kernel(read: Sequence[Tensor], written: Sequence[Tensor], updated: Sequence[Tensor]) -> None:
-    """It only writes into its arguments."""
-
-
-def _compiled_kernel(read: Sequence[Tensor], written: Sequence[Tensor], *, kernel: str) -> None:
+def _in_place(*_tensors: Sequence[Tensor], **_kernel: object) -> None:
     """It only writes into its arguments."""
 
 
@@ -75,6 +71,6 @@ def _in_order_of(like: Tensor, shape: Sequence[int]) -> Tensor:
 if not hasattr(torch.ops.flopmeter, "library"):  # a process may import this file afresh, and define operators once
     _library = torch.library.Library("flopmeter", "FRAGMENT")
     setattr(torch.ops.flopmeter, "library", _library)  # noqa: B010  (or they would go with this file)
-    _kernels = (_flex_attention, _flex_attention_backward, _flex_attention_backward, _triton_kernel, _compiled_kernel)
+    _kernels = (_flex_attention, _flex_attention_backward, _flex_attention_backward, _in_place, _in_place)
     for _schema, _kernel in zip(_SCHEMAS, _kernels, strict=True):
         _library.impl(_library.define(_schema), _kernel, "CompositeExplicitAutograd")

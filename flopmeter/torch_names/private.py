@@ -131,8 +131,6 @@ def lost(*features: str) -> tuple[str, ...]:
 
 
 listed(METERING, "torch._ops", "OpOverload._overloadname", "names of ops", on_instances=True)
-listed(METERING, "torch._ops", "OpOverload._schema", "the arguments of an op", on_instances=True)
-listed(METERING, "torch._ops", "OpOverload._op_dk", "what a composite runs", on_instances=True)
 PROPAGATE = listed(
     PROPAGATION,
     "torch.distributed.tensor._sharding_prop",
@@ -158,12 +156,9 @@ MAY_COMPILE = listed(
     "whether the device is one for which it compiles",
 )
 FINISHED_BEAMS = listed(BEAMS, _GENERATION, "GenerationMixin._update_finished_beams", "which beams have ended")
-OP_DK = listed(DISPATCHER, "torch", "ops.aten.mm.default._op_dk", "runs the composite kernel of an op")
-SCHEMA = listed(DISPATCHER, "torch", "ops.aten.mm.default._schema", "the arguments of an op")
-DESTROY = listed(DISPATCHER, "torch.library", "Library._destroy", "takes registrations back")
-HAS_KERNEL = listed(
-    DISPATCHER, "torch._C", "_dispatch_has_kernel_for_dispatch_key", "which ops a build has kernels for"
-)
+listed(DISPATCHER, "torch", "ops.aten.mm.default._op_dk", "runs the composite kernel of an op")
+listed(DISPATCHER, "torch", "ops.aten.mm.default._schema", "the arguments of an op")
+listed(DISPATCHER, "torch.library", "Library._destroy", "takes registrations back")
 SDP_PRIORITY_ORDER = listed(
     ATTENTION, "torch._C", "_get_sdp_priority_order", "what sdpa_kernel(set_priority=True) sets"
 )
@@ -181,11 +176,9 @@ listed(JAGGED, "torch.nested._internal.nested_tensor", "NestedTensor._values", "
 TRACING_STATE = listed(TRACES, "torch._C", "_get_tracing_state", "the trace that is being written")
 listed(TRACES, "torch.jit", "ScriptModule._c", "where a script keeps its weights", on_instances=True)
 SET_TRACING_STATE = listed(TRACES, "torch._C", "_set_tracing_state", "pauses it")
-GET_KERNEL = listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
+listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
 SPARE_AUTOCAST_KEY = listed(AUTOCAST, "torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")
-EXCLUDE_KEY = listed(
-    AUTOCAST, "torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast"
-)
+listed(AUTOCAST, "torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast")
 INCLUDE_IN_TLS = listed(AUTOCAST, "torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
 EXCLUDED_FROM_TLS = listed(
     FLEX_ATTENTION, "torch._C", "_dispatch_tls_is_dispatch_key_excluded", "the gradient of a score function"
@@ -200,8 +193,8 @@ NO_AMP = listed(AUTOCAST, "torch.cuda.amp.common", "amp_definitely_not_available
 listed(AUTOCAST, "torch", "autocast._enabled", "whether it is on", on_instances=True)
 INFER_DEVICE_TYPE = listed(CHECKPOINT, "torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved")
 FOREACH_DEVICES = listed(FOREACH, "torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices", "the default")
-FUSED_DEVICES = listed(FOREACH, "torch.utils._foreach_utils", "_get_fused_kernels_supported_devices", "fused=True")
-CAPTURABLE_DEVICES = listed(FOREACH, "torch.optim.optimizer", "_get_capturable_supported_devices", "capturable=True")
+listed(FOREACH, "torch.utils._foreach_utils", "_get_fused_kernels_supported_devices", "fused=True")
+listed(FOREACH, "torch.optim.optimizer", "_get_capturable_supported_devices", "capturable=True")
 THIRD_DEVICE = listed(
     MHA_FAST_PATH,
     "torch.utils.backend_registration",
@@ -219,7 +212,7 @@ FLEX_UNCOMPILED = listed(
     "its eager way without Dynamo",
 )
 FLEX_OPERATOR = listed(FLEX_ATTENTION, _FLEX, "flex_attention", "its operator")
-FLEX_CACHE = listed(FLEX_ATTENTION, _FLEX, "flex_attention._dispatch_cache", "where its autograd kernel is kept")
+listed(FLEX_ATTENTION, _FLEX, "flex_attention._dispatch_cache", "where its autograd kernel is kept")
 FLEX_FUNCTION = listed(FLEX_ATTENTION, _FLEX, "FlexAttentionAutogradOp", "its autograd function")
 FLEX_GRAPHS = listed(FLEX_ATTENTION, _FLEX, "create_fw_bw_graph", "the gradient of a score function")
 FLEX_GETITEM = listed(

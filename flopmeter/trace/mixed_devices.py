@@ -33,7 +33,8 @@ def explain(func: OpOverload, tensors: Sequence[Tensor], model: nn.Module | None
     kinds = list(dict.fromkeys(str(tensor.device) for tensor in tensors if tensor.dim()))
     if len(kinds) < 2:
         return None
-    left = _left_behind(model) if model is not None else []
+    named = () if model is None else (*model.named_parameters(), *model.named_buffers())
+    left = [name for name, tensor in named if not tensor.is_meta]
     if left:
         what = f"Of {type(model).__name__}, these are not on meta: {_listed(left)}. Move the model: model.to('meta')"
     else:
@@ -70,11 +71,6 @@ def touched(known: Mapping[str, None], call: Call) -> dict[str, None]:
             "put all of the program on meta (flopmeter.on_meta(...), model.to('meta')), or all on the other"
         )
     return devices
-
-
-def _left_behind(model: nn.Module) -> list[str]:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return [name for name, tensor in tensors if not tensor.is_meta]
 
 
 def _listed(names: list[str]) -> str:

@@ -8,6 +8,7 @@ loop is named, unless all that it does is to load and store.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -358,33 +359,24 @@ def _as_number(comparison: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
     return compare
 
 
-_COMPARISONS = {
-    "lt": _as_number(lambda a, b: a < b),
-    "le": _as_number(lambda a, b: a <= b),
-    "gt": _as_number(lambda a, b: a > b),
-    "ge": _as_number(lambda a, b: a >= b),
-    "eq": _as_number(lambda a, b: a == b),
-    "ne": _as_number(lambda a, b: a != b),
-}
+_COMPARISONS = {name: _as_number(getattr(operator, name)) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
 _minimum = lambda a, b: _select(_COMPARISONS["lt"](a, b), a, b)  # noqa: E731
 _maximum = lambda a, b: _select(_COMPARISONS["gt"](a, b), a, b)  # noqa: E731
 _INTEGERS: dict[str, Callable[..., Any]] = {
     **_COMPARISONS,
-    "arith.addi": lambda a, b: a + b,
-    "arith.subi": lambda a, b: a - b,
-    "arith.muli": lambda a, b: a * b,
-    "arith.divsi": _quotient,
-    "arith.divui": _quotient,
+    "arith.addi": operator.add,
+    "arith.subi": operator.sub,
+    "arith.muli": operator.mul,
+    **dict.fromkeys(("arith.divsi", "arith.divui"), _quotient),
     "arith.ceildivsi": lambda a, b: -(-a // b),
-    "arith.floordivsi": lambda a, b: a // b,
+    "arith.floordivsi": operator.floordiv,
     "arith.remsi": lambda a, b: a - _quotient(a, b) * b,
-    "arith.remui": lambda a, b: a % b,
-    "arith.andi": lambda a, b: a & b,
-    "arith.ori": lambda a, b: a | b,
-    "arith.xori": lambda a, b: a ^ b,
-    "arith.shli": lambda a, b: a << b,
-    "arith.shrsi": lambda a, b: a >> b,
-    "arith.shrui": lambda a, b: a >> b,
+    "arith.remui": operator.mod,
+    "arith.andi": operator.and_,
+    "arith.ori": operator.or_,
+    "arith.xori": operator.xor,
+    "arith.shli": operator.lshift,
+    **dict.fromkeys(("arith.shrsi", "arith.shrui"), operator.rshift),
     "arith.select": _select,
     **dict.fromkeys(("arith.minsi", "arith.minui"), _minimum),
     **dict.fromkeys(("arith.maxsi", "arith.maxui"), _maximum),

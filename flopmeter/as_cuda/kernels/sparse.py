@@ -36,14 +36,12 @@ def install(scope: Scope) -> None:
 
     kernels: dict[str, DispatcherKernel] = {
         "clone": clone, "_coalesce": coalesce, "sparse_mask": sparse_mask, "add.Tensor": add, "add_.Tensor": add_,
-        "mm": mm, "addmm": addmm, "_to_dense": to_dense,
+        "mm": mm, "addmm": addmm, "_to_dense": to_dense, "_to_sparse_csr": to_csr,
     }  # fmt: skip
     for name, kernel in kernels.items():
         scope.kernel(f"aten::{name}", kernel, _KEY)
-    compressed: dict[str, DispatcherKernel] = {"mm": mm, "addmm": addmm, "mv": mm, "addmv": addmm}
-    for name, kernel in compressed.items():
+    for name, kernel in (("mm", mm), ("addmm", addmm), ("mv", mm), ("addmv", addmm)):
         scope.kernel(f"aten::{name}", kernel, _COMPRESSED)
-    scope.kernel("aten::_to_sparse_csr", to_csr, _KEY)
     setattr(torch.Tensor, "new", _new)  # noqa: B010 (it is inherited)
     scope.on_close(delattr, torch.Tensor, "new")
 
