@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
-from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
+from flopmeter.as_cuda import CudaTarget, Emulation, dynamo, emulate_cuda
 from flopmeter.compiler import AroundTracing, Exports, OnCompiledCall, PosedDevice, Session, nothing_around
 from flopmeter.costs import CallCosts, costs_of, kernels_of
 from flopmeter.costs.contractions.quantized import group_assumptions
@@ -284,7 +284,7 @@ class FlopMeter:
                     shapes_only=self.shapes_only,
                 )
                 if self._emulation and by_rules:
-                    self._recorder.watch_regions(self._emulation.compiled_region)
+                    self._recorder.watch_regions(dynamo.compiled_region)
                 undo.enter_context(self._recorder)
                 self._exports = undo.enter_context(Exports()) if self._emulation else None
                 if self._emulation and not by_rules:
@@ -317,8 +317,8 @@ class FlopMeter:
         target = target_of(self.hardware)
 
         def run_eagerly() -> None:
-            emulation.run_compiled_eagerly()
-            recorder.watch_regions(emulation.compiled_region)
+            dynamo.install(emulation)
+            recorder.watch_regions(dynamo.compiled_region)
 
         device = PosedDevice(self.hardware.title, target.compute_capability, self.hardware.sm_count)
         compiles_all = self._compile not in (False, "rules")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter import FlopMeter
-from flopmeter.as_cuda import CudaTarget, Emulation, emulate_cuda
+from flopmeter.as_cuda import CudaTarget, Emulation, dynamo, emulate_cuda
 from flopmeter.torch_names import dispatcher
 
 H100 = CudaTarget((9, 0))
@@ -332,17 +332,17 @@ def test_a_compiled_function_runs_eagerly_and_marks_its_calls(h100: Emulation) -
 
     @torch.compile
     def inner(x: Tensor) -> Tensor:
-        seen.append(h100.compiled_region())
+        seen.append(dynamo.compiled_region())
         return x.sin()
 
     @torch.compile(fullgraph=True)  # under a dispatch mode alone this raises: it finds no compiled frame
     def outer(x: Tensor) -> Tensor:
-        seen.append(h100.compiled_region())
+        seen.append(dynamo.compiled_region())
         return inner(x) * 2
 
     with Stream() as stream:
         outer(f32(4))
-        seen.append(h100.compiled_region())
+        seen.append(dynamo.compiled_region())
         inner(f32(4))
     assert seen == [1, 1, None, 2]  # a compiled call inside of one is inlined by the compiler
     assert [name for name in stream.names if name != "empty"] == ["sin", "mul", "sin"]
@@ -356,7 +356,7 @@ def test_a_compiled_call_that_raises_leaves_its_region(h100: Emulation) -> None:
 
     with pytest.raises(KeyError, match="the program's own"):
         fails(f32(4))
-    assert h100.compiled_region() is None
+    assert dynamo.compiled_region() is None
 
 
 def test_a_program_without_torch_compile_gets_no_note_of_it(h100: Emulation) -> None:

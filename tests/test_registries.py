@@ -16,7 +16,7 @@ from flopmeter.cli.command import parser_of
 from flopmeter.costs.rules import RULES
 from flopmeter.costs.traffic import argument_roles
 from flopmeter.device.cluster import load_cluster, price_collective
-from flopmeter.known_values.collectives import LAWS, HANDLERS, exchange, handler_of
+from flopmeter.known_values.collectives import HANDLERS, LAWS, exchange, handler_of
 from flopmeter.models import backward
 from flopmeter.records import Collective
 from flopmeter.records.collectives import COLLECTIVE_OPS, COLLECTIVES

@@ -14,13 +14,10 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from flopmeter.as_cuda import (
     amp_wishes,
@@ -32,56 +29,15 @@ from flopmeter.as_cuda import (
     flex_attention,
     jagged_attention,
 )
-from flopmeter.as_cuda.attention_rules import MATH, RULES, SdpaCall, rules_version
+from flopmeter.as_cuda.attention_rules import RULES, rules_version
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.as_cuda.kernels import composites, convolution, linalg, meta_kernels, rnn, sparse
-from flopmeter.as_cuda.scope import Scope
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher, private
 
 __all__ = ["CudaTarget", "Emulation", "emulate_cuda"]
 
 amp_wishes.watch()
-
-
-class Emulation:
-    """An open emulation, as `emulate_cuda` hands it out."""
-
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-        self._thread = threading.get_ident()
-
-    @property
-    def target(self) -> CudaTarget:
-        return self._scope.target
-
-    @property
-    def overrides(self) -> Mapping[OpOverload, Callable[..., Any]]:
-        """Kernels that a dispatch mode has to call itself: for composites, which reach it undecomposed under
-        inference_mode, and for ops whose results have other strides on CUDA than on meta."""
-        return MappingProxyType(self._scope.overrides)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Rules and assumptions that the report should state; may grow while the program runs."""
-        return self._scope.notes
-
-    def difference(self, target: CudaTarget) -> str | None:
-        """The first op so far that the other target would have run in another way, in words; None if there is none."""
-        return next(filter(None, (differs(target) for differs in self._scope.differences)), None)
-
-    def run_compiled_eagerly(self) -> None:
-        """From now on torch.compile'd functions run eagerly, each call a region (`compiled_region`)."""
-        dynamo.install(self._scope)
-
-    @property
-    def unfused_attention(self) -> list[SdpaCall]:
-        """The attention calls that the target runs without a fused kernel, one for each geometry."""
-        return [call for call, backend in self._scope.attention.items() if backend is MATH]
-
-    def compiled_region(self) -> int | None:
-        """The number, from 1, of the call of a torch.compile'd function that is running in this thread, or None."""
-        return dynamo.compiled_region()
-
 
 _DETERMINISTIC = (
     "torch.use_deterministic_algorithms is on: sums into indices and scatters, which sort their indices then, are "
@@ -109,21 +65,20 @@ def emulate_cuda(target: CudaTarget, *, compiled_run_eagerly: bool = True) -> It
     if outer is not None:
         yield emulation
         return
-    scope = emulation._scope
     if compiled_run_eagerly:
-        _install_feature(scope, private.COMPILE, dynamo.install)
+        _install_feature(emulation, private.COMPILE, dynamo.install)
     try:
         yield emulation
     finally:
         with _lock:
             _open = None
             if torch.are_deterministic_algorithms_enabled():
-                scope.note(_DETERMINISTIC)
-            scope.close()
+                emulation.note(_DETERMINISTIC)
+            emulation.close()
 
 
 def _check_nesting(outer: Emulation, target: CudaTarget) -> None:
-    if outer._thread != threading.get_ident():
+    if outer.thread != threading.get_ident():
         raise RuntimeError(
             "a CUDA emulation is open in another thread, and its kernels are registered for the whole process: "
             "meter one program at a time, or in processes of their own"
@@ -143,7 +98,7 @@ def _dotted(target: CudaTarget) -> str:
     return f"{major}.{minor}"
 
 
-_FEATURES: dict[str, Callable[[Scope], None]] = {
+_FEATURES: dict[str, Callable[[Emulation], None]] = {
     private.ATTENTION: attention.install,
     private.JAGGED: jagged_attention.install,
     private.COMPOSITES: composites.install,
@@ -163,7 +118,7 @@ _FEATURES: dict[str, Callable[[Scope], None]] = {
 
 
 def _install(target: CudaTarget) -> Emulation:
-    scope = Scope(target)
+    scope = Emulation(target)
     for text in target.notes:
         scope.note(text)
     try:
@@ -172,10 +127,10 @@ def _install(target: CudaTarget) -> Emulation:
     except BaseException:
         scope.close()
         raise
-    return Emulation(scope)
+    return scope
 
 
-def _install_features(scope: Scope) -> None:
+def _install_features(scope: Emulation) -> None:
     meta_kernels.install(scope)
     convolution.install(scope)
     linalg.install(scope)
@@ -183,7 +138,7 @@ def _install_features(scope: Scope) -> None:
         _install_feature(scope, feature, install)
 
 
-def _install_feature(scope: Scope, feature: str, install: Callable[[Scope], None]) -> None:
+def _install_feature(scope: Emulation, feature: str, install: Callable[[Emulation], None]) -> None:
     """Run the installer, or note what this torch lacks for it."""
     missing = dispatcher.missing(feature)
     if missing:
@@ -192,7 +147,7 @@ def _install_feature(scope: Scope, feature: str, install: Callable[[Scope], None
         install(scope)
 
 
-def _note_torch_version(scope: Scope) -> None:
+def _note_torch_version(scope: Emulation) -> None:
     """If no recordings of this torch on CUDA were compared, the report says so; an unsupported torch warns once."""
     version = dispatcher.running_version()
     if version in dispatcher.COMPARED_VERSIONS:

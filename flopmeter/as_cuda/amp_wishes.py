@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher, private
 
 WATCHED = {
@@ -110,7 +110,7 @@ def _noting_exit(exit_: Any) -> Any:
 # --- while an emulation is open ------------------------------------------------------------------------------------
 
 
-def grant(scope: Scope) -> None:
+def grant(scope: Emulation) -> None:
     """Turn on what torch turned off, add notes about unknown objects, and let "cpu" count as "cuda"."""
     for made, arguments in list(_turned_off.items()):
         if isinstance(made, _AUTOCAST):
@@ -128,7 +128,7 @@ def grant(scope: Scope) -> None:
             _enter_twin(scope, context)
 
 
-def _follow_contexts(scope: Scope) -> None:
+def _follow_contexts(scope: Emulation) -> None:
     enter: Any = _AUTOCAST.__enter__
 
     @functools.wraps(enter)
@@ -150,7 +150,7 @@ def _counts_as_cuda(context: Any) -> bool:
     return context.device == "cpu" and bool(context.prev or context._enabled)
 
 
-def _enter_twin(scope: Scope, context: Any) -> None:
+def _enter_twin(scope: Emulation, context: Any) -> None:
     """Let `context` act on meta tensors like an autocast("cuda") with the same settings."""
     is_on, dtype = context._enabled, context.fast_dtype
     if context.device == "cpu" and is_on:
@@ -173,7 +173,7 @@ def _leave_twins() -> None:
         _leave_twin()
 
 
-def _note_unknown_scalers(scope: Scope) -> None:
+def _note_unknown_scalers(scope: Emulation) -> None:
     scale = _GRAD_SCALER.scale
 
     @functools.wraps(scale)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
 from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, Qkv, Rules, SdpaCall, choose, rules_for
-from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher
 
@@ -25,7 +25,7 @@ FLASH_HEAD_ALIGNMENT = 8
 """The composite pads heads to a multiple of this number of elements for the flash kernel."""
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Dispatch scaled_dot_product_attention on meta tensors as CUDA would."""
     rules = rules_for(dispatcher.running_version())
     chosen = scope.attention

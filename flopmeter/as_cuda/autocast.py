@@ -23,7 +23,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.library import Library
 
 from flopmeter.as_cuda import amp_wishes
-from flopmeter.as_cuda.scope import DispatcherKernel, Scope
+from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names import dispatcher, private
 
@@ -96,7 +96,7 @@ def autocast_ops() -> tuple[str, ...]:
 _autocast_ops = functools.cache(autocast_ops)
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Make torch.autocast("cuda"), and custom_fwd and GradScaler with it, act on meta tensors."""
     cache = WeightCache()
     _follow_torchs_switches(scope, cache)
@@ -105,7 +105,7 @@ def install(scope: Scope) -> None:
     amp_wishes.grant(scope)
 
 
-def _register_kernels(scope: Scope, cache: WeightCache) -> None:
+def _register_kernels(scope: Emulation, cache: WeightCache) -> None:
     for name in _autocast_ops():
         op = dispatcher.overload(name)
         assert op is not None
@@ -140,7 +140,7 @@ class _SpareKey:
             _SpareKey.fallback = None
 
 
-def _follow_torchs_switches(scope: Scope, cache: WeightCache) -> None:
+def _follow_torchs_switches(scope: Emulation, cache: WeightCache) -> None:
     """Python code sets autocast's state through these functions, each thread its own state.
 
     The kernels are registered when autocast is first turned on, because that takes longer than all else that opening
@@ -170,7 +170,7 @@ def _follow_torchs_switches(scope: Scope, cache: WeightCache) -> None:
     follow()
 
 
-def _treat_meta_as_cuda(scope: Scope) -> None:
+def _treat_meta_as_cuda(scope: Emulation) -> None:
     """Answer the checks for a CUDA device with yes; "meta" counts as "cuda" in `autocast(x.device.type)` and
     custom_fwd."""
     scope.patch_private(private.NO_AMP, lambda: False)
@@ -189,7 +189,7 @@ def _treat_meta_as_cuda(scope: Scope) -> None:
         scope.patch(torch, name, _on_cuda(getattr(torch, name), position=0))
 
 
-def _let_higher_order_ops_through(scope: Scope) -> None:
+def _let_higher_order_ops_through(scope: Emulation) -> None:
     """The key of CUDA's autocast falls through for them. For an op that has a kernel there, the emulation does itself
     what that kernel does (flex_attention.py)."""
     spare, keys = private.SPARE_AUTOCAST_KEY.value, private.HIGHER_ORDER_FALLTHROUGH.value

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names.private import MAY_COMPILE
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """For a program that has imported what generates."""
     if not MAY_COMPILE.loaded:
         return

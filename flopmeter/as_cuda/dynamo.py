@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher, private
 
 RAN_EAGERLY = (
@@ -45,7 +45,7 @@ def compiled_region() -> int | None:
     return None if _running.region is None else _running.region.number
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Run compiled functions eagerly and know when one runs.
 
     Under a dispatch mode torch.compile gives up on each frame, and raises with fullgraph=True; the public stance
@@ -68,7 +68,7 @@ def install(scope: Scope) -> None:
     scope.patch(torch, "compile", compile_and_mark)
 
 
-def _mark_regions(scope: Scope) -> None:
+def _mark_regions(scope: Emulation) -> None:
     stance = torch.compiler.set_stance("force_eager")
     stance.__enter__()
     scope.on_close(stance.__exit__, None, None, None)

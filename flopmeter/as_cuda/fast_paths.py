@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import private
 
 
-def install_mha(scope: Scope) -> None:
+def install_mha(scope: Emulation) -> None:
     """Let nn.MultiheadAttention and nn.TransformerEncoderLayer take their one-op inference path.
 
     They accept the devices cpu, cuda and the renamed private backend. The private backend is named "meta" here; torch
@@ -34,7 +34,7 @@ def install_mha(scope: Scope) -> None:
     scope.kernel("aten::_nested_tensor_from_mask_left_aligned", mask_is_left_aligned, "Meta")
 
 
-def install_checkpoint(scope: Scope) -> None:
+def install_checkpoint(scope: Emulation) -> None:
     """Save and restore CUDA's autocast state around recomputation; meta has none."""
     infer = private.INFER_DEVICE_TYPE.value
 
@@ -45,7 +45,7 @@ def install_checkpoint(scope: Scope) -> None:
     scope.patch_private(private.INFER_DEVICE_TYPE, infer_device_type)
 
 
-def install_optimizers(scope: Scope) -> None:
+def install_optimizers(scope: Emulation) -> None:
     """foreach kernels by default, `fused` and `capturable` allowed: add "meta" to the lists of devices that have them.
     Each optimizer module has its own reference to the functions that return these."""
     lists = {name.attribute for name in private.NAMES[private.FOREACH]}

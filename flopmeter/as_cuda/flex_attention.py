@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flopmeter.as_cuda.dynamo import compiled_region
-from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher, private
 from flopmeter.torch_names.private import DispatchKey, no_dispatch_modes
 
@@ -26,7 +26,7 @@ MATERIALISED = (
 )
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Let flex_attention run on meta tensors, without Dynamo."""
     validate = private.FLEX_VALIDATE.value
 

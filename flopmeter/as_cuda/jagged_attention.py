@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from flopmeter.as_cuda.attention_rules import CUDNN, EFFICIENT, FLASH, Operand, SdpaCall, Settings, rules_for
-from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.torch_names import dispatcher, private
 
 ASKED = {
@@ -27,7 +27,7 @@ ASKED = {
 }
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Answer for jagged tensors on meta which backends the target has, and that they are on a GPU: torch.nested looks
     for torch's counter among the modes of those on meta, in a module that it does not import."""
     scope.patch_private(private.JAGGED_ON_META, lambda tensor: False)
@@ -49,7 +49,7 @@ def _unmetered(dummy: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return made
 
 
-def _answer(scope: Scope, backend: SDPBackend, name: private.PrivateName) -> None:
+def _answer(scope: Emulation, backend: SDPBackend, name: private.PrivateName) -> None:
     of_its_device = name.value
     rules = rules_for(dispatcher.running_version()).of(backend)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flopmeter.device.cluster import Cluster, Link
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Launches, Regime
+from flopmeter.records import Regime
 from flopmeter.report.report import Report
 from flopmeter.timing import Host, host_seconds, time_kernels
 
@@ -72,16 +72,25 @@ def next_boundary(report: Report, host: Host | None = None) -> Boundary | None:
 
 
 def improved(report: Report, regime: Regime, times: float, host: Host | None = None) -> Report:
-    """The same kernels with `times` as much of what bounds a run of that regime."""
-    host = host or report.hardware.host
+    """The same kernels, each at its old clock, with `times` as much of what bounds a run of that regime."""
+    host, device = host or report.hardware.host, _unlimited(report)
     if regime == "overhead":
-        faster = dataclasses.replace(host, relative_time=host.relative_time / times)
-        return _priced(report, _unlimited(report), faster, report.launches)
-    if regime == "communication":
+        host = dataclasses.replace(host, relative_time=host.relative_time / times)
+    elif regime == "communication":
         assert report.cluster is not None  # else links bound nothing
         report = dataclasses.replace(report, cluster=_faster_links(report.cluster, times))
-        return _priced(report, _unlimited(report), host, report.launches)
-    return _priced(report, _with_more(_unlimited(report), regime, times), host, report.launches)
+    else:
+        device = _with_more(device, regime, times)
+
+    def clock_of(number: int, *_: object) -> float:
+        return report.timings[number].clock
+
+    return dataclasses.replace(
+        report,
+        hardware=device,
+        timings=time_kernels(report.launches, device, report.switches, host, report.cluster, clock_of),
+        host_seconds=host_seconds(report.launches, host),
+    )
 
 
 def _unlimited(report: Report) -> Hardware:
@@ -106,18 +115,3 @@ def _faster_links(cluster: Cluster, times: float) -> Cluster:
 
     inter = None if cluster.inter is None else faster(cluster.inter)
     return dataclasses.replace(cluster, intra=faster(cluster.intra), inter=inter)
-
-
-def _priced(report: Report, hardware: Hardware, host: Host, launches: Launches) -> Report:
-    """The run priced again, with each kernel at its old clock."""
-
-    def clock_of(number: int, *_: object) -> float:
-        return report.timings[number].clock
-
-    return dataclasses.replace(
-        report,
-        hardware=hardware,
-        launches=launches,
-        timings=time_kernels(launches, hardware, report.switches, host, report.cluster, clock_of),
-        host_seconds=host_seconds(launches, host),
-    )

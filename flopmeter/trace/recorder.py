@@ -109,8 +109,8 @@ class Recorder(TorchDispatchMode):
         self._on_new_call = on_new_call
         self.trace = Trace(switches=switches_now())
         self._shapes_only = shapes_only or ShapesOnly()
-        listener, is_inside = storage_listener or StorageListener(), lambda: self._attribution.is_inside()
-        self._storages = Storages(self.trace, listener, self._shapes_only, is_inside)
+        listener = storage_listener or StorageListener()
+        self._storages = Storages(self.trace, listener, self._shapes_only, lambda: self._attribution.is_inside())
         self._number = self._storages.number  # asked for every tensor
         self.modules = ModulePaths(self._note_module, self.is_on)
         self._attribution = Attribution(self.trace, self.modules, self._number)

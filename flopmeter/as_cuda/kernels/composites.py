@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from flopmeter.as_cuda.scope import DispatcherKernel, Scope
+from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
 from flopmeter.records.dtypes import CPP_NAMES
 from flopmeter.records.memory_format import CHANNELS_LAST
 from flopmeter.torch_names import dispatcher
@@ -37,7 +37,7 @@ INT32_MAX = 2**31 - 1
 """cuDNN's batch norm indexes elements with 32 bits."""
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Dispatch dropout, softmax and batch norm on meta tensors as CUDA would."""
     scope.override(aten.dropout.default, dropout)
     scope.override(aten.softmax.int, _half_to_float(aten.softmax.int, aten._softmax.default))
@@ -57,7 +57,7 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return ones.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
-def install_ctc_loss(scope: Scope) -> None:
+def install_ctc_loss(scope: Emulation) -> None:
     """On CUDA ctc_loss reads its lengths on the host. Under a dispatch mode torch would not."""
     scope.override(aten.ctc_loss.Tensor, ctc_loss)
 
@@ -70,7 +70,7 @@ def ctc_loss(
     return aten.ctc_loss.IntList(log_probs, targets, *lengths, *options)
 
 
-def install_functorch(scope: Scope) -> None:
+def install_functorch(scope: Emulation) -> None:
     """Ops that torch.func decomposes before autograd sees them.
 
     dropout has a kernel of its own at the top of torch.func's stack. `_fused_rms_norm` and `mish_backward` have an

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.as_cuda.scope import Scope
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.records.memory_format import CHANNELS_LAST, is_channels_last
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.operators import aten_overloads
@@ -15,7 +15,7 @@ from flopmeter.torch_names.operators import aten_overloads
 _CONVOLUTION = aten_overloads.convolution.default
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """The dispatch mode calls this override itself. A registered kernel would stay in torch's table of Python kernels
     for other modes even after its registration was removed."""
     scope.overrides[_CONVOLUTION] = convolution

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flopmeter.as_cuda.scope import DispatcherKernel, Scope
+from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
 from flopmeter.torch_names import dispatcher
 from flopmeter.torch_names.operators import aten_overloads
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """For tensors on meta and on the CPU (a program may use the values of the latter). matrix_norm, cond and
     matrix_rank call these ops. Under vmap and torch.func.grad torch computes the vectors without a mode too."""
     for name, values in VALUES_ONLY.items():

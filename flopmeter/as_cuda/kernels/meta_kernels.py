@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.as_cuda.scope import DispatcherKernel, Scope
+from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
 from flopmeter.torch_names import dispatcher, private
 
 GRU_WORKSPACE = 5
 """Values per hidden unit that the fused GRU cell keeps for its backward (GRU_workspace in cuda/RNN.cu)."""
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Register each kernel for which this torch has none."""
     for feature, kernels in KERNELS.items():
         if dispatcher.missing(feature):
@@ -25,12 +25,12 @@ def install(scope: Scope) -> None:
                 scope.meta_kernel(f"aten::{name}", kernel)
 
 
-def install_int4(scope: Scope) -> None:
+def install_int4(scope: Emulation) -> None:
     """torch 2.13's Meta kernel reads an attribute of its arguments that only FakeTensors have."""
     scope.meta_kernel("aten::_weight_int4pack_mm", weight_int4pack_mm)
 
 
-def install_grouped(scope: Scope) -> None:
+def install_grouped(scope: Emulation) -> None:
     """Until 2.13 torch's Meta kernel takes bf16 only; the kernels of CUDA and the CPU take fp16 and fp32 too."""
     scope.meta_kernel("aten::_grouped_mm", grouped_mm)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 
-from flopmeter.as_cuda.scope import DispatcherKernel, Scope
+from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
 from flopmeter.torch_names import dispatcher
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ the gates and the cell state, for a GRU the gates and the matmul result that the
 cells keep them (cuda/RNN.cu). A plain cell needs only its output."""
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Dispatch LSTM, GRU, RNN and their cells on meta tensors as CUDA would."""
     for name, mode in {"lstm": LSTM, "gru": GRU, "rnn_tanh": TANH, "rnn_relu": RELU}.items():
         packet = getattr(aten, name)
@@ -52,7 +52,7 @@ class _RnnOptions(NamedTuple):
     bidirectional: bool
 
 
-def _padded(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
+def _padded(scope: Emulation, composite: OpOverload, mode: int) -> DispatcherKernel:
     def rnn(tensor: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
         *own, batch_first = options
         if _cudnn_takes(scope, tensor, _RnnOptions(*own).train):
@@ -62,7 +62,7 @@ def _padded(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
     return rnn
 
 
-def _packed(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
+def _packed(scope: Emulation, composite: OpOverload, mode: int) -> DispatcherKernel:
     def rnn(tensor: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], *options: Any) -> Any:
         own = _RnnOptions(*options)
         if _cudnn_takes(scope, tensor, own.train):  # batch_sizes are on the CPU, on every device
@@ -72,7 +72,7 @@ def _packed(scope: Scope, composite: OpOverload, mode: int) -> DispatcherKernel:
     return rnn
 
 
-def _cudnn_takes(scope: Scope, tensor: Tensor, train: bool) -> bool:
+def _cudnn_takes(scope: Emulation, tensor: Tensor, train: bool) -> bool:
     """`use_cudnn` in aten/src/ATen/native/RNN.cpp: enabled, a dtype it has, not empty."""
     target = scope.target
     has_bfloat16 = target.cudnn_version >= BFLOAT16_CUDNN and target.compute_capability[0] >= BFLOAT16_MAJOR

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.as_cuda.scope import DispatcherKernel, Scope
+from flopmeter.as_cuda.emulation import DispatcherKernel, Emulation
 from flopmeter.records.sparse_layouts import held_values
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ _NO_ELEMENTS = (
 )
 
 
-def install(scope: Scope) -> None:
+def install(scope: Emulation) -> None:
     """Replace the ops that embeddings with sparse=True and optimizers for sparse gradients call."""
 
     def coalesce(tensor: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""What an open emulation has changed in torch. All changes are undone in reverse order when it closes."""
+"""An open emulation: what it has changed in torch, and what it tells. All changes are undone in reverse order when it
+closes."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from torch._ops import OpOverload
 from torch.library import Library
 from torch.nn.attention import SDPBackend
 
+from flopmeter.as_cuda.attention_rules import MATH, SdpaCall
 from flopmeter.as_cuda.target import CudaTarget
 from flopmeter.torch_names import dispatcher, private
 
@@ -19,20 +22,37 @@ DispatcherKernel = Callable[..., Any]
 
 
 @dataclass
-class Scope:
-    """The registrations, patches and notes of one emulation. `close()` undoes all of them."""
+class Emulation:
+    """The registrations, patches and notes of one emulation, as `emulate_cuda` hands it out. `close()` undoes them.
+
+    overrides: kernels that a dispatch mode has to call itself: for composites, which reach it undecomposed under
+        inference_mode, and for ops whose results have other strides on CUDA than on meta.
+    attention: the backend of each call of another geometry.
+    differences: each says, in words, the first op so far that another target would have run in another way.
+    """
 
     target: CudaTarget
     overrides: dict[OpOverload, DispatcherKernel] = field(default_factory=dict)
-    attention: dict[Any, SDPBackend] = field(default_factory=dict)  # the backend of each call of another geometry
+    attention: dict[SdpaCall, SDPBackend] = field(default_factory=dict)
     differences: list[Callable[[CudaTarget], str | None]] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
     _notes: dict[str, None] = field(default_factory=dict)
     _libraries: dict[str, Library] = field(default_factory=dict)
     _undo: ExitStack = field(default_factory=ExitStack)
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Rules and assumptions that the report should state; may grow while the program runs."""
         return tuple(self._notes)
+
+    @property
+    def unfused_attention(self) -> list[SdpaCall]:
+        """The attention calls that the target runs without a fused kernel, one for each geometry."""
+        return [call for call, backend in self.attention.items() if backend is MATH]
+
+    def difference(self, target: CudaTarget) -> str | None:
+        """The first op so far that the other target would have run in another way, in words; None if there is none."""
+        return next(filter(None, (differs(target) for differs in self.differences)), None)
 
     def note(self, text: str) -> None:
         """State an assumption or a rule once, for the report."""
