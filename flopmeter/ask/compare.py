@@ -11,21 +11,9 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from flopmeter.as_cuda import CudaTarget
+from flopmeter.ask import steps
 from flopmeter.ask.checks import check_callable, check_mapping, is_number, is_positive
-from flopmeter.ask.steps import (
-    BOUND_BY,
-    ENERGY_PRICE,
-    FITS,
-    JOULES,
-    MFU,
-    PEAK,
-    TIME,
-    USABLE,
-    WATTS,
-    Step,
-    million,
-    step_figures,
-)
+from flopmeter.ask.steps import Step, million, step_figures
 from flopmeter.ask.what_if import MOST_TIMES, RESOURCES, WhatIf, what_if
 from flopmeter.ask.workers import results_of
 from flopmeter.device.hardware import Hardware, HardwareError, Host, load_hardware
@@ -123,19 +111,19 @@ class Comparison(Shown):
         """Columns without any figure (throughput, prices that nobody gave) are left out."""
         columns: list[ColumnOf[DeviceRow]] = [
             ColumnOf("device", lambda row: row.hardware, str, "<"),
-            TIME,
+            steps.TIME,
             ColumnOf("low to high", lambda row: f"{in_ms(row.seconds_low)} to {in_ms(row.seconds_high)}", str),
             ColumnOf(f"{self.unit}/s", lambda row: row.items_per_s),
-            MFU,
-            BOUND_BY,
+            steps.MFU,
+            steps.BOUND_BY,
             ColumnOf("busy %", lambda row: row.busy_share, percent),
             ColumnOf("idle %", lambda row: row.idle_share, percent),
-            PEAK,
-            USABLE,
-            FITS,
-            WATTS,
-            JOULES,
-            ENERGY_PRICE,
+            steps.PEAK,
+            steps.USABLE,
+            steps.FITS,
+            steps.WATTS,
+            steps.JOULES,
+            steps.ENERGY_PRICE,
             ColumnOf("$/hour", lambda row: row.dollars_per_hour),
             ColumnOf("$/M steps", lambda row: million(row.dollars_per_step)),
             ColumnOf(f"$/M {self.unit}", lambda row: row.dollars_per_million_items),

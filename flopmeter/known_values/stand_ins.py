@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flopmeter.known_values.assumptions import (
-    CONDITION_FAILS,
-    CONDITION_HOLDS,
-    LOOP_ENDS,
-    MOST_TURNS,
-    NO_ERROR,
-    EndlessLoopError,
-    program_frame,
-)
+from flopmeter.known_values import assumptions
 from flopmeter.known_values.branches import answer_without_error
 from flopmeter.known_values.replay import Invocation, Knowledge
 from flopmeter.known_values.values import no_modes
@@ -56,8 +48,8 @@ def note(known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDI
     else:
         rule, value = f"stand-in {INTEGER} for an unknown integer", INTEGER
     use = known.assume.note(rule, func)
-    if use.count >= MOST_TURNS:
-        raise EndlessLoopError(
+    if use.count >= assumptions.MOST_TURNS:
+        raise assumptions.EndlessLoopError(
             f"{use.where} asked {use.count:,} times for a value that is not known here ({rule}): a loop that waits for "
             "another answer never ends. Bound its turns, as in `for _ in range(50)`"
         )
@@ -66,13 +58,13 @@ def note(known: Knowledge, dtype: torch.dtype, func: Any, compared: bool = CONDI
 
 def _of_condition(compared: bool) -> tuple[str, bool]:
     """What is assumed of an unknown condition, and the answer."""
-    frame = program_frame()
+    frame = assumptions.program_frame()
     if frame is not None and (answer := answer_without_error(frame)) is not None:
-        return f"{NO_ERROR}: {answer}", answer
+        return f"{assumptions.NO_ERROR}: {answer}", answer
     if compared:
-        return CONDITION_HOLDS, True
+        return assumptions.CONDITION_HOLDS, True
     is_loop = frame is not None and getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("while ")
-    return LOOP_ENDS if is_loop else CONDITION_FAILS, CONDITION
+    return assumptions.LOOP_ENDS if is_loop else assumptions.CONDITION_FAILS, CONDITION
 
 
 def on_host(known: Knowledge, call: Invocation) -> Tensor:

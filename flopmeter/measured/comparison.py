@@ -11,16 +11,8 @@ from typing import Any, NamedTuple
 
 from flopmeter.costs import costs_of
 from flopmeter.device.hardware import Hardware, HardwareError, load_hardware
+from flopmeter.measured import rebuild
 from flopmeter.measured.kineto import OpEvent, Profile, ProfileError, Span, covered_nanoseconds, read_profile
-from flopmeter.measured.rebuild import (
-    NotRebuilt,
-    RebuiltCall,
-    arguments_of,
-    commonest_float,
-    find_frames,
-    find_ops,
-    run,
-)
 from flopmeter.measured.result import NO_KERNEL, Check, CheckRow, UnpricedRow
 from flopmeter.meter import FlopMeter
 from flopmeter.records import Call, Cost, HostCopy, Switches
@@ -51,7 +43,7 @@ def check(path: str | os.PathLike[str], hardware: str | os.PathLike[str] | Hardw
     pricer = _Pricer(device, profile, meter)
     with meter:
         for root in profile.roots:
-            for event in find_ops(root):
+            for event in rebuild.find_ops(root):
                 pricer.add(event)
     return pricer.result(Path(path).name)
 
@@ -114,7 +106,7 @@ class _Pricer:
     _assumed_dtype: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._dtype_in_lists = commonest_float(self.profile.roots)
+        self._dtype_in_lists = rebuild.commonest_float(self.profile.roots)
 
     def add(self, event: OpEvent) -> None:
         launched = list(event.all_launched())
@@ -131,7 +123,7 @@ class _Pricer:
             self._known[key] = self._predicted(event, crosses_link, is_tf32, ran)
         nanoseconds = self._measured(event)
         if isinstance(self._known[key], str):  # then the ops that it called may be predicted
-            for part in (op for child in event.children for op in find_ops(child)):
+            for part in (op for child in event.children for op in rebuild.find_ops(child)):
                 nanoseconds -= self._measured(part)
                 self.add(part)
         self._calls[key] += 1
@@ -170,7 +162,7 @@ class _Pricer:
                 name, seconds = key[0], self._nanoseconds[key] * _SECONDS
                 yield UnpricedRow(_short(name), self._calls[key], seconds, known, name.startswith(_ATEN))
         for root in self.profile.roots if self.profile.is_cuda else ():
-            for frame in find_frames(root):
+            for frame in rebuild.find_frames(root):
                 if frame.launched:
                     seconds = sum(_seconds(event.span) for event in frame.launched)
                     yield UnpricedRow(_short(frame.name), 1, seconds, _OUTSIDE, frame.name.startswith(_ATEN))
@@ -183,7 +175,7 @@ class _Pricer:
         if self.profile.is_cuda:
             yield from (event.span for event in self.profile.device_events)
         else:
-            yield from (event.span for root in self.profile.roots for event in find_ops(root))
+            yield from (event.span for root in self.profile.roots for event in rebuild.find_ops(root))
 
     def _predictions(self) -> Iterator[tuple[Any, _Prediction]]:
         for key, known in self._known.items():
@@ -229,22 +221,22 @@ class _Pricer:
 
     def _predicted(self, event: OpEvent, crosses_link: bool, is_tf32: bool, ran: NamedKernel) -> _Prediction | str:
         try:
-            arguments = arguments_of(event, self._dtype_in_lists)
+            arguments = rebuild.arguments_of(event, self._dtype_in_lists)
             calls = self._recorded(arguments)
             costs = [cost for call in calls for cost in costs_of(call)]
             if crosses_link:
                 costs = [replace(cost, work=HostCopy(cost.bytes_written)) for cost in costs]
             prediction = _priced(event, calls, costs, self.device, ran, Switches(is_tf32, is_tf32, False))
-        except (NotRebuilt, HardwareError) as reason:
+        except (rebuild.NotRebuilt, HardwareError) as reason:
             return str(reason)
         if arguments.assumes_dtype:
             self._assumed_dtype.add(prediction.name)
         return prediction
 
-    def _recorded(self, arguments: RebuiltCall) -> list[Call]:
+    def _recorded(self, arguments: rebuild.RebuiltCall) -> list[Call]:
         """The calls that the tracer records: on meta some ops consist of other ops."""
         before = len(self.meter.trace.ops)
-        unrun = run(arguments)
+        unrun = rebuild.run(arguments)
         return [unrun] if unrun is not None else [op.call for op in self.meter.trace.ops[before:]]
 
 

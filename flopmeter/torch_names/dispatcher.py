@@ -22,23 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library, fallthrough_kernel
 from torch.nn.attention import SDPBackend
 
-from flopmeter.torch_names.private import (
-    ATTENTION,
-    COMPOSITES,
-    CTC_LOSS,
-    EXCLUDE_FROM_TLS,
-    EXCLUDED_FROM_TLS,
-    FOREACH,
-    FUNCTORCH,
-    INCLUDE_IN_TLS,
-    INT4,
-    MHA_FAST_PATH,
-    NAMES,
-    RNN,
-    SPARE_AUTOCAST_KEY,
-    SPARSE,
-    DispatchKey,
-)
+from flopmeter.torch_names import private
 
 COMPARED_VERSIONS = ((2, 13), (2, 15))
 """The releases whose streams the tests hold recordings of."""
@@ -46,7 +30,7 @@ SUPPORTED_VERSIONS = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))
 """The releases on which the tests pass. Others run too, with a warning."""
 
 OPERATORS: dict[str, dict[str, str]] = {
-    ATTENTION: {
+    private.ATTENTION: {
         "_scaled_dot_product_flash_attention": "query key value dropout_p is_causal return_debug_mask scale",
         "_scaled_dot_product_efficient_attention": (
             "query key value attn_bias compute_log_sumexp dropout_p is_causal scale"
@@ -55,24 +39,24 @@ OPERATORS: dict[str, dict[str, str]] = {
             "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale"
         ),
     },
-    COMPOSITES: {
+    private.COMPOSITES: {
         "_softmax": "self dim half_to_float",
         "_log_softmax": "self dim half_to_float",
         "_fused_rms_norm": "input normalized_shape weight eps",
     },
-    SPARSE: {
+    private.SPARSE: {
         "_coalesce": "self",
         "copy_sparse_to_sparse_": "self src non_blocking",
         "_sparse_coo_tensor_with_dims_and_tensors": (
             "sparse_dim dense_dim size indices values dtype layout device pin_memory is_coalesced"
         ),
     },
-    CTC_LOSS: {
+    private.CTC_LOSS: {
         "_ctc_loss_backward": (
             "grad log_probs targets input_lengths target_lengths neg_log_likelihood log_alpha blank zero_infinity"
         ),
     },
-    RNN: {
+    private.RNN: {
         "_cudnn_rnn": (
             "input weight weight_stride0 weight_buf hx cx mode hidden_size proj_size num_layers batch_first "
             "dropout train bidirectional batch_sizes dropout_state"
@@ -86,7 +70,7 @@ OPERATORS: dict[str, dict[str, str]] = {
         "_thnn_fused_gru_cell": "input_gates hidden_gates hx input_bias hidden_bias",
         "_thnn_fused_gru_cell_backward": "grad_hy workspace has_bias",
     },
-    FOREACH: {
+    private.FOREACH: {
         "_fused_sgd_": (
             "self grads momentum_buffer_list weight_decay momentum lr dampening nesterov maximize is_first_step "
             "grad_scale found_inf"
@@ -95,7 +79,7 @@ OPERATORS: dict[str, dict[str, str]] = {
             "self grads state_sums state_steps lr lr_decay weight_decay eps maximize grad_scale found_inf"
         ),
     },
-    MHA_FAST_PATH: {
+    private.MHA_FAST_PATH: {
         "_nested_tensor_from_mask_left_aligned": "t mask",
         "_transformer_encoder_layer_fwd": (
             "src embed_dim num_heads qkv_weight qkv_bias proj_weight proj_bias use_gelu norm_first eps "
@@ -103,18 +87,18 @@ OPERATORS: dict[str, dict[str, str]] = {
             "mask mask_type"
         ),
     },
-    INT4: {
+    private.INT4: {
         "_weight_int4pack_mm": "self mat2 qGroupSize qScaleAndZeros",
     },
 }
 """Private operators and the argument names that the kernels of this package are written for."""
 
 PUBLIC_OPERATORS: dict[str, str] = {
-    ATTENTION: "scaled_dot_product_attention",
-    COMPOSITES: "dropout native_dropout softmax.int log_softmax.int layer_norm batch_norm cudnn_batch_norm",
-    CTC_LOSS: "ctc_loss.Tensor ctc_loss.IntList",
-    FUNCTORCH: "dropout native_dropout _fused_rms_norm mish_backward",
-    RNN: (
+    private.ATTENTION: "scaled_dot_product_attention",
+    private.COMPOSITES: "dropout native_dropout softmax.int log_softmax.int layer_norm batch_norm cudnn_batch_norm",
+    private.CTC_LOSS: "ctc_loss.Tensor ctc_loss.IntList",
+    private.FUNCTORCH: "dropout native_dropout _fused_rms_norm mish_backward",
+    private.RNN: (
         "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data lstm_cell "
         "gru_cell"
     ),
@@ -124,7 +108,7 @@ PUBLIC_OPERATORS: dict[str, str] = {
 
 def missing(feature: str) -> tuple[str, ...]:
     """What this torch lacks, or has with other arguments, of what `feature` needs; empty when it can be emulated."""
-    absent = [name.path for name in NAMES.get(feature, ()) if not name.present()]
+    absent = [name.path for name in private.NAMES.get(feature, ()) if not name.present()]
     absent += [f"aten::{name}" for name in PUBLIC_OPERATORS.get(feature, "").split() if overload(name) is None]
     for name, expected in OPERATORS.get(feature, {}).items():
         op = overload(name)
@@ -209,18 +193,18 @@ def overload(name: str) -> OpOverload | None:
 
 def spare_autocast_key() -> str:
     """Meta tensors have no autocast key of their own; this one has no device in core."""
-    return SPARE_AUTOCAST_KEY.attribute.removeprefix("DispatchKey.")
+    return private.SPARE_AUTOCAST_KEY.attribute.removeprefix("DispatchKey.")
 
 
 def switch_spare_autocast_key(on: bool) -> None:
     """Let calls of this thread pass (or no longer pass) through the kernels at the spare key."""
-    EXCLUDE_FROM_TLS.value(SPARE_AUTOCAST_KEY.value, not on)
-    INCLUDE_IN_TLS.value(SPARE_AUTOCAST_KEY.value, on)
+    private.EXCLUDE_FROM_TLS.value(private.SPARE_AUTOCAST_KEY.value, not on)
+    private.INCLUDE_IN_TLS.value(private.SPARE_AUTOCAST_KEY.value, on)
 
 
 @functools.cache
 def _spare_autocast_keyset() -> torch._C.DispatchKeySet:
-    return torch._C.DispatchKeySet(SPARE_AUTOCAST_KEY.value)
+    return torch._C.DispatchKeySet(private.SPARE_AUTOCAST_KEY.value)
 
 
 def without_spare_autocast_key() -> Any:
@@ -229,19 +213,19 @@ def without_spare_autocast_key() -> Any:
 
 
 @contextmanager
-def switched_on(key: DispatchKey | str) -> Iterator[None]:
+def switched_on(key: private.DispatchKey | str) -> Iterator[None]:
     """In this context calls do not skip the kernels at the key, though they do so around it."""
-    was_off = EXCLUDED_FROM_TLS.value(key)
-    EXCLUDE_FROM_TLS.value(key, False)
+    was_off = private.EXCLUDED_FROM_TLS.value(key)
+    private.EXCLUDE_FROM_TLS.value(key, False)
     try:
         yield
     finally:
-        EXCLUDE_FROM_TLS.value(key, was_off)
+        private.EXCLUDE_FROM_TLS.value(key, was_off)
 
 
 def autograd_records() -> AbstractContextManager[None]:
     """In this context autograd notes what runs, where gradients are on: also inside of a dispatch mode, below it."""
-    return switched_on(DispatchKey.AutogradFunctionality)
+    return switched_on(private.DispatchKey.AutogradFunctionality)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------

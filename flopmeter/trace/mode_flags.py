@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from flopmeter.torch_names.private import (
-    GUARDS_SEE_MODES,
-    IN_MODE,
-    IN_PLAIN_MODE,
-    IN_VISIBLE_MODE,
-    dispatch_mode_stack,
-)
+from flopmeter.torch_names import private
 
 
 def tell_modes() -> None:
@@ -17,14 +11,14 @@ def tell_modes() -> None:
     A mode sets them when it is entered, and when it is left sets them back to what it found. Where modes of two threads
     overlap, the one that is left last sets them back to what the other had set, and they stay so: guards of compiled
     functions, which read them, then fail at each call."""
-    modes = dispatch_mode_stack()
+    modes = private.dispatch_mode_stack()
     visible = any(not mode.ignore_compile_internals() for mode in modes)
     for flag, is_set in (
-        (IN_MODE, bool(modes)),
-        (IN_PLAIN_MODE, any(not mode.is_infra_mode() for mode in modes)),
-        (IN_VISIBLE_MODE, visible),
+        (private.IN_MODE, bool(modes)),
+        (private.IN_PLAIN_MODE, any(not mode.is_infra_mode() for mode in modes)),
+        (private.IN_VISIBLE_MODE, visible),
     ):
         if flag.present():
             setattr(flag.owner, flag.attribute, is_set)
-    if GUARDS_SEE_MODES.present():
-        GUARDS_SEE_MODES.value(visible)
+    if private.GUARDS_SEE_MODES.present():
+        private.GUARDS_SEE_MODES.value(visible)
