@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ def install(scope: Emulation) -> None:
         if type(args[0]) in (Tensor, torch.nn.Parameter) and dispatcher.is_emulated(args[0]):
             casts = torch.is_autocast_enabled("cuda") and DispatchKey.AutocastCUDA in operator.py_kernels
             with dispatcher.without_spare_autocast_key() if casts else nullcontext():
-                return _with_gradients(*(map(_cast, args[:3]) if casts else args[:3]), *args[3:], **kwargs)
+                qkv = map(_cast, args[:3]) if casts else args[:3]
+                return _with_gradients(FlexArguments(*qkv, *args[3:], **kwargs))
         return of_torch(*args, **kwargs)
 
     _set_autograd(operator, autograd)
@@ -57,19 +58,24 @@ def _set_autograd(operator: Any, kernel: Callable[..., Any]) -> None:
     operator._dispatch_cache.clear()
 
 
-def _with_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    kernel_options: dict[str, Any],
-    score_buffers: tuple[Any, ...] = (),
-    mask_buffers: tuple[Any, ...] = (),
-) -> Any:
+class FlexArguments(NamedTuple):
+    """What flex_attention is passed, and its backward pass too, among others."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Tensor]
+    block_mask: tuple[Any, ...]
+    scale: float
+    kernel_options: dict[str, Any]
+    score_buffers: tuple[Any, ...] = ()
+    mask_buffers: tuple[Any, ...] = ()
+
+
+def _with_gradients(given: FlexArguments) -> Any:
     """torch's autograd kernel (`flex_attention_autograd`), for tensors without values. In a compiled region the
     gradient of the score function is part of the kernel and makes nothing else."""
+    query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers = given
     with private.FLEX_GETITEM.value():
         learned = () if score_buffers else tuple(t for t in captured(score_mod, query) if t.requires_grad)
         if learned:

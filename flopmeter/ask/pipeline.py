@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,7 +24,7 @@ from flopmeter.distributed import WorldError, world
 from flopmeter.distributed.ranks import run_ranks
 from flopmeter.launch.modes import mode_called
 from flopmeter.meter import DEFAULT_HARDWARE, FlopMeter, Mode, reports_together
-from flopmeter.records import DEFAULT_STREAM, Phase
+from flopmeter.records import DEFAULT_STREAM
 from flopmeter.report.chrome_trace import save_together
 from flopmeter.report.page import document
 from flopmeter.report.page.first_screen import section
@@ -229,19 +229,23 @@ def pipeline_of(reports: Mapping[int, Report], links: Cluster, *, are_stages: bo
 
 def _row(place: int | None, rank: int, report: Report, end: float, ranks: Set[int]) -> StageRow:
     waits = _waits_for_others(report, ranks)
-    spans = _spans(report)
-    backward = [span for span in spans if span.phase == "backward"]
-    first_backward = backward[0].start if backward else report.seconds
-    last_backward = backward[-1].end if backward else report.seconds
-    forward = [span for span in spans if span.phase == "forward"]
+    ran = [
+        (kernel.op, timing)
+        for kernel, timing in zip(report.kernels, report.timings, strict=True)
+        if timing.stream == DEFAULT_STREAM and not timing.is_collective
+    ]
+    backward = [timing for op, timing in ran if op.phase == "backward"]
+    first_backward = backward[0].start_seconds if backward else report.seconds
+    last_backward = backward[-1].end_seconds if backward else report.seconds
+    forward = [(op, timing.end_seconds) for op, timing in ran if op.phase == "forward"]
     # Gradients are made and scaled between and after passes, outside of modules.
-    forward = [span for span in forward if span.module] or forward
-    cools = max((span.end for span in forward if span.end <= last_backward), default=0.0)
+    forward = [(op, ended) for op, ended in forward if op.module] or forward
+    cools = max((ended for _, ended in forward if ended <= last_backward), default=0.0)
     cools = max(cools, first_backward)
     return StageRow(
         place=place,
         rank=rank,
-        computing_seconds=sum(span.seconds for span in spans),
+        computing_seconds=sum(timing.seconds for _, timing in ran),
         bubble_seconds=waits + end - report.seconds,
         exposed_seconds=max(0.0, report.exposed_seconds - waits),
         warm_up_seconds=first_backward,
@@ -250,25 +254,6 @@ def _row(place: int | None, rank: int, report: Report, end: float, ranks: Set[in
         in_flight=_in_flight(report),
         **step_figures(report),
     )
-
-
-class PhaseSpan(NamedTuple):
-    """One kernel of the computing stream."""
-
-    phase: Phase
-    module: str
-    start: float
-    end: float
-    seconds: float
-
-
-def _spans(report: Report) -> list[PhaseSpan]:
-    """The kernels of the computing stream, in order."""
-    return [
-        PhaseSpan(kernel.op.phase, kernel.op.module, timing.start_seconds, timing.end_seconds, timing.seconds)
-        for kernel, timing in zip(report.kernels, report.timings, strict=True)
-        if timing.stream == DEFAULT_STREAM and not timing.is_collective
-    ]
 
 
 def _waits_for_others(report: Report, ranks: Set[int]) -> float:

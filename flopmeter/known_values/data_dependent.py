@@ -156,9 +156,8 @@ def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
     of a larger one, all of that one is assumed so. Nothing is assumed where the part skips elements, since those may be
     the true ones."""
     fraction = known.assume.mask_fraction
-    if fraction is None or mask.dtype not in (torch.bool, torch.uint8) or known.values.knows(mask):
-        return
-    if not mask.is_contiguous():
+    is_mask = mask.dtype in (torch.bool, torch.uint8) and mask.is_contiguous()
+    if fraction is None or not is_mask or known.values.knows(mask):
         return
     if not spans_storage(mask):
         with no_modes():

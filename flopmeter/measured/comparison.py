@@ -80,16 +80,15 @@ def _sharers(device: Hardware, ranks: int) -> int:
 class _Prediction(NamedTuple):
     """The prediction of one call."""
 
-    name: str
-    shapes: str
-    op_class: str
-    dtype: str
-    seconds: float
-    floor_seconds: float
-    flops: int
-    bytes: int
+    row: CheckRow  # without a measurement
     macs: int
     model_flops: int
+
+    def measured(self, calls: int, seconds: float) -> CheckRow:
+        """The row of so many calls, that took so long together."""
+        sums = ("predicted_seconds", "floor_seconds", "flops", "bytes")
+        of_all = {name: getattr(self.row, name) * calls for name in sums}
+        return self.row._replace(calls=calls, measured_seconds=seconds, **of_all)
 
 
 @dataclass
@@ -154,7 +153,7 @@ class _Pricer:
 
     def _rows(self) -> Iterator[CheckRow]:
         for key, known in self._predictions():
-            yield _row(known, self._calls[key], self._nanoseconds[key] * _SECONDS)
+            yield known.measured(self._calls[key], self._nanoseconds[key] * _SECONDS)
 
     def _unpriced(self) -> Iterator[UnpricedRow]:
         for key, known in self._known.items():
@@ -187,7 +186,7 @@ class _Pricer:
         macs: Counter[str] = Counter()
         for key, known in self._predictions():
             if known.macs:
-                macs[known.dtype] += known.macs * self._calls[key]
+                macs[known.row.dtype] += known.macs * self._calls[key]
         return max(macs, key=macs.__getitem__, default="fp32")
 
     def _notes(self) -> Iterator[str]:
@@ -230,7 +229,7 @@ class _Pricer:
         except (rebuild.NotRebuilt, HardwareError) as reason:
             return str(reason)
         if arguments.assumes_dtype:
-            self._assumed_dtype.add(prediction.name)
+            self._assumed_dtype.add(prediction.row.name)
         return prediction
 
     def _recorded(self, arguments: rebuild.RebuiltCall) -> list[Call]:
@@ -258,31 +257,26 @@ def _priced(
     host = device.host if device.is_cpu else None  # for a GPU only the device's time is compared
     if not costs:
         dispatch = host.before_op_seconds(views=1, module_calls=0) if host else 0.0
-        return _Prediction(name, shapes, NO_KERNEL, "", dispatch, 0.0, 0, 0, 0, 0)
+        return _Prediction(CheckRow(name, shapes, NO_KERNEL, "", 1, 0.0, dispatch, 0.0, 0, 0), 0, 0)
     if device.is_cpu:
         prices = [cpu.price(cost, device, switches) for cost in costs]
     else:
         prices = [kernels.price(cost, device, switches, ran=ran if cost.macs else UNNAMED) for cost in costs]
     seconds = [price.busy.seconds + device.kernel_floor_seconds for price in prices]
     longest = costs[seconds.index(max(seconds))]
-    return _Prediction(
-        name=name,
-        shapes=shapes,
-        op_class=longest.op_class,
-        dtype=switches.matmul_dtype(longest),
-        seconds=sum(seconds) + (op_seconds(longest, host) if host else 0.0),
+    row = CheckRow(
+        name,
+        shapes,
+        longest.op_class,
+        switches.matmul_dtype(longest),
+        calls=1,
+        measured_seconds=0.0,
+        predicted_seconds=sum(seconds) + (op_seconds(longest, host) if host else 0.0),
         floor_seconds=sum(least_seconds(cost, device, switches) for cost in costs),
         flops=sum(cost.executed_flops for cost in costs),
         bytes=sum(cost.bytes for cost in costs),
-        macs=sum(cost.macs for cost in costs),
-        model_flops=sum(cost.model_flops for cost in costs),
     )
-
-
-def _row(known: _Prediction, calls: int, measured_seconds: float) -> CheckRow:
-    predicted, floor = known.seconds * calls, known.floor_seconds * calls
-    what = known.name, known.shapes, known.op_class, known.dtype
-    return CheckRow(*what, calls, measured_seconds, predicted, floor, known.flops * calls, known.bytes * calls)
+    return _Prediction(row, sum(cost.macs for cost in costs), sum(cost.model_flops for cost in costs))
 
 
 def _short(name: str) -> str:

@@ -47,11 +47,6 @@ def huggingface(name: str) -> Callable[..., Built]:
     return build
 
 
-def hub_config(name: str) -> Any:
-    """The config of a path, a type or a hub id. Raises TargetError as `huggingface` does."""
-    return _config(_installed("transformers"), name)
-
-
 def config_of_llama(own: LlamaConfig) -> Any:
     """The same model as a config of transformers. Raises TargetError where that is missing."""
     return _installed("transformers").LlamaConfig(
@@ -147,8 +142,9 @@ def _near(name: str, known: Any) -> str:
     return ", ".join(difflib.get_close_matches(name, list(known), n=3, cutoff=0.3)) or "nothing"
 
 
-def _config(transformers: Any, name: str) -> Any:
-    types = transformers.CONFIG_MAPPING
+def hub_config(name: str) -> Any:
+    """The config of a path, a type or a hub id. Raises TargetError as `huggingface` does."""
+    types = _installed("transformers").CONFIG_MAPPING
     if Path(name, "config.json").is_file():
         name = str(Path(name, "config.json"))
     if not name.endswith(".json"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flopmeter.as_cuda.flex_attention import captured, scalars
+from flopmeter.as_cuda.flex_attention import FlexArguments, captured, scalars
 from flopmeter.known_values import KnownValues
 from flopmeter.records import BodyOp, FlexBody
 from flopmeter.torch_names.dispatcher import autograd_records
@@ -38,20 +38,6 @@ class Template(NamedTuple):
     to_eager: Callable[[Any], Any]
 
 
-class _FlexArguments(NamedTuple):
-    """What flex_attention is passed, and its backward pass too, among others."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    score_mod: Callable[..., Tensor]
-    block_mask: tuple[Any, ...]
-    scale: float
-    kernel_options: dict[str, Any]
-    score_buffers: tuple[Any, ...] = ()
-    mask_buffers: tuple[Any, ...] = ()
-
-
 class _Counted(NamedTuple):
     """What a template counts: blocks and ops, and the tensors that these read."""
 
@@ -66,15 +52,15 @@ def template_of(
     """The template of a flex_attention call, whose arguments are all positional; None for other operators."""
     values = values or KnownValues()
     if func.name() == "flex_attention":
-        return _forward(_FlexArguments(*args, **kwargs), values)
+        return _forward(FlexArguments(*args, **kwargs), values)
     if func.name() == "flex_attention_backward":
         # query, key, value; out, logsumexp and the gradients of both; score_mod; its joint graph; the others
         of_forward = (*args[:3], args[7], *args[9:])
-        return _backward(_FlexArguments(*of_forward, **kwargs), *args[3:7], values=values)
+        return _backward(FlexArguments(*of_forward, **kwargs), *args[3:7], values=values)
     return None
 
 
-def _counted(given: _FlexArguments, values: KnownValues, *, is_backward: bool) -> _Counted:
+def _counted(given: FlexArguments, values: KnownValues, *, is_backward: bool) -> _Counted:
     query, key = given.query, given.key
     mask = BlockMaskArguments.of(given.block_mask)
     score, found = _body(given.score_mod, query, given.score_buffers, has_score=True, has_gradient=is_backward)
@@ -84,7 +70,7 @@ def _counted(given: _FlexArguments, values: KnownValues, *, is_backward: bool) -
     return _Counted(mask, FlexBody(blocks, score, on_pair, splits_keys), [*found, *of_mask])
 
 
-def _forward(given: _FlexArguments, values: KnownValues) -> Template:
+def _forward(given: FlexArguments, values: KnownValues) -> Template:
     mask, body, captured_ones = _counted(given, values, is_backward=False)
     keeps = (bool(given.kernel_options.get(f"OUTPUT_{name}", default)) for name, default in _OUTPUTS.items())
     args = (given.query, given.key, given.value, mask.of_keys, captured_ones, *keeps)
@@ -95,7 +81,7 @@ _OUTPUTS = {"LOGSUMEXP": True, "MAX": False}
 
 
 def _backward(
-    given: _FlexArguments,
+    given: FlexArguments,
     out: Tensor,
     logsumexp: Tensor,
     grad_out: Tensor | None,

@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopmeter.known_values import KnownValues
@@ -139,15 +138,8 @@ class _Count(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = list(tensors_in((args, kwargs)))
         result = self._values[-1].run(func, args, kwargs, tensors) if self._values else func(*args, **kwargs)
-        if _any_on_meta((result, *args)):
+        if any(tensor.is_meta for tensor in (*tensors, *tensors_in(result))):
             with _lock:
                 for counter in self._counters:
                     counter.ops += counter.is_open
         return result
-
-
-def _any_on_meta(values: Iterable[Any]) -> bool:
-    return any(
-        value.is_meta if isinstance(value, Tensor) else isinstance(value, (list, tuple)) and _any_on_meta(value)
-        for value in values
-    )

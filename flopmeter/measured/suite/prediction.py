@@ -30,9 +30,8 @@ class CasePrediction(NamedTuple):
     calls: int  # of the case, in the report
 
 
-def copies_of(case: Case, device: str, copies: Callable[[int], int]) -> tuple[list[CaseRun], int, int]:
-    """The case made on a device, as often as `copies` says for the bytes of its weights; how often that is; and those
-    bytes."""
+def copies_of(case: Case, device: str, copies: Callable[[int], int]) -> tuple[list[CaseRun], int]:
+    """The case made on a device, as often as `copies` says for the bytes of its weights; and those bytes."""
     if case.kind not in CASES:
         raise UnknownCaseError(f"no case of the suite is of the kind {case.kind!r}; known: {', '.join(CASES)}")
     sizes = {name: value for name, value in case.inputs.items() if name != "dtype"}
@@ -45,30 +44,26 @@ def copies_of(case: Case, device: str, copies: Callable[[int], int]) -> tuple[li
             runs.append(CASES[case.kind](make, **sizes))
     except TypeError as error:
         raise UnknownCaseError(f"{case.name}: these are not the inputs of its kind ({error})") from None
-    return runs, len(runs), weight_bytes
+    return runs, weight_bytes
 
 
 def predict(case: Case, device: Hardware, copies: int = 1) -> CasePrediction:
     """Raises UnknownCaseError for a case that cannot be made here, HardwareError where the device has no such rate."""
-    runs, _, _ = copies_of(case, "meta", lambda _: copies)
+    runs, _ = copies_of(case, "meta", lambda _: copies)
     if case.kind in PROGRAMS:
         return _of_program(case, runs[0], device)
     meter = FlopMeter(device, as_cuda=not device.is_cpu, clocks=case.clocks)
     with switches_of(case), torch.no_grad(), meter:
         for run in [*runs, *runs]:  # the first round leaves in the cache what the measured ones find there
             run()
-    report = meter.report(mode="eager" if device.is_cpu else "eager-cudagraph")
-    if device.is_cpu:
-        return _per_call(report, report.seconds, report.timings, 2 * copies, 2 * copies)
-    timings = report.timings[len(report.timings) // 2 :]
-    return _per_call(report, sum(timing.seconds for timing in timings), timings, copies, 2 * copies)
-
-
-def _per_call(report: Report, seconds: float, timings: object, timed: int, calls: int) -> CasePrediction:
-    """`seconds` are those of `timed` calls; the report holds all `calls`."""
-    band = uncertainty(timings, seconds, report.hardware)  # type: ignore[arg-type]
-    one = seconds / timed
-    return CasePrediction(one, band.low / timed, band.high / timed, report.kernel_seconds / calls, report, calls)
+    report, calls = meter.report(mode="eager" if device.is_cpu else "eager-cudagraph"), 2 * copies
+    timings, seconds, timed = report.timings, report.seconds, calls
+    if not device.is_cpu:
+        timings, timed = timings[len(timings) // 2 :], copies
+        seconds = sum(timing.seconds for timing in timings)
+    band = uncertainty(timings, seconds, device)
+    device_seconds = report.kernel_seconds / calls
+    return CasePrediction(seconds / timed, band.low / timed, band.high / timed, device_seconds, report, calls)
 
 
 def _of_program(case: Case, run: CaseRun, device: Hardware) -> CasePrediction:
@@ -84,7 +79,7 @@ def _of_program(case: Case, run: CaseRun, device: Hardware) -> CasePrediction:
 
 def work_of(case: Case) -> tuple[int, int]:
     """FLOPs and bytes of one call, on no device in particular."""
-    (run,), _, _ = copies_of(case, "meta", lambda _: 1)
+    (run,), _ = copies_of(case, "meta", lambda _: 1)
     with FlopMeter(as_cuda=False) as meter, torch.no_grad():
         run()
     costs = [kernel.cost for kernel in kernels_of(meter.trace)]
