@@ -11,6 +11,7 @@ import importlib
 import operator
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,16 +147,15 @@ listed(CUSTOM_OPS, "torch._library.custom_ops", "CustomOpDef._opoverload", "its 
 PYTHON_KERNELS = listed(PYTHON_OPS, "torch.library", "_impls", "which ops have a Python function as a kernel")
 listed(MODEL_HUBS, "transformers.modeling_utils", "PreTrainedModel._from_config", "makes a model")
 _GENERATION = "transformers.generation.utils"
-EARLY_STOP = listed(
-    BEAMS, _GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve"
-)
+_beams = partial(listed, BEAMS)
+EARLY_STOP = _beams(_GENERATION, "GenerationMixin._check_early_stop_heuristic", "asks whether beams still improve")
 MAY_COMPILE = listed(
     STATIC_CACHES,
     _GENERATION,
     "GenerationMixin._valid_auto_compile_criteria",
     "whether the device is one for which it compiles",
 )
-FINISHED_BEAMS = listed(BEAMS, _GENERATION, "GenerationMixin._update_finished_beams", "which beams have ended")
+FINISHED_BEAMS = _beams(_GENERATION, "GenerationMixin._update_finished_beams", "which beams have ended")
 listed(DISPATCHER, "torch", "ops.aten.mm.default._op_dk", "runs the composite kernel of an op")
 listed(DISPATCHER, "torch", "ops.aten.mm.default._schema", "the arguments of an op")
 listed(DISPATCHER, "torch.library", "Library._destroy", "takes registrations back")
@@ -163,34 +163,33 @@ SDP_PRIORITY_ORDER = listed(
     ATTENTION, "torch._C", "_get_sdp_priority_order", "what sdpa_kernel(set_priority=True) sets"
 )
 _JAGGED = "torch.nested._internal.sdpa"
-JAGGED_FLASH = listed(JAGGED, _JAGGED, "can_use_flash_attention", "the first backend that jagged attention asks for")
-JAGGED_EFFICIENT = listed(JAGGED, _JAGGED, "can_use_efficient_attention", "the second one")
-JAGGED_CUDNN = listed(JAGGED, _JAGGED, "can_use_cudnn_attention", "the last one")
-JAGGED_ON_META = listed(
-    JAGGED, _JAGGED, "_is_computing_meta_flops", "whether torch's own counter is on, for tensors on meta"
+_jagged = partial(listed, JAGGED)
+JAGGED_FLASH = _jagged(_JAGGED, "can_use_flash_attention", "the first backend that jagged attention asks for")
+JAGGED_EFFICIENT = _jagged(_JAGGED, "can_use_efficient_attention", "the second one")
+JAGGED_CUDNN = _jagged(_JAGGED, "can_use_cudnn_attention", "the last one")
+JAGGED_ON_META = _jagged(_JAGGED, "_is_computing_meta_flops", "whether torch's own counter is on, for tensors on meta")
+JAGGED_DUMMY = _jagged(
+    "torch.nested._internal.nested_tensor", "_nt_view_dummy", "the tensor that all jagged ones are views of"
 )
-JAGGED_DUMMY = listed(
-    JAGGED, "torch.nested._internal.nested_tensor", "_nt_view_dummy", "the tensor that all jagged ones are views of"
-)
-listed(JAGGED, "torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True)
+_jagged("torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True)
 TRACING_STATE = listed(TRACES, "torch._C", "_get_tracing_state", "the trace that is being written")
 listed(TRACES, "torch.jit", "ScriptModule._c", "where a script keeps its weights", on_instances=True)
 SET_TRACING_STATE = listed(TRACES, "torch._C", "_set_tracing_state", "pauses it")
 listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")
-SPARE_AUTOCAST_KEY = listed(AUTOCAST, "torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")
-listed(AUTOCAST, "torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast")
-INCLUDE_IN_TLS = listed(AUTOCAST, "torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
-EXCLUDED_FROM_TLS = listed(
-    FLEX_ATTENTION, "torch._C", "_dispatch_tls_is_dispatch_key_excluded", "the gradient of a score function"
+_autocast = partial(listed, AUTOCAST)
+SPARE_AUTOCAST_KEY = _autocast("torch._C", "DispatchKey.AutocastIPU", "an autocast key with no kernels in core")
+_autocast("torch._C", "_ExcludeDispatchKeyGuard", "an autocast kernel runs its op without autocast")
+INCLUDE_IN_TLS = _autocast("torch._C", "_dispatch_tls_set_dispatch_key_included", "switches the spare key on")
+_flex = partial(listed, FLEX_ATTENTION)
+EXCLUDED_FROM_TLS = _flex("torch._C", "_dispatch_tls_is_dispatch_key_excluded", "the gradient of a score function")
+EXCLUDE_FROM_TLS = _autocast("torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare key off")
+HIGHER_ORDER_OPERATORS = _autocast("torch._ops", "_higher_order_ops", "which pass the autocast key")
+HIGHER_ORDER_FALLTHROUGH = _autocast(
+    "torch._ops", "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "which keys later ones pass"
 )
-EXCLUDE_FROM_TLS = listed(AUTOCAST, "torch._C", "_dispatch_tls_set_dispatch_key_excluded", "switches the spare key off")
-HIGHER_ORDER_OPERATORS = listed(AUTOCAST, "torch._ops", "_higher_order_ops", "which pass the autocast key")
-HIGHER_ORDER_FALLTHROUGH = listed(
-    AUTOCAST, "torch._ops", "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", "which keys later ones pass"
-)
-CUSTOM_FWD_CAST = listed(AUTOCAST, "torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) asks device types")
-NO_AMP = listed(AUTOCAST, "torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it")
-listed(AUTOCAST, "torch", "autocast._enabled", "whether it is on", on_instances=True)
+CUSTOM_FWD_CAST = _autocast("torch.amp.autocast_mode", "_cast", "custom_fwd(cast_inputs=...) asks device types")
+NO_AMP = _autocast("torch.cuda.amp.common", "amp_definitely_not_available", "autocast and GradScaler ask it")
+_autocast("torch", "autocast._enabled", "whether it is on", on_instances=True)
 INFER_DEVICE_TYPE = listed(CHECKPOINT, "torch.utils.checkpoint", "_infer_device_type", "whose autocast state is saved")
 FOREACH_DEVICES = listed(FOREACH, "torch.utils._foreach_utils", "_get_foreach_kernels_supported_devices", "the default")
 listed(FOREACH, "torch.utils._foreach_utils", "_get_fused_kernels_supported_devices", "fused=True")
@@ -201,25 +200,15 @@ THIRD_DEVICE = listed(
     "_privateuse1_backend_name",
     "a device that the fast path takes beside cuda",
 )
-_FLEX = "torch._higher_order_ops.flex_attention"
-FLEX_VALIDATE = listed(
-    FLEX_ATTENTION, "torch.nn.attention.flex_attention", "_validate_device", "where it refuses a device"
-)
-FLEX_UNCOMPILED = listed(
-    FLEX_ATTENTION,
-    "torch.nn.attention.flex_attention",
-    "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
-    "its eager way without Dynamo",
-)
-FLEX_OPERATOR = listed(FLEX_ATTENTION, _FLEX, "flex_attention", "its operator")
-listed(FLEX_ATTENTION, _FLEX, "flex_attention._dispatch_cache", "where its autograd kernel is kept")
-FLEX_FUNCTION = listed(FLEX_ATTENTION, _FLEX, "FlexAttentionAutogradOp", "its autograd function")
-FLEX_GRAPHS = listed(FLEX_ATTENTION, _FLEX, "create_fw_bw_graph", "the gradient of a score function")
-FLEX_GETITEM = listed(
-    FLEX_ATTENTION,
-    "torch._dynamo._trace_wrapped_higher_order_op",
-    "TransformGetItemToIndex",
-    "indices that are tensors",
+_FLEX, _FLEX_API = "torch._higher_order_ops.flex_attention", "torch.nn.attention.flex_attention"
+FLEX_VALIDATE = _flex(_FLEX_API, "_validate_device", "where it refuses a device")
+FLEX_UNCOMPILED = _flex(_FLEX_API, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "its eager way without Dynamo")
+FLEX_OPERATOR = _flex(_FLEX, "flex_attention", "its operator")
+_flex(_FLEX, "flex_attention._dispatch_cache", "where its autograd kernel is kept")
+FLEX_FUNCTION = _flex(_FLEX, "FlexAttentionAutogradOp", "its autograd function")
+FLEX_GRAPHS = _flex(_FLEX, "create_fw_bw_graph", "the gradient of a score function")
+FLEX_GETITEM = _flex(
+    "torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex", "indices that are tensors"
 )
 _TRITON = "torch._higher_order_ops.triton_kernel_wrap"
 TRITON_TTIR = listed(TRITON, _TRITON, "generate_ttir", "what a kernel does")
@@ -234,11 +223,10 @@ AROUND_COMPILED_CALL = listed(
 DYNAMO = listed(COMPILE, "torch._dynamo", "eval_frame", "its table of torch's functions, which is made at import")
 listed(COMPILE, "torch._dynamo.eval_frame", f"OptimizedModule.{COMPILED_MODULE}", "what it wraps", on_instances=True)
 listed(COMPILE, "torch.nn", f"Module.{COMPILED_CALL}", "whether a layer compiles itself", on_instances=True)
-AOTI_COMPILE = listed(
-    AOT_INDUCTOR, "torch._inductor", "aoti_compile_and_package", "where a package is made (documented)"
-)
-AOTI_LOAD = listed(AOT_INDUCTOR, "torch._inductor", "aoti_load_package", "where one is loaded (documented)")
-AOT_COMPILE = listed(AOT_INDUCTOR, "torch._inductor", "aot_compile", "makes code that no package holds (documented)")
+_aot = partial(listed, AOT_INDUCTOR)
+AOTI_COMPILE = _aot("torch._inductor", "aoti_compile_and_package", "where a package is made (documented)")
+AOTI_LOAD = _aot("torch._inductor", "aoti_load_package", "where one is loaded (documented)")
+AOT_COMPILE = _aot("torch._inductor", "aot_compile", "makes code that no package holds (documented)")
 listed(SPARSE, "torch", "Tensor._indices", "places of the elements, repeated ones too")
 listed(SPARSE, "torch", "Tensor._values", "the elements")
 
