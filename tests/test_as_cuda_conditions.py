@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter, on_meta
 from flopmeter.as_cuda import CudaTarget, dynamo, emulate_cuda
+from flopmeter.as_cuda.emulation import Emulation
 from flopmeter.as_cuda.kernels import composites
-from flopmeter.as_cuda.scope import Scope
 from flopmeter.torch_names import private
 
 A100 = CudaTarget((8, 0))
@@ -203,7 +203,7 @@ def test_clearing_the_cache_of_autocast_makes_weights_on_the_cpu_cast_again_too(
 def test_a_program_that_never_compiles_does_not_load_the_compiler(monkeypatch):
     """Loading it takes seconds. The first call of torch.compile does."""
     monkeypatch.setattr(dynamo.private, "AROUND_COMPILED_CALL", private.PrivateName("torch._not_loaded", "mark", ""))
-    marked: list[Scope] = []
+    marked: list[Emulation] = []
     monkeypatch.setattr(dynamo, "_mark_regions", marked.append)
     with FlopMeter("a100-sxm4-80gb", compile="rules"):
         assert marked == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,11 +49,5 @@ def largest_batch(
     fitting, too_large = 0, 1
     while too_large <= limit and fits(too_large):
         fitting, too_large = too_large, 2 * too_large
-    too_large = min(too_large, limit + 1)
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            too_large = middle
-    return fitting
+    between = range(fitting + 1, min(too_large, limit + 1))
+    return fitting + bisect(between, False, key=lambda batch: not fits(batch))

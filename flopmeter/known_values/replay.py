@@ -94,7 +94,7 @@ class Knowledge:
     def answer(self, call: Invocation) -> Any:
         """The result on the CPU; every tensor must be known."""
         with no_modes():
-            return call.func(*self._real(call.args), **self._real(call.kwargs))
+            return call.func(*self.real(call.args), **self.real(call.kwargs))
 
     def rewritten(self, call: Invocation, func: Any, args: tuple[Any, ...]) -> Invocation:
         """Another call, which runs in place of the given one and is recorded instead of it."""
@@ -143,14 +143,14 @@ class Knowledge:
                 if output.is_meta and (place := address(output)) and place not in self.values.cells:
                     self.set(output, result.clone() if address(result) in inputs else result)
 
-    def _real(self, argument: Any) -> Any:
-        """The argument as the CPU sees it: values for meta tensors, cpu for the meta device."""
+    def real(self, argument: Any) -> Any:
+        """The argument as the CPU sees it: values for meta tensors, which are known, cpu for the meta device."""
         if isinstance(argument, Tensor):
             return self.values.read(argument)
         if isinstance(argument, (list, tuple)):
-            return type(argument)([self._real(item) for item in argument])
+            return type(argument)([self.real(item) for item in argument])
         if isinstance(argument, dict):
-            return {name: self._real(item) for name, item in argument.items()}
+            return {name: self.real(item) for name, item in argument.items()}
         return _CPU if isinstance(argument, torch.device) else argument
 
 

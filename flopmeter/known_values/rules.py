@@ -43,7 +43,6 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
     if not isinstance(func, OpOverload):  # a higher-order op: its schema does not say what it writes to
         return ValueRule(forget_all, always=False)
     arguments = func._schema.arguments
-    aliased = [(i, a.name, a.alias_info) for i, a in enumerate(arguments) if a.alias_info is not None]
     writes = tuple((i, a.name) for i, a in enumerate(arguments) if _is_written(a))
     if handler := assumed_handler(func, assumptions) or SPECIAL.get(func) or _BY_NAME.get(func._schema.name):
         return ValueRule(handler, True, writes)
@@ -55,7 +54,7 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
         return ValueRule(ask, True, writes)
     if torch.Tag.dynamic_output_shape in func.tags:
         return ValueRule(shape, True, writes)
-    if aliased and not writes:
+    if func.is_view:
         return ValueRule(view, False)
     if func.namespace != "aten" or func in NEVER_REPLAYED or torch.Tag.nondeterministic_seeded in func.tags:
         return ValueRule(Knowledge.run_unknown, False, writes)

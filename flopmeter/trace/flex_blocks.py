@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopmeter.known_values import DataDependentError, KnownValues
 from flopmeter.known_values.values import address, no_modes, spans_storage
 from flopmeter.records import BlockCount
+from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.private import no_dispatch_modes
 
 MOST_PAIRS = 1 << 21
@@ -144,19 +145,14 @@ class _OnValues(TorchDispatchMode):
 
     def __init__(self, values: KnownValues):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = values.values
+        self._known = values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self._real(args), **{name: self._real(value) for name, value in (kwargs or {}).items()})
-
-    def _real(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_meta:
-            if not self._known.knows(value) or self._known.is_blank(value):
-                raise DataDependentError("flex_attention")
-            return self._known.read(value)
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._real(item) for item in value])
-        return torch.device("cpu") if isinstance(value, torch.device) else value
+        given, known = (args, kwargs or {}), self._known.values
+        if any(tensor.is_meta and (not known.knows(tensor) or known.is_blank(tensor)) for tensor in tensors_in(given)):
+            raise DataDependentError("flex_attention")
+        args, kwargs = self._known.real(given)
+        return func(*args, **kwargs)
 
 
 def _evaluate(

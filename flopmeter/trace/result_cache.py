@@ -73,11 +73,8 @@ def is_dense_meta(tensor: Tensor) -> bool:
 @functools.cache
 def _is_cacheable(func: OpOverload) -> bool:
     changes_more = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    is_view = any(
-        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
-    )
     has_out = any(argument.is_out for argument in func._schema.arguments)
-    return func.namespace == "aten" and not (is_view or has_out or changes_more & set(func.tags))
+    return func.namespace == "aten" and not (func.is_view or has_out or changes_more & set(func.tags))
 
 
 def _maker(result: Any, inputs: Sequence[Tensor], storages: set[int]) -> ResultMaker | None:
