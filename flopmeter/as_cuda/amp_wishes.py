@@ -17,6 +17,7 @@ import functools
 import gc
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -59,7 +60,7 @@ def watch() -> None:
     _unknown.update(filter(dispatcher.is_cuda_amp_off, instances))
     owner, name = private.NO_AMP.owner, private.NO_AMP.attribute
     setattr(owner, name, _noting_who_asks(private.NO_AMP.value))
-    _AUTOCAST.__enter__ = _noting_entry(_AUTOCAST.__enter__)  # type: ignore[method-assign]
+    _AUTOCAST.__enter__ = _then(_AUTOCAST.__enter__, lambda entered: _open.contexts.append(entered))  # type: ignore[method-assign]
     _AUTOCAST.__exit__ = _noting_exit(_AUTOCAST.__exit__)  # type: ignore[method-assign]
 
 
@@ -85,14 +86,16 @@ def _noting_who_asks(is_amp_unavailable: Any) -> Any:
     return wrapper
 
 
-def _noting_entry(enter: Any) -> Any:
-    @functools.wraps(enter)
-    def enter_and_note(self: Any) -> Any:
-        result = enter(self)
-        _open.contexts.append(self)
+def _then(method: Any, note: Callable[[Any], None]) -> Any:
+    """The method, after which the object is noted."""
+
+    @functools.wraps(method)
+    def run_and_note(self: Any, *args: Any) -> Any:
+        result = method(self, *args)
+        note(self)
         return result
 
-    return enter_and_note
+    return run_and_note
 
 
 def _noting_exit(exit_: Any) -> Any:
@@ -119,8 +122,7 @@ def grant(scope: Emulation) -> None:
         else:
             scope.on_close(setattr, made, "__dict__", dict(vars(made)))
             _GRAD_SCALER.__init__(made, **arguments)
-    _follow_contexts(scope)
-    _note_unknown_scalers(scope)
+    _follow(scope)
     if dispatcher.autocast_nesting() > len(_open.contexts):  # flopmeter was imported inside of one
         scope.note(_unknown_text("autocast"))
     for context in list(_open.contexts):
@@ -128,19 +130,21 @@ def grant(scope: Emulation) -> None:
             _enter_twin(scope, context)
 
 
-def _follow_contexts(scope: Emulation) -> None:
-    enter: Any = _AUTOCAST.__enter__
+def _follow(scope: Emulation) -> None:
+    """Note contexts that are entered, and scalers that scale."""
 
-    @functools.wraps(enter)
-    def enter_and_note(self: Any) -> Any:
-        result = enter(self)
-        if self in _unknown:
+    def entered(context: Any) -> None:
+        if context in _unknown:
             scope.note(_unknown_text("autocast"))
-        if _counts_as_cuda(self):
-            _enter_twin(scope, self)
-        return result
+        if _counts_as_cuda(context):
+            _enter_twin(scope, context)
 
-    scope.patch(_AUTOCAST, "__enter__", enter_and_note)
+    def scaled(scaler: Any) -> None:
+        if scaler in _unknown:
+            scope.note(_unknown_text("GradScaler"))
+
+    scope.patch(_AUTOCAST, "__enter__", _then(_AUTOCAST.__enter__, entered))
+    scope.patch(_GRAD_SCALER, "scale", _then(_GRAD_SCALER.scale, scaled))
     scope.on_close(_leave_twins)
 
 
@@ -171,18 +175,6 @@ def _leave_twin() -> None:
 def _leave_twins() -> None:
     while _open.twins:
         _leave_twin()
-
-
-def _note_unknown_scalers(scope: Emulation) -> None:
-    scale = _GRAD_SCALER.scale
-
-    @functools.wraps(scale)
-    def noting(self: Any, outputs: Any) -> Any:
-        if self in _unknown:
-            scope.note(_unknown_text("GradScaler"))
-        return scale(self, outputs)
-
-    scope.patch(_GRAD_SCALER, "scale", noting)
 
 
 def _unknown_text(what: str) -> str:

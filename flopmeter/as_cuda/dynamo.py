@@ -55,14 +55,11 @@ def install(scope: Emulation) -> None:
     if private.AROUND_COMPILED_CALL.loaded:
         _mark_regions(scope)
         return
-    compile_, marked = torch.compile, False
+    compile_, mark_once = torch.compile, functools.cache(functools.partial(_mark_regions, scope))
 
     @functools.wraps(compile_)
     def compile_and_mark(*args: Any, **kwargs: Any) -> Any:
-        nonlocal marked
-        if not marked:
-            marked = True
-            _mark_regions(scope)
+        mark_once()
         return compile_(*args, **kwargs)
 
     scope.patch(torch, "compile", compile_and_mark)

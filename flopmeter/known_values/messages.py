@@ -95,20 +95,10 @@ class Mailbox:
         return Ticket(route, place)
 
 
-class _Pending:
-    """What happens when a message is waited for, by the handle of its receive."""
-
-    def __init__(self) -> None:
-        self.deliveries: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
-        self.last: Any = None  # the program does not yet hold the handle of the op that runs
-
-    def clear(self) -> None:
-        self.deliveries.clear()
-        self.last = None
-
-
 mailbox: Mailbox | None = None  # None: only one rank of its world runs
-_pending = _Pending()
+# What happens when a message is waited for, by the handle of its receive.
+_deliveries: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+_last: list[Any] = []  # the handle of the op that runs, which the program does not hold yet
 
 
 @contextmanager
@@ -120,17 +110,18 @@ def exchanged_through(box: Mailbox) -> Iterator[None]:
         yield
     finally:
         mailbox = None
-        _pending.clear()
+        _deliveries.clear()
+        _last.clear()
 
 
 def on_wait(handle: Any, deliver: Callable[[], None]) -> None:
     """When the program waits for the message with this handle, `deliver` runs, once."""
-    _pending.deliveries[handle] = deliver
-    _pending.last = handle
+    _deliveries[handle] = deliver
+    _last[:] = [handle]
 
 
 def waited_for(handle: Any) -> None:
     """The program waits for that handle. Raises NotSentYet."""
-    deliver = _pending.deliveries.pop(handle, None)
+    deliver = _deliveries.pop(handle, None)
     if deliver is not None:
         deliver()
