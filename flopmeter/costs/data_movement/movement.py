@@ -224,7 +224,7 @@ def _with_replacement(call: Call, p: TensorSpec, samples: TensorSpec) -> tuple[C
     kept, normalized, sums = (scratch(p, number) for number in (1, 2, 3))
     probed = samples.numel * (ceil(log2(max(p.shape[-1], 1))) + 1) * p.dtype.itemsize
     return (
-        make_cost(call, MOVEMENT, read=(p,), written=(kept,)),
+        make_cost(call, MOVEMENT, written=(kept,)),
         make_cost(call, MOVEMENT, read=(kept,), written=(normalized,)),
         make_cost(call, REDUCTION, 2 * p.numel, read=(normalized,), written=(normalized,)),
         make_cost(call, REDUCTION, p.numel, read=(normalized,), written=(sums,)),
