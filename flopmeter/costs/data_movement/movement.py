@@ -134,7 +134,7 @@ def _part_of(whole: TensorSpec, part: TensorSpec) -> Region:
 def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """The gradient of a view: a tensor of zeros, then the gradient copied into its part."""
     (grad,), (out,) = call.inputs, call.outputs
-    placed = make_cost(call, MOVEMENT, read=(grad,), written=(_part_of(out, grad),))
+    placed = make_cost(call, MOVEMENT, written=(_part_of(out, grad),))
     return zeros(call, out), placed
 
 
