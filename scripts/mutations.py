@@ -39,6 +39,10 @@ class Module:
         self.tree = ast.parse(source)
         self.parent: dict[ast.AST, ast.AST] = {}
         skipped = [node for node in ast.walk(self.tree) if _is_no_code(node)]
+        for table in (node for node in ast.walk(self.tree) if isinstance(node, ast.Dict)):
+            skipped += [
+                part for pair in zip(table.keys, table.values, strict=True) if _is_lacking(pair[0]) for part in pair
+            ]
         self._skipped = {id(child) for node in skipped for child in ast.walk(node)}
         for node in ast.walk(self.tree):
             self.parent.update((child, node) for child in ast.iter_child_nodes(node))
@@ -89,8 +93,8 @@ def _is_no_code(node: ast.AST) -> bool:
     """Docstrings, what only a type checker reads, what an error or a note says, and rules of ops that this torch lacks,
     which nothing calls."""
     if isinstance(node, ast.FunctionDef):
-        ops = [each.attr for up in node.decorator_list for each in ast.walk(up) if _is_op(each)]
-        return bool(ops) and not any(hasattr(torch.ops.aten, op) for op in ops)
+        ops = [each for up in node.decorator_list for each in ast.walk(up) if _is_op(each)]
+        return bool(ops) and all(map(_is_lacking, ops))
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If):
@@ -107,6 +111,11 @@ def _is_no_code(node: ast.AST) -> bool:
 
 def _is_op(node: ast.AST) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and _name(node.value) == "aten"
+
+
+def _is_lacking(node: ast.AST | None) -> bool:
+    """An op that this torch does not have."""
+    return node is not None and _is_op(node) and not hasattr(torch.ops.aten, node.attr)
 
 
 def _asks_version(test: ast.expr) -> bool:
@@ -380,7 +389,7 @@ def entry(module: Module) -> Iterator[Edit]:
     """An entry of a table, an element of a tuple of three or more, or an op of a rule left out."""
     for node in module.nodes(ast.Dict):
         for place, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
-            if key is None or module.function(node) is not None:
+            if key is None or _is_lacking(key) or module.function(node) is not None:
                 continue
             new = ast.Dict(
                 [*node.keys[:place], *node.keys[place + 1 :]], [*node.values[:place], *node.values[place + 1 :]]
@@ -394,9 +403,9 @@ def entry(module: Module) -> Iterator[Edit]:
             field, is_table = "elts", module.function(node) is None and len(node.elts) > 2
         for place, each in enumerate(getattr(node, field) if is_table else ()):
             items = getattr(node, field)
-            yield Edit(
-                node, field, [*items[:place], *items[place + 1 :]], each, f"without the entry {ast.unparse(each)}"
-            )
+            if not _is_lacking(each):
+                rest = [*items[:place], *items[place + 1 :]]
+                yield Edit(node, field, rest, each, f"without the entry {ast.unparse(each)}")
 
 
 def _replaced(module: Module, node: ast.expr, new: ast.expr, text: str) -> Iterator[Edit]:

@@ -129,6 +129,31 @@ def test_sides_that_never_meet_are_named():
         run_concurrently({0: [on_link(1.0, 1, out, party=Party((0, 1), (0, 1)))], 1: [kernel(1.0)]})
 
 
+THERE, BACK, ALL = Party((0, 1), (0, 1)), Party((0, 1), (1, 0)), Party((0, 1))
+
+
+def sides(*parties: Party, **more: object) -> list[Activity]:
+    return [on_link(1.0, 1, transfer(), party=party, **more) for party in parties]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "blamed"),
+    [
+        ({0: [*sides(THERE), kernel(1.0, after=(0,))], 1: [kernel(1.0)]}, "rank 0 in its message to rank 1"),
+        ({0: sides(THERE, BACK, batch=1), 1: sides(THERE)}, "rank 0 in its message from rank 1"),
+        (
+            {0: sides(ALL, THERE), 1: sides(THERE, ALL)},
+            "rank 0 in its collective of 2 ranks; rank 1 in its message from rank 0",
+        ),
+    ],
+    ids=["what waits behind a message", "a message of the batch that met its other side", "another order"],
+)
+def test_only_what_never_began_though_its_turn_had_come_is_blamed_for_a_hang(ranks, blamed):
+    with pytest.raises(HangError) as stopped:
+        run_concurrently(ranks)
+    assert str(stopped.value).partition("for ever: ")[2] == blamed
+
+
 def test_the_host_waits_where_it_is_told_to():
     works = [Activity(1.0, 5.0, True, 0), Activity(1.0, 1.0, False, 0), Activity(1.0, 1.0, False, 1)]
     assert [span.sent_seconds for span in run_concurrently({0: works})[0]] == [1, 7, 8]

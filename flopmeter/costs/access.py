@@ -84,13 +84,12 @@ def _copy(call: Call) -> Walk:
     change of layout."""
     is_onto = call.func.overloadpacket in (aten.copy_, aten.copy)
     source = call.inputs[1 if is_onto else 0]
-    target = call.outputs[0] if call.outputs else call.inputs[0]
+    (target,) = call.outputs
     if source.device != target.device:
         return Walk(link_bytes=source.nbytes, blocks_host=not call.argument("non_blocking"))
-    is_strided = source.numel > 1 and _order(source) != _order(target)
     operands = target, source
     operations = index_operations(operands) + _cast_operations(source.dtype, target.dtype) * target.numel
-    return Walk("strided" if is_strided else None, operations, scattered_sectors(operands))
+    return Walk("strided" if _order(source) != _order(target) else None, operations, scattered_sectors(operands))
 
 
 def _cast_operations(source: torch.dtype, target: torch.dtype) -> int:

@@ -31,8 +31,7 @@ def _is_for_cublas(call: Call, spec: TensorSpec) -> bool:
     (rows, columns), (row_stride, column_stride) = spec.shape[-2:], spec.stride[-2:]
     by_rows = column_stride == 1 and row_stride >= columns
     by_columns = row_stride == 1 and column_stride >= rows
-    is_transposed = len(spec.shape) == 2 and is_dense((columns, rows), (column_stride, row_stride), channels_last=False)
-    return by_rows or by_columns or is_transposed or _is_contiguous(call, spec)
+    return by_rows or by_columns or _is_contiguous(call, spec)
 
 
 def _is_for_group_norm(call: Call, spec: TensorSpec) -> bool:
@@ -71,8 +70,7 @@ _TAKES: Mapping[OpOverloadPacket, _Takes] = {
 
 def reads_dense(call: Call) -> bool:
     """Whether the op copies operands that are not dense. Code that inductor writes for it does not."""
-    takes = _TAKES.get(call.func.overloadpacket)
-    return takes is not None and not multiplies_matrices(call)
+    return call.func.overloadpacket in _TAKES
 
 
 def multiplies_matrices(call: Call) -> bool:
@@ -90,7 +88,7 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
     copies = {
         spec: scratch(spec, number)._replace(stride=dense_strides(spec.shape, channels_last=False))
         for number, spec in enumerate(dict.fromkeys(given), 1)
-        if isinstance(spec, TensorSpec) and not takes.as_it_lies(call, spec)
+        if not takes.as_it_lies(call, spec)
     }
     if not copies:
         return (), call

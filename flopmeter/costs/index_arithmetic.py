@@ -72,7 +72,7 @@ def scattered_sectors(operands: Sequence[TensorSpec]) -> int:
     other take elements that are neighbours in the output (the first operand); where these lie far apart in another
     operand, each brings a whole sector, and blocks that need the rest of it ask again."""
     on_device, runs = _walk(operands)
-    if not runs or not operands[0].numel:
+    if not runs:
         return 0
     sizes = [spec.dtype.itemsize for spec in on_device]
     excess = sum(

@@ -33,8 +33,6 @@ class _ByteRange(NamedTuple):
     def share_of(self, other: _ByteRange) -> float:
         """Which share of this part is in the other one of the same storage. Gaps are taken to lie alike in two parts
         that begin and end at the same bytes, and evenly elsewhere."""
-        if self == other:
-            return 1.0
         if self.begin == other.begin and self.end == other.end:
             return min(1.0, other.filled / self.filled)
         within = min(self.end, other.end) - max(self.begin, other.begin)
@@ -50,7 +48,7 @@ class _Moment(NamedTuple):
 
 
 _Seen = dict[_ByteRange, _Moment]  # the parts of one storage
-_TouchedBy = Callable[[Call, Cost, bool], Sequence[tuple[int, _ByteRange]]]
+_TouchedBy = Callable[[Call, Cost], Sequence[tuple[int, _ByteRange]]]
 
 
 def cached_bytes(kernels: Sequence[Kernel], cache: int | None) -> list[float]:
@@ -155,17 +153,17 @@ def _parts(regions: Sequence[Region]) -> Sequence[tuple[int, _ByteRange, int]]:
 def _touched(kernel: Kernel, touched_by: _TouchedBy) -> Iterator[tuple[int, _ByteRange]]:
     """What the kernel leaves in the cache."""
     for op in kernel.ops:
-        for place, part in touched_by(op.call, kernel.cost, len(kernel.ops) > 1):
+        for place, part in touched_by(op.call, kernel.cost):
             yield op.storages[place], part
 
 
-def _touched_by(call: Call, cost: Cost, is_all: bool) -> Sequence[tuple[int, _ByteRange]]:
-    """Of a tensor of which the kernel touches a part, such as one expert's weights, it is not known which. `is_all`:
-    the kernel touches each other tensor of the call, and not those alone that its regions name."""
+def _touched_by(call: Call, cost: Cost) -> Sequence[tuple[int, _ByteRange]]:
+    """The tensors of the call that the cost names, or all if it names none of some bytes. Of a tensor of which the
+    kernel touches a part, such as one expert's weights, it is not known which."""
     regions = (*cost.reads, *cost.writes)
     partly = {region.spec for region in regions if region.spec is not None and region.nbytes < region.spec.nbytes}
     named = {region.spec for region in regions}
-    is_all = is_all or not named or None in named
+    is_all = not named or None in named
     specs = (spec for spec in (*call.inputs, *call.outputs) if spec not in partly and (is_all or spec in named))
     return [(spec.storage, _extent(spec)) for spec in specs]
 

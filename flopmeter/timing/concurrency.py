@@ -204,20 +204,17 @@ class _Simulation:
         entry, number = task.sides[0]
         work = entry.rank.works[number]
         task.left, task.since = work.seconds, now
-        task.is_transfer = isinstance(work.demand, Transfer)
         if isinstance(work.demand, Transfer):
-            latency = min(work.demand.latency_seconds, work.seconds)
-            task.left, task.moves = latency, work.seconds - latency
+            task.is_transfer = True
+            task.left = min(work.demand.latency_seconds, work.seconds)
+            task.moves = work.seconds - task.left
         for entry, number in task.sides:
             entry.rank.starts[number] = now
             (entry.rank.transfers if task.is_transfer else entry.rank.kernels).add(task)
-        if task.is_transfer:
-            self._push(now + task.left, task)
-            self._share(task, now)
-        else:
-            task.rate = self._rate(task) if entry.rank.transfers else 1.0
-            self._push(now + task.left / task.rate, task)
-            self._share(task, now)
+        if entry.rank.transfers and not task.is_transfer:
+            task.rate = self._rate(task)
+        self._push(now + task.left / task.rate, task)
+        self._share(task, now)
 
     def _advance(self, task: _Task, now: float) -> None:
         """The task ends; or the latency of a transfer does, and its bytes begin to move."""

@@ -31,9 +31,8 @@ _WINDOWS: dict[OpOverloadPacket, tuple[tuple[float, int], ...]] = {
 def window(call: Call) -> tuple[Cost, ...]:
     """An arange, then the arithmetic in place, one kernel for each operation."""
     (out,) = call.outputs
-    arange = make_cost(call, MOVEMENT, read=())
     passes = _WINDOWS[call.func.overloadpacket]
-    return arange, *(
+    return make_cost(call, MOVEMENT), *(
         make_cost(call, ELEMENTWISE, int(flops * out.numel), transcendentals=functions * out.numel, read=[out])
         for flops, functions in passes
     )
@@ -43,8 +42,8 @@ def window(call: Call) -> tuple[Cost, ...]:
 def renorm(call: Call) -> tuple[Cost, ...]:
     """The norm of each slice (square, add; a root), its factor max/(norm + eps), and the slice times that
     (aten/src/ATen/native/Normalization.cpp)."""
-    (x,), (out,) = call.inputs, call.outputs
-    slices = x.shape[call.argument("dim")] if x.numel else 0
+    (x,) = call.inputs
+    slices = x.shape[call.argument("dim")]
     factors = scratch(x)._replace(shape=(slices,), stride=(1,), dtype=x.dtype.to_real())
     norms = make_cost(
         call, REDUCTION, 2 * x.numel + slices, transcendentals=slices, written=(factors,), fused_multiply_add=True
@@ -52,7 +51,7 @@ def renorm(call: Call) -> tuple[Cost, ...]:
     return (
         norms,
         make_cost(call, ELEMENTWISE, 2 * slices, read=(factors,), written=(factors,), complex_factor=1),
-        make_cost(call, ELEMENTWISE, x.numel, read=(x, factors), written=(out,)),
+        make_cost(call, ELEMENTWISE, x.numel, read=(x, factors)),
     )
 
 
@@ -71,7 +70,7 @@ def mvlgamma(call: Call) -> tuple[Cost, ...]:
         make_cost(call, ELEMENTWISE, terms.numel, transcendentals=terms.numel, read=(terms,), written=(terms,)),
         make_cost(call, REDUCTION, terms.numel, read=(terms,), written=(total,)),
         make_cost(call, ELEMENTWISE, x.numel, read=(total,), written=(total,)),
-        *((make_cost(call, MOVEMENT, read=(total,), written=(out,)),) if total is not out else ()),
+        *((make_cost(call, MOVEMENT, read=(total,)),) if total is not out else ()),
     )
 
 

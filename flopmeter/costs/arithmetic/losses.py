@@ -21,15 +21,9 @@ _LOSSES: dict[OpOverloadPacket, PerElement] = {
     aten.binary_cross_entropy: PerElement(8, 2),
 }
 
-_LOSSES_OF_ROWS: dict[OpOverloadPacket, PerElement] = {
-    aten.multi_margin_loss: PerElement(4),  # max(0, margin - x[y] + x)**p, added over the classes
-    aten.multilabel_margin_loss_forward: PerElement(4),  # as if each row had one label: how many it has depends on data
-}
-
-_GRADIENTS: dict[OpOverloadPacket, PerElement] = {
-    aten.multi_margin_loss_backward: PerElement(4),
-    aten.multilabel_margin_loss_backward: PerElement(4),
-}
+# max(0, margin - x[y] + x)**p, added over the classes, as if each row had one label: how many it has depends on data.
+# The gradient takes as many for each of its elements.
+_OF_ROWS = 4
 
 _OF_DIFFERENCES: dict[OpOverloadPacket, PerElement] = {
     aten.mse_loss_backward: PerElement(3),  # 2/n * (x - y) * dy
@@ -74,12 +68,11 @@ def _reduced(call: Call, terms: TensorSpec) -> tuple[Cost, ...]:
     return (make_cost(call, REDUCTION, _reduction_flops(call, terms.numel), read=(terms,)),)
 
 
-@rule(*_LOSSES_OF_ROWS)
+@rule(aten.multi_margin_loss, aten.multilabel_margin_loss_forward)
 def loss_of_rows(call: Call) -> Cost:
-    """The table's operations for each element of the prediction, and one to add it up; a mean divides the sum."""
-    n, (flops, transcendentals) = call.inputs[0].numel, _LOSSES_OF_ROWS[call.func.overloadpacket]
-    flops = flops * n + _reduction_flops(call, n)
-    return make_cost(call, REDUCTION, flops, transcendentals=transcendentals * n)
+    """Operations for each element of the prediction, and one to add it up; a mean divides the sum."""
+    n = call.inputs[0].numel
+    return make_cost(call, REDUCTION, _OF_ROWS * n + _reduction_flops(call, n))
 
 
 def _reduction_flops(call: Call, terms: int) -> int:
@@ -110,11 +103,9 @@ def soft_margin_loss_backward(call: Call) -> tuple[Cost, ...]:
     )
 
 
-@rule(*_GRADIENTS)
-def loss_backward(call: Call) -> Cost:
-    """The table's operations for each element of the gradient."""
-    n, (flops, transcendentals) = call.outputs[0].numel, _GRADIENTS[call.func.overloadpacket]
-    return make_cost(call, ELEMENTWISE, flops * n, transcendentals=transcendentals * n)
+@rule(aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward)
+def loss_of_rows_backward(call: Call) -> Cost:
+    return make_cost(call, ELEMENTWISE, _OF_ROWS * call.outputs[0].numel)
 
 
 @rule(aten.binary_cross_entropy_with_logits)

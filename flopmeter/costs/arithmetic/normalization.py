@@ -58,9 +58,9 @@ def safe_softmax(call: Call) -> tuple[Cost, ...]:
     rereads = _softmax_rereads(call, x, 2)
     return (
         make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, written=(made,), rereads=rereads),
-        make_cost(call, ELEMENTWISE, read=(x,), written=(masked,)),
+        make_cost(call, ELEMENTWISE, written=(masked,)),
         make_cost(call, REDUCTION, read=(masked,), written=(rows,)),
-        make_cost(call, ELEMENTWISE, read=(made, rows), written=(out,)),
+        make_cost(call, ELEMENTWISE, read=(made, rows)),
     )
 
 

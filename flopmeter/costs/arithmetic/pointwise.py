@@ -254,7 +254,7 @@ def isinf(call: Call) -> tuple[Cost, ...]:
         return of(x, out)
     real = x._replace(dtype=x.dtype.to_real(), stride=tuple(2 * step for step in x.stride), offset=2 * x.offset)
     also = scratch(out, 2)
-    either = make_cost(call, ELEMENTWISE, read=(out, also), written=(out,))
+    either = make_cost(call, ELEMENTWISE, read=(out, also))
     return (*of(real, out), *of(real._replace(offset=real.offset + 1), also), either)
 
 

@@ -161,14 +161,10 @@ def max_pool(call: Call) -> Cost:
 
 def _pooled(call: Call, dims: int, dilation: Sequence[int]) -> TensorSpec:
     """The part of the input that the windows of a pooling cover; without a stride they lie side by side."""
-    kernel, stride, padding = (_numbers(call.argument(name)) for name in ("kernel_size", "stride", "padding"))
+    kernel, stride, padding = (call.argument(name) for name in ("kernel_size", "stride", "padding"))
     windows = call.outputs[0].shape[-dims:]
     (x,) = call.inputs
-    return covered(x, windows, kernel, stride or kernel, padding, _numbers(dilation))
-
-
-def _numbers(value: int | Sequence[int]) -> Sequence[int]:
-    return (value,) if isinstance(value, int) else value
+    return covered(x, windows, kernel, stride or kernel, padding, dilation)
 
 
 _POOLED_DIMS = {aten.avg_pool2d: 2, aten.avg_pool3d: 3,

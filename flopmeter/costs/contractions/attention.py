@@ -170,14 +170,11 @@ def _fused(
 
 
 def _seen(call: Call, shape: AttentionShape) -> list[TensorSpec | Region] | None:
-    """The tensors without the keys and values that lie before the window of the first query; None if nothing is left
-    out."""
+    """The tensors without the keys and values that lie before the window of the first query; None if there is none."""
     mask, keys = shape.mask, shape.all_keys
-    if mask.left is None or not mask.bottom_right or shape.is_backward:
+    if mask.left is None or not mask.bottom_right:
         return None
     seen = keys - sum(count * max(k - q - mask.left, 0) for count, q, k in shape.sizes)
-    if seen == keys:
-        return None
     sources = (call.argument("key"), call.argument("value"))
     read, _ = regions(call)
     return [Region(spec, spec.nbytes * seen // keys) if spec in sources else spec for spec in read]

@@ -36,7 +36,7 @@ def convolution(call: Call) -> tuple[Cost, ...]:
     layout = _ConvolutionLayout(call, (x, weight), channels_last)
     met = x if transposed else _met(call, x, weight, out)
     read = (layout.part(x, met), layout.part(weight, weight))
-    product_cost = make_convolution(call, product, shape, read=read, written=(out,))
+    product_cost = make_convolution(call, product, shape, read=read)
     kernels = [*layout.copies, product_cost]
     if len(call.inputs) > 2:
         kernels.append(_bias(call, out, call.inputs[2]))
@@ -48,7 +48,7 @@ def _bias(call: Call, out: TensorSpec, bias: TensorSpec) -> Cost:
     trailing = len(out.shape) - 2
     by_channel = bias._replace(shape=bias.shape + (1,) * trailing, stride=(1,) * (1 + trailing))
     walks = out, out, by_channel
-    return make_cost(call, ELEMENTWISE, out.numel, read=(out, bias), written=(out,), walks=walks)
+    return make_cost(call, ELEMENTWISE, out.numel, read=(out, bias), walks=walks)
 
 
 @rule(aten.cudnn_convolution_relu, aten.cudnn_convolution_add_relu)
@@ -114,7 +114,7 @@ class _ConvolutionLayout:
         self.copies: list[Cost] = []
         self._copied: dict[TensorSpec, TensorSpec] = {}
         for number, spec in enumerate(operands, 1):
-            if spec.is_strided and not is_dense(spec.shape, spec.stride, channels_last=channels_last):
+            if not is_dense(spec.shape, spec.stride, channels_last=channels_last):
                 copy = scratch(spec, number)._replace(stride=dense_strides(spec.shape, channels_last=channels_last))
                 self._copied[spec] = copy
                 self.copies.append(copy_of(call, spec, copy))

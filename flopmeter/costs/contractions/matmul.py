@@ -180,7 +180,7 @@ def _scaled_sum(call: Call, product: Matmul, *, more_flops: int = 0, transcenden
         read=((out, *operands) if copies else None) if beta != 0 else operands,
         transcendentals=transcendentals,
     )
-    return (make_cost(call, MOVEMENT, read=(added,), written=(out,)), whole) if copies else (whole,)
+    return (make_cost(call, MOVEMENT, read=(added,)), whole) if copies else (whole,)
 
 
 def _adds_where_it_lies(call: Call, product: Matmul) -> bool:

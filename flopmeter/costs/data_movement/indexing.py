@@ -115,7 +115,7 @@ def scatter(call: Call) -> tuple[Cost, ...]:
     flops = touched * _accumulation(call) if accumulates else 0
     if _reduction(call) == "mean":
         flops += target.numel  # each sum is divided by the number of its terms
-    first = [] if in_place else [make_cost(call, MOVEMENT, read=(target,), written=(out,))]
+    first = [] if in_place else [make_cost(call, MOVEMENT, read=(target,))]
     read: list[TensorSpec | Region] = [*call.inputs[1:], *(named,) * accumulates]
     if source is not None and call.func.overloadpacket in _SCATTERS:
         taken = Region(source, min(touched * source.dtype.itemsize, source.nbytes))

@@ -134,7 +134,7 @@ def _part_of(whole: TensorSpec, part: TensorSpec) -> Region:
 def scatter_into_zeros(call: Call) -> tuple[Cost, Cost]:
     """The gradient of a view: a tensor of zeros, then the gradient copied into its part."""
     (grad,), (out,) = call.inputs, call.outputs
-    placed = make_cost(call, MOVEMENT, read=(grad,), written=(_part_of(out, grad),))
+    placed = make_cost(call, MOVEMENT, written=(_part_of(out, grad),))
     return zeros(call, out), placed
 
 
@@ -224,7 +224,7 @@ def _with_replacement(call: Call, p: TensorSpec, samples: TensorSpec) -> tuple[C
     kept, normalized, sums = (scratch(p, number) for number in (1, 2, 3))
     probed = samples.numel * (ceil(log2(max(p.shape[-1], 1))) + 1) * p.dtype.itemsize
     return (
-        make_cost(call, MOVEMENT, read=(p,), written=(kept,)),
+        make_cost(call, MOVEMENT, written=(kept,)),
         make_cost(call, MOVEMENT, read=(kept,), written=(normalized,)),
         make_cost(call, REDUCTION, 2 * p.numel, read=(normalized,), written=(normalized,)),
         make_cost(call, REDUCTION, p.numel, read=(normalized,), written=(sums,)),
