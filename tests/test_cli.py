@@ -222,8 +222,9 @@ def test_sweep_wants_one_list(run):
     assert "sweep one of --batch and --seq" in refusal(run("sweep", "bert-base", "--batch", "1,2", "--seq", "8,16"))
 
 
-def test_fit_finds_the_largest_batch(run):
-    arguments = ("encoder-layer", "--seq", "512", "--train", "--hardware", T4)
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_fit_finds_the_largest_batch(run, mode):
+    arguments = ("encoder-layer", "--seq", "512", "--train", "--hardware", T4, "--mode", mode)
     largest = json.loads(ok(run("fit", *arguments, "--format", "json")))["largest_batch"]
     assert f"the largest batch that fits is {largest}\n" in ok(run("fit", *arguments))
     sweep = json.loads(ok(run("sweep", *arguments, "--batch", f"{largest},{largest + 1}", "--format", "json")))

@@ -174,6 +174,41 @@ def test_kernels_and_bytes_are_those_of_inductor(name: str):
         assert moved(ruled) == pytest.approx(moved(compiled), rel=0.01)
 
 
+class Head(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 4096, dtype=dtype, device="meta")
+
+    def forward(self, x: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.linear(x)
+        return logits, F.cross_entropy(logits.float(), names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_result_that_gets_no_gradient_gets_zeros_for_one(dtype: torch.dtype, is_used: bool):
+    """Logits beside a loss, which training seldom reads: written, read where the loss's gradient is made, and in memory
+    meanwhile. In a run that was metered eagerly the outermost module is the function."""
+    seen = []
+    for way in (True, "rules", False):
+        torch._dynamo.reset()
+        model, x = Head(dtype), torch.empty(1024, 64, dtype=dtype, device="meta")
+        with FlopMeter("a100-sxm4-80gb", compile=way) as meter:
+            logits, loss = (torch.compile(model) if way else model)(
+                x, torch.empty(1024, dtype=torch.int64, device="meta")
+            )
+            (loss + logits.square().mean() if is_used else loss).backward()
+        report = meter.report(mode="compiled")
+        zeros = [kernel for kernel in report.kernels if kernel.cost.bytes_written == 1024 * 4096 * dtype.itemsize]
+        zeros = [kernel for kernel in zeros if kernel.op.phase == "backward" and not kernel.cost.bytes_read]
+        seen.append((len(zeros), moved(report.kernels), report.peak_memory_bytes))
+    compiled, *others = seen
+    for ruled in others:
+        assert ruled[0] == compiled[0] == (not is_used)
+        if not is_used:  # else the eager run's graph holds what squares the logits, too
+            assert ruled[1:] == pytest.approx(compiled[1:], rel=0.05)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "silu in place": lambda x: F.silu(x, inplace=True),

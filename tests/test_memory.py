@@ -818,6 +818,26 @@ def test_the_largest_batch_of_a_training_fits_and_the_next_does_not():
     assert batch == pytest.approx((usable_bytes(device) - fixed) / (4 * 4096 * FLOAT), rel=2e-3)
 
 
+def test_the_largest_batch_is_that_of_the_mode():
+    """Eight sines keep their eight inputs for backward, where a gradient, a cosine and their product are beside them.
+    Compiled they are one kernel forward, whose result is one number, and one backward, which computes all but the
+    input again and writes the gradient."""
+
+    def sines(x):
+        for _ in range(8):
+            x = x.sin()
+        return x.sum()
+
+    def step(batch):
+        sines(torch.empty(batch, 8192, device="meta", requires_grad=True)).backward()
+
+    device = load_hardware("t4")
+    room = usable_bytes(device) / (8192 * FLOAT)
+    assert largest_batch(step, device) == pytest.approx(room / 10, rel=1e-2)
+    for mode in ("compiled", "cudagraph"):
+        assert largest_batch(step, device, mode=mode) == pytest.approx(room / 2, rel=1e-2)
+
+
 # In the report
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from flopmeter.ask.checks import check_callable, check_flags, check_whole
 from flopmeter.device.hardware import Hardware, load_hardware
+from flopmeter.launch.modes import Mode
 from flopmeter.meter import FlopMeter
-from flopmeter.timing.peak_memory import memory_of, usable_bytes
+from flopmeter.timing.peak_memory import usable_bytes
 
 MOST_TRIED = 2**20
 
@@ -19,6 +20,7 @@ def largest_batch(
     fn_of_batch: Callable[[int], object],
     hardware: str | os.PathLike[str] | Hardware,
     *,
+    mode: Mode | None = None,
     allocator: bool = False,
     limit: int = MOST_TRIED,
     **meter_options: Any,
@@ -28,6 +30,7 @@ def largest_batch(
     fn_of_batch: runs one step of the program at a batch, on meta tensors. It is called about twice as many
         times as the answer has binary digits, so build the model outside of it. Memory must not fall when the
         batch grows.
+    mode: whose memory counts, as of FlopMeter.report: what torch.compile fuses and computes again is not kept.
     allocator: count what PyTorch's caching allocator takes (see Memory.fits).
     meter_options: of FlopMeter.
 
@@ -43,8 +46,7 @@ def largest_batch(
     def fits(batch: int) -> bool:
         with FlopMeter(device, **meter_options) as meter:
             fn_of_batch(batch)
-        meter.check_ran()
-        return memory_of(meter.trace, device).fits(device, allocator=allocator)
+        return meter.report(mode=mode).memory.fits(device, allocator=allocator)
 
     fitting, too_large = 0, 1
     while too_large <= limit and fits(too_large):

@@ -210,7 +210,7 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
 def _fit(options: argparse.Namespace) -> int:
     device = load_hardware(options.hardware)
     programs = Programs(load_target(options.target), "batch", **program_options(options, seq=options.seq))
-    largest = largest_batch(programs, device, **metering(options))
+    largest = largest_batch(programs, device, mode=options.mode, **metering(options))
     what = "a training step" if options.train else "inference"
     answer = {"target": options.target, "hardware": device.name, "train": options.train, "largest_batch": largest}
     note = f"the largest batch that fits is {largest}" if largest else "not even a batch of 1 fits"
@@ -224,7 +224,7 @@ def _fit(options: argparse.Namespace) -> int:
 def _fit_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser, batch=False)
     add_training(parser)
-    add_device(parser, mode=False)
+    add_device(parser)
     add_metering(parser, clocks=False)
     add_format(parser, FORMATS)
 

@@ -41,6 +41,7 @@ from flopmeter.launch.fusion.recompute import with_recomputation
 from flopmeter.launch.fusion.roles import OPAQUE, Loops, splits_of
 from flopmeter.launch.fusion.traffic import Traffic
 from flopmeter.launch.fusion.upcasts import with_upcasts
+from flopmeter.launch.fusion.zero_gradients import with_zero_gradients
 from flopmeter.records import (
     RANDOM,
     Cost,
@@ -78,7 +79,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     kernels = in_chosen_layout(kernels, region)
     graphs = graphs_of(kernels, region)
     parts = with_upcasts(parts_of(kernels, graphs, _places(kernels, trace)))
-    parts = inlined(with_recomputation(parts, trace), trace)
+    parts = inlined(with_recomputation(with_zero_gradients(parts, trace), trace), trace)
     flow = flow_of(parts)
     groups = Groups(parts, flow)
     traffic = Traffic(parts, trace, flow, groups)

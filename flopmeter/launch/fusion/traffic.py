@@ -48,6 +48,14 @@ class Lifetimes:
             return True
         return not value.readers and died > self._last[graph] and not self._storages[value.touch.storage].died_inside
 
+    def is_returned(self, maker: Part, storage: int) -> bool:
+        """Whether the function that made the storage gave it to the program, and autograd is not all that held it."""
+        if storage < 0:  # handed from part to part
+            return False
+        died = self._storages[storage].died
+        is_held = died is None or (died > self.last_of(maker) and not self._is_in_backward(died))
+        return is_held and not self._storages[storage].died_inside
+
     def _is_in_backward(self, place: int) -> bool:
         """Whether a backward graph had begun and had not ended before this op."""
         number = bisect_left(self._backward, (place, -1)) - 1
