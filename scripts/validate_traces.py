@@ -20,15 +20,15 @@ MOST_SHAPES = 70  # characters
 
 
 def traces(folder: Path) -> dict[str, dict[str, float]]:
-    """Print the tables of all traces in the folder; return the three figures of each."""
+    """Print the tables of all traces in the folder; return the four figures of each."""
     checks: dict[str, Check] = {}
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")]):
         try:
             checks[path.name.partition(".json")[0]] = check(path)
         except (HardwareError, ProfileError) as reason:
             print(f"\n{path.name}: {reason}")
-    headers = ["", "GPU", "kinds", "calls", "measured ms", "aten priced %", "pred./meas.", "weighted error %"]
-    headers.append("floor/meas.")
+    headers = ["", "GPU", "kinds", "calls", "measured ms", "aten priced %", "pred./meas.", "alone"]
+    headers += ["weighted error %", "floor/meas."]
     print(f"\ntraces\n{tabulate([_line(name, one) for name, one in checks.items()], headers=headers, floatfmt='.2f')}")
     for name, one in checks.items():
         _by_duration(name, one)
@@ -47,6 +47,7 @@ def _figures(found: Check) -> dict[str, float]:
     return {
         "aten priced %": round(100 * found.priced_share, 1),
         "predicted / measured": round(found.predicted_seconds / _measured(found.rows), 3),
+        "of calls beside no other stream": round(found.alone_predicted_seconds / found.alone_measured_seconds, 3),
         "weighted error %": round(100 * found.weighted_error, 1),
     }
 

@@ -249,6 +249,25 @@ def test_a_kernel_that_no_op_launched_is_listed(cuda_path):
     assert "1 ops launched nothing" in found.render()
 
 
+def test_calls_beside_another_stream_are_told_from_those_alone(tmp_path):
+    """A copy on a stream of its own that begins during relu's second kernel leaves the product alone. On another
+    device, or once relu has ended, it is beside nothing."""
+    trace = cuda_trace()
+    copy = next(one for one in trace["traceEvents"] if one["cat"] == "gpu_memcpy")
+    alone = {}
+    for stream, device, start in ((14, 0, 95), (14, 0, 100), (14, 1, 95), (7, 0, 95)):
+        for one in trace["traceEvents"]:
+            one["args"] |= {"device": 0} if one["cat"] == "kernel" else {}
+        copy["args"] |= {"stream": stream, "device": device}
+        copy["ts"] = start
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps(trace))
+        found = flopmeter.check(path)
+        alone[stream, device, start] = found.alone_measured_seconds, "another stream" in found.render()
+    assert alone.pop((14, 0, 95)) == (pytest.approx(40e-6), True)
+    assert all(others == (pytest.approx(260e-6), False) for others in alone.values())
+
+
 def test_tf32_is_told_by_the_name_of_the_kernel(tmp_path):
     """[4096, 4096] squared in fp32: at 156 TFLOP/s in TF32, at 19.5 without."""
     trace = cuda_trace()

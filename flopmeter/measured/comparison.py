@@ -101,6 +101,8 @@ class _Pricer:
     _known: dict[Any, _Prediction | str] = field(default_factory=dict)  # a text instead says why there is no prediction
     _calls: Counter[Any] = field(default_factory=Counter)
     _nanoseconds: Counter[Any] = field(default_factory=Counter)
+    _alone: Counter[Any] = field(default_factory=Counter)  # the same two of calls beside which no other stream ran
+    _alone_nanoseconds: Counter[Any] = field(default_factory=Counter)
     _launched_nothing: int = 0
     _assumed_dtype: set[str] = field(default_factory=set)
 
@@ -127,6 +129,9 @@ class _Pricer:
                 self.add(part)
         self._calls[key] += 1
         self._nanoseconds[key] += nanoseconds
+        if all(one.is_alone for one in launched):
+            self._alone[key] += 1
+            self._alone_nanoseconds[key] += nanoseconds
 
     def _measured(self, event: OpEvent) -> int:
         spans = [one.span for one in event.all_launched()] if self.profile.is_cuda else [event.span]
@@ -142,6 +147,8 @@ class _Pricer:
             hardware=self.device,
             is_cuda=self.profile.is_cuda,
             rows=tuple(sorted(self._rows(), key=lambda row: -row.to_win_seconds)),
+            alone_measured_seconds=sum(self._alone_nanoseconds[key] for key, _ in self._predictions()) * _SECONDS,
+            alone_predicted_seconds=sum(known.seconds * self._alone[key] for key, known in self._predictions()),
             unpriced=tuple(sorted(_merged(self._unpriced()), key=lambda row: -row.measured_seconds)),
             span_seconds=span,
             busy_seconds=covered_nanoseconds(self._busy()) * _SECONDS,

@@ -8,7 +8,7 @@ Events that matter, all complete ones (ph 'X', ts and dur in µs):
                                                                        profilers leave out the last two)
     cuda_runtime,       a call of the driver: cudaLaunchKernel, ...    External id (of its op), correlation
     cuda_driver
-    kernel, gpu_memcpy, what ran on the device                         External id, correlation, stream
+    kernel, gpu_memcpy, what ran on the device                         External id, correlation, device, stream
     gpu_memset
 
 If the External id of a driver's call is its own correlation (older Kineto), it names no op: then the op is the
@@ -28,7 +28,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -57,6 +57,7 @@ class DeviceEvent(NamedTuple):
     is_copy: bool
     span: Span
     is_sent: bool = True  # the trace has the call that launched it
+    is_alone: bool = True  # no other stream of the device runs anything meanwhile
 
 
 @dataclass(slots=True)
@@ -250,15 +251,17 @@ def _linked(
     else:
         by_time = {}
     first_sent = min((number for number in calls if number is not None), default=0)
+    on_device = [event for event in events if event.get("cat") in _DEVICE]
+    crowded = _crowded(on_device)
     ran: list[DeviceEvent] = []
     unlinked: list[DeviceEvent] = []
     earlier: list[DeviceEvent] = []
-    for event in events:
-        if event.get("cat") not in _DEVICE:
-            continue
+    for place, event in enumerate(on_device):
         correlation = _number(event, "correlation")
         call = calls.get(correlation)
-        device_event = DeviceEvent(event["name"], event["cat"] == "gpu_memcpy", _span(event), call is not None)
+        device_event = DeviceEvent(
+            event["name"], event["cat"] == "gpu_memcpy", _span(event), call is not None, place not in crowded
+        )
         numbers = (_number(one, "External id") for one in (event, call) if one is not None)
         op = next((by_number[number] for number in numbers if number in by_number), by_time.get(correlation))
         if op is None and correlation is not None and correlation < first_sent:
@@ -267,6 +270,20 @@ def _linked(
         ran.append(device_event)
         (op.launched if op else unlinked).append(device_event)
     return ran, unlinked, earlier
+
+
+def _crowded(on_device: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Places of the events during which another stream of their device runs something."""
+    found: set[int] = set()
+    latest: dict[Any, tuple[int, int]] = {}  # by device and stream: an end and the place that has it
+    for place in sorted(range(len(on_device)), key=lambda place: float(on_device[place]["ts"])):
+        span = _span(on_device[place])
+        device, stream = (_number(on_device[place], key) for key in ("device", "stream"))
+        for (of_device, other), (end, before) in latest.items():
+            if of_device == device and other != stream and end > span.start:
+                found |= {place, before}
+        latest[device, stream] = max(latest.get((device, stream), (0, place)), (span.end, place))
+    return found
 
 
 def _running(ops: list[_Recorded], calls: Mapping[int | None, dict[str, Any]]) -> dict[int | None, OpEvent]:

@@ -73,6 +73,8 @@ class Check(Shown):
     mfu: float
     main_dtype: str
     notes: tuple[str, ...]
+    alone_measured_seconds: float  # of the ops that are priced, calls during which no other stream ran anything
+    alone_predicted_seconds: float
 
     @property
     def measured_seconds(self) -> float:
@@ -115,7 +117,8 @@ class Check(Shown):
             name: getattr(self, name)
             for name in (
                 "span_seconds", "busy_seconds", "host_seconds", "idle_share", "measured_seconds", "predicted_seconds",
-                "priced_share", "weighted_error", "mfu", "main_dtype",
+                "alone_measured_seconds", "alone_predicted_seconds", "priced_share", "weighted_error", "mfu",
+                "main_dtype",
             )
         }  # fmt: skip
         records = [row.as_dict() for row in self.rows]
@@ -128,7 +131,7 @@ class Check(Shown):
             kind="check",
             title=self.title,
             tables=[table for table in self._tables() if table.rows],
-            notes=[self._summary(), *self._omitted(), *self.notes],
+            notes=[self._summary(), *self._beside(), *self._omitted(), *self.notes],
             data={"hardware": self.hardware.name, **totals, "classes": classes, "ops": records, "unpriced": unpriced},
             records=as_records or unpriced,
         )
@@ -151,6 +154,16 @@ class Check(Shown):
             f" · MFU {percent(self.mfu, 1)} % · predicted for the ops {in_ms(self.predicted_seconds)} ms"
             f" · of the time of aten ops {percent(self.priced_share)} % priced"
         )
+
+    def _beside(self) -> Iterator[str]:
+        measured = sum(row.measured_seconds for row in self.rows) - self.alone_measured_seconds
+        if measured > 1e-9 * self.span_seconds:
+            predicted = self.predicted_seconds - self.alone_predicted_seconds
+            alone = f"{in_ms(self.alone_measured_seconds)} ms, predicted {in_ms(self.alone_predicted_seconds)}"
+            yield (
+                f"of these {in_ms(measured)} ms, predicted {in_ms(predicted)}, ran while another stream ran something: "
+                f"each slows the other, which is not predicted here; {alone}, ran alone"
+            )
 
     def _omitted(self) -> Iterator[str]:
         for rows, what in ((self.rows, "kinds of calls"), (self.unpriced, "ops without a prediction")):
