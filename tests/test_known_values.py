@@ -967,3 +967,18 @@ def test_two_writes_to_one_place_that_are_counted_from_both_ends_leave_it_unknow
         y = torch.zeros(5, dtype=torch.long, device="meta")
         y[torch.tensor([1, -1], device="meta")] = torch.tensor([10, 20], device="meta")
         assert value(y) == [0, 10, 0, 0, 20]
+
+
+@pytest.mark.parametrize("unique", [torch.unique, torch.unique_consecutive])
+def test_a_stated_share_of_unknown_numbers_are_different_ones(unique):
+    codes = torch.empty(8, 125, dtype=torch.int32, device="meta")
+    with FlopMeter(mask_fraction=0.1) as meter:
+        found, places, counts = unique(codes, return_inverse=True, return_counts=True)
+    assert (found.shape, found.dtype) == ((100,), torch.int32)
+    assert (places.shape, counts.shape) == ((8, 125), (100,))
+    assert "mask_fraction=0.1 (of numbers, differ)" in meter.report().assumptions[0]
+
+
+def test_without_a_share_the_different_ones_of_unknown_numbers_are_an_error_that_says_so():
+    with FlopMeter(), pytest.raises(DataDependentError, match="what share of such numbers differ"):
+        torch.empty(8, device="meta").unique()

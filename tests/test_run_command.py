@@ -195,6 +195,19 @@ def test_what_a_shim_does_not_have_is_not_told_as_something_to_install(script, c
     assert "flopmeter's shim does not have it" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_what_a_shim_leaves_out_and_the_device_does_not_do_are_told_apart(script, capsys):
+    shimmed = "from flash_attn.flash_attn_interface import _flash_attn_backward\n_flash_attn_backward(1)"
+    assert main(["run", "--shim", "flash_attn", script(shimmed)]) == 1
+    assert "flopmeter's shim does not do this" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_trainer_that_asks_for_more_devices_is_told_by_how_many_gpus_to_run(script, capsys):
+    """The words are Lightning's, of its Trainer and its Fabric with devices=4."""
+    text = "raise ValueError('You requested gpu: [0, 1, 2, 3]\\n But your machine only has: [0]')"
+    assert main(["run", script(text)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("flopmeter run --gpus 4 ...")
+
+
 def test_a_script_that_tells_its_options_is_not_told_that_it_ran_nothing(script, capsys):
     text = "import argparse; argparse.ArgumentParser(description='what it does').parse_args()"
     assert main(["run", script(text), "--help"]) == 0

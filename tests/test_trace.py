@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from flopmeter import FlopMeter
 from flopmeter.records import Trace
 from flopmeter.trace.recorder import Recorder
+from flopmeter.trace.shapes_only import ShapesOnly
 
 
 class BareMode(TorchDispatchMode):
@@ -468,3 +469,13 @@ def test_weights_that_torch_packs_for_the_cpu_are_arguments_like_others():
         for _ in range(2):
             linear(torch.zeros(8, 64))
     assert [row.name for row in meter.report().uncounted] == ["quantized::linear_dynamic"]
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cpu", 1), ("meta", 8)])
+def test_a_scripts_loop_over_places_of_a_tensor_on_the_cpu_makes_no_new_calls(device, calls):
+    rows = torch.zeros(8, 4, device=device).unbind()
+    with Recorder(shapes_only=ShapesOnly()) as recorder:
+        for row in rows:
+            row.add_(1)
+    assert len(recorder.trace.ops) == 8
+    assert len({op.call for op in recorder.trace.ops}) == calls

@@ -33,8 +33,8 @@ class KnownValues(Knowledge):
     `routing="balanced"`: experts and tokens picked from unknown scores (topk, argmax, max, multinomial) go
     round-robin; `{"imbalance": 1.3}` loads them unevenly (routing.py). `checks="hold"`: unknown values are finite, and
     an `all` of them is True. `mask_fraction`: so large a share of an unknown bool mask that selects elements is true,
-    evenly spread. `unknown="stand-in"`: a program that reads an unknown value gets a stated stand-in (stand_ins.py)
-    instead of an error. `now`: how many ops have run.
+    evenly spread, and of numbers differ. `unknown="stand-in"`: a program that reads an unknown value gets a stated
+    stand-in (stand_ins.py) instead of an error. `now`: how many ops have run.
 
     The mode must be off while `run` works, as it is inside `__torch_dispatch__`: replays are not part of the
     program. It must pass on `aten.item`, which has no meta kernel, as it comes.

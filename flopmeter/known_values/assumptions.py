@@ -103,6 +103,9 @@ _WAYS_OUT = {
     "experts picked by score",
 }
 _WAYS_OUT |= dict.fromkeys(("index", "masked_select", "repeat_interleave"), _WAYS_OUT["nonzero"])
+_WAYS_OUT |= dict.fromkeys(
+    ("_unique2", "unique_consecutive"), "state what share of such numbers differ, FlopMeter(mask_fraction=0.5)"
+)
 _WAYS_OUT["nms"] = "state what share of the boxes is kept, FlopMeter(mask_fraction=0.5)"
 _FOR_ANY = (
     'state an assumption to FlopMeter: routing="balanced" for experts and tokens picked by score, checks="hold" for '

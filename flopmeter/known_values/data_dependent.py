@@ -15,6 +15,7 @@ from flopmeter.known_values.values import no_modes, spans_storage
 from flopmeter.torch_names.operators import aten_overloads as aten
 
 MOST_OF_A_MASK = 1 << 22  # elements of a mask that is assumed: a detector's has some hundred thousand anchors
+UNIQUE = (aten._unique2.default, aten.unique_consecutive.default)
 GATHERS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 
 
@@ -39,6 +40,8 @@ def shape(known: Knowledge, call: Invocation) -> Any:
     _assume_mask(known, call, call.tensors[0])
     if known.knows_all(call.tensors):
         return known.lift(known.answer(call))
+    if call.func in UNIQUE and known.assume.mask_fraction is not None:
+        return _assume_different(known, call, known.assume.mask_fraction)
     if call.func is aten.repeat_interleave.Tensor and call.kwargs.get("output_size") is None:
         raise DataDependentError(str(call.func))
     try:
@@ -149,6 +152,17 @@ def suppressed(known: Knowledge, call: Invocation) -> Any:
             known.set(result, torch.arange(kept, device="cpu") * n // max(kept, 1))
     known.assume.note(f"mask_fraction={fraction:g}", call.func)
     return result
+
+
+def _assume_different(known: Knowledge, call: Invocation, fraction: float) -> Any:
+    """mask_fraction: so large a share of unknown numbers are different ones; which ones is not known."""
+    numbers = call.tensors[0]
+    n = numbers.numel()
+    with no_modes():
+        turns = torch.arange(n, device="cpu") * max(round(fraction * n), 1) // max(n, 1)
+        found, *places_and_counts = call.func(turns.view(numbers.shape), *call.args[1:], **call.kwargs)
+        known.assume.note(f"mask_fraction={fraction:g} (of numbers, differ)", call.func)
+        return tuple(each.to("meta") for each in (found.to(numbers.dtype), *places_and_counts))
 
 
 def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:

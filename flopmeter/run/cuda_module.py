@@ -138,8 +138,25 @@ class CudaModule:
         yield Patch(torch.compiler, "cudagraph_mark_step_begin", _nothing, "imports what CUDA builds have")
         for name in ("_record_memory_history", "_snapshot", "_dump_snapshot"):
             yield Patch(torch.cuda.memory, name, self._leave_out(f"torch.cuda.memory.{name}"), "there is no allocator")
+        yield from self._triton_patches()
         profiler = torch.autograd.profiler.profile
         yield Patch(profiler, "__init__", self._host_alone(profiler.__init__), "there is no device to profile")
+
+    def _triton_patches(self) -> Iterator[Patch]:
+        """Of Triton's driver, which programs ask for the device, and for what its do_bench needs."""
+        if (module := sys.modules.get("triton.backends.nvidia.driver")) is None:
+            return
+        utilities = types.SimpleNamespace(get_device_properties=lambda device: self._facts_for_triton())
+        yield Patch(module, "CudaUtils", lambda: utilities, "there is no driver to load")
+        config = sys.modules["triton.runtime"].driver
+        for name in ("_default", "_active"):
+            yield Patch(config, name, None, "the driver is made in the run, and forgotten after it")
+
+    def _facts_for_triton(self) -> dict[str, Any]:
+        facts = vars(self.properties())
+        names = {"multiprocessor_count": "multi_processor_count", "max_num_regs": "regs_per_multiprocessor"}
+        names |= {"max_shared_mem": "shared_memory_per_block_optin", "warpSize": "warp_size"}
+        return {name: facts[ours] for name, ours in names.items() if ours in facts}
 
     def answers(self) -> dict[str, Any]:
         """The answers by their name in torch.cuda."""

@@ -159,6 +159,8 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
     if isinstance(error, KeyError) and str(error).strip("'") in OF_A_LAUNCHER:
         launched = f"torchrun --nproc-per-node 1 {'-m ' * script.is_module}{script.target}"
         return f"{head}: a launcher sets {error.args[0]}: flopmeter run ... -- {launched} ..."
+    if asked := re.search(MORE_GPUS, str(error)):
+        return f"{head}: it asks for several GPUs: flopmeter run --gpus {len(asked[1].split(','))} ..."
     if error is not None and (missing := _about_what_is_missing(error)):
         return f"{head}: {missing}"
     if isinstance(error, AttributeError) and is_absent(error.obj):
@@ -168,10 +170,9 @@ def what_to_do(script: Script, ending: Ending, guessed: Sequence[str] = ()) -> s
         )
     if isinstance(error, OtherDeviceError):
         return f"{head}: flopmeter run meters one GPU of a process; one process for each GPU is a torchrun (--gpus N)"
-    if isinstance(error, NotImplementedError) and _is_of_flopmeter(error):
-        return (
-            f"{head}: the device named cuda does not do this; leave it out of the script, or skip it by its arguments"
-        )
+    if isinstance(error, NotImplementedError) and (raised_in := _modules_of(error)[-1]).startswith("flopmeter."):
+        who = "flopmeter's shim" if raised_in.startswith("flopmeter.run.shims") else "the device named cuda"
+        return f"{head}: {who} does not do this; leave it out of the script, or skip it by its arguments"
     if error is not None and (op := _without_kernel(error)):
         return f"{head}: {op}"
     if error is not None and (package := _shimmed(error)):
@@ -219,7 +220,7 @@ def _stray_options(script: Script) -> str:
 
 
 def _about_import(error: ImportError, script: Script) -> str:
-    if _is_of_flopmeter(error):
+    if _modules_of(error)[-1:] == ["flopmeter.run.shims"]:
         return "flopmeter's shim does not have it: run the script's path without it, by its arguments"
     if "relative import" in str(error):
         return "it is a part of a package: run it as flopmeter run -m package.module, in the folder of the package"
@@ -265,10 +266,6 @@ def _shimmed(error: BaseException) -> str | None:
     return next((package for package in SHIMS if package in packages), None)
 
 
-def _is_of_flopmeter(error: BaseException) -> bool:
-    return _modules_of(error)[-1:] != [] and _modules_of(error)[-1].startswith("flopmeter.")
-
-
 def _about_what_is_missing(error: BaseException) -> str | None:
     """Of a file, a program or data that the script looks for; None for other errors."""
     if isinstance(error, FileNotFoundError) and "evaluate.loading" in _modules_of(error):
@@ -311,6 +308,9 @@ NAMED_OTHERWISE = {
 }  # fmt: skip
 """What pip calls a package whose modules have another name. Source: the metadata of each on the package index."""
 
+
+MORE_GPUS = r"requested gpu: \[([\d, ]+)\]\s+But your machine only has"
+"""What Lightning says of a Trainer or a Fabric with more devices than there are."""
 
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets."""

@@ -109,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self._on_new_call = on_new_call
         self.trace = Trace(switches=switches_now())
         self._shapes_only = shapes_only or ShapesOnly()
+        self._has_host = shapes_only is not None  # a script's: what it computes on the CPU costs the same at any place
         listener = storage_listener or StorageListener()
         self._storages = Storages(self.trace, listener, self._shapes_only, lambda: self._attribution.is_inside())
         self._number = self._storages.number  # asked for every tensor
@@ -452,7 +453,7 @@ class Recorder(TorchDispatchMode):
                 tensors.append(value)
                 local = numbers.setdefault(self._number(value, born, addresses), len(numbers))
                 if value.layout is torch.strided and not value.is_nested:
-                    offset = value.storage_offset()
+                    offset = 0 if self._has_host and value.is_cpu else value.storage_offset()
                     key.append((value.shape, value.stride(), value.dtype, local, offset, value.device))
                 else:
                     key.append((value.layout, unstrided_spec(value, local)))

@@ -63,7 +63,7 @@ class _Shim(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._contents and name.startswith("_"):
-            return left_out(name)
+            return _left_out(self.__name__, name)
         if name not in self._contents:
             raise ImportError(
                 f"flopmeter's shim of {self.__name__} has no {name!r}; it has {', '.join(self._contents)}"
@@ -72,11 +72,11 @@ class _Shim(types.ModuleType):
         return self._contents[name]
 
 
-def left_out(name: str) -> type:
+def _left_out(module: str, name: str) -> type:
     """What a program may import, and derive from, as long as it does not use it: internals that a library names for
     a path that its arguments do not take."""
 
     def refuse(self: object, *args: object, **options: object) -> None:
-        raise NotImplementedError(f"flopmeter's shims have no {name}: run the script's path without it")
+        raise NotImplementedError(f"flopmeter's shim of {module} has no {name}: run the script's path without it")
 
     return type(name, (), {"__init__": refuse})
