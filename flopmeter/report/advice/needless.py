@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch._ops import OpOverload
 
-from flopmeter.records import Call, Op, TensorSpec, Trace
+from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_chosen_kernels, with_kernel
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of, type_of_others
-from flopmeter.report.advice.rewrite import changed_call, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import changed_call, in_place_of, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -167,9 +168,8 @@ def filled_gradients(report: Report) -> Iterator[Proposal]:
 
 def _takes(add: Op) -> Op:
     """What autograd does where a leaf has no gradient: it keeps what it was given, without a kernel."""
-    given = add.call.inputs[1]._replace(storage=0)
-    return add._replace(call=Call(aten_overloads.detach.default, (given,), {}, (given,), (given,)),
-                        storages=(add.inputs[1].storage,))  # fmt: skip
+    given = add.inputs[1]
+    return in_place_of(add, aten_overloads.detach.default, (given,), {}, (given,), (given,))
 
 
 def _fills_gradients(trace: Trace, op: Op) -> bool:
@@ -219,16 +219,9 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
 
 def _at_once(func: OpOverload, ops: list[Op]) -> Op:
     """One op for the tensors of all of them; numbers are taken from the first."""
-    numbers = tuple(dict.fromkeys(number for op in ops for number in op.storages))
-    place = {number: local for local, number in enumerate(numbers)}
-
-    def local(specs: Iterator[TensorSpec]) -> tuple[TensorSpec, ...]:
-        return tuple(spec._replace(storage=place[spec.storage]) for spec in specs)
-
-    of_inputs = [local(op.inputs[number] for op in ops) for number in range(min(len(op.inputs) for op in ops))]
-    args = iter(of_inputs)
-    first = [next(args) if isinstance(value, TensorSpec) else value for value in ops[0].call.args]
-    inputs = tuple(spec for each in of_inputs for spec in each)
-    outputs = () if func._schema.name.endswith("_") else local(op.outputs[0] for op in ops)
+    of_inputs = [tuple(op.inputs[number] for op in ops) for number in range(min(len(op.inputs) for op in ops))]
+    lists = iter(of_inputs)
+    args = tuple(next(lists) if isinstance(value, TensorSpec) else value for value in ops[0].call.args)
+    outputs = () if func._schema.name.endswith("_") else (op.outputs[0] for op in ops)
     kwargs = {name: value for name, value in ops[0].call.kwargs.items() if not isinstance(value, TensorSpec)}
-    return ops[-1]._replace(call=Call(func, tuple(first), kwargs, inputs, outputs), storages=numbers)
+    return in_place_of(ops[-1], func, args, kwargs, chain(*of_inputs), outputs)
