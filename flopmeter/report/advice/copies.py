@@ -16,7 +16,7 @@ from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of
 from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import is_dense, rebuilt, with_ops
+from flopmeter.report.advice.rewrite import is_dense, is_view, rebuilt, with_ops
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
@@ -175,8 +175,8 @@ class _Walk:
         kind = op.call.func.overloadpacket
         if op.call.name.startswith(_ATTENTION):
             return self._attend(index, op, copy)
-        if {spec.storage for spec in op.outputs} <= {spec.storage for spec in op.inputs} and kind is not aten.copy_:
-            return True  # a view: what reads it is asked
+        if is_view(op):
+            return True  # what reads it is asked
         now = {spec: place.of(spec) for spec in op.inputs if (place := self._places.get(spec.storage))}
         if None in now.values():
             return False

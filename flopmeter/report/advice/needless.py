@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch._ops import OpOverload
 
-from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.records import Op, TensorSpec
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_chosen_kernels, with_kernel
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of, type_of_others
@@ -87,95 +87,6 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
             "all pairs are computed, and a mask is read for them that all sequences share",
             "is_causal=True in place of the mask, if it is the causal one", priced(report, with_ops(trace, (), put_in)),
         )  # fmt: skip
-
-
-_DENSE_GRADIENTS = {aten.embedding_dense_backward: 1, aten._embedding_bag_backward: 1}  # place of the indices
-
-
-@remedy
-def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
-    """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. Priced is a
-    table of as many rows as are read: each counts, also where one is read twice."""
-    trace = trace_of(report)
-    rows: dict[int, tuple[int, int]] = {}  # of each gradient: of the table, of the batch
-    for op in trace.ops:
-        place = _DENSE_GRADIENTS.get(op.call.func.overloadpacket)
-        if place is not None and op.outputs[0].is_strided:
-            count = rows.get(op.outputs[0].storage, (0, 0))[1] + op.inputs[place].numel
-            rows[op.outputs[0].storage] = op.outputs[0].shape[0], count
-    tables = _only_looked_up(trace, {whole: read for whole, read in rows.values() if FEW_ROWS * read < whole})
-    if not tables or report.cluster is not None:
-        return
-
-    def cut(spec: TensorSpec, size: object) -> TensorSpec:
-        if not isinstance(size, tuple) or not spec.shape or spec.shape[0] != size[0] or not spec.is_strided:
-            return spec
-        return spec._replace(shape=(size[1], *spec.shape[1:]))
-
-    then = with_tensors(trace, cut, tables.get)
-    about = {
-        id(op)
-        for op in trace.ops
-        if op.phase != "forward" and any(number in tables for number in op.storages)
-    }  # fmt: skip
-    yield Proposal(
-        "", lambda kernel: any(id(op) in about for op in kernel.ops),
-        "the gradient and the optimizer go through all rows of a table, of which a step reads few",
-        "Embedding(sparse=True) with SGD or SparseAdam, which leave rows that were not read as they are",
-        priced(report, then),
-    )  # fmt: skip
-
-
-FEW_ROWS = 4  # times as many rows has a table as a step reads, for sparse gradients to be worth their indices
-
-
-def _only_looked_up(trace: Trace, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
-    """Of each storage of such a table, its gradient and its states: the rows that it has and those that are read. Not
-    of a table that products read too, as one that is shared with a head."""
-    found: dict[int, tuple[int, int]] = {}
-    in_products: set[int] = set()
-    for op in trace.ops:
-        is_product = op.call.func.overloadpacket in (aten.mm, aten.addmm, aten.bmm)
-        for spec in (*op.inputs, *op.outputs):
-            if spec.shape and spec.shape[0] in sizes and len(spec.shape) == 2 and spec.is_strided:
-                found[spec.storage] = spec.shape[0], sizes[spec.shape[0]]
-            if is_product:
-                in_products.add(spec.storage)
-    shared = {found[number] for number in in_products & set(found)}
-    return {number: size for number, size in found.items() if size not in shared}
-
-
-@remedy
-def filled_gradients(report: Report) -> Iterator[Proposal]:
-    """Gradients that are filled with zeros, to which the backward pass then adds."""
-    trace = trace_of(report)
-    fills = {index for index, op in enumerate(trace.ops) if _fills_gradients(trace, op)}
-    left = {spec.storage for index in fills for spec in trace.ops[index].inputs}
-    takes = {}
-    for each in trace.accumulations:
-        op = trace.ops[each.op]
-        if op.call.func.overloadpacket is aten.add_ and op.inputs[0].storage in left:
-            takes[each.op] = _takes(op)
-            left.discard(op.inputs[0].storage)
-    if takes and report.cluster is None:
-        about = {id(trace.ops[index]) for index in fills | set(takes)}
-        yield Proposal(
-            "gradients", lambda kernel: any(id(op) in about for op in kernel.ops),
-            "they are filled with zeros, then read and added to", "zero_grad(set_to_none=True)",
-            priced(report, with_ops(trace, fills, takes)),
-        )  # fmt: skip
-
-
-def _takes(add: Op) -> Op:
-    """What autograd does where a leaf has no gradient: it keeps what it was given, without a kernel."""
-    given = add.inputs[1]
-    return in_place_of(add, aten_overloads.detach.default, (given,), {}, (given,), (given,))
-
-
-def _fills_gradients(trace: Trace, op: Op) -> bool:
-    if op.call.func.overloadpacket not in (aten.zero_, aten._foreach_zero_) or op.phase == "backward":
-        return False
-    return all(trace.storages[spec.storage].role == "gradients" for spec in op.inputs)
 
 
 LEAST_LOOP = 16  # tensors: a loop over fewer is no loop over a model's parameters

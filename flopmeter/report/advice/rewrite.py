@@ -127,6 +127,12 @@ def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | 
     )
 
 
+def is_view(op: Op) -> bool:
+    """Whether all that it returns lies in what it was given, which it does not write to."""
+    made, given = {spec.storage for spec in op.call.outputs}, {spec.storage for spec in op.call.inputs}
+    return bool(made) and made <= given and not op.call.func._schema.is_mutable
+
+
 def is_dense(spec: TensorSpec) -> bool:
     """Whether the tensor is one block of memory, in whatever order of its dimensions."""
     return spec.is_strided and spec.nbytes == spec.numel * spec.dtype.itemsize
