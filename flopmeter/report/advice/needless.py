@@ -10,11 +10,11 @@ from itertools import chain
 import torch
 from torch._ops import OpOverload
 
-from flopmeter.records import Op, TensorSpec
+from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_chosen_kernels, with_kernel
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of, type_of_others
-from flopmeter.report.advice.rewrite import changed_call, in_place_of, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import changed_call, in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -23,15 +23,19 @@ _WEIGHTS = ("parameters", "gradients", "optimizer state")
 
 
 @remedy
-def wide_products(report: Report) -> Iterator[Proposal]:
-    """Products and attention in fp32 in a program whose others are in 16 bits, as a stray `.float()` leaves them."""
+def wide_work(report: Report) -> Iterator[Proposal]:
+    """fp32 in a program whose products are in 16 bits, as a stray `.float()` leaves it: products and attention, and
+    what stands alone between a cast and the cast back (a norm computes in fp32 whatever its input is)."""
     narrow = type_of_others(report)
-    wide = [kernel for kernel in report.kernels if kernel.cost.macs and kernel.cost.dtype == "fp32"]
-    if narrow is None or not wide:
-        return
     trace = trace_of(report)
-    ids = {id(op) for kernel in wide for op in kernel.ops}
-    places = [index for index, op in enumerate(trace.ops) if id(op) in ids]
+    wide = {
+        id(op) for kernel in report.kernels if kernel.cost.macs and kernel.cost.dtype == "fp32" for op in kernel.ops
+    }
+    places = [index for index, op in enumerate(trace.ops) if id(op) in wide]
+    if narrow is not None and not _is_autocast(trace, narrow):
+        places += _between_casts(trace, narrow)
+    if narrow is None or not places:
+        return
     touched = {number for index in places for number in trace.ops[index].storages}
     touched = {number for number in touched if trace.storages[number].role not in _WEIGHTS}
 
@@ -39,10 +43,10 @@ def wide_products(report: Report) -> Iterator[Proposal]:
         return spec._replace(dtype=narrow) if is_touched and spec.dtype is torch.float32 else spec
 
     then = with_tensors(trace, narrowed, touched.__contains__)
-    products = {index: _all_narrowed(then.ops[index], narrowed) for index in places}
+    put_in = {index: _all_narrowed(then.ops[index], narrowed) for index in places if id(trace.ops[index]) in wide}
     idle = {index for index, op in enumerate(then.ops) if _is_idle_cast(op) and not _is_idle_cast(trace.ops[index])}
-    then = with_chosen_kernels(with_ops(then, idle, products), report.hardware)
-    about = ids | {id(trace.ops[index]) for index in idle}
+    then = with_chosen_kernels(with_ops(then, idle, put_in), report.hardware)
+    about = {id(trace.ops[index]) for index in idle | set(places)}
     yield Proposal(
         "", lambda kernel: any(id(op) in about for op in kernel.ops),
         f"fp32, where the program's other products are in {name_of(narrow)}",
@@ -59,6 +63,46 @@ def _is_idle_cast(op: Op) -> bool:
     if op.call.func.overloadpacket not in _CASTS or not op.outputs:
         return False
     return all(spec.dtype == op.outputs[0].dtype for spec in op.inputs)
+
+
+def _is_autocast(trace: Trace, narrow: torch.dtype) -> bool:
+    """Whether weights are cast for each step: then casts are autocast's, which has norms in fp32."""
+    return any(
+        _is_cast(op)
+        and trace.storages[op.inputs[-1].storage].role == "parameters"
+        and (op.inputs[-1].dtype, op.outputs[0].dtype) == (torch.float32, narrow)
+        for op in trace.ops
+    )
+
+
+def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
+    """Ops in fp32 whose activations are all casts of narrow tensors, and whose results (of that size, if any are) are
+    only cast back; and casts of which that is true themselves."""
+    from_narrow, cast_back, read = set[int](), set[int](), set[int]()
+    for op in trace.ops:
+        types = (op.inputs[-1].dtype, op.outputs[0].dtype) if _is_cast(op) else None
+        if types == (narrow, torch.float32):
+            from_narrow.add(op.outputs[0].storage)
+        if not is_view(op):
+            numbers = {spec.storage for spec in op.inputs}
+            (cast_back if types == (torch.float32, narrow) else read).update(numbers)
+    cast_back -= read
+    places = []
+    for index, op in enumerate(trace.ops):
+        if is_view(op) or op.phase == "optimizer":
+            continue
+        wide = {spec.storage: spec.numel for spec in op.inputs if spec.dtype is torch.float32}
+        made = {spec.storage: spec.numel for spec in op.outputs if spec.dtype is torch.float32}
+        most = max((*wide.values(), *made.values()), default=0)
+        large = {number for number, size in wide.items() if size == most}
+        results = {number for number, size in made.items() if size == most} or set(made)
+        if results and results <= cast_back and (_is_cast(op) or (large and large <= from_narrow)):
+            places.append(index)
+    return places
+
+
+def _is_cast(op: Op) -> bool:
+    return op.call.func.overloadpacket in _CASTS and bool(op.outputs) and not is_view(op)
 
 
 @remedy
