@@ -14,6 +14,7 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     gradients,
     needless,
     optimizers,
+    recurrent,
     tables,
 )
 from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything

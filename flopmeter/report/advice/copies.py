@@ -40,7 +40,7 @@ def needless_copies(report: Report) -> Iterator[Proposal]:
     """`.contiguous()` and `.clone()` before kernels that take their operands as they lie."""
     yield from _read_through(
         report, False, "copies of tensors that the kernels behind them could read where they are",
-        "no .contiguous() or .clone() there",
+        "no .contiguous() or .clone() there (where torch's own module makes them, one of your own)",
     )  # fmt: skip
 
 
