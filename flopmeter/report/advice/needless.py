@@ -96,7 +96,9 @@ def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
         most = max((*wide.values(), *made.values()), default=0)
         large = {number for number, size in wide.items() if size == most}
         results = {number for number, size in made.items() if size == most} or set(made)
-        if results and results <= cast_back and (_is_cast(op) or (large and large <= from_narrow)):
+        has_weights = any(trace.storages[number].role == "parameters" for number in wide)  # which kernels want alike
+        is_cast_before = _is_cast(op) or (bool(large) and large <= from_narrow and not has_weights)
+        if results and results <= cast_back and is_cast_before:
             places.append(index)
     return places
 
