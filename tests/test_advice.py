@@ -514,8 +514,8 @@ ALIKE = ("of each sequence", "one query", "a table that products read", "mixed n
 @pytest.mark.parametrize("mask", ALIKE)
 def test_what_only_looks_like_a_fault_is_left_alone(mask):
     """A mask of padding; the decoding of one token; an embedding that is shared with the head; norms in fp32. A copy
-    that is then written to, or without which a view is none; one-hot rows that a loss reads too; a backward pass through
-    a backward pass; cells whose input is what they said before."""
+    that is then written to, or without which a view is none; one-hot rows that a loss reads too; a backward pass
+    through a backward pass; cells whose input is what they said before."""
     with torch.device("meta"):
         q, k, v = (torch.empty(8, 16, 512, 64, dtype=HALF) for _ in "qkv")
         padding = torch.empty(8, 1, 512, 512, dtype=HALF)
@@ -550,8 +550,8 @@ def test_what_only_looks_like_a_fault_is_left_alone(mask):
     }
     with FlopMeter(H100) as meter:
         programs[mask]()
-    names = ("is_causal=True", "Embedding(sparse", "bfloat16 there too", "zero_grad", "torch._foreach_", "no .contiguous",
-             "nn.Embedding", "one backward()", "nn.GRU")  # fmt: skip
+    names = ("is_causal=True", "Embedding(sparse", "bfloat16 there too", "zero_grad", "torch._foreach_",
+             "no .contiguous", "nn.Embedding", "one backward()", "nn.GRU")  # fmt: skip
     assert not [each.remedy for each in meter.report().advice if each.remedy.startswith(names)]
 
 

@@ -121,11 +121,12 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
         queries, keys = q.shape[-2], k.shape[-2]
         if queries != keys or queries == 1 or mask.distinct_elements != queries * keys:
             continue
+        dropout = op.call.argument("dropout_p")
         try:
-            backend = backend_of((q, k, v), report.hardware, is_causal=True, dropout=op.call.argument("dropout_p"))
+            backend = backend_of((q, k, v), report.hardware, is_causal=True, dropout=dropout)
         except NoKernelError:
             continue
-        put_in[index] = with_kernel(op, backend, end, is_causal=True)
+        put_in[index] = with_kernel(op, backend, end, is_causal=True, dropout_p=dropout)
     if put_in and are_in_torch(put_in.values()):
         about = {id(trace.ops[index]) for index in put_in}
         yield Proposal(
