@@ -235,7 +235,117 @@ def clipped_one_by_one(is_mended: bool) -> Run:
     return step
 
 
+class Grouped(nn.Module):
+    """Attention of 16 heads that share keys and values of 4, copied before the kernel in one of two ways."""
+
+    def __init__(self, before: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.qkv, self.out, self.before = nn.Linear(1024, 1536), nn.Linear(1024, 1024), before
+
+    def forward(self, x):
+        parts = self.qkv(x).split((1024, 256, 256), dim=2)
+        q, k, v = (self.before(part.unflatten(2, (-1, 64)).transpose(1, 2)) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape != q.shape)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def before_attention(copy: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[bool], Run]:
+    def program(is_mended: bool) -> Run:
+        with torch.device("meta"):
+            model = nn.Sequential(*(Grouped((lambda part: part) if is_mended else copy) for _ in range(2))).to(HALF)
+            x = torch.empty(8, 2048, 1024, dtype=HALF)
+        return lambda: model(x).sum().backward()
+
+    return program
+
+
+def repeated(part: torch.Tensor) -> torch.Tensor:
+    return part if part.shape[1] == 16 else part.repeat_interleave(4, dim=1)
+
+
+def one_hot_product(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        table = nn.Embedding(32000, 512, dtype=HALF)
+        tail = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to(HALF)
+        ids = torch.empty(8, 512, dtype=torch.long)
+
+    def step():
+        rows = table(ids) if is_mended else F.one_hot(ids, 32000).to(HALF) @ table.weight
+        tail(rows).sum().backward()
+
+    return step
+
+
+def a_pass_for_each_loss(is_mended: bool) -> Run:
+    with torch.device("meta"):
+        body = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(6))).to(HALF)
+        heads = nn.ModuleList(nn.Linear(2048, 512, dtype=HALF) for _ in range(2))
+        x = torch.empty(8192, 2048, dtype=HALF)
+
+    def step():
+        body.zero_grad()
+        heads.zero_grad()
+        features = body(x)
+        first, second = (head(features).square().mean() for head in heads)
+        if is_mended:
+            (first + second).backward()
+        else:
+            first.backward(retain_graph=True)
+            second.backward()
+
+    return step
+
+
+class WideNorm(nn.LayerNorm):
+    def forward(self, x):
+        wide = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return wide.to(x.dtype)
+
+
+def casts_around_norms(is_mended: bool) -> Run:
+    norm = nn.LayerNorm if is_mended else WideNorm
+    with torch.device("meta"):
+        parts = (part for _ in range(4) for part in (norm(1024), nn.Linear(1024, 1024), nn.ReLU()))
+        model, x = nn.Sequential(*parts).to(HALF), torch.empty(16384, 1024, dtype=HALF)
+    return lambda: model(x).sum().backward()
+
+
+def loop_over_cells(kind: str, layers: int) -> Callable[[bool], Run]:
+    def program(is_mended: bool) -> Run:
+        with torch.device("meta"):
+            cells = nn.ModuleList(getattr(nn, f"{kind}Cell")(256, 256) for _ in range(layers))
+            whole, x = getattr(nn, kind)(256, 256, layers, batch_first=True), torch.empty(64, 16, 256)
+
+        def outputs():
+            if is_mended:
+                return whole(x)[0]
+            made, states = [], [torch.zeros(64, 256, device="meta") for _ in cells]
+            memory = [torch.zeros(64, 256, device="meta") for _ in cells]
+            for step in x.unbind(1):
+                for place, cell in enumerate(cells):
+                    if kind == "LSTM":
+                        states[place], memory[place] = cell(step, (states[place], memory[place]))
+                    else:
+                        states[place] = cell(step, states[place])
+                    step = states[place]
+                made.append(step)
+            return torch.stack(made, 1)
+
+        return lambda: outputs().sum().backward()
+
+    return program
+
+
 FAULTS = {
+    "contiguous copies before attention": Fault(before_attention(torch.Tensor.contiguous), "no .contiguous()"),
+    "heads repeated for attention": Fault(
+        before_attention(repeated), "scaled_dot_product_attention(..., enable_gqa=True)", "a100-sxm4-80gb"
+    ),
+    "a one-hot product": Fault(one_hot_product, "nn.Embedding"),
+    "a backward pass for each loss": Fault(a_pass_for_each_loss, "one backward() of the sum of the losses"),
+    "casts around norms": Fault(casts_around_norms, "bfloat16 there too"),
+    "a loop over LSTM cells": Fault(loop_over_cells("LSTM", 1), "nn.LSTM over the whole sequence"),
+    "a loop over two GRU cells": Fault(loop_over_cells("GRU", 2), "nn.GRU over the whole sequence"),
     "attention in fp32": Fault(attention_in_fp32, "bfloat16 there too"),
     "a mask for is_causal": Fault(mask_for_causal, "is_causal=True"),
     "dense gradient of a table": Fault(dense_gradient_of_a_table, "Embedding(sparse=True)"),

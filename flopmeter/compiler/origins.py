@@ -33,7 +33,7 @@ from flopmeter.records import (
 )
 from flopmeter.records.collectives import WAIT_OPS
 from flopmeter.torch_names.compiler import MEMORY_DEP
-from flopmeter.torch_names.operators import aten
+from flopmeter.torch_names.operators import aten, of_tensors
 from flopmeter.trace.process_groups import with_groups
 from flopmeter.trace.tensor_specs import build_call
 
@@ -76,7 +76,7 @@ def op_without_node(operation: Any) -> OpOverload | None:
         found = getattr(getattr(torch.ops.aten, name, None), "default", None) if name else None
     if not isinstance(found, OpOverload) or found._schema.is_mutable:
         return None
-    tensors = [argument.type for argument in found._schema.arguments if "Tensor" in str(argument.type)]
+    tensors = [argument.type for argument in of_tensors(found._schema.arguments)]
     return found if all(isinstance(kind, torch.TensorType) for kind in tensors) else None
 
 

@@ -4,10 +4,9 @@ would free."""
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from flopmeter.compiler.plan import Placed, Plan, PlanStep, plan_of
 from flopmeter.compiler.pricing import uncounted_in
 from flopmeter.compiler.regions import Sizes
 from flopmeter.records import Call, CompiledGraph, CompiledKernel, FlexBody, Phase
+from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.private import no_dispatch_modes
 from flopmeter.trace.recorder import Recorder
 
@@ -223,9 +223,7 @@ class _Paths:
 
     def _of_frame(self, graph: CompiledGraph) -> str:
         """The path of the module whose method the program compiled, or that called the compiled function."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and graph.function != name_of(frame.f_code):
-            frame = frame.f_back
+        frame = next((frame for frame in callers() if graph.function == name_of(frame.f_code)), None)
         held = list(frame.f_locals.values()) if frame else []
         for value in held:
             if isinstance(value, Optimizer):

@@ -7,6 +7,7 @@ from collections import Counter
 from flopmeter.costs.lookup import costs_of
 from flopmeter.records import Call, Trace
 from flopmeter.records.collectives import COLLECTIVES
+from flopmeter.torch_names.operators import of_tensors
 
 LEAST_BYTES = 1_000_000  # less than a core moves in .1 ms
 _BARRIERS = {op.name for op in COLLECTIVES["barrier"].ops}  # on the device, though their only tensor is a dummy
@@ -34,4 +35,4 @@ def host_work_notes(trace: Trace) -> list[str]:
 
 def _is_of_numbers(call: Call) -> bool:
     """An op whose tensors are all given as numbers, as TorchScript and casts do."""
-    return not call.inputs and any("Tensor" in str(argument.type) for argument in call.func._schema.arguments)
+    return not call.inputs and bool(of_tensors(call.func._schema.arguments))

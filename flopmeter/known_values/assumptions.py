@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -17,6 +15,7 @@ import typing_extensions
 
 from flopmeter.known_values.routing import BALANCED, Routing, routing_law
 from flopmeter.known_values.values import MAX_ELEMENTS
+from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.private import graph_task
 
 _TORCH, _PACKAGE = (
@@ -186,7 +185,7 @@ def caller() -> str:
 def program_frame() -> FrameType | None:
     """The innermost frame that belongs neither to torch nor to flopmeter nor to a dispatch mode. Where flopmeter called
     the program, it is one of the program's."""
-    for frame, _ in walk_stack(sys._getframe(1)):
+    for frame in callers():
         code = frame.f_code
         if code.co_filename.startswith(_ASKING):  # what calls it is a command, or the line that asked
             return None

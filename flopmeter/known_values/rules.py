@@ -28,6 +28,7 @@ from flopmeter.known_values.replay import Handler, Invocation, Knowledge
 from flopmeter.known_values.values import address, is_discrete, is_weight, no_modes, spans_storage
 from flopmeter.records.sparse_layouts import COMPRESSED, pointers_and_indices
 from flopmeter.torch_names.operators import aten_overloads as aten
+from flopmeter.torch_names.operators import of_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def rule_of(func: Any, assumptions: Assumptions) -> ValueRule:
         return ValueRule(view, False)
     if func.namespace != "aten" or func in NEVER_REPLAYED or torch.Tag.nondeterministic_seeded in func.tags:
         return ValueRule(Knowledge.run_unknown, False, writes)
-    is_factory = not any("Tensor" in str(argument.type) for argument in arguments)
+    is_factory = not of_tensors(arguments)
     return ValueRule(factory if is_factory else Knowledge.replay, is_factory, writes)
 
 

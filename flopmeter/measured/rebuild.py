@@ -16,6 +16,7 @@ from flopmeter.known_values import DataDependentError
 from flopmeter.measured.kineto import OpEvent, OpInputs
 from flopmeter.records import Call
 from flopmeter.records.dtypes import CPP_NAMES
+from flopmeter.torch_names.operators import of_tensors
 from flopmeter.torch_names.private import is_dispatched
 from flopmeter.trace.handling import is_composite
 from flopmeter.trace.tensor_specs import build_call
@@ -291,7 +292,7 @@ def run(arguments: RebuiltCall) -> Call | None:
     """Run the call on meta, under the mode that records it. An op that returns a value instead of tensors cannot run on
     meta; its call is returned without running it. Raises NotRebuilt if the call fails."""
     func = arguments.func
-    if func._schema.returns and not any("Tensor" in str(result.type) for result in func._schema.returns):
+    if func._schema.returns and not of_tensors(func._schema.returns):
         numbers: dict[int, int] = {}
         return build_call(
             func, arguments.args, arguments.kwargs, None, lambda tensor: numbers.setdefault(id(tensor), len(numbers))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import time
 import weakref
 from bisect import bisect_right
@@ -29,7 +28,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -42,6 +40,7 @@ from flopmeter.run.own_code import OwnCode
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.step_parts import OutermostCall, Parts, parts_between, parts_of_rounds, with_what_recurs
 from flopmeter.run.updates import Optimizers, OwnUpdates
+from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.private import graph_task
 
 AUTO, OPTIMIZER, FORWARD = "auto", "optimizer", "forward"
@@ -337,10 +336,7 @@ _SEGMENT = CheckpointFunction.forward.__code__
 def _records_gradients() -> bool:
     """Whether the call is a part of what is trained: a reentrant checkpoint calls its segment without gradients, and
     again in the backward pass."""
-    frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
-    while frame is not None and frame.f_code is not _SEGMENT:
-        frame = frame.f_back
-    return torch.is_grad_enabled() or frame is not None
+    return torch.is_grad_enabled() or any(frame.f_code is _SEGMENT for frame in callers())
 
 
 def _learns(module: nn.Module) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -15,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from flopmeter.known_values.assumptions import caller
 from flopmeter.run.patches import Patch
+from flopmeter.torch_names.frames import callers
 
 _STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what torch wraps around each class's step()
 
@@ -128,9 +127,4 @@ class OwnUpdates:
 
 def _steps_in_another(optimizer: Optimizer) -> bool:
     """Whether it steps in the `step()` of another one, a container: the whole step is that one's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _STEP and frame.f_locals["self"] is not optimizer:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is _STEP and frame.f_locals["self"] is not optimizer for frame in callers())

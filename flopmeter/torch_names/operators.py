@@ -8,6 +8,7 @@ torch, and no table asks for versions.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,6 +75,11 @@ def _or_absent(owner: Any, name: str, full_name: str) -> Any:
 @functools.cache
 def _absent(name: str) -> Absent:
     return Absent(name)
+
+
+def of_tensors(arguments: Iterable[Any]) -> list[Any]:
+    """Those arguments, or results, of a schema that are tensors, lists of them or may be one."""
+    return [argument for argument in arguments if "Tensor" in str(argument.type)]
 
 
 aten = Packets("aten")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from traceback import walk_stack
 
 import torch
 from torch import Tensor
 
 from flopmeter.records import BEFORE, Accumulation, Phase, Trace
+from flopmeter.torch_names.frames import callers
 from flopmeter.torch_names.private import AccumulateGrad, autograd_node, graph_task
 from flopmeter.trace.module_paths import CompiledRegions, ModulePaths
 from flopmeter.trace.subclasses import wrapped
@@ -95,7 +94,7 @@ class Attribution:
 def _creates_graph() -> bool:
     """Whether the running backward pass was called with create_graph=True. Then gradient mode is on in all of it; else
     gradient mode inside a backward pass means that a checkpoint recomputes."""
-    for frame, _ in walk_stack(sys._getframe()):
+    for frame in callers():
         if frame.f_code.co_name == "_engine_run_backward":  # torch/autograd/graph.py
             arguments = frame.f_locals["args"]  # (grad_tensors, retain_graph, create_graph, inputs)
             return bool(arguments[2]) if len(arguments) > 2 else False

@@ -18,8 +18,10 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def whole_program(op: Op) -> Hashable | None:
-    """Everything but the optimizer is compiled, if the program marks no region."""
-    return None if op.phase == "optimizer" else "program"
+    """Everything but the optimizer is compiled, if the program marks no region; and but copies of batches, which
+    the loop around the model makes of tensors of the host."""
+    takes_batch = not op.module and any(spec.device == "cpu" and spec.shape for spec in op.call.inputs)
+    return None if op.phase == "optimizer" or takes_batch else "program"
 
 
 def modules_compiled(*paths: str) -> CompiledRegion:

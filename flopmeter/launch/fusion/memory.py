@@ -36,18 +36,17 @@ def lives_of(
 
 
 def made_in_graphs(kernels: list[Kernel], graphs: list[int | None], trace: Trace) -> set[int]:
-    """The storages of the program that a compiled graph writes before anything else does. Not what advice puts into a
-    program beside them, such as the sums of a fused attention."""
+    """The storages of the program that a compiled graph writes before anything else does."""
     first: dict[int, int | None] = {}
     for kernel, graph in zip(kernels, graphs, strict=True):
         for region in kernel.cost.writes:
             if region.spec is not None and region.spec.storage >= 0:
                 first.setdefault(kernel.op.storages[region.spec.storage], graph)
-    resized, known = {resize.storage for resize in trace.resizes}, len(trace.storages)
+    resized = {resize.storage for resize in trace.resizes}
     return {
         storage
         for storage, graph in first.items()
-        if graph is not None and storage < known and trace.storages[storage].born != BEFORE and storage not in resized
+        if graph is not None and trace.storages[storage].born != BEFORE and storage not in resized
     }
 
 

@@ -7,7 +7,16 @@ kernels are above the least time of their work, and why.
 
 from __future__ import annotations
 
-from flopmeter.report.advice import attention, batch, needless, optimizers  # noqa: F401  (they enter their remedies)
+from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
+    attention,
+    batch,
+    copies,
+    gradients,
+    needless,
+    optimizers,
+    recurrent,
+    tables,
+)
 from flopmeter.report.advice.remedies import REMEDIES, Proposal, everything
 from flopmeter.report.advice.spots import Timed, floor_of, modules_and_lines, places_of, spot_of, timed, wall_clock
 from flopmeter.report.drawers import VIEWS, draws

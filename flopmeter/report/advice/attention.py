@@ -341,7 +341,7 @@ def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int
 def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase, place_of: int) -> Op:
     q, k, v = _operands(trace, attention)
     out = trace.ops[attention.values].outputs[0]
-    sums = len(trace.storages)  # of a storage that no other op touches
+    sums = attention.softmax.storage  # which no other op touches any more
     bias = _bias_in_heads(attention, q.shape[:2])
     of_bias = [] if bias is None else [spec.storage for spec in bias if spec is not None]
     numbers = tuple(dict.fromkeys((q.storage, k.storage, v.storage, out.storage, sums, *of_bias)))

@@ -93,7 +93,7 @@ def with_chosen_kernels(trace: Trace, device: Hardware) -> Trace:
     return with_ops(trace, (), put_in)
 
 
-def with_kernel(op: Op, backend: str, end: str, *, is_causal: bool, dropout_p: float = 0.0) -> Op:
+def with_kernel(op: Op, backend: str, end: str, *, is_causal: bool, dropout_p: float) -> Op:
     """The same attention, forward or (with the end `_backward`) backward, by another kernel and without a mask."""
     func, call = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention{end}").default, op.call
     mask, settings = call.get("attn_bias"), {"dropout_p": dropout_p, "is_causal": is_causal}

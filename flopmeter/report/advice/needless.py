@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch._ops import OpOverload
 
-from flopmeter.records import Call, Op, TensorSpec, Trace
+from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_chosen_kernels, with_kernel
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of, type_of_others
-from flopmeter.report.advice.rewrite import changed_call, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import changed_call, in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -22,15 +23,19 @@ _WEIGHTS = ("parameters", "gradients", "optimizer state")
 
 
 @remedy
-def wide_products(report: Report) -> Iterator[Proposal]:
-    """Products and attention in fp32 in a program whose others are in 16 bits, as a stray `.float()` leaves them."""
+def wide_work(report: Report) -> Iterator[Proposal]:
+    """fp32 in a program whose products are in 16 bits, as a stray `.float()` leaves it: products and attention, and
+    what stands alone between a cast and the cast back (a norm computes in fp32 whatever its input is)."""
     narrow = type_of_others(report)
-    wide = [kernel for kernel in report.kernels if kernel.cost.macs and kernel.cost.dtype == "fp32"]
-    if narrow is None or not wide:
-        return
     trace = trace_of(report)
-    ids = {id(op) for kernel in wide for op in kernel.ops}
-    places = [index for index, op in enumerate(trace.ops) if id(op) in ids]
+    wide = {
+        id(op) for kernel in report.kernels if kernel.cost.macs and kernel.cost.dtype == "fp32" for op in kernel.ops
+    }
+    places = [index for index, op in enumerate(trace.ops) if id(op) in wide]
+    if narrow is not None and not _is_autocast(trace, narrow):
+        places += _between_casts(trace, narrow)
+    if narrow is None or not places:
+        return
     touched = {number for index in places for number in trace.ops[index].storages}
     touched = {number for number in touched if trace.storages[number].role not in _WEIGHTS}
 
@@ -38,10 +43,10 @@ def wide_products(report: Report) -> Iterator[Proposal]:
         return spec._replace(dtype=narrow) if is_touched and spec.dtype is torch.float32 else spec
 
     then = with_tensors(trace, narrowed, touched.__contains__)
-    products = {index: _all_narrowed(then.ops[index], narrowed) for index in places}
+    put_in = {index: _all_narrowed(then.ops[index], narrowed) for index in places if id(trace.ops[index]) in wide}
     idle = {index for index, op in enumerate(then.ops) if _is_idle_cast(op) and not _is_idle_cast(trace.ops[index])}
-    then = with_chosen_kernels(with_ops(then, idle, products), report.hardware)
-    about = ids | {id(trace.ops[index]) for index in idle}
+    then = with_chosen_kernels(with_ops(then, idle, put_in), report.hardware)
+    about = {id(trace.ops[index]) for index in idle | set(places)}
     yield Proposal(
         "", lambda kernel: any(id(op) in about for op in kernel.ops),
         f"fp32, where the program's other products are in {name_of(narrow)}",
@@ -60,6 +65,48 @@ def _is_idle_cast(op: Op) -> bool:
     return all(spec.dtype == op.outputs[0].dtype for spec in op.inputs)
 
 
+def _is_autocast(trace: Trace, narrow: torch.dtype) -> bool:
+    """Whether weights are cast for each step: then casts are autocast's, which has norms in fp32."""
+    return any(
+        _is_cast(op)
+        and trace.storages[op.inputs[-1].storage].role == "parameters"
+        and (op.inputs[-1].dtype, op.outputs[0].dtype) == (torch.float32, narrow)
+        for op in trace.ops
+    )
+
+
+def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
+    """Ops in fp32 whose activations are all casts of narrow tensors, and whose results (of that size, if any are) are
+    only cast back; and casts of which that is true themselves."""
+    from_narrow, cast_back, read = set[int](), set[int](), set[int]()
+    for op in trace.ops:
+        types = (op.inputs[-1].dtype, op.outputs[0].dtype) if _is_cast(op) else None
+        if types == (narrow, torch.float32):
+            from_narrow.add(op.outputs[0].storage)
+        if not is_view(op):
+            numbers = {spec.storage for spec in op.inputs}
+            (cast_back if types == (torch.float32, narrow) else read).update(numbers)
+    cast_back -= read
+    places = []
+    for index, op in enumerate(trace.ops):
+        if is_view(op) or op.phase == "optimizer":
+            continue
+        wide = {spec.storage: spec.numel for spec in op.inputs if spec.dtype is torch.float32}
+        made = {spec.storage: spec.numel for spec in op.outputs if spec.dtype is torch.float32}
+        most = max((*wide.values(), *made.values()), default=0)
+        large = {number for number, size in wide.items() if size == most}
+        results = {number for number, size in made.items() if size == most} or set(made)
+        has_weights = any(trace.storages[number].role == "parameters" for number in wide)  # which kernels want alike
+        is_cast_before = _is_cast(op) or (bool(large) and large <= from_narrow and not has_weights)
+        if results and results <= cast_back and is_cast_before:
+            places.append(index)
+    return places
+
+
+def _is_cast(op: Op) -> bool:
+    return op.call.func.overloadpacket in _CASTS and bool(op.outputs) and not is_view(op)
+
+
 @remedy
 def masks_of_places(report: Report) -> Iterator[Proposal]:
     """Fused attention with a square mask that all sequences share, which is assumed to be causal."""
@@ -74,11 +121,12 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
         queries, keys = q.shape[-2], k.shape[-2]
         if queries != keys or queries == 1 or mask.distinct_elements != queries * keys:
             continue
+        dropout = op.call.argument("dropout_p")
         try:
-            backend = backend_of((q, k, v), report.hardware, is_causal=True, dropout=op.call.argument("dropout_p"))
+            backend = backend_of((q, k, v), report.hardware, is_causal=True, dropout=dropout)
         except NoKernelError:
             continue
-        put_in[index] = with_kernel(op, backend, end, is_causal=True)
+        put_in[index] = with_kernel(op, backend, end, is_causal=True, dropout_p=dropout)
     if put_in and are_in_torch(put_in.values()):
         about = {id(trace.ops[index]) for index in put_in}
         yield Proposal(
@@ -86,96 +134,6 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
             "all pairs are computed, and a mask is read for them that all sequences share",
             "is_causal=True in place of the mask, if it is the causal one", priced(report, with_ops(trace, (), put_in)),
         )  # fmt: skip
-
-
-_DENSE_GRADIENTS = {aten.embedding_dense_backward: 1, aten._embedding_bag_backward: 1}  # place of the indices
-
-
-@remedy
-def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
-    """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. Priced is a
-    table of as many rows as are read: each counts, also where one is read twice."""
-    trace = trace_of(report)
-    rows: dict[int, tuple[int, int]] = {}  # of each gradient: of the table, of the batch
-    for op in trace.ops:
-        place = _DENSE_GRADIENTS.get(op.call.func.overloadpacket)
-        if place is not None and op.outputs[0].is_strided:
-            count = rows.get(op.outputs[0].storage, (0, 0))[1] + op.inputs[place].numel
-            rows[op.outputs[0].storage] = op.outputs[0].shape[0], count
-    tables = _only_looked_up(trace, {whole: read for whole, read in rows.values() if FEW_ROWS * read < whole})
-    if not tables or report.cluster is not None:
-        return
-
-    def cut(spec: TensorSpec, size: object) -> TensorSpec:
-        if not isinstance(size, tuple) or not spec.shape or spec.shape[0] != size[0] or not spec.is_strided:
-            return spec
-        return spec._replace(shape=(size[1], *spec.shape[1:]))
-
-    then = with_tensors(trace, cut, tables.get)
-    about = {
-        id(op)
-        for op in trace.ops
-        if op.phase != "forward" and any(number in tables for number in op.storages)
-    }  # fmt: skip
-    yield Proposal(
-        "", lambda kernel: any(id(op) in about for op in kernel.ops),
-        "the gradient and the optimizer go through all rows of a table, of which a step reads few",
-        "Embedding(sparse=True) with SGD or SparseAdam, which leave rows that were not read as they are",
-        priced(report, then),
-    )  # fmt: skip
-
-
-FEW_ROWS = 4  # times as many rows has a table as a step reads, for sparse gradients to be worth their indices
-
-
-def _only_looked_up(trace: Trace, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
-    """Of each storage of such a table, its gradient and its states: the rows that it has and those that are read. Not
-    of a table that products read too, as one that is shared with a head."""
-    found: dict[int, tuple[int, int]] = {}
-    in_products: set[int] = set()
-    for op in trace.ops:
-        is_product = op.call.func.overloadpacket in (aten.mm, aten.addmm, aten.bmm)
-        for spec in (*op.inputs, *op.outputs):
-            if spec.shape and spec.shape[0] in sizes and len(spec.shape) == 2 and spec.is_strided:
-                found[spec.storage] = spec.shape[0], sizes[spec.shape[0]]
-            if is_product:
-                in_products.add(spec.storage)
-    shared = {found[number] for number in in_products & set(found)}
-    return {number: size for number, size in found.items() if size not in shared}
-
-
-@remedy
-def filled_gradients(report: Report) -> Iterator[Proposal]:
-    """Gradients that are filled with zeros, to which the backward pass then adds."""
-    trace = trace_of(report)
-    fills = {index for index, op in enumerate(trace.ops) if _fills_gradients(trace, op)}
-    left = {spec.storage for index in fills for spec in trace.ops[index].inputs}
-    takes = {}
-    for each in trace.accumulations:
-        op = trace.ops[each.op]
-        if op.call.func.overloadpacket is aten.add_ and op.inputs[0].storage in left:
-            takes[each.op] = _takes(op)
-            left.discard(op.inputs[0].storage)
-    if takes and report.cluster is None:
-        about = {id(trace.ops[index]) for index in fills | set(takes)}
-        yield Proposal(
-            "gradients", lambda kernel: any(id(op) in about for op in kernel.ops),
-            "they are filled with zeros, then read and added to", "zero_grad(set_to_none=True)",
-            priced(report, with_ops(trace, fills, takes)),
-        )  # fmt: skip
-
-
-def _takes(add: Op) -> Op:
-    """What autograd does where a leaf has no gradient: it keeps what it was given, without a kernel."""
-    given = add.call.inputs[1]._replace(storage=0)
-    return add._replace(call=Call(aten_overloads.detach.default, (given,), {}, (given,), (given,)),
-                        storages=(add.inputs[1].storage,))  # fmt: skip
-
-
-def _fills_gradients(trace: Trace, op: Op) -> bool:
-    if op.call.func.overloadpacket not in (aten.zero_, aten._foreach_zero_) or op.phase == "backward":
-        return False
-    return all(trace.storages[spec.storage].role == "gradients" for spec in op.inputs)
 
 
 LEAST_LOOP = 16  # tensors: a loop over fewer is no loop over a model's parameters
@@ -219,16 +177,9 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
 
 def _at_once(func: OpOverload, ops: list[Op]) -> Op:
     """One op for the tensors of all of them; numbers are taken from the first."""
-    numbers = tuple(dict.fromkeys(number for op in ops for number in op.storages))
-    place = {number: local for local, number in enumerate(numbers)}
-
-    def local(specs: Iterator[TensorSpec]) -> tuple[TensorSpec, ...]:
-        return tuple(spec._replace(storage=place[spec.storage]) for spec in specs)
-
-    of_inputs = [local(op.inputs[number] for op in ops) for number in range(min(len(op.inputs) for op in ops))]
-    args = iter(of_inputs)
-    first = [next(args) if isinstance(value, TensorSpec) else value for value in ops[0].call.args]
-    inputs = tuple(spec for each in of_inputs for spec in each)
-    outputs = () if func._schema.name.endswith("_") else local(op.outputs[0] for op in ops)
+    of_inputs = [tuple(op.inputs[number] for op in ops) for number in range(min(len(op.inputs) for op in ops))]
+    lists = iter(of_inputs)
+    args = tuple(next(lists) if isinstance(value, TensorSpec) else value for value in ops[0].call.args)
+    outputs = () if func._schema.name.endswith("_") else (op.outputs[0] for op in ops)
     kwargs = {name: value for name, value in ops[0].call.kwargs.items() if not isinstance(value, TensorSpec)}
-    return ops[-1]._replace(call=Call(func, tuple(first), kwargs, inputs, outputs), storages=numbers)
+    return in_place_of(ops[-1], func, args, kwargs, chain(*of_inputs), outputs)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import chain
 
-from torch._ops import OpOverload
-
-from flopmeter.records import Call, Op, TensorSpec, Trace
+from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.report.advice.rewrite import in_place_of, with_ops
 from flopmeter.report.drawers import VIEWS, draws
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -79,17 +77,21 @@ def _fused(trace: Trace, step: list[int]) -> Op | None:
         return None
     if all(any(part in name for name in names) for part in _ADAM) and len(states) == 2 * len(weights):
         moments = states[: len(weights)], states[len(weights) :]
-        arguments: Lists = (weights, gradients, *moments, [], [])
+        lists: Lists = (weights, gradients, *moments, [], [])
         options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "amsgrad": False,
                    "maximize": False}  # fmt: skip
-        return _op(aten_overloads._fused_adamw_.default, arguments, options, ops[-1])
+        return in_place_of(ops[-1], aten_overloads._fused_adamw_.default, lists, options, chain(*lists))
     if not any("sqrt" in name or "addcdiv" in name or "sign" in name for name in names):
         if len(states) not in (0, len(weights)):
             return None
         options = {"lr": 1e-3, "momentum": 0.9 if states else 0.0, "weight_decay": 0.0, "dampening": 0.0,
                    "nesterov": False, "maximize": False, "is_first_step": False}  # fmt: skip
-        return _op(aten_overloads._fused_sgd_.default, (weights, gradients, states), options, ops[-1])
+        lists = weights, gradients, states
+        return in_place_of(ops[-1], aten_overloads._fused_sgd_.default, lists, options, chain(*lists))
     return None
+
+
+Lists = tuple[list[TensorSpec], ...]
 
 
 def _by_role(trace: Trace, ops: list[Op]) -> dict[str | None, list[TensorSpec]]:
@@ -105,15 +107,3 @@ def _by_role(trace: Trace, ops: list[Op]) -> dict[str | None, list[TensorSpec]]:
         if spec.numel in sizes:
             roles.setdefault(trace.storages[number].role, []).append(spec)
     return roles
-
-
-Lists = tuple[list[TensorSpec], ...]
-
-
-def _op(func: OpOverload, lists: Lists, options: dict[str, Any], like: Op) -> Op:
-    specs = [spec for each in lists for spec in each]
-    numbers = list(dict.fromkeys(spec.storage for spec in specs))
-    place = {number: local for local, number in enumerate(numbers)}
-    args = tuple(tuple(spec._replace(storage=place[spec.storage]) for spec in each) for each in lists)
-    inputs = tuple(spec for each in args for spec in each)
-    return like._replace(call=Call(func, args, options, inputs, ()), storages=tuple(numbers))

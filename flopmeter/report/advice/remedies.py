@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.costs.data_movement.communication import message_peers
+from flopmeter.costs.host_work import runs_on
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
 from flopmeter.launch.modes import modes_beyond
 from flopmeter.records import ConvolutionWork, Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
@@ -198,6 +199,23 @@ def copies_to_host(report: Report) -> Iterator[Proposal]:
             f"{sent} go to the host, over a link that is slower than the device's memory",
             "make it smaller on the device first (argmax, a mean), or send it less often",
             priced(report, with_ops(trace, sends)),
+        )  # fmt: skip
+
+
+@remedy
+def batches_made_between(report: Report) -> Iterator[Proposal]:
+    """Ops on tensors of the host, outside of modules: each takes the time of a call from the device."""
+    trace = trace_of(report)
+    own = {
+        index
+        for index, op in enumerate(trace.ops)
+        if op.phase == "forward" and not op.module and op.call.outputs and not runs_on(trace.device, op.call)
+    }
+    if own:
+        yield Proposal(
+            "", everything, f"the host runs {counted(len(own), 'op')} on tensors of its own, one after the other",
+            "DataLoader(num_workers=...), whose processes make the next batch meanwhile",
+            priced(report, with_ops(trace, own)), where=modules_and_lines(report.kernels[:1]),
         )  # fmt: skip
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from flopmeter.records import Call, Op, TensorSpec, Trace
 from flopmeter.records.traces import renumbered
@@ -57,6 +58,41 @@ def changed_call(
     return dataclasses.replace(call, args=args, kwargs=kwargs, inputs=inputs, outputs=outputs)
 
 
+def in_place_of(
+    op: Op,
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    inputs: Iterable[TensorSpec],
+    outputs: Iterable[TensorSpec] = (),
+) -> Op:
+    """Another call in the place of an op. Its tensors have the numbers that the trace gives their storages."""
+    read, made = tuple(inputs), tuple(outputs)
+    numbers = tuple(dict.fromkeys(spec.storage for spec in (*read, *made)))
+    place = {number: local for local, number in enumerate(numbers)}
+
+    def local(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return value._replace(storage=place[value.storage])
+        return tuple(map(local, value)) if type(value) in (tuple, list) else value
+
+    options = {name: local(value) for name, value in kwargs.items()}
+    return op._replace(call=Call(func, local(args), options, local(read), local(made)), storages=numbers)
+
+
+def rebuilt(op: Op, change: Callable[[TensorSpec], TensorSpec]) -> Op:
+    """The op with its tensors changed, which `change` gets with the numbers that the trace gives their storages."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return change(value._replace(storage=op.storages[value.storage]))
+        return tuple(map(of, value)) if type(value) is tuple else value
+
+    call = op.call
+    kwargs = {name: of(value) for name, value in call.kwargs.items()}
+    return in_place_of(op, call.func, of(call.args), kwargs, map(change, op.inputs), map(change, op.outputs))
+
+
 def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | None = None) -> Trace:
     """The trace without the ops of these indices; ops of `put_in` stand at their own indices, whether the op there is
     dropped or not.
@@ -89,6 +125,12 @@ def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | 
         forward_ends=[place[end] for end in trace.forward_ends],
         optimizer_steps=[step._replace(end=place[step.end]) for step in trace.optimizer_steps],
     )
+
+
+def is_view(op: Op) -> bool:
+    """Whether all that it returns lies in what it was given, which it does not write to."""
+    made, given = {spec.storage for spec in op.call.outputs}, {spec.storage for spec in op.call.inputs}
+    return bool(made) and made <= given and not op.call.func._schema.is_mutable
 
 
 def is_dense(spec: TensorSpec) -> bool:

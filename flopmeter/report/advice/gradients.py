@@ -1,0 +1,133 @@
+"""Gradients that are made without need: filled with zeros, or by several passes through one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops
+from flopmeter.report.report import Report
+from flopmeter.torch_names.operators import aten, aten_overloads
+
+
+@remedy
+def filled_gradients(report: Report) -> Iterator[Proposal]:
+    """Gradients that are filled with zeros, to which the backward pass then adds."""
+    trace = trace_of(report)
+    fills = {index for index, op in enumerate(trace.ops) if _fills_gradients(trace, op)}
+    takes = _taken(trace, {spec.storage for index in fills for spec in trace.ops[index].inputs}, fills)
+    if takes and report.cluster is None:
+        about = {id(trace.ops[index]) for index in fills | set(takes)}
+        yield Proposal(
+            "gradients", lambda kernel: any(id(op) in about for op in kernel.ops),
+            "they are filled with zeros, then read and added to", "zero_grad(set_to_none=True)",
+            priced(report, with_ops(trace, fills, takes)),
+        )  # fmt: skip
+
+
+def _taken(trace: Trace, left: set[int], dropped: set[int]) -> dict[int, Op]:
+    """What becomes of the first addition to each gradient that is not there any more."""
+    takes = {}
+    for each in trace.accumulations:
+        op = trace.ops[each.op]
+        if each.op not in dropped and op.call.func.overloadpacket is aten.add_ and op.inputs[0].storage in left:
+            takes[each.op] = _takes(op)
+            left = left - {op.inputs[0].storage}
+    return takes
+
+
+def _takes(add: Op) -> Op:
+    """What autograd does where a leaf has no gradient: it keeps what it was given, without a kernel."""
+    given = add.inputs[1]
+    return in_place_of(add, aten_overloads.detach.default, (given,), {}, (given,), (given,))
+
+
+def _fills_gradients(trace: Trace, op: Op) -> bool:
+    if op.call.func.overloadpacket not in (aten.zero_, aten._foreach_zero_) or op.phase == "backward":
+        return False
+    return all(trace.storages[spec.storage].role == "gradients" for spec in op.inputs)
+
+
+@remedy
+def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
+    """Backward passes of several losses through one graph (`retain_graph=True`): what they share runs for each."""
+    trace = trace_of(report)
+    passes = _passes(trace)
+    dropped, put_in = set[int](), dict[int, Op]()
+    for number, early in enumerate(passes):
+        again = next((late for late in passes[number + 1 :] if _walks_same(trace, early, late)), None)
+        if again is None:
+            continue
+        shared = _shared(trace, early, again)
+        first = min((index for index in shared if not is_view(trace.ops[index])), default=None)
+        if first is None:
+            continue
+        dropped |= shared
+        put_in[first] = _sum_of_two(trace, early, first)
+    if not put_in or report.cluster is not None:
+        return
+    gradients = {out.storage for index in dropped for out in trace.ops[index].outputs}
+    put_in |= _taken(trace, gradients, dropped)
+    about = {id(trace.ops[index]) for index in dropped}
+    yield Proposal(
+        "", lambda kernel: id(kernel.op) in about,
+        "backward() of several losses walks through what they share again and again",
+        "one backward() of the sum of the losses, without retain_graph=True",
+        priced(report, with_ops(trace, dropped, put_in)),
+    )  # fmt: skip
+
+
+def _passes(trace: Trace) -> list[range]:
+    """The ops of each backward pass, with what checkpoints compute again in it."""
+    passes, start = [], None
+    for index, op in enumerate((*trace.ops, None)):
+        is_inside = op is not None and op.phase in ("backward", "recompute")
+        if is_inside and start is None:
+            start = index
+        elif not is_inside and start is not None:
+            passes.append(range(start, index))
+            start = None
+    return passes
+
+
+def _walks_same(trace: Trace, early: range, late: range) -> bool:
+    """Whether both add to gradients of the same leaves, and nothing reads what the first made (a second derivative)."""
+    leaves = [{each.leaf for each in trace.accumulations if each.op in part} for part in (early, late)]
+    if not leaves[0] & leaves[1]:
+        return False
+    grown = {trace.ops[each.op].inputs[0].storage for each in trace.accumulations if each.op in late}
+    read = {spec.storage for op in trace.ops[early.stop : late.stop] for spec in op.inputs}
+    return not any(trace.storages[number].born in early for number in read - grown)
+
+
+def _shared(trace: Trace, early: range, late: range) -> set[int]:
+    """The ops of the first pass that the second one runs for other gradients: all that comes of them are gradients that
+    the second pass adds to, and the second has an op on the same activations and weights."""
+    again = {each.leaf for each in trace.accumulations if each.op in late}
+    added_to = {each.op: each.leaf for each in trace.accumulations if each.op in early}
+    known = {_on_known(trace, trace.ops[index], early.start) for index in late}
+    leads_to: dict[int, set[int]] = {}
+    shared = set()
+    for index in reversed(early):
+        op = trace.ops[index]
+        leaves = {leaf for spec in op.outputs for leaf in leads_to.get(spec.storage, ())}
+        leaves |= {added_to[index]} if index in added_to else set()
+        for spec in op.inputs:
+            leads_to.setdefault(spec.storage, set()).update(leaves)
+        on = _on_known(trace, op, early.start)
+        if leaves and leaves <= again and (not on[1] or on in known):
+            shared.add(index)
+    return shared
+
+
+def _on_known(trace: Trace, op: Op, start: int) -> tuple[object, tuple[TensorSpec, ...]]:
+    """The op with what it reads of before the backward pass."""
+    return op.call.func, tuple(spec for spec in op.inputs if trace.storages[spec.storage].born < start)
+
+
+def _sum_of_two(trace: Trace, early: range, first: int) -> Op:
+    """The gradients of two losses, added up where these part."""
+    op = trace.ops[first]
+    made = next((spec for spec in op.inputs if trace.storages[spec.storage].born in early), op.inputs[0])
+    return in_place_of(op, aten_overloads.add.Tensor, (made, made), {}, (made, made), (made,))

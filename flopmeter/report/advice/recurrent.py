@@ -1,0 +1,160 @@
+"""Loops over LSTMCell and GRUCell, for which torch has one op for all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.report.advice.fused_attention import dense
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops
+from flopmeter.report.report import Report
+from flopmeter.torch_names.operators import aten, aten_overloads
+
+_CELLS = {aten._thnn_fused_lstm_cell: (2, "nn.LSTM"), aten._thnn_fused_gru_cell: (3, "nn.GRU")}  # cuDNN's number
+_BACKWARD = (aten._thnn_fused_lstm_cell_backward_impl, aten._thnn_fused_gru_cell_backward)
+_OF_BACKWARD = (*_BACKWARD, aten.mm, aten.t, aten.add, aten.detach, aten.sum)
+_GATHER = (aten.stack, aten.cat)
+LEAST_STEPS = 4
+
+
+class _Loop:
+    """The steps of one cell, each of which starts from the state that the one before left."""
+
+    def __init__(self, weights: tuple[TensorSpec, ...]) -> None:
+        self.weights = weights
+        self.steps: list[int] = []  # ops: the cells
+        self.inputs: list[TensorSpec] = []
+        self.dropped: set[int] = set()
+
+
+@remedy
+def cells_in_loops(report: Report) -> Iterator[Proposal]:
+    """Each step launches its products and its cell, and waits for the host."""
+    trace = trace_of(report)
+    put_in, dropped, names = dict[int, Op](), set[int](), set[str]()
+    for loop in _loops(trace):
+        first = trace.ops[loop.steps[0]]
+        mode, name = _CELLS[first.call.func.overloadpacket]
+        put_in |= _at_once(trace, loop, mode)
+        dropped |= loop.dropped
+        names.add(name)
+    if put_in and are_in_torch(put_in.values()):
+        about = {id(trace.ops[index]) for index in dropped}
+        yield Proposal(
+            "", lambda kernel: id(kernel.op) in about, "a few small kernels for each step of a sequence",
+            f"{' or '.join(sorted(names))} over the whole sequence, in place of the loop over cells",
+            priced(report, with_ops(trace, dropped, put_in)),
+        )  # fmt: skip
+
+
+def _loops(trace: Trace) -> list[_Loop]:
+    """Loops whose inputs are there before them, or come from another such loop."""
+    after: dict[int, _Loop] = {}  # storages of states: the loop that made them last
+    found: list[_Loop] = []
+    for index, op in enumerate(trace.ops):
+        if op.call.func.overloadpacket not in _CELLS or op.phase != "forward":
+            continue
+        products = [trace.storages[spec.storage].born for spec in op.inputs[:2]]
+        if min(products) < 0 or any(trace.ops[place].call.func.overloadpacket is not aten.mm for place in products):
+            continue
+        (x, w_x), (state, w_state) = (trace.ops[place].inputs for place in products)
+        loop = after.get(state.storage)
+        if loop is None or loop.weights[1].storage != w_state.storage:
+            turned = (spec._replace(shape=spec.shape[::-1], stride=spec.stride[::-1]) for spec in (w_x, w_state))
+            loop = _Loop((*turned, *(spec for spec in op.inputs[3:] if len(spec.shape) == 1)))
+            found.append(loop)
+        loop.steps.append(index)
+        loop.inputs.append(x)
+        start = min(products)
+        while is_view(trace.ops[start - 1]):
+            start -= 1
+        loop.dropped |= set(range(start, index + 1))
+        after |= {spec.storage: loop for spec in op.outputs}
+    return [loop for loop in found if len(loop.steps) >= LEAST_STEPS and _is_given(trace, loop, after)]
+
+
+def _is_given(trace: Trace, loop: _Loop, after: dict[int, _Loop]) -> bool:
+    """Whether no input depends on the step before."""
+    born = (trace.storages[spec.storage].born for spec in loop.inputs)
+    from_loops = {spec.storage for spec in loop.inputs if after.get(spec.storage, loop) is not loop}
+    return all(
+        place < loop.steps[0] or spec.storage in from_loops for place, spec in zip(born, loop.inputs, strict=True)
+    )
+
+
+def _at_once(trace: Trace, loop: _Loop, mode: int) -> dict[int, Op]:
+    """cuDNN's op in the place of the last step, or of the op that gathers the states of all; and its backward."""
+    last = trace.ops[loop.steps[-1]]
+    states = {trace.ops[index].outputs[0].storage for index in loop.steps}
+    gathers = (
+        index
+        for index in range(loop.steps[-1], len(trace.ops))
+        if trace.ops[index].call.func.overloadpacket in _GATHER
+        and states.issuperset(spec.storage for spec in trace.ops[index].inputs)
+    )
+    at = next(gathers, loop.steps[-1])
+    state, x, work = last.outputs[0], loop.inputs[0], last.outputs[-1]
+    tokens = len(loop.steps), state.shape[0]
+    out = _laid((*tokens, state.shape[1]), trace.ops[at].outputs[0])
+    sequence = _laid((*tokens, x.shape[1]), x)
+    hidden = _laid((1, *state.shape), trace.ops[loop.steps[0]].inputs[2])
+    cell = hidden if mode == 2 else None
+    reserve = _laid((tokens[0] * work.nbytes + mode % 2 * state.nbytes,), work)._replace(dtype=torch.uint8)
+    options = {
+        "mode": mode, "hidden_size": state.shape[1], "proj_size": 0, "num_layers": 1, "batch_first": False,
+        "dropout": 0.0, "train": True, "bidirectional": False, "batch_sizes": (), "dropout_state": None,
+        "input": sequence, "weight": loop.weights, "weight_stride0": len(loop.weights), "weight_buf": None,
+        "hx": hidden, "cx": cell,
+    }  # fmt: skip
+    given = (sequence, *loop.weights, hidden)
+    made = (out, hidden, *((hidden,) if cell else ()), reserve)
+    loop.dropped.add(at)
+    put_in = {at: in_place_of(trace.ops[at], aten_overloads._cudnn_rnn.default, (), options, given, made)}
+    return put_in | _backward(trace, loop, options, given, (out, reserve))
+
+
+def _backward(
+    trace: Trace,
+    loop: _Loop,
+    options: dict[str, Any],
+    given: tuple[TensorSpec, ...],
+    kept: tuple[TensorSpec, TensorSpec],
+) -> dict[int, Op]:
+    works = {trace.ops[index].outputs[-1].storage for index in loop.steps}
+    cells = [
+        index
+        for index, op in enumerate(trace.ops)
+        if op.call.func.overloadpacket in _BACKWARD and works & {spec.storage for spec in op.inputs}
+    ]
+    if not cells:
+        return {}
+    module, (out, reserve) = trace.ops[cells[0]].module, kept
+    end = cells[-1]
+    while end + 1 < len(trace.ops) and _is_of_backward(trace.ops[end + 1], module):
+        end += 1
+    inside = {index for index in range(cells[0], end + 1) if _is_of_backward(trace.ops[index], module)}
+    reads_x = {spec.storage for spec in loop.weights[:1]}
+    wants_x = any(reads_x & set(trace.ops[index].storages) for index in inside)
+    start = cells[0]
+    while is_view(trace.ops[start - 1]) and trace.ops[start - 1].phase == "backward":
+        start -= 1
+    loop.dropped |= inside | set(range(start, cells[0]))
+    gradient = _laid(out.shape, trace.ops[cells[0]].inputs[0])
+    options = options | {"output": out, "grad_output": gradient, "grad_hy": None, "grad_cy": None, "reserve": reserve,
+                         "output_mask": (wants_x, True, True, True)}  # fmt: skip
+    made = given if wants_x else given[1:]
+    read = (*given, out, gradient, reserve)
+    func = aten_overloads._cudnn_rnn_backward.default
+    return {cells[-1]: in_place_of(trace.ops[cells[-1]], func, (), options, read, made)}
+
+
+def _is_of_backward(op: Op, module: str) -> bool:
+    return op.phase == "backward" and op.module == module and op.call.func.overloadpacket in _OF_BACKWARD
+
+
+def _laid(shape: tuple[int, ...], where: TensorSpec) -> TensorSpec:
+    return dense(shape, where.dtype, where.device)._replace(storage=where.storage)

@@ -1,0 +1,110 @@
+"""Tables whose rows are looked up: by products with ones and zeros, and with gradients that have all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.report.advice.fused_attention import dense
+from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
+from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops, with_tensors
+from flopmeter.report.report import Report
+from flopmeter.torch_names.operators import aten, aten_overloads
+
+_DENSE_GRADIENTS = {aten.embedding_dense_backward: 1, aten._embedding_bag_backward: 1}  # place of the indices
+
+
+@remedy
+def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
+    """Tables of which a step reads few rows, and whose gradients and optimizer go through all of them. Priced is a
+    table of as many rows as are read: each counts, also where one is read twice."""
+    trace = trace_of(report)
+    rows: dict[int, tuple[int, int]] = {}  # of each gradient: of the table, of the batch
+    for op in trace.ops:
+        place = _DENSE_GRADIENTS.get(op.call.func.overloadpacket)
+        if place is not None and op.outputs[0].is_strided:
+            count = rows.get(op.outputs[0].storage, (0, 0))[1] + op.inputs[place].numel
+            rows[op.outputs[0].storage] = op.outputs[0].shape[0], count
+    tables = _only_looked_up(trace, {whole: read for whole, read in rows.values() if FEW_ROWS * read < whole})
+    if not tables or report.cluster is not None:
+        return
+
+    def cut(spec: TensorSpec, size: object) -> TensorSpec:
+        if not isinstance(size, tuple) or not spec.shape or spec.shape[0] != size[0] or not spec.is_strided:
+            return spec
+        return spec._replace(shape=(size[1], *spec.shape[1:]))
+
+    then = with_tensors(trace, cut, tables.get)
+    about = {
+        id(op)
+        for op in trace.ops
+        if op.phase != "forward" and any(number in tables for number in op.storages)
+    }  # fmt: skip
+    yield Proposal(
+        "", lambda kernel: any(id(op) in about for op in kernel.ops),
+        "the gradient and the optimizer go through all rows of a table, of which a step reads few",
+        "Embedding(sparse=True) with SGD or SparseAdam, which leave rows that were not read as they are",
+        priced(report, then),
+    )  # fmt: skip
+
+
+FEW_ROWS = 4  # times as many rows has a table as a step reads, for sparse gradients to be worth their indices
+
+
+def _only_looked_up(trace: Trace, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
+    """Of each storage of such a table, its gradient and its states: the rows that it has and those that are read. Not
+    of a table that products read too, as one that is shared with a head."""
+    found: dict[int, tuple[int, int]] = {}
+    in_products: set[int] = set()
+    for op in trace.ops:
+        is_product = op.call.func.overloadpacket in (aten.mm, aten.addmm, aten.bmm)
+        for spec in (*op.inputs, *op.outputs):
+            if spec.shape and spec.shape[0] in sizes and len(spec.shape) == 2 and spec.is_strided:
+                found[spec.storage] = spec.shape[0], sizes[spec.shape[0]]
+            if is_product:
+                in_products.add(spec.storage)
+    shared = {found[number] for number in in_products & set(found)}
+    return {number: size for number, size in found.items() if size not in shared}
+
+
+_PRODUCTS = (aten.mm, aten.addmm)
+_CASTS = (aten._to_copy, aten.clone)
+
+
+@remedy
+def one_hot_products(report: Report) -> Iterator[Proposal]:
+    """Products with rows of zeros that have a one each, which take rows of a table as an embedding does."""
+    trace = trace_of(report)
+    ones: dict[int, tuple[TensorSpec, int]] = {}  # storages of such rows: the indices, and how long the rows are
+    put_in, dropped = {}, set()
+    for index, op in enumerate(trace.ops):
+        kind, rows = op.call.func.overloadpacket, next((ones[number] for number in op.storages if number in ones), None)
+        if kind is aten.scatter_ and op.call.get("value") == 1:
+            ones[op.inputs[0].storage] = op.inputs[1], op.inputs[0].shape[-1]
+            dropped |= {index, trace.storages[op.inputs[0].storage].born}
+        elif rows is not None and kind in _CASTS:
+            ones[op.outputs[0].storage] = rows
+            dropped.add(index)
+        elif rows is not None and kind in _PRODUCTS:
+            put_in[index] = _lookup(op, *rows, ones)
+        elif rows is not None and not is_view(op):
+            return  # something else reads them
+    if put_in and not dropped & {-1}:
+        about = {id(trace.ops[index]) for index in dropped | set(put_in)}
+        yield Proposal(
+            "", lambda kernel: id(kernel.op) in about,
+            "rows of a table are taken by products with zeros and a one for each row",
+            "nn.Embedding, or table[indices], in place of the product with F.one_hot",
+            priced(report, with_ops(trace, dropped, put_in)),
+        )  # fmt: skip
+
+
+def _lookup(op: Op, indices: TensorSpec, length: int, ones: dict[int, tuple[TensorSpec, int]]) -> Op:
+    """The rows that a product takes; or, where it sums over the rows, the gradient of the table."""
+    out, (left, right) = op.outputs[0], op.inputs[-2:]
+    other = right if left.storage in ones else left
+    if left.shape[-1] == length:
+        table = dense((length, other.numel // length), other.dtype, other.device)._replace(storage=other.storage)
+        return in_place_of(op, aten_overloads.embedding.default, (table, indices), {}, (table, indices), (out,))
+    args = other, indices, length, -1, False
+    return in_place_of(op, aten_overloads.embedding_dense_backward.default, args, {}, args[:2], (out,))
