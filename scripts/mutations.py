@@ -40,9 +40,9 @@ class Module:
         self.parent: dict[ast.AST, ast.AST] = {}
         skipped = [node for node in ast.walk(self.tree) if _is_no_code(node)]
         for table in (node for node in ast.walk(self.tree) if isinstance(node, ast.Dict)):
-            skipped += [
-                part for pair in zip(table.keys, table.values, strict=True) if _is_lacking(pair[0]) for part in pair
-            ]
+            for key, value in zip(table.keys, table.values, strict=True):
+                if key is not None and _is_lacking(key):
+                    skipped += [key, value]
         self._skipped = {id(child) for node in skipped for child in ast.walk(node)}
         for node in ast.walk(self.tree):
             self.parent.update((child, node) for child in ast.iter_child_nodes(node))
@@ -113,9 +113,9 @@ def _is_op(node: ast.AST) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and _name(node.value) == "aten"
 
 
-def _is_lacking(node: ast.AST | None) -> bool:
+def _is_lacking(node: ast.AST) -> bool:
     """An op that this torch does not have."""
-    return node is not None and _is_op(node) and not hasattr(torch.ops.aten, node.attr)
+    return _is_op(node) and not hasattr(torch.ops.aten, node.attr)
 
 
 def _asks_version(test: ast.expr) -> bool:

@@ -148,7 +148,9 @@ class _Pricer:
             is_cuda=self.profile.is_cuda,
             rows=tuple(sorted(self._rows(), key=lambda row: -row.to_win_seconds)),
             alone_measured_seconds=sum(self._alone_nanoseconds[key] for key, _ in self._predictions()) * _SECONDS,
-            alone_predicted_seconds=sum(known.seconds * self._alone[key] for key, known in self._predictions()),
+            alone_predicted_seconds=sum(
+                known.row.predicted_seconds * self._alone[key] for key, known in self._predictions()
+            ),
             unpriced=tuple(sorted(_merged(self._unpriced()), key=lambda row: -row.measured_seconds)),
             span_seconds=span,
             busy_seconds=covered_nanoseconds(self._busy()) * _SECONDS,
