@@ -7,8 +7,12 @@ import resource
 import sys
 
 import pytest
+import torch
+from torch.utils._ordered_set import OrderedSet
 
-from flopmeter.compiler.pace import around_hash, undisturbed
+from flopmeter import FlopMeter
+from flopmeter.compiler import session
+from flopmeter.compiler.pace import around_hash, around_set_making, around_union, undisturbed
 
 CALLS = 200
 DEPTHS = range(400)  # frames of more than one chunk of 16 KiB
@@ -76,3 +80,44 @@ def test_a_hash_is_asked_for_once() -> None:
     key, kept = Key(), around_hash(Key.__hash__)
     assert [kept(key), kept(key)] == [17, 17]
     assert key.asked == 1
+
+
+def test_sets_of_sets_are_the_same_with_no_hash_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Key:
+        asked = 0
+
+        def __hash__(self) -> int:
+            Key.asked += 1
+            return id(self)
+
+    a, b, c, d = Key(), Key(), Key(), Key()
+    one, other = OrderedSet([c, a, b]), OrderedSet([d, a])
+    expected = [list(OrderedSet(one)), list(one | other), list(one | {d}), list(OrderedSet(iter([b, a])))]
+    monkeypatch.setattr(OrderedSet, "__init__", around_set_making(OrderedSet.__init__))
+    monkeypatch.setattr(OrderedSet, "__or__", around_union(OrderedSet.__or__))
+    asked = Key.asked
+    copy, union = OrderedSet(one), one | other
+    assert Key.asked == asked
+    assert [list(copy), list(union), list(one | {d}), list(OrderedSet(iter([b, a])))] == expected
+    copy.add(d)
+    assert d not in one
+    assert list(OrderedSet()) == []
+
+
+def test_what_ops_a_kernel_of_an_optimizer_comes_from_is_the_same_at_that_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without what keeps a large graph from taking long."""
+    seen = []
+    for wraps in (True, False):
+        if not wraps:
+            for name in ("around_hash", "around_origins", "around_set_making", "around_union"):
+                monkeypatch.setattr(session, name, lambda plain: plain)
+        weights = [torch.nn.Parameter(torch.empty(8, size, device="meta")) for size in range(8, 20)]
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+        optimizer = torch.optim.AdamW(weights)
+        with FlopMeter("a100-sxm4-80gb", compile=True) as meter:
+            optimizer.step()
+        (graph,) = meter.trace.compilation.graphs
+        seen.append([(kernel.kind, kernel.scheduler_bytes, kernel.origins) for kernel in graph.kernels])
+    assert seen[0] == seen[1]
+    assert any(len(origins) > len(weights) for _, _, origins in seen[0])

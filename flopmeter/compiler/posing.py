@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from flopmeter.torch_names import compiler as names
 
@@ -194,9 +194,11 @@ def _make_posing(cls: type, elem: Any, requires_grad: bool = False, **options: A
 def pose(graph: Any) -> None:
     """Move a graph of fake meta tensors to the device: the values of its nodes, and the devices that it names."""
     _rename_device(graph, META, CUDA)
+    values = [node.meta["val"] for node in graph.graph.nodes if "val" in node.meta]
+    twins = {id(leaf): posed(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
     for node in graph.graph.nodes:
         if "val" in node.meta:
-            node.meta["val"] = tree_map(_posed_if_tensor, node.meta["val"])
+            node.meta["val"] = tree_map(lambda leaf: twins.get(id(leaf), leaf), node.meta["val"])
 
 
 def unpose(graph: Any) -> None:
@@ -211,10 +213,6 @@ def _rename_device(graph: Any, old: torch.device, new: torch.device) -> None:
             node.kwargs = {**node.kwargs, "device": new}
         if any(isinstance(argument, torch.device) and argument == old for argument in node.args):
             node.args = tuple(new if argument == old else argument for argument in node.args)
-
-
-def _posed_if_tensor(value: Any) -> Any:
-    return posed(value) if isinstance(value, torch.Tensor) else value
 
 
 def unposed(value: Any) -> Any:

@@ -28,7 +28,7 @@ from flopmeter.compiler.frames import AroundTracing, Frames, nothing_around, tex
 from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
 from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
-from flopmeter.compiler.pace import around_hash, undisturbed
+from flopmeter.compiler.pace import around_hash, around_origins, around_set_making, around_union, undisturbed
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose, unposed
 from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.records import CompiledGraph, GraphBreak
@@ -187,6 +187,10 @@ class Session:
             (names.GUARD_IDENTITY, self._frames.around_identity_guard),
             (names.HAS_TRITON, self._around_has_triton),
             (names.DEP_HASH, around_hash),
+            (names.SET_MAKING, around_set_making),
+            (names.SET_UNION, around_union),
+            (names.ORIGINS, around_origins),
+            (names.IS_NAMED_TUPLE, functools.cache),
             (names.CREATE_PROXY, constants.around_create_proxy),
             (names.RULES, functools.partial(made_inside, self._frames.as_torch_is)),
             (names.HANDLERS, functools.partial(made_inside, self._frames.as_torch_is)),

@@ -31,7 +31,7 @@ import torch
 from flopmeter.costs import make_cost
 from flopmeter.costs.fused import flops_of, name_of, slowest_class, walk_of
 from flopmeter.launch.fusion.dataflow import flow_of
-from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, modules_compiled, tensors_of, whole_program
+from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, tensors_of, whole_program
 from flopmeter.launch.fusion.grouping import Groups
 from flopmeter.launch.fusion.inlining import inlined
 from flopmeter.launch.fusion.layout import in_chosen_layout
@@ -56,7 +56,7 @@ from flopmeter.records import (
 )
 from flopmeter.torch_names.operators import aten
 
-__all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "modules_compiled", "padded", "tensors_of", "whole_program"]
+__all__ = ["CompiledRegion", "NOTE", "fuse", "graphs_of", "padded", "tensors_of", "whole_program"]
 
 NOTE = "compiled: fusion by inductor's default rules, and what backward computes again by those of its partitioner"
 

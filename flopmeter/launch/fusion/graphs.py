@@ -24,18 +24,6 @@ def whole_program(op: Op) -> Hashable | None:
     return None if op.phase == "optimizer" or takes_batch else "program"
 
 
-def modules_compiled(*paths: str) -> CompiledRegion:
-    """Only the modules at these paths, each a region of its own, forward and backward.
-
-    Paths are those of the report's module tree, such as 'GPT.blocks.3'.
-    """
-
-    def region(op: Op) -> Hashable | None:
-        return next((path for path in paths if op.module == path or op.module.startswith(f"{path}.")), None)
-
-    return region
-
-
 def graphs_of(kernels: list[Kernel], region: CompiledRegion = whole_program) -> list[int | None]:
     """The number of each kernel's graph, counted in order; None for a kernel that runs eagerly.
 
