@@ -42,6 +42,8 @@ def shape(known: Knowledge, call: Invocation) -> Any:
         return known.lift(known.answer(call))
     if call.func in UNIQUE and known.assume.mask_fraction is not None:
         return _assume_different(known, call, known.assume.mask_fraction)
+    if call.func is aten.bincount.default and known.assume.stands_in and call.argument(2, "minlength", 0):
+        return _count_below(known, call)
     if call.func is aten.repeat_interleave.Tensor and call.kwargs.get("output_size") is None:
         raise DataDependentError(str(call.func))
     try:
@@ -163,6 +165,14 @@ def _assume_different(known: Knowledge, call: Invocation, fraction: float) -> An
         found, *places_and_counts = call.func(turns.view(numbers.shape), *call.args[1:], **call.kwargs)
         known.assume.note(f"mask_fraction={fraction:g} (of numbers, differ)", call.func)
         return tuple(each.to("meta") for each in (found.to(numbers.dtype), *places_and_counts))
+
+
+def _count_below(known: Knowledge, call: Invocation) -> Tensor:
+    """bincount of unknown numbers: the program says how many counts it expects, as for a confusion matrix."""
+    length, weights = call.argument(2, "minlength", 0), call.argument(1, "weights", None)
+    known.assume.note(f"no number reaches minlength={length}", call.func)
+    with no_modes():
+        return torch.empty(length, dtype=torch.int64 if weights is None else weights.dtype, device="meta")
 
 
 def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:
