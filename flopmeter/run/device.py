@@ -110,10 +110,10 @@ class NamedCuda:
         yield Patch(Tensor, "data_ptr", self._data_ptr(Tensor.data_ptr), "tells tensors apart that share no memory")
         yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
         storage = torch.UntypedStorage
-        yield Patch(
-            storage, "share_memory_", self._share(storage.share_memory_), "memory of the GPU is shared as it is"
-        )
-        yield Patch(storage, "is_shared", self._is_shared(storage.is_shared), "memory of the GPU is shared as it is")
+        shared = "memory of the GPU is shared as it is"
+        yield Patch(storage, "share_memory_", self._share(storage.share_memory_), shared)
+        yield Patch(storage, "is_shared", self._is_shared(storage.is_shared), shared)
+        yield Patch(storage, "cuda", self._storage_cuda(), takes)
         yield Patch(Module, "cuda", self._module_cuda(), takes)
         yield Patch(Module, "cpu", lambda module: module.to("cpu"), takes)
         yield Patch(Module, "to", self._module_to(Module.to), takes)
@@ -321,6 +321,10 @@ class NamedCuda:
 
     def _is_shared(self, original: Callable[..., bool]) -> Callable[..., bool]:
         return lambda storage: storage.device.type == "meta" or original(storage)
+
+    def _storage_cuda(self) -> Callable[..., torch.UntypedStorage]:
+        """torch.load gives storages to a map_location that is a function."""
+        return lambda storage, device=None, non_blocking=False: torch.UntypedStorage(storage.nbytes(), device="meta")
 
     def _module_cuda(self) -> Callable[..., Module]:
         return lambda module, device=None: module.to(self.name if device is None else device)
