@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -223,9 +224,8 @@ class _Paths:
 
     def _of_frame(self, graph: CompiledGraph) -> str:
         """The path of the module whose method the program compiled, or that called the compiled function."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and graph.function != name_of(frame.f_code):
-            frame = frame.f_back
+        frames = (each for each, _ in traceback.walk_stack(sys._getframe(1)))
+        frame = next((each for each in frames if graph.function == name_of(each.f_code)), None)
         held = list(frame.f_locals.values()) if frame else []
         for value in held:
             if isinstance(value, Optimizer):

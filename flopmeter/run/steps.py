@@ -23,13 +23,13 @@ import functools
 import importlib
 import sys
 import time
+import traceback
 import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -337,10 +337,8 @@ _SEGMENT = CheckpointFunction.forward.__code__
 def _records_gradients() -> bool:
     """Whether the call is a part of what is trained: a reentrant checkpoint calls its segment without gradients, and
     again in the backward pass."""
-    frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
-    while frame is not None and frame.f_code is not _SEGMENT:
-        frame = frame.f_back
-    return torch.is_grad_enabled() or frame is not None
+    frames = traceback.walk_stack(sys._getframe(1))
+    return torch.is_grad_enabled() or any(frame.f_code is _SEGMENT for frame, _ in frames)
 
 
 def _learns(module: nn.Module) -> bool:

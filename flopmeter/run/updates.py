@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -128,9 +128,5 @@ class OwnUpdates:
 
 def _steps_in_another(optimizer: Optimizer) -> bool:
     """Whether it steps in the `step()` of another one, a container: the whole step is that one's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _STEP and frame.f_locals["self"] is not optimizer:
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(sys._getframe(1))
+    return any(frame.f_code is _STEP and frame.f_locals["self"] is not optimizer for frame, _ in frames)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
-from types import FrameType
 
 import torch
 from torch import Tensor
@@ -101,10 +101,8 @@ class Attribution:
 def _creates_graph() -> bool:
     """Whether the running backward pass was called with create_graph=True. Then gradient mode is on in all of it; else
     gradient mode inside a backward pass means that a checkpoint recomputes."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "_engine_run_backward":  # torch/autograd/graph.py
             arguments = frame.f_locals["args"]  # (grad_tensors, retain_graph, create_graph, inputs)
             return bool(arguments[2]) if len(arguments) > 2 else False
-        frame = frame.f_back
     return False
