@@ -112,9 +112,9 @@ class NamedCuda:
         yield Patch(Tensor, "data_ptr", self._data_ptr(Tensor.data_ptr), "tells tensors apart that share no memory")
         yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
         storage = torch.UntypedStorage
-        shared = "memory of the GPU is shared as it is"
-        yield Patch(storage, "share_memory_", self._share(storage.share_memory_), shared)
-        yield Patch(storage, "is_shared", self._is_shared(storage.is_shared), shared)
+        share, is_shared, why = storage.share_memory_, storage.is_shared, "memory of the GPU is shared as it is"
+        yield Patch(storage, "share_memory_", lambda own: own if own.device.type == "meta" else share(own), why)
+        yield Patch(storage, "is_shared", lambda own: own.device.type == "meta" or is_shared(own), why)
         # torch.load gives storages to a map_location that is a function
         yield Patch(storage, "cuda", lambda own, *_, **__: torch.UntypedStorage(own.nbytes(), device=META), takes)
         yield Patch(
@@ -314,12 +314,6 @@ class NamedCuda:
             return pinned.requires_grad_(tensor.requires_grad)
 
         return pin_memory
-
-    def _share(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda storage: storage if storage.device.type == "meta" else original(storage)
-
-    def _is_shared(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        return lambda storage: storage.device.type == "meta" or original(storage)
 
     def _module_to(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
