@@ -982,3 +982,21 @@ def test_a_stated_share_of_unknown_numbers_are_different_ones(unique):
 def test_without_a_share_the_different_ones_of_unknown_numbers_are_an_error_that_says_so():
     with FlopMeter(), pytest.raises(DataDependentError, match="what share of such numbers differ"):
         torch.empty(8, device="meta").unique()
+
+
+def test_stand_ins_are_all_alike_where_a_metric_counts_the_classes_of_predictions():
+    with FlopMeter(unknown="stand-in") as meter:
+        found, counts = torch.empty(100, 8, device="meta").argmax(1).unique(return_counts=True)
+    assert (len(found), counts.shape) == (1, (1,))
+    assert "unknown numbers are alike" in meter.report().assumptions[0]
+
+
+def test_a_confusion_matrix_of_predictions_has_as_many_counts_as_the_script_asks_for():
+    predicted = torch.empty(100, dtype=torch.int64, device="meta")
+    with FlopMeter(unknown="stand-in") as meter:
+        matrix = torch.bincount(predicted, minlength=9).reshape(3, 3)
+        weighted = torch.bincount(predicted, torch.empty(100, device="meta"), minlength=9)
+    assert (matrix.dtype, weighted.dtype, weighted.shape) == (torch.int64, torch.float32, (9,))
+    assert "no number reaches minlength=9" in meter.report().assumptions[0]
+    with FlopMeter(unknown="stand-in"), pytest.raises(DataDependentError):
+        torch.bincount(predicted)

@@ -40,8 +40,10 @@ def shape(known: Knowledge, call: Invocation) -> Any:
     _assume_mask(known, call, call.tensors[0])
     if known.knows_all(call.tensors):
         return known.lift(known.answer(call))
-    if call.func in UNIQUE and known.assume.mask_fraction is not None:
+    if call.func in UNIQUE and (known.assume.mask_fraction is not None or known.assume.stands_in):
         return _assume_different(known, call, known.assume.mask_fraction)
+    if call.func is aten.bincount.default and known.assume.stands_in and call.argument(2, "minlength", 0):
+        return _count_below(known, call)
     if call.func is aten.repeat_interleave.Tensor and call.kwargs.get("output_size") is None:
         raise DataDependentError(str(call.func))
     try:
@@ -154,15 +156,25 @@ def suppressed(known: Knowledge, call: Invocation) -> Any:
     return result
 
 
-def _assume_different(known: Knowledge, call: Invocation, fraction: float) -> Any:
-    """mask_fraction: so large a share of unknown numbers are different ones; which ones is not known."""
+def _assume_different(known: Knowledge, call: Invocation, fraction: float | None) -> Any:
+    """mask_fraction: so large a share of unknown numbers are different ones; which ones is not known. Stand-ins are
+    all alike."""
     numbers = call.tensors[0]
     n = numbers.numel()
+    rule = "unknown numbers are alike" if fraction is None else f"mask_fraction={fraction:g} (of numbers, differ)"
     with no_modes():
-        turns = torch.arange(n, device="cpu") * max(round(fraction * n), 1) // max(n, 1)
+        turns = torch.arange(n, device="cpu") * max(round((fraction or 0) * n), 1) // max(n, 1)
         found, *places_and_counts = call.func(turns.view(numbers.shape), *call.args[1:], **call.kwargs)
-        known.assume.note(f"mask_fraction={fraction:g} (of numbers, differ)", call.func)
+        known.assume.note(rule, call.func)
         return tuple(each.to("meta") for each in (found.to(numbers.dtype), *places_and_counts))
+
+
+def _count_below(known: Knowledge, call: Invocation) -> Tensor:
+    """bincount of unknown numbers: the program says how many counts it expects, as for a confusion matrix."""
+    length, weights = call.argument(2, "minlength", 0), call.argument(1, "weights", None)
+    known.assume.note(f"no number reaches minlength={length}", call.func)
+    with no_modes():
+        return torch.empty(length, dtype=torch.int64 if weights is None else weights.dtype, device="meta")
 
 
 def _assume_mask(known: Knowledge, call: Invocation, mask: Tensor) -> None:

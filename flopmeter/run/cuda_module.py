@@ -167,8 +167,6 @@ class CudaModule:
         return {
             "is_available": lambda: True,
             "is_initialized": lambda: True,
-            "init": _nothing,
-            "_lazy_init": _nothing,
             "device_count": lambda: named.count,
             "current_device": lambda: named.index,
             "set_device": self._set_device,
@@ -182,12 +180,10 @@ class CudaModule:
             "is_tf32_supported": lambda: self._target.compute_capability >= (8, 0),
             "can_device_access_peer": lambda device, peer_device: True,
             "synchronize": host_waits,
-            "ipc_collect": _nothing,
-            "set_sync_debug_mode": _nothing,
             "get_sync_debug_mode": lambda: 0,
             "current_blas_handle": lambda: 0,
             "cudart": lambda: _RUNTIME,
-            "check_error": _nothing,
+            **dict.fromkeys(("init", "_lazy_init", "ipc_collect", "set_sync_debug_mode", "check_error"), _nothing),
             "utilization": self._idle("torch.cuda.utilization"),
             "memory_usage": self._idle("torch.cuda.memory_usage"),
         }
@@ -236,10 +232,8 @@ class CudaModule:
             "is_available": devices["is_available"],
             "device_count": devices["device_count"],
             "current_accelerator": lambda check_available=False: torch.device("cuda"),
-            "current_device_index": devices["current_device"],
-            "current_device_idx": devices["current_device"],
-            "set_device_index": self._set_device,
-            "set_device_idx": self._set_device,
+            **dict.fromkeys(("current_device_index", "current_device_idx"), devices["current_device"]),
+            **dict.fromkeys(("set_device_index", "set_device_idx"), self._set_device),
             "device_index": self._device,
             "synchronize": host_waits,
             "current_stream": streams.current_stream,
@@ -411,15 +405,12 @@ class _Generator:
 
 _ABOUT_RANDOM: Mapping[str, Any] = {
     "default_generators": (_Generator(),),
-    "manual_seed": _seed,
-    "manual_seed_all": _seed,
-    "seed": _seed,
-    "seed_all": _seed,
     "initial_seed": lambda: 0,
     "get_rng_state": _rng_state,
     "get_rng_state_all": lambda: [_rng_state()],
-    "set_rng_state": _seed,
-    "set_rng_state_all": _seed,
+    **dict.fromkeys(
+        ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"), _seed
+    ),
 }
 
 

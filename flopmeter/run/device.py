@@ -99,22 +99,27 @@ class NamedCuda:
         yield Patch(Tensor, "device", property(self._device), tells)
         yield Patch(Tensor, "is_cuda", property(self._is_cuda), tells)
         yield Patch(Tensor, "is_meta", property(self._is_meta), tells)
-        yield Patch(Tensor, "get_device", self._get_device(), tells)
+        index = _true_get_device
+        yield Patch(Tensor, "get_device", lambda tensor: self.index if self.holds(tensor) else index(tensor), tells)
         yield Patch(Tensor, "data", property(_true_data, _set_data), "is given data of the device named cuda")
         yield Patch(Tensor, "__repr__", _repr(Tensor.__repr__, self), "prints a tensor as a GPU's")
         yield Patch(Tensor, "to", self._to(Tensor.to), takes)
         yield Patch(Tensor, "cuda", self._cuda(Tensor.to), takes)
         yield Patch(Tensor, "type", self._type(Tensor.type), "tells and takes torch.cuda.FloatTensor and its kin")
-        yield Patch(Tensor, "pin_memory", self._pin(), "there is no driver that pins memory")
-        yield Patch(Tensor, "is_pinned", self._is_pinned(), "there is no driver that pins memory")
+        no_driver = "there is no driver that pins memory"
+        yield Patch(Tensor, "pin_memory", self._pin(), no_driver)
+        yield Patch(Tensor, "is_pinned", lambda tensor, device=None: self._pinned.has(tensor), no_driver)
         yield Patch(Tensor, "data_ptr", self._data_ptr(Tensor.data_ptr), "tells tensors apart that share no memory")
         yield Patch(Tensor, "record_stream", lambda tensor, stream: None, "streams are those of flopmeter")
         storage = torch.UntypedStorage
+        share, is_shared, why = storage.share_memory_, storage.is_shared, "memory of the GPU is shared as it is"
+        yield Patch(storage, "share_memory_", lambda own: own if own.device.type == "meta" else share(own), why)
+        yield Patch(storage, "is_shared", lambda own: own.device.type == "meta" or is_shared(own), why)
+        # torch.load gives storages to a map_location that is a function
+        yield Patch(storage, "cuda", lambda own, *_, **__: torch.UntypedStorage(own.nbytes(), device=META), takes)
         yield Patch(
-            storage, "share_memory_", self._share(storage.share_memory_), "memory of the GPU is shared as it is"
+            Module, "cuda", lambda module, device=None: module.to(self.name if device is None else device), takes
         )
-        yield Patch(storage, "is_shared", self._is_shared(storage.is_shared), "memory of the GPU is shared as it is")
-        yield Patch(Module, "cuda", self._module_cuda(), takes)
         yield Patch(Module, "cpu", lambda module: module.to("cpu"), takes)
         yield Patch(Module, "to", self._module_to(Module.to), takes)
         for owner, name in _takers():
@@ -146,9 +151,6 @@ class NamedCuda:
 
     def _is_meta(self, tensor: Tensor) -> bool:
         return _true_is_meta(tensor) and (_asked_from_below() or not self.holds(tensor))
-
-    def _get_device(self) -> Callable[[Tensor], int]:
-        return lambda tensor: self.index if self.holds(tensor) else _true_get_device(tensor)
 
     def _data_ptr(self, original: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
         """A number in place of the address, which is 0 on meta: equal where two tensors begin at the same element."""
@@ -312,18 +314,6 @@ class NamedCuda:
             return pinned.requires_grad_(tensor.requires_grad)
 
         return pin_memory
-
-    def _is_pinned(self) -> Callable[..., bool]:
-        return lambda tensor, device=None: self._pinned.has(tensor)
-
-    def _share(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda storage: storage if storage.device.type == "meta" else original(storage)
-
-    def _is_shared(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        return lambda storage: storage.device.type == "meta" or original(storage)
-
-    def _module_cuda(self) -> Callable[..., Module]:
-        return lambda module, device=None: module.to(self.name if device is None else device)
 
     def _module_to(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -92,6 +92,7 @@ def _refuse_what_is_no_script(words: Sequence[str]) -> None:
 
 _STARTERS = {
     **dict.fromkeys(("bash", "sh", "zsh"), "runs a shell script: give flopmeter run the command in it instead"),
+    "deepspeed": "starts CUDA extensions, which flopmeter run does not have: run the script with torchrun",
     **dict.fromkeys(
         ("srun", "mpirun", "mpiexec", "horovodrun"),
         "starts processes in a way that is not followed: flopmeter run -- torchrun --nproc-per-node 8 train.py",
@@ -159,10 +160,4 @@ def _accelerate(words: Sequence[str], gpus: int) -> CommandLine:
     return CommandLine(script, nodes, max(processes // nodes, 1), environment)
 
 
-def _deepspeed(words: Sequence[str], gpus: int) -> CommandLine:
-    raise ValueError(
-        "the deepspeed launcher starts CUDA extensions, which flopmeter run does not have: run the script with torchrun"
-    )
-
-
-LAUNCHERS: Mapping[str, Callable[[Sequence[str], int], CommandLine]] = {"torchrun": _torchrun, "deepspeed": _deepspeed}
+LAUNCHERS: Mapping[str, Callable[[Sequence[str], int], CommandLine]] = {"torchrun": _torchrun}

@@ -194,7 +194,7 @@ class ScriptSession:
         reports = {name: self._part(ops, mode, ops is parts.steady) for name, ops in ranges.items() if ops}
         step = reports.get("steady step") or reports.get("first step") or reports["setup"]
         seconds = tuple(self._seconds_of(parts, step, mode))
-        return RunReport(program, step, parts, reports, self._nvtx(parts), step_seconds=seconds)
+        return RunReport(program, step, parts, reports, self._nvtx(), step_seconds=seconds)
 
     def _seconds_of(self, parts: Parts, steady: Report, mode: Mode | None) -> Iterator[float]:
         """Of the steps that are like the steady one, the last of them. Steps of the same calls are priced once."""
@@ -242,9 +242,9 @@ class ScriptSession:
             lines = ", ".join(f"{where} ({count}x)" for where, count in self._decisions.items())
             yield f"control flow that hangs on a stand-in: {lines}"
 
-    def _nvtx(self, parts: Parts) -> dict[str, tuple[int, float]]:
+    def _nvtx(self) -> dict[str, tuple[int, float]]:
         """The nvtx ranges in the step that is reported, by name: calls and predicted seconds."""
-        step = parts.steady or parts.first or parts.setup
+        step = self.step_ops()
         found: dict[str, tuple[int, float]] = {}
         for name, ops in self.cuda.nvtx.ranges:
             if ops and ops.start >= step.start and ops.stop <= step.stop:

@@ -79,21 +79,17 @@ class Sample:
         }
 
 
-def sample_of(text: str) -> Sample:
-    """Read '3x224x224,:1000', 'input_ids=1024:50257,labels=1024:50257' or '(3x96x96,3x96x96),:10'. Raises ValueError
-    for anything else."""
-    return _sample_of(text, text)
-
-
-def _sample_of(part: str, text: str) -> Sample:
-    names, fields = [], []
+def sample_of(part: str, text: str = "") -> Sample:
+    """Read '3x224x224,:1000', 'input_ids=1024:50257,labels=1024:50257' or '(3x96x96,3x96x96),:10', which may be a part
+    of `text`. Raises ValueError for anything else."""
+    names, fields, text = [], [], text or part
     for each in _between_commas(part):
         name, equals, kind = each.strip().partition("=")
         if not equals or "(" in name:
             name, kind = "", each.strip()
         names += [name] if name else []
         in_parentheses = kind[:1] + kind[-1:] == "()"
-        fields.append(_sample_of(kind[1:-1], text) if in_parentheses else _field_of(kind, text))
+        fields.append(sample_of(kind[1:-1], text) if in_parentheses else _field_of(kind, text))
     if names and len(names) < len(fields):
         raise ValueError(f"--synthetic {text}: name each field of a sample, or none")
     return Sample(part, tuple(names), tuple(fields))
@@ -295,12 +291,16 @@ class SyntheticData:
                         f"the data set {path} is not here: give its columns, as --synthetic text=100:text"
                     ) from error
                 self._tell(path, error)
-                columns = {name: [value] * ROWS for name, value in _without_tensors(self._sample.value()).items()}
+                sample = tree_map_only(torch.Tensor, torch.Tensor.tolist, self._sample.value())
+                columns = {name: [value] * ROWS for name, value in sample.items()}
                 table = hub.Dataset.from_dict(columns)
                 for name, count in self._sample.classes.items():
                     table = table.cast_column(name, hub.ClassLabel(num_classes=count))
                 table = table.to_iterable_dataset() if streaming else table
-                return table if split is not None else _splits(hub, table, streaming)
+                if split is not None:
+                    return table
+                splits = hub.IterableDatasetDict if streaming else hub.DatasetDict
+                return splits(dict.fromkeys(("train", "validation", "test"), table))
 
         return load_dataset
 
@@ -322,16 +322,6 @@ def _in_process(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterato
             loader.num_workers, loader.timeout = asked
 
     return batches
-
-
-def _splits(hub: Any, table: Any, streaming: bool) -> Any:
-    return (hub.IterableDatasetDict if streaming else hub.DatasetDict)(
-        dict.fromkeys(("train", "validation", "test"), table)
-    )
-
-
-def _without_tensors(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.tolist, value)
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -29,6 +29,8 @@ from flopmeter.run.patches import Patch
 OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 """Endings of names of files."""
 
+CHECKPOINTS = "checkpoints were neither written nor read: weights have no data; copies are not counted"
+
 
 class AbsentWeights(OrderedDict[str, Any]):
     """What a file of weights has that is not here: nothing, and no less in each of its parts. As a number (the epoch
@@ -60,10 +62,9 @@ class WeightFiles:
             yield Patch(owner, "load", load, "what was saved in this run is loaded again")
         hub = torch.hub
         yield Patch(hub, "download_url_to_file", self._download(hub.download_url_to_file), "weights that are not here")
-        yield Patch(
-            nn.Module, "load_state_dict", self._load_into(nn.Module.load_state_dict), "weights that are not here"
-        )
-        yield Patch(Optimizer, "load_state_dict", self._step_on(Optimizer.load_state_dict), "states that are not here")
+        into, on = self._load_into(nn.Module.load_state_dict), self._step_on(Optimizer.load_state_dict)
+        yield Patch(nn.Module, "load_state_dict", into, "weights that are not here")
+        yield Patch(Optimizer, "load_state_dict", on, "states that are not here")
         if importlib.util.find_spec("huggingface_hub") is not None:
             hf: Any = importlib.import_module("huggingface_hub")
             yield Patch(hf, "hf_hub_download", self._from_hub(hf.hf_hub_download), "weights that are not here")
@@ -86,15 +87,11 @@ class WeightFiles:
             def standing_in(original: Callable[..., Any]) -> Callable[..., Any]:
                 @functools.wraps(original)
                 def run(state_dict: Any, *args: Any, **options: Any) -> Any:
-                    made = {
-                        name: each.state_dict() if isinstance(each, Stateful) else each
-                        for name, each in state_dict.items()
-                    }
+                    items = state_dict.items()
+                    made = {name: each.state_dict() if isinstance(each, Stateful) else each for name, each in items}
                     if not self._named.is_open or not self._has_no_data(made):
                         return original(state_dict, *args, **options)
-                    self._note(
-                        "checkpoints were neither written nor read: weights have no data; copies are not counted"
-                    )
+                    self._note(CHECKPOINTS)
                     return do(state_dict, made, options)
 
                 return run
@@ -107,11 +104,8 @@ class WeightFiles:
         def async_save(_: Any, made: Any, options: Any) -> Any:
             done: Future[Any] = Future()
             done.set_result(None)
-            return (
-                done
-                if options.get("async_stager") is None
-                else checkpoint.state_dict_saver.AsyncSaveResponse(done, done)
-            )
+            is_staged = options.get("async_stager") is not None
+            return checkpoint.state_dict_saver.AsyncSaveResponse(done, done) if is_staged else done
 
         def load(state_dict: Any, made: Any, options: Any) -> None:
             for name, each in state_dict.items():
