@@ -337,4 +337,6 @@ def _verdict(row: DeviceRow) -> str:
         verdict += f", yet {RESOURCES[best]} would help most"
     if boundary is None:
         return f"{verdict}; still at {MOST_TIMES:.0f}x the {resource}"
+    if boundary.times < 1 + NOTEWORTHY:
+        return f"{verdict}, and as much {boundary.regime}-bound"
     return f"{verdict}; {boundary.regime}-bound from {boundary.times:.2g}x the {resource}"

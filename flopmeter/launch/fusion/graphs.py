@@ -18,9 +18,10 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def whole_program(op: Op) -> Hashable | None:
-    """Everything but the optimizer is compiled, if the program marks no region; and but copies of batches, which
-    the loop around the model makes of tensors of the host."""
-    takes_batch = not op.module and any(spec.device == "cpu" and spec.shape for spec in op.call.inputs)
+    """Everything but the optimizer is compiled, if the program marks no region; and but copies of batches to the
+    device, which the loop around the model makes."""
+    given, made = ({spec.device for spec in specs} for specs in (op.call.inputs, op.call.outputs))
+    takes_batch = not op.module and given == {"cpu"} and bool(made - given)
     return None if op.phase == "optimizer" or takes_batch else "program"
 
 

@@ -26,7 +26,7 @@ from flopmeter.report.advice.fused_attention import (
     dense,
     forward_call,
 )
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import is_dense, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
@@ -67,7 +67,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     if not found or not are_in_torch(put_in.values()):
         return
     *_, queries, keys = found[0].inputs[0].shape
-    about = {id(trace.ops[index]) for index in dropped}
+    concerns = of_ops(trace, dropped)
     if not needs_mask:
         dropped |= _makers_of_masks(trace, uses, dropped, put_in)
     dropped |= _views_of_nothing(trace, uses, dropped, put_in)
@@ -76,7 +76,7 @@ def materialised_attention(report: Report) -> Iterator[Proposal]:
     if len(set(read)) < len(read):
         why += "; heads run one by one: priced is a call for each, one for all wins more"
     yield Proposal(
-        f"attention ×{len(found)}", lambda kernel: any(id(op) in about for op in kernel.ops), why,
+        f"attention ×{len(found)}", concerns, why,
         "F.scaled_dot_product_attention (attn_implementation='sdpa')", priced(report, then),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of
-from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import is_dense, is_view, rebuilt, with_ops
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
@@ -52,7 +52,7 @@ def _read_through(report: Report, of_heads: bool, why: str, remedy: str) -> Iter
         if op.phase != "backward" and _is_free_to_go(trace, op) and of_heads == _repeats(op.inputs[0])
     }
     while wanted:
-        walk = _Walk(trace, report.hardware, wanted)
+        walk = _ReadThrough(trace, report.hardware, wanted)
         walk.run()
         if not walk.needed:
             break
@@ -60,9 +60,9 @@ def _read_through(report: Report, of_heads: bool, why: str, remedy: str) -> Iter
     if wanted:
         if of_heads:
             walk.dropped |= {place for index in walk.repeats for place in _views_around(trace, index)}
-        about = {id(trace.ops[index]) for index in walk.dropped}
+        concerns = of_ops(trace, walk.dropped)
         then = with_ops(trace, walk.dropped, walk.put_in)
-        yield Proposal("", lambda kernel: id(kernel.op) in about, why, remedy, priced(report, then))
+        yield Proposal("", concerns, why, remedy, priced(report, then))
 
 
 def _views_around(trace: Trace, index: int) -> Iterator[int]:
@@ -86,7 +86,7 @@ def _is_free_to_go(trace: Trace, op: Op) -> bool:
     return trace.storages[op.outputs[0].storage].role is None
 
 
-class _Place(NamedTuple):
+class _Whereabouts(NamedTuple):
     """Where the elements of a storage lie now: those of sizes `shape` lay with steps `stride` from its start on."""
 
     shape: tuple[int, ...]
@@ -138,12 +138,12 @@ def _step(size: int, step: int, lay: list[tuple[int, int, int]]) -> int | None:
     return now
 
 
-class _Walk:
+class _ReadThrough:
     """One way through the ops, without the copies that are wanted gone."""
 
     def __init__(self, trace: Trace, device: Hardware, wanted: set[int]) -> None:
         self._trace, self._device, self._wanted = trace, device, wanted
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _Whereabouts] = {}
         self._copied: dict[int, int] = {}  # storages that were copied: by which op
         self.dropped: set[int] = set()
         self.repeats = set(wanted)  # and sums over what was repeated
@@ -167,7 +167,7 @@ class _Walk:
             self.needed.add(copy)
             return
         self.dropped.add(index)
-        self._places[out.storage] = _Place(out.shape, out.stride, now, copy)
+        self._places[out.storage] = _Whereabouts(out.shape, out.stride, now, copy)
         self._copied |= {out.storage: copy, now.storage: copy}
 
     def _follow(self, index: int, op: Op, copy: int) -> bool:
@@ -246,7 +246,7 @@ def _first_of_each(spec: TensorSpec, out: TensorSpec) -> TensorSpec:
     return spec._replace(shape=out.shape, stride=tuple(step for _, step in kept))
 
 
-def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> _Place:
+def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> _Whereabouts:
     """Where a result lies that has the layout of an operand, if it had it before too."""
     times = operand.shape[1] // now.shape[1]
     batch, heads, *sizes = out.shape
@@ -255,7 +255,7 @@ def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> _
     follows = _order(out) == _order(operand)
     own = _packed_in(_order(now) if follows else _order(out), (batch, heads // times, *sizes))
     steps_now = (*own[:2], 0 if times > 1 else own[1], *own[2:])
-    return _Place(shape, stride, out._replace(shape=shape, stride=steps_now), copy)
+    return _Whereabouts(shape, stride, out._replace(shape=shape, stride=steps_now), copy)
 
 
 def _order(spec: TensorSpec) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -18,9 +18,9 @@ def filled_gradients(report: Report) -> Iterator[Proposal]:
     fills = {index for index, op in enumerate(trace.ops) if _fills_gradients(trace, op)}
     takes = _taken(trace, {spec.storage for index in fills for spec in trace.ops[index].inputs}, fills)
     if takes and report.cluster is None:
-        about = {id(trace.ops[index]) for index in fills | set(takes)}
+        concerns = of_ops(trace, fills | set(takes))
         yield Proposal(
-            "gradients", lambda kernel: any(id(op) in about for op in kernel.ops),
+            "gradients", concerns,
             "they are filled with zeros, then read and added to", "zero_grad(set_to_none=True)",
             priced(report, with_ops(trace, fills, takes)),
         )  # fmt: skip
@@ -69,9 +69,9 @@ def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
         return
     gradients = {out.storage for index in dropped for out in trace.ops[index].outputs}
     put_in |= _taken(trace, gradients, dropped)
-    about = {id(trace.ops[index]) for index in dropped}
+    concerns = of_ops(trace, dropped)
     yield Proposal(
-        "", lambda kernel: id(kernel.op) in about,
+        "", concerns,
         "backward() of several losses walks through what they share again and again",
         "one backward() of the sum of the losses, without retain_graph=True",
         priced(report, with_ops(trace, dropped, put_in)),

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_chosen_kernels, with_kernel
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of, type_of_others
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, of_ops, priced, remedy, trace_of, type_of_others
 from flopmeter.report.advice.rewrite import changed_call, in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -46,9 +46,9 @@ def wide_work(report: Report) -> Iterator[Proposal]:
     put_in = {index: _all_narrowed(then.ops[index], narrowed) for index in places if id(trace.ops[index]) in wide}
     idle = {index for index, op in enumerate(then.ops) if _is_idle_cast(op) and not _is_idle_cast(trace.ops[index])}
     then = with_chosen_kernels(with_ops(then, idle, put_in), report.hardware)
-    about = {id(trace.ops[index]) for index in idle | set(places)}
+    concerns = of_ops(trace, idle | set(places))
     yield Proposal(
-        "", lambda kernel: any(id(op) in about for op in kernel.ops),
+        "", concerns,
         f"fp32, where the program's other products are in {name_of(narrow)}",
         f"{str(narrow).removeprefix('torch.')} there too: without .float(), or inside of torch.autocast",
         priced(report, then),
@@ -128,9 +128,9 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
             continue
         put_in[index] = with_kernel(op, backend, end, is_causal=True, dropout_p=dropout)
     if put_in and are_in_torch(put_in.values()):
-        about = {id(trace.ops[index]) for index in put_in}
+        concerns = of_ops(trace, put_in)
         yield Proposal(
-            "", lambda kernel: any(id(op) in about for op in kernel.ops),
+            "", concerns,
             "all pairs are computed, and a mask is read for them that all sequences share",
             "is_causal=True in place of the mask, if it is the causal one", priced(report, with_ops(trace, (), put_in)),
         )  # fmt: skip
@@ -167,9 +167,9 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
             dropped |= set(loop)
     if not put_in or not are_in_torch(put_in.values()):
         return
-    about = {id(trace.ops[index]) for index in dropped}
+    concerns = of_ops(trace, dropped)
     yield Proposal(
-        "", lambda kernel: any(id(op) in about for op in kernel.ops),
+        "", concerns,
         f"{len(dropped)} kernels for one tensor each", "torch._foreach_ functions (in clip_grad_norm_, foreach=True)",
         priced(report, with_ops(trace, dropped, put_in)),
     )  # fmt: skip

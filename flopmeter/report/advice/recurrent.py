@@ -9,7 +9,7 @@ import torch
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -43,9 +43,9 @@ def cells_in_loops(report: Report) -> Iterator[Proposal]:
         dropped |= loop.dropped
         names.add(name)
     if put_in and are_in_torch(put_in.values()):
-        about = {id(trace.ops[index]) for index in dropped}
+        concerns = of_ops(trace, dropped)
         yield Proposal(
-            "", lambda kernel: id(kernel.op) in about, "a few small kernels for each step of a sequence",
+            "", concerns, "a few small kernels for each step of a sequence",
             f"{' or '.join(sorted(names))} over the whole sequence, in place of the loop over cells",
             priced(report, with_ops(trace, dropped, put_in)),
         )  # fmt: skip

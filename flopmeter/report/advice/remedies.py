@@ -78,6 +78,12 @@ def all_kernels(report: Report) -> str:
     return "the only kernel" if count == 1 else f"all {count} kernels"
 
 
+def of_ops(trace: Trace, indices: Iterable[int]) -> Callable[[Kernel], bool]:
+    """Whether a kernel is one of these ops', or has one of them."""
+    ids = {id(trace.ops[index]) for index in indices}
+    return lambda kernel: any(id(op) in ids for op in kernel.ops)
+
+
 def everything(_: Kernel) -> bool:
     return True
 

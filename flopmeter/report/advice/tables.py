@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense
-from flopmeter.report.advice.remedies import Proposal, priced, remedy, trace_of
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -35,13 +35,14 @@ def dense_gradients_of_embeddings(report: Report) -> Iterator[Proposal]:
         return spec._replace(shape=(size[1], *spec.shape[1:]))
 
     then = with_tensors(trace, cut, tables.get)
-    about = {
-        id(op)
-        for op in trace.ops
-        if op.phase != "forward" and any(number in tables for number in op.storages)
-    }  # fmt: skip
+    touching = (
+        index
+        for index, op in enumerate(trace.ops)
+        if op.phase != "forward" and not tables.keys().isdisjoint(op.storages)
+    )
+    concerns = of_ops(trace, touching)
     yield Proposal(
-        "", lambda kernel: any(id(op) in about for op in kernel.ops),
+        "", concerns,
         "the gradient and the optimizer go through all rows of a table, of which a step reads few",
         "Embedding(sparse=True) with SGD or SparseAdam, which leave rows that were not read as they are",
         priced(report, then),
@@ -90,9 +91,9 @@ def one_hot_products(report: Report) -> Iterator[Proposal]:
         elif rows is not None and not is_view(op):
             return  # something else reads them
     if put_in and not dropped & {-1}:
-        about = {id(trace.ops[index]) for index in dropped | set(put_in)}
+        concerns = of_ops(trace, dropped | set(put_in))
         yield Proposal(
-            "", lambda kernel: id(kernel.op) in about,
+            "", concerns,
             "rows of a table are taken by products with zeros and a one for each row",
             "nn.Embedding, or table[indices], in place of the product with F.one_hot",
             priced(report, with_ops(trace, dropped, put_in)),
