@@ -112,7 +112,7 @@ def test_what_is_asked_while_a_program_is_set_up_decides_nothing_of_a_step():
     "read", [lambda x: x.sum().item() < 2, lambda x: bool(x.sum() < 0), lambda x: bool(x.argmax() < 1)]
 )
 def test_a_loop_that_waits_for_another_answer_for_ever_ends_in_an_error_that_names_its_line(read, monkeypatch):
-    monkeypatch.setattr("flopmeter.known_values.stand_ins.MOST_TURNS", 50)
+    monkeypatch.setattr("flopmeter.known_values.assumptions.MOST_TURNS", 50)
     turns = []
 
     def loop():
