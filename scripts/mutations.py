@@ -40,9 +40,8 @@ class Module:
         self.parent: dict[ast.AST, ast.AST] = {}
         skipped = [node for node in ast.walk(self.tree) if _is_no_code(node)]
         for table in (node for node in ast.walk(self.tree) if isinstance(node, ast.Dict)):
-            skipped += [
-                part for pair in zip(table.keys, table.values, strict=True) if _is_lacking(pair[0]) for part in pair
-            ]
+            lacking = [entry for entry in zip(table.keys, table.values, strict=True) if _is_lacking(entry[0])]
+            skipped += [part for entry in lacking for part in entry if part is not None]
         self._skipped = {id(child) for node in skipped for child in ast.walk(node)}
         for node in ast.walk(self.tree):
             self.parent.update((child, node) for child in ast.iter_child_nodes(node))

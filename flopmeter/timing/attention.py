@@ -55,8 +55,8 @@ def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, c
     `peak` is that of the type that the matmuls run in. `cached_bytes`: the part of what it reads and writes that the L2
     cache holds.
     """
-    bandwidth, on_cache = hardware.sustained_bandwidth_bytes_per_s, cache_bytes_per_s(hardware)
-    memory = (cost.bytes - cached_bytes) / bandwidth + cached_bytes / max(bandwidth, on_cache)
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s
+    memory = (cost.bytes - cached_bytes) / bandwidth + cached_bytes / cache_bytes_per_s(hardware)
     launches = _launches(work.shape, work.backend, hardware, peak)
     return fastest(_busy(launch, cost, work, hardware, peak, memory) for launch in launches)
 
@@ -85,7 +85,7 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
         extra += _group_copies(shape, _ITEM_BYTES * elements * shape.head_dim, hardware)
     if shape.is_backward and attends.backend != "flex":
         extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
-    return Busy(compute, memory + extra, max(work, memory) + extra)
+    return Busy(compute, memory + extra, work + extra)
 
 
 def kernel_of(
@@ -251,7 +251,7 @@ def _masked_tiles(launch: _Launch, shape: AttentionShape) -> int:
 
 def _slices(blocks: int, tiles: int, places: int) -> int:
     """How many slices the keys of a block are split into."""
-    if blocks >= constants.FEW_BLOCKS * places or not blocks:
+    if blocks >= constants.FEW_BLOCKS * places:
         return 1
 
     def fill(slices: int) -> float:

@@ -37,12 +37,12 @@ class Storages:
         ops: list[Op],
         found: list[Storage],
         resizes: list[Resize],
-        listener: StorageListener | None = None,
-        shapes_only: ShapesOnly | None = None,
-        is_inside: Callable[[], bool] = bool,  # whether a module or a compiled function runs
+        listener: StorageListener | None,
+        shapes_only: ShapesOnly,
+        is_inside: Callable[[], bool],  # whether a module or a compiled function runs
     ):
         self._ops, self._found, self._resizes = ops, found, resizes
-        self._shapes_only = shapes_only or ShapesOnly()
+        self._shapes_only = shapes_only
         self._listener, self._is_inside = listener or StorageListener(), is_inside
         self._alive: dict[int, _Reference] = {}  # by address
         self._without: int | None = None  # the number that all tensors without a storage share
