@@ -143,7 +143,7 @@ def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware)
         grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=ceil(shape.queries / columns))
         return _Launch(kernel, shape.heads, grid, 1, rows, columns, resident)
     shares = shape.queries <= kernel.shared_queries and (shape.mask.left is None or kernel.shares_in_window)
-    group = ceil(shape.heads / max(shape.key_heads, 1)) if shares else 1
+    group = ceil(shape.heads / shape.key_heads) if shares else 1
     grid = _grid(shape, rows, columns, group, from_window=kernel.starts_at_window)
     return _Launch(kernel, ceil(shape.heads / group), grid, 1, rows, columns, resident)
 
@@ -163,7 +163,7 @@ def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardwar
     rows, columns = template_tile_of(shape, hardware)
     if not shape.is_backward:
         return _Launch(kernel, shape.heads, _grid(shape, rows, columns), 1, rows, columns, kernel.blocks_per_sm)
-    group = ceil(shape.heads / max(shape.key_heads, 1))
+    group = ceil(shape.heads / shape.key_heads)
     blocks = shape.sequences * (ceil(shape.queries / rows) + ceil(shape.keys / rows / group))
     longest = ceil(constants.FLEX_KEY_SHARE * group * ceil(shape.queries / columns))
     grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=longest)
