@@ -79,6 +79,9 @@ EQUIVALENT = {
     ),
     "flopmeter/as_cuda/kernels/rnn.py: _cudnn_rnn(mode, tensor, hx, params, own, False, batch_sizes.tolist())  ->  "
     "_cudnn_rnn(mode, tensor, hx, params, own, True, batch_sizes.tolist())": "packed sequences have no batch dimension",
+    "flopmeter/as_cuda/kernels/rnn.py: tensor  ->  hx  in  new_cell = tensor.new_empty(0 if cx is None else "
+    "cx.shape)": "a state has the type of its input",
+    "flopmeter/costs/flex_attention.py: cost.flops  ->  cost.executed_flops": "a function on one score masks nothing",
     "flopmeter/trace/module_paths.py: node._sequence_nr() > next_node_number()  ->  node._sequence_nr() >= "
     "next_node_number()": "no node has the number of the next one",
     "flopmeter/known_values/generation.py: has_ended(...): without **kwargs": (

@@ -72,6 +72,12 @@ def test_a_kernel_that_starts_beside_a_transfer_is_slowed_until_that_ends():
     assert ends(*works) == pytest.approx([4, 2, 2 + 2 + 9])
 
 
+def test_transfers_leave_a_kernel_a_tenth_of_the_sms():
+    """Three that ask for 40 % each: in 5 s beside them it does half a second of its work."""
+    links = [on_link(5.0, stream, transfer(((f"nic {stream}", "out"),), sms=0.4)) for stream in (1, 2, 3)]
+    assert ends(kernel(10.0), *links)[0] == pytest.approx(5 + 9.5)
+
+
 def test_a_transfer_without_bytes_takes_sms_for_its_latency_alone():
     """2 s at half the SMs, then 9 s of work are left; another one that waits on its port is not hindered."""
     empty = transfer(latency=2.0, sms=0.5)
@@ -127,6 +133,10 @@ def test_sides_that_never_meet_are_named():
     out = transfer((("nic", "out"),))
     with pytest.raises(HangError, match=r"rank 0 in its message to rank 1"):
         run_concurrently({0: [on_link(1.0, 1, out, party=Party((0, 1), (0, 1)))], 1: [kernel(1.0)]})
+
+
+def test_a_message_waits_for_none_of_its_own_batch():
+    assert ends(on_link(1.0, 1, transfer(), batch=1), on_link(0.0, 1, transfer(), batch=1, after=(0,))) == [1, 0]
 
 
 THERE, BACK, ALL = Party((0, 1), (0, 1)), Party((0, 1), (1, 0)), Party((0, 1))

@@ -790,3 +790,18 @@ def test_a_scatter_to_no_place_at_all_is_priced_too(places):
         target.index_add_(0, index, source)
     (kernel,) = meter.report(mode="compiled").kernels
     assert kernel.cost.bytes_written == places * 4 * 4
+
+
+@pytest.mark.parametrize(("function", "name"), [(F.gelu, "fused(gelu, sum)"), (torch.exp, "sum")])
+def test_a_long_sum_is_stored_before_what_reads_it_twice_and_after_what_reads_it_once(function, name):
+    """For two reductions that share no loops. So torch's compiler, asked with this program."""
+
+    def both_sums(*terms):
+        kept = function(sum(terms[1:], terms[0]))
+        return kept.sum(0), kept.sum(1)
+
+    with FlopMeter("a100-sxm4-80gb") as meter, torch.no_grad():
+        both_sums(*(torch.empty(4096, 4096, device="meta") for _ in range(6)))
+    first, second, _ = meter.report(mode="compiled").kernels
+    assert first.cost.bytes_written // 4096**2 == 4  # one matrix, and partial sums
+    assert second.cost.name == name

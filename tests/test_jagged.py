@@ -164,3 +164,14 @@ def test_padding_and_its_gradient_move_what_they_read_and_write():
         "_padded_dense_to_jagged_forward": (rows + offsets, rows),
     }
     assert layer.weight.grad is not None
+
+
+def test_rows_go_back_into_a_jagged_tensor_where_their_number_is_told():
+    """On a CPU it follows from the offsets too."""
+    back = torch.ops.aten._padded_dense_to_jagged_forward
+    offsets, padded = torch.tensor([0, 3, 7]), torch.randn(2, 4, 8)
+    with FlopMeter("a100-sxm4-80gb"):
+        on_meta = padded.to("meta"), [offsets.to("meta")]
+        assert back(*on_meta, 7).shape == back(padded, [offsets]).shape
+        with pytest.raises(NotImplementedError, match="tell how many rows there are"):
+            back(*on_meta)

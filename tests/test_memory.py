@@ -898,6 +898,14 @@ def test_expandable_segments_grow_by_what_is_lacking(monkeypatch: pytest.MonkeyP
     assert fixed.reserved_bytes == 100 * MIB
 
 
+def test_expandable_segments_of_small_requests_grow_by_2_mebibytes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    allocator = CachingAllocator()
+    for _ in range(3):
+        allocator.allocate(MIB)
+    assert allocator.reserved_bytes == 4 * MIB
+
+
 def test_expandable_segments_give_all_free_pages_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
     allocator = CachingAllocator(capacity=60 * MIB)

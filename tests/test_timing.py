@@ -159,6 +159,38 @@ def test_a_large_fp32_convolution_on_volta_is_faster_than_its_direct_products_by
     assert flops / 15.7e12 <= timing.seconds < flops / (0.9 * 15.7e12)
 
 
+def flop_per_s(channels, groups=1, kernel=3):
+    timing = convolution_seconds(channels, groups, kernel=kernel, dtype=torch.float32, hardware="v100-sxm2-16gb")
+    return 2 * 64 * 256 * 56 * 56 * channels * kernel**2 / timing.seconds
+
+
+def test_only_dense_filters_of_3_by_3_exceed_the_rate_of_products_on_vector_units():
+    """And their forward pass and the gradient of the input alone: Winograd's filters have no place for a gradient."""
+    of_products = flop_per_s(256, kernel=1)
+    assert flop_per_s(256) > 1.1 * of_products
+    assert flop_per_s(256, kernel=5) < 1.1 * of_products
+    assert flop_per_s(128, groups=2) < 1.1 * of_products
+
+    x, grad, weight = (
+        meta(*of, dtype=torch.float32) for of in ((64, 256, 56, 56), (64, 256, 56, 56), (256, 256, 3, 3))
+    )
+    options = [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    of_input, of_weight = timings(
+        lambda: torch.ops.aten.convolution_backward(grad, x, weight, *options, [True, True, False]), "v100-sxm2-16gb"
+    )
+    assert of_weight.seconds > 1.1 * of_input.seconds
+
+
+def test_groups_fill_no_tiles_on_vector_units():
+    """Between 16 and 32 channels the rate grows without a step, where matrix units pad 24 to 32."""
+    few, some, many = (flop_per_s(channels, groups=32) for channels in (16, 24, 32))
+    assert few < some < many
+
+
+def test_a_convolution_over_grey_images_is_not_depthwise():
+    assert convolution_seconds(1).kernel_class == "convolution, fp16"
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 

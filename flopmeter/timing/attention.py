@@ -55,8 +55,8 @@ def attention(cost: Cost, work: AttentionWork, hardware: Hardware, peak: Peak, c
     `peak` is that of the type that the matmuls run in. `cached_bytes`: the part of what it reads and writes that the L2
     cache holds.
     """
-    bandwidth, on_cache = hardware.sustained_bandwidth_bytes_per_s, cache_bytes_per_s(hardware)
-    memory = (cost.bytes - cached_bytes) / bandwidth + cached_bytes / max(bandwidth, on_cache)
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s
+    memory = (cost.bytes - cached_bytes) / bandwidth + cached_bytes / cache_bytes_per_s(hardware)
     launches = _launches(work.shape, work.backend, hardware, peak)
     return fastest(_busy(launch, cost, work, hardware, peak, memory) for launch in launches)
 
@@ -85,7 +85,7 @@ def _busy(launch: _Launch, cost: Cost, attends: AttentionWork, hardware: Hardwar
         extra += _group_copies(shape, _ITEM_BYTES * elements * shape.head_dim, hardware)
     if shape.is_backward and attends.backend != "flex":
         extra = elements * shape.head_dim * constants.BACKWARD_EXTRA_BYTES / bandwidth
-    return Busy(compute, memory + extra, max(work, memory) + extra)
+    return Busy(compute, memory + extra, work + extra)
 
 
 def kernel_of(
@@ -143,7 +143,7 @@ def _covered(shape: AttentionShape, kernel: AttentionKernel, hardware: Hardware)
         grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=ceil(shape.queries / columns))
         return _Launch(kernel, shape.heads, grid, 1, rows, columns, resident)
     shares = shape.queries <= kernel.shared_queries and (shape.mask.left is None or kernel.shares_in_window)
-    group = ceil(shape.heads / max(shape.key_heads, 1)) if shares else 1
+    group = ceil(shape.heads / shape.key_heads) if shares else 1
     grid = _grid(shape, rows, columns, group, from_window=kernel.starts_at_window)
     return _Launch(kernel, ceil(shape.heads / group), grid, 1, rows, columns, resident)
 
@@ -163,7 +163,7 @@ def _covered_by_template(shape: AttentionShape, kernel: AttentionKernel, hardwar
     rows, columns = template_tile_of(shape, hardware)
     if not shape.is_backward:
         return _Launch(kernel, shape.heads, _grid(shape, rows, columns), 1, rows, columns, kernel.blocks_per_sm)
-    group = ceil(shape.heads / max(shape.key_heads, 1))
+    group = ceil(shape.heads / shape.key_heads)
     blocks = shape.sequences * (ceil(shape.queries / rows) + ceil(shape.keys / rows / group))
     longest = ceil(constants.FLEX_KEY_SHARE * group * ceil(shape.queries / columns))
     grid = _grid(shape, columns, rows)._replace(blocks=blocks, longest=longest)
@@ -251,7 +251,7 @@ def _masked_tiles(launch: _Launch, shape: AttentionShape) -> int:
 
 def _slices(blocks: int, tiles: int, places: int) -> int:
     """How many slices the keys of a block are split into."""
-    if blocks >= constants.FEW_BLOCKS * places or not blocks:
+    if blocks >= constants.FEW_BLOCKS * places:
         return 1
 
     def fill(slices: int) -> float:

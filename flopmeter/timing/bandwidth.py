@@ -37,7 +37,7 @@ def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_byte
     bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in work.rereads)
     traffic = (cost.bytes - cached_bytes + missed) / bandwidth
-    traffic += cached_bytes / max(bandwidth, cache_bytes_per_s(hardware))
+    traffic += cached_bytes / cache_bytes_per_s(hardware)
     return max(traffic, work.serial_steps * constants.SERIAL_STEP_SECONDS)
 
 

@@ -31,10 +31,10 @@ class _ByteRange(NamedTuple):
         return (self.end - self.begin) * self.filled
 
     def share_of(self, other: _ByteRange) -> float:
-        """Which share of this part is in the other one of the same storage. Gaps are taken to lie alike in two parts
-        that begin and end at the same bytes, and evenly elsewhere."""
-        if self.begin == other.begin and self.end == other.end:
-            return min(1.0, other.filled / self.filled)
+        """Which share of this part is in the other one of the same storage. Gaps of two that differ are taken to lie
+        evenly."""
+        if self == other:
+            return 1.0
         within = min(self.end, other.end) - max(self.begin, other.begin)
         return max(0, within) / max(self.end - self.begin, 1) * other.filled
 

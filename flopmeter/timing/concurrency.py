@@ -105,8 +105,7 @@ class _Rank:
         self.host = -lead  # how far the host is
         entry: _Queued | None = None
         for number, work in enumerate(works):
-            joins = entry is not None and work.batch is not None and work.batch == works[number - 1].batch
-            if entry is None or not joins:
+            if entry is None or work.batch is None or work.batch != works[number - 1].batch:
                 entry = _Queued(self, work.stream, [])
                 self.queues[work.stream].append(entry)
             entry.works.append(number)
@@ -191,7 +190,7 @@ class _Simulation:
         entry.missing -= 1
         entry.ready = max(entry.ready, now)
         if not entry.missing and entry.is_first:
-            self._push(max(entry.ready, entry.free), entry)
+            self._push(entry.ready, entry)
 
     def _start(self, entry: _Queued, now: float) -> None:
         for number in entry.works:
@@ -206,8 +205,7 @@ class _Simulation:
         task.left, task.since = work.seconds, now
         if isinstance(work.demand, Transfer):
             task.is_transfer = True
-            task.left = min(work.demand.latency_seconds, work.seconds)
-            task.moves = work.seconds - task.left
+            task.left, task.moves = work.demand.latency_seconds, work.seconds - work.demand.latency_seconds
         for entry, number in task.sides:
             entry.rank.starts[number] = now
             (entry.rank.transfers if task.is_transfer else entry.rank.kernels).add(task)
@@ -304,16 +302,17 @@ def _described(party: Party, rank: int) -> str:
 
 def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
     """How fast something with this demand runs on the rank, beside everything that runs there now (itself included)."""
-    transfers = [found for task in rank.transfers for owner, found in task.demands() if owner is rank]
-    moving = [found for task in rank.transfers if task.is_moving for owner, found in task.demands() if owner is rank]
-    users = Counter(port for found in moving if isinstance(found, Transfer) for port in found.ports)
-    memory = sum(
-        found.memory / max((users[port] for port in found.ports), default=1)
-        for found in moving
-        if isinstance(found, Transfer)
-    )
+    transfers = [
+        (found, task.is_moving)
+        for task in rank.transfers
+        for owner, found in task.demands()
+        if owner is rank and isinstance(found, Transfer)
+    ]
+    moving = [found for found, is_moving in transfers if is_moving]
+    users = Counter(port for found in moving for port in found.ports)
+    memory = sum(found.memory / max((users[port] for port in found.ports), default=1) for found in moving)
     if isinstance(demand, Demand):
-        return kernel_rate(demand, sum(found.sms for found in transfers if isinstance(found, Transfer)), memory)
+        return kernel_rate(demand, sum(found.sms for found, _ in transfers), memory)
     kernels = max((found.memory for task in rank.kernels for _, found in task.demands()), default=0.0)
     return transfer_rate(max((users[port] for port in demand.ports), default=1), kernels, memory)
 

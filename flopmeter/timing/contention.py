@@ -69,7 +69,7 @@ def transfer_of(
     return Transfer(
         latency_seconds=price.latency_seconds,
         ports=tuple((price.link, way) for way in ways) if price.link else (),
-        sms=min(MOST_SMS, _channels(price, transport, is_message) / sm_count) if price.link else 0.0,
+        sms=_channels(price, transport, is_message) / sm_count if price.link else 0.0,
         memory=moved / memory_bytes_per_s,
     )
 

@@ -91,7 +91,7 @@ def price(
     floor = (2 * work.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
     compute = max(busy.compute_seconds, floor) + other  # other warps load meanwhile
     together = overlap(compute, busy.memory_seconds, constants.VECTOR_OVERLAP)
-    busy = busy._replace(compute_seconds=compute, work_seconds=max(busy.work_seconds, floor, together))
+    busy = busy._replace(compute_seconds=compute, work_seconds=max(busy.work_seconds, together))
     return Price(busy, f"{kind}, {_unit(dtype, peak)}", _has_few_flops(cost, floor + other, hardware))
 
 

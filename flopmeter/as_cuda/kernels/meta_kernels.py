@@ -128,9 +128,10 @@ def fake_quantize_backward(
 
 
 def padded_dense_to_jagged(dense: Tensor, offsets: Sequence[Tensor], total_length: int | None = None) -> Tensor:
-    """torch has this one for FakeTensors. `total_length`: of all rows together, else the last offset tells it."""
-    total = int(offsets[0][-1].item()) if total_length is None else total_length
-    return dense.new_empty(total, *dense.shape[1 + len(offsets) :])
+    """torch has this one for FakeTensors. `total_length`: of all rows together, which torch.nested tells."""
+    if total_length is None:
+        raise NotImplementedError("the last offset has no value on meta: tell how many rows there are, as total_L")
+    return dense.new_empty(total_length, *dense.shape[1 + len(offsets) :])
 
 
 KERNELS: dict[str, dict[str, DispatcherKernel]] = {

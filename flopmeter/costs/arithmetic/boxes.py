@@ -32,7 +32,7 @@ def roi_align(call: Call) -> Cost:
     image, boxes = call.inputs[:2]
     (out,) = call.outputs
     places = _places(call)
-    flops = out.numel * places * 2 * _TAPS + out.numel // max(image.shape[1], 1) * places * _PLACE
+    flops = out.numel * places * 2 * _TAPS + out.numel // image.shape[1] * places * _PLACE
     tapped = Region(image, min(_TAPS * places * out.numel, image.distinct_elements) * image.dtype.itemsize)
     return make_cost(call, REDUCTION, flops, read=(tapped, boxes))
 
@@ -41,7 +41,7 @@ def roi_align_backward(call: Call) -> Cost:
     """Each gradient is added to 4 neighbours of each place, times their weights."""
     gradient = call.inputs[0]
     places = _places(call)
-    flops = gradient.numel * places * 2 * _TAPS + gradient.numel // max(gradient.shape[1], 1) * places * _PLACE
+    flops = gradient.numel * places * 2 * _TAPS + gradient.numel // gradient.shape[1] * places * _PLACE
     return make_cost(call, REDUCTION, flops)
 
 

@@ -29,7 +29,7 @@ def visible_pairs(queries: int, keys: int, mask: Mask = CAUSAL) -> int:
     shift = keys - queries if mask.bottom_right else 0
     up_to_last = queries * keys if mask.right is None else _pairs_up_to(queries, keys, shift + mask.right)
     before_first = 0 if mask.left is None else _pairs_up_to(queries, keys, shift - mask.left - 1)
-    return max(up_to_last - before_first, 0)
+    return up_to_last - before_first
 
 
 def _pairs_up_to(queries: int, keys: int, offset: int) -> int:

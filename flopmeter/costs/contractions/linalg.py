@@ -180,8 +180,8 @@ def fourier_transform(call: Call) -> Cost:
     is_complex = call.func.overloadpacket is aten._fft_c2c
     points = out if call.func.overloadpacket is aten._fft_c2r else x  # all of them, not half a spectrum
     length = prod(points.shape[dim] for dim in call.argument("dim"))
-    transforms = points.numel // max(length, 1)
-    flops = transforms * round((5.0 if is_complex else 2.5) * length * log2(max(length, 1)))
+    transforms = points.numel // length
+    flops = transforms * round((5.0 if is_complex else 2.5) * length * log2(length))
     scaled = out.numel * (2 if out.dtype.is_complex else 1) if call.argument("normalization") else 0
     return make_cost(call, CONTRACTION, flops + scaled, fused_multiply_add=True, complex_factor=1)
 

@@ -22,15 +22,13 @@ from flopmeter.torch_names.operators import aten
 @rule(aten.mm, aten._int_mm)
 def mm(call: Call) -> Cost:
     """[m, k] @ [k, n]."""
-    a, b = call.inputs[:2]
-    return make_contraction(call, [_product(a, b)])
+    return make_contraction(call, [_product(*call.inputs)])
 
 
 @rule(aten.bmm)
 def bmm(call: Call) -> Cost:
     """[b, m, k] @ [b, k, n]."""
-    a, b = call.inputs[:2]
-    return make_contraction(call, [_product(a, b)])
+    return make_contraction(call, [_product(*call.inputs)])
 
 
 @rule(aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_)

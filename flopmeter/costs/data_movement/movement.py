@@ -222,7 +222,7 @@ def _with_replacement(call: Call, p: TensorSpec, samples: TensorSpec) -> tuple[C
     """p, copied twice, is divided by the sums of its rows and summed up; then each sample is looked for in the running
     sums, at log2 n + 1 places (aten/src/ATen/native/cuda/MultinomialKernel.cu)."""
     kept, normalized, sums = (scratch(p, number) for number in (1, 2, 3))
-    probed = samples.numel * (ceil(log2(max(p.shape[-1], 1))) + 1) * p.dtype.itemsize
+    probed = samples.numel * (ceil(log2(p.shape[-1])) + 1) * p.dtype.itemsize
     return (
         make_cost(call, MOVEMENT, written=(kept,)),
         make_cost(call, MOVEMENT, read=(kept,), written=(normalized,)),

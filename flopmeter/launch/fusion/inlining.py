@@ -177,10 +177,8 @@ def _inlined(parts: list[Part], flow: Flow, lifetimes: Lifetimes) -> set[int]:
         if _puts_together(part) and _is_stored(parts, flow, place, found):
             return False
         storages = {each.touch.storage for each in made if each.readers or lifetimes.outlives_graph(each)}
-        return (
-            len(storages) == 1
-            and all(writers[storage] == {place} for storage in storages)
-            and all(last_write.get((touch.storage, part.graph), -1) < place for touch, _ in flow.reads[place])
+        return [writers[storage] for storage in storages] == [{place}] and all(
+            last_write.get((touch.storage, part.graph), -1) < place for touch, _ in flow.reads[place]
         )
 
     def only_loops_read(place: int, readers: set[int]) -> bool:
