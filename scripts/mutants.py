@@ -67,6 +67,7 @@ EQUIVALENT = {
     "flopmeter/launch/fusion/parts.py: Role(True, True, Loops(kept, splits, True), kept)  ->  Role(False, True, "
     "Loops(kept, splits, True), kept)": "what makes partial results joins no consumer",
     "flopmeter/timing/concurrency.py: deleted: self.since = 0.0": "it is set again when the task begins",
+    "flopmeter/timing/gemm_kernels.py: for columns in [*range(64, 257, 16)][:-1]": "256 columns come as rows, turned",
     "flopmeter/timing/timeline.py: clock  ->  cached  in  if clock not in self._devices:": "it only spares time",
     "flopmeter/distributed/sync_batch_norm.py: x  ->  gradient  in  of_weight = [_channels(x) if weight is None else "
     "torch.empty_like(weight) for _ in range(2)]": "a gradient has the shape of its tensor",
