@@ -87,6 +87,9 @@ def test_gradients_of_a_convolution_cost_together_what_they_cost_one_by_one(tran
     for mask in ((True, True, True), (True, False, True), (False, True, True), (True, True, False)):
         assert of(*mask) == [cost for wanted, each in zip(mask, alone, strict=True) if wanted for cost in each]
     assert of(False, False, False) == []
+    x, weight = meta(2, 6, 6, 8).permute(0, 3, 1, 2)[:, :, ::2], meta(3, 3, 8, 8).permute(2, 3, 0, 1)
+    assert len(of(True, True, True)) > 3, "no operand is copied"
+    assert of(False, False, True) == alone[2]
 
 
 def test_windows_read_the_places_that_their_taps_meet():
