@@ -505,6 +505,21 @@ def test_a_local_variable_is_not_written_and_a_dropped_result_is():
     assert kernel.cost.bytes == 2 * NBYTES
 
 
+@pytest.mark.parametrize("is_assigned", [True, False])
+def test_the_loop_of_a_benchmark_makes_all_its_results_when_compiled(is_assigned):
+    x, weight = meta(ROWS, WIDTH), meta(WIDTH, WIDTH)
+
+    def benchmark():
+        for _ in range(4):
+            if is_assigned:
+                y = torch.relu(x @ weight)
+            else:
+                torch.relu(x @ weight)
+        return y if is_assigned else None
+
+    assert compiled(benchmark).names == 4 * ["mm", "relu"]
+
+
 def test_an_update_in_place_of_what_was_there_before_is_written():
     x, total = meta(ROWS, WIDTH), meta(ROWS)
     _, fused, _ = compiled(lambda: total.mul_(0.9).add_(x.mean(-1)).shape)

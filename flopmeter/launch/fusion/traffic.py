@@ -22,6 +22,7 @@ class Lifetimes:
         starts = {part.graph: part.place for part in reversed(backward)}
         self._backward = sorted((start, self._last[graph]) for graph, start in starts.items())
         self._end = {part.graph: end for part, end in zip(parts, ends, strict=True)}  # and of the next one after it
+        self._read = {part.op.storages[read.spec.storage] for part in parts for read in part.cost.reads if read.spec}
 
     def last_of(self, part: Part) -> int:
         """The op of the last kernel of the part's graph; of an eager kernel its own."""
@@ -32,7 +33,7 @@ class Lifetimes:
 
         What a Python object holds at that time is a result of the graph. A local variable of the forward function dies
         with the function, before the next graph runs its first op. So does an output that the caller drops; but nobody
-        has read that one, and it dies outside of the function.
+        has read that one, and it dies outside of the function. What a benchmark's loop makes is such an output.
         """
         graph = self._parts[value.kernel].graph
         if value.is_pinned:
@@ -46,7 +47,15 @@ class Lifetimes:
             return any(self._parts[reader].graph != graph for reader in value.readers)
         if died is None or died > self._end[graph]:
             return True
-        return not value.readers and died > self._last[graph] and not self._storages[value.touch.storage].died_inside
+        if value.readers or self._storages[value.touch.storage].died_inside:
+            return False
+        return died > self._last[graph] or self._is_dropped(self._parts[value.kernel])
+
+    def _is_dropped(self, maker: Part) -> bool:
+        """Whether the program let go of all that the part made, and read none of it."""
+        return self._read.isdisjoint(
+            maker.op.storages[written.spec.storage] for written in maker.cost.writes if written.spec
+        )
 
     def is_returned(self, maker: Part, storage: int) -> bool:
         """Whether the function that made the storage gave it to the program, and autograd is not all that held it."""
