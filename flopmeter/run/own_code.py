@@ -1,4 +1,4 @@
-"""The program's own code, as far as it is loaded: whether it has words of training."""
+"""The program's own code: which it is, and whether what is loaded of it has words of training."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ class OwnCode:
         return any(_TRAINS.search(file.read_text(errors="replace")) for file in self._files())
 
     def _files(self) -> Iterator[Path]:
-        entered = _entered()
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
-            is_of_program = name.partition(".")[0] in entered or not _is_installed(name, file)
-            is_own = name == "__main__" or (name not in self._before and is_of_program)
-            if is_own and file.endswith(".py") and Path(file).is_file():
+            is_of_program = name == "__main__" or (name not in self._before and is_own(name, file))
+            if is_of_program and file.endswith(".py") and Path(file).is_file():
                 yield Path(file)
+
+
+def is_own(module: str, file: str) -> bool:
+    """Whether a module belongs to the program. `file`: what its code says of itself; there may be none of that name."""
+    return module.partition(".")[0] in _entered() or not _is_installed(module, file)
 
 
 def _entered() -> set[str]:
     """The package whose command runs."""
     main: Any = sys.modules["__main__"]
-    if main.__spec__ is not None:
+    if getattr(main, "__spec__", None) is not None:
         return {main.__spec__.name.partition(".")[0]}
     file = Path(getattr(main, "__file__", None) or "")
     return set(_IMPORTS.findall(file.read_text(errors="replace"))) if file.parent.name in _COMMANDS else set()

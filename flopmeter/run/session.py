@@ -19,6 +19,7 @@ from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.records import DEFAULT_STREAM
 from flopmeter.report.report import Report
 from flopmeter.run import data, driver_tool, shims, values, world
+from flopmeter.run.clocks import HostClock
 from flopmeter.run.compiled import Tracing, jit
 from flopmeter.run.cuda_module import CudaModule
 from flopmeter.run.device import NamedCuda
@@ -89,7 +90,7 @@ class ScriptSession:
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.meter.shapes_only = self.named.true_meta
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
-        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward, self._is_on_device, _say)
+        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward, self.is_on_device, _say)
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -103,12 +104,19 @@ class ScriptSession:
     def _has_backward(self, ops: range) -> bool:
         return any(self.meter.trace.ops[number].phase == "backward" for number in ops)
 
-    def _is_on_device(self, ops: range) -> bool:
+    def is_on_device(self, ops: range) -> bool:
         calls = (self.meter.trace.ops[number].call for number in ops)
         return any(spec.device != "cpu" for call in calls for spec in (*call.outputs, *call.inputs))
 
+    def report_of(self, ops: range) -> Report:
+        return self.meter.report(ops=ops)
+
+    def host_waits_at(self, moment: int) -> bool:
+        waits = self.meter.trace.stream_use.host_waits
+        return bool(waits) and waits[-1] == moment
+
     def seconds_between(self, start: int, end: int) -> float:
-        return self.meter.report(ops=range(start, end)).seconds if end > start else 0.0
+        return self.report_of(range(start, end)).seconds if end > start else 0.0
 
     def replay(self, ops: range, stream: int) -> None:
         """The ops of a CUDA graph run again; they are one region, which the host launches at once, on the current
@@ -169,6 +177,7 @@ class ScriptSession:
             self.meter.on_compiled_call = self.steps.on_compiled_call
             undo.enter_context(self.meter)
             undoing += undo.enter_context(applied(values.patches(self.named, self._decided)))
+            undoing += undo.enter_context(applied(list(HostClock(self).patches())))
             undo.enter_context(shims.importable(self.wishes.shims, self.note))
             undo.enter_context(self.steps.watching())
             yield self

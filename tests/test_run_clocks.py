@@ -1,0 +1,103 @@
+"""What a script reads from the host's clocks is predicted time; what packages read is the true time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils import benchmark
+
+import flopmeter
+
+SIDE = 4096
+CLOCKS: dict[str, Callable[[], float]] = {
+    "time": lambda: time.time(),
+    "perf_counter": lambda: time.perf_counter(),
+    "monotonic": lambda: time.monotonic(),
+    "time_ns": lambda: time.time_ns() * 1e-9,
+    "perf_counter_ns": lambda: time.perf_counter_ns() * 1e-9,
+    "monotonic_ns": lambda: time.monotonic_ns() * 1e-9,
+}
+
+
+def matrices() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(SIDE, SIDE, device="cuda"), torch.empty(SIDE, SIDE, device="cuda")
+
+
+@pytest.mark.parametrize("clock", CLOCKS.values(), ids=CLOCKS)
+def test_a_script_that_waits_for_the_device_reads_the_time_that_events_tell(clock):
+    with flopmeter.cuda("a100-sxm4-80gb"):
+        x, y = matrices()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begun = clock()
+        start.record()
+        for _ in range(20):
+            x @ y
+        end.record()
+        torch.cuda.synchronize()
+        took = clock() - begun
+        assert took == pytest.approx(start.elapsed_time(end) * 1e-3, rel=1e-6)
+    assert took > 20 * 2 * SIDE**3 / 19.5e12  # not faster than the datasheet's fp32
+
+
+def test_a_script_that_does_not_wait_reads_when_all_was_sent():
+    with flopmeter.cuda("a100-sxm4-80gb"):
+        x, y = matrices()
+        begun = time.perf_counter()
+        for _ in range(20):
+            x @ y
+        sent = time.perf_counter() - begun
+        torch.cuda.synchronize()
+        done = time.perf_counter() - begun
+    assert sent < 1e-3  # of 20 ops
+    assert done > 20 * 2 * SIDE**3 / 19.5e12
+
+
+def test_a_value_that_is_read_waits_for_the_device():
+    with flopmeter.cuda("a100-sxm4-80gb"):
+        x, y = matrices()
+        begun = time.perf_counter()
+        (x @ y).sum().item()
+        took = time.perf_counter() - begun
+    assert took > 2 * SIDE**3 / 19.5e12
+
+
+def test_the_host_alone_takes_the_time_that_it_takes_here():
+    with flopmeter.cuda("a100-sxm4-80gb"):
+        begun = time.perf_counter()
+        time.sleep(0.05)
+        assert 0.05 <= time.perf_counter() - begun < 5
+
+
+def test_packages_and_threads_read_the_true_time():
+    read = time.time
+    with flopmeter.cuda("p100-pcie-16gb"):
+        x, y = matrices()
+        time.time()
+        for _ in range(100):
+            x @ y  # 15 ms each
+        torch.cuda.synchronize()
+        assert time.time() - read() > 0.5  # ahead of this machine
+        assert abs(logging.makeLogRecord({}).created - read()) < 0.5
+        of_thread: list[float] = []
+        thread = threading.Thread(target=lambda: of_thread.append(time.time()))
+        thread.start()
+        thread.join()
+        assert abs(of_thread[0] - read()) < 0.5
+    assert time.time is read
+
+
+def test_torchs_timer_measures_the_device():
+    with flopmeter.cuda("a100-sxm4-80gb"):
+        x, y = matrices()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        x @ y
+        end.record()
+        measured = benchmark.Timer("x @ y", globals={"x": x, "y": y}).timeit(10).mean
+        assert measured == pytest.approx(start.elapsed_time(end) * 1e-3, rel=0.05)
