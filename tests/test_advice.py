@@ -643,6 +643,32 @@ def test_where_grad_scaler_stops_the_host_the_advice_is_a_type_or_an_optimizer_t
     assert not any("keep the values" in each.remedy for each in device.report().step.advice)
 
 
+class WrittenOutNorm(nn.Module):
+    """As language models write their RMSNorm: in fp32, whatever the type of the activations."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_norms_that_are_written_out_in_fp32_and_losses_under_autocast_are_no_stray_casts(under_autocast):
+    dtype = torch.float32 if under_autocast else torch.bfloat16
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2048, 2048), WrittenOutNorm(2048), nn.Linear(2048, 2048)).to(dtype)
+        x, labels = torch.empty(16_384, 2048, dtype=dtype), torch.empty(16_384, dtype=torch.int64)
+    for run in (model, torch.compile(model)):
+        with FlopMeter(H100) as meter:
+            with torch.autocast("cuda", torch.bfloat16, enabled=under_autocast):
+                loss = torch.nn.functional.cross_entropy(run(x), labels)
+            loss.backward()
+        assert not any("there too" in advice.remedy for advice in meter.report().advice)
+
+
 @pytest.mark.parametrize(("rows", "columns", "reason"), [(65_536, 32, "short or few"), (512, 1_000_000, "too long")])
 def test_short_rows_are_not_said_to_be_too_long_for_the_cache(rows, columns, reason):
     norm = nn.LayerNorm(columns, device="meta")

@@ -323,7 +323,7 @@ class Report:
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         """What the program could change, each change priced by the model; only what wins at least 3 % of the
-        wall-clock. What it does without need comes first where that wins at least 10 %, then the rest; in both, what
+        wall-clock. What it does without need comes first where that wins at least 5 %, then the rest; in both, what
         wins most."""
         return VIEWS["advice"](self)
 

@@ -32,7 +32,7 @@ def wide_work(report: Report) -> Iterator[Proposal]:
         id(op) for kernel in report.kernels if kernel.cost.macs and kernel.cost.dtype == "fp32" for op in kernel.ops
     }
     places = [index for index, op in enumerate(trace.ops) if id(op) in wide]
-    if narrow is not None and not _is_autocast(trace, narrow):
+    if narrow is not None and not _keeps_wide_weights(trace):
         places += _between_casts(trace, narrow)
     if narrow is None or not places:
         return
@@ -65,29 +65,35 @@ def _is_idle_cast(op: Op) -> bool:
     return all(spec.dtype == op.outputs[0].dtype for spec in op.inputs)
 
 
-def _is_autocast(trace: Trace, narrow: torch.dtype) -> bool:
-    """Whether weights are cast for each step: then casts are autocast's, which has norms in fp32."""
-    return any(
-        _is_cast(op)
-        and trace.storages[op.inputs[-1].storage].role == "parameters"
-        and (op.inputs[-1].dtype, op.outputs[0].dtype) == (torch.float32, narrow)
+def _keeps_wide_weights(trace: Trace) -> bool:
+    """Whether most weights are fp32, as under autocast, which has norms and losses in fp32: then casts are its own."""
+    sizes = {
+        spec.storage: (spec.dtype, spec.numel)
         for op in trace.ops
-    )
+        for spec in op.inputs
+        if trace.storages[spec.storage].role == "parameters"
+    }
+    wide = sum(numel for dtype, numel in sizes.values() if dtype is torch.float32)
+    return 2 * wide > sum(numel for _, numel in sizes.values())
 
 
 def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
-    """Ops in fp32 whose activations are all casts of narrow tensors, and whose results (of that size, if any are) are
-    only cast back; and casts of which that is true themselves."""
+    """Ops in fp32 whose activations are all casts of narrow tensors that nothing else reads (as a norm that is written
+    out does), and whose results (of that size, if any are) are only cast back; and casts of which that is true
+    themselves."""
     from_narrow, cast_back, read = set[int](), set[int](), set[int]()
-    for op in trace.ops:
+    readers = defaultdict[int, set[int]](set)
+    for index, op in enumerate(trace.ops):
         types = (op.inputs[-1].dtype, op.outputs[0].dtype) if _is_cast(op) else None
         if types == (narrow, torch.float32):
             from_narrow.add(op.outputs[0].storage)
         if not is_view(op):
             numbers = {spec.storage for spec in op.inputs}
+            for number in numbers:
+                readers[number].add(index)
             (cast_back if types == (torch.float32, narrow) else read).update(numbers)
     cast_back -= read
-    places = []
+    places = set[int]()
     for index, op in enumerate(trace.ops):
         if is_view(op) or op.phase == "optimizer":
             continue
@@ -99,8 +105,14 @@ def _between_casts(trace: Trace, narrow: torch.dtype) -> list[int]:
         has_weights = any(trace.storages[number].role == "parameters" for number in wide)  # which kernels want alike
         is_cast_before = _is_cast(op) or (bool(large) and large <= from_narrow and not has_weights)
         if results and results <= cast_back and is_cast_before:
-            places.append(index)
-    return places
+            places.add(index)
+    while shared := {
+        index
+        for index in places
+        if any(not readers[number] <= places for number in from_narrow.intersection(trace.ops[index].storages))
+    }:
+        places -= shared
+    return sorted(places)
 
 
 def _is_cast(op: Op) -> bool:
