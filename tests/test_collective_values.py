@@ -181,6 +181,7 @@ UNKNOWN = {
     "exchange in equal parts of what has none": into(
         lambda: room(3), lambda t, x: dist.all_to_all_single(t, x[:3].clone())
     ),
+    "exchange of a single number": into(room, lambda t, x: dist.all_to_all_single(t, x[0].clone())),
     "gather of features": into(
         lambda: torch.zeros(16, device="meta"),
         lambda t, x: dist.all_gather_into_tensor(t, torch.rand(4, device="meta")),

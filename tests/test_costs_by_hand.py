@@ -126,10 +126,10 @@ BY_HAND: dict[str, tuple[Call, int, int]] = {
     "cudnn_convolution_relu": (
         call_by_hand(
             aten.cudnn_convolution_relu.default,
-            (T(2, 3, 8, 8), T(5, 3, 3, 3), T(5), [1, 1], [1, 1], [1, 1], 1),
-            (T(2, 5, 8, 8),),
+            (T(2, 3, 8, 8), T(5, 3, 3, 3), T(5), [2, 2], [1, 1], [1, 1], 1),
+            (T(2, 5, 4, 4),),
         ),
-        2 * 640 * 27 + 640, 2 * 640 * 27,
+        2 * 160 * 27 + 160, 2 * 160 * 27,
     ),
     "_flash_attention_forward, causal at the bottom right": (
         call_by_hand(

@@ -208,3 +208,14 @@ def test_a_formula_for_integers_counts_products_of_bytes_and_no_other_integer_wo
     assert (int8.flops, int8.macs, int8.main_dtype) == (2000, 1000, "int8")
     assert (int64.flops, int64.macs) == (0, 0)
     assert int64.kernel_seconds > 0
+
+
+def test_what_a_formula_counts_is_floating_by_what_goes_in_not_by_what_comes_out():
+    register_flop_formula(PACKET)(lambda *shapes, **_: 2000)
+
+    def flops(read, written):
+        operands, result = (meta(4, 6, dtype=read), meta(4, 6, dtype=read)), meta(4, 6, dtype=written)
+        return [cost.flops for cost in costs_of(call_by_hand(PACKET.default, operands, (result,)))]
+
+    assert flops(torch.int64, torch.float32) == [0]
+    assert flops(torch.float32, torch.int64) == [2000]

@@ -138,6 +138,8 @@ def test_channels_that_do_not_come_first_are_copied_into_rows_and_what_has_gaps_
     x = torch.empty(4, 3, 2, 2, device="meta")
     last = x.to(memory_format=torch.channels_last)
     assert [copies(x, 4, 0), copies(x, 3, 1), copies(last, 4, 0), copies(last, 3, 1)] == [0, 1, 1, 2]
+    matrix, sequences = torch.empty(4, 4, device="meta"), torch.empty(4, 3, 2, device="meta")
+    assert [copies(matrix, 4, 1), copies(sequences, 3, 1)] == [0, 1]  # only `if (x.dim() != 2)` are there axes to move
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")

@@ -146,6 +146,16 @@ def test_an_op_that_eager_pytorch_composes_is_computed_again_as_a_whole():
     assert [(round(c.bytes_read / NBYTES), c.bytes_written) for c in backward] == [(2, NBYTES)]
 
 
+def test_gradients_of_slices_of_slices_are_one_loop_over_the_whole():
+    """Each element is the one number that comes in, or 0. Inductor makes one kernel of it, too."""
+    x = meta(ROWS, WIDTH).requires_grad_()
+    with FlopMeter("a100-sxm4-80gb", compile="rules") as meter:
+        torch.compile(lambda: torch.cat([x[:, :7], x[:, 9:]], 1)[:, 3:].sum())().backward()
+    kernels = meter.report(mode="compiled").kernels
+    backward = [kernel.cost for kernel in kernels if kernel.op.phase == "backward"]
+    assert [(cost.bytes_read, cost.bytes_written) for cost in backward] == [(4, NBYTES)]
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("loss", [F.binary_cross_entropy_with_logits, F.soft_margin_loss])
 def test_an_op_of_several_kernels_counts_no_flop_twice_where_they_become_one(loss: Any, reduction: str):

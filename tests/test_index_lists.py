@@ -30,6 +30,19 @@ def without_columns(code: CodeType) -> CodeType:
     return code.replace(co_linetable=table, co_firstlineno=code.co_firstlineno + 2)
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_a_list_of_more_than_numbers_is_left_to_torch():
+    """Torch takes it for a tuple: of row 0 the elements 1 and 2."""
+    square = torch.arange(9).reshape(3, 3)
+    assert square[[0, [1, 2]]].tolist() == [1, 2]
+    with FlopMeter():
+        square = square.to("meta")
+        picked = square[[0, [1, 2]]]
+        assert picked.shape == (2,)
+        with pytest.raises(DataDependentError):
+            picked.tolist()
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 says no columns at all")
 def test_without_columns_in_the_program_the_numbers_stay_unknown_and_it_runs_as_far_as_without_them():
     compiled = without_columns(fourth.__code__)

@@ -147,6 +147,9 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor, str], Any]] = {
         torch.full_like(ids, 4), ids.new_zeros(2), ids.new_ones(1), torch.eye(2, device=device, dtype=torch.int),
         torch.tril(torch.ones(3, 3, dtype=torch.bool, device=device)), torch.linspace(0, 1, 3, device=device),
     ],
+    "of the type of what nobody knows": lambda ids, mask, device: [
+        getattr(torch.rand(3, device=device), name)(2, dtype=torch.long) for name in ("new_zeros", "new_ones")
+    ],
     "empty, then written": lambda ids, mask, device: torch.empty(3, dtype=torch.long, device=device).copy_(ids[0, :3]),
     "rows written one by one": lambda ids, mask, device: written_by_rows(ids),
     "masked write": lambda ids, mask, device: masked_write(ids, mask),

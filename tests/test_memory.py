@@ -251,6 +251,15 @@ def test_an_optimizer_that_steps_inside_the_backward_pass_is_the_optimizer():
     assert max(memory.timeline["gradients"]) == (64 * 64 + 64) * FLOAT  # never more than one layer's
 
 
+def test_an_optimizer_that_steps_in_a_backward_pass_that_another_one_asks_for_is_the_optimizer():
+    layer, outer = nn.Linear(4, 4, device="meta"), nn.Parameter(torch.empty(3, device="meta"))
+    inner = torch.optim.SGD([layer.weight], lr=0.1)
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: inner.step())
+    with FlopMeter() as meter:
+        torch.optim.SGD([outer], lr=0.1).step(lambda: layer(torch.empty(2, 4, device="meta")).sum().backward())
+    assert [op.phase for op in meter.trace.ops if op.call.name == "_foreach_add_"] == ["optimizer"]
+
+
 def test_an_output_buffer_that_grows_counts_at_its_new_size():
     x = torch.empty(1000, device="meta")
 

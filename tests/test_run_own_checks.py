@@ -9,7 +9,25 @@ from pathlib import Path
 from flopmeter.run.script import Script, run
 from flopmeter.run.session import ScriptSession, Wishes
 
+LONG = f"""
+import torch
+high = torch.randn(8, device="cuda").max()
+if bool(high < -9):
+    steps = [{"high, " * 300}]
+    print("what goes on is long")
+else:
+    raise ValueError
+"""
 PROGRAM = Path(__file__).parent / "programs" / "own_checks.py"
+
+
+def test_the_branch_that_raises_may_be_far_away(tmp_path):
+    """An instruction has one byte for how far it jumps; more of them stand in one of their own before it."""
+    program, session, out = tmp_path / "long.py", ScriptSession("a100-sxm4-80gb", Wishes()), io.StringIO()
+    program.write_text(LONG)
+    with session.open(), contextlib.redirect_stdout(out):
+        ending = run(Script(str(program)), session)
+    assert (ending.error, out.getvalue()) == (None, "what goes on is long\n")
 
 
 def test_checks_of_unknown_values_pass_and_those_of_known_ones_are_made():

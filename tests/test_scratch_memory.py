@@ -49,6 +49,22 @@ def test_products_ask_for_a_workspace_once_for_each_thread(kept, device, workspa
     assert beside_tensors(device, lambda: x + x) == 0
 
 
+def test_a_workspace_is_there_from_the_start_of_a_second_run(kept):
+    """In the first it fits into the memory that the loader gave back. With less room all of it is given back before the
+    matrices ask for the last 2 MiB."""
+
+    def program():
+        torch.empty(64 * MIB, dtype=torch.uint8, device="meta").add_(1)
+        x = empty(512, 512)
+        x @ x
+
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        program()
+    memory, small = meter.report().memory, 2 * MIB  # the least segment, for matrices of half a MiB
+    assert (memory.reserved_bytes, memory.steady_reserved_bytes) == (64 * MIB + small, (64 + 32) * MIB + small)
+    assert [memory.fits_in(room * MIB, allocator=True) for room in (95, 96)] == [False, True]
+
+
 def test_another_stream_has_a_workspace_of_its_own(kept):
     program = """
 x = torch.empty(512, 512, device="cuda", dtype=torch.bfloat16)

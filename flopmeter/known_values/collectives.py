@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from flopmeter.known_values import messages
 from flopmeter.known_values.replay import Invocation, Knowledge
-from flopmeter.known_values.values import is_discrete, is_weight, no_modes, spans_storage
+from flopmeter.known_values.values import is_discrete, no_modes, spans_storage
 from flopmeter.records.collectives import COLLECTIVE_OPS, Law
 from flopmeter.records.tensors import tensors_in
 from flopmeter.torch_names.private import resolve_group
@@ -114,12 +114,9 @@ def send(known: Knowledge, call: Invocation) -> Any:
 def receive(known: Knowledge, call: Invocation) -> Any:
     """A message from one other rank. Its value is there once the program waits for it."""
     result, argument = call.run(), _arguments(call)
-    group = _group(argument("process_group"))
-    if distributed_c10d.get_backend(group) != "fake":
-        return result
     (tensor,) = argument("tensors")
     known.forget([tensor])
-    ranks, box = torch.distributed.get_process_group_ranks(group), messages.mailbox
+    ranks, box = torch.distributed.get_process_group_ranks(_group(argument("process_group"))), messages.mailbox
     if box is not None and box.reaches(ranks[argument("src")]):
         ticket = box.expect(tuple(ranks), ranks[argument("src")])
         if is_discrete(tensor) and known.is_small(tensor):
@@ -156,7 +153,7 @@ def _give(known: Knowledge, targets: list[Tensor], outcome: TargetValues | None)
             if known.values.knows(target) and not known.values.is_uniform(target):
                 known.values.read(target).copy_(value.reshape(target.shape))
                 known.values.note_write(target)
-            elif spans_storage(target) and not is_weight(target):
+            elif spans_storage(target):
                 known.set(target, value.to(target.dtype).reshape(target.shape).clone())
 
 

@@ -236,10 +236,7 @@ class _Simulation:
         """Set the rates anew of all that runs beside a task that began, began to move its bytes, or ended."""
         beside: dict[_Task, None] = {}
         for entry, _ in changed.sides:
-            if entry.rank.transfers:
-                beside.update(dict.fromkeys((*entry.rank.kernels, *entry.rank.transfers)))
-            elif changed.is_transfer:
-                beside.update(dict.fromkeys(entry.rank.kernels))
+            beside.update(dict.fromkeys((*entry.rank.kernels, *entry.rank.transfers)))
         beside.pop(changed, None)
         for task in beside:
             if task.is_transfer and not task.is_moving:
