@@ -402,7 +402,9 @@ dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2, init_method
 with FlopMeter() as meter:
     x = torch.tensor([1 + dist.get_rank()])
     dist.all_reduce(x)
-assert x.item() == 3, x
+    told = torch.tensor([7 * dist.get_rank()])
+    dist.recv(told, 1) if dist.get_rank() == 0 else dist.send(told, 0)
+assert (x.item(), told.item()) == (3, 7), (x, told)
 assert not meter.report().assumptions
 """
 
