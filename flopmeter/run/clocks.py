@@ -22,7 +22,7 @@ _CLOCKS = ("time", "monotonic", "perf_counter")
 _TIMERS = {"torch.utils.benchmark.utils.timer"}
 
 
-class TimedRun(Protocol):
+class ClockedRun(Protocol):
     """The run, as its clock sees it. A moment is the number of ops that ran before it."""
 
     def now(self) -> int: ...
@@ -42,7 +42,7 @@ class HostClock:
     the device. Between two readings without an op on the device it worked alone: that takes what it takes here.
     """
 
-    def __init__(self, run: TimedRun) -> None:
+    def __init__(self, run: ClockedRun) -> None:
         self._run = run
         self._is_own = functools.cache(is_own)
         self._moment: int | None = None  # of the last reading
