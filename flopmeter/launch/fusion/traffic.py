@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from functools import cached_property
 
 from flopmeter.launch.fusion.dataflow import Flow, Touch, Value
 from flopmeter.launch.fusion.grouping import Groups
@@ -22,7 +23,6 @@ class Lifetimes:
         starts = {part.graph: part.place for part in reversed(backward)}
         self._backward = sorted((start, self._last[graph]) for graph, start in starts.items())
         self._end = {part.graph: end for part, end in zip(parts, ends, strict=True)}  # and of the next one after it
-        self._read = {part.op.storages[read.spec.storage] for part in parts for read in part.cost.reads if read.spec}
 
     def last_of(self, part: Part) -> int:
         """The op of the last kernel of the part's graph; of an eager kernel its own."""
@@ -50,6 +50,11 @@ class Lifetimes:
         if value.readers or self._storages[value.touch.storage].died_inside:
             return False
         return died > self._last[graph] or self._is_dropped(self._parts[value.kernel])
+
+    @cached_property
+    def _read(self) -> set[int]:
+        """The storages that some part reads. Most graphs never ask."""
+        return {part.op.storages[read.spec.storage] for part in self._parts for read in part.cost.reads if read.spec}
 
     def _is_dropped(self, maker: Part) -> bool:
         """Whether the program let go of all that the part made, and read none of it."""
