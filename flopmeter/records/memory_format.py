@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -37,8 +37,13 @@ def dense_strides(shape: Sequence[int], *, channels_last: bool) -> tuple[int, ..
     dims: Sequence[int] = range(len(shape) - 1, -1, -1)
     if channels_last:
         dims = _DIMS_FROM_INNERMOST.get(len(shape), dims)
+    return strides_of(shape, dims)
+
+
+def strides_of(shape: Sequence[int], dims_from_innermost: Iterable[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a tensor without gaps whose dimensions lie in that order."""
     strides, step = [0] * len(shape), 1
-    for dim in dims:
+    for dim in dims_from_innermost:
         strides[dim] = step
         step *= shape[dim]
     return tuple(strides)

@@ -16,15 +16,14 @@ from typing import NamedTuple
 import torch
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Op, Phase, TensorSpec, Trace
+from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import (
     Bias,
     NoKernelError,
     Operands,
     backend_of,
-    backward_call,
     dense,
-    forward_call,
+    fused,
 )
 from flopmeter.report.advice.remedies import Proposal, are_in_torch, of_ops, priced, remedy, trace_of
 from flopmeter.report.advice.rewrite import is_dense, with_ops, with_tensors
@@ -332,33 +331,18 @@ def _rows_innermost(spec: TensorSpec, is_gradient: object) -> TensorSpec:
 def _fused(trace: Trace, attention: _Materialised, device: Hardware) -> dict[int, Op]:
     """The fused ops, by the index of the op in whose place they stand."""
     backward = [index for index in attention.ops if trace.ops[index].phase == "backward"]
-    put_in = {attention.values: _call(trace, attention, device, "forward", attention.values)}
-    if backward:
-        put_in[max(backward)] = _call(trace, attention, device, "backward", max(backward))
-    return put_in
-
-
-def _call(trace: Trace, attention: _Materialised, device: Hardware, phase: Phase, place_of: int) -> Op:
-    q, k, v = _operands(trace, attention)
+    qkv = _operands(trace, attention)
     out = trace.ops[attention.values].outputs[0]
-    sums = attention.softmax.storage  # which no other op touches any more
-    bias = _bias_in_heads(attention, q.shape[:2])
-    of_bias = [] if bias is None else [spec.storage for spec in bias if spec is not None]
-    numbers = tuple(dict.fromkeys((q.storage, k.storage, v.storage, out.storage, sums, *of_bias)))
-    place = {number: local for local, number in enumerate(numbers)}
-    *heads, queries, _ = q.shape
-    result = dense((*heads, queries, v.shape[-1]), out.dtype, out.device)._replace(storage=place[out.storage])
-    norms = dense((*heads, queries), torch.float32, out.device)._replace(storage=place[sums])
-    qkv = tuple(spec._replace(storage=place[spec.storage]) for spec in (q, k, v))
-    assert len(qkv) == 3
-    if bias is not None:
-        spec, gradient = bias.spec, bias.gradient
-        gradient = gradient and gradient._replace(storage=place[gradient.storage])
-        bias = Bias(spec._replace(storage=place[spec.storage]), gradient)
+    *heads, queries, _ = qkv[0].shape
+    result = dense((*heads, queries, qkv[2].shape[-1]), out.dtype, out.device)._replace(storage=out.storage)
+    sums = dense((*heads, queries), torch.float32, out.device)
+    sums = sums._replace(storage=attention.softmax.storage)  # which no other op touches any more
+    bias = _bias_in_heads(attention, qkv[0].shape[:2])
     backend = backend_of(qkv, device, is_causal=attention.is_causal, dropout=attention.dropout, bias=bias)
-    build = backward_call if phase == "backward" else forward_call
-    call = build(qkv, result, norms, attention.is_causal, backend, bias)
-    return trace.ops[place_of]._replace(call=call, storages=numbers)
+    return {
+        place: fused(trace.ops[place], qkv, result, sums, attention.is_causal, backend, bias)
+        for place in (attention.values, *([max(backward)] if backward else ()))
+    }
 
 
 def _bias_in_heads(attention: _Materialised, batch_and_heads: tuple[int, ...]) -> Bias | None:

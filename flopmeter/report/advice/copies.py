@@ -14,9 +14,10 @@ import torch
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Op, TensorSpec, Trace
+from flopmeter.records.memory_format import strides_of
 from flopmeter.report.advice.fused_attention import Bias, NoKernelError, Operands, backend_of
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import is_dense, is_view, rebuilt, with_ops
+from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import is_dense, is_view, rebuilt
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten
 
@@ -60,9 +61,7 @@ def _read_through(report: Report, of_heads: bool, why: str, remedy: str) -> Iter
     if wanted:
         if of_heads:
             walk.dropped |= {place for index in walk.repeats for place in _views_around(trace, index)}
-        concerns = of_ops(trace, walk.dropped)
-        then = with_ops(trace, walk.dropped, walk.put_in)
-        yield Proposal("", concerns, why, remedy, priced(report, then))
+        yield with_other_ops(report, why, remedy, walk.dropped, walk.put_in, about=walk.dropped)
 
 
 def _views_around(trace: Trace, index: int) -> Iterator[int]:
@@ -252,20 +251,12 @@ def _like(out: TensorSpec, operand: TensorSpec, now: TensorSpec, copy: int) -> _
     batch, heads, *sizes = out.shape
     outer, step, *steps = out.stride
     shape, stride = (batch, heads // times, times, *sizes), (outer, times * step, step, *steps)
-    follows = _order(out) == _order(operand)
-    own = _packed_in(_order(now) if follows else _order(out), (batch, heads // times, *sizes))
+    follows = _from_innermost(out) == _from_innermost(operand)
+    own = strides_of((batch, heads // times, *sizes), _from_innermost(now if follows else out))
     steps_now = (*own[:2], 0 if times > 1 else own[1], *own[2:])
     return _Whereabouts(shape, stride, out._replace(shape=shape, stride=steps_now), copy)
 
 
-def _order(spec: TensorSpec) -> tuple[int, ...]:
-    """The dimensions, the outermost in memory first."""
-    return tuple(sorted(range(len(spec.shape)), key=lambda dim: -spec.stride[dim]))
-
-
-def _packed_in(order: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
-    stride, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        stride[dim] = step
-        step *= shape[dim]
-    return stride
+def _from_innermost(spec: TensorSpec) -> list[int]:
+    """The dimensions, the innermost in memory first."""
+    return sorted(range(len(spec.shape)), key=lambda dim: (spec.stride[dim], -dim))

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend
 from flopmeter.as_cuda import CudaTarget
 from flopmeter.as_cuda.attention_rules import Operand, SdpaCall, Settings, choose, rules_for
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Call, Op, TensorSpec, Trace
+from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.memory_format import dense_strides
-from flopmeter.report.advice.rewrite import with_ops
+from flopmeter.report.advice.rewrite import in_place_of, with_ops
 from flopmeter.torch_names.dispatcher import running_version
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -51,23 +51,20 @@ def backend_of(qkv: Operands, device: Hardware, *, is_causal: bool, dropout: flo
     return _BACKENDS[chosen]
 
 
-def forward_call(
-    qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str, bias: Bias | None = None
-) -> Call:
-    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention").default
-    specs = qkv if bias is None else (*qkv, bias.spec)
-    return Call(func, qkv, _settings(is_causal, bias), specs, (out, sums))
-
-
-def backward_call(
-    qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str, bias: Bias | None = None
-) -> Call:
-    """The call of the backward kernel. Its results are as large as q, k and v, and are written over them, which does
-    not change the price."""
-    read = (out, *qkv, out, sums) if bias is None else (out, *qkv, out, sums, bias.spec)
-    made = qkv if bias is None or bias.gradient is None else (*qkv, bias.gradient)
-    func = getattr(aten_overloads, f"_scaled_dot_product_{backend}_attention_backward").default
-    return Call(func, read[:6], _settings(is_causal, bias), read, made)
+def fused(
+    op: Op, qkv: Operands, out: TensorSpec, sums: TensorSpec, is_causal: bool, backend: str, bias: Bias | None = None
+) -> Op:
+    """The kernel in the place of an op, forward or backward as that is. Its tensors have the numbers that the trace
+    gives their storages. The results of the backward kernel are as large as q, k and v, and are written over them,
+    which does not change the price."""
+    is_backward = op.phase == "backward"
+    read, made = ((out, *qkv, out, sums), qkv) if is_backward else (qkv, (out, sums))
+    specs, results = read if bias is None else (*read, bias.spec), tuple[TensorSpec, ...](made)
+    if is_backward and bias is not None and bias.gradient is not None:
+        results += (bias.gradient,)
+    name = f"_scaled_dot_product_{backend}_attention{'_backward' if is_backward else ''}"
+    func = getattr(aten_overloads, name).default
+    return in_place_of(op, func, read, _settings(is_causal, bias), specs, results)
 
 
 def _settings(is_causal: bool, bias: Bias | None) -> dict[str, Any]:

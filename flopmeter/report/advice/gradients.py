@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from flopmeter.records import Op, TensorSpec, Trace
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops
+from flopmeter.report.advice.remedies import Proposal, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import in_place_of, is_view
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -18,11 +19,10 @@ def filled_gradients(report: Report) -> Iterator[Proposal]:
     fills = {index for index, op in enumerate(trace.ops) if _fills_gradients(trace, op)}
     takes = _taken(trace, {spec.storage for index in fills for spec in trace.ops[index].inputs}, fills)
     if takes and report.cluster is None:
-        concerns = of_ops(trace, fills | set(takes))
-        yield Proposal(
-            "gradients", concerns,
-            "they are filled with zeros, then read and added to", "zero_grad(set_to_none=True)",
-            priced(report, with_ops(trace, fills, takes)),
+        yield with_other_ops(
+            report, "they are filled with zeros, then read and added to",
+            "zero_grad(set_to_none=True)",
+            fills, takes, what="gradients",
         )  # fmt: skip
 
 
@@ -69,26 +69,18 @@ def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
         return
     gradients = {out.storage for index in dropped for out in trace.ops[index].outputs}
     put_in |= _taken(trace, gradients, dropped)
-    concerns = of_ops(trace, dropped)
-    yield Proposal(
-        "", concerns,
-        "backward() of several losses walks through what they share again and again",
+    yield with_other_ops(
+        report, "backward() of several losses walks through what they share again and again",
         "one backward() of the sum of the losses, without retain_graph=True",
-        priced(report, with_ops(trace, dropped, put_in)),
+        dropped, put_in, about=dropped,
     )  # fmt: skip
 
 
 def _passes(trace: Trace) -> list[range]:
     """The ops of each backward pass, with what checkpoints compute again in it."""
-    passes, start = [], None
-    for index, op in enumerate((*trace.ops, None)):
-        is_inside = op is not None and op.phase in ("backward", "recompute")
-        if is_inside and start is None:
-            start = index
-        elif not is_inside and start is not None:
-            passes.append(range(start, index))
-            start = None
-    return passes
+    groups = groupby(range(len(trace.ops)), key=lambda index: trace.ops[index].phase in ("backward", "recompute"))
+    passes = [list(indices) for is_backward, indices in groups if is_backward]
+    return [range(indices[0], indices[-1] + 1) for indices in passes]
 
 
 def _walks_same(trace: Trace, early: range, late: range) -> bool:

@@ -13,7 +13,16 @@ from torch._ops import OpOverload
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
 from flopmeter.report.advice.fused_attention import NoKernelError, backend_of, with_chosen_kernels, with_kernel
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, of_ops, priced, remedy, trace_of, type_of_others
+from flopmeter.report.advice.remedies import (
+    Proposal,
+    are_in_torch,
+    of_ops,
+    priced,
+    remedy,
+    trace_of,
+    type_of_others,
+    with_other_ops,
+)
 from flopmeter.report.advice.rewrite import changed_call, in_place_of, is_view, with_ops, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
@@ -140,11 +149,10 @@ def masks_of_places(report: Report) -> Iterator[Proposal]:
             continue
         put_in[index] = with_kernel(op, backend, end, is_causal=True, dropout_p=dropout)
     if put_in and are_in_torch(put_in.values()):
-        concerns = of_ops(trace, put_in)
-        yield Proposal(
-            "", concerns,
-            "all pairs are computed, and a mask is read for them that all sequences share",
-            "is_causal=True in place of the mask, if it is the causal one", priced(report, with_ops(trace, (), put_in)),
+        yield with_other_ops(
+            report, "all pairs are computed, and a mask is read for them that all sequences share",
+            "is_causal=True in place of the mask, if it is the causal one",
+            (), put_in,
         )  # fmt: skip
 
 
@@ -177,14 +185,12 @@ def loops_over_tensors(report: Report) -> Iterator[Proposal]:
         if len({trace.ops[index].storages[0] for index in loop}) == len(loop) >= LEAST_LOOP:
             put_in[loop[-1]] = _at_once(func, [trace.ops[index] for index in loop])
             dropped |= set(loop)
-    if not put_in or not are_in_torch(put_in.values()):
-        return
-    concerns = of_ops(trace, dropped)
-    yield Proposal(
-        "", concerns,
-        f"{len(dropped)} kernels for one tensor each", "torch._foreach_ functions (in clip_grad_norm_, foreach=True)",
-        priced(report, with_ops(trace, dropped, put_in)),
-    )  # fmt: skip
+    if put_in and are_in_torch(put_in.values()):
+        yield with_other_ops(
+            report, f"{len(dropped)} kernels for one tensor each",
+            "torch._foreach_ functions (in clip_grad_norm_, foreach=True)",
+            dropped, put_in,
+        )  # fmt: skip
 
 
 def _at_once(func: OpOverload, ops: list[Op]) -> Op:

@@ -9,8 +9,8 @@ import torch
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense
-from flopmeter.report.advice.remedies import Proposal, are_in_torch, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops
+from flopmeter.report.advice.remedies import Proposal, are_in_torch, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import in_place_of, is_view
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -43,11 +43,10 @@ def cells_in_loops(report: Report) -> Iterator[Proposal]:
         dropped |= loop.dropped
         names.add(name)
     if put_in and are_in_torch(put_in.values()):
-        concerns = of_ops(trace, dropped)
-        yield Proposal(
-            "", concerns, "a few small kernels for each step of a sequence",
+        yield with_other_ops(
+            report, "a few small kernels for each step of a sequence",
             f"{' or '.join(sorted(names))} over the whole sequence, in place of the loop over cells",
-            priced(report, with_ops(trace, dropped, put_in)),
+            dropped, put_in,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,23 @@ def of_ops(trace: Trace, indices: Iterable[int]) -> Callable[[Kernel], bool]:
 
 def everything(_: Kernel) -> bool:
     return True
+
+
+def with_other_ops(
+    report: Report,
+    why: str,
+    remedy: str,
+    dropped: Collection[int],
+    put_in: Mapping[int, Op] | None = None,
+    *,
+    what: str = "",
+    about: Collection[int] | None = None,
+) -> Proposal:
+    """The run without some ops, and with others in their places. It is about the kernels of all of these, or of the ops
+    that `about` names."""
+    trace = trace_of(report)
+    concerns = of_ops(trace, {*dropped, *(put_in or {})} if about is None else about)
+    return Proposal(what, concerns, why, remedy, priced(report, with_ops(trace, dropped, put_in)))
 
 
 _WORTH_MORE_TROUBLE = 1.03  # a less simple way has to be faster by this factor
@@ -200,11 +217,10 @@ def copies_to_host(report: Report) -> Iterator[Proposal]:
     copies = [kernel for kernel in report.kernels if kernel.cost.link_bytes and id(kernel.op) in by_op]
     if copies:
         sent = with_prefix(sum(kernel.cost.link_bytes for kernel in copies), "B")
-        yield Proposal(
-            "", lambda kernel: id(kernel.op) in by_op,
-            f"{sent} go to the host, over a link that is slower than the device's memory",
+        yield with_other_ops(
+            report, f"{sent} go to the host, over a link that is slower than the device's memory",
             "make it smaller on the device first (argmax, a mean), or send it less often",
-            priced(report, with_ops(trace, sends)),
+            sends,
         )  # fmt: skip
 
 
@@ -443,11 +459,11 @@ def needless_recomputation(report: Report) -> Iterator[Proposal]:
     needed = report.memory.steady_peak_bytes + _most_kept_bytes(trace, again)
     if needed > usable:
         return
-    yield Proposal(
-        "", lambda kernel: kernel.op.phase == "recompute",
-        f"the forward pass runs again, and memory has room: at most {with_prefix(needed, 'B')} of"
-        f" {with_prefix(usable, 'B')} without",
-        "no checkpointing", priced(report, with_ops(trace, again | detached)),
+    room = f"at most {with_prefix(needed, 'B')} of {with_prefix(usable, 'B')} without"
+    yield with_other_ops(
+        report, f"the forward pass runs again, and memory has room: {room}",
+        "no checkpointing",
+        again | detached, about=again,
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from flopmeter.records import Op, TensorSpec, Trace
 from flopmeter.report.advice.fused_attention import dense
-from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of
-from flopmeter.report.advice.rewrite import in_place_of, is_view, with_ops, with_tensors
+from flopmeter.report.advice.remedies import Proposal, of_ops, priced, remedy, trace_of, with_other_ops
+from flopmeter.report.advice.rewrite import in_place_of, is_view, with_tensors
 from flopmeter.report.report import Report
 from flopmeter.torch_names.operators import aten, aten_overloads
 
@@ -91,12 +91,10 @@ def one_hot_products(report: Report) -> Iterator[Proposal]:
         elif rows is not None and not is_view(op):
             return  # something else reads them
     if put_in and not dropped & {-1}:
-        concerns = of_ops(trace, dropped | set(put_in))
-        yield Proposal(
-            "", concerns,
-            "rows of a table are taken by products with zeros and a one for each row",
+        yield with_other_ops(
+            report, "rows of a table are taken by products with zeros and a one for each row",
             "nn.Embedding, or table[indices], in place of the product with F.one_hot",
-            priced(report, with_ops(trace, dropped, put_in)),
+            dropped, put_in,
         )  # fmt: skip
 
 
