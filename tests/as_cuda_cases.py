@@ -523,13 +523,13 @@ TRAINING: dict[str, Callable[[], Program]] = {
 }
 
 
-def fused_step(optimizer: type[torch.optim.Optimizer], **options: Any) -> Program:
+def step(optimizer: type[torch.optim.Optimizer], **options: Any) -> Program:
     parameters = [nn.Parameter(torch.empty(4, 4, device="meta")) for _ in range(2)]
     for parameter in parameters:
         parameter.grad = torch.empty(4, 4, device="meta")
 
     def run() -> None:
-        stepper = optimizer(parameters, fused=True, **options)
+        stepper = optimizer(parameters, **options)
         stepper.step()
         stepper.zero_grad()
 
@@ -537,9 +537,9 @@ def fused_step(optimizer: type[torch.optim.Optimizer], **options: Any) -> Progra
 
 
 OPTIMIZERS: dict[str, Callable[[], Program]] = {
-    "opt_AdamW_fused": lambda: fused_step(torch.optim.AdamW),
-    "opt_SGD_fused": lambda: fused_step(torch.optim.SGD, lr=0.1),
-    "opt_Adagrad_fused": lambda: fused_step(torch.optim.Adagrad),
+    "opt_AdamW_fused": lambda: step(torch.optim.AdamW, fused=True),
+    "opt_SGD_fused": lambda: step(torch.optim.SGD, lr=0.1, fused=True),
+    "opt_Adagrad_fused": lambda: step(torch.optim.Adagrad, fused=True),
 }
 """The other recorded optimizers ran the for-loop: their parameters were FakeTensors, which foreach refuses."""
 
@@ -553,4 +553,28 @@ CASES: dict[str, Callable[[], Program]] = {
     **TENSOR_OPS,
     **TRAINING,
     **OPTIMIZERS,
+}
+
+# --- recorded of torch 2.15 alone -----------------------------------------------------------------------------------
+
+
+def checkpointed_under_autocast(reentrant: bool) -> Program:
+    layers = module(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 8)))
+    return under(bf16_autocast, call(checkpoint, layers, f32(2, 8), use_reentrant=reentrant))
+
+
+def transformed(transform: Callable[..., Any], function: Callable[[Tensor], Tensor], **options: Any) -> Program:
+    x = f32(3, 4, 16, grad=False)
+    return lambda: transform(function, **options)(x)
+
+
+CASES_OF_2_15: dict[str, Callable[[], Program]] = {
+    "vmap_drop": lambda: transformed(torch.vmap, lambda x: F.dropout(x, 0.1), randomness="different"),
+    "vmap_rms": lambda: transformed(torch.vmap, lambda x: F.rms_norm(x, (16,))),
+    "grad_drop": lambda: transformed(torch.func.grad, lambda x: F.dropout(x, 0.1).sum()),
+    "grad_rms": lambda: transformed(torch.func.grad, lambda x: F.rms_norm(x, (16,)).sum()),
+    "ckac_nr": lambda: checkpointed_under_autocast(reentrant=False),
+    "ckac_re": lambda: checkpointed_under_autocast(reentrant=True),
+    "opt_Muon": lambda: step(torch.optim.Muon),
+    "opt_AdamW_foreach": lambda: step(torch.optim.AdamW, foreach=True),
 }

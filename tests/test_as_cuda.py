@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from as_cuda_cases import CASES
+from as_cuda_cases import CASES as CASES_OF_ALL
+from as_cuda_cases import CASES_OF_2_15
 from as_cuda_stream import Program, Stream, bf16, f16, f32, module, ops_of, record
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +34,7 @@ def _recordings(name: str) -> dict[str, dict[str, dict[str, str]]]:
 RUNNING = dispatcher.running_version()
 OF_2_13, CHANGED_IN_2_15 = _recordings("cuda_streams.json"), _recordings("cuda_streams_2.15.json")
 RECORDED = {**OF_2_13, **(CHANGED_IN_2_15 if RUNNING >= (2, 15) else {})}
+CASES = {**CASES_OF_ALL, **(CASES_OF_2_15 if RUNNING >= (2, 15) else {})}
 
 DIFFERENT = {
     "one_hot": "recorded with fake tensors, which one_hot takes for meta's; a GPU's it scatters into zeros (Onehot.cpp)"
@@ -47,9 +49,13 @@ def h100() -> Iterator[Emulation]:
 
 
 def recorded(name: str, sm: int) -> dict[str, str]:
-    """`lift_fresh` is the host's probe of bf16 support, once a process: it runs no kernel."""
+    """`lift_fresh` is the host's probe of bf16 support, once a process (or a counter of steps): it runs no kernel."""
     (streams,) = [streams for sms, streams in RECORDED[name].items() if str(sm) in sms.removeprefix("sm").split("_")]
-    return {part: " ".join(op for op in ops.split() if "lift_fresh" not in op) for part, ops in streams.items()}
+    return {part: _without_numbers_of_the_host(ops) for part, ops in streams.items()}
+
+
+def _without_numbers_of_the_host(ops: str) -> str:
+    return " ".join(op for op in ops.split() if "lift_fresh" not in op)
 
 
 # --- against the recorded streams ----------------------------------------------------------------------------------
@@ -73,7 +79,7 @@ def test_every_recorded_program_dispatches_the_ops_that_cuda_did(sm: int) -> Non
 def record_or_error(case: Callable[[], Program]) -> dict[str, str]:
     """An error is recorded as CUDA's, with what went before."""
     try:
-        return record(case)
+        return {part: _without_numbers_of_the_host(ops) for part, ops in record(case).items()}
     except RuntimeError as error:
         return {"fwd": f"!! RuntimeError: {error}"}
 

@@ -239,6 +239,18 @@ def test_two_kernels_share_the_fp32_input_of_an_activation_or_compute_it_again(n
     )
 
 
+def test_of_what_the_gradient_of_an_activation_reads_its_input_is_cast_and_not_the_gradient():
+    """A sum of five gradients is too long to be computed again for the sums over rows and over columns."""
+
+    def outer(rows: Tensor, columns: Tensor, *weights: Tensor) -> Tensor:
+        y = F.silu(rows[:, None] + columns)
+        return torch.stack([(y @ weight).sum() for weight in weights]).sum()
+
+    shapes: list[tuple[int, ...]] = [(4096,), (1024,), *5 * [(1024, 64)]]
+    (_, compiled), (_, ruled) = both(outer, shapes, trains=True, dtype=torch.bfloat16)
+    assert moved(ruled) == pytest.approx(moved(compiled), rel=0.01)
+
+
 def grow(x: Tensor, w: Tensor, w2: Tensor, *of_norm: Tensor) -> Tensor:
     """A dense net: each convolution reads all before it, normalized."""
     seen = [F.max_pool2d(x, 3, 2, 1)]
