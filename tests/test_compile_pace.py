@@ -8,11 +8,14 @@ import sys
 
 import pytest
 import torch
+from torch._inductor.fx_utils import FakeTensorUpdater
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch.utils._ordered_set import OrderedSet
 
 from flopmeter import FlopMeter
-from flopmeter.compiler import session
-from flopmeter.compiler.pace import around_hash, around_set_making, around_union, undisturbed
+from flopmeter.compiler import pace
+from flopmeter.compiler.pace import around_hash, undisturbed
+from flopmeter.torch_names import compiler as names
 
 CALLS = 200
 DEPTHS = range(400)  # frames of more than one chunk of 16 KiB
@@ -82,7 +85,45 @@ def test_a_hash_is_asked_for_once() -> None:
     assert key.asked == 1
 
 
-def test_sets_of_sets_are_the_same_with_no_hash_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+SETS = {
+    "copy": lambda one, other: OrderedSet(one),
+    "union": lambda one, other: one | other,
+    "union in place": lambda one, other: one.copy().__ior__(other),
+    "difference": lambda one, other: one - other,
+    "difference in place": lambda one, other: one.copy().__isub__(other),
+    "less itself": lambda one, other: (same := one.copy()).__isub__(same),
+    "intersection": lambda one, other: one & other,
+}
+PAIRS = [("cab", "da"), ("da", "cab"), ("ab", "ba"), ("", "ab"), ("ab", ""), ("abcdefgh", "ha")]
+WRAPPED = {"__init__": "set_making", "__or__": "union", "__and__": "intersection", "__isub__": "difference"}
+
+
+def _pace_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, wrapper in WRAPPED.items():
+        monkeypatch.setattr(OrderedSet, name, getattr(pace, f"around_{wrapper}")(getattr(OrderedSet, name)))
+
+
+@pytest.mark.parametrize("kind", [OrderedSet, list, set], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("operation", SETS)
+def test_sets_at_that_pace_hold_the_same_in_the_same_order(
+    operation: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def results() -> list[object]:
+        found: list[object] = []
+        for one, other in PAIRS:
+            try:
+                found.append(list(SETS[operation](OrderedSet(one), kind(other))))
+            except TypeError:
+                found.append("refused")
+        return found
+
+    expected = results()
+    _pace_of_sets(monkeypatch)
+    assert results() == expected
+    assert list(OrderedSet()) == []
+
+
+def test_copies_and_unions_of_sets_ask_for_no_hash_and_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Key:
         asked = 0
 
@@ -90,18 +131,58 @@ def test_sets_of_sets_are_the_same_with_no_hash_asked_for(monkeypatch: pytest.Mo
             Key.asked += 1
             return id(self)
 
-    a, b, c, d = Key(), Key(), Key(), Key()
-    one, other = OrderedSet([c, a, b]), OrderedSet([d, a])
-    expected = [list(OrderedSet(one)), list(one | other), list(one | {d}), list(OrderedSet(iter([b, a])))]
-    monkeypatch.setattr(OrderedSet, "__init__", around_set_making(OrderedSet.__init__))
-    monkeypatch.setattr(OrderedSet, "__or__", around_union(OrderedSet.__or__))
+    one, other = OrderedSet([Key(), Key()]), OrderedSet([Key()])
+    _pace_of_sets(monkeypatch)
     asked = Key.asked
-    copy, union = OrderedSet(one), one | other
+    copy, _ = OrderedSet(one), one | other
     assert Key.asked == asked
-    assert [list(copy), list(union), list(one | {d}), list(OrderedSet(iter([b, a])))] == expected
-    copy.add(d)
-    assert d not in one
-    assert list(OrderedSet()) == []
+    copy.add(Key())
+    assert len(one) == 2
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_values_of_a_graph_are_updated_where_a_node_was_changed(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def plain(updater: FakeTensorUpdater) -> int:
+        called.append(updater)
+        return 17
+
+    graph = torch.fx.Graph()
+    first, second = graph.placeholder("first"), graph.placeholder("second")
+    added = graph.call_function(torch.ops.aten.add.Tensor, (first, first))
+    graph.output(added)
+    updater = FakeTensorUpdater(torch.fx.GraphModule(torch.nn.Module(), graph))
+    if changes:
+        added.args = (first, second)
+    assert pace.around_update(plain)(updater) == 17 * changes
+    assert len(called) == changes
+
+
+def test_what_fusing_costs_in_memory_is_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = []
+    plain, shortened = Scheduler.can_fusion_increase_peak_memory, pace.around_memory
+
+    def watched(scheduler: Scheduler, one: BaseSchedulerNode, other: BaseSchedulerNode) -> bool:
+        asked = []
+        increases = shortened(lambda *nodes: asked.append(nodes) or plain(*nodes))(scheduler, one, other)
+        answers.append((increases, plain(scheduler, one, other), bool(asked)))
+        return increases
+
+    monkeypatch.setattr(names.MORE_MEMORY.parent, "can_fusion_increase_peak_memory", watched)
+    monkeypatch.setattr(pace, "around_memory", lambda plain: plain)
+    with torch.device("meta"):
+        a, square, row, vector = (torch.empty(shape) for shape in [(4096, 64), (64, 64), (64,), (1 << 20,)])
+
+    def program() -> tuple[torch.Tensor, ...]:
+        """Two results that one kernel each reads; these share a row alone, and one kernel would keep both results."""
+        results = (a.relu() @ square, a.sin() @ square)
+        return *((result - row) @ square for result in results), vector.cos(), vector.sin()
+
+    with FlopMeter("a100-sxm4-80gb"):
+        torch.compile(program)()
+    assert all(short == full for short, full, _ in answers)
+    assert {(increases, was_asked) for increases, _, was_asked in answers} >= {(True, True), (False, False)}
 
 
 def test_what_ops_a_kernel_of_an_optimizer_comes_from_is_the_same_at_that_pace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +190,8 @@ def test_what_ops_a_kernel_of_an_optimizer_comes_from_is_the_same_at_that_pace(m
     seen = []
     for wraps in (True, False):
         if not wraps:
-            for name in ("around_hash", "around_origins", "around_set_making", "around_union"):
-                monkeypatch.setattr(session, name, lambda plain: plain)
+            for name in [name for name in vars(pace) if name.startswith("around_")]:
+                monkeypatch.setattr(pace, name, lambda plain: plain)
         weights = [torch.nn.Parameter(torch.empty(8, size, device="meta")) for size in range(8, 20)]
         for weight in weights:
             weight.grad = torch.empty_like(weight)

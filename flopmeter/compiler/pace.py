@@ -11,13 +11,15 @@ Hashes: inductor keeps what kernels read and write in sets, and a set that is ma
 symbolic index.
 
 Lists of tensors: a step of an optimizer that updates hundreds at once has a list of results for each of its ops, and
-each item that is taken from one goes through all of the list again.
+each item that is taken from one goes through all of the list again. So do two of inductor's passes that look for nodes
+whose values are out of date, and what fuses the kernels of the list with one more of hundreds of step counters.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -80,18 +82,83 @@ def around_union(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return union
 
 
+def around_intersection(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same of an intersection: torch's has the order of the smaller set, and of the second of two as large."""
+
+    @functools.wraps(plain)
+    def intersection(one: Any, other: Any) -> Any:
+        if type(other) is not type(one):
+            return plain(one, other)
+        small, large = (one, other) if len(one) < len(other) else (other, one)
+        kept = large._dict
+        return one._from_dict({each: None for each in small._dict if each in kept})
+
+    return intersection
+
+
+def around_difference(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wraps what takes a set of these out of another, in place."""
+
+    @functools.wraps(plain)
+    def difference(one: Any, other: Any) -> Any:
+        if type(other) is not type(one) or other is one:
+            return plain(one, other)
+        discard = one._dict.pop
+        for each in other._dict:
+            discard(each, None)
+        return one
+
+    return difference
+
+
 def around_origins(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps what tells from which ops the arguments of an op come that are no buffers yet: of a list of tensors it need
-    not look at buffers."""
+    """Wraps what tells from which ops the arguments of an op come that are no buffers yet. Of a list of tensors it need
+    not look at buffers, nor again at the list while the others in it are the same."""
     buffer = names.IR.owner.ComputedBuffer
+    last: tuple[Any, list[Any], Any] = None, [], None  # a list, what is no buffer in it, where that comes from
 
     @functools.wraps(plain)
     def origins(args: Any, kwargs: Any) -> Any:
-        if args and type(args[0]) is list:
-            args = [[each for each in args[0] if not isinstance(_inner(each), buffer)], *args[1:]]
-        return plain(args, kwargs)
+        nonlocal last
+        if not args or type(args[0]) is not list:
+            return plain(args, kwargs)
+        items, rest = args[0], args[1:]
+        data = [_inner(each) for each in items]
+        loops = [each for each in data if type(each) is not buffer]
+        if last[0] is not items or len(loops) != len(last[1]) or not all(map(operator.is_, loops, last[1])):
+            open_ = [each for each, held in zip(items, data, strict=True) if type(held) is not buffer]
+            last = items, loops, plain([open_], {})
+        return last[2] | plain(rest, kwargs) if rest or kwargs else last[2]
 
     return origins
+
+
+def around_update(plain: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Wraps the update of the values of a graph's nodes: where none was changed there is nothing to update."""
+
+    @functools.wraps(plain)
+    def update(updater: Any) -> int:
+        graph = getattr(updater, "gm", updater).graph  # torch 2.11 holds the graph itself
+        if any(getattr(updater, "subgraph_updaters", ())):
+            return plain(updater)
+        is_known = (updater.hash_node(node) in updater.processed_hashes for node in graph.nodes)
+        return 0 if all(is_known) else plain(updater)
+
+    return update
+
+
+def around_memory(plain: Callable[[Any, Any, Any], bool]) -> Callable[[Any, Any, Any], bool]:
+    """Wraps whether fusing two kernels may need more memory: not if what one of them reads stays in memory anyway."""
+
+    @functools.wraps(plain)
+    def increases(scheduler: Any, one: Any, other: Any) -> bool:
+        smaller = min(one, other, key=lambda node: len(node.read_writes.reads))
+        buffers = (scheduler.name_to_buf.get(read.name) for read in smaller.read_writes.reads)
+        if all(buffer is None or len(buffer.users) != 1 for buffer in buffers):
+            return False
+        return plain(scheduler, one, other)
+
+    return increases
 
 
 def _inner(value: Any) -> Any:

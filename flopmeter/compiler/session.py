@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_map
 
 from flopmeter.as_cuda.autocast import traced_tensors_cast
 from flopmeter.as_cuda.kernels.convolution import runs_channels_last
-from flopmeter.compiler import constants
+from flopmeter.compiler import constants, pace
 from flopmeter.compiler.composites import composites_differentiate
 from flopmeter.compiler.frames import AroundTracing, Frames, nothing_around, text_of
 from flopmeter.compiler.hidden import hooks_hidden, ignore_warning, made_inside
 from flopmeter.compiler.lowering import copied, inline_regions, lower
 from flopmeter.compiler.outermost import OutermostCalls
-from flopmeter.compiler.pace import around_hash, around_origins, around_set_making, around_union, undisturbed
+from flopmeter.compiler.pace import undisturbed
 from flopmeter.compiler.posing import CUDA, PosedDevice, pose, posing, replace, unpose, unposed
 from flopmeter.compiler.replay import Owner, Replay, name_of
 from flopmeter.records import CompiledGraph, GraphBreak
@@ -186,10 +186,14 @@ class Session:
             (names.CONVOLUTION_LAYOUT, self._in_place_of_convolution_layout),
             (names.GUARD_IDENTITY, self._frames.around_identity_guard),
             (names.HAS_TRITON, self._around_has_triton),
-            (names.DEP_HASH, around_hash),
-            (names.SET_MAKING, around_set_making),
-            (names.SET_UNION, around_union),
-            (names.ORIGINS, around_origins),
+            (names.DEP_HASH, pace.around_hash),
+            (names.SET_MAKING, pace.around_set_making),
+            (names.SET_UNION, pace.around_union),
+            (names.SET_INTERSECTION, pace.around_intersection),
+            (names.SET_DIFFERENCE, pace.around_difference),
+            (names.ORIGINS, pace.around_origins),
+            (names.UPDATE_VALUES, pace.around_update),
+            (names.MORE_MEMORY, pace.around_memory),
             (names.IS_NAMED_TUPLE, functools.cache),
             (names.CREATE_PROXY, constants.around_create_proxy),
             (names.RULES, functools.partial(made_inside, self._frames.as_torch_is)),

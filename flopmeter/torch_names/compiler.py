@@ -57,6 +57,14 @@ MEMORY_DEP = _name("torch._inductor.dependencies", "MemoryDep", "which elements 
 DEP_HASH = _name("torch._inductor.dependencies", "MemoryDep.__hash__", "kept, since it is asked for again and again")
 SET_MAKING = _name("torch.utils._ordered_set", "OrderedSet.__init__", "copies of the compiler's sets, without hashing")
 SET_UNION = _name("torch.utils._ordered_set", "OrderedSet.__or__", "the same, of their unions")
+SET_INTERSECTION = _name("torch.utils._ordered_set", "OrderedSet.__and__", "the same, of what they share")
+SET_DIFFERENCE = _name("torch.utils._ordered_set", "OrderedSet.__isub__", "the same, of what one has more")
+UPDATE_VALUES = _name(
+    "torch._inductor.fx_utils", "FakeTensorUpdater.incremental_update", "which looks for nodes that were changed"
+)
+MORE_MEMORY = _name(
+    "torch._inductor.scheduler", "Scheduler.can_fusion_increase_peak_memory", "which goes through all that kernels read"
+)
 ORIGINS = _name("torch._inductor.graph", "gather_origins", "which asks nothing of buffers in lists")
 IS_NAMED_TUPLE = _name("torch.utils._pytree", "is_namedtuple_class", "kept by class, since all trees ask for it")
 STAR_DEP = _name("torch._inductor.dependencies", "StarDep", "which buffers are listed whole")
