@@ -34,7 +34,8 @@ class OwnCode:
 
 def is_own(module: str, file: str) -> bool:
     """Whether a module belongs to the program. `file`: what its code says of itself; there may be none of that name."""
-    return module.partition(".")[0] in _entered() or not _is_installed(module, file)
+    package = module.partition(".")[0]
+    return package != "flopmeter" and (package in _entered() or not _is_installed(file))
 
 
 def _entered() -> set[str]:
@@ -46,9 +47,8 @@ def _entered() -> set[str]:
     return set(_IMPORTS.findall(file.read_text(errors="replace"))) if file.parent.name in _COMMANDS else set()
 
 
-def _is_installed(module: str, file: str) -> bool:
-    is_ours = module.partition(".")[0] == "flopmeter"
-    return is_ours or file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts)
+def _is_installed(file: str) -> bool:
+    return file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts)
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
