@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from flopmeter.run.patches import Patch
 
 _IMPORTS = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
 _TRAINS = re.compile(r"\.(backward|fit|train)\(")  # a pass of its own, or a trainer's; `.train()` also of a module
@@ -30,6 +33,19 @@ class OwnCode:
             is_of_program = name == "__main__" or (name not in self._before and is_own(name, file))
             if is_of_program and file.endswith(".py") and Path(file).is_file():
                 yield Path(file)
+
+
+def imported_by_name(undoing: Iterable[Patch]) -> Iterator[Patch]:
+    """Where modules of the program that began before the run hold what is patched now, as after `from torch import
+    zeros` in a notebook. `undoing`: what `applied` yielded."""
+    now = {id(was.value): vars(was.owner)[was.name] for was in undoing if isinstance(was.owner, ModuleType)}
+    for name, module in list(sys.modules.items()):
+        names = vars(module)
+        if now.keys().isdisjoint(map(id, names.values())) or not is_own(name, names.get("__file__") or ""):
+            continue
+        for held, value in list(names.items()):
+            if id(value) in now:
+                yield Patch(module, held, now[id(value)], "the program imported it by name before the run")
 
 
 def is_own(module: str, file: str) -> bool:

@@ -26,6 +26,7 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
 from flopmeter.run.graph_pools import GraphPool
 from flopmeter.run.initial_values import InitialValues
+from flopmeter.run.own_code import imported_by_name
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.step_parts import Parts
@@ -185,6 +186,8 @@ class ScriptSession:
             undo.enter_context(self.meter)
             undoing += undo.enter_context(applied(values.patches(self.named, self._decided)))
             undoing += undo.enter_context(applied(list(HostClock(self).patches())))
+            undoing += undo.enter_context(applied(list(imported_by_name(undoing))))
+            undo.enter_context(applied(list(imported_by_name(answers))))
             undo.enter_context(shims.importable(self.wishes.shims, self.note))
             undo.enter_context(self.steps.watching())
             yield self
