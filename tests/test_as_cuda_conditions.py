@@ -137,6 +137,16 @@ def test_one_hot_scatters_ones_into_zeros_where_meta_tensors_would_be_compared_w
     assert [name for name in ran if name in ("zeros", "scatter_", "arange", "eq")] == ["zeros", "scatter_"]
 
 
+def test_allclose_compares_element_by_element_and_reads_one_answer():
+    with FlopMeter("a100-sxm4-80gb", checks="hold", unknown="stand-in") as meter:
+        x = torch.rand(64, 64, device="meta")
+        assert torch.allclose(x, x + 1)
+        assert not torch.allclose(on_meta(torch.ones(3)), on_meta(torch.zeros(3)))
+    names = [str(kernel.op.call.func.overloadpacket) for kernel in meter.report().kernels]
+    assert not meter.report().uncounted
+    assert [names.count(f"aten.{name}") for name in ("all", "_local_scalar_dense", "le")] == [2, 2, 2]
+
+
 def test_one_hot_refuses_numbers_that_are_no_ids_as_torch_does():
     with FlopMeter("a100-sxm4-80gb"), pytest.raises(RuntimeError, match="index tensor"):
         F.one_hot(torch.ones(3, device="meta"), 3)

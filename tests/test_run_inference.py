@@ -8,12 +8,14 @@ import textwrap
 
 import pytest
 
-from flopmeter.run import steps
+from flopmeter.run import session, steps
 from flopmeter.run.report import RunReport
 from flopmeter.run.script import Script, run
 from flopmeter.run.session import ScriptSession, Wishes
 
 BEGIN = """
+import time
+
 import torch
 from torch import nn
 
@@ -31,12 +33,12 @@ def ran(tmp_path):
         script = tmp_path / "infer.py"
         script.write_text(BEGIN + textwrap.dedent(text))
         (tmp_path / "beside_it.py").write_text(textwrap.dedent(beside))
-        session = ScriptSession("a100-sxm4-80gb", Wishes(**{"steps": 3, **wishes}))
+        opened = ScriptSession("a100-sxm4-80gb", Wishes(**{"steps": 3, **wishes}))
         out, err = io.StringIO(), io.StringIO()
-        with session.open(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            ending = run(Script(str(script)), session)
+        with opened.open(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            ending = run(Script(str(script)), opened)
             assert ending.error is None, err.getvalue()
-            return session.report("infer.py"), out.getvalue(), err.getvalue()
+            return opened.report("infer.py"), out.getvalue(), err.getvalue()
 
     return running
 
@@ -50,11 +52,19 @@ print("to the end")
 """
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(session, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(session, "PATIENCE_TO_PRINT_S", 0.0)
+
+
 def test_a_script_that_only_infers_is_stopped_and_its_headline_says_so(ran):
     report, out, _ = ran(MANY)
     assert (report.parts.count, report.parts.marked_by, out) == (32, "calls of Linear", "")
     assert report.step.macs == 8 * 64 * 64
-    assert report.headline.endswith("ended there, as nothing had trained (--step-marker optimizer waits for it)")
+    assert report.headline.endswith(
+        "ended there, as nothing had trained (--step-marker optimizer waits for it; --steps for so many calls)"
+    )
 
 
 def test_it_is_stopped_where_it_forgot_no_grad_too(ran):
@@ -153,11 +163,11 @@ def test_a_command_may_train_if_the_package_that_it_enters_has_words_of_training
             (package / "cli.py").write_text(
                 (package / "cli.py").read_text() + "\nif __name__ == '__main__':\n    main()\n"
             )
-        session = ScriptSession("a100-sxm4-80gb", Wishes(steps=3))
-        with session.open():
-            ending = run(script, session)
+        opened = ScriptSession("a100-sxm4-80gb", Wishes(steps=3))
+        with opened.open():
+            ending = run(script, opened)
             assert ending.error is None
-            assert session.report("learn").parts.marked_by == "optimizer.step()"
+            assert opened.report("learn").parts.marked_by == "optimizer.step()"
 
 
 def test_rollouts_before_the_first_step_of_an_optimizer_are_not_the_end(ran):
@@ -207,3 +217,83 @@ def test_replays_of_a_cuda_graph_end_too(ran):
         print("to the end")
     """)
     assert (report.parts.marked_by, out) == ("replays of a CUDA graph", "")
+
+
+ENDS = {
+    "by the host's clock": """
+        model, start = linear(), time.time()
+        with torch.no_grad():
+            for _ in range(200):
+                model(x)
+        torch.cuda.synchronize()
+        print("took" if time.time() > start else "took no time")
+    """,
+    "by events": """
+        model = linear()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        with torch.no_grad():
+            for _ in range(200):
+                model(x)
+        end.record()
+        print("took" if start.elapsed_time(end) > 0 else "took no time")
+    """,
+    "with a backward pass, and no optimizer": """
+        model, start = linear(), time.perf_counter()
+        for _ in range(200):
+            model(x).sum().backward()
+        print("took" if time.perf_counter() > start else "took no time")
+    """,
+    "without a module": """
+        w, start = torch.zeros(64, 64, device="cuda", requires_grad=True), time.perf_counter()
+        for _ in range(200):
+            (x @ w).sum().backward()
+        print("took" if time.perf_counter() > start else "took no time")
+    """,
+}
+
+
+@pytest.mark.parametrize("text", ENDS.values(), ids=ENDS)
+def test_a_benchmark_gets_to_its_own_print(ran, monkeypatch, text):
+    monkeypatch.setattr(session, "PATIENCE_TO_PRINT_S", 600.0)
+    report, out, _ = ran(text)
+    assert out == "took\n"
+    assert report.parts.count in (199, 200)  # the setup is before the first backward pass
+    assert "ended there" not in report.headline
+
+
+def test_an_inference_gets_to_its_end_if_that_is_near(ran, monkeypatch):
+    monkeypatch.setattr(session, "PATIENCE_S", 600.0)
+    report, out, _ = ran(MANY.replace("5000", "200"))
+    assert (report.parts.count, out) == (200, "to the end\n")
+
+
+def test_where_patience_ends_does_not_change_the_report(ran, monkeypatch):
+    monkeypatch.setattr(session, "PATIENCE_S", 0.2)
+    report, out, _ = ran("""
+        growing = nn.Linear(8, 64, bias=False).cuda()
+        with torch.no_grad():
+            for count in range(1, 1_000_000):
+                growing(x.new_zeros(count, 8))
+        print("to the end")
+    """)
+    assert (report.parts.count, report.step.macs, out) == (32, 32 * 8 * 64, "")
+
+
+def test_patience_with_an_inference_is_none_with_a_training_that_follows(ran, monkeypatch):
+    monkeypatch.setattr(session, "PATIENCE_S", 600.0)
+    report, out, _ = ran(
+        """
+        import beside_it
+        model = linear()
+        with torch.no_grad():
+            for _ in range(100):
+                model(x)
+        for _ in range(1000):
+            getattr(beside_it, "lear" + "n")(model(x))
+        print("to the end")
+    """,
+        beside="learn = lambda y: getattr(y.sum(), 'back' + 'ward')()",
+    )
+    assert (report.parts.count, out) == (3, "")
+    assert "trained without an optimizer" in report.headline

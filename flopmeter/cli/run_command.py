@@ -134,7 +134,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=number, default=DEFAULT_STEPS,
-        help="stop after so many (default: %(default)s); a script that only infers after 32 calls at least",
+        help="stop after so many (default: %(default)s); one that only infers after 32 calls and 10 s",
     )  # fmt: skip
     parser.add_argument(
         "--step-marker", metavar="WHAT", default="auto",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from flopmeter.run.patches import Patch
 
 _IMPORTS = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
 _TRAINS = re.compile(r"\.(backward|fit|train)\(")  # a pass of its own, or a trainer's; `.train()` also of a module
@@ -32,9 +35,23 @@ class OwnCode:
                 yield Path(file)
 
 
+def imported_by_name(undoing: Iterable[Patch]) -> Iterator[Patch]:
+    """Where modules of the program that began before the run hold what is patched now, as after `from torch import
+    zeros` in a notebook. `undoing`: what `applied` yielded."""
+    now = {id(was.value): vars(was.owner)[was.name] for was in undoing if isinstance(was.owner, ModuleType)}
+    for name, module in list(sys.modules.items()):
+        names = vars(module)
+        if now.keys().isdisjoint(map(id, names.values())) or not is_own(name, names.get("__file__") or ""):
+            continue
+        for held, value in list(names.items()):
+            if id(value) in now:
+                yield Patch(module, held, now[id(value)], "the program imported it by name before the run")
+
+
 def is_own(module: str, file: str) -> bool:
     """Whether a module belongs to the program. `file`: what its code says of itself; there may be none of that name."""
-    return module.partition(".")[0] in _entered() or not _is_installed(module, file)
+    package = module.partition(".")[0]
+    return package != "flopmeter" and (package in _entered() or not _is_installed(file))
 
 
 def _entered() -> set[str]:
@@ -46,9 +63,8 @@ def _entered() -> set[str]:
     return set(_IMPORTS.findall(file.read_text(errors="replace"))) if file.parent.name in _COMMANDS else set()
 
 
-def _is_installed(module: str, file: str) -> bool:
-    is_ours = module.partition(".")[0] == "flopmeter"
-    return is_ours or file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts)
+def _is_installed(file: str) -> bool:
+    return file.startswith(_STANDARD_LIBRARY) or not _PACKAGES.isdisjoint(Path(file).parts)
 
 
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")

@@ -52,8 +52,9 @@ class RunReport:
 
     @property
     def _stopped(self) -> str:
-        is_told = self.parts.stopped_untrained
-        return "; ended there, as nothing had trained (--step-marker optimizer waits for it)" if is_told else ""
+        if not self.parts.stopped_untrained:
+            return ""
+        return "; ended there, as nothing had trained (--step-marker optimizer waits for it; --steps for so many calls)"
 
     @property
     def _spread(self) -> str:

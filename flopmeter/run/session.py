@@ -26,6 +26,7 @@ from flopmeter.run.device import NamedCuda
 from flopmeter.run.device_memory import DeviceMemory, OnOutOfMemory
 from flopmeter.run.graph_pools import GraphPool
 from flopmeter.run.initial_values import InitialValues
+from flopmeter.run.own_code import imported_by_name
 from flopmeter.run.patches import Patch, applied
 from flopmeter.run.report import NothingRanError, RunReport
 from flopmeter.run.step_parts import Parts
@@ -90,7 +91,11 @@ class ScriptSession:
         self.named = NamedCuda(self.gpus_per_node, rank % self.gpus_per_node)
         self.meter.shapes_only = self.named.true_meta
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
-        self.steps = Steps(self.now, wishes.marker, wishes.steps, self._has_backward, self.is_on_device, _say)
+        self.takes_times = False
+        patience_s = (lambda only_infers: 0.0) if wishes.gpus > 1 else self._patience_s  # ranks end at the same step
+        self.steps = Steps(
+            self.now, wishes.marker, wishes.steps, self._has_backward, self.is_on_device, _say, patience_s
+        )
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
         self._replays = 0
@@ -107,6 +112,9 @@ class ScriptSession:
     def is_on_device(self, ops: range) -> bool:
         calls = (self.meter.trace.ops[number].call for number in ops)
         return any(spec.device != "cpu" for call in calls for spec in (*call.outputs, *call.inputs))
+
+    def _patience_s(self, only_infers: bool) -> float:
+        return PATIENCE_TO_PRINT_S if self.takes_times else PATIENCE_S if only_infers else 0.0
 
     def report_of(self, ops: range) -> Report:
         return self.meter.report(ops=ops)
@@ -178,6 +186,8 @@ class ScriptSession:
             undo.enter_context(self.meter)
             undoing += undo.enter_context(applied(values.patches(self.named, self._decided)))
             undoing += undo.enter_context(applied(list(HostClock(self).patches())))
+            undoing += undo.enter_context(applied(list(imported_by_name(undoing))))
+            undo.enter_context(applied(list(imported_by_name(answers))))
             undo.enter_context(shims.importable(self.wishes.shims, self.note))
             undo.enter_context(self.steps.watching())
             yield self
@@ -273,6 +283,8 @@ def _times(count: int) -> str:
     return "" if count == 1 else f" {count:,} times"
 
 
+PATIENCE_S = 10.0  # for a program that only infers to end by itself
+PATIENCE_TO_PRINT_S = 60.0  # for one without an optimizer that times itself
 MOST_STEPS_PRICED = 8  # to tell whether steps differ; a step takes as long to price as to run
 NOTHING_RAN = (
     "the program ran no op on the device named cuda: move its model and inputs there (model.to('cuda')), or tell it to "

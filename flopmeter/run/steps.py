@@ -62,6 +62,9 @@ class Steps:
     has_backward: whether a backward pass is among these ops.
     is_on_device: whether one of these ops ran on the GPU; a call of a module on the CPU is no step.
     tell: says a line to the user while the program runs.
+    patience_s: how long a program without an optimizer may go on after `most` steps, to end by itself and print what
+        it found: seconds of this machine, by whether it has only inferred. Where these do not do, the parts of the run
+        are those before they began, so that they do not hang on the speed of this machine.
     """
 
     def __init__(
@@ -72,9 +75,10 @@ class Steps:
         has_backward: Callable[[range], bool] = lambda ops: False,
         is_on_device: Callable[[range], bool] = bool,
         tell: Callable[[str], None] = lambda line: None,
+        patience_s: Callable[[bool], float] = lambda only_infers: 0.0,
     ) -> None:
         self._now, self._marker, self._most, self._has_backward = now, marker, most, has_backward
-        self._is_on_device = is_on_device
+        self._is_on_device, self._patience_s = is_on_device, patience_s
         self._ends: list[int] = []  # of marked steps
         self._calls: list[OutermostCall] = []
         self._replays: list[int] = []  # where each replay of a CUDA graph ended
@@ -87,7 +91,8 @@ class Steps:
         self._backwards: list[int] = []  # of a program that has called no module: where each backward() ended
         self._next_look = CALLS_WATCHED  # at whether the program only infers: so many calls and replays
         self._own_code, self._word = OwnCode(), _Word(tell)
-        self._stopped_untrained = False
+        self._enough: tuple[Parts, float] | None = None  # the parts after `most` steps, and when on this machine
+        self._is_stopped = False
 
     @property
     def idle_updates(self) -> int:
@@ -152,9 +157,8 @@ class Steps:
 
     def parts(self, total: int) -> Parts:
         """What ran so far, of `total` ops."""
-        return replace(self._parts(total), stopped_untrained=self._stopped_untrained)
-
-    def _parts(self, total: int) -> Parts:
+        if self._enough and self._is_stopped:
+            return self._enough[0]
         if self._ends:
             return self._marked_parts()
         if ends := self._own_updates.ends(total):
@@ -215,12 +219,21 @@ class Steps:
         if self._has_backward(everything) or self.parts(everything.stop).count < self._most:
             return
         if not self._optimizers.were_made and not self._own_code.may_train():
-            self._stopped_untrained = True
-            raise StepsDone
+            self._stop(only_infers=True)
+            return
         self._word.say_once(
             f"{count:,} calls so far, and nothing has trained: if this only infers, Ctrl-C reports what ran, and "
             "--step-marker forward stops it after --steps calls"
         )
+
+    def _stop(self, only_infers: bool) -> None:
+        """As many steps as were asked for have ended, of a program without an optimizer."""
+        if self._enough is None or self._enough[0].stopped_untrained != only_infers:
+            parts = replace(self.parts(self._now()), stopped_untrained=only_infers)
+            self._enough = parts, time.monotonic()
+        if time.monotonic() - self._enough[1] >= self._patience_s(only_infers):
+            self._is_stopped = True
+            raise StepsDone
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         is_first = not self._optimizers.one_has_stepped
@@ -244,7 +257,7 @@ class Steps:
             if self._marker == AUTO and not self._optimizers.were_made and learns:
                 ended = self._own_updates.call(type(module).__name__, self._now())
                 if ended and self._most is not None and ended >= self._most:
-                    raise StepsDone
+                    self._stop(only_infers=False)
         self._depth += 1
 
     def _watched_backward(self) -> Patch:
@@ -258,7 +271,7 @@ class Steps:
                 return
             self._backwards.append(now)
             if self._most is not None and len(self._backwards) >= max(self._most, CALLS_WATCHED):
-                raise StepsDone
+                self._stop(only_infers=False)
 
         return Patch(torch.autograd, "backward", backward, "the steps of a program that updates tensors of its own")
 

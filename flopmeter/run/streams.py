@@ -16,6 +16,8 @@ from flopmeter.trace import streams
 class Moments(Protocol):
     """The run, as events and graphs see it. A moment is the number of ops that ran before it."""
 
+    takes_times: bool  # the program times itself, and will print what it finds
+
     def now(self) -> int: ...
 
     def seconds_between(self, start: int, end: int) -> float:
@@ -93,6 +95,7 @@ class CudaEvent(streams.MetaEvent):
         super().__init__()
         self._moment: int | None = None
         self._times = enable_timing
+        self.clock.takes_times |= enable_timing
 
     def record(self, stream: Any = None) -> None:
         super().record(stream)

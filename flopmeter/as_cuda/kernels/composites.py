@@ -44,6 +44,7 @@ def install(scope: Emulation) -> None:
     scope.override(aten.log_softmax.int, _half_to_float(aten.log_softmax.int, aten._log_softmax.default))
     if dispatcher.running_version() >= LAYER_NORM_REFUSES_MIXED_TYPES:
         scope.override(aten.layer_norm.default, layer_norm)
+    scope.override(aten.allclose.default, allclose)
     scope.override(aten.one_hot.default, one_hot, vmap_key=None)  # vmap: torch's own way, which compares
     scope.override(aten.batch_norm.default, batch_norm, vmap_key=None)  # vmap: no memory-format query there
 
@@ -55,6 +56,11 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     classes = int(tensor.max().item()) + 1 if num_classes == -1 else num_classes
     ones = torch.zeros((*tensor.shape, classes), dtype=tensor.dtype, device=tensor.device)
     return ones.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def allclose(tensor: Tensor, other: Tensor, *options: Any) -> bool:
+    """isclose, and one read (aten/src/ATen/native/TensorCompare.cpp). Under a dispatch mode torch shows one op."""
+    return bool(aten.isclose.default(tensor, other, *options).all())
 
 
 def install_ctc_loss(scope: Emulation) -> None:
