@@ -38,6 +38,7 @@ from flopmeter.report.report import Report
 from flopmeter.report.unfused_attention import unfused_notes
 from flopmeter.timing import Host, PowerLaws, RankRun, TimedRun, host_seconds, time_run, time_runs
 from flopmeter.timing.peak_memory import memory_of
+from flopmeter.timing.timeline import messages_of
 from flopmeter.torch_names.private import AOT_INDUCTOR, BUFFERS, DOUBLE_BACKWARD, PROPAGATION, PYTHON_OPS, lost
 from flopmeter.trace import overlap
 from flopmeter.trace.dtensor import unseen_propagation
@@ -454,7 +455,8 @@ def reports_together(
         rank: RankRun(launched[rank][0], run.hardware, run.trace.switches, run.host, run.cluster)
         for rank, run in runs.items()
     }
-    timed = time_runs(ranks, next(iter(runs.values())).clocks)
+    earlier = {rank: messages_of(meters[rank].trace.ops[: part.start]) for rank, part in (ops or {}).items()}
+    timed = time_runs(ranks, next(iter(runs.values())).clocks, earlier)
     return {rank: run.report(*launched[rank], timed[rank], None) for rank, run in runs.items()}
 
 

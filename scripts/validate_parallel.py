@@ -54,7 +54,8 @@ class Run(NamedTuple):
     compile: Any = False
     async_tp: bool = False
     fp8: bool = False
-    is_titan: bool = False  # FlashAttention before Blackwell, expandable segments (run_llama_train.sh of f6a9daa)
+    is_titan: bool = False  # FlashAttention before Blackwell
+    expandable_segments: bool = False
 
 
 def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
@@ -65,7 +66,7 @@ def planned_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
         if express is None:
             continue
         run = express(line)
-        allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.is_titan else {}
+        allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.expandable_segments else {}
         flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if run.is_titan else nullcontext()
         with flash, patch.dict(os.environ, allocator):
             (found,) = plan(
@@ -131,7 +132,11 @@ def _titan(line: Line) -> Run:
         is_compiled and line["source"] == "torchtitan 2025-06"
     ):  # the loss, too: torchtitan/components/loss.py of 820504e
         run = run._replace(loss=compiled_loss)
-    return run._replace(async_tp="async" in text.lower(), is_titan=True, fp8="fp8" in line["dtype"])
+    # Of the launchers of 9dec370 run_llama_train.sh, for one node, asks for them; multinode_trainer.slurm does not.
+    is_one_node = int(line["n_gpus"]) <= 8
+    return run._replace(
+        async_tp="async" in text.lower(), is_titan=True, expandable_segments=is_one_node, fp8="fp8" in line["dtype"]
+    )
 
 
 LLAMAS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -162,6 +164,17 @@ def test_only_what_never_began_though_its_turn_had_come_is_blamed_for_a_hang(ran
     with pytest.raises(HangError) as stopped:
         run_concurrently(ranks)
     assert str(stopped.value).partition("for ever: ")[2] == blamed
+
+
+def test_steps_that_are_cut_at_different_messages_wait_only_for_those_that_both_have():
+    """Rank 0's step begins with the answer to rank 1's last step: a server that steps before it answers."""
+    earlier = {0: Counter({THERE: 1, BACK: 2}), 1: Counter({THERE: 2, BACK: 2})}
+    ranks = {0: sides(THERE, BACK), 1: [kernel(5.0), *sides(BACK, THERE, after=(0,))]}
+    spans = run_concurrently(ranks, earlier=earlier)
+    assert [span.end_seconds for span in spans[0]] == [1, 6]  # the answer at once; then what rank 1 sends after 5 s
+    assert [span.end_seconds for span in spans[1]] == [5, 6, 7]
+    with pytest.raises(HangError):
+        run_concurrently(ranks)
 
 
 def test_the_host_waits_where_it_is_told_to():

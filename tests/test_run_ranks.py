@@ -46,6 +46,21 @@ def test_fsdp2_without_a_mesh_shards_over_all_gpus():
     assert [(each.kind, each.nbytes, each.ranks) for each in collectives] == [("all_gather", 4 * 8 * 4, (0, 1, 2, 3))]
 
 
+@pytest.mark.parametrize(("every", "is_told"), [(1, False), (2, True)])
+def test_ranks_that_exchange_nothing_in_the_step_are_told_of(every: int, is_told: bool):
+    """Local SGD: parameters are averaged once every so many steps."""
+    with flopmeter.cuda(A100, gpus=4, steps=3) as device:
+        dist.init_process_group("nccl")
+        model = nn.Linear(8, 4, bias=False).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(1, 5):
+            model(torch.zeros(2, 8, device="cuda")).sum().backward()
+            if step % every == 0:
+                dist.all_reduce(model.weight.data)
+            optimizer.step()
+    assert any("4 ranks exchange nothing" in note for note in device.report().step.notes) is is_told
+
+
 def learn(rank: int, model: nn.Module) -> None:
     assert rank == 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

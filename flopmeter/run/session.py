@@ -17,6 +17,7 @@ from flopmeter.device.cluster import cluster_of
 from flopmeter.device.hardware import Hardware, load_hardware
 from flopmeter.meter import FlopMeter, Mode, target_of
 from flopmeter.records import DEFAULT_STREAM
+from flopmeter.records.collectives import COLLECTIVE_OPS
 from flopmeter.report.report import Report
 from flopmeter.run import data, driver_tool, shims, values, world
 from flopmeter.run.clocks import HostClock
@@ -257,9 +258,19 @@ class ScriptSession:
                 f"before the first step {name}, which is trained, was called without gradients{_times(count)}: if such"
                 " calls come back every so many steps (rollouts, evaluations), give --steps so many"
             )
+        if self.wishes.gpus > 1 and not self._exchanges():
+            yield (
+                f"the {self.wishes.gpus} ranks exchange nothing in this step: if they do every so many steps, give "
+                "--steps so many and more"
+            )
         if self._decisions:
             lines = ", ".join(f"{where} ({count}x)" for where, count in self._decisions.items())
             yield f"control flow that hangs on a stand-in: {lines}"
+
+    def _exchanges(self) -> bool:
+        step = self.step_ops()
+        calls = (op.call for op in self.meter.trace.ops[step.start : step.stop])
+        return any(call.func._schema.name in COLLECTIVE_OPS for call in calls)
 
     def _nvtx(self) -> dict[str, tuple[int, float]]:
         """The nvtx ranges in the step that is reported, by name: calls and predicted seconds."""

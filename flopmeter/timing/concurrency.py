@@ -121,8 +121,9 @@ class _Rank:
 class _Simulation:
     """Goes from event to event: work that could start, and work that ends."""
 
-    def __init__(self, ranks: Mapping[int, Sequence[Activity]], lead: float):
+    def __init__(self, ranks: Mapping[int, Sequence[Activity]], lead: float, earlier: Mapping[int, Counter[Party]]):
         self._ranks = {number: _Rank(number, works, lead) for number, works in ranks.items()}
+        self._earlier = {number: earlier.get(number, Counter()) for number in ranks}
         # When, in which order, what, of which version: an entry may start; a task ends, or its bytes begin to move.
         self._events: list[tuple[float, int, _Queued | _Task, int]] = []
         self._count = 0
@@ -130,20 +131,22 @@ class _Simulation:
 
     def _pair(self) -> None:
         """The n-th send between two ranks meets the n-th receive, and the n-th collective of a group is one for all its
-        ranks. Those that do not run here are always ready, and so are those that have another number of the group's
-        collectives: their steps are cut elsewhere."""
+        ranks. Those that do not run here are always ready, and so are those whose steps are cut elsewhere: that have
+        another number of the group's collectives, or whose side of a message comes before their step or after it."""
         if len(self._ranks) == 1:
             return
         counts = {number: Counter(work.party for work in rank.works) for number, rank in self._ranks.items()}
         expected = {party: self._sides(party, counts) for count in counts.values() for party in count if party}
         tasks: dict[tuple[Party, int], _Task] = {}
-        for rank in self._ranks.values():
-            places: Counter[Party] = Counter()
+        for number, rank in self._ranks.items():
+            places = Counter(self._earlier[number])
             for index, work in enumerate(rank.works):
-                if work.party is not None and expected[work.party] > 1:
-                    place = (work.party, places[work.party])
-                    places[work.party] += 1
-                    rank.shared[index] = tasks.setdefault(place, _Task(expected[work.party]))
+                party = work.party
+                if party is not None and expected[party] > 1:
+                    place = (party, places[party])
+                    places[party] += 1
+                    if self._is_in_both_steps(*place, counts):
+                        rank.shared[index] = tasks.setdefault(place, _Task(expected[party]))
 
     def _sides(self, party: Party, counts: Mapping[int, Counter[Party | None]]) -> int:
         """How many ranks that run here take part."""
@@ -151,6 +154,12 @@ class _Simulation:
             return 2 if self._ranks.keys() >= {*party.ends} else 1
         here = self._ranks.keys() & {*party.group}
         return len(here) if len({counts[number][party] for number in here}) == 1 else 1
+
+    def _is_in_both_steps(self, party: Party, place: int, counts: Mapping[int, Counter[Party | None]]) -> bool:
+        """Whether both ranks of the message have it in their steps. Where as many came before either step, a side that
+        is not there is missing."""
+        steps = [range(start := self._earlier[end][party], start + counts[end][party]) for end in party.ends or ()]
+        return len({step.start for step in steps}) < 2 or all(place in step for step in steps)
 
     def run(self) -> dict[int, list[Stretch]]:
         for rank in self._ranks.values():
@@ -314,10 +323,13 @@ def _rate_on(rank: _Rank, demand: Demand | Transfer) -> float:
     return transfer_rate(max((users[port] for port in demand.ports), default=1), kernels, memory)
 
 
-def run_concurrently(ranks: Mapping[int, Sequence[Activity]], lead: float = 0.0) -> dict[int, list[Stretch]]:
+def run_concurrently(
+    ranks: Mapping[int, Sequence[Activity]], lead: float = 0.0, earlier: Mapping[int, Counter[Party]] | None = None
+) -> dict[int, list[Stretch]]:
     """When the works of each rank run, by global rank. Its host began `lead` seconds before its device was free.
+    `earlier`: how many messages each rank had before its works.
 
     Messages to and from a rank that is not among them start when this side is ready.
     Raises HangError where ranks wait for each other for ever.
     """
-    return _Simulation(ranks, lead).run()
+    return _Simulation(ranks, lead, earlier or {}).run()

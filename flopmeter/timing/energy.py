@@ -11,6 +11,7 @@ lowers the clock at once and raises it slowly would do this. After a pause it le
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware, Host
 from flopmeter.records import Clocks, ConvolutionWork, Cost, Launches, RunClock, Switches, Timing
 from flopmeter.timing import constants
+from flopmeter.timing.concurrency import Party
 from flopmeter.timing.convolution import suits_winograd
 from flopmeter.timing.timeline import ClockOf, KernelPrices, Launched, LaunchPrices, time_kernels, time_ranks
 
@@ -78,13 +80,15 @@ def time_run(
     )
 
 
-def time_runs(ranks: Mapping[int, RankRun], clocks: Clocks = "sustained") -> dict[int, TimedRun]:
-    """The same for ranks that send each other messages, by global rank.
+def time_runs(
+    ranks: Mapping[int, RankRun], clocks: Clocks = "sustained", earlier: Mapping[int, Counter[Party]] | None = None
+) -> dict[int, TimedRun]:
+    """The same for ranks that send each other messages, by global rank. `earlier`: those that came before.
 
     Raises HardwareError as `time_run` does, and HangError where ranks wait for each other for ever.
     """
     laws = {rank: _law(run, clocks) for rank, run in ranks.items()}
-    timings = time_ranks({rank: _launched(run, laws[rank]) for rank, run in ranks.items()})
+    timings = time_ranks({rank: _launched(run, laws[rank]) for rank, run in ranks.items()}, earlier=earlier)
     return {rank: _timed(run, timings[rank], laws[rank], clocks) for rank, run in ranks.items()}
 
 

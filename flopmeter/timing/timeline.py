@@ -6,9 +6,11 @@ and waits for every kernel. Programs of many ranks run kernels and collectives o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from flopmeter.costs import costs_of
 from flopmeter.costs.data_movement.communication import group_of, is_message, message_ends
 from flopmeter.device.cluster import Cluster, CollectivePrice, cluster_of, price_collective
 from flopmeter.device.hardware import Hardware, Host
@@ -23,6 +25,8 @@ from flopmeter.records import (
     Switches,
     Timing,
 )
+from flopmeter.records.collectives import COLLECTIVE_OPS
+from flopmeter.records.ops import Op
 from flopmeter.timing import cpu, kernels
 from flopmeter.timing.bands import BETWEEN_NODES
 from flopmeter.timing.cache import cached_bytes
@@ -112,13 +116,15 @@ class Launched(NamedTuple):
         return self.prices.is_cpu or self.launches.kernels[number].cost.blocks_host
 
 
-def time_ranks(ranks: Mapping[int, Launched], lead: float = 0.0) -> dict[int, list[Timing]]:
+def time_ranks(
+    ranks: Mapping[int, Launched], lead: float = 0.0, earlier: Mapping[int, Counter[Party]] | None = None
+) -> dict[int, list[Timing]]:
     """The timing of each kernel of ranks that run at the same time, by global rank, on one clock. Their hosts began
-    `lead` seconds before their devices were free.
+    `lead` seconds before their devices were free. `earlier`: the messages of each rank before these kernels.
 
     Raises HangError where they wait for each other for ever.
     """
-    spans = run_concurrently({number: _works(launched) for number, launched in ranks.items()}, lead)
+    spans = run_concurrently({number: _works(launched) for number, launched in ranks.items()}, lead, earlier)
     return {number: _timings(launched, spans[number]) for number, launched in ranks.items()}
 
 
@@ -134,6 +140,13 @@ def _works(launched: Launched) -> list[Activity]:
         seconds = priced.work_seconds + priced.floor_seconds
         works.append(Activity(host_step, seconds, blocks, *placement, party, priced.demand))
     return works
+
+
+def messages_of(ops: Iterable[Op]) -> Counter[Party]:
+    """How many messages went each way."""
+    collectives = (op for op in ops if op.call.func._schema.name in COLLECTIVE_OPS)
+    kernels = (Kernel((op,), cost, 0, 0) for op in collectives for cost in costs_of(op.call))
+    return Counter(party for kernel in kernels if is_message(kernel.cost) and (party := _party_of(kernel)))
 
 
 def _party_of(kernel: Kernel) -> Party | None:
