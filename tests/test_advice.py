@@ -49,6 +49,24 @@ def test_each_advice_is_above_its_floor_and_worth_its_trouble(fault):
         assert each.why
 
 
+def test_a_report_of_a_later_step_has_no_advice_on_what_only_the_first_one_did():
+    """The first steps of an optimizer and schedule that are compiled copy numbers, which later ones do not."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)]), torch.empty(32, 128)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    step = torch.compile(lambda: (optimizer.step(), scheduler.step()))
+    with FlopMeter(H100) as meter:
+        for _ in range(4):
+            first = len(meter.trace.ops)
+            model(x).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+    advice = meter.report(ops=range(first, len(meter.trace.ops))).advice
+    assert advice
+    assert not any("clone" in each.remedy for each in advice)
+
+
 @pytest.mark.parametrize("device", ["b200-sxm-180gb", "mi300x"])
 @pytest.mark.parametrize("name", ["eager attention", "recompute without need", "fp32 by accident"])
 def test_the_gain_is_that_of_the_mended_program_on_devices_that_outrun_the_host(name, device):

@@ -32,13 +32,18 @@ def advice_of(report: Report) -> tuple[Advice, ...]:
     if report.in_mode is None or not report.timings or not report.seconds:
         return ()
     proposals = (proposal for remedy in REMEDIES for proposal in remedy(report))
-    found = [(each.times > 1, _advice(report, each)) for each in proposals if each.then.timings]
+    found = [(each.times > 1, _advice(report, each)) for each in proposals if _is_about(each, report)]
     worth = [pair for pair in found if pair[1].gain_seconds >= LEAST_GAIN * report.seconds]
     worth.sort(key=lambda pair: (not _comes_first(pair[1], report), pair[0], -pair[1].gain_seconds))
     return tuple(advice for _, advice in worth)
 
 
 _PICO = 12  # digits of a second: below them the difference of two sums over the same kernels is rounding
+
+
+def _is_about(proposal: Proposal, report: Report) -> bool:
+    """A report of some of the ops leaves out what is wrong with others."""
+    return bool(proposal.then.timings) and any(proposal.concerns(kernel) for kernel, _ in timed(report))
 
 
 def _comes_first(advice: Advice, report: Report) -> bool:
