@@ -64,6 +64,33 @@ def test_interpolation_loops_over_planes_where_channels_are_first():
     assert cost_of(lambda: T(4) + 1).work.serial_steps == 0
 
 
+# Loads of a thread beside the first, by hand after `setReduceConfig` (Reduce.cuh), four at a time.
+REDUCTIONS = {
+    # Four columns a thread, 16 threads of 24 side by side, 8 above one another: 1024 rows / 8 / 4.
+    "columns of a narrow matrix": (lambda: T(1024, 96).sum(0), 31),
+    # 32 threads of 128, 4 above: 256 rows a thread are split over blocks, 16 for each; three trips join them.
+    "columns of a wider one": (lambda: T(1024, 512).sum(0), 3 + 3),
+    # Odd rows: a column a thread, 32 side by side, 16 above: 1024 / 16 / 4.
+    "columns of odd rows": (lambda: T(1024, 95).sum(0), 15),
+    # A warp for each row: 1024 / 32 / 4.
+    "rows": (lambda: T(8944, 1024).mean(-1), 7),
+    # Four rows of 128 threads: 65536 / 128 = 512 a thread, shared by the four of a block: 128 / 4.
+    "few long rows": (lambda: T(4, 65536).amax(-1), 31),
+    "all of a small tensor": (lambda: T(141).sum(), 1),  # 32 threads with 5
+    "all of a middling one": (lambda: T(8944).sum(), 4),  # 512 threads with 18
+    "all of a large one": (lambda: T(2**20).sum(), 3 + 3),
+    "one row": (lambda: T(1, 96).sum(0), 0),
+    "nothing": (lambda: T(0, 96).sum(0), 0),
+    "the larger of two": (lambda: torch.maximum(T(1024, 96), T(1024, 96)), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_thread_of_a_reduction_loads_one_after_another_what_the_grid_leaves_it(name):
+    program, loads = REDUCTIONS[name]
+    assert cost_of(program).work.serial_steps == loads
+
+
 def test_a_copy_between_host_and_device_goes_over_their_link_and_blocks_unless_asked_not_to():
     on_cpu = torch.ones(4, 6)
     cost = cost_of(lambda: aten.copy_(T(4, 6), on_cpu))

@@ -42,6 +42,30 @@ def test_as_many_copies_as_torch_makes(program, order):
     assert sum(cost.op_class == NORMALIZATION for cost in costs) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize("program", [torch.sum, torch.nansum, torch.prod, lambda x: x.cumsum(-1)])
+def test_a_sum_casts_its_input_as_often_as_torch_does(program, dtype):
+    costs = costs_in(lambda: program(meta(64, 64).to(dtype)))[0 if dtype is torch.float32 else 1 :]
+    with profile() as profiler:
+        program(torch.ones(64, 64, dtype=dtype))
+    casts = sum(event.name == "aten::_to_copy" for event in profiler.events())
+    assert sum(cost.op_class == MOVEMENT for cost in costs) == casts
+
+
+def test_counting_a_mask_writes_it_in_eight_bytes_an_element_and_reads_that():
+    mask = torch.empty(1000, 64, dtype=torch.bool, device="meta")
+    cast, added = costs_in(lambda: mask.sum())
+    assert (cast.bytes_read, cast.bytes_written) == (64000, 8 * 64000)
+    assert (added.bytes_read, added.bytes_written) == (8 * 64000, 8)
+    assert cast.work.index_operations == 40 * 64000
+
+
+def test_sixteen_bits_are_summed_in_fp32_without_a_cast():
+    half = torch.empty(1000, 64, dtype=torch.bfloat16, device="meta")
+    assert len(costs_in(lambda: half.sum(dtype=torch.float32))) == 1
+    assert len(costs_in(lambda: half.sum(dtype=torch.float64))) == 2
+
+
 def test_a_permuted_row_is_copied_and_then_normalized_as_a_dense_one():
     dense = costs_in(lambda: F.layer_norm(meta(2, 196, 768), (768,)))
     copy, norm = costs_in(lambda: F.layer_norm(meta(2, 768, 196).transpose(1, 2), (768,)))

@@ -18,6 +18,7 @@ LEAST_SECONDS = 1e-5  # below, clock and latencies decide, and a larger GPU may 
 CLOCKS = 0.98  # so much less clock is no figure that a GPU is beaten in: B200 and H200 differ by a hundredth
 
 GPUS = {name: load_hardware(name) for name in available_hardware() if load_hardware(name).vendor == "nvidia"}
+WITH_FP16 = [name for name in available_hardware() if "fp16" in load_hardware(name).matrix_tflop_per_s]
 CAUSAL = Mask(None, 0, bottom_right=True)
 
 
@@ -108,3 +109,16 @@ def test_attention_over_a_longer_or_a_further_sequence_takes_no_less(name, backe
     for length in lengths:
         of_counts = [taken(count, length) for count in counts]
         assert of_counts == sorted(of_counts)
+
+
+@pytest.mark.parametrize("name", WITH_FP16)
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_kernels_that_take_a_mask_are_no_faster_than_those_that_take_none(name, is_backward):
+    """AMD's are one library's; on NVIDIA's GPUs CUTLASS's are slower than FlashAttention's."""
+    device = load_hardware(name)
+    law = KernelClocks(device, SWITCHES, "sustained")
+    for length, head_dim in product((512, 4096), (64, 128, 256)):
+        shape = AttentionShape(4, 32, 8, length, length, head_dim, head_dim, CAUSAL, is_backward)
+        costs = (attention_cost(shape, backend, "fp16") for backend in ("flash", "efficient"))
+        flash, efficient = (law.prices(cost, 0.0, law(cost, 0.0)).busy.seconds for cost in costs)
+        assert flash <= efficient * (1 + 1e-9)

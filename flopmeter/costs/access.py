@@ -11,10 +11,11 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, FLOAT8_OPERATIONS, index_operations, scattered_sectors
+from flopmeter.costs.reduce_grid import serial_loads
 from flopmeter.records import Access, Call, TensorSpec
 from flopmeter.torch_names.operators import aten
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 _COPIES = (aten.clone, aten._to_copy, aten.copy_, aten.copy)
 _ACCESS: dict[OpOverloadPacket, Access] = {
     **dict.fromkeys(
@@ -45,6 +46,11 @@ _ACCESS: dict[OpOverloadPacket, Access] = {
 # torch's NCHW kernels of these give each output position one thread, which loops over batch and channels
 # (UpSampleBilinear2d.cu, UpSampleBicubic2d.cu).
 _LOOP_OVER_PLANES = (aten.upsample_bilinear2d, aten._upsample_bilinear2d_aa, aten.upsample_bicubic2d)
+_REDUCES = (
+    aten.sum, aten.nansum, aten.mean, aten.prod, aten.var, aten.var_mean, aten.std, aten.std_mean, aten.any, aten.all,
+    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.linalg_vector_norm, aten.norm,
+)  # fmt: skip
+_EXTREMA = (aten.max, aten.min)  # of one tensor; of two they are element-wise
 _ASKS_FOR_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -74,9 +80,19 @@ def walk(call: Call) -> Walk:
         x, *_ = call.inputs
         images, channels, *_ = x.shape
         walked = Walk(serial_steps=images * channels if x.stride[1] != 1 else 0)
+    elif packet in _REDUCES or (packet in _EXTREMA and len(call.inputs) == 1):
+        walked = Walk(serial_steps=_serial_loads(call))
     if any(tag in call.func.tags for tag in _ASKS_FOR_DATA) and _shape_depends_on_data(call):
         return walked._replace(blocks_host=True)
     return walked
+
+
+def _serial_loads(call: Call) -> int:
+    """Of a reduction over some dimensions, or over all."""
+    x, dims = call.inputs[0], call.get("dim")
+    if dims is None or dims == ():
+        return serial_loads(x, range(len(x.shape)))
+    return serial_loads(x, [dim % max(1, len(x.shape)) for dim in ((dims,) if isinstance(dims, int) else dims)])
 
 
 def _copy(call: Call) -> Walk:
@@ -88,16 +104,16 @@ def _copy(call: Call) -> Walk:
     if source.device != target.device:
         return Walk(link_bytes=source.nbytes, blocks_host=not call.argument("non_blocking"))
     operands = target, source
-    operations = index_operations(operands) + _cast_operations(source.dtype, target.dtype) * target.numel
+    operations = index_operations(operands) + cast_operations(source.dtype, target.dtype) * target.numel
     return Walk("strided" if _order(source) != _order(target) else None, operations, scattered_sectors(operands))
 
 
-def _cast_operations(source: torch.dtype, target: torch.dtype) -> int:
+def cast_operations(source: torch.dtype, target: torch.dtype) -> int:
     """For each element."""
-    if source == target or (source == torch.float32 and target in _HALVES):
+    if source == target or (source == torch.float32 and target in HALVES):
         return 0
     is_float8 = target.is_floating_point and target.itemsize == 1
-    return FLOAT8_OPERATIONS if is_float8 and source in (torch.float32, *_HALVES) else CAST_OPERATIONS
+    return FLOAT8_OPERATIONS if is_float8 and source in (torch.float32, *HALVES) else CAST_OPERATIONS
 
 
 def _order(spec: TensorSpec) -> list[int]:

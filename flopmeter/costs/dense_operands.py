@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.access import HALVES, cast_operations
+from flopmeter.costs.index_arithmetic import index_operations, scattered_sectors
 from flopmeter.costs.rules import make_cost, scratch
-from flopmeter.records import MOVEMENT, Call, Cost, TensorSpec
+from flopmeter.records import MOVEMENT, Access, Call, Cost, TensorSpec, VectorWork
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.torch_names.operators import aten
 
@@ -39,14 +42,27 @@ def _is_for_group_norm(call: Call, spec: TensorSpec) -> bool:
     return _is_contiguous(call, spec) or any(out.stride == spec.stride for out in call.outputs)
 
 
+def _is_for_sum(call: Call, spec: TensorSpec) -> bool:
+    """Whether it has the type of the result, or is 16 bits wide for one of fp32 (`make_reduction_from_out_ty` in
+    aten/src/ATen/native/ReduceOpsUtils.h): a sum over a mask works on a copy of it in int64."""
+    (out, *_) = call.outputs
+    return spec.dtype == out.dtype or not spec.numel or (spec.dtype in HALVES and out.dtype == torch.float32)
+
+
+def _is_for_scan(call: Call, spec: TensorSpec) -> bool:
+    return spec.dtype == call.outputs[0].dtype and _is_contiguous(call, spec)
+
+
 class _Takes(NamedTuple):
     operands: tuple[str, ...]
     as_it_lies: Callable[[Call, TensorSpec], bool]
+    casts: bool = False  # the copy has the type of the result
 
 
 # What each op copies unless it lies so: arguments of which it makes `contiguous()` ones (aten/src/ATen/native:
 # cuda/SoftMax.cu host_softmax and host_softmax_backward, cuda/layer_norm_kernel.cu, group_norm.cpp, cuda/ScanUtils.cuh
-# scan_dim), and the matrices that it hands to cuBLAS (cuda/Blas.cpp).
+# scan_dim), or casts to the type of its result (ReduceOps.cpp), and the matrices that it hands to cuBLAS
+# (cuda/Blas.cpp).
 _TAKES: Mapping[OpOverloadPacket, _Takes] = {
     aten._softmax: _Takes(("self",), _is_contiguous),
     aten._log_softmax: _Takes(("self",), _is_contiguous),
@@ -58,8 +74,8 @@ _TAKES: Mapping[OpOverloadPacket, _Takes] = {
     aten.native_group_norm_backward: _Takes(("grad_out", "input"), _is_for_group_norm),
     aten._fused_rms_norm: _Takes(("input",), _is_contiguous),
     aten._fused_rms_norm_backward: _Takes(("grad_out", "input"), _is_contiguous),
-    aten.cumsum: _Takes(("self",), _is_contiguous),
-    aten.cumprod: _Takes(("self",), _is_contiguous),
+    **dict.fromkeys((aten.sum, aten.nansum, aten.mean, aten.prod), _Takes(("self",), _is_for_sum, casts=True)),
+    **dict.fromkeys((aten.cumsum, aten.cumprod), _Takes(("self",), _is_for_scan, casts=True)),
     **dict.fromkeys((aten.mm, aten._int_mm, aten.bmm), _Takes(("self", "mat2"), _is_for_cublas)),
     **dict.fromkeys((aten.addmm, aten.addmm_, aten._addmm_activation), _Takes(("mat1", "mat2"), _is_for_cublas)),
     **dict.fromkeys((aten.baddbmm, aten.baddbmm_), _Takes(("batch1", "batch2"), _is_for_cublas)),
@@ -86,7 +102,7 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
         return (), call
     given = [call.argument(name) for name in takes.operands]
     copies = {
-        spec: scratch(spec, number)._replace(stride=dense_strides(spec.shape, channels_last=False))
+        spec: _copied(call, scratch(spec, number), casts=takes.casts)
         for number, spec in enumerate(dict.fromkeys(given), 1)
         if not takes.as_it_lies(call, spec)
     }
@@ -104,6 +120,15 @@ def with_dense_operands(call: Call) -> tuple[tuple[Cost, ...], Call]:
     return first, replace(call, args=tuple(args), kwargs=kwargs, inputs=inputs)
 
 
+def _copied(call: Call, spec: TensorSpec, *, casts: bool) -> TensorSpec:
+    dtype = call.outputs[0].dtype if casts else spec.dtype
+    return spec._replace(dtype=dtype, stride=dense_strides(spec.shape, channels_last=False))
+
+
 def copy_of(call: Call, spec: TensorSpec, copy: TensorSpec) -> Cost:
-    """The kernel that copies an operand of the op into another layout."""
-    return make_cost(call, MOVEMENT, read=(spec,), written=(copy,), access="strided", walks=(copy, spec))
+    """The kernel that copies an operand of the op into another layout, or type."""
+    operands = copy, spec
+    operations = index_operations(operands) + cast_operations(spec.dtype, copy.dtype) * spec.numel
+    work = VectorWork(index_operations=operations, scattered_sectors=scattered_sectors(operands))
+    access: Access | None = None if spec.stride == copy.stride else "strided"
+    return make_cost(call, MOVEMENT, read=(spec,), written=(copy,), access=access, work=work)

@@ -96,11 +96,11 @@ def kernel_of(
     splits: bool = False,
 ) -> AttentionKernel:
     """The family of kernels that runs for the backend on the device."""
+    if hardware.vendor == "amd":  # AOTriton has the kernels that take a mask, too
+        return constants.AMD_SPLIT if splits else constants.AOTRITON
     if backend == "efficient":
         is_old = hardware.compute_capability is not None and hardware.compute_capability < _AMPERE
         return constants.EFFICIENT_BEFORE_AMPERE if is_old and on_matrix_units else constants.EFFICIENT
-    if hardware.vendor == "amd":
-        return constants.AMD_SPLIT if splits else constants.AOTRITON
     if backend == "flex":
         return constants.FLEX
     major, _ = hardware.compute_capability or _HOPPER

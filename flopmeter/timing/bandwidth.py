@@ -38,7 +38,8 @@ def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_byte
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in work.rereads)
     traffic = (cost.bytes - cached_bytes + missed) / bandwidth
     traffic += cached_bytes / cache_bytes_per_s(hardware)
-    return max(traffic, work.serial_steps * constants.SERIAL_STEP_SECONDS)
+    cached_share = cached_bytes / cost.bytes if cached_bytes else 0.0
+    return max(traffic, work.serial_steps * access_seconds(cached_share, hardware))
 
 
 def scattered_seconds(work: VectorWork, hardware: Hardware) -> float:

@@ -448,10 +448,6 @@ CACHE_BYTES_PER_CYCLE = 16
 AMD_CACHE_BYTES_PER_CYCLE = 24
 AMD_LINE_BYTES = 128
 
-# Seconds of one memory access in a chain where each waits for the one before. From [timm]: torch's NCHW kernel of
-# bilinear upsampling has one thread for each output position, which loops over batch and channels.
-SERIAL_STEP_SECONDS = 0.25e-6
-
 # Share of a PCIe link that one direction reaches: 55.4 of 63 GB/s host to device on generation 5
 # (stas00/ml-engineering, network).
 LINK_SHARE = 0.88
