@@ -256,12 +256,18 @@ def host_seconds(launches: Launches, host: Host) -> float:
 
 def _host_steps(launches: Launches, host: Host) -> list[float]:
     """Host seconds before each kernel is launched. For an eager kernel they are those of its op and of the views and
-    module calls before it. A graph costs one call; if it is not replayed, each of its kernels costs a launch."""
+    module calls before it, which come before the call of a compiled graph, too. A graph costs one call; if it is not
+    replayed, each of its kernels costs a launch."""
     steps = []
     running: int | None = None
+    called: int | None = None  # of the compiler's graphs, several of which may be priced as one
     for kernel, graph in zip(launches.kernels, launches.graphs, strict=True):
+        outside = 0.0
+        if graph is None or kernel.op.graph not in (None, called):
+            outside = host.before_op_seconds(kernel.views, kernel.module_calls)
+        called = kernel.op.graph
         if graph is None:
-            step = op_seconds(kernel.cost, host) + host.before_op_seconds(kernel.views, kernel.module_calls)
+            step = op_seconds(kernel.cost, host)
         else:
             mode = launches.mode_of(graph)
             step = 0.0 if mode.replays_graph else _compiled_seconds(kernel.cost, host)
@@ -269,7 +275,7 @@ def _host_steps(launches: Launches, host: Host) -> list[float]:
                 tensors = (launches.tensors or {}).get(graph, 0)
                 step += host.relative_time * (mode.graph_call_seconds + tensors * mode.graph_tensor_seconds)
         running = graph
-        steps.append(step)
+        steps.append(step + outside)
     return steps
 
 

@@ -19,7 +19,7 @@ from flopmeter.costs.host_work import runs_on
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
 from flopmeter.launch.modes import modes_beyond
 from flopmeter.records import ConvolutionWork, Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
-from flopmeter.records.dtypes import item_bytes_of, name_of
+from flopmeter.records.dtypes import name_of
 from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.fused_attention import with_chosen_kernels
 from flopmeter.report.advice.rewrite import with_ops, with_tensors
@@ -357,11 +357,11 @@ def _narrow_type(device: Hardware) -> torch.dtype | None:
 
 @remedy
 def channels_last(report: Report) -> Iterator[Proposal]:
-    """Convolutions on NCHW tensors in a type for matrix units, and all other ops on the same tensors."""
-    works = ((kernel.cost.dtype, kernel.cost.work) for kernel in report.kernels)
-    of_images = [(name, work.shape) for name, work in works if isinstance(work, ConvolutionWork)]
-    nchw = [name for name, shape in of_images if len(shape.kernel) == 2 and not shape.channels_last]
-    if not any(item_bytes_of(name) <= 2 for name in nchw):
+    """Convolutions on NCHW tensors on matrix units, and all other ops on the same tensors."""
+    works = ((kernel.cost, kernel.cost.work) for kernel in report.kernels)
+    of_images = [(cost, work.shape) for cost, work in works if isinstance(work, ConvolutionWork)]
+    nchw = {report.switches.matmul_dtype(cost) for cost, s in of_images if len(s.kernel) == 2 and not s.channels_last}
+    if not any(report.hardware.contraction_peak(name).unit == "matrix" for name in nchw):
         return
     trace = trace_of(report)
     images = _images(trace)
