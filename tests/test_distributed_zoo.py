@@ -102,6 +102,8 @@ def test_a_group_of_nccl_is_one_of_the_world():
 def test_a_program_that_opens_the_process_group_goes_on_in_the_world():
     def program(mesh: DeviceMesh) -> Callable[[], object]:
         dist.init_process_group("nccl", world_size=4, rank=0)
+        dist.init_process_group("nccl", world_size=4)
+        dist.init_process_group("nccl", rank=0)
         return lambda: dist.all_reduce(x())
 
     assert sent(program) == {"c10d::allreduce_": 32 * WIDTH * FP32}

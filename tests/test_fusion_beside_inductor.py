@@ -27,7 +27,7 @@ def kernels_by_phase(program: Callable[..., Tensor], inputs: list[Tensor], way: 
     torch._dynamo.reset()
     with FlopMeter("a100-sxm4-80gb", compile=way) as meter:
         out = torch.compile(program)(*inputs)
-        if out.requires_grad:
+        if isinstance(out, Tensor) and out.requires_grad:
             out.backward(torch.empty_like(out))
     assert not meter.trace.compilation or not meter.trace.compilation.failures
     made = meter.report(mode="compiled").kernels
@@ -267,9 +267,16 @@ def turn_half(x: Tensor, w: Tensor) -> Tensor:
     return h.cos() + torch.cat((-right, left), -1)
 
 
+def pool_and_step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """One other op reads the convolution's result, element by element: else the negative would pick from both."""
+    stepped = F.conv2d(x, w, stride=2)
+    return torch.cat((F.max_pool2d(x, 3, 2, 1), stepped), 1).neg(), stepped.neg()
+
+
 PUT_TOGETHER: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "features that others read too": (grow, [(8, 64, 64, 64), (32, 64, 3, 3), (32, 96, 3, 3), *4 * [(128,)]]),
     "halves": (turn_half, [(64, 64), (64, 64)]),
+    "a result that one other reads too": (pool_and_step, [(8, 64, 32, 32), (64, 64, 1, 1)]),
 }
 
 

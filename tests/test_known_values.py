@@ -460,6 +460,22 @@ def test_a_twin_is_known_in_one_context_after_the_other():
             assert ids.tolist() == IDS.tolist()
 
 
+def test_a_result_of_its_own_does_not_share_its_value_with_what_the_cpu_hands_back():
+    """A kernel for the CPU that returns its argument, beside one for the device that makes a tensor."""
+    library = torch.library.Library("flopmeter_known_values", "DEF")
+    library.define("same(Tensor x) -> Tensor")
+    library.impl("same", lambda x: x, "CPU")
+    library.impl("same", torch.empty_like, "Meta")
+    try:
+        with metered():
+            ids = on_meta(IDS)
+            result = torch.ops.flopmeter_known_values.same(ids)
+            result.add_(1)
+            assert (ids.tolist(), result.tolist()) == (IDS.tolist(), (IDS + 1).tolist())
+    finally:
+        library._destroy()
+
+
 # --- nothing left behind, nothing changed
 
 

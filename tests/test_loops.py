@@ -45,7 +45,13 @@ def reads_a_value():
         LARGE @ LARGE
 
 
-@pytest.mark.parametrize("turn", [host_first, device_first, host_bound, reads_a_value])
+def ends_with_a_value():
+    """The next turn begins with an idle device."""
+    host_first()
+    SMALL.sum().item()
+
+
+@pytest.mark.parametrize("turn", [host_first, device_first, host_bound, reads_a_value, ends_with_a_value])
 def test_a_turn_takes_what_one_more_turn_adds_to_a_long_loop(turn):
     with FlopMeter(H100, clocks="burst", unknown="stand-in") as meter:
         for _ in range(12):

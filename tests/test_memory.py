@@ -157,6 +157,19 @@ def test_parameters_and_buffers_that_no_op_touches_count():
     assert memory_when(model, x).at_peak["parameters"] == (100 + 100 + 7) * FLOAT
 
 
+def test_parameters_that_a_model_gets_after_its_first_call_count():
+    """As adapters do that are added to a model which has run."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(10, 10, bias=False)), torch.empty(1, 10)
+
+    def grow():
+        model(x)
+        model.append(nn.Linear(10, 10, bias=False, device="meta"))
+        return model(x)
+
+    assert memory_when(grow).at_peak["parameters"] == 2 * 100 * FLOAT
+
+
 def test_a_model_built_inside_the_context_has_parameters_too():
     def program():
         with torch.device("meta"):

@@ -307,6 +307,14 @@ def tanh(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, libdevice.tanh(tl.load(x_ptr + at, mask=at < n)), mask=at < n)
 
 
+@triton.jit
+def rounded(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n)
+    sides = tl.floor(tl.abs(x)) + tl.ceil(x)
+    tl.store(out_ptr + at, tl.div_rn(tl.fma(sides, x, x), x), mask=at < n)
+
+
 @triton_op("flopmeter_tests::twice_added", mutates_args=())
 def twice_added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
@@ -414,6 +422,14 @@ def test_a_function_of_a_library_is_a_flop_and_takes_the_special_units(kernels):
     x, out = meta(4096, dtype=torch.float32), meta(4096, dtype=torch.float32)
     (cost,) = costs(lambda: kernels.tanh[(4,)](x, out, 4096, BLOCK=1024))
     assert (cost.flops, cost.transcendentals) == (4096, 4096)
+
+
+@needs_triton
+def test_rounding_absolute_values_and_exact_divisions_are_a_flop_each_and_no_function(kernels):
+    """As in eager mode: abs, floor, ceil, the addition and the division, and the two of a multiply-add."""
+    x, out = meta(4096, dtype=torch.float32), meta(4096, dtype=torch.float32)
+    (cost,) = costs(lambda: kernels.rounded[(4,)](x, out, 4096, BLOCK=1024))
+    assert (cost.flops, cost.transcendentals) == (7 * 4096, 0)
 
 
 @needs_triton

@@ -164,7 +164,7 @@ def _assume_different(known: Knowledge, call: Invocation, fraction: float | None
     rule = "unknown numbers are alike" if fraction is None else f"mask_fraction={fraction:g} (of numbers, differ)"
     with no_modes():
         turns = torch.arange(n, device="cpu") * max(round((fraction or 0) * n), 1) // max(n, 1)
-        found, *places_and_counts = call.func(turns.view(numbers.shape), *call.args[1:], **call.kwargs)
+        found, *places_and_counts = call.func(turns.view(numbers.shape), *call.args[1:])
         known.assume.note(rule, call.func)
         return tuple(each.to("meta") for each in (found.to(numbers.dtype), *places_and_counts))
 

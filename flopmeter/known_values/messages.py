@@ -53,9 +53,10 @@ class Mailbox:
     `grows`: any other rank joins once a message of it is waited for.
     """
 
+    rank: int  # that runs
+
     def __init__(self, ranks: Collection[int], *, grows: bool) -> None:
         self._ranks, self._grows = frozenset(ranks), grows
-        self.rank = -1  # that runs
         self._sent: dict[Route, list[Any]] = {}
         self._places: Counter[Route] = Counter()  # in this run of the rank
 

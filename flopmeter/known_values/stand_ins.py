@@ -28,7 +28,7 @@ def compared(known: Knowledge, call: Invocation) -> Any:
     """A comparison with a number. Of an unknown float it is remembered what the stand-in would have answered."""
     result = known.replay(call)
     source, number = call.args[0], call.argument(1, "other")
-    is_asked = known.assume.stands_in and source.is_meta and source.numel() == 1 and source.is_floating_point()
+    is_asked = known.assume.stands_in and source.is_meta and source.is_floating_point()
     if is_asked and isinstance(number, (int, float)) and not known.values.knows(source):
         known.as_compared[result] = COMPARISONS[call.func](FLOAT, number)
     return result

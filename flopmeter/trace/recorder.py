@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +124,6 @@ class Recorder(TorchDispatchMode):
         self._handlings = Handlings(values)
         self._groups = ProcessGroups()
         self._listener = streams.Listener(self.trace, self._groups.op_of, self._storages.resize)
-        self._noted: WeakSet[nn.Module] = WeakSet()
         self.kept_by: dict[int, str] = {}  # by storage: the module path of the compiled graph that returned it
         self._depth = 0
         self._undo: ExitStack  # of what entering did
@@ -245,10 +243,8 @@ class Recorder(TorchDispatchMode):
         module made late exist by then."""
         if graph_task() == -1:  # else a checkpoint recomputes
             self.trace.forward_ends.append(len(self.trace.ops))
-        if module not in self._noted:
-            self._noted.add(module)
-            for parameter in (*module.parameters(), *module.buffers()):
-                self._note_parameter(parameter)
+        for parameter in (*module.parameters(), *module.buffers()):
+            self._note_parameter(parameter)
 
     def enter_compiled(self, module: nn.Module) -> str:
         """The path of a module that runs compiled; no hook sees such a module."""

@@ -56,7 +56,7 @@ def _of_flash(call: Call, func: OpOverload) -> Call:
     left, right = call.argument("window_size") or (-1, -1)
     kwargs = {name: call.argument(name) for name in ("query", "key", "value", "max_q", "max_k", "is_causal")}
     kwargs |= {"cum_seq_q": call.argument("cu_seq_q"), "window_size_left": left, "window_size_right": right}
-    return Call(func, (), kwargs, call.inputs, call.outputs, call.groups)
+    return replace(call, func=func, args=(), kwargs=kwargs)
 
 
 def _priced_as(call: Call, library_rule: Rule, func: OpOverload) -> Cost:

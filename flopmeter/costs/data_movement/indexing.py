@@ -28,7 +28,7 @@ def gather(call: Call) -> Cost:
     source, (out,) = call.inputs[0], call.outputs
     is_compiled = call.func.overloadpacket is not aten.masked_select  # its result has no known size
     selects_rows = call.func.overloadpacket in (aten.embedding, aten.index_select)
-    by_vectors = source.shape[-1:] and source.shape[-1] * source.dtype.itemsize % VECTOR_BYTES == 0
+    by_vectors = source.shape and source.shape[-1] * source.dtype.itemsize % VECTOR_BYTES == 0
     looked_up = 0 if by_vectors else LOOKUP_OPERATIONS * out.numel
     return make_cost(
         call,
