@@ -77,6 +77,23 @@ def test_the_gain_is_that_of_the_mended_program_on_devices_that_outrun_the_host(
     assert before.advice[0].gain_seconds == pytest.approx(before.seconds - mended.seconds, rel=0.03)
 
 
+@pytest.mark.parametrize("device", ["rtx-3090", "v100-sxm2-32gb"])
+def test_channels_last_is_told_of_fp32_convolutions_where_they_run_in_tf32_on_matrix_units(device):
+    def report(is_mended):
+        model, (x,) = BUILTINS["resnet-50"](batch=64, dtype=torch.float32)
+        if is_mended:
+            model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+        with FlopMeter(device) as meter, torch.no_grad():
+            model.eval()(x)
+        return meter.report()
+
+    before, mended = report(is_mended=False), report(is_mended=True)
+    told = [each.gain_seconds for each in before.advice if "channels_last" in each.remedy]
+    has_matrix_units_for_it = device == "rtx-3090"  # V100's are for fp16 alone
+    assert len(told) == has_matrix_units_for_it
+    assert told == pytest.approx([before.seconds - mended.seconds] * len(told), rel=0.05)
+
+
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_program_of_ranks_is_told_what_one_gpu_is(ranks):
     """DDP's reductions run on a stream of their own. With one rank they are nothing, and any advice may be given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import threading
@@ -527,6 +528,19 @@ class Broken(nn.Module):
         torch._dynamo.graph_break()
         out: Tensor = self.after(x)
         return out
+
+
+def test_the_host_makes_what_lies_between_two_calls_of_compiled_graphs() -> None:
+    compiled = torch.compile(lambda x: x.sin() * 2)
+
+    def twice(x: Tensor, views: int) -> Tensor:
+        x = compiled(x)
+        for _ in range(views):
+            x = x.view(64, 64)
+        return compiled(x)
+
+    one, many = (metered(functools.partial(twice, meta(64, 64), views))[1] for views in (1, 11))
+    assert many.host_seconds - one.host_seconds == pytest.approx(10 * 3.2e-6)  # as the report's line of the host says
 
 
 def test_a_graph_break_in_a_loop_leaves_the_function_eager_and_the_modules_their_names() -> None:
