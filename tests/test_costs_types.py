@@ -117,6 +117,13 @@ READ_BY_THE_RESULT = {
 }  # fmt: skip
 
 
+# These cast what they read to the type of their result first.
+CAST_TO_THE_RESULT = {
+    "aten.sum.default", "aten.sum.dim_IntList", "aten.nansum.default", "aten.prod.default", "aten.prod.dim_int",
+    "aten.mean.default", "aten.mean.dim", "aten.cumsum.default", "aten.cumprod.default",
+}  # fmt: skip
+
+
 def test_a_wider_result_is_more_to_write_and_no_more_to_read():
     def law(call: Call) -> bool | None:
         if not is_fresh(call) or len(before := costs_of(call)) != 1:
@@ -126,7 +133,7 @@ def test_a_wider_result_is_more_to_write_and_no_more_to_read():
         read, written = moved(before[0])
         return [moved(cost) for cost in costs_of(wide)] == [(read, written + more)]
 
-    assert broken(law, least=400) <= READ_BY_THE_RESULT
+    assert broken(law, least=400) <= READ_BY_THE_RESULT | CAST_TO_THE_RESULT
 
 
 def test_tensors_with_gaps_are_as_much_work_and_as_many_bytes():
