@@ -820,3 +820,17 @@ def test_a_long_sum_is_stored_before_what_reads_it_twice_and_after_what_reads_it
     first, second, _ = meter.report(mode="compiled").kernels
     assert first.cost.bytes_written // 4096**2 == 4  # one matrix, and partial sums
     assert second.cost.name == name
+
+
+def test_what_a_module_brings_to_the_device_itself_is_copied_within_its_graph():
+    """A batch is copied before the model, in the loop that is not compiled. Here nothing is between the sine and the
+    product, so that they are one kernel."""
+
+    class Placed(nn.Module):
+        def forward(self, x):
+            return x.sin() * torch.zeros(64).to(x.device)
+
+    with FlopMeter("a100-sxm4-80gb") as meter:
+        Placed()(torch.empty(1024, 64, device="meta"))
+    names = [kernel.cost.name for kernel in meter.report(mode="compiled").kernels]
+    assert "fused(sin, mul)" in names

@@ -105,7 +105,7 @@ _FORMULAS = {
 }
 
 OF_COMPLEX = {  # real operations of complex ops, by name, where they are not four times those of the real op
-    **dict.fromkeys(("add", "sub", "rsub", "neg"), PerElement(COMPLEX_ADD)),
+    "neg": PerElement(COMPLEX_ADD),
     **dict.fromkeys(("mul", "square"), PerElement(COMPLEX_MULTIPLY)),
     **dict.fromkeys(("div", "reciprocal"), PerElement(COMPLEX_DIVIDE)),
     "lerp": PerElement(2 * COMPLEX_ADD + COMPLEX_MULTIPLY),
