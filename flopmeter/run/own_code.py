@@ -40,7 +40,7 @@ def imported_by_name(undoing: Iterable[Patch]) -> Iterator[Patch]:
     zeros` in a notebook. `undoing`: what `applied` yielded."""
     now = {id(was.value): vars(was.owner)[was.name] for was in undoing if isinstance(was.owner, ModuleType)}
     for name, module in list(sys.modules.items()):
-        names = vars(module)
+        names = vars(module) if isinstance(module, ModuleType) else {}
         if now.keys().isdisjoint(map(id, names.values())) or not is_own(name, names.get("__file__") or ""):
             continue
         for held, value in list(names.items()):

@@ -302,7 +302,8 @@ MOST_FOLDERS_ABOVE = 3  # a script of a repository lies no deeper in it, mostly
 NAMED_OTHERWISE = {
     "PIL": "pillow", "absl": "absl-py", "attr": "attrs", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless",
     "dateutil": "python-dateutil", "dotenv": "python-dotenv", "faiss": "faiss-cpu", "fitz": "pymupdf", "git":
-    "GitPython", "hydra": "hydra-core", "open_clip": "open-clip-torch", "ot": "POT", "patoolib": "patool",
+    "GitPython", "google": "protobuf", "hydra": "hydra-core", "open_clip": "open-clip-torch", "ot": "POT",
+    "patoolib": "patool",
     "pkg_resources": "'setuptools<81'", "skimage": "scikit-image", "sklearn": "scikit-learn", "skvideo": "sk-video",
     "tap": "typed-argument-parser", "umap": "umap-learn", "yaml": "PyYAML",
 }  # fmt: skip

@@ -116,11 +116,13 @@ def another_mode(report: Report) -> Iterator[Proposal]:
     is_replayed = report.launches.mode.replays_graph
     waits = report.hardware.is_cpu or among_ranks or any(kernel.cost.blocks_host for kernel in report.kernels)
     best: tuple[LaunchMode, Report] | None = None
+    compiled = report
     for mode in modes_beyond(report.mode):
-        before = best[1] if best is not None and mode.fuses else report
+        before = compiled if mode.fuses else report
         if mode.replays_graph > is_replayed and (waits or before.idle_seconds < LEAST_GAIN * before.seconds):
             continue  # a graph wins only the time that the device waits for the host
         run = priced(report, mode=mode.name)
+        compiled = run if mode.fuses else compiled
         if best is None or run.seconds * _WORTH_MORE_TROUBLE < best[1].seconds:
             best = mode, run
     if best is None:
