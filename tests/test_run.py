@@ -350,12 +350,14 @@ def test_nothing_is_left_behind(error):
 
 def test_names_that_were_imported_before_are_those_of_the_device_inside(monkeypatch):
     module = sys.modules[__name__]
-    for name, value in {"zeros": torch.zeros, "device": torch.device, "is_available": torch.cuda.is_available}.items():
+    taken = {"zeros": torch.zeros, "device": torch.device, "is_available": torch.cuda.is_available, "nothing": None}
+    for name, value in taken.items():
         monkeypatch.setattr(module, name, value, raising=False)
     with flopmeter.cuda("a100-sxm4-80gb") as run:
         x = vars(module)["zeros"](4, 8, device=vars(module)["device"]("cuda"))
         y = torch.compile(_with_a_row)(x)
         assert (x.is_cuda, y.shape, vars(module)["is_available"]()) == (True, (5, 8), True)
+        assert vars(module)["nothing"] is None  # as torch.version.cuda is of a build for the CPU
     assert run.report().step.bytes_written > 0
     assert vars(module)["zeros"] is torch.zeros
 

@@ -36,9 +36,10 @@ class OwnCode:
 
 
 def imported_by_name(undoing: Iterable[Patch]) -> Iterator[Patch]:
-    """Where modules of the program that began before the run hold what is patched now, as after `from torch import
-    zeros` in a notebook. `undoing`: what `applied` yielded."""
-    now = {id(was.value): vars(was.owner)[was.name] for was in undoing if isinstance(was.owner, ModuleType)}
+    """Where modules of the program that began before the run hold functions that are patched now, as after `from
+    torch import zeros` in a notebook. `undoing`: what `applied` yielded."""
+    functions = [was for was in undoing if isinstance(was.owner, ModuleType) and callable(was.value)]
+    now = {id(was.value): vars(was.owner)[was.name] for was in functions}
     for name, module in list(sys.modules.items()):
         names = vars(module) if isinstance(module, ModuleType) else {}
         if now.keys().isdisjoint(map(id, names.values())) or not is_own(name, names.get("__file__") or ""):
