@@ -93,16 +93,29 @@ def rebuilt(op: Op, change: Callable[[TensorSpec], TensorSpec]) -> Op:
     return in_place_of(op, call.func, of(call.args), kwargs, map(change, op.inputs), map(change, op.outputs))
 
 
-def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | None = None) -> Trace:
+def with_ops(
+    trace: Trace,
+    dropped: Collection[int],
+    put_in: Mapping[int, Op] | None = None,
+    put_before: Mapping[int, Op] | None = None,
+) -> Trace:
     """The trace without the ops of these indices; ops of `put_in` stand at their own indices, whether the op there is
-    dropped or not.
+    dropped or not, and those of `put_before` before the ops there.
 
     Module calls between dropped ops go with them: the host makes them for those ops.
     """
-    put_in, gone = put_in or {}, set(dropped) - set(put_in or {})
-    kept = [index for index in range(len(trace.ops)) if index not in gone]
+    put_in, put_before, gone = put_in or {}, put_before or {}, set(dropped) - set(put_in or {})
     calls_before = [now - before for before, now in zip((0, *trace.module_calls), trace.module_calls, strict=False)]
-    place = [0, *accumulate(int(index not in gone) for index in range(len(trace.ops)))]  # of each op in `kept`
+    ops, calls, place = list[Op](), list[int](), list[int]()  # `place`: of each old op among the new ones
+    for index, op in enumerate(trace.ops):
+        if index in put_before:
+            ops.append(put_before[index])
+            calls.append(0)
+        place.append(len(ops))
+        if index not in gone:
+            ops.append(put_in.get(index, op))
+            calls.append(calls_before[index])
+    place.append(len(ops))
     storages = [
         dataclasses.replace(
             storage,
@@ -113,8 +126,8 @@ def with_ops(trace: Trace, dropped: Collection[int], put_in: Mapping[int, Op] | 
     ]
     return dataclasses.replace(
         trace,
-        ops=[put_in.get(index, trace.ops[index]) for index in kept],
-        module_calls=list(accumulate(calls_before[index] for index in kept)),
+        ops=ops,
+        module_calls=list(accumulate(calls)),
         storages=storages,
         resizes=[each._replace(op=place[each.op]) for each in trace.resizes],
         accumulations=[each._replace(op=place[each.op]) for each in trace.accumulations if each.op not in gone],
