@@ -128,7 +128,8 @@ SEGMENTS = {  # 12 numbers in 3 segments, to: FLOPs, those of the gradient
 def test_the_mean_of_a_segment_is_its_sum_and_a_division(reduce):
     data, lengths = torch.rand(12), torch.tensor([3, 4, 5])  # a CPU op: there is none for meta
     forward, backward = SEGMENTS[reduce]
-    check(lambda: aten.segment_reduce(data, reduce, lengths=lengths), forward, 0)
+    for numbers in (data, torch.rand(1).expand(12)):
+        check(lambda x=numbers: aten.segment_reduce(x, reduce, lengths=lengths), forward, 0)
     out = aten.segment_reduce(data, reduce, lengths=lengths)
     for grad in (torch.ones(3), torch.ones(1).expand(3)):  # the second as a sum's own gradient is
         check(lambda g=grad: aten._segment_reduce_backward(g, out, data, reduce, lengths=lengths), backward, 0)

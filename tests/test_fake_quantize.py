@@ -101,6 +101,11 @@ def test_fake_quantization_launches_the_kernels_of_cuda(quantize):
     assert kernels(lambda: quantize(x)) == [*FORWARD[quantize]]
 
 
+def test_what_observes_a_tensor_writes_its_numbers_and_a_byte_for_each():
+    x = torch.empty(40, 60, device="meta")
+    assert kernels(lambda: observe(x, 1))[-1] == (5 * 2400, 4 * 2400 + 4 + 4 + 8, (4 + 1) * 2400)
+
+
 @pytest.mark.parametrize("quantize", BACKWARD)
 def test_gradients_of_scales_and_zero_points_are_summed_from_one_number_each(quantize):
     x, gradient = (torch.empty(4, 6, device="meta") for _ in range(2))

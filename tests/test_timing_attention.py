@@ -233,6 +233,12 @@ def test_tiles_are_those_of_flash_attentions_launch_templates(gpu, head_dim, cau
     assert tile_of(constants.FLASH_2, shape, load_hardware(gpu)) == tile
 
 
+def test_under_a_window_flash_attention_has_the_tiles_of_a_kernel_that_is_not_causal():
+    """flash_api.cpp: `is_causal = window_size_left < 0 && window_size_right == 0`."""
+    windowed = AttentionShape(1, 1, 1, 4096, 4096, 128, 128, Mask(left=1024, right=0))
+    assert tile_of(constants.FLASH_2, windowed, load_hardware("rtx-4090")) == (128, 32)
+
+
 @pytest.mark.parametrize("gpu", ["a100-sxm4-80gb", "l40s", "h100-sxm5-80gb", "b200-sxm-180gb", "rtx-5090"])
 @pytest.mark.parametrize("head_dim", [16, 63, 64, 96, 128, 160, 192, 256, 257])
 def test_tiles_of_flex_attention_are_those_that_inductor_takes_without_tuning(gpu, head_dim, monkeypatch):
