@@ -222,6 +222,28 @@ def test_flash_attns_rotary_embedding_is_one_kernel_each_way_and_its_norm_one_fo
     assert found["_fused_rms_norm"].calls == 1
 
 
+def test_flash_attns_own_benchmarks_tell_the_time_that_events_tell(capsys):
+    def program():
+        from flash_attn import flash_attn_func
+        from flash_attn.utils.benchmark import benchmark_all, benchmark_forward
+
+        q = torch.zeros(4, 2048, 8, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+        found = benchmark_all(flash_attn_func, q, q, q, causal=True, repeats=20, verbose=False)
+        forward, backward, both = (measured.mean for _, measured in found)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(20):
+            flash_attn_func(q, q, q, causal=True)
+        end.record()
+        torch.cuda.synchronize()
+        assert forward == pytest.approx(start.elapsed_time(end) / 1000 / 20, rel=0.05)
+        assert both == pytest.approx(forward + backward, rel=0.05)
+        benchmark_forward(torch.matmul, q.float(), q.float().mT, amp=True, repeats=2, desc="in half")
+
+    stepped("flash_attn", program)
+    assert capsys.readouterr().out.startswith("in half\n- Forward pass\n")
+
+
 def test_flash_attns_module_of_rotary_embeddings_turns_q_and_k_alone_and_in_place():
     """By hand: of [2, 64, 3 or 2, 4, 32] q and k are turned whole, at three operations an element; v is left alone."""
     elements = 2 * 64 * 4 * 32

@@ -7,13 +7,14 @@ Tensors are [batch, length, heads, head size]; sequences that lie end to end are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import benchmark
 
 from flopmeter.costs import make_cost
 from flopmeter.costs.contractions.attention import attention
@@ -350,6 +351,78 @@ def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
     return rows.index_select(0, indices)
 
 
+Timed = tuple[benchmark.Timer, benchmark.Measurement]
+
+
+def benchmark_forward(function: Callable[..., Any], *inputs: Any, **options: Any) -> Timed:
+    """flash_attn/utils/benchmark.py: calls under torch.utils.benchmark, which takes predicted time."""
+    call, timing = _call(function, inputs, options)
+    return _timed("Forward pass", call, **timing)
+
+
+def benchmark_backward(function: Callable[..., Any], *inputs: Any, **options: Any) -> Timed:
+    """`grad` is that of the result; else it is random."""
+    gradient = options.pop("grad", None)
+    call, timing = _call(function, inputs, options)
+    out = call()
+    out = out[0] if isinstance(out, tuple) else out
+    gradient = torch.randn_like(out) if gradient is None else gradient
+    return _timed("Backward pass", lambda: _backward(inputs, out, gradient), **timing)
+
+
+def benchmark_combined(function: Callable[..., Any], *inputs: Any, **options: Any) -> Timed:
+    gradient = options.pop("grad", None)
+    call, timing = _call(function, inputs, options)
+
+    def both() -> None:
+        out = call()
+        out = out[0] if isinstance(out, tuple) else out
+        _backward(inputs, out, torch.randn_like(out) if gradient is None else gradient)
+
+    return _timed("Forward + Backward pass", both, **timing)
+
+
+def benchmark_fwd_bwd(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Timed, Timed]:
+    forward_alone = {name: value for name, value in options.items() if name != "grad"}
+    return benchmark_forward(function, *inputs, **forward_alone), benchmark_backward(function, *inputs, **options)
+
+
+def benchmark_all(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Timed, Timed, Timed]:
+    return *benchmark_fwd_bwd(function, *inputs, **options), benchmark_combined(function, *inputs, **options)
+
+
+_TIMING = ("repeats", "desc", "verbose")
+
+
+def _call(
+    function: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """The function on its inputs, under autocast if `amp`; and the options of the timing among these."""
+    timing = {name: options.pop(name) for name in _TIMING if name in options}
+    is_on, dtype = options.pop("amp", False), options.pop("amp_dtype", torch.float16)
+
+    def call() -> Any:
+        with torch.autocast("cuda", dtype=dtype, enabled=is_on):
+            return function(*inputs, **options)
+
+    return call, timing
+
+
+def _backward(inputs: tuple[Any, ...], out: Tensor, gradient: Tensor) -> None:
+    for each in inputs:
+        if isinstance(each, Tensor):
+            each.grad = None
+    out.backward(gradient, retain_graph=True)
+
+
+def _timed(what: str, run: Callable[[], Any], repeats: int = 10, desc: str = "", verbose: bool = True) -> Timed:
+    timer = benchmark.Timer(stmt="run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    found = timer.timeit(repeats)
+    if verbose:
+        print(desc, f"- {what}", found, sep="\n")
+    return timer, found
+
+
 def _refuse(options: dict[str, Any], *names: str) -> None:
     for name in names:
         given = options.get(name)
@@ -381,4 +454,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "flash_attn.ops": {},
     "flash_attn.ops.triton": {},
     "flash_attn.ops.triton.layer_norm": {"layer_norm_fn": layer_norm_fn, "rms_norm_fn": rms_norm_fn},
+    "flash_attn.utils": {},
+    "flash_attn.utils.benchmark": {
+        each.__name__: each
+        for each in (benchmark_forward, benchmark_backward, benchmark_combined, benchmark_fwd_bwd, benchmark_all)
+    },
 }
