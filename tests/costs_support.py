@@ -20,6 +20,9 @@ from flopmeter.costs import costs_of, find_rule
 from flopmeter.records import Call, Cost, Op, TensorSpec
 from flopmeter.trace.recorder import Recorder
 
+# An operand of another type than the result is cast by a kernel of its own (tests/test_dense_operands.py).
+CAST_FIRST = {"sum", "nansum", "mean", "prod", "cumsum", "cumprod"}
+
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from costs_support import call_by_hand, calls_of, copies_what_has_gaps, costs_in, meta
+from costs_support import CAST_FIRST, call_by_hand, calls_of, copies_what_has_gaps, costs_in, meta
 from test_costs_cases import ALL as CASES
 from test_costs_cases import call_of_case
 from test_costs_lists import OVERLAPPING
@@ -167,10 +167,6 @@ OF_THE_TYPE_OF_AN_OPERAND = {
     "scatter_add", "scatter_reduce", "_unsafe_masked_index_put_accumulate", "embedding_dense_backward",
     "nll_loss_backward", "nll_loss2d_backward",
 }  # fmt: skip
-
-
-# An operand of another type than the result is cast by a kernel of its own (tests/test_dense_operands.py).
-CAST_FIRST = {"sum", "nansum", "mean", "prod", "cumsum", "cumprod"}
 
 
 def test_a_wider_operand_is_the_same_work_as_much_to_write_and_at_most_its_own_bytes_more_to_read():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from costs_support import Swept, integer_sweep, meta_sweep, sweep, uncounted
+from costs_support import CAST_FIRST, Swept, integer_sweep, meta_sweep, sweep, uncounted
 
 from flopmeter.costs import costs_of
 from flopmeter.costs.traffic import regions, writes_nothing
@@ -70,7 +70,7 @@ def check_bytes(call: Call) -> None:
     most = MOST_BYTES_PER_TOUCHED * sum(spec.nbytes for spec in read | written)
     found_read, found_written = sum(c.bytes_read for c in costs), sum(c.bytes_written for c in costs)
     assert found_written >= least, call.func
-    if str(call.func) not in SEVERAL_KERNELS:
+    if str(call.func) not in SEVERAL_KERNELS and call.name.removesuffix("_") not in CAST_FIRST:
         assert found_read + found_written <= most, call.func
     assert all(cost.flops >= 0 and cost.bytes_read >= 0 for cost in costs), call.func
 

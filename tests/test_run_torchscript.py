@@ -61,7 +61,7 @@ def test_a_traced_model_runs_the_products_of_the_model(make, tmp_path):
             assert out.shape == (8, 10)
     report = device.report()
     assert report.step.macs == MACS
-    assert "the last of 32" in report.headline  # the trace itself is no call
+    assert "the last of 40" in report.headline  # the trace itself is no call
     assert ("not folded" in str(report.step.notes)) == (make is frozen)
 
 

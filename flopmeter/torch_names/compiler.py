@@ -59,6 +59,8 @@ SET_MAKING = _name("torch.utils._ordered_set", "OrderedSet.__init__", "copies of
 SET_UNION = _name("torch.utils._ordered_set", "OrderedSet.__or__", "the same, of their unions")
 SET_INTERSECTION = _name("torch.utils._ordered_set", "OrderedSet.__and__", "the same, of what they share")
 SET_DIFFERENCE = _name("torch.utils._ordered_set", "OrderedSet.__isub__", "the same, of what one has more")
+_name("torch.utils._ordered_set", "OrderedSet._dict", "what such a set holds")
+_name("torch.utils._ordered_set", "OrderedSet._from_dict", "a set of that")
 UPDATE_VALUES = _name(
     "torch._inductor.fx_utils", "FakeTensorUpdater.incremental_update", "which looks for nodes that were changed"
 )
