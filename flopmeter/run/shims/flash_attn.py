@@ -351,16 +351,16 @@ def index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
     return rows.index_select(0, indices)
 
 
-Timed = tuple[benchmark.Timer, benchmark.Measurement]
+Measured = tuple[benchmark.Timer, benchmark.Measurement]
 
 
-def benchmark_forward(function: Callable[..., Any], *inputs: Any, **options: Any) -> Timed:
+def benchmark_forward(function: Callable[..., Any], *inputs: Any, **options: Any) -> Measured:
     """flash_attn/utils/benchmark.py: calls under torch.utils.benchmark, which takes predicted time."""
     call, timing = _call(function, inputs, options)
     return _timed("Forward pass", call, **timing)
 
 
-def benchmark_backward(function: Callable[..., Any], *inputs: Any, **options: Any) -> Timed:
+def benchmark_backward(function: Callable[..., Any], *inputs: Any, **options: Any) -> Measured:
     """`grad` is that of the result; else it is random."""
     gradient = options.pop("grad", None)
     call, timing = _call(function, inputs, options)
@@ -370,7 +370,7 @@ def benchmark_backward(function: Callable[..., Any], *inputs: Any, **options: An
     return _timed("Backward pass", lambda: _backward(inputs, out, gradient), **timing)
 
 
-def benchmark_combined(function: Callable[..., Any], *inputs: Any, **options: Any) -> Timed:
+def benchmark_combined(function: Callable[..., Any], *inputs: Any, **options: Any) -> Measured:
     gradient = options.pop("grad", None)
     call, timing = _call(function, inputs, options)
 
@@ -382,12 +382,12 @@ def benchmark_combined(function: Callable[..., Any], *inputs: Any, **options: An
     return _timed("Forward + Backward pass", both, **timing)
 
 
-def benchmark_fwd_bwd(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Timed, Timed]:
+def benchmark_fwd_bwd(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Measured, Measured]:
     forward_alone = {name: value for name, value in options.items() if name != "grad"}
     return benchmark_forward(function, *inputs, **forward_alone), benchmark_backward(function, *inputs, **options)
 
 
-def benchmark_all(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Timed, Timed, Timed]:
+def benchmark_all(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Measured, Measured, Measured]:
     return *benchmark_fwd_bwd(function, *inputs, **options), benchmark_combined(function, *inputs, **options)
 
 
@@ -415,7 +415,7 @@ def _backward(inputs: tuple[Any, ...], out: Tensor, gradient: Tensor) -> None:
     out.backward(gradient, retain_graph=True)
 
 
-def _timed(what: str, run: Callable[[], Any], repeats: int = 10, desc: str = "", verbose: bool = True) -> Timed:
+def _timed(what: str, run: Callable[[], Any], repeats: int = 10, desc: str = "", verbose: bool = True) -> Measured:
     timer = benchmark.Timer(stmt="run()", globals={"run": run}, num_threads=torch.get_num_threads())
     found = timer.timeit(repeats)
     if verbose:
