@@ -93,9 +93,8 @@ class ScriptSession:
         self.meter.shapes_only = self.named.true_meta
         self.cuda = CudaModule(self.hardware, target_of(self.hardware), self.named, self.memory, self)
         self.takes_times = False
-        patience_s = (lambda only_infers: 0.0) if wishes.gpus > 1 else self._patience_s  # ranks end at the same step
         self.steps = Steps(
-            self.now, wishes.marker, wishes.steps, self._has_backward, self.is_on_device, _say, patience_s
+            self.now, wishes.marker, wishes.steps, self._has_backward, self.is_on_device, _say, self._patience_s
         )
         self.cuda.nvtx.on_end = self.steps.on_range_end
         self.notes: dict[str, None] = {}
@@ -115,6 +114,8 @@ class ScriptSession:
         return any(spec.device != "cpu" for call in calls for spec in (*call.outputs, *call.inputs))
 
     def _patience_s(self, only_infers: bool) -> float:
+        if self.wishes.gpus > 1:
+            return 0.0  # ranks end at the same step
         return PATIENCE_TO_PRINT_S if self.takes_times else PATIENCE_S if only_infers else 0.0
 
     def report_of(self, ops: range) -> Report:

@@ -1,7 +1,7 @@
 """Where to win: work that a program does without need, and other ways to run it, each priced by the model itself.
 
 A remedy rewrites the trace (rewrite.py) and has it priced as any other program: remedies.py has those that change
-numbers and modes, attention.py, needless.py, optimizers.py and batch.py those that change ops. spots.py says which
+numbers and modes, the other files (attention.py, layout.py, ...) those that change ops. spots.py says which
 kernels are above the least time of their work, and why.
 """
 
@@ -12,6 +12,7 @@ from flopmeter.report.advice import (  # noqa: F401  (they enter their remedies)
     batch,
     copies,
     gradients,
+    layout,
     needless,
     optimizers,
     recurrent,

@@ -18,18 +18,17 @@ from flopmeter.costs.data_movement.communication import message_peers
 from flopmeter.costs.host_work import runs_on
 from flopmeter.device.hardware import Hardware, HardwareError, Unit
 from flopmeter.launch.modes import modes_beyond
-from flopmeter.records import ConvolutionWork, Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
+from flopmeter.records import Kernel, LaunchMode, Op, Storage, TensorSpec, Trace
 from flopmeter.records.dtypes import name_of
-from flopmeter.records.memory_format import dense_strides, is_dense
 from flopmeter.report.advice.fused_attention import with_chosen_kernels
-from flopmeter.report.advice.rewrite import in_place_of, with_ops, with_tensors
+from flopmeter.report.advice.rewrite import with_ops, with_tensors
 from flopmeter.report.advice.spots import alignment_of, matmuls_of, modules_and_lines, odd_width, timed
 from flopmeter.report.quantities import counted, percent_of, with_prefix
 from flopmeter.report.report import Report
 from flopmeter.report.wins import LEAST_GAIN
 from flopmeter.timing import constants
 from flopmeter.timing.peak_memory import usable_bytes_if_known
-from flopmeter.torch_names.operators import Absent, aten, aten_overloads
+from flopmeter.torch_names.operators import Absent, aten
 
 
 class Proposal(NamedTuple):
@@ -355,67 +354,6 @@ def _narrow_type(device: Hardware) -> torch.dtype | None:
     on_matrix_units = [dtype for dtype, unit in units.items() if unit == "matrix"]
     without = [] if device.is_cpu else [dtype for dtype in units if dtype is torch.float16]
     return next(iter(on_matrix_units + without), None)
-
-
-@remedy
-def channels_last(report: Report) -> Iterator[Proposal]:
-    """Convolutions on NCHW tensors on matrix units, and all other ops on the same tensors."""
-    works = ((kernel.cost, kernel.cost.work) for kernel in report.kernels)
-    of_images = [(cost, work.shape) for cost, work in works if isinstance(work, ConvolutionWork)]
-    nchw = {report.switches.matmul_dtype(cost) for cost, s in of_images if len(s.kernel) == 2 and not s.channels_last}
-    if not any(report.hardware.contraction_peak(name).unit == "matrix" for name in nchw):
-        return
-    trace = trace_of(report)
-    images = _images(trace)
-
-    def turned(spec: TensorSpec, is_image: object) -> TensorSpec:
-        strides = dense_strides(spec.shape, channels_last=True)
-        return spec._replace(stride=strides) if is_image and _is_nchw(spec) else spec
-
-    then = with_tensors(trace, turned, lambda number: number in images)
-    turns = {index: _turn(trace.ops[index], spec, turned(spec, True)) for index, spec in _given(trace, images)}
-    yield Proposal(
-        "convolutions and what is between them", lambda kernel: any(number in images for number in kernel.op.storages),
-        "images lie as NCHW; matrix units take NHWC, and copies turn them",
-        "model.to(memory_format=torch.channels_last), and the images",
-        priced(report, with_ops(then, (), put_before=turns)),
-    )  # fmt: skip
-
-
-def _is_nchw(spec: TensorSpec) -> bool:
-    return len(spec.shape) == 4 and is_dense(spec.shape, spec.stride, channels_last=False)
-
-
-def _given(trace: Trace, images: set[int]) -> Iterator[tuple[int, TensorSpec]]:
-    """Images that the program makes of no others, each with the op that makes something else of it first."""
-    left = {number for number in images if trace.storages[number].role is None}
-    for index, op in enumerate(trace.ops):
-        read = [spec for spec in op.inputs if spec.device == trace.device and spec.storage in images]
-        made = {spec.storage for spec in op.outputs} - {spec.storage for spec in op.inputs}
-        if read and made & images:
-            for spec in read:
-                if spec.storage in left and _is_nchw(spec):
-                    yield index, spec
-            left -= {spec.storage for spec in read}
-        if read:
-            left -= made
-
-
-def _turn(op: Op, spec: TensorSpec, turned: TensorSpec) -> Op:
-    """The copy that turns an image before an op. Its result has the image's place, which does not change the price."""
-    options = {"memory_format": torch.channels_last}
-    return in_place_of(op, aten_overloads.clone.default, (spec,), options, (spec,), (turned,))
-
-
-def _images(trace: Trace) -> set[int]:
-    """Storages that convolutions touch, and those that ops on tensors of four dimensions make of them or for them."""
-    images: set[int] = set()
-    for ops in (trace.ops, trace.ops[::-1]):  # forwards for what is made of them, backwards for their gradients
-        for op in ops:
-            is_convolution = "convolution" in op.call.name
-            if is_convolution or any(number in images for number in op.storages):
-                images |= {spec.storage for spec in (*op.inputs, *op.outputs) if len(spec.shape) == 4}
-    return images
 
 
 @remedy
