@@ -144,3 +144,15 @@ def test_an_assertion_inside_of_a_compiled_kernel_is_counted():
         torch.compile(checked)(torch.empty(8, device="meta"))
     assert not [note for note in meter.report().notes if note.startswith("uncounted")]
     assert meter.report().flops == 8
+
+
+def test_a_meter_inside_of_another_one_sees_the_kernels_of_functions_that_were_compiled_before_it():
+    compiled = torch.compile(lambda x: (x * 2 + 1).relu())
+    x = torch.randn(1000, device="meta")
+    with FlopMeter(hardware="h100-sxm5-80gb") as outer:
+        compiled(x)
+        with FlopMeter(hardware="h100-sxm5-80gb") as inner:
+            compiled(x)
+        compiled(x)
+    report = inner.report()
+    assert (report.bytes_read, report.bytes_written) == (4 * 1000, 4 * 1000)

@@ -207,9 +207,11 @@ class Session:
         self._undo.callback(ignore_warning(_WARNING_OF_TF32))
 
     def _keep_compiler_state(self) -> None:
-        """Functions compiled from now on are forgotten in the end; what the compiler counts is as before."""
+        """Functions compiled from now on are forgotten in the end; what the compiler counts is as before. Those that a
+        meter around this one compiled are forgotten now: their kernels would go to that meter alone."""
         codes = {}
         for name in (names.INPUT_CODES, names.OUTPUT_CODES):
+            _forget_codes(name.value)
             codes[name] = names.TRACKER.value()
             self._patch(name.owner, name.attribute, codes[name])
         counters = names.COUNTERS.value
@@ -218,10 +220,7 @@ class Session:
 
         def restore() -> None:
             for tracker in codes.values():
-                for reference in tracker.seen:
-                    code = reference()
-                    if isinstance(code, CodeType):
-                        names.RESET_CODE.value(code)
+                _forget_codes(tracker)
             counters.clear()
             counters.update(before)
 
@@ -451,6 +450,14 @@ class _Entered:
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
+
+
+def _forget_codes(tracker: Any) -> None:
+    """Dynamo compiles these functions again when they are next called."""
+    for reference in tracker.seen:
+        code = reference()
+        if isinstance(code, CodeType):
+            names.RESET_CODE.value(code)
 
 
 def _function() -> str:
