@@ -149,7 +149,7 @@ def test_an_assertion_inside_of_a_compiled_kernel_is_counted():
 def test_a_meter_inside_of_another_one_sees_the_kernels_of_functions_that_were_compiled_before_it():
     compiled = torch.compile(lambda x: (x * 2 + 1).relu())
     x = torch.randn(1000, device="meta")
-    with FlopMeter(hardware="h100-sxm5-80gb") as outer:
+    with FlopMeter(hardware="h100-sxm5-80gb"):
         compiled(x)
         with FlopMeter(hardware="h100-sxm5-80gb") as inner:
             compiled(x)
