@@ -166,3 +166,40 @@ def test_of_logits_that_a_product_made_the_logits_are_kept() -> None:
     eager, fused = (max(meter.report(mode=mode).memory.timeline["activations"]) for mode in ("eager", "compiled"))
     assert eager == pytest.approx(2 * logits, rel=0.01)
     assert fused == pytest.approx(logits, rel=0.01)
+
+
+SQUARE = 1024 * 1024 * 4  # bytes of a matrix below
+
+
+def squares(count: int, *, requires_grad: bool = False) -> list[Tensor]:
+    return [torch.randn(1024, 1024, device="meta", requires_grad=requires_grad) for _ in range(count)]
+
+
+def peak_of(function: Callable[..., Tensor], *given: Tensor) -> int:
+    """Bytes, in matrices of 1024 x 1024."""
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        result = torch.compile(function)(*given)
+        if result.requires_grad:
+            result.sum().backward()
+    return round(meter.report().peak_memory_bytes / SQUARE)
+
+
+def test_a_result_takes_the_memory_of_what_its_kernel_reads_for_the_last_time() -> None:
+    """Two factors, and a product that relu overwrites."""
+    assert peak_of(lambda x, y: torch.relu(x @ y), *squares(2)) == 3
+
+
+def test_what_is_read_again_later_keeps_its_memory() -> None:
+    """Two factors, their product, its relu, and then, beside these, the sum."""
+    assert peak_of(lambda x, y: (p := x @ y) @ torch.relu(p), *squares(2)) == 5
+
+
+def test_what_stays_in_the_registers_of_a_kernel_takes_no_memory() -> None:
+    """The sum of both, which softmax reads twice, is never written."""
+    assert peak_of(lambda x, y: torch.softmax(x + y, -1), *squares(2)) == 3
+
+
+def test_a_gradient_takes_the_memory_of_what_was_kept_for_it() -> None:
+    """The result, the gradient that arrives, and the product of narrow factors, which its own gradient overwrites."""
+    narrow = [torch.randn(1024, 8, device="meta", requires_grad=True) for _ in range(2)]
+    assert peak_of(lambda x, y: nn.functional.gelu(x @ y.t()), *narrow) == 3

@@ -3,7 +3,7 @@ before it writes code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 
 from flopmeter.compiler.constants import constants_there, put_on_device
+from flopmeter.compiler.in_place import memory_taken
 from flopmeter.compiler.posing import pose
 from flopmeter.torch_names import compiler as names
 from flopmeter.torch_names.private import no_dispatch_modes
@@ -25,6 +26,7 @@ class Lowered:
     nodes: Sequence[Any]
     bytes_of: Sequence[int]  # read and written by each node, by the scheduler's own estimate
     user_outputs: frozenset[int]  # results that go to the program; the others are kept for the backward pass
+    memory_taken: Mapping[str, str]  # by a buffer: the one whose memory it takes
 
 
 def copied(module: GraphModule) -> GraphModule:
@@ -86,4 +88,5 @@ def lower(module: Any, options: dict[str, Any]) -> Lowered:
                 graph._update_scheduler()
                 nodes = list(graph.scheduler.nodes)
                 outputs = frozenset(module.graph.output_node().meta.get("user_visible_output_idxs", ()))
-                return Lowered(graph, nodes, [node.get_read_write_buffers_sizes() for node in nodes], outputs)
+                nbytes = [node.get_read_write_buffers_sizes() for node in nodes]
+                return Lowered(graph, nodes, nbytes, outputs, memory_taken(graph, nodes))

@@ -55,10 +55,21 @@ class Placed(NamedTuple):
         return TensorSpec(self.shape, self.stride, self.dtype, storage, self.offset, self.device)
 
 
+class Made(NamedTuple):
+    """The buffers of results: new ones, and those in the memory of a buffer that the step reads for the last time."""
+
+    allocated: tuple[Placed, ...]
+    taken: tuple[tuple[Placed, str], ...]
+
+    @property
+    def names(self) -> set[str]:
+        return {placed.buffer for placed in (*self.allocated, *(placed for placed, _ in self.taken))}
+
+
 class PlanStep(NamedTuple):
     """A kernel, or an allocation without one."""
 
-    allocates: tuple[Placed, ...]
+    made: Made
     call: Call | None
     buffers: tuple[str, ...]  # by their numbers in the call
     kernel: CompiledKernel | None
@@ -140,7 +151,7 @@ class _Planner:
 
     def _step(self, node: Any, scheduler_bytes: int) -> PlanStep:
         frees = tuple(dict.fromkeys(self.base(name) for name in node.last_usage))
-        made = tuple(self._allocations(node))
+        made = self._made(node)
         if isinstance(node.node, self._ir.DeviceCopy) and _is_host(node):  # what the program reads there is not known
             raise DataDependentError("aten._to_copy.default")
         is_free = isinstance(node, names.NOP_NODE.value) or isinstance(node.node, self._ir.MultiOutput)
@@ -357,11 +368,23 @@ class _Planner:
             return
         yield from (self._placed(self.base(part.get_name())) for part in parts)
 
-    def _allocations(self, node: Any) -> Iterator[Placed]:
-        """Buffers that are allocated for the node; for a part of a larger buffer, that one."""
+    def _made(self, node: Any) -> Made:
+        sources = self._lowered.memory_taken
+        placed = tuple(self._new_buffers(node))
+        new = tuple(each for each in placed if each.buffer not in sources)
+        return Made(new, tuple((each, self.base(sources[each.buffer])) for each in placed if each.buffer in sources))
+
+    def _new_buffers(self, node: Any) -> Iterator[Placed]:
+        """Buffers that the node makes; for a part of a larger buffer, that one. What only a kernel of loops itself
+        reads stays in its registers."""
         if isinstance(node.node, self._ir.MultiOutput):
             return
-        made = [buffer.node for buffer in node.get_outputs() if _has_memory(buffer.node, self._ir)]
+        is_loops = all(isinstance(part, names.LOOPS_NODE.value) for part in node.get_nodes())
+        made = [
+            buffer.node
+            for buffer in node.get_outputs()
+            if _has_memory(buffer.node, self._ir) and (not is_loops or is_needed(buffer, node))
+        ]
         for buffer in (*made, *self._parts.get(node.get_name() and _name_of(node), ())):
             base = self.base(buffer.get_name())
             if base not in self._allocated:

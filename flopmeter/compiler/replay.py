@@ -64,8 +64,9 @@ class Replay:
         args.clear()
         kernels: list[CompiledKernel] = []
         for step in plan.steps:
-            born = {placed.buffer: _allocate(placed) for placed in step.allocates}
+            born = {placed.buffer: _allocate(placed) for placed in step.made.allocated}
             held |= born
+            held |= {placed.buffer: _laid_out(placed, held[name]) for placed, name in step.made.taken}
             if step.call is not None:
                 tensors = [held.get(name) for name in step.buffers]
                 present = [_scratch() if tensor is None else tensor for tensor in tensors]
@@ -144,7 +145,7 @@ class Replay:
     def _saved_bytes(self, plan: Plan, results: list[Any]) -> int:
         """Bytes that the forward graph made and returns only for the backward graph."""
         user = {getattr(plan.outputs[number], "buffer", None) for number in self._lowered.user_outputs}
-        made = {placed.buffer for step in plan.steps for placed in step.allocates} - user
+        made = set().union(*(step.made.names for step in plan.steps)) - user
         saved = {
             output.buffer: result.untyped_storage().nbytes()
             for output, result in zip(plan.outputs, results, strict=True)
@@ -192,7 +193,11 @@ def _result(output: Placed | str | int | None, held: dict[str, Tensor]) -> Any:
         return held[output]
     if not isinstance(output, Placed):
         return output
-    tensor = held[output.buffer]
+    return _laid_out(output, held[output.buffer])
+
+
+def _laid_out(output: Placed, tensor: Tensor) -> Tensor:
+    """The result in the memory of a tensor."""
     same = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
     if same == (output.shape, output.stride, output.offset, output.dtype):
         return tensor

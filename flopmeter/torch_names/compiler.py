@@ -50,6 +50,10 @@ TRITON_HASH = _name("torch.utils._triton", "triton_hash_with_backend", "what it 
 LOADS_CODE = _name("torch._inductor.codecache", "PyCodeCache.load", "where it loads what it wrote for a template")
 EXTERN_NODE = _name("torch._inductor.scheduler", "ExternKernelSchedulerNode", "which kernels are libraries'")
 LOOPS_NODE = _name("torch._inductor.scheduler", "SchedulerNode", "which kernels inductor writes")
+_name(
+    "torch._inductor.scheduler", "SchedulerNode.decide_inplace_update", "which results take the memory of what is read"
+)
+CAN_REUSE = _name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.can_reuse", "whether a buffer is free")
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
 _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")

@@ -1,0 +1,74 @@
+"""Which results of a scheduled graph take the memory of a buffer that the same kernel reads for the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from flopmeter.compiler.regions import is_needed
+from flopmeter.torch_names import compiler as names
+
+
+def memory_taken(graph: Any, nodes: Sequence[Any]) -> dict[str, str]:
+    """By the name of a result, the buffer whose memory it takes: another result, or a tensor that the forward graph
+    has kept and nobody else will read (AOTAutograd's donated buffers).
+
+    The scheduler decides so while it writes a kernel, and asks what it writes to which buffers are free. It is asked
+    kernel by kernel, in their order, as `Scheduler._codegen` in torch/_inductor/scheduler.py does. Must run with the
+    graph as the compiler's own.
+    """
+    taken: dict[str, str] = {}
+    with _writing(graph) as wrapper:
+        for node in nodes:
+            taken_here = _Kernel()
+            if not node.is_template():
+                with names.VIRTUALIZED.value.set_kernel_handler(taken_here):
+                    for part in node.get_nodes():
+                        part.decide_inplace_update()
+            taken |= dict(_outside(node, taken_here.inplace_update_buffers))
+            wrapper.freed.update(taken_here.inplace_update_buffers.values())
+            graph.scheduler.completed_operations.update(node.get_operation_names())
+    return taken
+
+
+def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The same without the values that stay in the kernel, on the way of which memory may be handed on."""
+    inside = {buffer.get_name() for buffer in node.get_outputs() if not is_needed(buffer, node)}
+    for result in taken.keys() - inside:
+        source: str | None = taken[result]
+        while source is not None and source in inside:
+            source = taken.get(source)
+        if source is not None:
+            yield result, source
+
+
+class _Kernel:
+    """What the scheduler tells of a kernel that it writes; the arguments in the code are nobody's concern here."""
+
+    def __init__(self) -> None:
+        self.inplace_update_buffers: dict[str, str] = {}
+        self.args = self
+
+    def make_inplace(self, input_name: str, output_name: str) -> None:
+        pass
+
+
+class _Wrapper:
+    """What calls the kernels, as far as it knows which buffers are free."""
+
+    def __init__(self) -> None:
+        self.freed: set[str] = set()
+
+    def can_reuse(self, *buffer_and_node: Any) -> bool:
+        return bool(names.CAN_REUSE.value(self, *buffer_and_node))
+
+
+@contextmanager
+def _writing(graph: Any) -> Iterator[_Wrapper]:
+    wrapper, before = _Wrapper(), graph.wrapper_code
+    graph.wrapper_code = wrapper
+    try:
+        yield wrapper
+    finally:
+        graph.wrapper_code = before
