@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,8 @@ PROFILES: dict[str, str | Path] = {
     "H100 96GB HBM2e (500W)": Path(__file__).parent / "h100-96gb-500w.yaml",
 }
 DTYPES = ("bf16", "amp_bf16", "amp_fp8")
+# Of the launchers: run_llama_train.sh of torchtitan at 9dec370.
+ALLOCATORS = {"torchtitan 2024-12": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 Step = Callable[[], None]
 
 
@@ -61,9 +65,9 @@ def sharded_runs(path: Path) -> Iterator[tuple[str, list[Row]]]:
 def _report(line: Line, program: Callable[[Line, DeviceMesh], Step]) -> Report:
     with world(GPUS, {"dp": GPUS}) as mesh:
         step = program(line, mesh)
-        with FlopMeter(PROFILES[line["gpu"]]):
+        with FlopMeter(PROFILES[line["gpu"]], compile="rules"):
             step()  # the first one makes the optimizer's state; outside of a meter torch warns of autocast without CUDA
-        with FlopMeter(PROFILES[line["gpu"]]) as meter:
+        with FlopMeter(PROFILES[line["gpu"]], compile="rules") as meter:
             step()
         with triton_attention(line["gpu"]) if line["source"] == "llm-foundry" else nullcontext():
             return meter.report(mode="compiled" if "compile" in line["mode"] else "eager")
@@ -87,7 +91,8 @@ def _throughput(line: Line, report: Report) -> Row:
 def _memory(line: Line, report: Report) -> Row:
     """What the allocator reserves, which is what torchtitan prints; the roofline is what tensors ask for."""
     (gib,) = re.findall(r"memory ([\d.]+) GiB", line["other_config"])
-    reserved = float(report.memory.reserved_bytes)
+    with patch.dict(os.environ, ALLOCATORS.get(line["source"], {})):
+        reserved = float(report.memory.reserved_bytes)
     return Row(
         group=line["model"],
         gpu=line["gpu"],
@@ -105,11 +110,11 @@ def _named(line: Line) -> str:
     return f"{line['id']}: {line['model']}, {how}, {line['batch']} x {line['seq']}"
 
 
-def _shard(model: Any, mesh: DeviceMesh, reduced_in: torch.dtype) -> None:
-    """Each block on its own, then what is left, as both libraries do."""
+def _shard(model: Any, mesh: DeviceMesh, reduced_in: torch.dtype, kept: nn.Module | None = None) -> None:
+    """Each block on its own, then what is left, as both libraries do. `kept`: stays whole until its backward pass."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced_in)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not kept)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
@@ -177,14 +182,21 @@ def titan(config: LlamaConfig) -> Llama:
 
 
 def _llama(line: Line, mesh: DeviceMesh) -> Step:
-    """Selective recomputation; gradients are reduced in fp32, and AdamW steps on an eighth of the parameters."""
+    """Selective recomputation; gradients are reduced in fp32, and AdamW steps on an eighth of the parameters.
+
+    What is compiled is each block, its recomputation inside, and not the loss (torchtitan's train.py and
+    parallelize_llama.py at 9dec370; e8977b0 switched the loss off).
+    """
     shape = int(line["batch"]), int(line["seq"])
     with torch.device("meta"):
         model = titan(LLAMA_3_8B)
         tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
     _recompute(model.blocks, context_fn=_selective)
-    _shard(model, mesh, reduced_in=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters())
+    if "compile" in line["mode"]:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+    _shard(model, mesh, reduced_in=torch.float32, kept=model.blocks[-1])  # torchtitan's choice: it is needed at once
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
     def step() -> None:
         optimizer.zero_grad()

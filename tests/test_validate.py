@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flopmeter import FlopMeter
+from flopmeter.models.llama import LlamaConfig
 from flopmeter.timing import constants, gemm_kernels
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +23,7 @@ import leave_one_out  # noqa: E402
 import llm_foundry  # noqa: E402
 import measured_programs  # noqa: E402
 import validate  # noqa: E402
+import validate_distributed  # noqa: E402
 import validate_gemm  # noqa: E402
 import validate_runs  # noqa: E402
 import validate_timm  # noqa: E402
@@ -145,6 +147,20 @@ def test_published_runs_on_eight_gpus_are_predicted(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["llm-foundry, 8 a100_40gb, tokens/s"]["MPT-125m"] < 10
     assert "Warning" not in done.stderr  # of torch, whose autocast wants CUDA outside of a meter
+
+
+@pytest.mark.parametrize("mode", ["eager FSDP2", "FSDP2 + torch.compile"])
+def test_torchtitan_compiles_blocks_and_not_the_loss(mode, monkeypatch):
+    """The loss casts the logits, [tokens, vocabulary], to fp32, and its log softmax and two gradients are made from
+    them, each by a kernel; in a compiled block silu and its product are one (train.py at 9dec370)."""
+    config = LlamaConfig(2, 256, heads=2, kv_heads=1, hidden=512)
+    monkeypatch.setattr(validate_distributed, "LLAMA_3_8B", config)
+    line = {"source": "torchtitan 2024-12", "gpu": "H100 96GB HBM2e (500W)", "mode": mode, "batch": "2", "seq": "128"}
+    report = validate_distributed._report(line, validate_distributed._llama)
+    costs = [kernel.cost for kernel in report.kernels]
+    of_logits = [cost.name for cost in costs if cost.bytes_written == 4 * 2 * 128 * config.vocabulary]
+    assert of_logits == ["_to_copy", "_log_softmax", "nll_loss_backward", "_log_softmax_backward_data"]
+    assert ("fused(silu, mul)" in {cost.name for cost in costs}) is ("compile" in mode)
 
 
 def test_llm_foundrys_metrics_read_all_logits_again_and_cast_them():
