@@ -113,13 +113,15 @@ class UnpackingKernel(NamedTuple):
 # and 2 more for the activations, and the cache looks up one line in a cycle. Not measured.
 UNPACKING = {4: UnpackingKernel((16, 8), 32, 32 / 4), 8: UnpackingKernel((2, 16), 1, 16 + 2)}
 
-# A matrix unit loads rows 16 bytes at a time. A matmul whose rows are an odd number of 2-byte elements long runs at .31
-# of the rate; alignments between follow a power law. Source: padding GPT-2's vocabulary from 50257 to 50304 made
-# nanoGPT's training 25 % faster (A. Karpathy, February 2023). Its compiled step of 12 x 1024 tokens took 135 ms on an
-# A100 (README), so padding saved 27 ms; the last layer's 2.85 TFLOP take 12 ms at 230 TFLOP/s, so they took 39 ms
-# before. On [timm] .3 to .6 are equally good.
+# Bytes that a thread loads at a time, if all rows begin at multiples of them, and at most if any does not: cuBLAS has
+# kernels for 16, 4 and 2 bytes (`align8`, `align2` and `align1` in 16 bits), and takes those for 4 where rows begin at
+# multiples of 8 too. How many loads of 4 bytes or 2, of all its threads, an SM finishes in a clock cycle, on an H100
+# SXM (torch 2.11, 2026-11: validation/traces): over vocabularies of 50,257 and 30,522 words 2.9 to 3.4 and 2.8 to 3.1.
+# A GEMM of 4096 x 4096 x 4096 there, with one more element or two in the rows of any operand: 3.0 to 3.3 of 4 bytes in
+# bf16 and 3.1 in tf32; 2.4 to 3.6 of 2 bytes, with those at the ends where rows are multiples of 8,192 bytes, or none.
 FULL_ALIGNMENT_BYTES = 16
-ALIGNMENT_EXPONENT = 0.55
+UNALIGNED_LOAD_BYTES = 4
+UNALIGNED_LOADS_PER_CYCLE = 3.1
 
 # Least time of one step of a recurrent layer, in seconds: all SMs wait for each other at a barrier. 2.8 TFLOP/s at
 # 1152 units and 4 sequences on a Titan X are 3.8 µs a step (Diamos et al., 'Persistent RNNs', ICML 2016).

@@ -35,6 +35,8 @@ class GemmKernels(NamedTuple):
     stores_each_tile: bool  # an SM writes a tile before it begins the next one; else only the last write is not hidden
     least_batched_side: int = 64  # of the tiles of batched and grouped matmuls, which fits [NeuSight] best
     only_tiles: bool = True  # False: there are kernels without tiles too, which matrix units lack
+    operand_bytes_per_cycle: float = constants.OPERAND_BYTES_PER_CYCLE  # that an SM loads at most
+    loads_inside: bool = False  # only what is inside of the matrix; else whole tiles, with zeros
     cluster: int = 0  # thread blocks that share what they load; 0: what a tile's loads cost it is in the exponent
     ran: tuple[int, int] | None = None  # the tile of the kernel that ran, if that is known
 
@@ -213,6 +215,20 @@ def gemm_kernels(
     if capability < _ASYNCHRONOUS_COPIES:
         return SYNCHRONOUS_MMA
     return HALF_RATE_MMA if hardware.matrix_fp16_accumulate_tflop_per_s else MMA
+
+
+def for_unaligned_rows(library: GemmKernels, alignment_bytes: int) -> GemmKernels:
+    """The family for rows that begin at multiples of so many bytes, fewer than the 16 that TMA asks for, which loads
+    for `wgmma`. Threads load instead, by `cp.async` or, two bytes at a time, through registers, and the number of
+    their loads bounds these kernels. cuBLAS has one alignment for both operands and the result, the least."""
+    loaded = min(alignment_bytes, constants.UNALIGNED_LOAD_BYTES)
+    return (MMA if library.cluster else library)._replace(
+        tile_exponent=0.0,
+        operand_bytes_per_cycle=loaded * constants.UNALIGNED_LOADS_PER_CYCLE,
+        loads_inside=True,
+        cluster=1,
+        ran=library.ran,
+    )
 
 
 def tiled_read_share(shapes: Sequence[Matmul], hardware: Hardware, peak: Peak) -> float:

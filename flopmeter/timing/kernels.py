@@ -41,6 +41,7 @@ from flopmeter.timing.gemm_kernels import (
     ampere_kernel_share,
     as_found_by,
     as_ran,
+    for_unaligned_rows,
     gemm_kernels,
     tiled_read_share,
 )
@@ -147,7 +148,9 @@ def _matmuls(
         return unpacking(work.matmul, constants.UNPACKING[work.bits], moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
-    return _aligned(cost, work, moved, rates) if peak.unit == "matrix" else _sum_of_matmuls(work, moved, rates)
+    if peak.unit == "matrix" and work.alignment_bytes < constants.FULL_ALIGNMENT_BYTES:
+        return _unaligned(cost, work, moved, rates, hardware)
+    return _sum_of_matmuls(work, moved, rates)
 
 
 def _convolution(
@@ -166,13 +169,13 @@ def _convolution(
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
 
-def _aligned(cost: Cost, work: _Products, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
+def _unaligned(cost: Cost, work: _Products, moved: MatmulBytes, rates: Rates, hardware: Hardware) -> tuple[Busy, str]:
     """The time with the operands as they are or, if that is faster and compiled code may do it, on copies with aligned
     rows."""
-    share = alignment_share(work.alignment_bytes)
-    as_they_are, kind = _sum_of_matmuls(work, moved, rates.slowed(share))
-    may_pad = isinstance(work, MatmulWork) and work.may_pad
-    if not may_pad or share == 1.0:
+    slow = rates.slowed(ampere_kernel_share(hardware))
+    slow = slow._replace(kernels=for_unaligned_rows(rates.kernels, work.alignment_bytes))
+    as_they_are, kind = _sum_of_matmuls(work, moved, slow)
+    if not (isinstance(work, MatmulWork) and work.may_pad):
         return as_they_are, kind
     copies = 2 * cost.bytes_read / rates.bytes_per_s  # read, and written
     padded, _ = _sum_of_matmuls(work, moved, rates)
@@ -205,11 +208,6 @@ def _in_steps(recurrence: Recurrence, together: Busy, moved: MatmulBytes, rates:
         compute_seconds=max(together.compute_seconds, compute),
         work_seconds=max(together.work_seconds, compute, barriers),
     )
-
-
-def alignment_share(alignment_bytes: int) -> float:
-    """The share of a matrix unit's rate that a matmul reaches if its rows have this alignment."""
-    return float((alignment_bytes / constants.FULL_ALIGNMENT_BYTES) ** constants.ALIGNMENT_EXPONENT)
 
 
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:

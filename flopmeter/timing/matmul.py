@@ -76,7 +76,6 @@ class _Tile(NamedTuple):
     rows: int
     columns: int
     rate_share: float  # of the rate of a full tile
-    loads: float  # elements of both operands that an SM loads for each step of the depth
 
 
 @functools.cache
@@ -89,15 +88,17 @@ def _tiles(kernels: GemmKernels, least_side: int) -> list[_Tile]:
     else:
         tiles = [kernels.ran, kernels.ran[::-1]]
     return [
-        _Tile(rows, columns, (rows * columns / largest) ** kernels.tile_exponent, _loads(rows, columns, kernels))
+        _Tile(rows, columns, (rows * columns / largest) ** kernels.tile_exponent)
         for rows, columns in sorted(tiles, key=lambda tile: (prod(tile), sum(tile)))
     ]
 
 
-def _loads(rows: int, columns: int, kernels: GemmKernels) -> float:
-    """Blocks in a line share one operand, those in a square half of each."""
-    lines = [side for side in range(1, kernels.cluster + 1) if kernels.cluster % side == 0]
-    return min((rows / side + columns * side / kernels.cluster for side in lines), default=0.0)
+@functools.cache
+def _loads(rows: int, columns: int, cluster: int) -> float:
+    """Elements of both operands that an SM loads for each step of the depth. Blocks in a line share one operand, those
+    in a square half of each."""
+    lines = [side for side in range(1, cluster + 1) if cluster % side == 0]
+    return min((rows / side + columns * side / cluster for side in lines), default=0.0)
 
 
 def overlap(compute: float, memory: float, exponent: float) -> float:
@@ -123,12 +124,14 @@ def price_matmul(shape: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     least_side, splits = (rates.kernels.least_batched_side, (1,)) if batch > 1 else (0, constants.SPLIT_K)
     ways = []
     for tile in _fitting(_tiles(rates.kernels, least_side), m, n):
-        rows, columns, _, _ = tile
+        rows, columns, _ = tile
         tiles = batch * ceil(m / rows) * ceil(n / columns)
-        stored = moved.written_bytes * min(rows, m) * min(columns, n) / (batch * m * n)
+        inside = min(rows, m), min(columns, n)
+        stored = moved.written_bytes * prod(inside) / (batch * m * n)
+        loads = _loads(*(inside if rates.kernels.loads_inside else (rows, columns)), rates.kernels.cluster)
         for slices in splits:
             depth = k if slices == 1 else max(ceil(k / slices), constants.LEAST_SLICE_DEPTH)
-            way = _in_waves(tiles * slices, tile, stored, depth, moved, rates)
+            way = _in_waves(tiles * slices, tile, loads, stored, depth, moved, rates)
             ways.append(way if slices == 1 else _adding_slices(way, slices * batch * m * n, rates))
             is_enough = tiles * slices >= constants.MOST_WAVES_SPLIT * rates.sm_count
             if is_enough or k <= slices * constants.LEAST_SLICE_DEPTH:
@@ -156,7 +159,8 @@ def side_by_side(shapes: Sequence[Matmul], moved: MatmulBytes, rates: Rates) -> 
         counts = [shape.batch * ceil(shape.m / tile.rows) * ceil(shape.n / tile.columns) for shape in shapes]
         tiles = sum(counts)
         depth = sum(count * shape.k for count, shape in zip(counts, shapes, strict=True)) / tiles
-        ways.append(_in_waves(tiles, tile, moved.written_bytes / tiles, depth, moved, rates))
+        loads = _loads(tile.rows, tile.columns, rates.kernels.cluster)
+        ways.append(_in_waves(tiles, tile, loads, moved.written_bytes / tiles, depth, moved, rates))
     return _with_power(fastest(ways), sum(shape.macs for shape in shapes), rates)
 
 
@@ -173,16 +177,18 @@ def unpacking(shape: Matmul, kernel: UnpackingKernel, moved: MatmulBytes, rates:
     return Busy(compute, memory, work, rates.kernels.latency_cycles / rates.clock_hz)
 
 
-def _in_waves(tiles: int, tile: _Tile, stored_bytes: float, depth: float, moved: MatmulBytes, rates: Rates) -> Busy:
+def _in_waves(
+    tiles: int, tile: _Tile, loads: float, stored_bytes: float, depth: float, moved: MatmulBytes, rates: Rates
+) -> Busy:
     """One tile on each SM at a time. A tile at the edge takes as long as a full one, and SMs without a tile in the last
-    wave wait. `stored_bytes`: of a tile that no edge cuts."""
+    wave wait. `loads`: elements for each step of the depth. `stored_bytes`: of a tile that no edge cuts."""
     kernels = rates.kernels
     step = kernels.depth_step_bytes / moved.item_bytes
     depth = ceil(depth / step) * step
     waves = ceil(tiles / rates.sm_count)
     tile_flops = 2 * tile.rows * tile.columns * depth
     multiplied = rates.sm_count * tile_flops / (rates.issue_flop_per_s * tile.rate_share)
-    loaded = tile.loads * depth * moved.item_bytes / (constants.OPERAND_BYTES_PER_CYCLE * rates.clock_hz)
+    loaded = loads * depth * moved.item_bytes / (kernels.operand_bytes_per_cycle * rates.clock_hz)
     main_loop = overlap(multiplied, loaded, constants.OPERAND_OVERLAP)
     store = stored_bytes * rates.sm_count / rates.cache_bytes_per_s
     compute = waves * (main_loop + kernels.wave_cycles / rates.clock_hz)
