@@ -116,7 +116,7 @@ def test_memory_traffic_does_not_stretch_with_the_clock():
     assert report.joules - 126 * report.seconds == pytest.approx(100e-12 * moved)
     capped = report_of(streams(), load_hardware(H200).replace(tdp_w=440))
     assert capped.clock.ratio < 0.3
-    assert 1 < capped.kernel_seconds / report.kernel_seconds < 1.3  # (440 W - 126) of 384; latency stretches too
+    assert 1 < capped.kernel_seconds / report.kernel_seconds < 1.45  # (440 W - 126) of 437; latency stretches too
 
 
 def test_the_energy_of_a_product_by_hand():

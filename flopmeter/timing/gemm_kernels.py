@@ -80,7 +80,7 @@ MMA = GemmKernels(
     depth_step_bytes=64,
     latency_cycles=2200.0,
     wave_cycles=0.0,
-    memory_share=0.93,  # GEMMs of few rows read at .82 of spec on an L40S, copies at .88; A100: .93 to .98 are alike
+    memory_share=0.93,  # GEMMs of few rows: .82 of spec on an L40S, .85 on H100 and H200, copies .88 and .91
     stores_each_tile=True,
 )
 # Volta and Turing: a thread loads to registers, in turns with the multiply-adds, which wait for it.
@@ -92,9 +92,9 @@ SYNCHRONOUS_MMA = MMA._replace(overlap_exponent=2.0, reaches_peak=False)
 # Two blocks on Hopper load a part each and send it to both (`cluster`), and four on Blackwell, whose matrix
 # instructions work on two SMs at once.
 WARP_SPECIALIZED = MMA._replace(
-    tiles=_TILES_BY_16, tile_exponent=0.0, depth_step_bytes=128, memory_share=1.0, stores_each_tile=False, cluster=2
+    tiles=_TILES_BY_16, tile_exponent=0.0, depth_step_bytes=128, stores_each_tile=False, cluster=2
 )
-ON_TWO_SMS = WARP_SPECIALIZED._replace(cluster=4)
+ON_TWO_SMS = WARP_SPECIALIZED._replace(cluster=4, memory_share=1.0)  # copies were not measured on Blackwell
 # GeForce adds in fp32 at half rate: one thread block keeps the matrix units of an SM busy while another one stores.
 HALF_RATE_MMA = MMA._replace(stores_each_tile=False)
 # cuDNN's implicit GEMMs on matrix units: narrow tiles for few filters, and several thread blocks on an SM, of which one
