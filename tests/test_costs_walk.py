@@ -9,7 +9,7 @@ from costs_support import call_by_hand, costs_in, meta
 from torch import Tensor
 
 from flopmeter.costs import costs_of
-from flopmeter.records import Cost, Reread, Switches
+from flopmeter.records import Cost, Reread, Switches, ThreadGrid
 
 aten = torch.ops.aten
 BF16, I64, C64 = torch.bfloat16, torch.int64, torch.complex64
@@ -58,37 +58,69 @@ def test_a_kernel_walks_its_memory_as_its_operands_lie(name):
 
 
 def test_interpolation_loops_over_planes_where_channels_are_first():
-    up = lambda x: aten.upsample_bilinear2d(x, [6, 6], False)  # noqa: E731
-    assert cost_of(lambda: up(T(2, 5, 3, 3))).work.serial_steps == 2 * 5
-    assert cost_of(lambda: up(channels_last(2, 5, 3, 3))).work.serial_steps == 0
-    assert cost_of(lambda: T(4) + 1).work.serial_steps == 0
+    up = lambda x: aten.upsample_bilinear2d(x, [60, 60], False)  # noqa: E731
+    assert cost_of(lambda: up(T(2, 5, 3, 3))).work.grid == ThreadGrid(4, 1024, 2 * 5)
+    assert cost_of(lambda: up(channels_last(2, 5, 3, 3))).work.grid is None
+    assert cost_of(lambda: T(4) + 1).work.grid is None
 
 
-# Loads of a thread beside the first, by hand after `setReduceConfig` (Reduce.cuh), four at a time.
+# Blocks, threads of a block, inputs of a thread, and threads that join the parts if several blocks share a result, by
+# hand after `setReduceConfig` (Reduce.cuh).
 REDUCTIONS = {
-    # Four columns a thread, 16 threads of 24 side by side, 8 above one another: 1024 rows / 8 / 4.
-    "columns of a narrow matrix": (lambda: T(1024, 96).sum(0), 31),
-    # 32 threads of 128, 4 above: 256 rows a thread are split over blocks, 16 for each; three trips join them.
-    "columns of a wider one": (lambda: T(1024, 512).sum(0), 3 + 3),
-    # Odd rows: a column a thread, 32 side by side, 16 above: 1024 / 16 / 4.
-    "columns of odd rows": (lambda: T(1024, 95).sum(0), 15),
-    # A warp for each row: 1024 / 32 / 4.
-    "rows": (lambda: T(8944, 1024).mean(-1), 7),
-    # Four rows of 128 threads: 65536 / 128 = 512 a thread, shared by the four of a block: 128 / 4.
-    "few long rows": (lambda: T(4, 65536).amax(-1), 31),
-    "all of a small tensor": (lambda: T(141).sum(), 1),  # 32 threads with 5
-    "all of a middling one": (lambda: T(8944).sum(), 4),  # 512 threads with 18
-    "all of a large one": (lambda: T(2**20).sum(), 3 + 3),
-    "one row": (lambda: T(1, 96).sum(0), 0),
-    "nothing": (lambda: T(0, 96).sum(0), 0),
-    "the larger of two": (lambda: torch.maximum(T(1024, 96), T(1024, 96)), 0),
+    # Four columns a thread, 16 threads of 24 side by side, 8 above one another: 1024 rows / 8, below 256.
+    "columns of a narrow matrix": (lambda: T(1024, 96).sum(0), (2, 128, 128, 0)),
+    # 32 threads of 128, 4 above: 256 rows a thread may be split over blocks; the 4 above one another join them.
+    "columns of a wider one": (lambda: T(1024, 512).sum(0), (4, 128, 256, 4)),
+    # Odd rows: a column a thread, 32 side by side, 16 above: 1024 / 16.
+    "columns of odd rows": (lambda: T(1024, 95).sum(0), (3, 512, 64, 0)),
+    # A warp for each row, 16 of them in a block: 1024 / 32.
+    "rows": (lambda: T(8944, 1024).mean(-1), (559, 512, 32, 0)),
+    # Four rows of 128 threads: 65536 / 128 = 512 a thread, shared by the four of a block, 128 each.
+    "few long rows": (lambda: T(4, 65536).amax(-1), (4, 512, 128, 0)),
+    "all of a small tensor": (lambda: T(141).sum(), (1, 32, 5, 0)),
+    "all of a middling one": (lambda: T(8944).sum(), (1, 512, 18, 0)),
+    "all of a large one": (lambda: T(2**20).sum(), (1, 512, 2048, 512)),
+    "one row": (lambda: T(1, 96).sum(0), None),
+    "nothing": (lambda: T(0, 96).sum(0), None),
+    "the larger of two": (lambda: torch.maximum(T(1024, 96), T(1024, 96)), None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_a_thread_of_a_reduction_loads_one_after_another_what_the_grid_leaves_it(name):
-    program, loads = REDUCTIONS[name]
-    assert cost_of(program).work.serial_steps == loads
+    program, expected = REDUCTIONS[name]
+    grid = cost_of(program).work.grid
+    assert (grid and (grid.blocks, grid.threads, grid.steps, grid.joiners)) == expected
+
+
+# Blocks and threads in profiles of an H100 (validation/traces, kernels_reduce).
+SCANS = {
+    "rows": (lambda: T(8192, 8192).cumsum(-1), (256, 512, 8192 / 32)),
+    "few rows": (lambda: T(64, 1024).cumsum(-1), (8, 512, 1024 / 128)),
+    "long rows": (lambda: T(4096, 128256).cumsum(-1), (1024, 512, 128256 / 256)),
+    "columns": (lambda: T(4096, 128256).cumsum(0), (251, 512, 4096)),
+    "few columns": (lambda: T(64, 1024).cumsum(0), (2, 512, 64)),
+    "a vector": (lambda: T(10**6).cumsum(0), None),
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_has_the_thread_blocks_of_a_profile(name):
+    program, expected = SCANS[name]
+    grid = cost_of(program).work.grid
+    assert (grid and (grid.blocks, grid.threads, grid.steps)) == expected
+
+
+# Rows, and the threads of the one block in profiles of an H100.
+LOSSES = {64: 32, 700: 32, 4096: 256, 8192: 512, 16384: 1024, 100_000: 1024}
+
+
+@pytest.mark.parametrize("rows", LOSSES)
+def test_one_block_takes_all_rows_of_a_loss_and_loads_the_target_before_what_it_names(rows):
+    def program():
+        torch.nn.functional.nll_loss(T(rows, 40), T(rows, dtype=I64))
+
+    assert cost_of(program).work.grid == ThreadGrid(1, LOSSES[rows], 2 * -(-rows // LOSSES[rows]))
 
 
 def test_a_copy_between_host_and_device_goes_over_their_link_and_blocks_unless_asked_not_to():

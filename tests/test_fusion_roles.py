@@ -224,8 +224,8 @@ def test_fused_kernels_have_no_quirks_of_eager_ones():
         kept = aten.upsample_bilinear2d(T(2, 5, 3, 3), [6, 6], False).relu()
     kernels = kernels_of(recorder.trace)
     (kernel,) = fuse(kernels, recorder.trace).kernels
-    assert kernels[0].cost.work.serial_steps == 10
-    assert (kernel.cost.work.serial_steps, kernel.cost.access) == (0, "fused")
+    assert kernels[0].cost.work.grid.steps == 10
+    assert (kernel.cost.work.grid, kernel.cost.access) == (None, "fused")
     del kept
 
 

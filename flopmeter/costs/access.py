@@ -5,14 +5,15 @@ counts. `make_cost` adds them to every cost; an op that is not here walks as its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.index_arithmetic import CAST_OPERATIONS, FLOAT8_OPERATIONS, index_operations, scattered_sectors
-from flopmeter.costs.reduce_grid import serial_loads
-from flopmeter.records import Access, Call, TensorSpec
+from flopmeter.costs.reduce_grid import grid_of
+from flopmeter.records import Access, Call, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -46,11 +47,18 @@ _ACCESS: dict[OpOverloadPacket, Access] = {
 # torch's NCHW kernels of these give each output position one thread, which loops over batch and channels
 # (UpSampleBilinear2d.cu, UpSampleBicubic2d.cu).
 _LOOP_OVER_PLANES = (aten.upsample_bilinear2d, aten._upsample_bilinear2d_aa, aten.upsample_bicubic2d)
-_REDUCES = (
-    aten.sum, aten.nansum, aten.mean, aten.prod, aten.var, aten.var_mean, aten.std, aten.std_mean, aten.any, aten.all,
-    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.linalg_vector_norm, aten.norm,
-)  # fmt: skip
-_EXTREMA = (aten.max, aten.min)  # of one tensor; of two they are element-wise
+_PLANE_THREADS = 1024  # of a block
+
+# Integer instructions that join two values of a reduction, and of one in 16 bits. An extremum asks whether each is a
+# number, a pair with an index compares both, var follows mean and squares (SharedReduceOps.h). Fitted on an H100
+# (validation/traces, kernels_reduce): sums 1 to 2; extrema 3 to 5, in bf16 5 to 8; pairs 9 to 13; var 9 to 12.
+_SUM, _EXTREMUM, _PAIR, _MOMENTS = (2, 2), (4, 6), (11, 11), (10, 10)
+_REDUCES: dict[OpOverloadPacket, tuple[int, int]] = {
+    **dict.fromkeys((aten.sum, aten.nansum, aten.mean, aten.prod, aten.linalg_vector_norm, aten.norm), _SUM),
+    **dict.fromkeys((aten.any, aten.all, aten.amax, aten.amin, aten.max, aten.min), _EXTREMUM),
+    **dict.fromkeys((aten.argmax, aten.argmin, aten.aminmax), _PAIR),
+    **dict.fromkeys((aten.var, aten.var_mean, aten.std, aten.std_mean), _MOMENTS),
+}
 _ASKS_FOR_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -60,7 +68,7 @@ class Walk(NamedTuple):
     access: Access | None = None
     index_operations: int = 0
     scattered_sectors: int = 0
-    serial_steps: int = 0
+    grid: ThreadGrid | None = None
     link_bytes: int = 0
     blocks_host: bool = False
 
@@ -78,21 +86,27 @@ def walk(call: Call) -> Walk:
         walked = Walk(access=_ACCESS[packet])
     elif packet in _LOOP_OVER_PLANES:
         x, *_ = call.inputs
-        images, channels, *_ = x.shape
-        walked = Walk(serial_steps=images * channels if x.stride[1] != 1 else 0)
-    elif packet in _REDUCES or (packet in _EXTREMA and len(call.inputs) == 1):
-        walked = Walk(serial_steps=_serial_loads(call))
+        images, channels, *positions = call.outputs[0].shape
+        if x.stride[1] != 1:
+            walked = Walk(grid=ThreadGrid(ceil(prod(positions) / _PLANE_THREADS), _PLANE_THREADS, images * channels))
+    elif packet in _REDUCES and len(call.inputs) == 1:  # of two tensors, max and min are element-wise
+        walked = _reduction(call, _REDUCES[packet])
     if any(tag in call.func.tags for tag in _ASKS_FOR_DATA) and _shape_depends_on_data(call):
         return walked._replace(blocks_host=True)
     return walked
 
 
-def _serial_loads(call: Call) -> int:
-    """Of a reduction over some dimensions, or over all."""
+def _reduction(call: Call, joining: tuple[int, int]) -> Walk:
+    """Of a reduction over some dimensions, or over all. `joining`: see above."""
     x, dims = call.inputs[0], call.get("dim")
+    has_indices = len(call.outputs) == 2 and call.func.overloadpacket in (aten.max, aten.min)
+    operations = (_PAIR if has_indices else joining)[x.dtype in HALVES]
     if dims is None or dims == ():
-        return serial_loads(x, range(len(x.shape)))
-    return serial_loads(x, [dim % max(1, len(x.shape)) for dim in ((dims,) if isinstance(dims, int) else dims)])
+        reduced: Sequence[int] = range(len(x.shape))
+    else:
+        reduced = [dim % max(1, len(x.shape)) for dim in ((dims,) if isinstance(dims, int) else dims)]
+    grid = grid_of(x, reduced, operations)
+    return Walk(index_operations=operations * x.numel if grid else 0, grid=grid)
 
 
 def _copy(call: Call) -> Walk:

@@ -40,6 +40,7 @@ from flopmeter.records import (
     Region,
     Reread,
     TensorSpec,
+    ThreadGrid,
     VectorWork,
 )
 from flopmeter.records.dtypes import name_of
@@ -104,6 +105,7 @@ def make_cost(
     walks: Sequence[TensorSpec] | None = None,
     index_operations: int | None = None,
     scattered_sectors: int | None = None,
+    grid: ThreadGrid | None = None,
     blocks_host: bool | None = None,
     kernels: int = 1,
     work: KernelWork | None = None,
@@ -132,7 +134,7 @@ def make_cost(
             walked = walked.over(walks)
         indexed = walked.index_operations if index_operations is None else index_operations
         sectors = walked.scattered_sectors if scattered_sectors is None else scattered_sectors
-        work = VectorWork(rereads, indexed, walked.serial_steps, sectors, kernels)
+        work = VectorWork(rereads, indexed, walked.grid if grid is None else grid, sectors, kernels)
     return Cost(
         name=call.name,
         op_class=op_class,

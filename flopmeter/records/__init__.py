@@ -61,6 +61,7 @@ from flopmeter.records.work import (
     Recurrence,
     RecurrentWork,
     Reread,
+    ThreadGrid,
     UnpackingMatmulWork,
     VectorWork,
 )

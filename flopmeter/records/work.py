@@ -175,12 +175,28 @@ MatrixWork = (
 # --- all other kernels ----------------------------------------------------------------------------------------------
 
 
+class ThreadGrid(NamedTuple):
+    """Thread blocks whose threads walk over their inputs, each step an access to memory that waits for the one before.
+
+    How many blocks share the inputs of a result may depend on the device: `blocks` and `steps` are then those of one
+    block for all of them, and `joiners` says how one block adds up the parts of the others.
+    """
+
+    blocks: int
+    threads: int  # of a block
+    steps: int  # inputs of a thread
+    at_a_time: int = 1  # how many of them it asks for before it waits
+    cycles: int = 0  # between two of its steps, in which it waits for what others of its block compute
+    operations: int = 0  # integer instructions of a thread
+    joiners: int = 0  # threads that add up the parts of one result; 0: the inputs of a result stay in one block
+
+
 class VectorWork(NamedTuple):
     """Memory traffic, and arithmetic on vector units."""
 
     rereads: tuple[Reread, ...] = ()
     index_operations: int = 0  # integer operations that compute addresses, for operands with different strides
-    serial_steps: int = 0  # memory accesses of a thread that wait for one another, if they bound the kernel
+    grid: ThreadGrid | None = None  # if the steps or the number of its threads may bound the kernel
     scattered_sectors: int = 0  # of the cache, that threads ask for beyond those that their elements fill
     kernels: int = 1  # that the op launches one after another, where the further ones do little but start and end
 

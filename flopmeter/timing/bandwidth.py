@@ -38,8 +38,7 @@ def memory_seconds(cost: Cost, work: VectorWork, hardware: Hardware, cached_byte
     missed = sum(reread.nbytes * miss_share(reread, hardware) for reread in work.rereads)
     traffic = (cost.bytes - cached_bytes + missed) / bandwidth
     traffic += cached_bytes / cache_bytes_per_s(hardware)
-    cached_share = cached_bytes / cost.bytes if cached_bytes else 0.0
-    return max(traffic, work.serial_steps * access_seconds(cached_share, hardware))
+    return traffic
 
 
 def scattered_seconds(work: VectorWork, hardware: Hardware) -> float:
@@ -83,13 +82,16 @@ def cache_bytes_per_s(hardware: Hardware) -> float:
 
 def rows_in_flight(reread: Reread, hardware: Hardware) -> int:
     """How many rows the device works on at a time, at full occupancy."""
-    capability = hardware.compute_capability
-    resident = constants.RESIDENT_THREADS
-    if capability is not None:
-        resident = constants.RESIDENT_THREADS_BY_CAPABILITY.get(capability, resident)
-    threads = threads_of(reread, hardware)
+    resident, threads = resident_threads(hardware), threads_of(reread, hardware)
     rows_of_block = max(1, constants.LEAST_BLOCK_THREADS // threads)
     return hardware.sm_count * min(max(1, resident // threads), constants.MOST_BLOCKS_PER_SM * rows_of_block)
+
+
+def resident_threads(hardware: Hardware) -> int:
+    """How many threads an SM holds."""
+    if hardware.compute_capability is None:
+        return constants.RESIDENT_THREADS
+    return constants.RESIDENT_THREADS_BY_CAPABILITY.get(hardware.compute_capability, constants.RESIDENT_THREADS)
 
 
 def threads_of(reread: Reread, hardware: Hardware) -> int:

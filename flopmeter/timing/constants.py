@@ -397,7 +397,8 @@ ACCESS_SHARE: Mapping[Access, float] = {
     "gather": 0.7,  # rows by index
     "scatter": 0.5,  # and added to atomically
     "sort": 0.25,  # several passes of a radix sort
-    "reduce": 0.8,
+    "scan": 0.8,  # one pass, in which each block waits for the sum of those before it: 10 million int64 on an H100
+    "reduce": 1.0,  # what they lack is in the steps of their threads and in joining values
     "normalize": 1.0,  # rows: what they lack is in their second reads
     "channels": 0.8,  # batch and group norm: a channel's planes lie apart [timm]
     "statistics": 0.55,  # batch norm in training, from training of image models on an RTX 3090: .5 to .65 are alike
@@ -415,6 +416,23 @@ NARROW_SHARE = 0.94
 MEMORY_LATENCY_CYCLES = 480
 CACHE_LATENCY_CYCLES = 265
 ARITHMETIC_LATENCY_CYCLES = 4
+
+# Clock cycles of a step of a thread that loads, computes little and loads again, beside other threads that do so, from
+# memory and from the L2 cache: 742 and 306 in cumsum over 64 rows, 817 and 335 in a norm of 65,536 elements, 752 in
+# cumsum over 8,192 rows (H100 SXM, torch 2.11, 2026-11: validation/traces, kernels_reduce). More than the latencies
+# above, which one thread sees that walks a small table: pages, and banks of memory, change meanwhile.
+STEP_CYCLES = 750
+CACHED_STEP_CYCLES = 320
+
+# Where several blocks share a result, cycles until the last of them has stored its part, counted itself and knows that
+# it is the last; and of a step over the parts, half of which lie in the cache's other partition. From 26 sums over rows
+# on an H100 (validation/traces, kernels_reduce and programs), whose steps take 380 to 700.
+LAST_BLOCK_CYCLES = 4500
+JOINING_STEP_CYCLES = 550
+
+# Inputs of a thread that torch's reductions keep at least and at most where several blocks share a result
+# (`setReduceConfig` in aten/src/ATen/native/cuda/Reduce.cuh).
+LEAST_SHARED_VALUES, MOST_SHARED_VALUES = 16, 256
 
 # Threads that an SM holds at full occupancy, by compute capability (CUDA C++ Programming Guide, table of technical
 # specifications); 2048 on the others.

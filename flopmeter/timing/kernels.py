@@ -45,6 +45,7 @@ from flopmeter.timing.gemm_kernels import (
     gemm_kernels,
     tiled_read_share,
 )
+from flopmeter.timing.grids import steps_of
 from flopmeter.timing.matmul import (
     Busy,
     MatmulBytes,
@@ -226,17 +227,21 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     """A thread computes the address of an element, loads it, and computes with it. Computing addresses and combining
     the results of a row's threads count as memory traffic, because the same remedy helps: fusion, not more FLOP/s."""
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
-    idle = _idle_stretch(work, hardware)
+    cached_share = cached_bytes / cost.bytes if cached_bytes else 0.0
+    steps = steps_of(work.grid, cached_share, hardware)
+    idle = max(_idle_stretch(work, hardware), 1.0 / steps.busy)
     combining = _row_seconds(work, hardware) * idle
     compute = arithmetic * idle + combining
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
-    traffic = overlap(traffic, scattered_seconds(work, hardware), constants.VECTOR_OVERLAP)
-    memory = overlap(index_seconds(work, hardware) * idle, traffic, constants.INDEX_OVERLAP)
-    first, others = _latencies(work, hardware, cached_bytes / cost.bytes if cached_bytes else 0.0)
+    traffic = overlap(traffic, scattered_seconds(work, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
+    traffic = overlap(traffic, steps.seconds, constants.VECTOR_OVERLAP)
+    indexing = index_seconds(work.index_operations + steps.operations, hardware) * idle
+    memory = overlap(indexing, traffic, constants.INDEX_OVERLAP)
+    first, others = _latencies(work, hardware, cached_share)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
     starts = (work.kernels - 1) * (hardware.kernel_floor_seconds + access_seconds(0.0, hardware))
-    seconds = first + overlap(together, others, constants.VECTOR_OVERLAP) + starts
-    return Busy(compute - combining, max(memory, combining), seconds)
+    seconds = first + overlap(together, others, constants.VECTOR_OVERLAP) + starts + steps.last_seconds
+    return Busy(compute - combining, max(memory, combining) + steps.last_seconds, seconds)
 
 
 def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tuple[float, float]:
@@ -270,9 +275,9 @@ def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     return operations / rate
 
 
-def index_seconds(work: VectorWork, hardware: Hardware) -> float:
+def index_seconds(operations: int, hardware: Hardware) -> float:
     """Time to compute addresses, on the integer units."""
-    return _narrow_unit_seconds(work.index_operations, constants.INTEGER_LANES_PER_SM, hardware)
+    return _narrow_unit_seconds(operations, constants.INTEGER_LANES_PER_SM, hardware)
 
 
 def _narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import ceil, log2
+
 from torch._ops import OpOverloadPacket
 
 from flopmeter.costs.arithmetic.pointwise import PerElement, elementwise
 from flopmeter.costs.rules import make_cost, rule, scratch, zeros
-from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Region, TensorSpec
+from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Cost, Region, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
 
 _NONE, _MEAN = 0, 1  # of `reduction` (aten/src/ATen/core/Reduction.h)
@@ -144,7 +146,7 @@ def nll_loss(call: Call) -> Cost:
     weighted = rows * len(weight)
     is_summed = call.argument("reduction") != _NONE
     flops = rows + weighted + weighted * is_summed + _reduction_flops(call, rows)
-    return make_cost(call, REDUCTION, flops, read=(picked, target, *weight))
+    return make_cost(call, REDUCTION, flops, read=(picked, target, *weight), grid=_one_block(call, 2))
 
 
 @rule(aten.nll_loss_backward, aten.nll_loss2d_backward)
@@ -153,9 +155,27 @@ def nll_loss_backward(call: Call) -> tuple[Cost, Cost]:
     grad_out, x, target, *weight = call.inputs
     (grad,) = call.outputs
     named = Region(grad, target.numel * x.dtype.itemsize)
-    return zeros(call, grad), make_cost(
-        call, REDUCTION, target.numel, read=(grad_out, target, *weight), written=(named,)
+    stored = make_cost(
+        call,
+        REDUCTION,
+        target.numel,
+        read=(grad_out, target, *weight),
+        written=(named,),
+        scattered_sectors=target.numel,
+        grid=_one_block(call, 1),
     )
+    return zeros(call, grad), stored
+
+
+def _one_block(call: Call, accesses: int) -> ThreadGrid | None:
+    """One block takes all rows of a matrix whose losses are added up, each thread one after another: it loads the
+    target, and forward the log-probability that this names (`nll_loss_forward_reduce_cuda_kernel_2d`, and
+    `nll_loss_threads`, in aten/src/ATen/native/cuda/NLLLoss.cu)."""
+    x, target = call.argument("self"), call.argument("target")
+    if len(x.shape) != 2 or not target.numel or call.argument("reduction") == _NONE:
+        return None
+    threads = 2 ** max(5, min(10, round(log2(target.numel / 16))))
+    return ThreadGrid(1, threads, accesses * ceil(target.numel / threads))
 
 
 @rule(aten._ctc_loss)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.reduce_grid import scan_grid_of
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_MULTIPLY,
@@ -37,8 +38,8 @@ class PerInput(NamedTuple):
 
 
 _COMPARES = (
-    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.cummax,
-    aten.cummin, aten.median, aten.nanmedian, aten.mode, aten.equal, aten.adaptive_max_pool2d,
+    aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.any, aten.all, aten.median,
+    aten.nanmedian, aten.mode, aten.equal, aten.adaptive_max_pool2d,
     aten.adaptive_max_pool3d, aten.fractional_max_pool2d, aten.fractional_max_pool3d, aten.hash_tensor,
     aten._is_all_true, aten._is_any_true,
 )  # fmt: skip
@@ -52,14 +53,15 @@ _PER_INPUT: dict[OpOverloadPacket, PerInput] = {
     aten.var_mean: PerInput(3, 0, 4),
     aten.std: PerInput(3, 0, 5, 1),  # and a root
     aten.std_mean: PerInput(3, 0, 5, 1),
-    aten.cumsum: PerInput(1),
-    aten.cumsum_: PerInput(1),
-    aten.cumprod: PerInput(1),
-    aten.cumprod_: PerInput(1),
-    aten.logcumsumexp: PerInput(4, 2),  # per step: subtract, exp, log1p, add
     aten._adaptive_avg_pool2d: PerInput(1, output_flops=1),
     aten._adaptive_avg_pool3d: PerInput(1, output_flops=1),
     aten.col2im: PerInput(1),  # overlapping windows add up
+}
+
+_SCANS: dict[OpOverloadPacket, PerInput] = {
+    **dict.fromkeys((aten.cumsum, aten.cumsum_, aten.cumprod, aten.cumprod_), PerInput(1)),
+    **dict.fromkeys((aten.cummax, aten.cummin), PerInput(0)),
+    aten.logcumsumexp: PerInput(4, 2),  # per step: subtract, exp, log1p, add
 }
 
 _COMPLEX_FACTORS = {
@@ -83,6 +85,21 @@ def reduction(call: Call) -> Cost:
 
 
 rule(*_PER_INPUT)(reduction)
+
+
+@rule(*_SCANS)
+def scan(call: Call) -> Cost:
+    per, x = _SCANS[call.func.overloadpacket], call.inputs[0]
+    grid = scan_grid_of(x, call.argument("dim"))
+    return make_cost(
+        call,
+        REDUCTION,
+        per.flops * x.numel,
+        transcendentals=per.transcendentals * x.numel,
+        complex_factor=_COMPLEX_FACTORS.get(call.func.overloadpacket, COMPLEX_OTHER),
+        access=None if grid else "scan",
+        grid=grid,
+    )
 
 
 @rule(aten.unfold_backward)

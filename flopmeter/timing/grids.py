@@ -1,0 +1,55 @@
+"""How long the threads of a kernel walk over their inputs, if they do so step by step."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from flopmeter.device.hardware import Hardware
+from flopmeter.records import ThreadGrid
+from flopmeter.timing import constants
+from flopmeter.timing.bandwidth import cycles_to_seconds, resident_threads
+
+
+class GridTime(NamedTuple):
+    """What a grid of threads adds to a kernel's traffic and arithmetic."""
+
+    seconds: float = 0.0  # of all steps of all waves of blocks
+    operations: int = 0  # integer instructions of all threads
+    busy: float = 1.0  # the share of the device's lanes that have a thread at any time
+    busy_sms: float = 1.0  # the share of its SMs that have a block
+    last_seconds: float = 0.0  # of the blocks that add up the parts of others, after these
+
+
+def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -> GridTime:
+    """`cached_share`: the share of the kernel's bytes that the L2 cache holds."""
+    if grid is None or hardware.vendor not in ("nvidia", "amd"):
+        return GridTime()
+    shared = blocks_of_result(grid, hardware)
+    blocks, steps = grid.blocks * shared, ceil(ceil(grid.steps / shared) / grid.at_a_time)
+    at_a_time = min(resident_threads(hardware) // grid.threads, constants.MOST_BLOCKS_PER_SM) * hardware.sm_count
+    cycles = (1.0 - cached_share) * constants.STEP_CYCLES + cached_share * constants.CACHED_STEP_CYCLES + grid.cycles
+    joining = 0.0
+    if shared > 1:
+        joining = constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
+    filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES * hardware.sm_count
+    return GridTime(
+        max(1.0, blocks / at_a_time) * steps * cycles_to_seconds(cycles, hardware),
+        blocks * grid.threads * grid.operations,
+        min(1.0, blocks * grid.threads / filling),
+        min(1.0, blocks / hardware.sm_count),
+        cycles_to_seconds(joining, hardware),
+    )
+
+
+def blocks_of_result(grid: ThreadGrid, hardware: Hardware) -> int:
+    """How many blocks share the inputs of a result (`setReduceConfig` in Reduce.cuh): as many as the device holds, but
+    each thread keeps 16 inputs, and at most 256."""
+    holds = hardware.sm_count * (resident_threads(hardware) // grid.threads)
+    if not grid.joiners or grid.blocks > holds:
+        return 1
+    most, least = (
+        ceil(grid.steps / values) for values in (constants.LEAST_SHARED_VALUES, constants.MOST_SHARED_VALUES)
+    )
+    blocks = max(min(ceil(holds / grid.blocks), most), least)
+    return min(blocks, hardware.sm_count) if hardware.vendor == "amd" else blocks

@@ -1,0 +1,96 @@
+"""Sums, scans, extrema and losses against profiles of an H100 (torch 2.11, 2026-11: validation/traces)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flopmeter import FlopMeter, load_hardware
+from flopmeter.timing.grids import blocks_of_result
+
+BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
+H100 = "h100-sxm5-80gb"
+
+
+def meta(*shape, dtype=FP32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def last(program, device=H100):
+    """The last kernel, and its timing."""
+    with FlopMeter(device) as meter:
+        program()
+    report = meter.report()
+    return report.kernels[-1], report.timings[-1]
+
+
+# Rows, columns, what is added up, and how many blocks shared a result.
+SHARED = [
+    (8192, 8192, 0, 33), (8192, 8192, 1, 1), (8192, 8192, None, 528), (1024, 4096, 0, 16), (16384, 768, 0, 256),
+    (16384, 3072, 0, 88), (4096, 14336, 0, 19), (512, 512, 0, 1), (2048, 512, 0, 32), (4, 1_000_000, 1, 123),
+    (100_000, 256, 0, 1056), (200_704, 128, 0, 2112), (1_000_000, 4, 1, 1), (4096, 128_256, None, 4008),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "columns", "dim", "blocks"), SHARED)
+def test_as_many_blocks_share_a_sum_as_in_a_profile(rows, columns, dim, blocks):
+    x = meta(rows, columns)
+    kernel, _ = last(lambda: x.sum() if dim is None else x.sum(dim))
+    assert blocks_of_result(kernel.cost.work.grid, load_hardware(H100)) == blocks
+
+
+# Microseconds. Sums and extrema with the L2 cache emptied before.
+MEASURED = {
+    "sum of columns": (lambda: meta(16384, 768, dtype=BF16).sum(0), 32.5),
+    "sum of columns in fp32": (lambda: meta(16384, 768).sum(0), 36.5),
+    "sum of many columns": (lambda: meta(4096, 14336, dtype=BF16).sum(0), 48.6),
+    "sum that many blocks share": (lambda: meta(200_704, 128, dtype=BF16).sum(0), 142),
+    "sum of few rows by few blocks": (lambda: meta(512, 512).sum(0), 18.7),
+    "mean of 49": (lambda: meta(256, 2048, 49, dtype=BF16).mean(2), 122.6),
+    "sum of four": (lambda: meta(1_000_000, 4).sum(1), 27.7),
+    "maxima of rows": (lambda: meta(8192, 8192, dtype=BF16).amax(1), 78.7),
+    "maxima of 49": (lambda: meta(256, 2048, 49, dtype=BF16).amax(2), 167.3),
+    "argmax": (lambda: meta(8192, 8192, dtype=BF16).argmax(1), 122.1),
+    "argmax of a vocabulary": (lambda: meta(4096, 128_256, dtype=BF16).argmax(1), 526),
+    "max with indices": (lambda: meta(8192, 8192, dtype=BF16).max(1), 107.7),
+    "variance": (lambda: meta(8192, 8192).var(1), 136),
+    "scan of rows": (lambda: meta(8192, 8192).cumsum(1), 413.6),
+    "scan of columns": (lambda: meta(8192, 8192).cumsum(0), 3112),
+    "scan of few columns": (lambda: meta(64, 1024).cumsum(0), 25.6),
+    "loss of GPT-2": (lambda: _loss(16384, 50304), 20.4),
+    "loss of a graph": (lambda: _loss(100_000, 40), 78.1),
+    "loss of a language model of words": (lambda: _loss(700, 33278), 22.2),
+    "loss of images": (lambda: _loss(128, 1000), 4.3),
+    "gradient of the loss of a graph": (lambda: _loss_gradient(100_000, 40), 100.2),
+    "gradient of the loss of GPT-2": (lambda: _loss_gradient(16384, 50304), 18.9),
+}
+
+
+def _loss(rows, classes):
+    return F.nll_loss(meta(rows, classes), meta(rows, dtype=I64))
+
+
+def _loss_gradient(rows, classes):
+    x, target, one = meta(rows, classes), meta(rows, dtype=I64), meta(())
+    torch.ops.aten.nll_loss_backward(one, x, target, None, 1, -100, one)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_reductions_take_as_long_as_on_an_h100(name):
+    """Within 30 % (a random access to a table of gigabytes also misses the cache of page addresses: 40 %)."""
+    program, microseconds = MEASURED[name]
+    ratio = 1e6 * last(program)[1].seconds / microseconds
+    assert 0.62 < ratio < 1.3, ratio
+
+
+@pytest.mark.parametrize("device", [H100, "a100-sxm4-40gb", "rtx-4090", "mi300x", "v100-sxm2-16gb", "tpu-v4"])
+@pytest.mark.parametrize("program", [_loss, _loss_gradient, lambda rows, width: meta(rows, width).cumsum(0)])
+def test_more_rows_never_make_a_loss_or_a_scan_faster(device, program):
+    sizes = (32, 64, 128, 256, 4096, 16384, 65536)
+    times = [last(lambda rows=rows: program(rows, 512), device)[1].seconds for rows in sizes]
+    assert times == sorted(times)
+
+
+def test_what_has_no_multiprocessors_walks_in_no_steps():
+    """A TPU has one or two cores, with no threads that would wait."""
+    _, timing = last(lambda: meta(65536, 512).sum(1), "tpu-v4")
+    assert timing.seconds < 4 * 65536 * 512 / 1.2e12 / 0.7
