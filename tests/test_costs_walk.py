@@ -210,14 +210,38 @@ def backward_of_layer_norm(mask: list[bool]) -> Cost:
 
 @pytest.mark.parametrize(
     ("mask", "flops", "again"),
-    [([True, False, False], 10, 1), ([False, True, False], 2, 3), ([True, False, True], 11, 3), ([True] * 3, 13, 3)],
+    [([True, False, False], 10, 1), ([False, True, False], 2, 2), ([True, False, True], 11, 2), ([True] * 3, 13, 2)],
 )
 def test_the_gradients_of_weights_go_over_all_rows_once_more(mask, flops, again):
     """A row kernel for the input's gradient reads gradient and x twice; a kernel over columns reads both again."""
     cost = backward_of_layer_norm(mask)
     assert cost.flops == flops * 24
     assert len(cost.work.rereads) == again
-    assert cost.work.rereads[0].nbytes == 2 * 24 * F32_BYTES
+    assert [each.nbytes for each in cost.work.rereads] == again * [2 * 24 * F32_BYTES]
+    assert [each.is_kernel for each in cost.work.rereads] == [False, True][:again]
+
+
+OVER_ROWS = {  # shape: (blocks, threads, loops of a thread)
+    (20, 64): (2, 32, 3),  # blocks of one warp, that takes 8 rows at a time
+    (100, 64): (2, 32 * 8, 2),
+    (200, 65): (3, 32 * 16, 2),
+    (4096, 4096): (128, 1024, 16),  # 32 x 8 rows at a time
+    (64 * 1024, 320): (10, 1024, 256),
+    (10**6, 32): (10**6 // 32, 32, 4),  # split: a block has 32 rows
+}
+
+
+@pytest.mark.parametrize("shape", OVER_ROWS)
+def test_the_kernel_of_a_norms_weights_has_a_block_for_32_columns(shape):
+    """The grids and loops are those of traces on an H100 with torch 2.11 where they show them."""
+    x, columns, statistics = T(*shape), T(shape[1]), T(shape[0], 1)
+    cost = cost_of(
+        lambda: aten.native_layer_norm_backward(
+            x, x.clone(), [shape[1]], statistics, statistics, columns, columns, [True] * 3
+        )
+    )
+    _, over_rows = cost.work.rereads
+    assert (over_rows.rows, over_rows.threads, over_rows.accesses) == OVER_ROWS[shape]
 
 
 def test_a_batch_norm_in_training_reads_all_of_it_twice():

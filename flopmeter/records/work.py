@@ -90,7 +90,7 @@ class AttentionShape(NamedTuple):
 class Reread(NamedTuple):
     """How a kernel with a block of threads for each row works, and what it reads a second time. Whether a second read
     hits the L2 cache depends on the device: all rows that its SMs work on at a time, with `threads` threads each, share
-    the cache.
+    the cache. A kernel of its own reads after others have gone through all of it.
     """
 
     nbytes: int  # of second reads; 0 if a row stays in registers
@@ -100,6 +100,7 @@ class Reread(NamedTuple):
     operations: int = 0  # operations by which each of these threads combines its partial result with those of others
     accesses: int = 0  # memory accesses of each of these threads, one after another; 0: not known to bound it
     amd_threads: int = 0  # the same on AMD, whose warps have 64 threads, if it differs there
+    is_kernel: bool = False  # a kernel of its own that the op launches beside the one that reads and writes the rest
 
 
 # --- kernels that multiply matrices. `macs` are multiply-adds; one of complex numbers counts as four. ---------------

@@ -116,4 +116,6 @@ def miss_share(reread: Reread, hardware: Hardware) -> float:
     if not cache:
         return 1.0
     in_flight = min(reread.rows, rows_in_flight(reread, hardware)) * reread.row_bytes
+    if reread.is_kernel:
+        in_flight = reread.nbytes
     return min(1.0, max(0.0, in_flight / cache - constants.CACHE_SHARE_WITHOUT_MISSES))

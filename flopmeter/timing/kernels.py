@@ -17,6 +17,7 @@ from flopmeter.records import (
     MatrixWork,
     Recurrence,
     RecurrentWork,
+    Reread,
     Switches,
     UnpackingMatmulWork,
     VectorWork,
@@ -26,9 +27,11 @@ from flopmeter.timing import constants
 from flopmeter.timing.attention import attention
 from flopmeter.timing.bandwidth import (
     access_seconds,
+    cache_bytes_per_s,
     clock_hz,
     cycles_to_seconds,
     memory_seconds,
+    miss_share,
     rows_in_flight,
     scattered_seconds,
     share_of_stream,
@@ -227,6 +230,8 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     """A thread computes the address of an element, loads it, and computes with it. Computing addresses and combining
     the results of a row's threads count as memory traffic, because the same remedy helps: fusion, not more FLOP/s."""
     work = cost.work if isinstance(cost.work, VectorWork) else VectorWork()
+    further = [_further_kernel(rows, cost, hardware) for rows in work.rereads if rows.is_kernel]
+    work = work._replace(rereads=tuple(rows for rows in work.rereads if not rows.is_kernel))
     cached_share = cached_bytes / cost.bytes if cached_bytes else 0.0
     steps = steps_of(work.grid, cached_share, hardware)
     idle = max(_idle_stretch(work, hardware), 1.0 / steps.busy)
@@ -241,7 +246,20 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
     starts = (work.kernels - 1) * (hardware.kernel_floor_seconds + access_seconds(0.0, hardware))
     seconds = first + overlap(together, others, constants.VECTOR_OVERLAP) + starts + steps.last_seconds
-    return Busy(compute - combining, max(memory, combining) + steps.last_seconds, seconds)
+    own = Busy(compute - combining, max(memory, combining) + steps.last_seconds, seconds)
+    return Busy(*(sum(column) for column in zip(own, *further, strict=True)))
+
+
+def _further_kernel(rows: Reread, cost: Cost, hardware: Hardware) -> Busy:
+    """The time of a kernel that an op launches beside the one that reads and writes all, with its start."""
+    work, missed = VectorWork((rows,)), miss_share(rows, hardware)
+    combining = _row_seconds(work, hardware) * _idle_stretch(work, hardware)
+    bandwidth = hardware.sustained_bandwidth_bytes_per_s * share_of_stream(cost, hardware)
+    traffic = rows.nbytes * (missed / bandwidth + (1 - missed) / cache_bytes_per_s(hardware))
+    first, others = _latencies(work, hardware, 1 - missed)
+    together = overlap(combining, traffic, constants.VECTOR_OVERLAP)
+    seconds = hardware.kernel_floor_seconds + first + overlap(together, others, constants.VECTOR_OVERLAP)
+    return Busy(0.0, max(combining, traffic), seconds)
 
 
 def _latencies(work: VectorWork, hardware: Hardware, cached_share: float) -> tuple[float, float]:

@@ -34,6 +34,21 @@ AMD_SOFTMAX_THREADS = 1024
 # 250 to 450; image models on RTX 3090 and 4090 (pytorch-image-models, results/) imply 300.
 OPERATIONS_TO_COMBINE = 350
 STEPS_OF_WARP = 5  # of a shuffle: 32 lanes, then 16, down to one
+# The same where no mean is subtracted, or sums of products are taken: a shuffle and an addition in each step. Kernels
+# over a million rows of 32 elements, one block each, take .65 to .8 of a millisecond, and 1.1 to 1.5 with a mean (H100
+# SXM, torch 2.11, 2026-11: validation/traces).
+OPERATIONS_TO_ADD = 170
+# The gradients of weight and bias (GammaBetaBackwardCUDAKernelTemplate in layer_norm_kernel.cu): one block takes 32
+# columns, with 32 warps, or fewer over fewer rows, and each warp eight rows at a time. Over more than so many rows,
+# blocks of one warp take 32 rows each, and another kernel adds up what they found (where the columns fill less than
+# half of the SMs; taken to be so for all).
+COLUMNS_OF_BLOCK = 32
+ROWS_OF_TURN = 8
+BLOCK_HEIGHTS = ((256, 32), (128, 16), (64, 8), (0, 1))  # from so many rows
+MOST_ROWS_UNSPLIT = 64 * 1024
+# Loads of a row, and shuffles that bring it its statistics. An SM does them for 32 threads in a cycle, arithmetic for
+# 128 (CUDA C++ Programming Guide, table of arithmetic throughput), so each counts as four operations.
+OPERATIONS_OF_LOAD = 4
 # Operations of a thread on each of its elements: it updates the mean and the sum of squares, with a reciprocal
 # (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
@@ -78,16 +93,18 @@ def softmax_backward(call: Call) -> Cost:
 def layer_norm(call: Call) -> Cost:
     """Sum 1, sum of squares 2, centre 1, divide 1, then weight 1 and bias 1 where there are any."""
     x, *affine = call.inputs
-    return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=_row_rereads(call, x, 1))
+    return make_cost(
+        call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=_row_rereads(call, x, 1, _to_combine(call))
+    )
 
 
 @rule(aten.native_layer_norm_backward)
 def layer_norm_backward(call: Call) -> Cost:
     """Gradients of the input 10, of the weight 2, of the bias 1, as the output mask asks for them."""
     per_element, grad = _wanted(call), call.inputs[0]
-    rereads = _row_rereads(call, grad, 2)  # of the gradient and of x
+    rereads = _row_rereads(call, grad, 2, OPERATIONS_TO_ADD)  # of the gradient and of x
     if any(call.argument("output_mask")[1:]):
-        rereads += (_whole_reread(grad), _whole_reread(grad))  # by the kernel that sums over the rows
+        rereads += _over_rows(call, grad, 4)  # mean and deviation are shuffled
     return make_cost(call, NORMALIZATION, per_element * grad.numel, rereads=rereads)
 
 
@@ -124,7 +141,8 @@ def _wanted(call: Call) -> int:
 def rms_norm(call: Call) -> Cost:
     """Square and sum 2, multiply by the reciprocal root 1, weight 1."""
     x, *weight = call.inputs
-    return make_cost(call, NORMALIZATION, (3 + len(weight)) * x.numel, rereads=_row_rereads(call, x, 1))
+    rereads = _row_rereads(call, x, 1, OPERATIONS_TO_ADD)
+    return make_cost(call, NORMALIZATION, (3 + len(weight)) * x.numel, rereads=rereads)
 
 
 @rule(aten._fused_rms_norm_backward)
@@ -133,9 +151,9 @@ def rms_norm_backward(call: Call) -> Cost:
     weight: multiply and sum 2."""
     wants_input, wants_weight = call.argument("output_mask")
     grad = call.inputs[0]
-    rereads = _row_rereads(call, grad, 2)
+    rereads = _row_rereads(call, grad, 2, OPERATIONS_TO_ADD)
     if wants_weight:
-        rereads += (_whole_reread(grad), _whole_reread(grad))
+        rereads += _over_rows(call, grad, 3)  # the deviation is shuffled
     return make_cost(call, NORMALIZATION, (7 * wants_input + 2 * wants_weight) * grad.numel, rereads=rereads)
 
 
@@ -241,13 +259,33 @@ def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ..
     return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS),)
 
 
-def _row_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
-    """Layer and RMS norm: each row is read again, `passes` times."""
+def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:
+    """Layer and RMS norm: each row of so many tensors like `x` is read again. `operations`: see above, of a thread."""
     columns = max(1, prod(call.argument("normalized_shape")))
-    rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
-    accesses = (1 + passes) * ceil(columns / (LAYER_NORM_THREADS * LAYER_NORM_ELEMENTS))
-    operations = OPERATIONS_TO_COMBINE + WELFORD_OPERATIONS * ceil(columns / LAYER_NORM_THREADS)
-    return (Reread(passes * x.nbytes, rows, row_bytes, LAYER_NORM_THREADS, operations, accesses),)
+    rows, row_bytes = x.numel // columns, tensors * columns * x.dtype.itemsize
+    accesses = 2 * ceil(columns / (LAYER_NORM_THREADS * LAYER_NORM_ELEMENTS))
+    return (Reread(tensors * x.nbytes, rows, row_bytes, LAYER_NORM_THREADS, operations, accesses),)
+
+
+def _to_combine(call: Call) -> int:
+    """Operations of a thread of a layer norm: of its elements, and of the threads of a row."""
+    columns = max(1, prod(call.argument("normalized_shape")))
+    return OPERATIONS_TO_COMBINE + WELFORD_OPERATIONS * ceil(columns / LAYER_NORM_THREADS)
+
+
+def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
+    """The kernel that sums over all rows of two tensors like `x` for the gradients of weight and bias. `loads`: those
+    of a thread, and shuffles, in each row."""
+    columns = max(1, prod(call.argument("normalized_shape")))
+    rows, blocks = x.numel // columns, ceil(columns / COLUMNS_OF_BLOCK)
+    height, taken = next(height for least, height in BLOCK_HEIGHTS if rows >= least), rows
+    if rows > MOST_ROWS_UNSPLIT:
+        height, taken = 1, WARP_THREADS
+        blocks *= ceil(rows / taken)
+    operations = OPERATIONS_OF_LOAD * loads * ceil(taken / height)
+    threads, turns = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_TURN))
+    nbytes = 2 * x.nbytes
+    return (Reread(nbytes, blocks, nbytes // max(1, blocks), threads, operations, turns, is_kernel=True),)
 
 
 def _rows(x: TensorSpec, rows: int, operations: int) -> Reread:
