@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from flopmeter import FlopMeter, load_hardware
+from flopmeter.costs import costs_of
 
 A100 = load_hardware("a100-sxm4-80gb")
 
@@ -294,6 +295,43 @@ def test_the_steps_of_a_recurrent_layer_wait_for_one_another():
     assert recurrent_seconds(2000, 1) == pytest.approx(2 * recurrent_seconds(1000, 1), rel=0.01)
     assert recurrent_seconds(1000, 4) == pytest.approx(recurrent_seconds(1000, 1), rel=0.1)  # latency, not work
     assert recurrent_seconds(1000, 1, batch_first=True) == recurrent_seconds(1000, 1)
+
+
+def test_an_lstm_in_fp32_runs_two_kernels_a_step_and_layer():
+    """On an H100 cuDNN 9.19 runs 2 layers of 35 steps of 20 sequences and 650 units as 70 products of 9.6 µs and 70
+    kernels for the gates of 2.1 µs, and 0.28 ms of other kernels (validation/traces/h100_lstm_train, forward). Rows of
+    650 do not suit vector loads, which makes such products slower than predicted."""
+    with torch.device("meta"):
+        layer, tokens = torch.nn.LSTM(650, 650, num_layers=2), torch.empty(35, 20, 650)
+    with torch.inference_mode(), FlopMeter("h100-sxm5-80gb") as meter:
+        layer(tokens)
+    (timing,) = [each for each in meter.report().timings if each.kernel_class.startswith("recurrent")]
+    assert 70 * (4.8e-6 + 1.5e-6) < timing.seconds < 1.1 * 1.10e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "sequences", "keeps"),
+    [
+        ({"width": 1024}, torch.float16, 8, "on large devices"),
+        ({"width": 1024}, torch.bfloat16, 8, "nowhere"),
+        ({"width": 1024}, torch.float16, 12, "nowhere"),
+        ({"width": 1024, "num_layers": 2}, torch.float16, 8, "nowhere"),
+        ({"width": 192}, torch.float32, 12, "everywhere"),
+        ({"width": 192}, torch.float64, 12, "nowhere"),
+        ({"width": 200}, torch.float32, 12, "nowhere"),
+    ],
+)
+def test_persistent_kernels_run_where_torch_asks_for_them(options, dtype, sequences, keeps):
+    """By `get_algo` in aten/src/ATen/native/cudnn/RNN.cpp."""
+    options = dict(options)
+    width = options.pop("width")
+    with torch.device("meta"):
+        layer, tokens = torch.nn.LSTM(width, width, **options).to(dtype), torch.empty(5, sequences, width, dtype=dtype)
+    with torch.inference_mode(), FlopMeter("h100-sxm5-80gb") as meter:
+        layer(tokens)
+    (call,) = [op.call for op in meter.trace.ops if op.call.func is torch.ops.aten._cudnn_rnn.default]
+    (work,) = [cost.work for cost in costs_of(call)]
+    assert work.recurrence.keeps_weights == keeps
 
 
 def test_layers_and_directions_of_a_recurrent_network_add_up():

@@ -130,8 +130,9 @@ def several_products(draw):
     macs, dtype = sum(map(prod, shapes)), draw(dtypes)
     read = ITEM_BYTES[dtype] * sum(batch * (m * k + k * n) for batch, m, n, k in shapes)
     written = ITEM_BYTES[dtype] * sum(batch * m * n for batch, m, n, _ in shapes)
+    keeps = draw(st.sampled_from(("everywhere", "on large devices", "nowhere")))
     steps, inner = draw(st.integers(1, 500)), Matmul(1, *draw(st.tuples(sizes, sizes, sizes)))
-    recurrent = RecurrentWork((*shapes, inner), macs + steps * prod(inner), 16, Recurrence(steps, (inner,)))
+    recurrent = RecurrentWork((*shapes, inner), macs + steps * prod(inner), 16, Recurrence(steps, (inner,), keeps))
     work = draw(
         st.sampled_from(
             (

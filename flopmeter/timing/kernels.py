@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from flopmeter.device.hardware import Hardware, Peak
@@ -13,6 +14,7 @@ from flopmeter.records import (
     FormulaWork,
     GroupedMatmulWork,
     HostCopy,
+    Matmul,
     MatmulWork,
     MatrixWork,
     Recurrence,
@@ -60,8 +62,6 @@ from flopmeter.timing.matmul import (
     tile_count,
     unpacking,
 )
-
-_Products = MatmulWork | RecurrentWork
 
 
 class Price(NamedTuple):
@@ -152,9 +152,16 @@ def _matmuls(
         return unpacking(work.matmul, constants.UNPACKING[work.bits], moved, rates), "small product"
     if isinstance(work, GroupedMatmulWork):
         return side_by_side(work.matmuls, moved, rates), "grouped product"
+    slow = rates
     if peak.unit == "matrix" and work.alignment_bytes < constants.FULL_ALIGNMENT_BYTES:
-        return _unaligned(cost, work, moved, rates, hardware)
-    return _sum_of_matmuls(work, moved, rates)
+        slow = rates.slowed(ampere_kernel_share(hardware))
+        slow = slow._replace(kernels=for_unaligned_rows(rates.kernels, work.alignment_bytes))
+    if isinstance(work, RecurrentWork):
+        return _recurrent(work, moved, slow, hardware), "recurrent product"
+    as_they_are, kind = _sum_of_matmuls(work, moved, slow)
+    if slow is rates or not work.may_pad:
+        return as_they_are, kind
+    return fastest((as_they_are, _padded(cost, work, moved, rates))), kind
 
 
 def _convolution(
@@ -173,45 +180,62 @@ def _convolution(
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
 
-def _unaligned(cost: Cost, work: _Products, moved: MatmulBytes, rates: Rates, hardware: Hardware) -> tuple[Busy, str]:
-    """The time with the operands as they are or, if that is faster and compiled code may do it, on copies with aligned
-    rows."""
-    slow = rates.slowed(ampere_kernel_share(hardware))
-    slow = slow._replace(kernels=for_unaligned_rows(rates.kernels, work.alignment_bytes))
-    as_they_are, kind = _sum_of_matmuls(work, moved, slow)
-    if not (isinstance(work, MatmulWork) and work.may_pad):
-        return as_they_are, kind
+def _padded(cost: Cost, work: MatmulWork, moved: MatmulBytes, rates: Rates) -> Busy:
+    """The time on copies with aligned rows, which compiled code may make."""
     copies = 2 * cost.bytes_read / rates.bytes_per_s  # read, and written
     padded, _ = _sum_of_matmuls(work, moved, rates)
-    padded = padded._replace(memory_seconds=padded.memory_seconds + copies, work_seconds=padded.work_seconds + copies)
-    return fastest((as_they_are, padded)), kind
+    return padded._replace(memory_seconds=padded.memory_seconds + copies, work_seconds=padded.work_seconds + copies)
 
 
-def _sum_of_matmuls(work: _Products, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
+def _sum_of_matmuls(work: MatmulWork, moved: MatmulBytes, rates: Rates) -> tuple[Busy, str]:
     """Several matmuls in one kernel (as in a cell of an LSTM) run one after another and share its bytes."""
     plain_macs = sum(matmul.macs for matmul in work.matmuls)
     rates = rates.slowed(plain_macs / work.macs)  # complex ones take four
-    each = moved.share(len(work.matmuls))
-    parts = [price_matmul(shape, each, rates) for shape in work.matmuls]
-    busy = Busy(*(sum(column) for column in zip(*parts, strict=True)))
-    if isinstance(work, RecurrentWork):
-        return _in_steps(work.recurrence, busy, moved, rates), "recurrent product"
+    busy = _one_after_another(work.matmuls, moved.share(len(work.matmuls)), rates)
     if min(tile_count(shape) for shape in work.matmuls) < rates.sm_count:
         return busy, "small product"
     return busy, "batched product" if work.matmuls[0].batch > 1 else "product"
 
 
-def _in_steps(recurrence: Recurrence, together: Busy, moved: MatmulBytes, rates: Rates) -> Busy:
-    """The time of a recurrent kernel: no less than that of its steps one after another, with the weights kept on the
-    chip."""
-    on_chip = MatmulBytes(0.0, 0.0, moved.item_bytes)
-    of_step = [price_matmul(shape, on_chip, rates).work_seconds for shape in recurrence.matmuls]
-    compute = recurrence.steps * sum(of_step)
-    barriers = recurrence.steps * len(of_step) * constants.RECURRENT_STEP_SECONDS
-    return together._replace(
-        compute_seconds=max(together.compute_seconds, compute),
-        work_seconds=max(together.work_seconds, compute, barriers),
+def _one_after_another(shapes: Iterable[Matmul], each: MatmulBytes, rates: Rates) -> Busy:
+    parts = [Busy(0.0, 0.0, 0.0), *(price_matmul(shape, each, rates) for shape in shapes)]
+    return Busy(*(sum(column) for column in zip(*parts, strict=True)))
+
+
+def _recurrent(work: RecurrentWork, moved: MatmulBytes, rates: Rates, hardware: Hardware) -> Busy:
+    """The time of all steps one after another, whose weights stay on the chip or in the L2 cache, and of the products
+    with the inputs and the gradients of weights, which are ready for all steps at once."""
+    recurrence = work.recurrence
+    in_cache = MatmulBytes(0.0, 0.0, moved.item_bytes)
+    step = _one_after_another(recurrence.matmuls, in_cache, rates)
+    if _keeps_weights(recurrence, hardware):
+        together = _one_after_another(work.matmuls, moved.share(len(work.matmuls)), rates)
+        compute = recurrence.steps * step.work_seconds
+        barriers = recurrence.steps * len(recurrence.matmuls) * constants.RECURRENT_STEP_SECONDS
+        return together._replace(
+            compute_seconds=max(together.compute_seconds, compute),
+            work_seconds=max(together.work_seconds, compute, barriers),
+        )
+    at_once = list(work.matmuls)
+    for own in recurrence.matmuls:  # of which the products for all tokens hold one each
+        at_once.remove(next(shape for shape in at_once if shape.n * shape.k == own.n * own.k))
+    together = _one_after_another(at_once, moved.share(max(1, len(at_once))), rates)
+    memory = max(together.memory_seconds, moved.memory_bytes / rates.bytes_per_s)
+    launches = 2 * hardware.kernel_floor_seconds + access_seconds(1.0, hardware)
+    starts = recurrence.steps * len(recurrence.matmuls) * launches
+    return Busy(
+        together.compute_seconds + recurrence.steps * step.compute_seconds,
+        memory,
+        max(together.work_seconds, memory) + recurrence.steps * step.seconds + starts,
+        together.latency_seconds,
     )
+
+
+def _keeps_weights(recurrence: Recurrence, hardware: Hardware) -> bool:
+    """Large devices as torch sees them (`use_persist_device_heuristics` in aten/src/ATen/native/cudnn/RNN.cpp)."""
+    major, minor = hardware.compute_capability or (0, 0)
+    is_large = (major, minor) == (7, 0) or (major >= 8 and minor != 6 and hardware.sm_count >= 98)
+    return recurrence.keeps_weights == "everywhere" or (recurrence.keeps_weights == "on large devices" and is_large)
 
 
 def _vector_seconds(cost: Cost, hardware: Hardware) -> float:

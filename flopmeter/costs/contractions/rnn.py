@@ -7,7 +7,9 @@ step has to wait for the one before, which the time model has to know (`Recurren
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
 
 from flopmeter.costs.rules import alignment_bytes, macs_of, make_contraction, make_cost, make_product, rule
 from flopmeter.records import ELEMENTWISE, Call, Cost, Matmul, Recurrence, RecurrentWork, TensorSpec
@@ -43,7 +45,7 @@ def cudnn_rnn(call: Call) -> Cost:
     x, hx, cx = call.argument("input"), call.argument("hx"), call.argument("cx")
     return make_product(
         call,
-        _work(call, weights, tokens, _products(weights, tokens)),
+        _work(call, weights, _products(weights, tokens), is_backward=False),
         extra=((ELEMENTWISE, _gate_flops(cell, weights, tokens, units)),),
         read=[spec for spec in (x, *weights, hx, cx) if spec is not None],
         written=call.outputs[:4],
@@ -64,7 +66,7 @@ def cudnn_rnn_backward(call: Call) -> Cost:
     inputs = [spec for spec in call.inputs if spec != call.argument("weight_buf")]
     return make_product(
         call,
-        _work(call, weights, tokens, products + _transposed(products) * wants_weights),
+        _work(call, weights, products + _transposed(products) * wants_weights, is_backward=True),
         extra=((ELEMENTWISE, cell.backward_flops * units + biases),),
         read=inputs,
     )
@@ -125,17 +127,39 @@ def _tokens(call: Call) -> int:
     return int(x.numel // max(x.shape[-1], 1))
 
 
-def _work(call: Call, weights: Sequence[TensorSpec], tokens: int, matmuls: Sequence[Matmul]) -> RecurrentWork:
+def _work(call: Call, weights: Sequence[TensorSpec], matmuls: Sequence[Matmul], *, is_backward: bool) -> RecurrentWork:
     """Of a layer's matrices the first meets all inputs at once, the second the state of each step (a third, of a
-    projected LSTM, goes with it). A packed input says how many sequences each step has."""
+    projected LSTM, goes with it). A packed input says how many sequences each step has. Backward the gradient of a
+    state is the product with the transposed matrix."""
     x, packed = call.argument("input"), call.argument("batch_sizes")
     steps = len(packed) if packed else x.shape[1 if call.argument("batch_first") else 0]
-    matrices = [spec for spec in weights if len(spec.shape) == 2]
+    matrices = [spec.shape for spec in weights if len(spec.shape) == 2]
     per_stack = len(matrices) // max(1, _stacks(call))
-    sequences = -(-tokens // max(1, steps))
-    of_step = (Matmul(1, sequences, *spec.shape) for place, spec in enumerate(matrices) if place % per_stack == 1)
-    recurrence = Recurrence(steps, tuple(of_step))
+    sequences = -(-_tokens(call) // max(1, steps))
+    inner = (shape for place, shape in enumerate(matrices) if place % per_stack == 1)
+    of_step = (Matmul(1, sequences, *(shape[::-1] if is_backward else shape)) for shape in inner)
+    recurrence = Recurrence(steps, tuple(of_step), _keeps_weights(call, sequences, is_backward))
     return RecurrentWork(tuple(matmuls), macs_of(call, matmuls), alignment_bytes(call), recurrence)
+
+
+def _keeps_weights(
+    call: Call, sequences: int, is_backward: bool
+) -> Literal["everywhere", "on large devices", "nowhere"]:
+    """Where cuDNN's persistent kernels run, by what torch asks for (`get_algo` in aten/src/ATen/native/cudnn/RNN.cpp):
+    not for sequences that differ in length nor for projections; for few hidden units; else in fp16, for one layer and
+    direction of a convenient size."""
+    x, hidden = call.argument("input"), call.argument("hidden_size")
+    cell = _BY_CUDNN_MODE[call.argument("mode")]
+    is_plain = cell in (RELU, TANH)
+    most = (256 if is_plain else 128) if is_backward else (384 if is_plain else 192)
+    if call.argument("batch_sizes") or call.argument("proj_size"):
+        return "nowhere"
+    if hidden <= most and x.dtype is not torch.float64:
+        return "everywhere"
+    is_convenient = _stacks(call) == 1 and hidden <= 1024 and hidden % 128 == 0 and x.shape[-1] % 128 == 0
+    fits = sequences % 8 == 0 and sequences <= 128 and (cell is LSTM or sequences < 96 or hidden < 896)
+    is_kept = x.dtype is torch.float16 and is_convenient and fits and cell is not GRU
+    return "on large devices" if is_kept else "nowhere"
 
 
 def _stacks(call: Call) -> int:
