@@ -263,6 +263,20 @@ def _slices(blocks: int, tiles: int, places: int) -> int:
     return next(slices for slices in candidates if fill(slices) >= enough)
 
 
+def flop_energy(work: AttentionWork, hardware: Hardware) -> float:
+    """Energy of a FLOP on matrix units, in that of a large product."""
+    if (hardware.compute_capability or (0, 0))[0] != _HOPPER[0]:
+        return 1.0
+    return constants.HOPPER_ATTENTION_ENERGY * (1.0 if _is_new(work, hardware) else constants.HOPPER_MMA_ENERGY)
+
+
+def _is_new(work: AttentionWork, hardware: Hardware) -> bool:
+    """Whether the matmuls are those of the device's own generation, not Ampere's."""
+    return work.backend == "cudnn" or (
+        work.backend == "flex" and (hardware.compute_capability or _AMPERE)[0] in _WARPGROUP_CAPABILITIES
+    )
+
+
 def score_seconds(
     work: AttentionWork,
     dtype: str,
@@ -279,10 +293,7 @@ def score_seconds(
     takes time but little power), and by GeForce's half rate for sums in fp32, which hides the softmax.
     """
     shape, sms = work.shape, hardware.sm_count
-    is_new = work.backend == "cudnn" or (
-        work.backend == "flex" and (hardware.compute_capability or _AMPERE)[0] in _WARPGROUP_CAPABILITIES
-    )
-    legacy = 1.0 if is_new else legacy_mma_share(hardware)
+    legacy = 1.0 if _is_new(work, hardware) else legacy_mma_share(hardware)
     pipe = max(peak.flop_per_s, peak.sustained_flop_per_s) * legacy
     padded, plain = (_flops_per_score(work, pads=pads) for pads in (True, False))
     cycles = kernel.backward_score_cycles if shape.is_backward else kernel.score_cycles

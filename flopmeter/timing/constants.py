@@ -204,6 +204,14 @@ class AttentionKernel(NamedTuple):
 # Of the matrix peak, what the loop over the keys reaches beside the softmax.
 ATTENTION_PIPE_SHARE = 0.9
 
+# Energy of a FLOP of fused attention on Hopper, in that of a large product: a softmax comes with it. Ampere's `mma`
+# takes more, since its operands are copied to registers first; on Ampere and Ada products do that, too, and attention
+# there is met without a factor ([aiconfigurator], [vidur]). Blackwell was not measured. From the time of runs of a
+# second on an H100 SXM at its limit of 700 W beside that at the boost clock (torch 2.11, 2026-11; causal, 32 heads of
+# 128, 16,384 tokens): 1.24 forward and 1.32 backward by cuDNN's kernels, 2.30 and 2.25 by FlashAttention-2's.
+HOPPER_ATTENTION_ENERGY = 1.28
+HOPPER_MMA_ENERGY = 1.78
+
 # Clock cycles of an SM per score of a masked tile: four instructions (index, compare, select) on 64 integer lanes.
 # Without them the curve below is 6 % too fast at 512 tokens.
 MASKED_SCORE_CYCLES = 4 / 64

@@ -18,8 +18,9 @@ from typing import NamedTuple
 from flopmeter.device import power
 from flopmeter.device.cluster import Cluster
 from flopmeter.device.hardware import Hardware, Host
-from flopmeter.records import Clocks, ConvolutionWork, Cost, Launches, RunClock, Switches, Timing
+from flopmeter.records import AttentionWork, Clocks, ConvolutionWork, Cost, Launches, RunClock, Switches, Timing
 from flopmeter.timing import constants
+from flopmeter.timing.attention import flop_energy
 from flopmeter.timing.concurrency import Party
 from flopmeter.timing.convolution import suits_winograd
 from flopmeter.timing.timeline import ClockOf, KernelPrices, Launched, LaunchPrices, time_kernels, time_ranks
@@ -182,6 +183,8 @@ def energy(cost: Cost, hardware: Hardware, switches: Switches) -> Energy:
         work = cost.work if peak.unit == "vector" else None
         if isinstance(work, ConvolutionWork) and suits_winograd(work.shape, work.implicit):
             done *= constants.WINOGRAD_PATCH**2 / (3 * constants.WINOGRAD_OUTPUT) ** 2
+        if isinstance(cost.work, AttentionWork) and peak.unit == "matrix":
+            done *= flop_energy(cost.work, hardware)
         arithmetic += done * (peak.picojoules_per_flop or 0.0)
     others = cost.flops - 2 * cost.macs
     if others > 0:
