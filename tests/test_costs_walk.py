@@ -9,7 +9,7 @@ from costs_support import call_by_hand, costs_in, meta
 from torch import Tensor
 
 from flopmeter.costs import costs_of
-from flopmeter.records import Cost, Reread, Switches, ThreadGrid
+from flopmeter.records import Cost, Switches, ThreadGrid
 
 aten = torch.ops.aten
 BF16, I64, C64 = torch.bfloat16, torch.int64, torch.complex64
@@ -46,7 +46,7 @@ WALKS = {
         lambda: aten._native_batch_norm_legit_no_training(
             channels_last(2, 3, 4, 4), T(3), T(3), T(3), T(3), 0.1, 1e-5
         ),
-        "stream",
+        "channels",
     ),
 }  # fmt: skip
 
@@ -154,8 +154,12 @@ def test_a_softmax_reads_rows_again_that_do_not_fit_in_registers():
     assert again[:4] == (2 * 6 * 1025 * F32_BYTES, 6, 1025 * F32_BYTES, 128)  # 4,100 B: 256 loads
     (again,) = cost_of(lambda: aten._softmax(T(6, 2**20), -1, False)).work.rereads
     assert again.threads == 512
-    (again,) = cost_of(lambda: aten._softmax_backward_data(T(6, 2048), T(6, 2048), -1, torch.float32)).work.rereads
-    assert again.nbytes == 2 * 6 * 2048 * F32_BYTES  # the gradient and the output once more
+    backward = cost_of(lambda: aten._softmax_backward_data(T(6, 2048), T(6, 2048), -1, torch.float32))
+    again, product = backward.work.rereads
+    assert again.nbytes == 6 * 2048 * F32_BYTES  # the product, whose sum it has taken
+    assert (product.nbytes, product.is_kernel) == (3 * 6 * 2048 * F32_BYTES, True)  # of gradient and output
+    (again,) = cost_of(lambda: aten._log_softmax_backward_data(T(6, 2048), T(6, 2048), -1, torch.float32)).work.rereads
+    assert again.nbytes == 6 * 2048 * F32_BYTES  # the gradient
     (held,) = cost_of(lambda: aten._softmax(T(2048, 6), 1, False)).work.rereads
     assert (held.nbytes, held.rows) == (0, 2048)
     assert cost_of(lambda: aten._softmax(T(), 0, False)).work.rereads[0][:4] == (0, 1, F32_BYTES, 1)
@@ -249,11 +253,37 @@ def test_a_batch_norm_in_training_reads_all_of_it_twice():
     evaluate = cost_of(
         lambda: aten._native_batch_norm_legit_no_training(T(2, 3, 4, 4), T(3), T(3), T(3), T(3), 0.1, 1e-5)
     )
-    again, channels = train.work.rereads
-    assert again == Reread(96 * F32_BYTES, 1, 96 * F32_BYTES, 512)
-    assert (channels.nbytes, channels.rows, channels.row_bytes) == (0, 3, 32 * F32_BYTES)  # 2 planes of 4 x 4
-    assert evaluate.work.rereads == ()
+    statistics, elements = train.work.rereads
+    assert (statistics.nbytes, statistics.rows, statistics.is_kernel) == (96 * F32_BYTES, 3, True)
+    assert statistics.row_bytes == 32 * F32_BYTES  # 2 planes of 4 x 4
+    assert evaluate.work.rereads == (elements,)
+    assert not elements.nbytes
     assert (train.flops, evaluate.flops) == (96 * 7, 96 * 4)
+
+
+GRIDS = {  # of a training batch norm in bf16: (blocks, threads) of the statistics, and of what applies them
+    "NCHW": {
+        (256, 64, 112, 112): ((64, 512), (64 * 256, 512)),
+        (256, 512, 28, 28): ((512, 512), (512 * 256, 256)),
+        (256, 1024, 14, 14): ((1024, 512), (1024 * 256, 64)),
+        (256, 2048, 7, 7): ((2048, 512), (2048 * 128, 64)),
+        (32, 64, 56, 56): ((64, 512), (64 * 32, 512)),
+    },
+    "NHWC": {
+        (256, 64, 112, 112): ((2 * 128, 512), (2 * 128, 512)),
+        (256, 2048, 7, 7): ((64 * 49, 512), (64 * 49, 512)),
+        (128, 1152, 7, 7): ((36 * 25, 512), (36 * 25, 512)),
+    },
+}
+
+
+@pytest.mark.parametrize(("layout", "shape"), [(layout, shape) for layout in GRIDS for shape in GRIDS[layout]])
+def test_batch_norms_have_the_blocks_that_a_trace_on_an_h100_shows(layout, shape):
+    x, channels = T(*shape, dtype=BF16), T(shape[1])
+    x = x.to(memory_format=torch.channels_last) if layout == "NHWC" else x
+    arguments = (x, channels, channels, channels, channels, True, 0.1, 1e-5)
+    statistics, elements = cost_of(lambda: aten.native_batch_norm(*arguments)).work.rereads
+    assert ((statistics.rows, statistics.threads), (elements.rows, elements.threads)) == GRIDS[layout][shape]
 
 
 def backward_of_batch_norm(*, train: bool, mask: list[bool]) -> Cost:

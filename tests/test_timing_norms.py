@@ -47,6 +47,52 @@ def test_the_gradients_of_a_layer_norm_take_about_what_an_h100_takes(rows, colum
     assert timing.seconds * 1e6 == pytest.approx(microseconds, rel=0.2)
 
 
+BATCH_NORMS = [  # shape, whether in channels-last, dtype, microseconds of the forward and of the backward pass
+    ((256, 64, 112, 112), False, BF16, 3104, 5775),
+    ((256, 64, 112, 112), True, BF16, 1223, 1004),
+    ((256, 2048, 7, 7), False, BF16, 239, 176),
+    ((256, 2048, 7, 7), True, BF16, 137, 129),
+    ((32, 64, 56, 56), True, BF16, 36.1, 30.0),
+    ((128, 1152, 7, 7), False, BF16, 119.5, 49.9),
+    ((256, 64, 112, 112), False, FP32, 1909, 4876),  # cuDNN's
+    ((256, 64, 112, 112), True, FP32, 842, 1371),
+]
+
+
+@pytest.mark.parametrize(("shape", "is_last", "dtype", "forward", "backward"), BATCH_NORMS)
+def test_a_batch_norm_in_training_takes_about_what_an_h100_takes(shape, is_last, dtype, forward, backward):
+    """Torch's kernels for bf16, cuDNN's for fp32: few blocks in NCHW, one a channel, and many in channels-last."""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    x = x.to(memory_format=torch.channels_last) if is_last else x
+    channels, reserve = torch.empty(shape[1], device="meta"), torch.empty(0, dtype=torch.uint8, device="meta")
+    if dtype == BF16:
+        given = (x, torch.empty_like(x), channels, channels, channels, channels, channels, True, 1e-5, [True] * 3)
+        timings = [
+            last(lambda: aten.native_batch_norm(x, channels, channels, channels, channels, True, 0.1, 1e-5)),
+            last(lambda: aten.native_batch_norm_backward(*given)),
+        ]
+    else:
+        given = (x, torch.empty_like(x), channels, channels, channels, channels, channels, 1e-5, reserve)
+        timings = [
+            last(lambda: aten.cudnn_batch_norm(x, channels, channels, channels, channels, True, 0.1, 1e-5)),
+            last(lambda: aten.cudnn_batch_norm_backward(*given)),
+        ]
+    assert [timing.seconds * 1e6 for timing in timings] == pytest.approx([forward, backward], rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype", "microseconds"),
+    [
+        (aten._softmax_backward_data, (16384, 768), BF16, 59.0),  # of which a product takes 25
+        (aten._softmax_backward_data, (4096, 4096), FP32, 137.6),
+        (aten._log_softmax_backward_data, (16384, 50304), FP32, 4479.2),  # goes over the gradient twice
+    ],
+)
+def test_the_gradient_of_a_softmax_takes_about_what_an_h100_takes(op, shape, dtype, microseconds):
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    assert last(lambda: op(x, torch.empty_like(x), -1, dtype)).seconds * 1e6 == pytest.approx(microseconds, rel=0.1)
+
+
 def priced(*rereads, nbytes=2**30):
     regions = (Region(None, nbytes // 2),)
     cost = Cost("norm", NORMALIZATION, ((NORMALIZATION, 0),), regions, regions, "fp32", VectorWork(rereads))

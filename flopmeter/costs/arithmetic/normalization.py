@@ -10,7 +10,7 @@ from math import ceil, prod
 import torch
 
 from flopmeter.costs.rules import make_cost, rule, scratch
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Access, Call, Cost, Reread, TensorSpec
+from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Call, Cost, Reread, TensorSpec
 from flopmeter.records.memory_format import is_channels_last
 from flopmeter.torch_names.operators import aten
 
@@ -52,6 +52,21 @@ OPERATIONS_OF_LOAD = 4
 # Operations of a thread on each of its elements: it updates the mean and the sum of squares, with a reciprocal
 # (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
+# Batch norm (Normalization.cuh). Kernels for channels-last load four elements at a time; a thread takes 16, or more if
+# there were more than 128 blocks for 32 channels. In NCHW a kernel has at most so many blocks.
+COLUMN_LOADS = 4
+ELEMENTS_OF_THREAD = 16
+MOST_BLOCKS_OF_COLUMN = 128
+MOST_BLOCKS = 256 * 1024
+# Operations on an element, with those that compute its address: of the statistics (in channels-last each of four loads
+# has a count, by which it divides), of one pass of the gradient, and of each number that is loaded in other kernels,
+# cuDNN's among them. An SM starts a block of few threads every 140 cycles: planes of 7 x 7 and 14 x 14 take as long, in
+# bf16 and fp32. Set on shapes of ResNet-50 and MobileNet (H100 SXM, torch 2.11, 2026-11: validation/traces).
+STATISTICS_OPERATIONS = 30
+DIVISION_OPERATIONS = 67
+GRADIENT_OPERATIONS = 38
+ELEMENT_OPERATIONS = 10
+STARTING_OPERATIONS = 140 * 128  # of an SM
 
 
 @rule(aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax)  # the last two where `out=` is given
@@ -81,12 +96,14 @@ def safe_softmax(call: Call) -> tuple[Cost, ...]:
 
 @rule(aten._softmax_backward_data, aten._log_softmax_backward_data)
 def softmax_backward(call: Call) -> Cost:
-    """y·dy, its sum, subtract, multiply: 4 (log: sum of dy, exp, multiply, subtract)."""
+    """y·dy, its sum, subtract, multiply: 4 (log: sum of dy, exp, multiply, subtract). A kernel of its own multiplies y
+    and dy (softmax_backward_cuda_out in SoftMax.cu); of a long row, what is summed up is read again."""
     grad = call.argument("grad_output")
     n = grad.numel
-    is_log = call.func.overloadpacket is aten._log_softmax_backward_data
-    rereads = _softmax_rereads(call, grad, 2)  # of the gradient and of the output
-    return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n if is_log else 0, rereads=rereads)
+    rereads = _softmax_rereads(call, grad, 1)
+    if call.func.overloadpacket is aten._log_softmax_backward_data:
+        return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, rereads=rereads)
+    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, _as_kernel(_whole_reread(grad, 3))))
 
 
 @rule(aten.native_layer_norm)
@@ -172,9 +189,15 @@ def batch_norm(call: Call) -> Cost:
     affine = sum(call.argument(name) is not None for name in ("weight", "bias"))
     if not _is_training(call):
         return _with_given_statistics(call, 2 + affine)
-    again = (_whole_reread(x), _channels(x, 1))  # by a second kernel
-    kernels = 1 if call.func.overloadpacket is aten.cudnn_batch_norm else 3  # statistics, running ones, elements
-    return make_cost(call, NORMALIZATION, (5 + affine) * x.numel, access="statistics", rereads=again, kernels=kernels)
+    flops = (5 + affine) * x.numel
+    if call.func.overloadpacket is not aten.cudnn_batch_norm:  # running statistics have a kernel of their own
+        rereads = (_statistics(x), _elements(x))
+        return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, kernels=2)
+    again = _as_kernel(_whole_reread(x))  # by blocks that have waited for all others
+    if not _has_channels_last(x):
+        turns = 2 * ceil(x.numel / max(1, x.shape[1]) / (BLOCK_THREADS * COLUMN_LOADS))
+        again = _channels(x, 1, COLUMN_LOADS * ELEMENT_OPERATIONS, turns)
+    return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=(again,))
 
 
 @rule(aten.native_batch_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward)
@@ -189,8 +212,15 @@ def batch_norm_backward(call: Call) -> Cost:
     per_element = sum(f for f, wanted in zip(flops, mask, strict=True) if wanted)
     if not is_training:
         return make_cost(call, NORMALIZATION, per_element * grad.numel)
-    again = (_whole_reread(grad), _whole_reread(grad), _channels(grad, 2))
-    return make_cost(call, NORMALIZATION, per_element * grad.numel, access="statistics", rereads=again)
+    is_cudnn = call.func.overloadpacket is aten.cudnn_batch_norm_backward
+    if not _has_channels_last(grad):  # one kernel, whose threads go over a channel twice
+        operations = 2 * ELEMENT_OPERATIONS if is_cudnn else GRADIENT_OPERATIONS
+        rereads: tuple[Reread, ...] = (_channels(grad, 2, operations, 2 * _turns_of_channel(grad)),)
+    elif is_cudnn:
+        rereads = (_as_kernel(_whole_reread(grad, 2)),)
+    else:
+        rereads = (_columns(grad, 2, ELEMENT_OPERATIONS), _elements(grad))
+    return make_cost(call, NORMALIZATION, per_element * grad.numel, access="statistics", rereads=rereads)
 
 
 @rule(aten.batch_norm_stats)
@@ -229,8 +259,7 @@ def batch_norm_backward_elemt(call: Call) -> Cost:
 
 def _with_given_statistics(call: Call, flops: int) -> Cost:
     x = call.inputs[0]
-    access: Access = "stream" if is_channels_last(x.shape, x.stride) else "channels"
-    return make_cost(call, NORMALIZATION, flops * x.numel, access=access)
+    return make_cost(call, NORMALIZATION, flops * x.numel, access="channels", rereads=(_elements(x),))
 
 
 def _is_training(call: Call) -> bool:
@@ -297,15 +326,83 @@ def _rows(x: TensorSpec, rows: int, operations: int) -> Reread:
     return Reread(0, rows, columns * x.dtype.itemsize, threads, operations, accesses, max(threads, AMD_WARP_THREADS))
 
 
-def _channels(x: TensorSpec, passes: int) -> Reread:
-    """Batch norm in training has a block for each channel, whose threads walk the channel's planes one element after
-    the other (batch_norm_collect_statistics_kernel and batch_norm_backward_kernel in Normalization.cuh)."""
+def _has_channels_last(x: TensorSpec) -> bool:
+    """Whether torch takes the kernels for it (batch_norm_use_channels_last_kernels in Normalization.cu)."""
+    return is_channels_last(x.shape, x.stride) or (len(x.shape) == 2 and x.stride[1] == 1)
+
+
+def _statistics(x: TensorSpec) -> Reread:
+    """The kernel for mean and deviation of each channel, one element after the other."""
+    if _has_channels_last(x):
+        return _columns(x, 1, DIVISION_OPERATIONS)
+    return _as_kernel(_channels(x, 1, STATISTICS_OPERATIONS, _turns_of_channel(x)))
+
+
+def _channels(x: TensorSpec, tensors: int, operations: int, turns: int) -> Reread:
+    """A kernel with a block for each channel, whose threads walk its planes. It reads so many tensors again."""
     channels = x.shape[1] if len(x.shape) > 1 else 1
-    elements = x.numel // max(channels, 1)
-    accesses = ceil(passes * elements / BLOCK_THREADS)
-    return Reread(0, channels, elements * x.dtype.itemsize, BLOCK_THREADS, 0, accesses, AMD_BLOCK_THREADS)
+    row_bytes = tensors * x.nbytes // max(1, channels)
+    operations = OPERATIONS_TO_COMBINE + operations * turns
+    return Reread(tensors * x.nbytes, channels, row_bytes, BLOCK_THREADS, operations, turns, AMD_BLOCK_THREADS)
 
 
-def _whole_reread(x: TensorSpec) -> Reread:
-    """A second kernel reads the tensor after the first has gone through all of it."""
-    return Reread(x.nbytes, 1, x.nbytes, BLOCK_THREADS)
+def _turns_of_channel(x: TensorSpec) -> int:
+    """How many elements a thread takes one after another: a block has as many threads beside each other as a plane has
+    elements, rounded up, and walks several planes at a time (batch_norm_collect_statistics_kernel and
+    batch_norm_backward_kernel)."""
+    images, *planes = x.shape[:1] + x.shape[2:]
+    plane = prod(planes)
+    return ceil(images / (BLOCK_THREADS // _threads_of_plane(plane))) * ceil(plane / _threads_of_plane(plane))
+
+
+def _threads_of_plane(elements: int) -> int:
+    """32, 64, ... or 512 (getNumThreads in Normalization.cuh)."""
+    return min(BLOCK_THREADS, max(WARP_THREADS, 1 << max(0, elements - 1).bit_length()))
+
+
+def _columns(x: TensorSpec, tensors: int, operations: int) -> Reread:
+    """The kernel that reduces so many tensors in channels-last, with so many operations on an element."""
+    blocks, threads, elements = _columns_grid(x)
+    operations = OPERATIONS_TO_COMBINE + operations * elements
+    nbytes, turns = tensors * x.nbytes, ceil(elements / COLUMN_LOADS)
+    return Reread(nbytes, blocks, nbytes // max(1, blocks), threads, operations, turns, is_kernel=True)
+
+
+def _columns_grid(x: TensorSpec) -> tuple[int, int, int]:
+    """Blocks, their threads, and elements of a thread in channels-last (flexible_launch_configs)."""
+    channels = max(1, x.shape[1])
+    rows = max(1, x.numel // channels)
+    width = min(WARP_THREADS, _power_of_two(channels))
+    height = min(_power_of_two(ceil(rows / COLUMN_LOADS)), BLOCK_THREADS // width)
+    blocks_of_column = min(MOST_BLOCKS_OF_COLUMN, ceil(rows / (height * ELEMENTS_OF_THREAD)))
+    return ceil(channels / width) * blocks_of_column, width * height, ceil(rows / (height * blocks_of_column))
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is no larger."""
+    return 1 << (number.bit_length() - 1)
+
+
+def _elements(x: TensorSpec) -> Reread:
+    """The kernel that applies given statistics. In NCHW each block looks up those of its channel and takes planes of
+    several images (batch_norm_elementwise and batch_norm_transform_input_kernel)."""
+    if len(x.shape) < 2 or _has_channels_last(x):
+        blocks, threads, elements = _columns_grid(x) if len(x.shape) > 1 else (1, BLOCK_THREADS, x.numel)
+        turns = ceil(elements / COLUMN_LOADS)
+        return Reread(0, blocks, x.nbytes // max(1, blocks), threads, ELEMENT_OPERATIONS * elements, turns)
+    (images, channels), plane = x.shape[:2], prod(x.shape[2:])
+    width = max(_threads_of_plane(plane // 4), min(_threads_of_plane(plane), 64))
+    height = max(64 // width, 1)
+    of_channel = max(1, min(MOST_BLOCKS // max(1, channels), ceil(images / height)))
+    turns, threads = ceil(images / (of_channel * height)) * ceil(plane / width), width * height
+    operations = STARTING_OPERATIONS // threads + ELEMENT_OPERATIONS * turns
+    return Reread(0, channels * of_channel, x.nbytes // max(1, channels * of_channel), threads, operations, 1 + turns)
+
+
+def _as_kernel(rows: Reread) -> Reread:
+    return rows._replace(is_kernel=True)
+
+
+def _whole_reread(x: TensorSpec, tensors: int = 1) -> Reread:
+    """A second kernel reads so many tensors after the first has gone through all of it."""
+    return Reread(tensors * x.nbytes, 1, tensors * x.nbytes, BLOCK_THREADS)
