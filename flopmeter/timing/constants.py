@@ -401,7 +401,7 @@ BACKWARD_EXTRA_BYTES = 16
 ACCESS_SHARE: Mapping[Access, float] = {
     "stream": 1.0,
     "strided": 0.8,  # copies between layouts: one side is not contiguous; .8 to 1 are alike on [timm]
-    "window": 0.6,  # pooling: windows overlap [timm]
+    "window": 1.0,  # pooling: what it lacks is in its integer operations
     "gather": 0.7,  # rows by index
     "scatter": 0.5,  # and added to atomically
     "sort": 0.25,  # several passes of a radix sort

@@ -10,7 +10,7 @@ from math import ceil, prod
 import torch
 
 from flopmeter.costs.rules import make_cost, rule, scratch
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Call, Cost, Reread, TensorSpec
+from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Access, Call, Cost, Reread, TensorSpec
 from flopmeter.records.memory_format import is_channels_last
 from flopmeter.torch_names.operators import aten
 
@@ -259,7 +259,8 @@ def batch_norm_backward_elemt(call: Call) -> Cost:
 
 def _with_given_statistics(call: Call, flops: int) -> Cost:
     x = call.inputs[0]
-    return make_cost(call, NORMALIZATION, flops * x.numel, access="channels", rereads=(_elements(x),))
+    access: Access = "stream" if is_channels_last(x.shape, x.stride) else "channels"
+    return make_cost(call, NORMALIZATION, flops * x.numel, access=access)
 
 
 def _is_training(call: Call) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.index_arithmetic import place_operations
 from flopmeter.costs.reduce_grid import scan_grid_of
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
@@ -173,7 +174,19 @@ def vector_norm(call: Call) -> Cost:
 def max_pool(call: Call) -> Cost:
     """Only comparisons, of the elements that the windows cover."""
     dims = 2 if call.func.overloadpacket is aten.max_pool2d_with_indices else 3
-    return make_cost(call, REDUCTION, read=(_pooled(call, dims, call.argument("dilation")),))
+    windows = call.outputs[0].numel
+    return make_cost(
+        call,
+        REDUCTION,
+        read=(_pooled(call, dims, call.argument("dilation")),),
+        index_operations=place_operations(windows, windows * _window(call, dims)),
+    )
+
+
+def _window(call: Call, dims: int) -> int:
+    """How many elements a window of a pooling has."""
+    kernel = call.argument("kernel_size")
+    return int(prod(kernel) if len(kernel) == dims else kernel[0] ** dims)
 
 
 def _pooled(call: Call, dims: int, dilation: Sequence[int]) -> TensorSpec:
@@ -193,10 +206,11 @@ def average_pool(call: Call) -> Cost:
     """One add per window element, one division per window. Backward reads the gradient only."""
     is_backward = len(call.inputs) == 2
     windows = call.inputs[0] if is_backward else call.outputs[0]
-    kernel, dims = call.argument("kernel_size"), _POOLED_DIMS[call.func.overloadpacket]
-    window = prod(kernel) if len(kernel) == dims else kernel[0] ** dims
+    dims = _POOLED_DIMS[call.func.overloadpacket]
+    window = _window(call, dims)
     read = call.inputs[0] if is_backward else _pooled(call, dims, (1,))
-    return make_cost(call, REDUCTION, (window + 1) * windows.numel, read=(read,))
+    places = place_operations(call.outputs[0].numel, window * windows.numel)
+    return make_cost(call, REDUCTION, (window + 1) * windows.numel, read=(read,), index_operations=places)
 
 
 _GATHERED = (  # a thread for each element of the gradient: nothing has to be zero before
@@ -216,7 +230,17 @@ def overlapping_gradients(call: Call) -> tuple[Cost, ...]:
     """Each output gradient is added where its value came from; of the input only the shape matters. A trace of a
     ResNet's training has the zeros before it (max_pool2d)."""
     grad, (out,) = call.inputs[0], call.outputs
-    added = make_cost(call, REDUCTION, grad.numel, read=(grad, *call.inputs[2:]), complex_factor=COMPLEX_ADD)
+    places = None
+    if call.func.overloadpacket is aten.max_pool2d_with_indices_backward:  # each element asks all its windows
+        places = place_operations(out.numel, grad.numel * _window(call, 2))
+    added = make_cost(
+        call,
+        REDUCTION,
+        grad.numel,
+        read=(grad, *call.inputs[2:]),
+        complex_factor=COMPLEX_ADD,
+        index_operations=places,
+    )
     return (added,) if call.func.overloadpacket in _GATHERED else (zeros(call, out), added)
 
 

@@ -11,6 +11,7 @@ from math import ceil
 
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.index_arithmetic import place_operations
 from flopmeter.costs.rules import make_cost, rule, zeros
 from flopmeter.records import MOVEMENT, REDUCTION, Call, Cost, Region
 from flopmeter.torch_names.operators import aten
@@ -39,7 +40,8 @@ def upsample(call: Call) -> Cost:
     (x,), (out,) = call.inputs, call.outputs
     sizes = [min(before, taps * after) for before, after in zip(x.shape[-axes:], out.shape[-axes:], strict=True)]
     read = x._replace(shape=(*x.shape[:-axes], *sizes))
-    return make_cost(call, REDUCTION, (2 * taps - 1) * lines * out.numel, read=(read,))
+    places = place_operations(out.numel) if x.stride[1] == 1 else None  # else a thread loops over the planes
+    return make_cost(call, REDUCTION, (2 * taps - 1) * lines * out.numel, read=(read,), index_operations=places)
 
 
 @rule(
@@ -59,7 +61,8 @@ def upsample_backward(call: Call) -> tuple[Cost, ...]:
     element; otherwise a thread adds a gradient's parts to zeros (aten/src/ATen/native/cuda/UpSample*.cu)."""
     taps, axes = _GRADIENTS[call.func.overloadpacket]
     (grad,), (out,) = call.inputs, call.outputs
-    added = make_cost(call, REDUCTION, 2 * taps**axes * grad.numel)
+    places = place_operations(grad.numel)
+    added = make_cost(call, REDUCTION, 2 * taps**axes * grad.numel, index_operations=places)
     return (added,) if axes == 1 else (zeros(call, out), added)
 
 
