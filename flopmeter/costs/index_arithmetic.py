@@ -51,6 +51,18 @@ VISIT_OPERATIONS = 15
 # as two of half its size.
 OPERANDS_THAT_FILL_A_DEVICE = 2
 
+# `roll` finds the source of each element by a remainder and a quotient of 64 bits (roll_cuda_kernel in
+# TensorTransformations.cu), which test for 32 bits first and then divide these. From 50 million bf16 elements on an
+# H100, 235 µs (validation/traces); 26 million in fp32, in a step of Swin, imply the same.
+ROLL_OPERATIONS = 72
+
+# Ten rounds of Philox for four numbers, each of two products of 64 bits, which pass a unit for 32 bits twice, and four
+# exclusive-ors and additions (Philox4x32 in curand_philox4x32_x.h), in all 80 instructions. Box-Muller's logarithm,
+# square root, sine and cosine for two numbers are as long as 17 integer instructions a number: 67 million normal ones
+# take 153 µs on an H100 (validation/traces).
+RANDOM_OPERATIONS = 20
+NORMAL_OPERATIONS = 17
+
 # Elements that a thread block walks, neighbours in the output: 128 threads of four each (thread_work_size in
 # thread_constants.h). Its first-level cache keeps what several of them need.
 BLOCK_ELEMENTS = 512

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch._ops import OpOverloadPacket
 
+from flopmeter.costs.index_arithmetic import RANDOM_OPERATIONS
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
     COMPLEX_DIVIDE,
@@ -227,7 +228,10 @@ def gelu_backward(call: Call) -> Cost:
 @rule(aten.native_dropout)
 def dropout(call: Call) -> Cost:
     """The multiply; random numbers are no FLOPs, and the mask that is kept is one byte an element."""
-    return elementwise(call, NONE if call.argument("train") is False else ONE)
+    n = call.outputs[0].numel
+    if call.argument("train") is False:
+        return elementwise(call, NONE)
+    return make_cost(call, ELEMENTWISE, n, complex_factor=1, index_operations=RANDOM_OPERATIONS * n)
 
 
 @rule(aten.glu_backward)

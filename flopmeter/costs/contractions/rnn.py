@@ -154,7 +154,8 @@ def _keeps_weights(
     most = (256 if is_plain else 128) if is_backward else (384 if is_plain else 192)
     if call.argument("batch_sizes") or call.argument("proj_size"):
         return "nowhere"
-    if hidden <= most and x.dtype is not torch.float64:
+    is_double = all(spec.dtype is torch.float64 for spec in (x, *call.argument("weight")))
+    if hidden <= most and not is_double:
         return "everywhere"
     is_convenient = _stacks(call) == 1 and hidden <= 1024 and hidden % 128 == 0 and x.shape[-1] % 128 == 0
     fits = sequences % 8 == 0 and sequences <= 128 and (cell is LSTM or sequences < 96 or hidden < 896)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import ceil, log2, prod
 
 import torch
 
-from flopmeter.costs.index_arithmetic import cat_operations, cat_sectors
+from flopmeter.costs.index_arithmetic import (
+    NORMAL_OPERATIONS,
+    RANDOM_OPERATIONS,
+    ROLL_OPERATIONS,
+    cat_operations,
+    cat_sectors,
+)
 from flopmeter.costs.rules import FREE, make_cost, rule, scratch, zeros
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, RANDOM, REDUCTION, SORTING, Call, Cost, Region, TensorSpec
@@ -49,9 +56,9 @@ def foreach_copy(call: Call) -> Cost:
 
 
 @rule(
-    aten.stack, aten._chunk_cat, aten.reflection_pad1d,
+    aten._chunk_cat, aten.reflection_pad1d,
     aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d, aten.replication_pad2d,
-    aten.replication_pad3d, aten.roll, aten.flip, aten.rot90, aten.repeat, aten.pixel_shuffle, aten.pixel_unshuffle,
+    aten.replication_pad3d, aten.flip, aten.rot90, aten.repeat, aten.pixel_shuffle, aten.pixel_unshuffle,
     aten.channel_shuffle, aten.native_channel_shuffle, aten.repeat_interleave,
     aten._foreach_clone, aten.lu_unpack,
 )  # fmt: skip
@@ -103,12 +110,23 @@ def triangle(call: Call) -> Cost:
     return make_cost(call, MOVEMENT, read=(Region(x, min(kept, x.nbytes)),))
 
 
-@rule(aten.cat)
+@rule(aten.cat, aten.stack)
 def cat(call: Call) -> Cost:
-    """Reads what moves, writes where it goes."""
+    """Reads what moves, writes where it goes. A stack is a `cat` of its inputs with one more dimension."""
     (out,) = call.outputs
     looked_up, sectors = cat_operations(call.inputs, len(out.shape)), cat_sectors(call.inputs)
     return make_cost(call, MOVEMENT, index_operations=looked_up, scattered_sectors=sectors)
+
+
+@rule(aten.roll)
+def roll(call: Call) -> tuple[Cost, ...]:
+    """One kernel for each dimension, of a copy each (aten/src/ATen/native/cuda/TensorTransformations.cu)."""
+    (x,), (out,) = call.inputs, call.outputs
+    places = [x, *(scratch(out, number) for number in range(1, len(call.argument("dims")))), out]
+    return tuple(
+        make_cost(call, MOVEMENT, read=(source,), written=(target,), index_operations=ROLL_OPERATIONS * out.numel)
+        for source, target in pairwise(places)
+    )
 
 
 @rule(
@@ -173,9 +191,12 @@ def constant_pad(call: Call) -> tuple[Cost, Cost]:
     aten._philox_normal, aten._philox_uniform, aten._philox_randint,
 )  # fmt: skip
 def random_fill(call: Call) -> Cost:
-    """Writes its output; the tensor that is overwritten, or only lends its shape, is not read. Random
-    numbers are integer work, 0 FLOP."""
-    return make_cost(call, RANDOM, read=call.inputs[1:])
+    """Writes its output; the tensor that is overwritten, or only lends its shape, is not read. Random numbers are
+    integer work, 0 FLOP."""
+    is_normal = "normal" in call.func.overloadpacket.__name__ or "randn" in call.func.overloadpacket.__name__
+    written = sum(spec.numel for spec in call.outputs)
+    operations = RANDOM_OPERATIONS + NORMAL_OPERATIONS * is_normal
+    return make_cost(call, RANDOM, read=call.inputs[1:], index_operations=operations * written)
 
 
 @rule(
