@@ -393,7 +393,7 @@ def test_weight_and_statistics_of_a_group_norm_are_joined_where_channels_have_se
     call = calls_of(lambda: aten.native_group_norm(meta(5, 4, pixels), meta(4), meta(4), 5, 4, pixels, 2, 1e-5))[-1]
     (cost,) = costs_of(call)
     assert isinstance(cost.work, VectorWork)
-    assert cost.work.kernels == kernels
+    assert cost.work.kernels + 1 == kernels  # the statistics have a kernel of their own
 
 
 def test_no_rows_are_no_groups():

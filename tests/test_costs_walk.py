@@ -170,22 +170,33 @@ def test_a_softmax_reads_rows_again_that_do_not_fit_in_registers():
 
 
 def test_a_layer_norm_reads_each_row_again():
-    (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [6], None, None, 1e-5)).work.rereads
-    assert again[:4] == (5 * 4 * 6 * F32_BYTES, 5 * 4, 6 * F32_BYTES, 128)
+    (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 8), [8], None, None, 1e-5)).work.rereads
+    assert again[:4] == (5 * 4 * 8 * F32_BYTES, 5 * 4, 8 * F32_BYTES, 128)
     (again,) = cost_of(lambda: aten.native_layer_norm(T(5, 4, 6), [4, 6], None, None, 1e-5)).work.rereads
     assert (again.rows, again.row_bytes) == (5, 4 * 6 * F32_BYTES)
+
+
+def test_a_layer_norm_of_rows_that_four_does_not_divide_takes_their_statistics_in_another_kernel():
+    """RowwiseMomentsCUDAKernel and LayerNormForwardCUDAKernel in a trace on an H100: [3137] x [512], [3137] x [256]."""
+    statistics, applied = cost_of(lambda: aten.native_layer_norm(T(3137, 3137), [3137], None, None, 1e-5)).work.rereads
+    assert (statistics.rows, statistics.threads, statistics.is_kernel) == (3137, 512, True)
+    assert (applied.rows, applied.threads, applied.is_kernel) == (3137, 256, False)
+
+
+def launched(work) -> int:
+    return work.kernels + sum(each.is_kernel for each in work.rereads)
 
 
 def test_a_group_norm_takes_the_statistics_of_its_groups_and_reads_all_again():
     """By hand from group_norm_kernel.cu: a warp for a group of fewer than 512 elements, a block of 512 for others."""
     work = cost_of(lambda: aten.native_group_norm(T(5, 4, 6), None, None, 5, 4, 6, 2, 1e-5)).work
-    groups, again = work.rereads
-    assert groups[:4] == (0, 5 * 2, 2 * 6 * F32_BYTES, 32)
-    assert (again.nbytes, again.rows) == (5 * 4 * 6 * F32_BYTES, 1)
-    assert work.kernels == 2
+    (groups,) = work.rereads
+    assert groups[:4] == (5 * 4 * 6 * F32_BYTES, 5 * 2, 2 * 6 * F32_BYTES, 32)
+    assert launched(work) == 2
+    assert work.index_operations  # statistics are repeated over the pixels of a channel
     weight, bias = T(4), T(4)
     work = cost_of(lambda: aten.native_group_norm(T(5, 4, 600), weight, bias, 5, 4, 600, 2, 1e-5)).work
-    assert (work.rereads[0].threads, work.kernels) == (512, 3)
+    assert (work.rereads[0].threads, launched(work)) == (512, 3)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +213,10 @@ def test_the_backward_of_a_group_norm_sums_over_channels_and_reads_all_again_for
     work = cost_of(
         lambda: aten.native_group_norm_backward(x, x, statistics, statistics, weight, 5, 4, 600, 2, mask)
     ).work
-    channels, *whole = work.rereads
+    channels = work.rereads[0]
     assert (channels.rows, channels.row_bytes, channels.threads) == (5 * 4, 600 * F32_BYTES, 512)
-    assert [each.nbytes for each in whole] == again * [5 * 4 * 600 * F32_BYTES]
-    assert work.kernels == kernels
+    assert sum(each.nbytes for each in work.rereads) == again * 5 * 4 * 600 * F32_BYTES
+    assert launched(work) == kernels
 
 
 def backward_of_layer_norm(mask: list[bool]) -> Cost:

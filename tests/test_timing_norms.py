@@ -81,6 +81,23 @@ def test_a_batch_norm_in_training_takes_about_what_an_h100_takes(shape, is_last,
 
 
 @pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [((32, 256, 56, 56), 126.4, 196.3), ((2, 320, 64, 64), 38.5, 22.9), ((8, 640, 32, 32), 33.6, 45.9)],
+)
+def test_a_group_norm_takes_about_what_an_h100_takes(shape, forward, backward):
+    """Of 32 groups in fp16: the shapes of an image model and of Stable Diffusion."""
+    x, weight = (torch.empty(size, dtype=torch.float16, device="meta") for size in (shape, shape[1:2]))
+    statistics = torch.empty(shape[0], 32, device="meta")
+    sizes = (shape[0], shape[1], shape[2] * shape[3], 32)
+    given = (x, torch.empty_like(x), statistics, statistics, weight, *sizes, [True] * 3)
+    timings = [
+        last(lambda: aten.native_group_norm(x, weight, weight, *sizes, 1e-5)),
+        last(lambda: aten.native_group_norm_backward(*given)),
+    ]
+    assert [timing.seconds * 1e6 for timing in timings] == pytest.approx([forward, backward], rel=0.25)
+
+
+@pytest.mark.parametrize(
     ("op", "shape", "dtype", "microseconds"),
     [
         (aten._softmax_backward_data, (16384, 768), BF16, 59.0),  # of which a product takes 25

@@ -9,9 +9,10 @@ from math import ceil, prod
 
 import torch
 
+from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import make_cost, rule, scratch
 from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Access, Call, Cost, Reread, TensorSpec
-from flopmeter.records.memory_format import is_channels_last
+from flopmeter.records.memory_format import dense_strides, is_channels_last
 from flopmeter.torch_names.operators import aten
 
 # torch's CUDA kernels (aten/src/ATen/native/cuda): softmax keeps rows of up to 1024 elements in registers
@@ -22,6 +23,7 @@ from flopmeter.torch_names.operators import aten
 SOFTMAX_ROW_IN_REGISTERS = 1024
 LAYER_NORM_THREADS = 128
 LAYER_NORM_ELEMENTS = 4  # of a load
+UNALIGNED_THREADS = 256  # of rows that are no multiple of that
 BLOCK_THREADS = 512  # group norm, and all kernels that reduce a whole channel
 AMD_BLOCK_THREADS = 256  # the same (MAX_BLOCK_SIZE in Normalization.cuh)
 LOAD_BYTES = 16
@@ -110,9 +112,8 @@ def softmax_backward(call: Call) -> Cost:
 def layer_norm(call: Call) -> Cost:
     """Sum 1, sum of squares 2, centre 1, divide 1, then weight 1 and bias 1 where there are any."""
     x, *affine = call.inputs
-    return make_cost(
-        call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=_row_rereads(call, x, 1, _to_combine(call))
-    )
+    rereads = _row_rereads(call, x, 1, _to_combine(call)) if _is_aligned(call) else _element_by_element(call, x)
+    return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=rereads)
 
 
 @rule(aten.native_layer_norm_backward)
@@ -128,24 +129,46 @@ def layer_norm_backward(call: Call) -> Cost:
 @rule(aten.native_group_norm)
 def group_norm(call: Call) -> Cost:
     """As a layer norm. One kernel takes the statistics of each group; then weight and bias of each channel are joined
-    with them, and a last kernel reads all again (group_norm_kernel.cu GroupNormKernelImplInternal)."""
+    with them, and a last kernel reads all again, whose operands do not lie alike (group_norm_kernel.cu
+    GroupNormKernelImplInternal)."""
     x, *affine = call.inputs
-    groups = call.argument("N") * call.argument("group")
-    rereads = (_rows(x, groups, WELFORD_OPERATIONS), _whole_reread(x))
-    kernels = 3 if affine and call.argument("HxW") > 1 else 2
-    return make_cost(call, NORMALIZATION, (5 + len(affine)) * x.numel, rereads=rereads, kernels=kernels)
+    groups, channels = (call.argument("N") * call.argument(name) for name in ("group", "C"))
+    kernels = 2 if affine and call.argument("HxW") > 1 else 1  # beside the statistics
+    each, of_channel = _repeated(x, (channels, call.argument("HxW"))), _repeated(x, (channels, 1))
+    indexed = index_operations((each, each, of_channel, of_channel))
+    return make_cost(
+        call, NORMALIZATION, (5 + len(affine)) * x.numel,
+        rereads=(_moments(x, groups),), index_operations=indexed, kernels=kernels,
+    )  # fmt: skip
 
 
 @rule(aten.native_group_norm_backward)
 def group_norm_backward(call: Call) -> Cost:
     """As of a layer norm. One kernel sums up dy and dy·x over each channel of each sample, of which the gradients of
-    weight and bias are sums; for the input's, two join them with the statistics (one without a weight), and a last
-    one reads all again (group_norm_kernel.cu GroupNormBackwardKernelImplInternal)."""
+    weight and bias are sums, which another takes sample after sample; for the input's, two join them with the
+    statistics (one without a weight), and a last one reads all again (group_norm_kernel.cu
+    GroupNormBackwardKernelImplInternal)."""
     grad, (of_input, *of_weights) = call.inputs[0], call.argument("output_mask")
-    channels = call.argument("N") * call.argument("C")
-    rereads = (_rows(grad, channels, 2), *(of_input * (_whole_reread(grad), _whole_reread(grad))))
-    kernels = 1 + of_input * (2 + (call.argument("weight") is not None)) + any(of_weights)
-    return make_cost(call, NORMALIZATION, _wanted(call) * grad.numel, rereads=rereads, kernels=kernels)
+    samples, channels, group, plane = (call.argument(name) for name in ("N", "C", "group", "HxW"))
+    sums, kernels, indexed = _sums(grad, samples * channels), 1, 0
+    if of_input:
+        sums, kernels = _as_kernel(sums)._replace(nbytes=2 * grad.nbytes), 2 + (call.argument("weight") is not None)
+        shape = samples * group, channels // max(1, group), plane
+        each, of_channel, of_group = (
+            _repeated(grad, shape),
+            _repeated(grad, (*shape[:2], 1)),
+            _repeated(grad, (shape[0], 1, 1)),
+        )
+        indexed = index_operations((each, each, each, of_channel, of_group, of_group))
+    over_samples = Reread(0, ceil(channels / AMD_BLOCK_THREADS), 0, AMD_BLOCK_THREADS, 0, samples, is_kernel=True)
+    rereads = (sums, over_samples) if any(of_weights) else (sums,)
+    flops = _wanted(call) * grad.numel
+    return make_cost(call, NORMALIZATION, flops, rereads=rereads, index_operations=indexed, kernels=kernels)
+
+
+def _repeated(x: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """An operand of these sizes, of which those of 1 are repeated."""
+    return x._replace(shape=shape, stride=dense_strides(shape, channels_last=False))
 
 
 def _wanted(call: Call) -> int:
@@ -158,7 +181,7 @@ def _wanted(call: Call) -> int:
 def rms_norm(call: Call) -> Cost:
     """Square and sum 2, multiply by the reciprocal root 1, weight 1."""
     x, *weight = call.inputs
-    rereads = _row_rereads(call, x, 1, OPERATIONS_TO_ADD)
+    rereads = _row_rereads(call, x, 1, OPERATIONS_TO_ADD) if _is_aligned(call) else _element_by_element(call, x)
     return make_cost(call, NORMALIZATION, (3 + len(weight)) * x.numel, rereads=rereads)
 
 
@@ -297,6 +320,20 @@ def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tu
     return (Reread(tensors * x.nbytes, rows, row_bytes, LAYER_NORM_THREADS, operations, accesses),)
 
 
+def _is_aligned(call: Call) -> bool:
+    """Whether the kernel that loads four elements at a time can take it."""
+    return not prod(call.argument("normalized_shape")) % LAYER_NORM_ELEMENTS
+
+
+def _element_by_element(call: Call, x: TensorSpec) -> tuple[Reread, Reread]:
+    """Other rows: one kernel takes the statistics, another applies them (LayerNormForwardCUDAKernel)."""
+    columns = prod(call.argument("normalized_shape"))
+    turns, rows = ceil(columns / UNALIGNED_THREADS), x.numel // columns
+    operations = ELEMENT_OPERATIONS * turns
+    applied = Reread(0, rows, columns * x.dtype.itemsize, UNALIGNED_THREADS, operations, turns)
+    return _moments(x, rows), applied
+
+
 def _to_combine(call: Call) -> int:
     """Operations of a thread of a layer norm: of its elements, and of the threads of a row."""
     columns = max(1, prod(call.argument("normalized_shape")))
@@ -318,13 +355,23 @@ def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
     return (Reread(nbytes, blocks, nbytes // max(1, blocks), threads, operations, turns, is_kernel=True),)
 
 
-def _rows(x: TensorSpec, rows: int, operations: int) -> Reread:
-    """Group norm has a block for each row, or a warp for a short one, with so many operations on each element."""
+def _moments(x: TensorSpec, rows: int) -> Reread:
+    """The kernel that takes mean and deviation of each row, element by element (RowwiseMomentsCUDAKernel)."""
+    block = _block_of_row(x, rows, STATISTICS_OPERATIONS, OPERATIONS_TO_COMBINE)
+    return _as_kernel(block)._replace(nbytes=x.nbytes)
+
+
+def _sums(x: TensorSpec, rows: int) -> Reread:
+    """The kernel that sums up two tensors like `x` over each row (ComputeInternalGradientsCUDAKernel)."""
+    return _block_of_row(x, rows, 2 * ELEMENT_OPERATIONS, OPERATIONS_TO_ADD)
+
+
+def _block_of_row(x: TensorSpec, rows: int, operations: int, combining: int) -> Reread:
+    """A block for each row, or a warp for a short one, with so many operations on each element."""
     columns = ceil(x.numel / max(1, rows))
     threads = WARP_THREADS if columns < BLOCK_THREADS else BLOCK_THREADS
-    accesses = ceil(columns / (threads * LAYER_NORM_ELEMENTS))
-    operations = OPERATIONS_TO_COMBINE + operations * ceil(columns / threads)
-    return Reread(0, rows, columns * x.dtype.itemsize, threads, operations, accesses, max(threads, AMD_WARP_THREADS))
+    turns, row_bytes = ceil(columns / threads), columns * x.dtype.itemsize
+    return Reread(0, rows, row_bytes, threads, combining + operations * turns, turns, max(threads, AMD_WARP_THREADS))
 
 
 def _has_channels_last(x: TensorSpec) -> bool:
