@@ -51,6 +51,7 @@ from flopmeter.records.work import (
     Convolution,
     ConvolutionWork,
     FormulaWork,
+    Grid,
     GroupedMatmulWork,
     HostCopy,
     KernelWork,

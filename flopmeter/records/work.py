@@ -14,6 +14,8 @@ AttentionBackend = Literal["flash", "efficient", "cudnn", "flex", "flex_decoding
 what servers run over a paged cache where FlashAttention-2 is the newest."""
 
 
+Computed = Literal["output", "input gradient", "filter gradient"]
+
 # --- parts of the records below -------------------------------------------------------------------------------------
 
 
@@ -31,6 +33,19 @@ class Matmul(NamedTuple):
         return self.batch * self.m * self.n * self.k
 
 
+class Grid(NamedTuple):
+    """The shape of an image, or of filters: so many of them, each with channels at positions."""
+
+    images: int
+    channels: int
+    positions: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.images * self.channels * self.positions
+
+
 class Convolution(NamedTuple):
     """The shape of a convolution, beside its implicit GEMM (a Matmul whose batch is the number of groups)."""
 
@@ -39,6 +54,8 @@ class Convolution(NamedTuple):
     positions: tuple[int, ...]  # spatial size of what is computed; () for a gradient of the filters
     is_dense: bool  # stride and dilation 1, not transposed
     channels_last: bool = False  # the channels of a position are contiguous: matrix units need no copy
+    computes: Computed = "output"
+    tensors: tuple[Grid, ...] = ()  # that the kernel reads and, last, the one that it writes
 
 
 class Recurrence(NamedTuple):

@@ -119,3 +119,18 @@ def miss_share(reread: Reread, hardware: Hardware) -> float:
     if reread.is_kernel:
         in_flight = reread.nbytes
     return min(1.0, max(0.0, in_flight / cache - constants.CACHE_SHARE_WITHOUT_MISSES))
+
+
+def integer_seconds(operations: int, hardware: Hardware) -> float:
+    """Time of integer instructions, such as those that compute addresses."""
+    return narrow_unit_seconds(operations, constants.INTEGER_LANES_PER_SM, hardware)
+
+
+def narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
+    """Time of operations on a unit with so many lanes. A device without SMs (a TPU) is taken to have as many beside
+    those for fp32 as an SM, whose integer units are half of them."""
+    if not operations:
+        return 0.0
+    cycles = operations / (lanes_per_sm * hardware.sm_count)
+    per_lane = constants.LANES_OF_SM * operations / lanes_per_sm  # if one lane for fp32 did all
+    return min(cycles_to_seconds(cycles, hardware), per_lane / (hardware.vector_peak("fp32").flop_per_s / 2))

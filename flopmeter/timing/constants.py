@@ -155,17 +155,42 @@ CONVOLUTION_DEPTH_BYTES = 64
 # kernels work on NHWC: three transpose input, weight and result. MIOpen in 16 bits: one more clears the result and one
 # casts it from fp32 (torch.profiler's trace of a ResNet in bf16 on an MI300X, AMD-AGI/TraceLens: five beside a forward
 # one, nine or ten beside the two of a backward one). cuDNN in tf32: `nchwToNhwcKernel` and back beside kernels named
-# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). In 16 bits it converts within the kernel: image models in NCHW take
-# 1.1 to 1.25 times as long as in NHWC [timm], where copies would double them.
+# nhwckrsc_nhwc (some, nhwckrsc_nchw, write NCHW). Before Hopper it converts 16 bits within the kernel: image models in
+# NCHW take 1.1 to 1.25 times as long as in NHWC [timm], where copies would double them.
 CONVERSIONS: Mapping[tuple[str, float], int] = {("amd", 2): 5, ("nvidia", 4): 3}
+
+# On Hopper (cuDNN 9.19 on an H100, torch 2.11, 2026-11: validation/traces) cuDNN turns all three tensors of a
+# convolution in NCHW, in 16 bits too, but where it is a plain product (filters of one element, no stride). A thread
+# block turns a tile of 32 channels and 32 positions, whether they are there or not: it keeps an SM for so many cycles,
+# beside its traffic. (.56 ms for 256 images of 3 channels, .14 for 64; full tiles 1.9 and, in fp32, 2.8 ns.)
+TURNED_TILE_SIDE = 32
+TURNED_TILE_CYCLES = 366
+# Channels are padded to 16 bytes first: in NCHW by the same kernel, in NHWC by `nhwcAddPaddingKernel`, with so many
+# integer operations for each element that it reads (217 and 249 us for 38.5 million in bf16 and fp32).
+PADDED_BYTES = 16
+PADDING_OPERATIONS = 100
+# Where these 16 bytes are all of a pixel, the threads of the implicit GEMM work out the place of each. 2 x 50,176 x 768
+# x 768 and 2 x 3.2 million x 64 x 147 FLOPs take 1.35 and 1.54 ms, tf32 as long: an SM takes so many cycles for each
+# load. Gradients of filters take less: .42 and .88 ms.
+PIXEL_LOAD_CYCLES = {"output": 1.9, "filter gradient": 0.9, "input gradient": 1.9}
 
 # Share of the fp32 vector peak that depthwise convolutions reach; they do not use matrix units. In channels-last they
 # are bound by memory up to a side of 7 (.25 and above are equally good on [timm]). For longer sides cuDNN has no such
 # kernel and takes a slow one (from one network, ConvMixer-1536/20 with a side of 9: .010 to .014).
+# The gradient of the input takes 2.4 to 2.9 times as long there, with filters of 5 and 7 (H100, torch 2.11, 2026-11:
+# validation/traces).
 DEPTHWISE_SHARE = 0.06
+DEPTHWISE_SHARE_OF_INPUT_GRADIENT = 0.09
 DEPTHWISE_SHARE_CHANNELS_LAST = 0.25
 DEPTHWISE_MOST_SIDE = 7
 DEPTHWISE_SHARE_LARGE = 0.012
+
+# In NCHW torch has depthwise kernels of its own for all types but fp16 (`use_cudnn_depthwise` in Convolution.cpp, and
+# DepthwiseConv2d.cu): integer operations of a thread to find its place, for each element of its window, and of a block
+# for each element that it adds to one weight's gradient. From filters of 3, 5 and 7 on the same H100, in bf16 and fp32:
+# 160, 290 and 550 for an output, 23 to 31 for an addition; input gradients of 3 x 3 take 1.8 times as many.
+DEPTHWISE_PLACE_OPERATIONS, DEPTHWISE_VISIT_OPERATIONS = 73, 10
+DEPTHWISE_ADDITION_OPERATIONS = 27
 
 # cuDNN runs dense 3x3 convolutions on vector units as Winograd's F(4x4, 3x3): a 6x6 patch of the input
 # becomes 36 numbers, 36 matmuls multiply them, and the result becomes 4x4 outputs (Lavin and Gray, arXiv 1509.09308).

@@ -5,8 +5,10 @@ from __future__ import annotations
 from math import ceil, prod
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Convolution, Matmul
+from flopmeter.records import Convolution, ConvolutionWork, Cost, Grid, Matmul
+from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
+from flopmeter.timing.bandwidth import cycles_to_seconds, integer_seconds
 from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, fastest, overlap, price_matmul
 
 
@@ -25,14 +27,88 @@ def convolution(
     return fastest((direct, _winograd(shape, implicit, moved, rates)))
 
 
-def conversions(shape: Convolution, groups: int, moved: MatmulBytes, hardware: Hardware) -> float:
-    """Seconds that a library takes to bring tensors in NCHW into its layout and back: kernels that copy each of them.
-    cuDNN has kernels without a matrix unit for groups, which take NCHW."""
-    kernels = constants.CONVERSIONS.get((hardware.vendor, moved.item_bytes), 0)
-    if not kernels or shape.channels_last or (groups > 1 and hardware.vendor == "nvidia"):
+def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Hardware) -> Busy:
+    """The time on matrix units with what a library does around an implicit GEMM: it brings tensors into its layout and
+    back and, on Hopper, loads pixels of few channels one by one."""
+    shape, item_bytes = work.shape, item_bytes_of(cost.dtype)
+    if is_depthwise(shape, work.implicit):
+        return busy
+    if not _is_hopper(hardware):
+        extra = _copies(cost, work, hardware)
+    elif shape.channels_last:
+        extra = _padding(shape, item_bytes, hardware)
+    else:
+        extra = _turning(shape, item_bytes, hardware)
+    pixels = _by_pixels(shape, work.implicit, item_bytes, hardware)
+    seconds = max(busy.work_seconds, pixels) + extra
+    return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=seconds)
+
+
+def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:
+    """Seconds of kernels that copy each tensor in NCHW. cuDNN has kernels without a matrix unit for groups, which take
+    NCHW."""
+    kernels = constants.CONVERSIONS.get((hardware.vendor, item_bytes_of(cost.dtype)), 0)
+    if not kernels or work.shape.channels_last or (work.implicit.batch > 1 and hardware.vendor == "nvidia"):
         return 0.0
-    copies = 2 * moved.memory_bytes / (hardware.sustained_bandwidth_bytes_per_s * constants.ACCESS_SHARE["strided"])
+    copies = 2 * cost.bytes / (hardware.sustained_bandwidth_bytes_per_s * constants.ACCESS_SHARE["strided"])
     return kernels * hardware.kernel_floor_seconds + copies
+
+
+def _is_hopper(hardware: Hardware) -> bool:
+    return hardware.compute_capability is not None and hardware.compute_capability[0] == 9
+
+
+def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float:
+    """Each tensor by a kernel of its own, in tiles."""
+    if shape.is_dense and max(shape.kernel) == 1:
+        return 0.0
+    seconds, side = 0.0, constants.TURNED_TILE_SIDE
+    for grid in shape.tensors:
+        tiles = grid.images * ceil(grid.channels / side) * ceil(grid.positions / side)
+        turned = cycles_to_seconds(tiles * constants.TURNED_TILE_CYCLES / hardware.sm_count, hardware)
+        padded = _padded_channels(grid, item_bytes)
+        nbytes = (grid.numel + grid.images * grid.positions * padded) * item_bytes
+        seconds += hardware.kernel_floor_seconds
+        seconds += overlap(turned, nbytes / hardware.sustained_bandwidth_bytes_per_s, constants.VECTOR_OVERLAP)
+        seconds += _clearing(grid, item_bytes, hardware)
+    return seconds
+
+
+def _padding(shape: Convolution, item_bytes: float, hardware: Hardware) -> float:
+    return sum(
+        hardware.kernel_floor_seconds
+        + integer_seconds(constants.PADDING_OPERATIONS * grid.numel, hardware)
+        + _clearing(grid, item_bytes, hardware)
+        for grid in shape.tensors
+        if _padded_channels(grid, item_bytes) != grid.channels
+    )
+
+
+def _clearing(grid: Grid, item_bytes: float, hardware: Hardware) -> float:
+    """What has more channels than the tensor is set to zero before."""
+    padded = _padded_channels(grid, item_bytes)
+    if padded == grid.channels:
+        return 0.0
+    nbytes = grid.images * grid.positions * padded * item_bytes
+    return hardware.kernel_floor_seconds + nbytes / hardware.sustained_bandwidth_bytes_per_s
+
+
+def _padded_channels(grid: Grid, item_bytes: float) -> int:
+    multiple = int(constants.PADDED_BYTES // item_bytes)
+    return ceil(grid.channels / multiple) * multiple
+
+
+def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
+    """Seconds that the threads of an implicit GEMM take to load pixels of few channels, each by itself; 0 where a load
+    takes no more than a part of a pixel, and before Hopper."""
+    is_pixel = shape.channels * item_bytes <= constants.PADDED_BYTES and implicit.batch == 1
+    if not is_pixel or not _is_hopper(hardware):
+        return 0.0
+    positions, side = prod(shape.kernel), constants.FULL_TILE_SIDE
+    images, filters = (implicit.k, implicit.m) if shape.computes == "filter gradient" else (implicit.m, implicit.n)
+    loads = positions * (images * ceil(filters / side) + filters * ceil(images / side))
+    cycles = loads * constants.PIXEL_LOAD_CYCLES[shape.computes] / hardware.sm_count
+    return cycles_to_seconds(cycles, hardware)
 
 
 def _grouped(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates, on_matrix_units: bool) -> Busy:
@@ -47,20 +123,33 @@ def is_depthwise(shape: Convolution, implicit: Matmul) -> bool:
 
 
 def depthwise(
-    shape: Convolution, implicit: Matmul, moved: MatmulBytes, vector_flop_per_s: float, bytes_per_s: float
+    shape: Convolution, implicit: Matmul, moved: MatmulBytes, hardware: Hardware, bytes_per_s: float, *, is_fp16: bool
 ) -> Busy:
     """Each output reads its window: far below the vector peak, or bound by memory."""
-    compute = 2 * implicit.macs / (vector_flop_per_s * depthwise_share(shape))
+    if hardware.vendor == "nvidia" and not shape.channels_last and not is_fp16:
+        compute = integer_seconds(_depthwise_operations(shape, implicit), hardware)
+    else:
+        compute = 2 * implicit.macs / (hardware.vector_peak("fp32").flop_per_s * depthwise_share(shape))
     memory = moved.memory_bytes / bytes_per_s
     return Busy(compute, memory, max(compute, memory))
+
+
+def _depthwise_operations(shape: Convolution, implicit: Matmul) -> int:
+    """Integer operations of torch's own kernels."""
+    if shape.computes == "filter gradient":
+        return constants.DEPTHWISE_ADDITION_OPERATIONS * implicit.macs
+    places = implicit.macs // prod(shape.kernel)
+    return constants.DEPTHWISE_PLACE_OPERATIONS * places + constants.DEPTHWISE_VISIT_OPERATIONS * implicit.macs
 
 
 def depthwise_share(shape: Convolution) -> float:
     """The share of the vector peak: in channels-last neighbouring threads read neighbouring channels."""
     if not shape.channels_last:
         return constants.DEPTHWISE_SHARE
-    is_large = max(shape.kernel) > constants.DEPTHWISE_MOST_SIDE
-    return constants.DEPTHWISE_SHARE_LARGE if is_large else constants.DEPTHWISE_SHARE_CHANNELS_LAST
+    if max(shape.kernel) > constants.DEPTHWISE_MOST_SIDE:
+        return constants.DEPTHWISE_SHARE_LARGE
+    is_input_gradient = shape.computes == "input gradient"
+    return constants.DEPTHWISE_SHARE_OF_INPUT_GRADIENT if is_input_gradient else constants.DEPTHWISE_SHARE_CHANNELS_LAST
 
 
 def channel_share(shape: Convolution) -> float:

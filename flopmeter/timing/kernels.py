@@ -32,14 +32,16 @@ from flopmeter.timing.bandwidth import (
     cache_bytes_per_s,
     clock_hz,
     cycles_to_seconds,
+    integer_seconds,
     memory_seconds,
     miss_share,
+    narrow_unit_seconds,
     rows_in_flight,
     scattered_seconds,
     share_of_stream,
     threads_of,
 )
-from flopmeter.timing.convolution import conversions, convolution, depthwise, is_depthwise
+from flopmeter.timing.convolution import convolution, depthwise, is_depthwise, with_conversions
 from flopmeter.timing.gemm_kernels import (
     UNNAMED,
     NamedKernel,
@@ -85,7 +87,7 @@ def price(
     No kernel is faster than its executed FLOPs at the larger of spec and sustained peak, nor than its other bytes
     at the spec bandwidth.
     """
-    hardware = as_found_by(ran, hardware)
+    device, hardware = hardware, as_found_by(ran, hardware)
     other, work = _vector_seconds(cost, hardware), cost.work
     if not isinstance(work, MatrixWork) or not work.macs:
         busy = _vector_work(cost, hardware, other, cached_bytes)
@@ -93,6 +95,8 @@ def price(
     dtype = switches.matmul_dtype(cost)
     peak = hardware.contraction_peak(dtype, fp16_accumulate=switches.fp16_accumulate)
     busy, kind = _matmuls(cost, work, hardware, peak, cached_bytes, ran)
+    if isinstance(work, ConvolutionWork) and peak.unit == "matrix":
+        busy = with_conversions(busy, cost, work, device)
     floor = (2 * work.macs - cost.masked_flops) / max(peak.flop_per_s, peak.sustained_flop_per_s)
     compute = max(busy.compute_seconds, floor) + other  # other warps load meanwhile
     together = overlap(compute, busy.memory_seconds, constants.VECTOR_OVERLAP)
@@ -145,7 +149,7 @@ def _matmuls(
     saved = cached_bytes * max(0.0, 1 - rates.bytes_per_s / rates.cache_bytes_per_s)
     moved = MatmulBytes(cost.bytes - saved, cost.bytes_written, item_bytes_of(cost.dtype))
     if isinstance(work, ConvolutionWork):
-        return _convolution(work, moved, rates, hardware, peak)
+        return _convolution(cost, work, moved, rates, hardware, peak)
     if isinstance(work, UnpackingMatmulWork):
         if peak.unit != "matrix":
             return price_matmul(work.matmul, moved, rates), "small product"
@@ -165,18 +169,16 @@ def _matmuls(
 
 
 def _convolution(
-    work: ConvolutionWork, moved: MatmulBytes, rates: Rates, hardware: Hardware, peak: Peak
+    cost: Cost, work: ConvolutionWork, moved: MatmulBytes, rates: Rates, hardware: Hardware, peak: Peak
 ) -> tuple[Busy, str]:
     implicit, shape = work.implicit, work.shape
     if is_depthwise(shape, implicit):
-        fp32 = hardware.vector_peak("fp32").flop_per_s
-        return depthwise(shape, implicit, moved, fp32, rates.bytes_per_s), "depthwise convolution"
+        busy = depthwise(shape, implicit, moved, hardware, rates.bytes_per_s, is_fp16=cost.dtype == "fp16")
+        return busy, "depthwise convolution"
     if shape.channels * moved.item_bytes < constants.CONVOLUTION_DEPTH_BYTES and implicit.batch == 1:
         # Registers bound these at the boost clock; at half the FLOPs, the power limit leaves more of the clock.
         rates = rates.within(peak.flop_per_s * peak.burst * ampere_kernel_share(hardware))
     busy = convolution(shape, implicit, moved, rates, on_matrix_units=peak.unit == "matrix")
-    extra = conversions(shape, implicit.batch, moved, hardware) if peak.unit == "matrix" else 0.0
-    busy = busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)
     return busy, "convolution" if implicit.batch == 1 else "grouped convolution"
 
 
@@ -247,7 +249,7 @@ def _vector_seconds(cost: Cost, hardware: Hardware) -> float:
     arithmetic = flops / (hardware.vector_peak(cost.dtype).sustained_flop_per_s * share) if flops else 0.0
     is_slow = hardware.vendor == "nvidia"
     lanes = constants.CONVERSIONS_PER_CYCLE if is_slow else constants.AMD_LANES_PER_COMPUTE_UNIT
-    return overlap(arithmetic, _narrow_unit_seconds(cost.conversions, lanes, hardware), constants.VECTOR_OVERLAP)
+    return overlap(arithmetic, narrow_unit_seconds(cost.conversions, lanes, hardware), constants.VECTOR_OVERLAP)
 
 
 def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes: float) -> Busy:
@@ -264,7 +266,7 @@ def _vector_work(cost: Cost, hardware: Hardware, arithmetic: float, cached_bytes
     traffic = memory_seconds(cost, work, hardware, cached_bytes)
     traffic = overlap(traffic, scattered_seconds(work, hardware) / steps.busy_sms, constants.VECTOR_OVERLAP)
     traffic = overlap(traffic, steps.seconds, constants.VECTOR_OVERLAP)
-    indexing = index_seconds(work.index_operations + steps.operations, hardware) * idle
+    indexing = integer_seconds(work.index_operations + steps.operations, hardware) * idle
     memory = overlap(indexing, traffic, constants.INDEX_OVERLAP)
     first, others = _latencies(work, hardware, cached_share)
     together = overlap(compute, memory, constants.VECTOR_OVERLAP)
@@ -315,21 +317,6 @@ def _row_seconds(work: VectorWork, hardware: Hardware) -> float:
     if hardware.vendor == "amd":
         rate = min(rate, constants.AMD_LANES_PER_COMPUTE_UNIT * hardware.sm_count * clock_hz(hardware))
     return operations / rate
-
-
-def index_seconds(operations: int, hardware: Hardware) -> float:
-    """Time to compute addresses, on the integer units."""
-    return _narrow_unit_seconds(operations, constants.INTEGER_LANES_PER_SM, hardware)
-
-
-def _narrow_unit_seconds(operations: int, lanes_per_sm: int, hardware: Hardware) -> float:
-    """On a unit with so many lanes. A device without SMs (a TPU) is taken to have as many beside those for fp32 as an
-    SM, whose integer units are half of them."""
-    if not operations:
-        return 0.0
-    cycles = operations / (lanes_per_sm * hardware.sm_count)
-    per_lane = constants.LANES_OF_SM * operations / lanes_per_sm  # if one lane for fp32 did all
-    return min(cycles_to_seconds(cycles, hardware), per_lane / (hardware.vector_peak("fp32").flop_per_s / 2))
 
 
 def _vector_class(cost: Cost) -> str:

@@ -1,0 +1,82 @@
+"""Convolutions and poolings beside what an H100 took (torch 2.11, cuDNN 9.19, 2026-11, validation/traces), and laws
+that hold whatever it took."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flopmeter import FlopMeter
+
+BF16 = torch.bfloat16
+# Microseconds of one call, images, filters, stride, whether in channels-last.
+FORWARD = {
+    "filters over three channels, NHWC": (1820, (256, 3, 224, 224), (64, 3, 7, 7), 2, True),
+    "filters over three channels, NCHW": (2554, (256, 3, 224, 224), (64, 3, 7, 7), 2, False),
+    "patches, NHWC": (1633, (256, 3, 224, 224), (768, 3, 16, 16), 16, True),
+    "patches, NCHW": (2063, (256, 3, 224, 224), (768, 3, 16, 16), 16, False),
+    "3 x 3, NCHW": (344, (256, 64, 56, 56), (64, 64, 3, 3), 1, False),
+    "strided 1 x 1, NCHW": (675, (256, 256, 56, 56), (512, 256, 1, 1), 2, False),
+    "depthwise 3 x 3, NCHW": (1504, (128, 96, 112, 112), (96, 1, 3, 3), 1, False),
+    "depthwise 5 x 5, NCHW": (292, (128, 672, 14, 14), (672, 1, 5, 5), 1, False),
+    "depthwise 7 x 7, NCHW": (886, (64, 128, 56, 56), (128, 1, 7, 7), 1, False),
+}
+
+
+def tensor(shape, dtype=BF16, *, channels_last=False, requires_grad=False):
+    made = torch.empty(shape, dtype=dtype, device="meta")
+    made = made.to(memory_format=torch.channels_last) if channels_last else made
+    return made.requires_grad_(requires_grad)
+
+
+def convolved(images, filters, stride, channels_last, *, dtype=BF16, hardware="h100-sxm5-80gb"):
+    """Seconds of the kernels."""
+    x, weight = tensor(images, dtype, channels_last=channels_last), tensor(filters, dtype)
+    with FlopMeter(hardware) as meter:
+        groups = images[1] // filters[1]
+        nn.functional.conv2d(x, weight, stride=stride, padding=filters[-1] // 2 * (stride < 16), groups=groups)
+    return meter.report().kernel_seconds
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_a_convolution_takes_about_as_long_as_on_an_h100(name):
+    microseconds, *case = FORWARD[name]
+    assert convolved(*case) * 1e6 == pytest.approx(microseconds, rel=0.3)
+
+
+def test_hopper_turns_tensors_in_nchw_but_those_of_a_plain_product():
+    """1 x 1 without a stride is a product over images in either layout (`nvjet` kernels in the profile)."""
+    wide, narrow = ((64, 128, 56, 56), (128, 128, 3, 3), 1), ((64, 128, 56, 56), (128, 128, 1, 1), 1)
+    assert convolved(*wide, False) > 1.3 * convolved(*wide, True)
+    assert convolved(*narrow, False) == pytest.approx(convolved(*narrow, True), rel=0.15)
+
+
+def test_before_hopper_no_kernel_turns_images_in_16_bits():
+    case = ((64, 128, 56, 56), (128, 128, 3, 3), 1)
+    assert convolved(*case, False, hardware="rtx-4090") < 1.35 * convolved(*case, True, hardware="rtx-4090")
+
+
+def test_a_depthwise_gradient_of_filters_takes_as_long_as_on_an_h100():
+    """Both gradients: 4.97 ms in bf16, 5.05 in fp32."""
+    for dtype, microseconds in ((BF16, 4967), (torch.float32, 5048)):
+        x, weight = tensor((128, 96, 112, 112), dtype, requires_grad=True), tensor((96, 1, 3, 3), dtype)
+        out = nn.functional.conv2d(x, weight.requires_grad_(), padding=1, groups=96)
+        with FlopMeter("h100-sxm5-80gb") as meter:
+            out.backward(torch.empty_like(out))
+        assert meter.report().kernel_seconds * 1e6 == pytest.approx(microseconds, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "padding", "forward", "backward"),
+    [((256, 64, 112, 112), 3, 1, 827, 2380), ((8, 64, 256, 256), 2, 0, 103, 342), ((8, 512, 32, 32), 2, 0, 14.4, 45)],
+)
+def test_poolings_take_as_long_as_on_an_h100(shape, kernel, padding, forward, backward):
+    """Microseconds; in 16 bits and NCHW, with the zeros before a gradient."""
+    x = tensor(shape, requires_grad=True)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        out = nn.functional.max_pool2d(x, kernel, 2, padding)
+    assert meter.report().kernel_seconds * 1e6 == pytest.approx(forward, rel=0.2)
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        out.backward(torch.empty_like(out))
+    assert meter.report().kernel_seconds * 1e6 == pytest.approx(backward, rel=0.2)
