@@ -56,8 +56,10 @@ def link_seconds(copy: HostCopy, hardware: Hardware) -> float:
 def share_of_stream(cost: Cost, hardware: Hardware) -> float:
     """The share of the streaming bandwidth that the kernel's access pattern reaches."""
     access = cost.access or _ACCESS_OF_CLASS.get(cost.op_class, "stream")
-    share = constants.ACCESS_SHARE[access]
-    is_slowed = hardware.memory_type.startswith("GDDR") and access in _BY_VECTOR_LOADS and _is_narrow(cost)
+    share, is_gddr = constants.ACCESS_SHARE[access], hardware.memory_type.startswith("GDDR")
+    if is_gddr and access == "statistics":
+        return constants.STATISTICS_SHARE_GDDR
+    is_slowed = is_gddr and access in _BY_VECTOR_LOADS and _is_narrow(cost)
     return share * constants.NARROW_SHARE if is_slowed else share
 
 

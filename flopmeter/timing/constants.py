@@ -438,6 +438,10 @@ ACCESS_SHARE: Mapping[Access, float] = {
     "fused": 1.0,
 }
 
+# That of "statistics" on GDDR, fitted: training of image models in fp16 and NCHW on an RTX 3090 (rtx3090_train.csv
+# of the same results, torch 1.12). Five nets are 4.4 % off; by the share above, 9.
+STATISTICS_SHARE_GDDR = 0.6
+
 # Elements of less than 4 bytes, of which a thread loads four at a time (torch's vectorized_elementwise_kernel), on
 # GDDR: .87 of spec where fp32 streams reach .93 [timm]. HBM loses nothing: fp16 additions reach .88 of an A100's spec
 # [vidur], fp32 ones .88 [NeuSight].
