@@ -21,7 +21,7 @@ def memory_taken(graph: Any, nodes: Sequence[Any]) -> dict[str, str]:
     taken: dict[str, str] = {}
     with _writing(graph) as wrapper:
         for node in nodes:
-            taken_here = _Kernel()
+            taken_here = _TakenHere()
             if not node.is_template():
                 with names.VIRTUALIZED.value.set_kernel_handler(taken_here):
                     for part in node.get_nodes():
@@ -43,7 +43,7 @@ def _outside(node: Any, taken: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield result, source
 
 
-class _Kernel:
+class _TakenHere:
     """What the scheduler tells of a kernel that it writes; the arguments in the code are nobody's concern here."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class Matmul(NamedTuple):
         return self.batch * self.m * self.n * self.k
 
 
-class Grid(NamedTuple):
+class Planes(NamedTuple):
     """The shape of an image, or of filters: so many of them, each with channels at positions."""
 
     images: int
@@ -55,7 +55,7 @@ class Convolution(NamedTuple):
     is_dense: bool  # stride and dilation 1, not transposed
     channels_last: bool = False  # the channels of a position are contiguous: matrix units need no copy
     computes: Computed = "output"
-    tensors: tuple[Grid, ...] = ()  # that the kernel reads and, last, the one that it writes
+    tensors: tuple[Planes, ...] = ()  # that the kernel reads and, last, the one that it writes
 
 
 class Recurrence(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, prod
 
 from flopmeter.device.hardware import Hardware
-from flopmeter.records import Convolution, ConvolutionWork, Cost, Grid, Matmul
+from flopmeter.records import Convolution, ConvolutionWork, Cost, Matmul, Planes
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import cycles_to_seconds, integer_seconds
@@ -63,39 +63,39 @@ def _turning(shape: Convolution, item_bytes: float, hardware: Hardware) -> float
     if shape.is_dense and max(shape.kernel) == 1:
         return 0.0
     seconds, side = 0.0, constants.TURNED_TILE_SIDE
-    for grid in shape.tensors:
-        tiles = grid.images * ceil(grid.channels / side) * ceil(grid.positions / side)
+    for planes in shape.tensors:
+        tiles = planes.images * ceil(planes.channels / side) * ceil(planes.positions / side)
         turned = cycles_to_seconds(tiles * constants.TURNED_TILE_CYCLES / hardware.sm_count, hardware)
-        padded = _padded_channels(grid, item_bytes)
-        nbytes = (grid.numel + grid.images * grid.positions * padded) * item_bytes
+        padded = _padded_channels(planes, item_bytes)
+        nbytes = (planes.numel + planes.images * planes.positions * padded) * item_bytes
         seconds += hardware.kernel_floor_seconds
         seconds += overlap(turned, nbytes / hardware.sustained_bandwidth_bytes_per_s, constants.VECTOR_OVERLAP)
-        seconds += _clearing(grid, item_bytes, hardware)
+        seconds += _clearing(planes, item_bytes, hardware)
     return seconds
 
 
 def _padding(shape: Convolution, item_bytes: float, hardware: Hardware) -> float:
     return sum(
         hardware.kernel_floor_seconds
-        + integer_seconds(constants.PADDING_OPERATIONS * grid.numel, hardware)
-        + _clearing(grid, item_bytes, hardware)
-        for grid in shape.tensors
-        if _padded_channels(grid, item_bytes) != grid.channels
+        + integer_seconds(constants.PADDING_OPERATIONS * planes.numel, hardware)
+        + _clearing(planes, item_bytes, hardware)
+        for planes in shape.tensors
+        if _padded_channels(planes, item_bytes) != planes.channels
     )
 
 
-def _clearing(grid: Grid, item_bytes: float, hardware: Hardware) -> float:
+def _clearing(planes: Planes, item_bytes: float, hardware: Hardware) -> float:
     """What has more channels than the tensor is set to zero before."""
-    padded = _padded_channels(grid, item_bytes)
-    if padded == grid.channels:
+    padded = _padded_channels(planes, item_bytes)
+    if padded == planes.channels:
         return 0.0
-    nbytes = grid.images * grid.positions * padded * item_bytes
+    nbytes = planes.images * planes.positions * padded * item_bytes
     return hardware.kernel_floor_seconds + nbytes / hardware.sustained_bandwidth_bytes_per_s
 
 
-def _padded_channels(grid: Grid, item_bytes: float) -> int:
+def _padded_channels(planes: Planes, item_bytes: float) -> int:
     multiple = int(constants.PADDED_BYTES // item_bytes)
-    return ceil(grid.channels / multiple) * multiple
+    return ceil(planes.channels / multiple) * multiple
 
 
 def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:

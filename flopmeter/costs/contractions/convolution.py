@@ -8,7 +8,7 @@ from typing import Any
 from flopmeter.costs.dense_operands import copy_of
 from flopmeter.costs.rules import FREE, make_convolution, make_cost, rule, scratch
 from flopmeter.costs.windows import covered
-from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Convolution, Cost, Grid, Matmul, Region, TensorSpec
+from flopmeter.records import ELEMENTWISE, REDUCTION, Call, Convolution, Cost, Matmul, Planes, Region, TensorSpec
 from flopmeter.records.memory_format import dense_strides, is_channels_last, is_dense
 from flopmeter.torch_names.operators import aten
 
@@ -33,7 +33,7 @@ def convolution(call: Call) -> tuple[Cost, ...]:
     product = _implicit_product(x, weight, out, transposed, call.argument("groups"))
     channels_last = is_channels_last(out.shape, out.stride)
     shape = _shape(call, weight, x if transposed else out, transposed, channels_last)
-    shape = shape._replace(tensors=_grids(x, weight, out))
+    shape = shape._replace(tensors=_planes(x, weight, out))
     layout = _ConvolutionLayout(call, (x, weight), channels_last)
     met = x if transposed else _met(call, x, weight, out)
     read = (layout.part(x, met), layout.part(weight, weight))
@@ -62,7 +62,7 @@ def convolution_relu(call: Call) -> Cost:
     product = _implicit_product(x, weight, out, False, call.argument("groups"))
     extra = ((ELEMENTWISE, adds + scaled * out.numel),)
     shape = _shape(call, weight, out, False, is_channels_last(out.shape, out.stride))
-    shape = shape._replace(tensors=_grids(x, weight, out))
+    shape = shape._replace(tensors=_planes(x, weight, out))
     read = (_met(call, x, weight, out), weight, *rest)
     return make_convolution(call, product, shape, extra=extra, read=read)
 
@@ -84,14 +84,14 @@ def convolution_backward(call: Call) -> tuple[Cost, ...]:
     kernels = layout.copies
     if wants_input:
         read = (layout.part(grad, grad), layout.part(weight, weight))
-        by_input = shape._replace(computes="input gradient", tensors=_grids(grad, weight, x))
+        by_input = shape._replace(computes="input gradient", tensors=_planes(grad, weight, x))
         kernels.append(make_convolution(call, product, by_input, read=read, written=(next(outputs),)))
     if wants_weight:
         batch, m, n, k = product
         by_weight = Matmul(batch, n, k, m)  # the sum runs over the positions
         met = (_met(call, grad, weight, x), x) if transposed else (grad, _met(call, x, weight, grad))
         read = (layout.part(grad, met[0]), layout.part(x, met[1]))
-        by_filter = shape._replace(positions=(), computes="filter gradient", tensors=_grids(grad, x, weight))
+        by_filter = shape._replace(positions=(), computes="filter gradient", tensors=_planes(grad, x, weight))
         kernels.append(make_convolution(call, by_weight, by_filter, read=read, written=(next(outputs),)))
     if wants_bias:
         kernels.append(_bias_gradient(call, grad, next(outputs)))
@@ -136,8 +136,8 @@ def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool,
     return Convolution(channels, tuple(kernel), anchor.shape[-len(kernel) :], is_unit_step, channels_last)
 
 
-def _grids(*specs: TensorSpec) -> tuple[Grid, ...]:
-    return tuple(Grid(spec.shape[0], spec.shape[1], prod(spec.shape[2:])) for spec in specs)
+def _planes(*specs: TensorSpec) -> tuple[Planes, ...]:
+    return tuple(Planes(spec.shape[0], spec.shape[1], prod(spec.shape[2:])) for spec in specs)
 
 
 def _implicit_product(x: TensorSpec, weight: TensorSpec, out: TensorSpec, transposed: Any, groups: int) -> Matmul:
