@@ -45,9 +45,9 @@ def attention_seconds(report: Report) -> list[float]:
 @pytest.mark.parametrize(("hardware", "share"), [("h100-sxm5-80gb", 0.629), ("b200-sxm-180gb", 0.629 / 2)])
 def test_cudnn_attention_uses_the_newer_instructions_that_flash_does_not(hardware, share):
     """Flash runs on `mma`: 62.9 % of Hopper's rate (arXiv 2402.13499), and Blackwell's SM multiplies twice as much a
-    clock by its own instructions. The softmax costs both the same, but Blackwell's backward hides it beside matmuls. And
-    `mma` draws more power for a FLOP: an H100 took 2.0 times as long for 16k causal tokens forward, 1.9 backward (torch
-    2.11)."""
+    clock by its own instructions. The softmax costs both the same, but Blackwell's backward hides it beside matmuls.
+    `mma` draws more power for a FLOP, too: an H100 took 2.0 times as long for 16k causal tokens forward, 1.9 backward
+    (torch 2.11)."""
     flash, cudnn = (attention_seconds(attended(backend, hardware, train=True)) for backend in (FLASH, CUDNN))
     forward, backward = (slow / fast for slow, fast in zip(flash, cudnn, strict=True))
     assert 1.2 < forward < 1.25 / share
