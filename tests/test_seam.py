@@ -92,6 +92,10 @@ def odds_and_ends() -> None:
     torch.bmm(meta(3, 16, 8), meta(3, 8, 24))
     torch.conv_tbc(meta(9, 2, 4), meta(3, 4, 5), meta(5))
     nn.GroupNorm(2, 4, device="meta")(images)
+    meta(64, 512).cumsum(-1)
+    meta(1 << 22).cumsum(0)
+    meta(1 << 20).sum()
+    nn.Conv2d(4, 8, 3, device="meta")(meta(2, 4, 16, 16).requires_grad_()).sum().backward()
 
 
 def attend_in_a_window() -> None:
@@ -144,6 +148,8 @@ def in_pages() -> list[records.Kernel]:
 def recur() -> None:
     nn.LSTM(16, 32, num_layers=2, device="meta")(meta(5, 2, 16))
     nn.GRU(16, 25, device="meta")(meta(7, 2, 16))
+    nn.LSTM(16, 200, device="meta")(meta(5, 2, 16))
+    nn.LSTM(256, 256, device="meta", dtype=F16)(meta(5, 8, 256, dtype=F16))
 
 
 def convolve() -> None:

@@ -145,7 +145,7 @@ def test_published_runs_on_eight_gpus_are_predicted(tmp_path):
     (tmp_path / "e2e.csv").write_text(f"{','.join(row)}\n{','.join(row.values())}\n")
     done = run("--e2e", str(tmp_path / "e2e.csv"))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["llm-foundry, 8 a100_40gb, tokens/s"]["MPT-125m"] < 10
+    assert json.loads(done.stdout.splitlines()[-1])["llm-foundry, 8 a100_40gb, tokens/s"]["MPT-125m"] < 12
     assert "Warning" not in done.stderr  # of torch, whose autocast wants CUDA outside of a meter
 
 
