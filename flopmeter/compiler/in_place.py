@@ -54,19 +54,12 @@ class _TakenHere:
         pass
 
 
-class _Wrapper:
-    """What calls the kernels, as far as it knows which buffers are free."""
-
-    def __init__(self) -> None:
-        self.freed: set[str] = set()
-
-    def can_reuse(self, *buffer_and_node: Any) -> bool:
-        return bool(names.CAN_REUSE.value(self, *buffer_and_node))
-
-
 @contextmanager
-def _writing(graph: Any) -> Iterator[_Wrapper]:
-    wrapper, before = _Wrapper(), graph.wrapper_code
+def _writing(graph: Any) -> Iterator[Any]:
+    """What calls the kernels, as far as it knows which buffers are free."""
+    code = names.WRAPPER_CODE.value
+    wrapper, before = code.__new__(code), graph.wrapper_code
+    wrapper.freed = set()
     graph.wrapper_code = wrapper
     try:
         yield wrapper

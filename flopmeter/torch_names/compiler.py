@@ -53,7 +53,8 @@ LOOPS_NODE = _name("torch._inductor.scheduler", "SchedulerNode", "which kernels 
 _name(
     "torch._inductor.scheduler", "SchedulerNode.decide_inplace_update", "which results take the memory of what is read"
 )
-CAN_REUSE = _name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.can_reuse", "whether a buffer is free")
+WRAPPER_CODE = _name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen", "what asks which buffers are free")
+_name("torch._inductor.codegen.wrapper", "PythonWrapperCodegen.can_reuse", "whether a buffer is free")
 NOP_NODE = _name("torch._inductor.scheduler", "NopKernelSchedulerNode", "which nodes launch nothing")
 _name("torch._inductor.scheduler", "FusedSchedulerNode", "which kernels are fused")
 IR = _name("torch._inductor.ir", "IRNode", "what a graph is lowered to")
