@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from costs_support import meta
 
 from flopmeter import FlopMeter
 
@@ -23,10 +24,6 @@ MEASURED = {
     "addition, fp32": (264.7, lambda: meta(BIG).add(meta(BIG))),
     "addition, bf16": (131.4, lambda: meta(BIG, dtype=BF16).add(meta(BIG, dtype=BF16))),
 }
-
-
-def meta(*shape, dtype=FP32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def seconds(program, hardware="h100-sxm5-80gb"):

@@ -3,16 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from costs_support import meta
 
 from flopmeter import FlopMeter, load_hardware
 from flopmeter.timing.grids import blocks_of_result
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
 H100 = "h100-sxm5-80gb"
-
-
-def meta(*shape, dtype=FP32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def last(program, device=H100):
@@ -70,7 +67,7 @@ def _loss(rows, classes):
 
 
 def _loss_gradient(rows, classes):
-    x, target, one = meta(rows, classes), meta(rows, dtype=I64), meta(())
+    x, target, one = meta(rows, classes), meta(rows, dtype=I64), meta()
     torch.ops.aten.nll_loss_backward(one, x, target, None, 1, -100, one)
 
 

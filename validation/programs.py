@@ -38,6 +38,12 @@ def train(model, loss_of, optimizer=None, autocast=bf16, compiled=False):
     return step
 
 
+def train_language_model(model, batch, length, **options):
+    """In bf16, without autocast."""
+    x = ids(batch, length)
+    return train(model, lambda m: m(input_ids=x, labels=x).loss, autocast=None, **options)
+
+
 def infer(model, *a, compiled=None, dtype=None, **k):
     model.eval().requires_grad_(False)
     if compiled:
@@ -120,9 +126,7 @@ def mixtral_small_train():
         num_experts_per_tok=2,
         use_cache=False,
     )
-    m = MixtralForCausalLM(c).to(dev, bf16)
-    x = ids(4, 1024)
-    return train(m, lambda m: m(input_ids=x, labels=x).loss, autocast=None)
+    return train_language_model(MixtralForCausalLM(c).to(dev, bf16), 4, 1024)
 
 
 @program
@@ -318,14 +322,12 @@ def llama(layers=8, d=2048, ff=8192, h=32, kv=8, **k):
 
 @program
 def llama_train():
-    m, x = llama(), ids(4, 2048)
-    return train(m, lambda m: m(input_ids=x, labels=x).loss, autocast=None)
+    return train_language_model(llama(), 4, 2048)
 
 
 @program
 def llama_train_compiled():
-    m, x = llama(), ids(4, 2048)
-    return train(m, lambda m: m(input_ids=x, labels=x).loss, autocast=None, compiled=True)
+    return train_language_model(llama(), 4, 2048, compiled=True)
 
 
 @program
@@ -335,9 +337,8 @@ def llama_lora_checkpoint_train():
     m = get_peft_model(llama(), LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
     m.enable_input_require_grads()
     m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    x = ids(4, 2048)
     o = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-4)
-    return train(m, lambda m: m(input_ids=x, labels=x).loss, o, autocast=None)
+    return train_language_model(m, 4, 2048, optimizer=o)
 
 
 def decode(b, ctx, layers, d, ff, h, kv):
@@ -462,9 +463,7 @@ def deepseek_train():
         first_k_dense_replace=1,
         use_cache=False,
     )
-    m = DeepseekV3ForCausalLM(c).to(dev, bf16)
-    x = ids(4, 1024)
-    return train(m, lambda m: m(input_ids=x, labels=x).loss, autocast=None)
+    return train_language_model(DeepseekV3ForCausalLM(c).to(dev, bf16), 4, 1024)
 
 
 @program

@@ -40,6 +40,10 @@ FLOAT8_OPERATIONS = 16
 # step. Six divisions for each of 9.2 million elements take 42 µs on an H100 (AMD-AGI/TraceLens), which implies 9
 # each; three for each element of a cache of keys on A100s (Hugging Face optimum-benchmark, torch 2.1) imply 8.
 DIVISION_OPERATIONS = 9
+# Its grid gives each operand threads for half of the device (getCatGrid), so that one large operand takes twice as long
+# as two of half its size.
+OPERANDS_THAT_FILL_A_DEVICE = 2
+
 # A thread of a pooling or an interpolation divides its number by sizes that it learns at run time (and again for where
 # windows begin and end), some of 64 bits, and then visits the elements of its window one by one (DilatedMaxPool2d.cu,
 # UpSampleBilinear2d.cu). On an H100 (torch 2.11, 2026-11: validation/traces) poolings of 2 x 2 and 3 x 3 take 190 and
@@ -47,9 +51,6 @@ DIVISION_OPERATIONS = 9
 # an average takes twice as many, an interpolation 150.
 PLACE_OPERATIONS = 140
 VISIT_OPERATIONS = 15
-# Its grid gives each operand threads for half of the device (getCatGrid), so that one large operand takes twice as long
-# as two of half its size.
-OPERANDS_THAT_FILL_A_DEVICE = 2
 
 # `roll` finds the source of each element by a remainder and a quotient of 64 bits (roll_cuda_kernel in
 # TensorTransformations.cu), which test for 32 bits first and then divide these. From 50 million bf16 elements on an

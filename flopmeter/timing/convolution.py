@@ -33,15 +33,13 @@ def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Ha
     shape, item_bytes = work.shape, item_bytes_of(cost.dtype)
     if is_depthwise(shape, work.implicit):
         return busy
-    if not _is_hopper(hardware):
-        extra = _copies(cost, work, hardware)
-    elif shape.channels_last:
-        extra = _padding(shape, item_bytes, hardware)
+    seconds = busy.work_seconds
+    if _is_hopper(hardware):
+        extra = (_padding if shape.channels_last else _turning)(shape, item_bytes, hardware)
+        seconds = max(seconds, _by_pixels(shape, work.implicit, item_bytes, hardware))
     else:
-        extra = _turning(shape, item_bytes, hardware)
-    pixels = _by_pixels(shape, work.implicit, item_bytes, hardware)
-    seconds = max(busy.work_seconds, pixels) + extra
-    return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=seconds)
+        extra = _copies(cost, work, hardware)
+    return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=seconds + extra)
 
 
 def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:
@@ -100,9 +98,8 @@ def _padded_channels(planes: Planes, item_bytes: float) -> int:
 
 def _by_pixels(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
     """Seconds that the threads of an implicit GEMM take to load pixels of few channels, each by itself; 0 where a load
-    takes no more than a part of a pixel, and before Hopper."""
-    is_pixel = shape.channels * item_bytes <= constants.PADDED_BYTES and implicit.batch == 1
-    if not is_pixel or not _is_hopper(hardware):
+    takes no more than a part of a pixel."""
+    if shape.channels * item_bytes > constants.PADDED_BYTES or implicit.batch > 1:
         return 0.0
     positions, side = prod(shape.kernel), constants.FULL_TILE_SIDE
     images, filters = (implicit.k, implicit.m) if shape.computes == "filter gradient" else (implicit.m, implicit.n)

@@ -23,7 +23,7 @@ from flopmeter.torch_names.operators import aten
 SOFTMAX_ROW_IN_REGISTERS = 1024
 LAYER_NORM_THREADS = 128
 LAYER_NORM_ELEMENTS = 4  # of a load
-UNALIGNED_THREADS = 256  # of rows that are no multiple of that
+PLAIN_THREADS = 256  # of blocks that load one element at a time (kCUDANumThreads in block_reduce.cuh)
 BLOCK_THREADS = 512  # group norm, and all kernels that reduce a whole channel
 AMD_BLOCK_THREADS = 256  # the same (MAX_BLOCK_SIZE in Normalization.cuh)
 LOAD_BYTES = 16
@@ -65,7 +65,7 @@ MOST_BLOCKS = 256 * 1024
 # cuDNN's among them. An SM starts a block of few threads every 140 cycles: planes of 7 x 7 and 14 x 14 take as long, in
 # bf16 and fp32. Set on shapes of ResNet-50 and MobileNet (H100 SXM, torch 2.11, 2026-11: validation/traces).
 STATISTICS_OPERATIONS = 30
-DIVISION_OPERATIONS = 67
+COUNTED_STATISTICS_OPERATIONS = 67
 GRADIENT_OPERATIONS = 38
 ELEMENT_OPERATIONS = 10
 STARTING_OPERATIONS = 140 * 128  # of an SM
@@ -160,7 +160,7 @@ def group_norm_backward(call: Call) -> Cost:
             _repeated(grad, (shape[0], 1, 1)),
         )
         indexed = index_operations((each, each, each, of_channel, of_group, of_group))
-    over_samples = Reread(0, ceil(channels / AMD_BLOCK_THREADS), 0, AMD_BLOCK_THREADS, 0, samples, is_kernel=True)
+    over_samples = Reread(0, ceil(channels / PLAIN_THREADS), 0, PLAIN_THREADS, 0, samples, is_kernel=True)
     rereads = (sums, over_samples) if any(of_weights) else (sums,)
     flops = _wanted(call) * grad.numel
     return make_cost(call, NORMALIZATION, flops, rereads=rereads, index_operations=indexed, kernels=kernels)
@@ -328,9 +328,9 @@ def _is_aligned(call: Call) -> bool:
 def _element_by_element(call: Call, x: TensorSpec) -> tuple[Reread, Reread]:
     """Other rows: one kernel takes the statistics, another applies them (LayerNormForwardCUDAKernel)."""
     columns = prod(call.argument("normalized_shape"))
-    turns, rows = ceil(columns / UNALIGNED_THREADS), x.numel // columns
+    turns, rows = ceil(columns / PLAIN_THREADS), x.numel // columns
     operations = ELEMENT_OPERATIONS * turns
-    applied = Reread(0, rows, columns * x.dtype.itemsize, UNALIGNED_THREADS, operations, turns)
+    applied = Reread(0, rows, columns * x.dtype.itemsize, PLAIN_THREADS, operations, turns)
     return _moments(x, rows), applied
 
 
@@ -382,7 +382,7 @@ def _has_channels_last(x: TensorSpec) -> bool:
 def _statistics(x: TensorSpec) -> Reread:
     """The kernel for mean and deviation of each channel, one element after the other."""
     if _has_channels_last(x):
-        return _columns(x, 1, DIVISION_OPERATIONS)
+        return _columns(x, 1, COUNTED_STATISTICS_OPERATIONS)
     return _as_kernel(_channels(x, 1, STATISTICS_OPERATIONS, _turns_of_channel(x)))
 
 

@@ -32,8 +32,7 @@ def convolution(call: Call) -> tuple[Cost, ...]:
     transposed = packet is aten.cudnn_convolution_transpose or (packet in _GENERAL and call.argument("transposed"))
     product = _implicit_product(x, weight, out, transposed, call.argument("groups"))
     channels_last = is_channels_last(out.shape, out.stride)
-    shape = _shape(call, weight, x if transposed else out, transposed, channels_last)
-    shape = shape._replace(tensors=_planes(x, weight, out))
+    shape = _shape(call, weight, x if transposed else out, transposed, channels_last, (x, weight, out))
     layout = _ConvolutionLayout(call, (x, weight), channels_last)
     met = x if transposed else _met(call, x, weight, out)
     read = (layout.part(x, met), layout.part(weight, weight))
@@ -61,8 +60,7 @@ def convolution_relu(call: Call) -> Cost:
     scaled = call.func.overloadpacket is aten.cudnn_convolution_add_relu and call.argument("alpha") not in (None, 1)
     product = _implicit_product(x, weight, out, False, call.argument("groups"))
     extra = ((ELEMENTWISE, adds + scaled * out.numel),)
-    shape = _shape(call, weight, out, False, is_channels_last(out.shape, out.stride))
-    shape = shape._replace(tensors=_planes(x, weight, out))
+    shape = _shape(call, weight, out, False, is_channels_last(out.shape, out.stride), (x, weight, out))
     read = (_met(call, x, weight, out), weight, *rest)
     return make_convolution(call, product, shape, extra=extra, read=read)
 
@@ -79,19 +77,19 @@ def convolution_backward(call: Call) -> tuple[Cost, ...]:
     if not (wants_input or wants_weight):
         return (_bias_gradient(call, grad, next(outputs)),) if wants_bias else FREE
     channels_last = any(is_channels_last(spec.shape, spec.stride) for spec in (x, weight))
-    shape = _shape(call, weight, x if transposed else grad, transposed, channels_last)
+    shape = _shape(call, weight, x if transposed else grad, transposed, channels_last, (grad, weight, x))
     layout = _ConvolutionLayout(call, (grad, x, weight), channels_last)
     kernels = layout.copies
     if wants_input:
         read = (layout.part(grad, grad), layout.part(weight, weight))
-        by_input = shape._replace(computes="input gradient", tensors=_planes(grad, weight, x))
+        by_input = shape._replace(computes="input gradient")
         kernels.append(make_convolution(call, product, by_input, read=read, written=(next(outputs),)))
     if wants_weight:
         batch, m, n, k = product
         by_weight = Matmul(batch, n, k, m)  # the sum runs over the positions
         met = (_met(call, grad, weight, x), x) if transposed else (grad, _met(call, x, weight, grad))
         read = (layout.part(grad, met[0]), layout.part(x, met[1]))
-        by_filter = shape._replace(positions=(), computes="filter gradient", tensors=_planes(grad, x, weight))
+        by_filter = shape._replace(positions=(), computes="filter gradient")
         kernels.append(make_convolution(call, by_weight, by_filter, read=read, written=(next(outputs),)))
     if wants_bias:
         kernels.append(_bias_gradient(call, grad, next(outputs)))
@@ -128,16 +126,22 @@ class _ConvolutionLayout:
         return met if copy is None else Region(copy, met.nbytes)
 
 
-def _shape(call: Call, weight: TensorSpec, anchor: TensorSpec, transposed: bool, channels_last: bool) -> Convolution:
+def _shape(
+    call: Call,
+    weight: TensorSpec,
+    anchor: TensorSpec,
+    transposed: bool,
+    channels_last: bool,
+    tensors: tuple[TensorSpec, ...],
+) -> Convolution:
     """What the time model needs beside the matmul; `anchor` has the positions that meet the whole kernel."""
     _, channels, *kernel = weight.shape
     steps = (*call.argument("stride"), *call.argument("dilation"))
     is_unit_step = not transposed and all(step == 1 for step in steps)
-    return Convolution(channels, tuple(kernel), anchor.shape[-len(kernel) :], is_unit_step, channels_last)
-
-
-def _planes(*specs: TensorSpec) -> tuple[Planes, ...]:
-    return tuple(Planes(spec.shape[0], spec.shape[1], prod(spec.shape[2:])) for spec in specs)
+    planes = tuple(Planes(spec.shape[0], spec.shape[1], prod(spec.shape[2:])) for spec in tensors)
+    return Convolution(
+        channels, tuple(kernel), anchor.shape[-len(kernel) :], is_unit_step, channels_last, tensors=planes
+    )
 
 
 def _implicit_product(x: TensorSpec, weight: TensorSpec, out: TensorSpec, transposed: Any, groups: int) -> Matmul:
