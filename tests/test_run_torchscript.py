@@ -77,6 +77,29 @@ def test_a_traced_model_trains():
     assert device.report().step.macs == 2 * convolution + 3 * 8 * 4 * 10  # images have no gradient
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = getattr(nn, kind)(8, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_scripted_recurrent_layer_moves_with_all_of_its_weights(kind):
+    """On a GPU `.cuda()` changes what is inside of its parameters, which its list of weights holds too."""
+    with flopmeter.cuda(A100, steps=1) as device:
+        model = torch.jit.script(Recurrent(kind)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.zeros(4, 10, 8, device=device)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
+    forward = 4 * 10 * gates * 16 * (8 + 16)
+    assert device.report().step.macs == 3 * forward  # cuDNN computes the gradient of x in any case
+
+
 def test_a_model_on_the_cpu_is_traced_as_without_a_run():
     with flopmeter.cuda(A100):
         torch.zeros(1, device="cuda")

@@ -336,7 +336,8 @@ def _verdict(row: DeviceRow) -> str:
     if speedup[best] > speedup[row.regime] + NOTEWORTHY:
         verdict += f", yet {RESOURCES[best]} would help most"
     if boundary is None:
-        return f"{verdict}; still at {MOST_TIMES:.0f}x the {resource}"
+        reason = ", by latency, caches and addresses" if row.regime == "memory" else ""
+        return f"{verdict}; still at {MOST_TIMES:.0f}x the {resource}{reason}"
     if boundary.times < 1 + NOTEWORTHY:
         return f"{verdict}, and as much {boundary.regime}-bound"
     return f"{verdict}; {boundary.regime}-bound from {boundary.times:.2g}x the {resource}"

@@ -388,6 +388,8 @@ def _script_to(module: Module, *args: Any, **kwargs: Any) -> Module:
             moved = tensor.detach().to(*args, **kwargs)
             whole = tensor.to(moved.device)  # modules cast floats alone
             each._c.setattr(name, moved.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else whole)
+        if each._c.hasattr("_flat_weights"):  # a recurrent layer holds its weights in a list, too
+            each._c.setattr("_flat_weights", [each._c.getattr(name) for name in each._c.getattr("_flat_weights_names")])
     return module
 
 
