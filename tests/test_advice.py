@@ -601,6 +601,30 @@ def test_what_only_looks_like_a_fault_is_left_alone(mask):
     assert not [each.remedy for each in meter.report().advice if each.remedy.startswith(names)]
 
 
+@pytest.mark.parametrize("batches", ["new ones", "the same", "checkpointed", "under one autocast", "all forward first"])
+def test_gradients_of_several_batches_are_no_graph_that_is_walked_twice(batches):
+    """Each batch has a graph of its own, though they share weights, an image of these in bf16, and the same input."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(3)))
+        x = torch.empty(4096, 1024)
+
+    def loss():
+        y = x if batches == "the same" else torch.randn_like(x)
+        for layer in model:
+            y = checkpoint(layer, y, use_reentrant=False) if batches == "checkpointed" else layer(y)
+        return y.float().square().mean()
+
+    def step():
+        with torch.autocast("cuda", HALF, enabled="autocast" in batches):
+            losses = [loss() for _ in range(3)] if "forward" in batches or "autocast" in batches else []
+        for number in range(3):
+            (losses[number] if losses else loss()).backward()
+
+    with FlopMeter(H100) as meter:
+        step()
+    assert not [each.remedy for each in meter.report().advice if each.remedy.startswith("one backward()")]
+
+
 def test_a_minor_fault_stands_by_what_it_wins():
     """An optimizer op by op wins less than a twentieth here, and torch.compile more than that. (A fault that wins more
     stands first whatever else wins: NCHW under AMP, above.)"""

@@ -54,9 +54,12 @@ def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
     """Backward passes of several losses through one graph (`retain_graph=True`): what they share runs for each."""
     trace = trace_of(report)
     passes = _passes(trace)
+    activations = _activations(trace) if len(passes) > 1 else set()
     dropped, put_in = set[int](), dict[int, Op]()
     for number, early in enumerate(passes):
-        again = next((late for late in passes[number + 1 :] if _walks_same(trace, early, late)), None)
+        kept = _outliving(trace, early, activations)
+        later = passes[number + 1 :] if kept else []
+        again = next((late for late in later if _walks_same(trace, early, late, kept)), None)
         if again is None:
             continue
         shared = _shared(trace, early, again)
@@ -83,14 +86,42 @@ def _passes(trace: Trace) -> list[range]:
     return [range(indices[0], indices[-1] + 1) for indices in passes]
 
 
-def _walks_same(trace: Trace, early: range, late: range) -> bool:
-    """Whether both add to gradients of the same leaves, and nothing reads what the first made (a second derivative)."""
+def _walks_same(trace: Trace, early: range, late: range, kept: set[int]) -> bool:
+    """Whether both add to gradients of the same leaves and walk over activations that `kept` names, which nothing reads
+    between them, and nothing reads what the first made (a second derivative). Gradients of one batch after another are
+    added up, too, but each batch makes its own activations."""
+    if not (kept & _read(trace, late)) - _read(trace, range(early.stop, late.start)):
+        return False
     leaves = [{each.leaf for each in trace.accumulations if each.op in part} for part in (early, late)]
     if not leaves[0] & leaves[1]:
         return False
     grown = {trace.ops[each.op].inputs[0].storage for each in trace.accumulations if each.op in late}
-    read = {spec.storage for op in trace.ops[early.stop : late.stop] for spec in op.inputs}
+    read = _read(trace, range(early.stop, late.stop))
     return not any(trace.storages[number].born in early for number in read - grown)
+
+
+def _read(trace: Trace, part: range) -> set[int]:
+    """The storages that these ops read."""
+    return {spec.storage for index in part for spec in trace.ops[index].inputs}
+
+
+def _activations(trace: Trace) -> set[int]:
+    """What forward passes made of weights and of something else: not a weight that was cast."""
+    of_weights = {number for number, storage in enumerate(trace.storages) if storage.role == "parameters"}
+    of_both = set[int]()
+    for op in (op for op in trace.ops if op.phase == "forward"):
+        read = {spec.storage for spec in op.inputs}
+        if read & of_both or (read & of_weights and read - of_weights):
+            of_both.update(spec.storage for spec in op.outputs)
+        elif read & of_weights:
+            of_weights.update(spec.storage for spec in op.outputs)
+    return of_both - of_weights
+
+
+def _outliving(trace: Trace, part: range, storages: set[int]) -> set[int]:
+    """Of these storages those that the pass reads, made before it, and that are alive after it."""
+    read = ((number, trace.storages[number]) for number in storages & _read(trace, part))
+    return {number for number, each in read if each.born < part.start and (each.died is None or each.died > part.stop)}
 
 
 def _shared(trace: Trace, early: range, late: range) -> set[int]:
