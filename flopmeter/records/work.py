@@ -55,7 +55,7 @@ class Convolution(NamedTuple):
     is_dense: bool  # stride and dilation 1, not transposed
     channels_last: bool = False  # the channels of a position are contiguous: matrix units need no copy
     computes: Computed = "output"
-    tensors: tuple[Planes, ...] = ()  # that the kernel reads and the one that it writes
+    tensors: tuple[Planes, ...] = ()  # that the kernel reads and, last, the one that it writes
 
 
 class Recurrence(NamedTuple):

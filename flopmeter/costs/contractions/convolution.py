@@ -89,7 +89,8 @@ def convolution_backward(call: Call) -> tuple[Cost, ...]:
         by_weight = Matmul(batch, n, k, m)  # the sum runs over the positions
         met = (_met(call, grad, weight, x), x) if transposed else (grad, _met(call, x, weight, grad))
         read = (layout.part(grad, met[0]), layout.part(x, met[1]))
-        by_filter = shape._replace(positions=(), computes="filter gradient")
+        of_grad, of_weight, of_input = shape.tensors
+        by_filter = shape._replace(positions=(), computes="filter gradient", tensors=(of_grad, of_input, of_weight))
         kernels.append(make_convolution(call, by_weight, by_filter, read=read, written=(next(outputs),)))
     if wants_bias:
         kernels.append(_bias_gradient(call, grad, next(outputs)))
