@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from op_samples import inputs_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -108,7 +109,7 @@ def _samples(entry: Any, device: str, dtype: torch.dtype, most: int | None) -> I
     name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
     has_gradient = entry.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     torch.manual_seed(0)
-    for sample in itertools.islice(entry.sample_inputs("cpu", dtype, requires_grad=has_gradient), most):
+    for sample in itertools.islice(inputs_of(entry, dtype, requires_grad=has_gradient), most):
         mode = FakeTensorMode() if device == "fake" else None
         with mode or nullcontext():
             yield _metered(name, sample, functools.partial(_moved, device=device, mode=mode), entry, has_gradient)

@@ -31,6 +31,7 @@ import distributed_programs
 import pytest
 import torch
 import torch.distributed as dist
+from op_samples import inputs_of
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -213,7 +214,7 @@ def samples_of(entry: Any, meter: FlopMeter) -> None:
     with meter:  # once, since a meter that is entered again forgets what it saw
         for dtype in (each for each in SAMPLED if each in entry.dtypes):
             wants_gradient = entry.supports_autograd and dtype != torch.int64
-            samples = list(entry.sample_inputs("cpu", dtype, requires_grad=wants_gradient))
+            samples = list(inputs_of(entry, dtype, requires_grad=wants_gradient))
             for sample in samples[:: max(1, len(samples) // 8)]:
                 with contextlib.suppress(Exception):
                     moved = sample.transform(moved_to_meta)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from costs_support import ops_of, run_sample
+from op_samples import inputs_of
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +71,7 @@ def copied(given: Arguments) -> Arguments:
 def calls_of_entry(entry: Any) -> dict[Any, Arguments]:
     torch.manual_seed(0)
     small = Small()
-    samples = entry.sample_inputs("cpu", torch.float32, requires_grad=entry.supports_autograd)
+    samples = inputs_of(entry, requires_grad=entry.supports_autograd)
     for sample in itertools.islice(samples, SAMPLES):
         with small:
             run_sample(entry, sample, entry.supports_autograd)

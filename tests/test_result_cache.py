@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from op_samples import inputs_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_methods_invocations import (
@@ -70,7 +71,7 @@ def call(op, sample):
 def disagreements(op, samples=2):
     """Samples on which the second call inside of a recorder differs from a call outside."""
     found = []
-    drawn = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    drawn = inputs_of(op, requires_grad=op.supports_autograd)
     for _, sample in zip(range(samples), drawn, strict=False):
         try:
             outside = call(op, sample)
@@ -196,7 +197,7 @@ FOREACH = (*foreach_unary_op_db, *foreach_binary_op_db, *foreach_pointwise_op_db
 def test_a_foreach_op_on_lists_of_mixed_shapes_returns_what_it_returns_outside(op):
     """Each sample's lists are doubled, so that every geometry comes twice."""
     checked = 0
-    for sample in op.sample_inputs("cpu", torch.float32):
+    for sample in inputs_of(op):
         args = [arg + arg if isinstance(arg, list) else arg for arg in (sample.input, *sample.args)]
         for function in filter(None, (op.method_variant, op.inplace_variant)):
             outside, inside = (tree_map(fresh_on_meta, args) for _ in range(2))
