@@ -9,6 +9,7 @@ from flopmeter.records import Convolution, ConvolutionWork, Cost, Matmul, Planes
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import cycles_to_seconds, integer_seconds
+from flopmeter.timing.grouped_convolution import layout_seconds, packed_seconds, packs_groups
 from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, fastest, overlap, price_matmul
 
 
@@ -27,19 +28,23 @@ def convolution(
     return fastest((direct, _winograd(shape, implicit, moved, rates)))
 
 
-def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Hardware) -> Busy:
-    """The time on matrix units with what a library does around an implicit GEMM: it brings tensors into its layout and
-    back and, on Hopper, loads pixels of few channels one by one."""
-    shape, item_bytes = work.shape, item_bytes_of(cost.dtype)
-    if is_depthwise(shape, work.implicit):
+def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Hardware, flop_per_s: float) -> Busy:
+    """The time on matrix units of that sustained rate with what a library does around an implicit GEMM: it brings
+    tensors into its layout and back and, on Hopper, loads pixels of few channels one by one and packs narrow groups."""
+    shape, implicit, item_bytes = work.shape, work.implicit, item_bytes_of(cost.dtype)
+    if is_depthwise(shape, implicit):
         return busy
-    seconds = busy.work_seconds
-    if _is_hopper(hardware):
-        extra = (_padding if shape.channels_last else _turning)(shape, item_bytes, hardware)
-        seconds = max(seconds, _by_pixels(shape, work.implicit, item_bytes, hardware))
+    if not _is_hopper(hardware):
+        extra, least = _copies(cost, work, hardware), 0.0
+    elif packs_groups(shape, implicit, item_bytes):
+        extra = layout_seconds(shape, implicit, item_bytes, hardware)
+        extra += 0.0 if shape.channels_last else _turning(shape, item_bytes, hardware)
+        least = packed_seconds(shape, implicit, item_bytes, flop_per_s)
     else:
-        extra = _copies(cost, work, hardware)
-    return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=seconds + extra)
+        extra = (_padding if shape.channels_last else _turning)(shape, item_bytes, hardware)
+        least = _by_pixels(shape, implicit, item_bytes, hardware)
+    seconds = max(busy.work_seconds, least) + extra
+    return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=seconds)
 
 
 def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:

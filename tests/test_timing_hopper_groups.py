@@ -1,0 +1,53 @@
+"""Grouped convolutions beside what an H100 took (torch 2.11, cuDNN 9.19, 2026-11: h100_kernels_groups and
+h100_regnet_train of validation/traces), and laws of their kernels."""
+
+import pytest
+import torch
+from torch import nn
+
+from flopmeter import FlopMeter
+
+# Microseconds of one call in bf16, images, filters, stride, whether in channels-last.
+MEASURED = {
+    "32 groups of 4, packed": (94, (64, 128, 56, 56), (128, 4, 3, 3), 1, True),
+    "32 groups of 16, packed": (24, (64, 512, 14, 14), (512, 16, 3, 3), 1, True),
+    "10 groups of 24, widened to 32": (325, (64, 240, 28, 28), (240, 24, 3, 3), 1, True),
+    "10 groups of 24, turned": (147, (64, 240, 28, 28), (240, 24, 3, 3), 1, False),
+    "4 groups of 56, one after another": (610, (64, 224, 56, 56), (224, 56, 3, 3), 1, True),
+    "3 groups of 24, one after another": (506, (128, 72, 56, 56), (72, 24, 3, 3), 1, True),
+    "24 groups of 24, strided": (770, (128, 576, 28, 28), (576, 24, 3, 3), 2, True),
+}
+
+
+def convolved(images, filters, stride, channels_last, *, hardware="h100-sxm5-80gb"):
+    """Seconds of the kernels forward, and of those of both gradients."""
+    x = torch.empty(images, dtype=torch.bfloat16, device="meta")
+    x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
+    weight = torch.empty(filters, dtype=torch.bfloat16, device="meta").requires_grad_()
+    groups = images[1] // filters[1]
+    with FlopMeter(hardware) as forward:
+        out = nn.functional.conv2d(x, weight, stride=stride, padding=1, groups=groups)
+    with FlopMeter(hardware) as backward:
+        out.backward(torch.empty_like(out))
+    return forward.report().kernel_seconds, backward.report().kernel_seconds
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_grouped_convolution_takes_about_as_long_as_on_an_h100(name):
+    microseconds, *case = MEASURED[name]
+    assert convolved(*case)[0] * 1e6 == pytest.approx(microseconds, rel=0.25)
+
+
+def test_both_gradients_of_groups_take_about_as_long_as_on_an_h100():
+    for microseconds, images, filters, stride in (
+        (1431, (128, 72, 56, 56), (72, 24, 3, 3), 1),
+        (1812, (128, 576, 28, 28), (576, 24, 3, 3), 2),
+    ):
+        assert convolved(images, filters, stride, True)[1] * 1e6 == pytest.approx(microseconds, rel=0.25)
+
+
+def test_groups_of_24_channels_take_longer_than_those_of_32_that_they_are_widened_to():
+    """Nine more megabytes to multiply cost less than two copies of everything."""
+    narrow, wide = (convolved((128, 12 * width, 28, 28), (12 * width, width, 3, 3), 1, True) for width in (24, 32))
+    assert narrow[0] > 2 * wide[0]
+    assert narrow[1] > 2 * wide[1]
