@@ -11,7 +11,7 @@ import torch
 
 from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import make_cost, rule, scratch
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Access, Call, Cost, Reread, TensorSpec
+from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Call, Cost, Reread, TensorSpec, ThreadGrid
 from flopmeter.records.memory_format import dense_strides, is_channels_last
 from flopmeter.torch_names.operators import aten
 
@@ -55,20 +55,22 @@ OPERATIONS_OF_LOAD = 4
 # (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
 # Batch norm (Normalization.cuh). Kernels for channels-last load four elements at a time; a thread takes 16, or more if
-# there were more than 128 blocks for 32 channels. In NCHW a kernel has at most so many blocks.
+# there were more than 128 blocks for 32 channels. In NCHW torch's kernels have at most so many blocks.
 COLUMN_LOADS = 4
 ELEMENTS_OF_THREAD = 16
 MOST_BLOCKS_OF_COLUMN = 128
 MOST_BLOCKS = 256 * 1024
 # Operations on an element, with those that compute its address: of the statistics (in channels-last each of four loads
 # has a count, by which it divides), of one pass of the gradient, and of each number that is loaded in other kernels,
-# cuDNN's among them. An SM starts a block of few threads every 140 cycles: planes of 7 x 7 and 14 x 14 take as long, in
-# bf16 and fp32. Set on shapes of ResNet-50 and MobileNet (H100 SXM, torch 2.11, 2026-11: validation/traces).
+# cuDNN's among them. Set on shapes of ResNet-50 and MobileNet (H100 SXM, torch 2.11, 2026-11: validation/traces).
 STATISTICS_OPERATIONS = 30
 COUNTED_STATISTICS_OPERATIONS = 67
 GRADIENT_OPERATIONS = 38
 ELEMENT_OPERATIONS = 10
-STARTING_OPERATIONS = 140 * 128  # of an SM
+# The same of kernels that do nothing but apply given statistics, torch's and cuDNN's: on ResNet-50's shapes
+# (h100_kernels_vision) 40 to 60. cuDNN's for channels-last has 13 blocks of 512 threads for each image.
+APPLYING_OPERATIONS = 45
+CUDNN_BLOCKS_OF_IMAGE = 13
 
 
 @rule(aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax)  # the last two where `out=` is given
@@ -210,12 +212,14 @@ def batch_norm(call: Call) -> Cost:
     weight 1, bias 1."""
     x = call.inputs[0]
     affine = sum(call.argument(name) is not None for name in ("weight", "bias"))
-    if not _is_training(call):
-        return _with_given_statistics(call, 2 + affine)
+    is_cudnn = call.func.overloadpacket is aten.cudnn_batch_norm
+    if not _is_training(call):  # torch has a kernel for the reciprocal root
+        return _with_given_statistics(call, 2 + affine, kernels=1 if is_cudnn else 2)
     flops = (5 + affine) * x.numel
-    if call.func.overloadpacket is not aten.cudnn_batch_norm:  # running statistics have a kernel of their own
-        rereads = (_statistics(x), _elements(x))
-        return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, kernels=2)
+    if not is_cudnn:  # running statistics have a kernel of their own
+        grid, elements = _applying(x, is_cudnn=False)
+        rereads = (_statistics(x), elements)
+        return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, grid=grid, kernels=2)
     again = _as_kernel(_whole_reread(x))  # by blocks that have waited for all others
     if not _has_channels_last(x):
         turns = 2 * ceil(x.numel / max(1, x.shape[1]) / (BLOCK_THREADS * COLUMN_LOADS))
@@ -236,14 +240,16 @@ def batch_norm_backward(call: Call) -> Cost:
     if not is_training:
         return make_cost(call, NORMALIZATION, per_element * grad.numel)
     is_cudnn = call.func.overloadpacket is aten.cudnn_batch_norm_backward
+    grid = None
     if not _has_channels_last(grad):  # one kernel, whose threads go over a channel twice
         operations = 2 * ELEMENT_OPERATIONS if is_cudnn else GRADIENT_OPERATIONS
         rereads: tuple[Reread, ...] = (_channels(grad, 2, operations, 2 * _turns_of_channel(grad)),)
     elif is_cudnn:
         rereads = (_as_kernel(_whole_reread(grad, 2)),)
     else:
-        rereads = (_columns(grad, 2, ELEMENT_OPERATIONS), _elements(grad))
-    return make_cost(call, NORMALIZATION, per_element * grad.numel, access="statistics", rereads=rereads)
+        grid, elements = _applying(grad, is_cudnn=False)
+        rereads = (_columns(grad, 2, ELEMENT_OPERATIONS), elements)
+    return make_cost(call, NORMALIZATION, per_element * grad.numel, access="statistics", rereads=rereads, grid=grid)
 
 
 @rule(aten.batch_norm_stats)
@@ -280,10 +286,11 @@ def batch_norm_backward_elemt(call: Call) -> Cost:
     return _with_given_statistics(call, 5)
 
 
-def _with_given_statistics(call: Call, flops: int) -> Cost:
+def _with_given_statistics(call: Call, flops: int, kernels: int = 1) -> Cost:
     x = call.inputs[0]
-    access: Access = "stream" if is_channels_last(x.shape, x.stride) else "channels"
-    return make_cost(call, NORMALIZATION, flops * x.numel, access=access)
+    grid, elements = _applying(x, is_cudnn=call.func.overloadpacket is aten.cudnn_batch_norm)
+    flops *= x.numel
+    return make_cost(call, NORMALIZATION, flops, access="stream", rereads=(elements,), grid=grid, kernels=kernels)
 
 
 def _is_training(call: Call) -> bool:
@@ -431,20 +438,30 @@ def _power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def _elements(x: TensorSpec) -> Reread:
-    """The kernel that applies given statistics. In NCHW each block looks up those of its channel and takes planes of
-    several images (batch_norm_elementwise and batch_norm_transform_input_kernel)."""
-    if len(x.shape) < 2 or _has_channels_last(x):
-        blocks, threads, elements = _columns_grid(x) if len(x.shape) > 1 else (1, BLOCK_THREADS, x.numel)
-        turns = ceil(elements / COLUMN_LOADS)
-        return Reread(0, blocks, x.nbytes // max(1, blocks), threads, ELEMENT_OPERATIONS * elements, turns)
+def _applying(x: TensorSpec, *, is_cudnn: bool) -> tuple[ThreadGrid, Reread]:
+    """The blocks of the kernel that applies given statistics (batch_norm_elementwise in Normalization.cu; cuDNN's
+    bn_fw_inf), and what their threads do."""
+    at_a_time = 1
+    if len(x.shape) > 1 and not _has_channels_last(x):
+        blocks, threads, elements = _planes_grid(x, most_blocks=x.numel if is_cudnn else MOST_BLOCKS)
+    elif is_cudnn or len(x.shape) < 2:
+        blocks, threads = CUDNN_BLOCKS_OF_IMAGE * max(1, prod(x.shape[:1])), BLOCK_THREADS
+        elements = ceil(x.numel / (blocks * threads))
+    else:
+        blocks, threads, elements = _columns_grid(x)
+        at_a_time = COLUMN_LOADS
+    rows = Reread(0, blocks, x.nbytes // max(1, blocks), threads, APPLYING_OPERATIONS * elements, 0)
+    return ThreadGrid(blocks, threads, elements, at_a_time), rows
+
+
+def _planes_grid(x: TensorSpec, most_blocks: int) -> tuple[int, int, int]:
+    """Blocks, their threads, and elements of a thread in NCHW: a block takes a channel's planes of one or several
+    images (batch_norm_elemt_cuda_template)."""
     (images, channels), plane = x.shape[:2], prod(x.shape[2:])
     width = max(_threads_of_plane(plane // 4), min(_threads_of_plane(plane), 64))
     height = max(64 // width, 1)
-    of_channel = max(1, min(MOST_BLOCKS // max(1, channels), ceil(images / height)))
-    turns, threads = ceil(images / (of_channel * height)) * ceil(plane / width), width * height
-    operations = STARTING_OPERATIONS // threads + ELEMENT_OPERATIONS * turns
-    return Reread(0, channels * of_channel, x.nbytes // max(1, channels * of_channel), threads, operations, 1 + turns)
+    of_channel = max(1, min(most_blocks // max(1, channels), ceil(images / height)))
+    return channels * of_channel, width * height, ceil(images / (of_channel * height)) * ceil(plane / width)
 
 
 def _as_kernel(rows: Reread) -> Reread:
