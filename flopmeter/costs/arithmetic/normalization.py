@@ -30,6 +30,8 @@ LOAD_BYTES = 16
 WARP_THREADS = 32
 AMD_WARP_THREADS = 64
 AMD_SOFTMAX_THREADS = 1024
+SPATIAL_THREADS = 1024  # of a block over another dimension than the last
+WIDE_ROWS = 64  # several threads share rows of so many elements if no more rows lie beside each other
 # Operations of each thread besides those on its elements: the partial results of 32 lanes and of several warps are
 # combined in steps of a shuffle, a division and a few multiply-adds (WelfordOps, BlockReduce), twice or three times a
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025; five cards) are met equally well with
@@ -77,7 +79,8 @@ CUDNN_BLOCKS_OF_IMAGE = 13
 def softmax(call: Call) -> Cost:
     """Subtract the maximum, exp, sum, divide (log: subtract the logarithm): 4; the maximum is 0."""
     (x,) = call.inputs
-    return make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, rereads=_softmax_rereads(call, x, 2))
+    rereads, grid = _softmax_threads(call, x, 2)
+    return make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, rereads=rereads, grid=grid)
 
 
 @rule(aten._safe_softmax)
@@ -89,9 +92,10 @@ def safe_softmax(call: Call) -> tuple[Cost, ...]:
     dim = call.argument("dim") % max(1, len(x.shape))
     of_row = (size if place != dim else 1 for place, size in enumerate(x.shape))
     rows = scratch(masked._replace(shape=tuple(of_row)), 3)
-    rereads = _softmax_rereads(call, x, 2)
+    n = x.numel
+    rereads, grid = _softmax_threads(call, x, 2)
     return (
-        make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, written=(made,), rereads=rereads),
+        make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, written=(made,), rereads=rereads, grid=grid),
         make_cost(call, ELEMENTWISE, written=(masked,)),
         make_cost(call, REDUCTION, read=(masked,), written=(rows,)),
         make_cost(call, ELEMENTWISE, read=(made, rows)),
@@ -104,10 +108,10 @@ def softmax_backward(call: Call) -> Cost:
     and dy (softmax_backward_cuda_out in SoftMax.cu); of a long row, what is summed up is read again."""
     grad = call.argument("grad_output")
     n = grad.numel
-    rereads = _softmax_rereads(call, grad, 1)
+    rereads, grid = _softmax_threads(call, grad, 1)
     if call.func.overloadpacket is aten._log_softmax_backward_data:
-        return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, rereads=rereads)
-    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, _as_kernel(_whole_reread(grad, 3))))
+        return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, rereads=rereads, grid=grid)
+    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, _as_kernel(_whole_reread(grad, 3))), grid=grid)
 
 
 @rule(aten.native_layer_norm)
@@ -303,20 +307,35 @@ def _is_training(call: Call) -> bool:
     return bool(call.argument("training"))
 
 
-def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
-    """Threads of a warp hold a short row in registers: as many as it has elements, at most all of them
-    (PersistentSoftmax.cuh). A block reads a longer row again, `passes` times."""
-    columns = x.shape[call.argument("dim")] if x.shape else 1
+def _softmax_threads(call: Call, x: TensorSpec, passes: int) -> tuple[tuple[Reread, ...], ThreadGrid | None]:
+    """Rows that a kernel reads again `passes` times, and its grid where a thread walks them alone. Threads of a warp
+    hold a short row in registers: as many as it has elements, at most all of them (PersistentSoftmax.cuh). A block
+    reads a longer one again."""
+    dim = call.argument("dim") % max(1, len(x.shape))
+    columns, inner = prod(x.shape[dim : dim + 1]), prod(x.shape[dim + 1 :])
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
+    if inner > 1:
+        return (Reread(passes * x.nbytes, rows, row_bytes, 1),), _softmax_grid(rows // inner, columns, inner, passes)
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
         lanes = 1 << (columns - 1).bit_length()  # a power of two
         threads, amd_threads = min(lanes, WARP_THREADS), min(lanes, AMD_WARP_THREADS)
         steps = threads.bit_length() - 1  # of a shuffle
-        return (Reread(0, rows, row_bytes, threads, OPERATIONS_TO_COMBINE * steps // STEPS_OF_WARP, 1, amd_threads),)
+        combining = OPERATIONS_TO_COMBINE * steps // STEPS_OF_WARP
+        return (Reread(0, rows, row_bytes, threads, combining, 1, amd_threads),), None
     loads = min(1024, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
     accesses = (1 + passes) * ceil(row_bytes / (threads * LOAD_BYTES))
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS),)
+    block = Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS)
+    return (block,), None
+
+
+def _softmax_grid(outer: int, columns: int, inner: int, passes: int) -> ThreadGrid:
+    """Over another dimension than the last: threads beside each other take neighbouring rows, and several threads a row
+    only where there are few (SpatialSoftMax_getBlockSize in SoftMax.cu)."""
+    across, along = min(inner, SPATIAL_THREADS), 1
+    while across <= WIDE_ROWS <= columns and 2 * along <= min(columns, SPATIAL_THREADS // across):
+        along *= 2
+    return ThreadGrid(outer * ceil(inner / across), across * along, (1 + passes) * ceil(columns / along))
 
 
 def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:
