@@ -268,6 +268,18 @@ def test_calls_beside_another_stream_are_told_from_those_alone(tmp_path):
     assert all(others == (pytest.approx(260e-6), False) for others in alone.values())
 
 
+def test_time_in_which_an_op_runs_on_two_streams_counts_once(tmp_path):
+    """As cuDNN runs groups of a convolution: relu's second kernel, on a stream of its own, begins 4 us before its first
+    has ended and ends 6 us after it."""
+    trace = cuda_trace()
+    rest = next(one for one in trace["traceEvents"] if one["name"] == "relu_rest")
+    rest["ts"], rest["args"]["stream"] = 86, 14
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(trace))
+    (relu,) = (row for row in flopmeter.check(path).rows if row.name == "relu")
+    assert relu.measured_seconds == pytest.approx(16e-6)
+
+
 def test_tf32_is_told_by_the_name_of_the_kernel(tmp_path):
     """[4096, 4096] squared in fp32: at 156 TFLOP/s in TF32, at 19.5 without."""
     trace = cuda_trace()

@@ -129,3 +129,35 @@ def test_a_kernel_of_its_own_reads_anew_what_the_cache_does_not_hold():
     for blocks in (10**4, 10**6):
         again = Reread(2**30, blocks, 2**30 // blocks, 128, is_kernel=True)
         assert priced(again) - priced() > 2**30 / load_hardware(H100).bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "channels_last", "microseconds"),
+    [
+        ((128, 64, 112, 112), BF16, False, 237),
+        ((128, 64, 112, 112), BF16, True, 255),
+        ((128, 256, 56, 56), BF16, True, 188),
+        ((128, 512, 28, 28), torch.float16, False, 134),
+        ((128, 2048, 7, 7), BF16, False, 162),
+        ((128, 2048, 7, 7), FP32, False, 159),
+        ((256, 2048, 7, 7), FP32, False, 317),  # after the kernel of training, which is short
+        ((128, 512, 28, 28), FP32, True, 174),
+        ((8, 64, 56, 56), torch.float16, True, 15),
+    ],
+)
+def test_batch_norm_in_evaluation_takes_about_as_long_as_on_an_h100(shape, dtype, channels_last, microseconds):
+    """(h100_kernels_vision and h100_kernels_norm.)"""
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    one = torch.empty(shape[1], device="meta")
+    seconds = last(lambda: torch.nn.functional.batch_norm(x, one, one, one, one)).seconds
+    assert seconds * 1e6 == pytest.approx(microseconds, rel=0.25)
+
+
+def test_no_batch_norm_over_small_planes_is_faster_than_its_blocks_start():
+    """1.2 cycles of 1980 MHz a block, of which each plane has one: 262,144 planes take 159 us or more, whatever their
+    bytes."""
+    one = torch.empty(2048, device="meta")
+    for side in (6, 7):
+        x = torch.empty(128, 2048, side, side, dtype=BF16, device="meta")
+        assert last(lambda x=x: torch.nn.functional.batch_norm(x, one, one, one, one)).seconds > 158e-6

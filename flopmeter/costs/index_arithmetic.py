@@ -48,9 +48,16 @@ OPERANDS_THAT_FILL_A_DEVICE = 2
 # windows begin and end), some of 64 bits, and then visits the elements of its window one by one (DilatedMaxPool2d.cu,
 # UpSampleBilinear2d.cu). On an H100 (torch 2.11, 2026-11: validation/traces) poolings of 2 x 2 and 3 x 3 take 190 and
 # 250 operations for each maximum, their gradients 150 and 170 for each element of the input, whether in fp16 or fp32;
-# an average takes twice as many, an interpolation 150.
+# an average takes 200 and 230, an interpolation 150.
 PLACE_OPERATIONS = 140
 VISIT_OPERATIONS = 15
+# Sizes of 64 bits, by which the kernels for channels-last divide: averages take 170 operations more
+# (avg_pool2d_out_cuda_frame_nhwc), as five quotients of 35 do. Nearest neighbours take three of them and nothing else
+# (upsample_nearest2d_nhwc_out_frame: 103 to 105). In NCHW a thread of these finds its place once and copies four
+# elements, in 38 operations each. Set on half of h100_kernels_vision's shapes.
+LONG_QUOTIENT_OPERATIONS = 35
+QUOTIENTS_OF_AVERAGE, QUOTIENTS_OF_NEAREST = 5, 3
+NEAREST_OPERATIONS = 38
 
 # `roll` finds the source of each element by a remainder and a quotient of 64 bits (roll_cuda_kernel in
 # TensorTransformations.cu), which test for 32 bits first and then divide these. From 50 million bf16 elements on an

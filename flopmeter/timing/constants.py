@@ -461,6 +461,10 @@ ARITHMETIC_LATENCY_CYCLES = 4
 STEP_CYCLES = 750
 CACHED_STEP_CYCLES = 320
 
+# Cycles in which a device starts one thread block more: batch norms over a quarter and a half million planes of 7 x 7,
+# one block each, take as long in 16 and in 32 bits (H100 SXM, torch 2.11, 2026-11: validation/traces, kernels_norm).
+BLOCK_START_CYCLES = 1.2
+
 # Where several blocks share a result, cycles until the last of them has stored its part, counted itself and knows that
 # it is the last; and of a step over the parts, half of which lie in the cache's other partition. From 26 sums over rows
 # on an H100 (validation/traces, kernels_reduce and programs), whose steps take 380 to 700.

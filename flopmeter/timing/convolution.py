@@ -9,6 +9,13 @@ from flopmeter.records import Convolution, ConvolutionWork, Cost, Matmul, Planes
 from flopmeter.records.dtypes import item_bytes_of
 from flopmeter.timing import constants
 from flopmeter.timing.bandwidth import cycles_to_seconds, integer_seconds
+from flopmeter.timing.grouped_convolution import (
+    has_long_filters,
+    layout_seconds,
+    long_filter_seconds,
+    packed_seconds,
+    packs_groups,
+)
 from flopmeter.timing.matmul import Busy, MatmulBytes, Rates, fastest, overlap, price_matmul
 
 
@@ -27,19 +34,30 @@ def convolution(
     return fastest((direct, _winograd(shape, implicit, moved, rates)))
 
 
-def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Hardware) -> Busy:
-    """The time on matrix units with what a library does around an implicit GEMM: it brings tensors into its layout and
-    back and, on Hopper, loads pixels of few channels one by one."""
-    shape, item_bytes = work.shape, item_bytes_of(cost.dtype)
-    if is_depthwise(shape, work.implicit):
+def with_conversions(busy: Busy, cost: Cost, work: ConvolutionWork, hardware: Hardware, flop_per_s: float) -> Busy:
+    """The time on matrix units of that sustained rate with what a library does around an implicit GEMM: it brings
+    tensors into its layout and back and, on Hopper, loads pixels of few channels one by one and packs narrow groups."""
+    shape, implicit, item_bytes = work.shape, work.implicit, item_bytes_of(cost.dtype)
+    if is_depthwise(shape, implicit):
         return busy
-    seconds = busy.work_seconds
-    if _is_hopper(hardware):
-        extra = (_padding if shape.channels_last else _turning)(shape, item_bytes, hardware)
-        seconds = max(seconds, _by_pixels(shape, work.implicit, item_bytes, hardware))
-    else:
+    if not _is_hopper(hardware):
         extra = _copies(cost, work, hardware)
-    return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=seconds + extra)
+    elif has_long_filters(shape, implicit):
+        busy, extra = _computing(busy, long_filter_seconds(implicit, hardware)), 0.0
+    elif packs_groups(shape, implicit, item_bytes):
+        busy = _computing(busy, packed_seconds(shape, implicit, item_bytes, flop_per_s))
+        extra = layout_seconds(shape, implicit, item_bytes, hardware)
+        extra += 0.0 if shape.channels_last else _turning(shape, item_bytes, hardware)
+    else:
+        extra = (_padding if shape.channels_last else _turning)(shape, item_bytes, hardware)
+        pixels = _by_pixels(shape, implicit, item_bytes, hardware)
+        busy = busy._replace(work_seconds=max(busy.work_seconds, pixels))
+    return busy._replace(memory_seconds=busy.memory_seconds + extra, work_seconds=busy.work_seconds + extra)
+
+
+def _computing(busy: Busy, seconds: float) -> Busy:
+    """The same bytes beside so much arithmetic."""
+    return busy._replace(compute_seconds=seconds, work_seconds=max(seconds, busy.memory_seconds))
 
 
 def _copies(cost: Cost, work: ConvolutionWork, hardware: Hardware) -> float:

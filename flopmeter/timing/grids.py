@@ -14,7 +14,7 @@ from flopmeter.timing.bandwidth import cycles_to_seconds, resident_threads
 class GridTime(NamedTuple):
     """What a grid of threads adds to a kernel's traffic and arithmetic."""
 
-    seconds: float = 0.0  # of all steps of all waves of blocks
+    seconds: float = 0.0  # of all steps of all waves of blocks, or of starting these
     operations: int = 0  # integer instructions of all threads
     busy: float = 1.0  # the share of the device's lanes that have a thread at any time
     busy_sms: float = 1.0  # the share of its SMs that have a block
@@ -29,12 +29,13 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     blocks, steps = grid.blocks * shared, ceil(ceil(grid.steps / shared) / grid.at_a_time)
     at_a_time = min(resident_threads(hardware) // grid.threads, constants.MOST_BLOCKS_PER_SM) * hardware.sm_count
     cycles = (1.0 - cached_share) * constants.STEP_CYCLES + cached_share * constants.CACHED_STEP_CYCLES + grid.cycles
+    waves = max(1.0, blocks / at_a_time)
     joining = 0.0
     if shared > 1:
         joining = constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
     filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES * hardware.sm_count
     return GridTime(
-        max(1.0, blocks / at_a_time) * steps * cycles_to_seconds(cycles, hardware),
+        cycles_to_seconds(max(blocks * constants.BLOCK_START_CYCLES, waves * steps * cycles), hardware),
         blocks * grid.threads * grid.operations,
         min(1.0, blocks * grid.threads / filling),
         min(1.0, blocks / hardware.sm_count),

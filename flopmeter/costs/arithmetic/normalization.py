@@ -11,7 +11,7 @@ import torch
 
 from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import make_cost, rule, scratch
-from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Access, Call, Cost, Reread, TensorSpec
+from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Call, Cost, Reread, TensorSpec, ThreadGrid
 from flopmeter.records.memory_format import dense_strides, is_channels_last
 from flopmeter.torch_names.operators import aten
 
@@ -30,6 +30,8 @@ LOAD_BYTES = 16
 WARP_THREADS = 32
 AMD_WARP_THREADS = 64
 AMD_SOFTMAX_THREADS = 1024
+SPATIAL_THREADS = 1024  # of a block over another dimension than the last
+WIDE_ROWS = 64  # several threads share rows of so many elements if no more rows lie beside each other
 # Operations of each thread besides those on its elements: the partial results of 32 lanes and of several warps are
 # combined in steps of a shuffle, a division and a few multiply-adds (WelfordOps, BlockReduce), twice or three times a
 # row. Layer norm and softmax in NeuSight's measurements (Lee et al., ASPLOS 2025; five cards) are met equally well with
@@ -55,27 +57,30 @@ OPERATIONS_OF_LOAD = 4
 # (cuWelfordOnlineSum).
 WELFORD_OPERATIONS = 10
 # Batch norm (Normalization.cuh). Kernels for channels-last load four elements at a time; a thread takes 16, or more if
-# there were more than 128 blocks for 32 channels. In NCHW a kernel has at most so many blocks.
+# there were more than 128 blocks for 32 channels. In NCHW torch's kernels have at most so many blocks.
 COLUMN_LOADS = 4
 ELEMENTS_OF_THREAD = 16
 MOST_BLOCKS_OF_COLUMN = 128
 MOST_BLOCKS = 256 * 1024
 # Operations on an element, with those that compute its address: of the statistics (in channels-last each of four loads
 # has a count, by which it divides), of one pass of the gradient, and of each number that is loaded in other kernels,
-# cuDNN's among them. An SM starts a block of few threads every 140 cycles: planes of 7 x 7 and 14 x 14 take as long, in
-# bf16 and fp32. Set on shapes of ResNet-50 and MobileNet (H100 SXM, torch 2.11, 2026-11: validation/traces).
+# cuDNN's among them. Set on shapes of ResNet-50 and MobileNet (H100 SXM, torch 2.11, 2026-11: validation/traces).
 STATISTICS_OPERATIONS = 30
 COUNTED_STATISTICS_OPERATIONS = 67
 GRADIENT_OPERATIONS = 38
 ELEMENT_OPERATIONS = 10
-STARTING_OPERATIONS = 140 * 128  # of an SM
+# The same of kernels that do nothing but apply given statistics, torch's and cuDNN's: on ResNet-50's shapes
+# (h100_kernels_vision) 40 to 60. cuDNN's for channels-last has 13 blocks of 512 threads for each image.
+APPLYING_OPERATIONS = 45
+CUDNN_BLOCKS_OF_IMAGE = 13
 
 
 @rule(aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax)  # the last two where `out=` is given
 def softmax(call: Call) -> Cost:
     """Subtract the maximum, exp, sum, divide (log: subtract the logarithm): 4; the maximum is 0."""
     (x,) = call.inputs
-    return make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, rereads=_softmax_rereads(call, x, 2))
+    rereads, grid = _softmax_threads(call, x, 2)
+    return make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, rereads=rereads, grid=grid)
 
 
 @rule(aten._safe_softmax)
@@ -87,9 +92,10 @@ def safe_softmax(call: Call) -> tuple[Cost, ...]:
     dim = call.argument("dim") % max(1, len(x.shape))
     of_row = (size if place != dim else 1 for place, size in enumerate(x.shape))
     rows = scratch(masked._replace(shape=tuple(of_row)), 3)
-    rereads = _softmax_rereads(call, x, 2)
+    n = x.numel
+    rereads, grid = _softmax_threads(call, x, 2)
     return (
-        make_cost(call, NORMALIZATION, 4 * x.numel, transcendentals=x.numel, written=(made,), rereads=rereads),
+        make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, written=(made,), rereads=rereads, grid=grid),
         make_cost(call, ELEMENTWISE, written=(masked,)),
         make_cost(call, REDUCTION, read=(masked,), written=(rows,)),
         make_cost(call, ELEMENTWISE, read=(made, rows)),
@@ -102,10 +108,10 @@ def softmax_backward(call: Call) -> Cost:
     and dy (softmax_backward_cuda_out in SoftMax.cu); of a long row, what is summed up is read again."""
     grad = call.argument("grad_output")
     n = grad.numel
-    rereads = _softmax_rereads(call, grad, 1)
+    rereads, grid = _softmax_threads(call, grad, 1)
     if call.func.overloadpacket is aten._log_softmax_backward_data:
-        return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, rereads=rereads)
-    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, _as_kernel(_whole_reread(grad, 3))))
+        return make_cost(call, NORMALIZATION, 4 * n, transcendentals=n, rereads=rereads, grid=grid)
+    return make_cost(call, NORMALIZATION, 4 * n, rereads=(*rereads, _as_kernel(_whole_reread(grad, 3))), grid=grid)
 
 
 @rule(aten.native_layer_norm)
@@ -210,12 +216,14 @@ def batch_norm(call: Call) -> Cost:
     weight 1, bias 1."""
     x = call.inputs[0]
     affine = sum(call.argument(name) is not None for name in ("weight", "bias"))
-    if not _is_training(call):
-        return _with_given_statistics(call, 2 + affine)
+    is_cudnn = call.func.overloadpacket is aten.cudnn_batch_norm
+    if not _is_training(call):  # torch has a kernel for the reciprocal root
+        return _with_given_statistics(call, 2 + affine, kernels=1 if is_cudnn else 2)
     flops = (5 + affine) * x.numel
-    if call.func.overloadpacket is not aten.cudnn_batch_norm:  # running statistics have a kernel of their own
-        rereads = (_statistics(x), _elements(x))
-        return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, kernels=2)
+    if not is_cudnn:  # running statistics have a kernel of their own
+        grid, elements = _applying(x, is_cudnn=False)
+        rereads = (_statistics(x), elements)
+        return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, grid=grid, kernels=2)
     again = _as_kernel(_whole_reread(x))  # by blocks that have waited for all others
     if not _has_channels_last(x):
         turns = 2 * ceil(x.numel / max(1, x.shape[1]) / (BLOCK_THREADS * COLUMN_LOADS))
@@ -236,14 +244,16 @@ def batch_norm_backward(call: Call) -> Cost:
     if not is_training:
         return make_cost(call, NORMALIZATION, per_element * grad.numel)
     is_cudnn = call.func.overloadpacket is aten.cudnn_batch_norm_backward
+    grid = None
     if not _has_channels_last(grad):  # one kernel, whose threads go over a channel twice
         operations = 2 * ELEMENT_OPERATIONS if is_cudnn else GRADIENT_OPERATIONS
         rereads: tuple[Reread, ...] = (_channels(grad, 2, operations, 2 * _turns_of_channel(grad)),)
     elif is_cudnn:
         rereads = (_as_kernel(_whole_reread(grad, 2)),)
     else:
-        rereads = (_columns(grad, 2, ELEMENT_OPERATIONS), _elements(grad))
-    return make_cost(call, NORMALIZATION, per_element * grad.numel, access="statistics", rereads=rereads)
+        grid, elements = _applying(grad, is_cudnn=False)
+        rereads = (_columns(grad, 2, ELEMENT_OPERATIONS), elements)
+    return make_cost(call, NORMALIZATION, per_element * grad.numel, access="statistics", rereads=rereads, grid=grid)
 
 
 @rule(aten.batch_norm_stats)
@@ -280,10 +290,11 @@ def batch_norm_backward_elemt(call: Call) -> Cost:
     return _with_given_statistics(call, 5)
 
 
-def _with_given_statistics(call: Call, flops: int) -> Cost:
+def _with_given_statistics(call: Call, flops: int, kernels: int = 1) -> Cost:
     x = call.inputs[0]
-    access: Access = "stream" if is_channels_last(x.shape, x.stride) else "channels"
-    return make_cost(call, NORMALIZATION, flops * x.numel, access=access)
+    grid, elements = _applying(x, is_cudnn=call.func.overloadpacket is aten.cudnn_batch_norm)
+    flops *= x.numel
+    return make_cost(call, NORMALIZATION, flops, access="stream", rereads=(elements,), grid=grid, kernels=kernels)
 
 
 def _is_training(call: Call) -> bool:
@@ -296,20 +307,35 @@ def _is_training(call: Call) -> bool:
     return bool(call.argument("training"))
 
 
-def _softmax_rereads(call: Call, x: TensorSpec, passes: int) -> tuple[Reread, ...]:
-    """Threads of a warp hold a short row in registers: as many as it has elements, at most all of them
-    (PersistentSoftmax.cuh). A block reads a longer row again, `passes` times."""
-    columns = x.shape[call.argument("dim")] if x.shape else 1
+def _softmax_threads(call: Call, x: TensorSpec, passes: int) -> tuple[tuple[Reread, ...], ThreadGrid | None]:
+    """Rows that a kernel reads again `passes` times, and its grid where a thread walks them alone. Threads of a warp
+    hold a short row in registers: as many as it has elements, at most all of them (PersistentSoftmax.cuh). A block
+    reads a longer one again."""
+    dim = call.argument("dim") % max(1, len(x.shape))
+    columns, inner = prod(x.shape[dim : dim + 1]), prod(x.shape[dim + 1 :])
     rows, row_bytes = x.numel // columns, columns * x.dtype.itemsize
+    if inner > 1:
+        return (Reread(passes * x.nbytes, rows, row_bytes, 1),), _softmax_grid(rows // inner, columns, inner, passes)
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
         lanes = 1 << (columns - 1).bit_length()  # a power of two
         threads, amd_threads = min(lanes, WARP_THREADS), min(lanes, AMD_WARP_THREADS)
         steps = threads.bit_length() - 1  # of a shuffle
-        return (Reread(0, rows, row_bytes, threads, OPERATIONS_TO_COMBINE * steps // STEPS_OF_WARP, 1, amd_threads),)
+        combining = OPERATIONS_TO_COMBINE * steps // STEPS_OF_WARP
+        return (Reread(0, rows, row_bytes, threads, combining, 1, amd_threads),), None
     loads = min(1024, row_bytes // LOAD_BYTES)
     threads = max(WARP_THREADS, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
     accesses = (1 + passes) * ceil(row_bytes / (threads * LOAD_BYTES))
-    return (Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS),)
+    block = Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS)
+    return (block,), None
+
+
+def _softmax_grid(outer: int, columns: int, inner: int, passes: int) -> ThreadGrid:
+    """Over another dimension than the last: threads beside each other take neighbouring rows, and several threads a row
+    only where there are few (SpatialSoftMax_getBlockSize in SoftMax.cu)."""
+    across, along = min(inner, SPATIAL_THREADS), 1
+    while across <= WIDE_ROWS <= columns and 2 * along <= min(columns, SPATIAL_THREADS // across):
+        along *= 2
+    return ThreadGrid(outer * ceil(inner / across), across * along, (1 + passes) * ceil(columns / along))
 
 
 def _row_rereads(call: Call, x: TensorSpec, tensors: int, operations: int) -> tuple[Reread, ...]:
@@ -431,20 +457,30 @@ def _power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def _elements(x: TensorSpec) -> Reread:
-    """The kernel that applies given statistics. In NCHW each block looks up those of its channel and takes planes of
-    several images (batch_norm_elementwise and batch_norm_transform_input_kernel)."""
-    if len(x.shape) < 2 or _has_channels_last(x):
-        blocks, threads, elements = _columns_grid(x) if len(x.shape) > 1 else (1, BLOCK_THREADS, x.numel)
-        turns = ceil(elements / COLUMN_LOADS)
-        return Reread(0, blocks, x.nbytes // max(1, blocks), threads, ELEMENT_OPERATIONS * elements, turns)
+def _applying(x: TensorSpec, *, is_cudnn: bool) -> tuple[ThreadGrid, Reread]:
+    """The blocks of the kernel that applies given statistics (batch_norm_elementwise in Normalization.cu; cuDNN's
+    bn_fw_inf), and what their threads do."""
+    at_a_time = 1
+    if len(x.shape) > 1 and not _has_channels_last(x):
+        blocks, threads, elements = _planes_grid(x, most_blocks=x.numel if is_cudnn else MOST_BLOCKS)
+    elif is_cudnn or len(x.shape) < 2:
+        blocks, threads = CUDNN_BLOCKS_OF_IMAGE * max(1, prod(x.shape[:1])), BLOCK_THREADS
+        elements = ceil(x.numel / (blocks * threads))
+    else:
+        blocks, threads, elements = _columns_grid(x)
+        at_a_time = COLUMN_LOADS
+    rows = Reread(0, blocks, x.nbytes // max(1, blocks), threads, APPLYING_OPERATIONS * elements, 0)
+    return ThreadGrid(blocks, threads, elements, at_a_time), rows
+
+
+def _planes_grid(x: TensorSpec, most_blocks: int) -> tuple[int, int, int]:
+    """Blocks, their threads, and elements of a thread in NCHW: a block takes a channel's planes of one or several
+    images (batch_norm_elemt_cuda_template)."""
     (images, channels), plane = x.shape[:2], prod(x.shape[2:])
     width = max(_threads_of_plane(plane // 4), min(_threads_of_plane(plane), 64))
     height = max(64 // width, 1)
-    of_channel = max(1, min(MOST_BLOCKS // max(1, channels), ceil(images / height)))
-    turns, threads = ceil(images / (of_channel * height)) * ceil(plane / width), width * height
-    operations = STARTING_OPERATIONS // threads + ELEMENT_OPERATIONS * turns
-    return Reread(0, channels * of_channel, x.nbytes // max(1, channels * of_channel), threads, operations, 1 + turns)
+    of_channel = max(1, min(most_blocks // max(1, channels), ceil(images / height)))
+    return channels * of_channel, width * height, ceil(images / (of_channel * height)) * ceil(plane / width)
 
 
 def _as_kernel(rows: Reread) -> Reread:

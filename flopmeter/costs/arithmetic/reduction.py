@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import place_operations
+from flopmeter.costs.index_arithmetic import LONG_QUOTIENT_OPERATIONS, QUOTIENTS_OF_AVERAGE, place_operations
 from flopmeter.costs.reduce_grid import scan_grid_of
 from flopmeter.costs.rules import (
     COMPLEX_ADD,
@@ -25,7 +25,7 @@ from flopmeter.costs.rules import (
 )
 from flopmeter.costs.windows import covered
 from flopmeter.records import ELEMENTWISE, MOVEMENT, REDUCTION, Call, Cost, Matmul, Region, TensorSpec
-from flopmeter.records.memory_format import dense_strides
+from flopmeter.records.memory_format import dense_strides, is_channels_last
 from flopmeter.torch_names.operators import aten, aten_overloads
 
 
@@ -209,7 +209,10 @@ def average_pool(call: Call) -> Cost:
     dims = _POOLED_DIMS[call.func.overloadpacket]
     window = _window(call, dims)
     read = call.inputs[0] if is_backward else _pooled(call, dims, (1,))
-    places = place_operations(call.outputs[0].numel, window * windows.numel)
+    x, out = call.inputs[-1], call.outputs[0]
+    places = place_operations(out.numel, window * windows.numel)
+    if dims == 2 and is_channels_last(x.shape, x.stride):
+        places += QUOTIENTS_OF_AVERAGE * LONG_QUOTIENT_OPERATIONS * out.numel
     return make_cost(call, REDUCTION, (window + 1) * windows.numel, read=(read,), index_operations=places)
 
 

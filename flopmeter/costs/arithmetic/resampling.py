@@ -11,9 +11,14 @@ from math import ceil
 
 from torch._ops import OpOverloadPacket
 
-from flopmeter.costs.index_arithmetic import place_operations
+from flopmeter.costs.index_arithmetic import (
+    LONG_QUOTIENT_OPERATIONS,
+    NEAREST_OPERATIONS,
+    QUOTIENTS_OF_NEAREST,
+    place_operations,
+)
 from flopmeter.costs.rules import make_cost, rule, zeros
-from flopmeter.records import MOVEMENT, REDUCTION, Call, Cost, Region
+from flopmeter.records import MOVEMENT, REDUCTION, Call, Cost, Region, TensorSpec
 from flopmeter.torch_names.operators import aten
 
 # (taps along each axis, axes). A line through t taps takes t multiplies and t - 1 adds, axis after axis.
@@ -23,6 +28,7 @@ _UPSAMPLERS: dict[OpOverloadPacket, tuple[int, int]] = {
     aten.upsample_trilinear3d: (2, 3),
     aten.upsample_bicubic2d: (4, 2),
 }
+NEAREST_THREADS = 512  # of a block
 _GRADIENTS: dict[OpOverloadPacket, tuple[int, int]] = {
     aten.upsample_linear1d_backward: (2, 1),
     aten.upsample_bilinear2d_backward: (2, 2),
@@ -51,8 +57,20 @@ def upsample(call: Call) -> Cost:
 def nearest(call: Call) -> Cost:
     """Each output is a copy of one input; with fewer outputs than inputs only those are read."""
     (x,), (out,) = call.inputs, call.outputs
-    sizes = map(min, x.shape, out.shape)
-    return make_cost(call, MOVEMENT, read=(x._replace(shape=tuple(sizes)),))
+    places = _nearest_operations(x, out) if len(x.shape) == 4 else None
+    read = x._replace(shape=tuple(map(min, x.shape, out.shape)))
+    return make_cost(call, MOVEMENT, read=(read,), index_operations=places)
+
+
+def _nearest_operations(x: TensorSpec, out: TensorSpec) -> int:
+    """Of the threads that a block has for each image, also those beyond its edges (UpSampleNearest2d.cu)."""
+    if x.stride[1] == 1:
+        return QUOTIENTS_OF_NEAREST * LONG_QUOTIENT_OPERATIONS * out.numel
+    images, channels, height, width = out.shape
+    across = 1 << (width.bit_length() - 1)
+    along = max(1, min(1 << (height.bit_length() - 1), NEAREST_THREADS // across))
+    threads = ceil(width / across) * across * ceil(height / along) * along
+    return NEAREST_OPERATIONS * images * channels * threads
 
 
 @rule(*_GRADIENTS)

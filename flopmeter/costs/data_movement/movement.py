@@ -175,13 +175,13 @@ def masked_fill(call: Call) -> tuple[Cost, Cost]:
 
 @rule(aten.constant_pad_nd)
 def constant_pad(call: Call) -> tuple[Cost, Cost]:
-    """The whole output is filled, then the input copied into it (ATen/native/PadNd.cpp)."""
+    """The whole output is filled, then the input copied into it, line by line (ATen/native/PadNd.cpp)."""
     (x,) = call.inputs
     (out,) = call.outputs
-    return (
-        make_cost(call, MOVEMENT, read=()),
-        make_cost(call, MOVEMENT, written=(Region(out, min(x.numel, out.numel) * x.dtype.itemsize),)),
-    )
+    inside = tuple(map(min, x.shape, out.shape))
+    written = (Region(out, min(x.numel, out.numel) * x.dtype.itemsize),)
+    walks = (out._replace(shape=inside), x._replace(shape=inside))
+    return make_cost(call, MOVEMENT, read=()), make_cost(call, MOVEMENT, written=written, walks=walks)
 
 
 @rule(

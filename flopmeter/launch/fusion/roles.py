@@ -183,7 +183,9 @@ def _loops_of_normalization(call: Call, cost: Cost, results: int) -> Loops | Non
     if groups is not None:  # native_group_norm: [N, C, HxW] in `group` rows for each of N
         rows = int(call.argument("N")) * int(groups)
         return Loops(rows, x.numel // max(rows, 1), True)
-    has_rows = cost.access != "channels" and isinstance(cost.work, VectorWork) and bool(cost.work.rereads)
+    has_rows = (
+        cost.access not in ("stream", "channels") and isinstance(cost.work, VectorWork) and bool(cost.work.rereads)
+    )
     is_elementwise = not has_rows and results >= x.numel
     if is_elementwise:
         return None

@@ -1,0 +1,77 @@
+"""Grouped convolutions beside what an H100 took (torch 2.11, cuDNN 9.19, 2026-11: h100_kernels_groups,
+h100_kernels_conv and h100_regnet_train of validation/traces), and laws of their kernels."""
+
+import pytest
+import torch
+from torch import nn
+
+from flopmeter import FlopMeter
+
+# Microseconds of one call in bf16, images, filters, stride, whether in channels-last.
+MEASURED = {
+    "32 groups of 4, packed": (94, (64, 128, 56, 56), (128, 4, 3, 3), 1, True),
+    "32 groups of 16, packed": (24, (64, 512, 14, 14), (512, 16, 3, 3), 1, True),
+    "10 groups of 24, widened to 32": (325, (64, 240, 28, 28), (240, 24, 3, 3), 1, True),
+    "10 groups of 24, turned": (147, (64, 240, 28, 28), (240, 24, 3, 3), 1, False),
+    "4 groups of 56, one by one": (471, (64, 224, 56, 56), (224, 56, 3, 3), 1, True),
+    "3 groups of 24, one by one": (405, (128, 72, 56, 56), (72, 24, 3, 3), 1, True),
+    "24 groups of 24, strided": (770, (128, 576, 28, 28), (576, 24, 3, 3), 2, True),
+}
+
+
+def convolved(images, filters, stride, channels_last, *, dtype=torch.bfloat16, hardware="h100-sxm5-80gb"):
+    """Seconds of the kernels forward, and of those of both gradients; fp32 runs in tf32."""
+    x = torch.empty(images, dtype=dtype, device="meta")
+    x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
+    weight = torch.empty(filters, dtype=dtype, device="meta").requires_grad_()
+    groups = images[1] // filters[1]
+    with FlopMeter(hardware) as forward:
+        out = nn.functional.conv2d(x, weight, stride=stride, padding=1, groups=groups)
+    with FlopMeter(hardware) as backward:
+        out.backward(torch.empty_like(out))
+    return forward.report().kernel_seconds, backward.report().kernel_seconds
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_grouped_convolution_takes_about_as_long_as_on_an_h100(name):
+    microseconds, *case = MEASURED[name]
+    assert convolved(*case)[0] * 1e6 == pytest.approx(microseconds, rel=0.25)
+
+
+def test_both_gradients_of_groups_take_about_as_long_as_on_an_h100():
+    for microseconds, images, filters, stride in (
+        (1431, (128, 72, 56, 56), (72, 24, 3, 3), 1),
+        (1812, (128, 576, 28, 28), (576, 24, 3, 3), 2),
+    ):
+        assert convolved(images, filters, stride, True)[1] * 1e6 == pytest.approx(microseconds, rel=0.25)
+
+
+def test_groups_of_24_channels_take_longer_than_those_of_32_that_they_are_widened_to():
+    """Nine more megabytes to multiply cost less than two copies of everything."""
+    narrow, wide = (convolved((128, 12 * width, 28, 28), (12 * width, width, 3, 3), 1, True) for width in (24, 32))
+    assert narrow[0] > 2 * wide[0]
+    assert narrow[1] > 2 * wide[1]
+
+
+def test_groups_in_tf32_take_about_as_long_as_on_an_h100():
+    forward, backward = convolved((32, 256, 56, 56), (256, 8, 3, 3), 1, False, dtype=torch.float32)
+    assert forward * 1e6 == pytest.approx(275, rel=0.15)
+    assert backward * 1e6 == pytest.approx(718, rel=0.15)
+
+
+def positions_convolved(batch, taps):
+    """Seconds of wav2vec2's convolution over positions in bf16, 768 channels in 16 groups."""
+    x = torch.empty(batch, 768, 499, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(768, 48, taps, dtype=torch.bfloat16, device="meta")
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        nn.functional.conv1d(x, weight, padding=taps // 2, groups=16)
+    return meter.report().kernel_seconds
+
+
+def test_filters_of_128_places_run_on_vector_units_on_an_h100():
+    """(h100_kernels_groups and h100_wav2vec2_train.)"""
+    assert positions_convolved(8, 128) * 1e6 == pytest.approx(13000, rel=0.15)
+
+
+def test_one_step_more_than_masks_have_bits_costs_ten_times_as_much():
+    assert positions_convolved(8, 33) > 10 * positions_convolved(8, 32)
