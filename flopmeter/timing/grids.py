@@ -32,11 +32,12 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     joining = 0.0
     if shared > 1:
         joining = constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
-    filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES * hardware.sm_count
+    filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES
+    share_of_sm = min(1.0, grid.threads * grid.chains / filling) if grid.chains > 1 else grid.threads / filling
     return GridTime(
         max(1.0, blocks / at_a_time) * steps * cycles_to_seconds(cycles, hardware),
         blocks * grid.threads * grid.operations,
-        min(1.0, blocks * grid.threads / filling),
+        min(1.0, blocks * share_of_sm / hardware.sm_count),
         min(1.0, blocks / hardware.sm_count),
         cycles_to_seconds(joining, hardware),
     )

@@ -46,15 +46,6 @@ def pad(call: Call) -> Cost:
     return make_cost(call, INDEXING, read=(_rows(call.outputs[0].numel, source), *offsets))
 
 
-@rule(aten.embedding_dense_backward)
-def embedding_backward(call: Call) -> Cost:
-    """Zeros for the table, then each row of the gradient is added to its own: one add an element."""
-    grad = call.inputs[0]
-    (table,) = call.outputs
-    rows = Region(table, min(grad.nbytes, table.nbytes))
-    return make_cost(call, INDEXING, grad.numel, read=(*call.inputs, rows), written=(table, rows))
-
-
 @rule(aten._embedding_bag, aten._embedding_bag_forward_only)
 def embedding_bag(call: Call) -> Cost:
     """Rows added into bags (mode 0: sum; 1: mean, divided at the end; 2: maximum), weighted where weights come.
@@ -65,17 +56,6 @@ def embedding_bag(call: Call) -> Cost:
     flops = elements * ((mode != 2) + (weights is not None)) + (call.outputs[0].numel if mode == 1 else 0)
     others = [spec for spec in (indices, offsets, weights) if spec is not None]
     return make_cost(call, INDEXING, flops, read=(_rows(elements, table), *others))
-
-
-@rule(aten._embedding_bag_backward, aten._embedding_bag_dense_backward)
-def embedding_bag_backward(call: Call) -> Cost:
-    """Zeros for the table, then the bag's gradient added to each row that went in, weighted or divided."""
-    (grad, indices, *_), (table,) = call.inputs, call.outputs
-    weights, mode = call.argument("per_sample_weights"), call.argument("mode")
-    elements = (grad.shape[0] if mode == 2 else indices.numel) * table.shape[1]
-    rows = _rows(elements, table)
-    flops = elements * (1 + (weights is not None or mode == 1))
-    return make_cost(call, INDEXING, flops, read=(*call.inputs, rows), written=(table, rows))
 
 
 @rule(aten._embedding_bag_per_sample_weights_backward)
