@@ -6,6 +6,7 @@ from math import ceil, log2, prod
 
 import torch
 
+from flopmeter.costs.data_movement.table_gradients import sorted_additions
 from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, is_complex, make_cost, rule, scratch
 from flopmeter.costs.traffic import distinct_bytes
 from flopmeter.records import ELEMENTWISE, INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
@@ -104,6 +105,8 @@ def scatter(call: Call) -> tuple[Cost, ...]:
         numbers = scratch(out._replace(dtype=torch.int64))
         first.append(make_cost(call, INDEXING, read=call.inputs[1:2], written=(numbers,)))
         read.append(numbers)
+    if accumulates and source is not None and _is_by_integers(call):
+        return *first, *sorted_additions(call, target, [source, named], named, touched, flops)
     return (*first, make_cost(call, INDEXING, flops, read=read, written=(named,), complex_factor=1))
 
 
@@ -209,6 +212,12 @@ _ALWAYS_ACCUMULATE = (
 def _accumulates(call: Call) -> bool:
     always = call.func.overloadpacket in _ALWAYS_ACCUMULATE
     return always or bool(call.get("accumulate")) or _reduction(call) is not None
+
+
+def _is_by_integers(call: Call) -> bool:
+    """Whether the op is index_put, and its indices are no masks."""
+    given = [index for index in call.get("indices") or () if index is not None]
+    return bool(given) and all(index.dtype not in (torch.bool, torch.uint8) for index in given)
 
 
 def _accumulation(call: Call) -> int:

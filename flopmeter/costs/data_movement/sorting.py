@@ -7,6 +7,7 @@ above it, and sorts that. All files are in aten/src/ATen/native/cuda; they ask f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, log2
 
 from flopmeter.costs.rules import make_cost, rule, scratch
@@ -20,7 +21,8 @@ BITS_OF_BYTE = 8
 # A block ranks so many elements by one digit at a time, then moves them to where its digits begin.
 TILE_THREADS, TILE_ITEMS = 384, 12
 DIGIT_BITS = 8
-SEGMENT_DIGIT_BITS = 6  # where each row is sorted for itself, by one block
+SEGMENT_DIGIT_BITS = 6  # where one block sorts a whole row, or all
+SINGLE_TILE, SINGLE_TILE_THREADS = 2304, 256  # so few keys of eight bytes are sorted by one block, in one kernel
 COUNTING_KERNELS = 4  # memory set to zero twice, counts, and their sums
 # Integer instructions of an element: loaded, counted into the histogram of a digit, and ranked by a digit and moved.
 # Digits that are alike in a warp, such as the leading zeros of integers, count at once: those of int64 take 3, of fp32
@@ -62,10 +64,16 @@ BESIDE_GATHERING = 10  # memory set to numbers, and two scans of what the blocks
 WARP_THREADS, CHOOSING_THREADS, CHOOSING_PASSES, CHOOSING_CYCLES = 32, 1024, 10, 1900
 
 
-def radix_sort(call: Call, keys: TensorSpec, values: TensorSpec | None, bits: int) -> tuple[Cost, ...]:
+def radix_sort(
+    call: Call, keys: TensorSpec, values: TensorSpec | None, bits: int, results: Sequence[TensorSpec] = ()
+) -> tuple[Cost, ...]:
     """All elements by their lowest bits: the digits of all passes are counted at once, then each pass moves keys and
     values to where they belong by its digit, in one sweep over them. A pass first clears the state by which blocks tell
-    those after them how many elements they have of each digit."""
+    those after them how many elements they have of each digit. `results`: where they end; else in scratch 1 and 2."""
+    given = [spec for spec in (keys, values) if spec is not None]
+    moved = [scratch(spec, number) for number, spec in enumerate(given, 1)]
+    if keys.numel <= SINGLE_TILE:
+        return (_sorted_in_one_tile(call, given, results or moved, bits),)
     digits = ceil(bits / DIGIT_BITS)
     counting = (LOAD_OPERATIONS + COUNT_OPERATIONS * digits) * keys.numel
     counted = make_cost(
@@ -75,12 +83,18 @@ def radix_sort(call: Call, keys: TensorSpec, values: TensorSpec | None, bits: in
     grid = ThreadGrid(
         ceil(keys.numel / tile), TILE_THREADS, 1, operations=RANK_OPERATIONS * TILE_ITEMS, chains=TILE_ITEMS
     )
-    given = [spec for spec in (keys, values) if spec is not None]
-    moved = [scratch(spec, number) for number, spec in enumerate(given, 1)]
+    between = [moved] * (digits - 1)
     return counted, *(
-        make_cost(call, SORTING, read=read, written=moved, access="stream", grid=grid, kernels=2)
-        for read in (given, *[moved] * (digits - 1))
+        make_cost(call, SORTING, read=read, written=written, access="stream", grid=grid, kernels=2)
+        for read, written in zip((given, *between), (*between, results or moved), strict=True)
     )
+
+
+def _sorted_in_one_tile(call: Call, given: Sequence[TensorSpec], results: Sequence[TensorSpec], bits: int) -> Cost:
+    items = SINGLE_TILE // SINGLE_TILE_THREADS
+    operations = ceil(bits / SEGMENT_DIGIT_BITS) * items * RANK_OPERATIONS
+    grid = ThreadGrid(1, SINGLE_TILE_THREADS, 1, operations=operations, chains=items)
+    return make_cost(call, SORTING, read=given, written=results, access="stream", grid=grid)
 
 
 @rule(aten.sort)
@@ -129,9 +143,9 @@ def _numbers(call: Call, numbers: TensorSpec) -> Cost:
 
 def _sorted_alone(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
     """One row after another, each on the whole device."""
-    row, numbers = (scratch(spec._replace(shape=(size,), stride=(1,)), 3) for spec in call.outputs)
-    sorted_row = radix_sort(call, row._replace(storage=call.inputs[0].storage), numbers, bits_of(row))
-    return _numbers(call, numbers), *sorted_row * rows
+    results = [spec._replace(shape=(size,), stride=(1,)) for spec in call.outputs]
+    row, numbers = call.inputs[0]._replace(shape=(size,), stride=(1,)), scratch(results[1], 3)
+    return _numbers(call, numbers), *radix_sort(call, row, numbers, bits_of(row), results) * rows
 
 
 def _sorted_together(call: Call, rows: int) -> tuple[Cost, ...]:
@@ -141,7 +155,7 @@ def _sorted_together(call: Call, rows: int) -> tuple[Cost, ...]:
     pairs = scratch(places, 3)  # two numbers of four bytes
     by_row = radix_sort(call, scratch(places, 2), None, ceil(log2(rows)))
     looked_up = make_cost(
-        call, SORTING, read=(pairs, x), access="gather", index_operations=LOOK_UP_OPERATIONS * x.numel
+        call, SORTING, read=(scratch(places), x), access="gather", index_operations=LOOK_UP_OPERATIONS * x.numel
     )
     return _numbers(call, pairs), *radix_sort(call, x, pairs, bits_of(x)), *by_row, looked_up
 
