@@ -110,11 +110,17 @@ BAGS = (aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward
 @pytest.mark.parametrize(("mode", "rows"), [(0, 13), (1, 13), (2, 3)], ids=["sum", "mean", "maximum"])
 def test_the_gradient_of_a_bag_adds_one_row_for_each_index_or_for_each_maximum(op, mode, rows):
     """Zeros for the table; each row that went in, or of a maximum each row that came out, is added to."""
-    (cost,) = costs_of(bag(op, mode))
-    assert cost.flops == rows * 5 * (2 if mode == 1 else 1)
-    assert cost.bytes_written == 4 * (101 * 5 + rows * 5)
-    numbers = 13 + 13 + 3 + 15 * (mode == 2) + 3 * (op is aten._embedding_bag_backward.default)
-    assert cost.bytes_read == 4 * (3 * 5 + rows * 5) + 8 * numbers
+    zeros, *others = costs_of(bag(op, mode))
+    assert (zeros.flops, *moved([zeros])) == (0, (0, 4 * 101 * 5))
+    assert sum(cost.flops for cost in others) == rows * 5 * (2 if mode == 1 else 1)
+    assert others[-1].bytes_written == 4 * rows * 5
+
+
+@pytest.mark.parametrize("op", BAGS, ids=str)
+def test_the_gradient_of_a_maximum_reads_all_that_forward_kept(op):
+    _, added = costs_of(bag(op, 2))
+    numbers = 13 + 13 + 3 + 15 + 3 * (op is aten._embedding_bag_backward.default)
+    assert added.bytes_read == 4 * (3 * 5 + 3 * 5) + 8 * numbers
 
 
 def test_in_place_scatters_read_the_old_elements_only_where_they_add():

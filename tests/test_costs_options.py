@@ -607,12 +607,14 @@ MOVED: dict[str, tuple[Callable[[], Any] | Call, int, int]] = {
         lambda: aten._embedding_bag(T(50, 6), i64(7), i64(3), False, 0, False, T(7)),
         168 + 56 + 24 + 28, 72 + 8 * (7 + 3),
     ),
+    # Zeros; 7 indices of eight bytes, sorted with a number for each, and their 7 runs found. Then the runs are added up
+    # (3 bags of 6, with the bag of each and 3 + 7 numbers beside it), and written where they belong.
     "a bag's backward": (
         by_hand(
             aten._embedding_bag_dense_backward.default,
             (T(3, 6), i64(7), i64(7), i64(3), i64(0), 50, False, 0, None), T(50, 6),
         ),
-        72 + 56 + 56 + 24 + 168, 1200 + 168,
+        112 + 56 + (72 + 56 + 24 + 112) + (168 + 56), 1200 + 112 + 56 + 168 + 168,
     ),
     "the weights of a bag's backward": (
         by_hand(

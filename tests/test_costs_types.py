@@ -93,7 +93,8 @@ def moved(cost: Cost) -> tuple[int, int]:
 
 
 def test_numbers_of_half_the_width_are_the_same_work_on_half_the_bytes():
-    """fp32 and int64 against fp16 and int32. Softmax that is safe has a mask of one byte an element in between."""
+    """fp32 and int64 against fp16 and int32. Safe softmax has a mask of one byte an element in between. The indices of
+    bags are sorted digit by digit, their gradients added up in fp32; what is added by index is sorted by int64."""
 
     def law(call: Call) -> bool | None:
         if not {spec.dtype for spec in specs(call)} <= HALF.keys():
@@ -106,13 +107,14 @@ def test_numbers_of_half_the_width_are_the_same_work_on_half_the_bytes():
     assert broken(law, least=500) <= {  # with flags of a byte
         "aten._safe_softmax.default", "aten.logsumexp.default", "aten.count_nonzero.default",
         "aten.count_nonzero.dim_IntList", "aten.multinomial.default",
+        "aten._embedding_bag_backward.default", "aten._embedding_bag_dense_backward.default",
+        "aten.index_put.default", "aten._index_put_impl_.default",
     }  # fmt: skip
 
 
 # Of these the one cost stands for several passes over the result, or for a copy that reads no more than it writes.
 READ_BY_THE_RESULT = {
-    "aten._safe_softmax.default", "aten._embedding_bag_backward.default", "aten._embedding_bag_dense_backward.default",
-    "aten.embedding_dense_backward.default", "aten.diagonal_copy.default", "aten.narrow_copy.default",
+    "aten._safe_softmax.default", "aten.diagonal_copy.default", "aten.narrow_copy.default",
     "aten.as_strided_copy.default",
 }  # fmt: skip
 

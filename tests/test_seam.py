@@ -95,6 +95,7 @@ def odds_and_ends() -> None:
     meta(64, 512).cumsum(-1)
     meta(1 << 22).cumsum(0)
     meta(1 << 20).sum()
+    meta(64, 512).sort()
     nn.Conv2d(4, 8, 3, device="meta")(meta(2, 4, 16, 16).requires_grad_()).sum().backward()
 
 

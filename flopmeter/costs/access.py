@@ -31,7 +31,6 @@ _ACCESS: dict[OpOverloadPacket, Access] = {
         (
             aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index_put, aten.index_add,
             aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
-            aten.embedding_dense_backward,
         ),
         "scatter",
     ),

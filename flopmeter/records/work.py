@@ -210,6 +210,7 @@ class ThreadGrid(NamedTuple):
     cycles: int = 0  # between two of its steps, in which it waits for what others of its block compute
     operations: int = 0  # integer instructions of a thread
     joiners: int = 0  # threads that add up the parts of one result; 0: the inputs of a result stay in one block
+    chains: int = 1  # of instructions of a thread that do not wait for each other, such as those of several elements
 
 
 class VectorWork(NamedTuple):

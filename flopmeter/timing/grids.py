@@ -33,11 +33,12 @@ def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -
     joining = 0.0
     if shared > 1:
         joining = constants.LAST_BLOCK_CYCLES + ceil(shared / grid.joiners) * constants.JOINING_STEP_CYCLES
-    filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES * hardware.sm_count
+    filling = constants.LANES_OF_SM * constants.ARITHMETIC_LATENCY_CYCLES
+    share_of_sm = min(1.0, grid.threads * grid.chains / filling)
     return GridTime(
         cycles_to_seconds(max(blocks * constants.BLOCK_START_CYCLES, waves * steps * cycles), hardware),
         blocks * grid.threads * grid.operations,
-        min(1.0, blocks * grid.threads / filling),
+        min(1.0, blocks * share_of_sm / hardware.sm_count),
         min(1.0, blocks / hardware.sm_count),
         cycles_to_seconds(joining, hardware),
     )

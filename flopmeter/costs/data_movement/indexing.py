@@ -6,6 +6,7 @@ from math import ceil, log2, prod
 
 import torch
 
+from flopmeter.costs.data_movement.table_gradients import sorted_additions
 from flopmeter.costs.rules import COMPLEX_ADD, COMPLEX_MULTIPLY, is_complex, make_cost, rule, scratch
 from flopmeter.costs.traffic import distinct_bytes
 from flopmeter.records import ELEMENTWISE, INDEXING, MOVEMENT, SORTING, Call, Cost, Region, TensorSpec
@@ -46,15 +47,6 @@ def pad(call: Call) -> Cost:
     return make_cost(call, INDEXING, read=(_rows(call.outputs[0].numel, source), *offsets))
 
 
-@rule(aten.embedding_dense_backward)
-def embedding_backward(call: Call) -> Cost:
-    """Zeros for the table, then each row of the gradient is added to its own: one add an element."""
-    grad = call.inputs[0]
-    (table,) = call.outputs
-    rows = Region(table, min(grad.nbytes, table.nbytes))
-    return make_cost(call, INDEXING, grad.numel, read=(*call.inputs, rows), written=(table, rows))
-
-
 @rule(aten._embedding_bag, aten._embedding_bag_forward_only)
 def embedding_bag(call: Call) -> Cost:
     """Rows added into bags (mode 0: sum; 1: mean, divided at the end; 2: maximum), weighted where weights come.
@@ -65,17 +57,6 @@ def embedding_bag(call: Call) -> Cost:
     flops = elements * ((mode != 2) + (weights is not None)) + (call.outputs[0].numel if mode == 1 else 0)
     others = [spec for spec in (indices, offsets, weights) if spec is not None]
     return make_cost(call, INDEXING, flops, read=(_rows(elements, table), *others))
-
-
-@rule(aten._embedding_bag_backward, aten._embedding_bag_dense_backward)
-def embedding_bag_backward(call: Call) -> Cost:
-    """Zeros for the table, then the bag's gradient added to each row that went in, weighted or divided."""
-    (grad, indices, *_), (table,) = call.inputs, call.outputs
-    weights, mode = call.argument("per_sample_weights"), call.argument("mode")
-    elements = (grad.shape[0] if mode == 2 else indices.numel) * table.shape[1]
-    rows = _rows(elements, table)
-    flops = elements * (1 + (weights is not None or mode == 1))
-    return make_cost(call, INDEXING, flops, read=(*call.inputs, rows), written=(table, rows))
 
 
 @rule(aten._embedding_bag_per_sample_weights_backward)
@@ -124,6 +105,8 @@ def scatter(call: Call) -> tuple[Cost, ...]:
         numbers = scratch(out._replace(dtype=torch.int64))
         first.append(make_cost(call, INDEXING, read=call.inputs[1:2], written=(numbers,)))
         read.append(numbers)
+    if accumulates and source is not None and _is_by_integers(call):
+        return *first, *sorted_additions(call, target, [source, named], named, touched, flops)
     return (*first, make_cost(call, INDEXING, flops, read=read, written=(named,), complex_factor=1))
 
 
@@ -229,6 +212,12 @@ _ALWAYS_ACCUMULATE = (
 def _accumulates(call: Call) -> bool:
     always = call.func.overloadpacket in _ALWAYS_ACCUMULATE
     return always or bool(call.get("accumulate")) or _reduction(call) is not None
+
+
+def _is_by_integers(call: Call) -> bool:
+    """Whether the op is index_put, and its indices are no masks."""
+    given = [index for index in call.get("indices") or () if index is not None]
+    return bool(given) and all(index.dtype not in (torch.bool, torch.uint8) for index in given)
 
 
 def _accumulation(call: Call) -> int:

@@ -254,9 +254,9 @@ def _with_replacement(call: Call, p: TensorSpec, samples: TensorSpec) -> tuple[C
 
 
 @rule(
-    aten.sort, aten.topk, aten.kthvalue, aten.unique_dim, aten._unique, aten._unique2,
-    aten.unique_consecutive, aten.isin, aten.nonzero, aten.nonzero_static, aten.bincount, aten.histc,
-    aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts, aten._histogramdd_from_bin_tensors,
+    aten.kthvalue, aten.unique_dim, aten.unique_consecutive, aten.isin, aten.nonzero, aten.nonzero_static,
+    aten.bincount, aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts,
+    aten._histogramdd_from_bin_tensors,
 )  # fmt: skip
 def sorting(call: Call) -> Cost:
     """Comparisons: 0 FLOP. Bytes of one pass over inputs and outputs, the least that any method moves."""

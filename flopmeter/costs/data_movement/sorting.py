@@ -1,0 +1,239 @@
+"""Sorting: `sort`, `topk` and `unique`, kernel by kernel as torch launches them on CUDA. No arithmetic: 0 FLOP.
+
+Rows of at most 4096 elements are sorted by one thread block each (Sort.cu), longer ones by cub, digit by digit
+(SortStable.cu); `topk` counts digits from the highest on until it knows the k-th value (TensorTopK.cu), gathers what is
+above it, and sorts that. All files are in aten/src/ATen/native/cuda; they ask for no device but AMD's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, log2
+
+from flopmeter.costs.rules import make_cost, rule, scratch
+from flopmeter.records import MOVEMENT, SORTING, Call, Cost, TensorSpec, ThreadGrid
+from flopmeter.torch_names.operators import aten
+
+BITS_OF_BYTE = 8
+
+# --- cub's radix sort (DeviceRadixSort and DeviceSegmentedRadixSort) -------------------------------------------------
+
+# A block ranks so many elements by one digit at a time, then moves them to where its digits begin.
+TILE_THREADS, TILE_ITEMS = 384, 12
+DIGIT_BITS = 8
+SEGMENT_DIGIT_BITS = 6  # where one block sorts a whole row, or all
+SINGLE_TILE, SINGLE_TILE_THREADS = 2304, 256  # so few keys of eight bytes are sorted by one block, in one kernel
+COUNTING_KERNELS = 4  # memory set to zero twice, counts, and their sums
+# Integer instructions of an element: loaded, counted into the histogram of a digit, and ranked by a digit and moved.
+# Digits that are alike in a warp, such as the leading zeros of integers, count at once: those of int64 take 3, of fp32
+# 13. From the rows in bf16 and int64 of an H100 (validation/traces, kernels_select), as are all numbers of this file.
+LOAD_OPERATIONS, COUNT_OPERATIONS, RANK_OPERATIONS = 20, 7, 140
+# Until each has a number, by a division; and to look up its value by that.
+NUMBER_OPERATIONS, LOOK_UP_OPERATIONS = 42, 57
+
+# --- rows that one block sorts ---------------------------------------------------------------------------------------
+
+MOST_IN_BLOCK = 4096
+# Up to 32 elements, a bitonic network in shared memory: two elements a thread, in steps that each end at a barrier.
+NETWORK_ELEMENTS, NETWORK_THREADS, NETWORK_ROWS, NETWORK_STEPS = 32, 16, 5, 15
+NETWORK_CYCLES, NETWORK_OPERATIONS = 560, 50  # of a step; the latter of a thread
+# It is not taken for few rows: 256 rows of 8 elements are sorted as the longer ones are, 4096 by the network.
+LEAST_NETWORK_ROWS = 1024
+# Longer rows digit by digit: rows of 64 and 128 elements take four a thread, others 32.
+BLOCK_DIGIT_BITS = 4
+SHORT_ROW, SHORT_ITEMS, LEAST_LONG_ROW, LONG_ITEMS = 128, 4, 1024, 32
+# Integer instructions of an element and digit, and of a thread and digit.
+BLOCK_RANK_OPERATIONS, BLOCK_SCAN_OPERATIONS = 62, 110
+
+# --- rows that cub sorts (do_launch_stable_sort_kernel) --------------------------------------------------------------
+
+LEAST_ROW_ALONE, LEAST_SEGMENTS = 1_000_000, 128
+
+# --- topk ------------------------------------------------------------------------------------------------------------
+
+# Several blocks share each of up to so many rows that have at least so many elements (`should_use_multiblock`).
+SHARED_ROWS = (
+    (20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800), (float("inf"), 400),
+)  # fmt: skip
+COUNT_THREADS, COUNT_ITEMS, MOST_COUNT_ITEMS = 256, 4, 64  # items of a thread: the more where few fill the device
+SUMS_AT_A_TIME, FINDING_STEPS = 16, 4
+# Integer instructions of an element that a block counts, or gathers; and cycles of the two sums over a block for it.
+TOPK_COUNT_OPERATIONS, GATHER_OPERATIONS, GATHERING_CYCLES = 28, 57, 700
+BESIDE_GATHERING = 10  # memory set to numbers, and two scans of what the blocks have
+# One block takes a row: 16 bits, two a pass, tell the values of a row apart, in fp32 and bf16; then it gathers, twice.
+WARP_THREADS, CHOOSING_THREADS, CHOOSING_PASSES, CHOOSING_CYCLES = 32, 1024, 10, 1900
+
+
+def radix_sort(
+    call: Call, keys: TensorSpec, values: TensorSpec | None, bits: int, results: Sequence[TensorSpec] = ()
+) -> tuple[Cost, ...]:
+    """All elements by their lowest bits: the digits of all passes are counted at once, then each pass moves keys and
+    values to where they belong by its digit, in one sweep over them. A pass first clears the state by which blocks tell
+    those after them how many elements they have of each digit. `results`: where they end; else in scratch 1 and 2."""
+    given = [spec for spec in (keys, values) if spec is not None]
+    moved = [scratch(spec, number) for number, spec in enumerate(given, 1)]
+    if keys.numel <= SINGLE_TILE:
+        return (_sorted_in_one_tile(call, given, results or moved, bits),)
+    digits = ceil(bits / DIGIT_BITS)
+    counting = (LOAD_OPERATIONS + COUNT_OPERATIONS * digits) * keys.numel
+    counted = make_cost(
+        call, SORTING, read=(keys,), written=(), access="stream", index_operations=counting, kernels=COUNTING_KERNELS
+    )
+    tile = TILE_THREADS * TILE_ITEMS
+    grid = ThreadGrid(
+        ceil(keys.numel / tile), TILE_THREADS, 1, operations=RANK_OPERATIONS * TILE_ITEMS, chains=TILE_ITEMS
+    )
+    between = [moved] * (digits - 1)
+    return counted, *(
+        make_cost(call, SORTING, read=read, written=written, access="stream", grid=grid, kernels=2)
+        for read, written in zip((given, *between), (*between, results or moved), strict=True)
+    )
+
+
+def _sorted_in_one_tile(call: Call, given: Sequence[TensorSpec], results: Sequence[TensorSpec], bits: int) -> Cost:
+    items = SINGLE_TILE // SINGLE_TILE_THREADS
+    operations = ceil(bits / SEGMENT_DIGIT_BITS) * items * RANK_OPERATIONS
+    grid = ThreadGrid(1, SINGLE_TILE_THREADS, 1, operations=operations, chains=items)
+    return make_cost(call, SORTING, read=given, written=results, access="stream", grid=grid)
+
+
+@rule(aten.sort)
+def sort(call: Call) -> tuple[Cost, ...]:
+    """Values and the places that they had."""
+    x, (values, places) = call.inputs[0], call.outputs
+    dim = call.argument("dim")
+    size = x.shape[dim] if x.shape else 1
+    if x.numel <= 1 or size <= 1:
+        return (make_cost(call, SORTING),)
+    copied = make_cost(call, MOVEMENT, read=(x,), written=(values,))  # as `sort_stable_out` does for all devices
+    rows = x.numel // size
+    if size <= MOST_IN_BLOCK:
+        numbered = make_cost(call, MOVEMENT, read=(), written=(places,), kernels=2)  # one row, then all
+        in_blocks = _sorted_in_blocks(call, values, places, size, is_stable=bool(call.get("stable")))
+        return copied, copied, numbered, in_blocks
+    if rows == 1 or size >= LEAST_ROW_ALONE:
+        return copied, *_sorted_alone(call, rows, size)
+    return copied, *(_sorted_together(call, rows) if rows < LEAST_SEGMENTS else _sorted_in_segments(call, rows, size))
+
+
+def _sorted_in_blocks(call: Call, values: TensorSpec, places: TensorSpec, size: int, *, is_stable: bool) -> Cost:
+    """Rows of so many elements in place, one block for each or for a few."""
+    rows, moved = values.numel // size, (values, places)
+    if size <= NETWORK_ELEMENTS and rows >= LEAST_NETWORK_ROWS and not is_stable:
+        grid = ThreadGrid(
+            ceil(rows / NETWORK_ROWS),
+            NETWORK_ROWS * NETWORK_THREADS,
+            1,
+            cycles=NETWORK_STEPS * NETWORK_CYCLES,
+            operations=NETWORK_STEPS * NETWORK_OPERATIONS,
+        )
+    else:
+        items = SHORT_ITEMS if size <= SHORT_ROW else LONG_ITEMS
+        padded = SHORT_ROW if size <= SHORT_ROW else max(LEAST_LONG_ROW, 1 << (size - 1).bit_length())
+        digits = values.dtype.itemsize * BITS_OF_BYTE // BLOCK_DIGIT_BITS
+        operations = digits * (items * BLOCK_RANK_OPERATIONS + BLOCK_SCAN_OPERATIONS)
+        grid = ThreadGrid(rows, padded // items, 1, operations=operations, chains=items)
+    return make_cost(call, SORTING, read=moved, written=moved, access="stream", grid=grid)
+
+
+def _numbers(call: Call, numbers: TensorSpec) -> Cost:
+    """The place of each element in its row."""
+    return make_cost(call, MOVEMENT, read=(), written=(numbers,), index_operations=NUMBER_OPERATIONS * numbers.numel)
+
+
+def _sorted_alone(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
+    """One row after another, each on the whole device."""
+    results = [spec._replace(shape=(size,), stride=(1,)) for spec in call.outputs]
+    row, numbers = call.inputs[0]._replace(shape=(size,), stride=(1,)), scratch(results[1], 3)
+    return _numbers(call, numbers), *radix_sort(call, row, numbers, bits_of(row), results) * rows
+
+
+def _sorted_together(call: Call, rows: int) -> tuple[Cost, ...]:
+    """All rows as one by value, then by row; an element goes with the numbers of its row and its place in it. At last
+    each looks up its value."""
+    x, places = call.inputs[0], call.outputs[1]
+    pairs = scratch(places, 3)  # two numbers of four bytes
+    by_row = radix_sort(call, scratch(places, 2), None, ceil(log2(rows)))
+    looked_up = make_cost(
+        call, SORTING, read=(scratch(places), x), access="gather", index_operations=LOOK_UP_OPERATIONS * x.numel
+    )
+    return _numbers(call, pairs), *radix_sort(call, x, pairs, bits_of(x)), *by_row, looked_up
+
+
+def _sorted_in_segments(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
+    """A block for each row, which in each pass counts the digits of its row, and then ranks and moves tile by tile."""
+    x, (values, places) = call.inputs[0], call.outputs
+    numbers, moved = scratch(places, 3), (values, places)
+    tiles = ceil(size / (TILE_THREADS * TILE_ITEMS))
+    operations = tiles * TILE_ITEMS * RANK_OPERATIONS
+    grid = ThreadGrid(rows, TILE_THREADS, 2 * tiles, operations=operations, chains=TILE_ITEMS)
+    passes = ceil(bits_of(x) / SEGMENT_DIGIT_BITS)
+    return _numbers(call, numbers), *(
+        make_cost(call, SORTING, read=read, written=moved, access="stream", grid=grid)
+        for read in ((x, numbers), *[moved] * (passes - 1))
+    )
+
+
+def bits_of(spec: TensorSpec) -> int:
+    return spec.dtype.itemsize * BITS_OF_BYTE
+
+
+@rule(aten.topk)
+def topk(call: Call) -> tuple[Cost, ...]:
+    """The k-th value of each row, then what is above it; sorted by kernels of its own unless that is not wanted."""
+    x, (values, places) = call.inputs[0], call.outputs
+    dim, k = call.argument("dim"), call.argument("k")
+    size = x.shape[dim] if x.shape else 1
+    if not values.numel or size <= 1:
+        return (make_cost(call, SORTING),)
+    rows = x.numel // size
+    shares = next(least for most, least in SHARED_ROWS if rows <= most) <= size
+    chosen = _chosen_by_blocks(call, rows, size) if shares else (_chosen_by_block(call, rows, size),)
+    if k == 1 or not call.argument("sorted"):
+        return chosen
+    return *chosen, _sorted_in_blocks(call, values, places, k, is_stable=False)
+
+
+def _chosen_by_block(call: Call, rows: int, size: int) -> Cost:
+    """One block for each row counts two bits a pass, of the elements that are left, then writes those that are large
+    enough: each thread learns from a barrier how many the others before it have."""
+    threads = min(CHOOSING_THREADS, ceil(size / WARP_THREADS) * WARP_THREADS)
+    steps = CHOOSING_PASSES * ceil(size / threads)
+    return make_cost(call, SORTING, access="stream", grid=ThreadGrid(rows, threads, steps, cycles=CHOOSING_CYCLES))
+
+
+def _chosen_by_blocks(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
+    """Several blocks for each row count one byte a pass; two small kernels sum up what the blocks have of each digit.
+    A last one gathers what is above the k-th value, behind what the blocks before have."""
+    x = call.inputs[0]
+    blocks_of_row, fewest_of_row = (ceil(size / (COUNT_THREADS * items)) for items in (COUNT_ITEMS, MOST_COUNT_ITEMS))
+    blocks = rows * blocks_of_row
+
+    def kernel(grid: ThreadGrid, kernels: int = 1, *, reads: bool = True, writes: bool = False) -> Cost:
+        written = call.outputs if writes else ()
+        return make_cost(call, SORTING, read=(x,) * reads, written=written, access="stream", grid=grid, kernels=kernels)
+
+    counts = kernel(
+        ThreadGrid(blocks, COUNT_THREADS, COUNT_ITEMS, COUNT_ITEMS, operations=COUNT_ITEMS * TOPK_COUNT_OPERATIONS)
+    )
+    sums = kernel(ThreadGrid(rows, COUNT_THREADS, 2 + ceil(blocks_of_row / SUMS_AT_A_TIME)), reads=False)
+    finds = kernel(ThreadGrid(rows * fewest_of_row, COUNT_THREADS, FINDING_STEPS), reads=False)
+    gathers = kernel(
+        ThreadGrid(
+            blocks, COUNT_THREADS, COUNT_ITEMS, cycles=GATHERING_CYCLES, operations=COUNT_ITEMS * GATHER_OPERATIONS
+        ),
+        BESIDE_GATHERING,
+        writes=True,
+    )
+    return *(counts, sums, finds) * x.dtype.itemsize, gathers
+
+
+@rule(aten._unique, aten._unique2)
+def unique(call: Call) -> tuple[Cost, ...]:
+    """Sorted; then one sweep keeps what differs from the element before it."""
+    x = call.inputs[0]
+    if x.numel <= 1:
+        return (make_cost(call, SORTING),)
+    return *radix_sort(call, x, None, bits_of(x)), make_cost(
+        call, SORTING, read=(scratch(x, 1),), access="scan", kernels=2
+    )
