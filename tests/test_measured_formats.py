@@ -1,13 +1,19 @@
-"""`flopmeter check`: traces of older profilers, of guests of a hypervisor, and ones that begin amid a run."""
+"""`flopmeter check`: traces of older profilers, of guests of a hypervisor, ones that begin amid a run, and arguments that
+are told in an uncommon way."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 import flopmeter
+from flopmeter.measured.kineto import OpEvent, OpInputs, Span
+from flopmeter.measured.rebuild import arguments_of
 
+TRACES = Path(__file__).parent.parent / "validation" / "traces"
 MODERN_ONLY = ("Input Strides", "Concrete Inputs")
 
 
@@ -189,3 +195,22 @@ def test_ranks_share_the_link_from_their_switch_to_the_host(tmp_path, ranks, lis
     found = flopmeter.check(tmp_path / "trace.json")
     assert found.rows[0].floor_seconds == pytest.approx(4 * 2**20 / (gigabytes_per_s * 1e9))
     assert any("over a link that their devices share" in note for note in found.notes) == (gigabytes_per_s == 8)
+
+
+def test_the_backward_of_fused_attention_is_priced_though_its_lengths_are_no_tensors():
+    """cuDNN's and FlashAttention's for sequences of one length; random numbers' seeds are of 64 bits without a sign."""
+    found = flopmeter.check(TRACES / "h200_kernels_attention.json.gz")
+    for name in ("_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_flash_attention_backward"):
+        rows = [row for row in found.rows if row.name == name]
+        measured = sum(row.measured_seconds for row in rows)
+        assert sum(row.predicted_seconds for row in rows) == pytest.approx(measured, rel=0.15)
+    assert not found.unpriced
+
+
+def test_an_index_that_repeats_is_an_argument_like_any_other():
+    """The types of tokens in BERT are one row for all sequences."""
+    dims, strides = ((16, 512, 1024), (16, 512), (), (), ()), ((524288, 1024, 1), (0, 1), (), (), ())
+    told = OpInputs(("float", "long int", *("Scalar",) * 3), dims, strides, ("", "", "2", "-1", "False"))
+    call = arguments_of(OpEvent("aten::embedding_dense_backward", Span(0, 1), told), torch.float32)
+    assert call.args[1].stride() == (0, 1)
+    assert call.args[2:] == (2, -1, False)

@@ -209,6 +209,8 @@ def _value(parameter: Any, traced: _Traced, in_lists: torch.dtype, *, number_for
         return _META, False
     if parameter.name == "pin_memory":  # of host memory
         return None, False
+    if traced.kind in _NOTHING and wanted.kind() == "TensorType" and not is_optional and traced.concrete is not None:
+        return None, True  # an undefined tensor, such as the lengths of fused attention where all sequences are as long
     if traced.kind in _NOTHING:
         return _default(parameter, is_optional), False
     if wanted.kind() == "TensorType":
@@ -253,6 +255,9 @@ def _tensor(dtype: torch.dtype, dims: Any, strides: Any) -> Tensor:
     try:
         if strides is None:
             return torch.empty(dims, dtype=dtype, device=_META)
+        if 0 in strides and 0 not in dims:  # repeated: torch has none such of its own
+            span = 1 + sum((size - 1) * step for size, step in zip(dims, strides, strict=True))
+            return torch.empty(span, dtype=dtype, device=_META).as_strided(dims, strides)
         return torch.empty_strided(dims, strides, dtype=dtype, device=_META)
     except (RuntimeError, TypeError, ValueError):
         raise _Mismatch from None

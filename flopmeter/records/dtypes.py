@@ -64,7 +64,7 @@ _ENTRIES = (
     Dtype("int4", 0.5, units=_MATRIX),  # no type of torch's
     Dtype("int16", 2, {torch.int16: ("short", "short int")}),
     Dtype("int32", 4, {torch.int32: ("int",)}),
-    Dtype("int64", 8, {torch.int64: ("long int", "long", "long long")}),
+    Dtype("int64", 8, {torch.int64: ("long int", "long", "long long"), torch.uint64: ("long unsigned int",)}),
     Dtype("bool", 1, {torch.bool: ("bool",)}),
     Dtype("complex32", 4, {torch.complex32: ()}, real="fp16"),
     Dtype("complex64", 8, {torch.complex64: ("c10::complex<float>",)}, real="fp32"),
