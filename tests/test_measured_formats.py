@@ -1,5 +1,5 @@
-"""`flopmeter check`: traces of older profilers, of guests of a hypervisor, ones that begin amid a run, and arguments that
-are told in an uncommon way."""
+"""`flopmeter check`: traces of older profilers, of guests of a hypervisor, ones that begin amid a run, and
+arguments that are told in an uncommon way."""
 
 from __future__ import annotations
 
