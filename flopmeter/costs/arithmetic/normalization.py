@@ -153,7 +153,7 @@ def group_norm_backward(call: Call) -> Cost:
     sums, kernels, indexed = _sums(grad, samples * channels), 1, 0
     if of_input:
         sums, kernels = _as_kernel(sums)._replace(nbytes=2 * grad.nbytes), 2 + (call.argument("weight") is not None)
-        shape = samples * group, channels // max(1, group), plane
+        shape = samples * group, channels // group, plane
         each, of_channel, of_group = (
             _repeated(grad, shape),
             _repeated(grad, (*shape[:2], 1)),
@@ -218,7 +218,7 @@ def batch_norm(call: Call) -> Cost:
         return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, kernels=2)
     again = _as_kernel(_whole_reread(x))  # by blocks that have waited for all others
     if not _has_channels_last(x):
-        turns = 2 * ceil(x.numel / max(1, x.shape[1]) / (BLOCK_THREADS * COLUMN_LOADS))
+        turns = 2 * ceil(x.numel / x.shape[1] / (BLOCK_THREADS * COLUMN_LOADS))
         again = _channels(x, 1, COLUMN_LOADS * ELEMENT_OPERATIONS, turns)
     return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=(again,))
 
@@ -352,7 +352,7 @@ def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
     operations = OPERATIONS_OF_LOAD * loads * ceil(taken / height)
     threads, turns = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_TURN))
     nbytes = 2 * x.nbytes
-    return (Reread(nbytes, blocks, nbytes // max(1, blocks), threads, operations, turns, is_kernel=True),)
+    return (Reread(nbytes, blocks, nbytes // blocks, threads, operations, turns, is_kernel=True),)
 
 
 def _moments(x: TensorSpec, rows: int) -> Reread:
@@ -389,7 +389,7 @@ def _statistics(x: TensorSpec) -> Reread:
 def _channels(x: TensorSpec, tensors: int, operations: int, turns: int) -> Reread:
     """A kernel with a block for each channel, whose threads walk its planes. It reads so many tensors again."""
     channels = x.shape[1] if len(x.shape) > 1 else 1
-    row_bytes = tensors * x.nbytes // max(1, channels)
+    row_bytes = tensors * x.nbytes // channels
     operations = OPERATIONS_TO_COMBINE + operations * turns
     return Reread(tensors * x.nbytes, channels, row_bytes, BLOCK_THREADS, operations, turns, AMD_BLOCK_THREADS)
 
@@ -413,12 +413,12 @@ def _columns(x: TensorSpec, tensors: int, operations: int) -> Reread:
     blocks, threads, elements = _columns_grid(x)
     operations = OPERATIONS_TO_COMBINE + operations * elements
     nbytes, turns = tensors * x.nbytes, ceil(elements / COLUMN_LOADS)
-    return Reread(nbytes, blocks, nbytes // max(1, blocks), threads, operations, turns, is_kernel=True)
+    return Reread(nbytes, blocks, nbytes // blocks, threads, operations, turns, is_kernel=True)
 
 
 def _columns_grid(x: TensorSpec) -> tuple[int, int, int]:
     """Blocks, their threads, and elements of a thread in channels-last (flexible_launch_configs)."""
-    channels = max(1, x.shape[1])
+    channels = x.shape[1]
     rows = max(1, x.numel // channels)
     width = min(WARP_THREADS, _power_of_two(channels))
     height = min(_power_of_two(ceil(rows / COLUMN_LOADS)), BLOCK_THREADS // width)
@@ -437,14 +437,15 @@ def _elements(x: TensorSpec) -> Reread:
     if len(x.shape) < 2 or _has_channels_last(x):
         blocks, threads, elements = _columns_grid(x) if len(x.shape) > 1 else (1, BLOCK_THREADS, x.numel)
         turns = ceil(elements / COLUMN_LOADS)
-        return Reread(0, blocks, x.nbytes // max(1, blocks), threads, ELEMENT_OPERATIONS * elements, turns)
+        return Reread(0, blocks, x.nbytes // blocks, threads, ELEMENT_OPERATIONS * elements, turns)
     (images, channels), plane = x.shape[:2], prod(x.shape[2:])
     width = max(_threads_of_plane(plane // 4), min(_threads_of_plane(plane), 64))
     height = max(64 // width, 1)
-    of_channel = max(1, min(MOST_BLOCKS // max(1, channels), ceil(images / height)))
+    of_channel = max(1, min(MOST_BLOCKS // channels, ceil(images / height)))
     turns, threads = ceil(images / (of_channel * height)) * ceil(plane / width), width * height
     operations = STARTING_OPERATIONS // threads + ELEMENT_OPERATIONS * turns
-    return Reread(0, channels * of_channel, x.nbytes // max(1, channels * of_channel), threads, operations, 1 + turns)
+    blocks = channels * of_channel
+    return Reread(0, blocks, x.nbytes // blocks, threads, operations, 1 + turns)
 
 
 def _as_kernel(rows: Reread) -> Reread:
