@@ -13,7 +13,8 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mutations import KINDS, Edit, Module
+from kinds import KINDS
+from syntax import Edit, Module
 
 ROOT = Path(__file__).parents[1]
 PARTS = (

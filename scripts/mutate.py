@@ -45,8 +45,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+from kinds import GROUPS, KINDS
 from mutants import EQUIVALENT, PARTS, ROOT, Mutant, all_mutants, draw, mutated, words
-from mutations import GROUPS, KINDS
 from reached import RECORDS, Reached, file_of, in_child, measure_all, module_of, run_tests
 
 COPIED = ("flopmeter", "hardware", "tests", "scripts", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")

@@ -1,7 +1,6 @@
-"""The kinds of small faults that scripts/mutate.py draws from. Each yields the edits that it can make in one module.
+"""Kinds of small faults that scripts/mutate.py draws from. Each yields the edits that it can make in one module.
 
-An edit gives one field of one node of the syntax tree another value. Left out is what nobody could notice by a test,
-and what raises whenever it runs, which any test would notice.
+Left out is what nobody could notice by a test, and what raises whenever it runs, which any test would notice.
 """
 
 from __future__ import annotations
@@ -9,131 +8,11 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, cast
 
-import torch
-
-
-class Edit(NamedTuple):
-    """`owner.field = new`; `shown` is the node that is printed before and after, unless `text` says it all."""
-
-    owner: ast.AST
-    field: str
-    new: Any
-    shown: ast.expr | ast.stmt | ast.expr_context
-    text: str = ""
-
-    def apply(self) -> str:
-        """Change the tree; what was done, in words."""
-        before = ast.unparse(self.shown)
-        setattr(self.owner, self.field, self.new)
-        return self.text or f"{before}  ->  {ast.unparse(self.shown)}"
-
-
-class Module:
-    """The tree of one file, and what the kinds ask about it."""
-
-    def __init__(self, source: str):
-        self.tree = ast.parse(source)
-        self.parent: dict[ast.AST, ast.AST] = {}
-        skipped = [node for node in ast.walk(self.tree) if _is_no_code(node)]
-        for table in (node for node in ast.walk(self.tree) if isinstance(node, ast.Dict)):
-            for key, value in zip(table.keys, table.values, strict=True):
-                if key is not None and _is_lacking(key):
-                    skipped += [key, value]
-        self._skipped = {id(child) for node in skipped for child in ast.walk(node)}
-        for node in ast.walk(self.tree):
-            self.parent.update((child, node) for child in ast.iter_child_nodes(node))
-            self._skipped.update(id(child) for part in _types(node) for child in ast.walk(part))
-
-    def nodes(self, *kinds: type[ast.AST]) -> Iterator[Any]:
-        """The nodes of these kinds that are code, in a fixed order."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds) and self.is_code(node))
-
-    def is_code(self, node: ast.AST) -> bool:
-        return id(node) not in self._skipped
-
-    def describe(self, edit: Edit) -> str:
-        """What the edit would do, and where a name or a number stands."""
-        old = getattr(edit.owner, edit.field)
-        line = _first_line(next(up for up in (edit.shown, *self.above(edit.shown)) if isinstance(up, ast.stmt)))
-        text = edit.apply()
-        setattr(edit.owner, edit.field, old)
-        return f"{text}  in  {_short(line)}" if isinstance(edit.shown, (ast.Name, ast.Constant)) else _short(text)
-
-    def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        while (up := self.parent.get(node)) is not None:
-            yield up
-            node = up
-
-    def function(self, node: ast.AST) -> ast.FunctionDef | None:
-        return next((up for up in self.above(node) if isinstance(up, ast.FunctionDef)), None)
-
-
-def _types(node: ast.AST) -> Iterator[ast.AST]:
-    yield from filter(None, (getattr(node, name, None) for name in ("annotation", "returns")))
-
-
-TYPES = (
-    "Literal",
-    "Callable",
-    "Union",
-    "tuple",
-    "list",
-    "dict",
-    "set",
-    "frozenset",
-    "type",
-)  # `Pair = tuple[int, int]`
-
-
-def _is_no_code(node: ast.AST) -> bool:
-    """Docstrings, what only a type checker reads, what an error or a note says, and rules of ops that this torch lacks,
-    which nothing calls."""
-    if isinstance(node, ast.FunctionDef):
-        ops = [each for up in node.decorator_list for each in ast.walk(up) if _is_op(each)]
-        return bool(ops) and all(map(_is_lacking, ops))
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Constant)
-    if isinstance(node, ast.If):
-        return "TYPE_CHECKING" in ast.unparse(node.test) or (_asks_version(node.test) and not node.orelse)
-    if isinstance(node, ast.Compare):
-        return _asks_version(node)
-    if isinstance(node, (ast.Assign, ast.AnnAssign)):
-        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        value = node.value
-        is_type = isinstance(value, ast.Subscript) and _name(value.value) in TYPES
-        return is_type or _name(target) in ("__all__", "__slots__") or "_OF_2_" in _name(target)
-    return isinstance(node, (ast.Raise, ast.JoinedStr)) or (isinstance(node, ast.Call) and _name(node.func) == "cast")
-
-
-def _is_op(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    return isinstance(node, ast.Attribute) and _name(node.value) == "aten"
-
-
-def _is_lacking(node: ast.AST) -> bool:
-    """An op that this torch does not have."""
-    return _is_op(node) and not hasattr(torch.ops.aten, node.attr)
-
-
-def _asks_version(test: ast.expr) -> bool:
-    """What the installed torch never runs, or always: tests on the other versions see it."""
-    return "running_version" in ast.unparse(test)
-
-
-def _name(node: ast.AST | None) -> str:
-    return getattr(node, "attr", "") or getattr(node, "id", "")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 240 else f"{text[:237]}..."
-
-
-def _negated(test: ast.expr) -> ast.expr:
-    return ast.UnaryOp(ast.Not(), test)
-
+from syntax import Edit, Module, first_line, is_lacking, name_of, replaced
 
 # --- arithmetic: constants and operators --------------------------------------------------------------------
 
@@ -150,7 +29,7 @@ def number(module: Module) -> Iterator[Edit]:
     """An integer one more or one less, another number doubled or halved."""
     for node in module.nodes(ast.Constant):
         up = module.parent[node]
-        if isinstance(up, ast.Subscript) and _name(up.value) == "outputs" and node.value == 0:
+        if isinstance(up, ast.Subscript) and name_of(up.value) == "outputs" and node.value == 0:
             continue  # most ops return one tensor: the last of one is the first, and there is no second
         if type(node.value) is int:
             # The last of one is the first: so [0] becomes [1] alone.
@@ -212,7 +91,7 @@ def keyword(module: Module) -> Iterator[Edit]:
     defaults = {node.name: _defaults(node) for node in module.nodes(ast.FunctionDef, ast.ClassDef)}
     for call in module.nodes(ast.Call):
         for keyword in call.keywords:
-            optional = defaults.get(_name(call.func))
+            optional = defaults.get(name_of(call.func))
             if keyword.arg in CHECKS or (optional is not None and keyword.arg not in optional):
                 continue
             rest = [other for other in call.keywords if other is not keyword]
@@ -223,7 +102,7 @@ def _defaults(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
     """Parameters, or fields, that need not be given."""
     if isinstance(node, ast.ClassDef):
         fields = [child for child in node.body if isinstance(child, ast.AnnAssign) and child.value is not None]
-        return {_name(child.target) for child in fields}
+        return {name_of(child.target) for child in fields}
     taken = node.args
     ordinary = taken.args[len(taken.args) - len(taken.defaults) :]
     only = [each for each, default in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if default is not None]
@@ -236,11 +115,11 @@ def _head(call: ast.Call) -> str:
 
 def exchange(module: Module) -> Iterator[Edit]:
     """Two neighbours among the arguments of a call, or the names of a tuple, that could be taken for one another."""
-    lists = [(call, "args", call.args) for call in module.nodes(ast.Call) if _name(call.func) not in SYMMETRIC]
+    lists = [(call, "args", call.args) for call in module.nodes(ast.Call) if name_of(call.func) not in SYMMETRIC]
     lists += [(target, "elts", target.elts) for target in module.nodes(ast.Tuple) if isinstance(target.ctx, ast.Store)]
     for owner, field, items in lists:
         for place, (first, second) in enumerate(pairwise(items)):
-            is_safe = ast.unparse(first) == ast.unparse(second) or {_name(first), _name(second)} & ONE_OF_ITS_KIND
+            is_safe = ast.unparse(first) == ast.unparse(second) or {name_of(first), name_of(second)} & ONE_OF_ITS_KIND
             if not is_safe and not isinstance(second, ast.Starred):
                 yield Edit(owner, field, [*items[:place], second, first, *items[place + 2 :]], owner)
 
@@ -264,7 +143,7 @@ def sibling(module: Module) -> Iterator[Edit]:
     """An attribute, or an argument, of another name that such objects have too."""
     for node in module.nodes(ast.Attribute):
         is_method = isinstance(up := module.parent[node], ast.Call) and up.func is node
-        is_counted = isinstance(up, ast.Call) and _name(up.func) == "len"  # shapes and strides have the same length
+        is_counted = isinstance(up, ast.Call) and name_of(up.func) == "len"  # shapes and strides have the same length
         if not is_method and not is_counted and isinstance(node.ctx, ast.Load):  # a called method is none of a record's
             yield from (Edit(node, "attr", other, node) for other in _BESIDE.get(node.attr, ()))
     for call in module.nodes(ast.Call):
@@ -302,10 +181,6 @@ def _alike(function: ast.FunctionDef) -> Iterator[list[str]]:
     yield from by_type.values()
 
 
-def _first_line(node: ast.AST) -> str:
-    return ast.unparse(node).partition("\n")[0]
-
-
 SEVERAL = ("shape", "stride", "compute_capability")  # of other sequences the first is often the only one
 
 
@@ -313,7 +188,7 @@ def subscript(module: Module) -> Iterator[Edit]:
     """The first for the last, of what has several the other way round too; all of a sequence for a part of it."""
     for node in module.nodes(ast.Subscript):
         index = ast.unparse(node.slice)
-        if index == "-1" or (index == "0" and _name(node.value) in SEVERAL):
+        if index == "-1" or (index == "0" and name_of(node.value) in SEVERAL):
             yield Edit(node, "slice", ast.Constant(-1 if index == "0" else 0), node)
         elif isinstance(node.slice, ast.Slice) and not (node.slice.lower is None and node.slice.upper is None):
             yield Edit(node, "slice", ast.Slice(None, None, node.slice.step), node)
@@ -327,7 +202,7 @@ def statement(module: Module) -> Iterator[Edit]:
         if field is None or not _can_go(module, node):
             continue
         others = [ast.Pass() if each is node else each for each in getattr(up, field)]
-        yield Edit(up, field, others, node, f"deleted: {_first_line(node)}")
+        yield Edit(up, field, others, node, f"deleted: {first_line(node)}")
 
 
 def _can_go(module: Module, node: ast.stmt) -> bool:
@@ -377,7 +252,7 @@ def result(module: Module) -> Iterator[Edit]:
         alike = [each.arg for each in function.args.args if each.annotation and ast.unparse(each.annotation) == kind]
         others = [ast.Name(name, ast.Load()) for name in alike] if kind not in ("Any", "None") else []
         if kind == "bool":
-            others.append(cast(Any, _negated(node.value)))
+            others.append(cast(Any, ast.UnaryOp(ast.Not(), node.value)))
         for name in {part.partition("[")[0].strip() for part in kind.split("|")} & EMPTY.keys():
             others.append(cast(Any, ast.parse(EMPTY[name], mode="eval").body))
         for other in others:
@@ -389,32 +264,23 @@ def entry(module: Module) -> Iterator[Edit]:
     """An entry of a table, an element of a tuple of three or more, or an op of a rule left out."""
     for node in module.nodes(ast.Dict):
         for place, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
-            if key is None or _is_lacking(key) or module.function(node) is not None:
+            if key is None or is_lacking(key) or module.function(node) is not None:
                 continue
             new = ast.Dict(
                 [*node.keys[:place], *node.keys[place + 1 :]], [*node.values[:place], *node.values[place + 1 :]]
             )
-            text = f"without the entry {ast.unparse(key)}: {_first_line(value)}"
-            yield from _replaced(module, node, new, text)
+            text = f"without the entry {ast.unparse(key)}: {first_line(value)}"
+            yield from replaced(module, node, new, text)
     for node in module.nodes(ast.Tuple, ast.List, ast.Set, ast.Call):
         if isinstance(node, ast.Call):
-            field, is_table = "args", _name(node.func) == "rule" and len(node.args) > 1
+            field, is_table = "args", name_of(node.func) == "rule" and len(node.args) > 1
         else:
             field, is_table = "elts", module.function(node) is None and len(node.elts) > 2
         for place, each in enumerate(getattr(node, field) if is_table else ()):
             items = getattr(node, field)
-            if not _is_lacking(each):
+            if not is_lacking(each):
                 rest = [*items[:place], *items[place + 1 :]]
                 yield Edit(node, field, rest, each, f"without the entry {ast.unparse(each)}")
-
-
-def _replaced(module: Module, node: ast.expr, new: ast.expr, text: str) -> Iterator[Edit]:
-    up = module.parent[node]
-    for field, value in ast.iter_fields(up):
-        if value is node:
-            yield Edit(up, field, new, node, text)
-        elif isinstance(value, list) and node in value:
-            yield Edit(up, field, [new if each is node else each for each in value], node, text)
 
 
 def string(module: Module) -> Iterator[Edit]:
@@ -440,7 +306,7 @@ def operand(module: Module) -> Iterator[Edit]:
     for node in module.nodes(ast.BinOp):
         if isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)):
             for side in (node.left, node.right):
-                yield from _replaced(module, node, side, f"{ast.unparse(node)}  ->  {ast.unparse(side)}")
+                yield from replaced(module, node, side, f"{ast.unparse(node)}  ->  {ast.unparse(side)}")
 
 
 def clause(module: Module) -> Iterator[Edit]:
@@ -449,7 +315,7 @@ def clause(module: Module) -> Iterator[Edit]:
         for place, each in enumerate(node.values):
             rest = [*node.values[:place], *node.values[place + 1 :]]
             new = rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
-            yield from _replaced(module, node, new, f"{ast.unparse(node)}  ->  without {ast.unparse(each)}")
+            yield from replaced(module, node, new, f"{ast.unparse(node)}  ->  without {ast.unparse(each)}")
 
 
 def loop(module: Module) -> Iterator[Edit]:
@@ -458,16 +324,3 @@ def loop(module: Module) -> Iterator[Edit]:
         for part in ("[1:]", "[:-1]"):
             new = ast.parse(f"[*({ast.unparse(node.iter)})]{part}", mode="eval").body
             yield Edit(node, "iter", new, node.iter, f"for {ast.unparse(node.target)} in {ast.unparse(new)}")
-
-
-Kind = Callable[[Module], Iterator[Edit]]
-ARITHMETIC: tuple[Kind, ...] = (number, operator, comparison, logic)
-STRUCTURE: tuple[Kind, ...] = (
-    keyword, exchange, sibling, variable, subscript, statement, condition, result, entry, string, truth,
-)  # fmt: skip
-PORTIONS: tuple[Kind, ...] = (operand, clause, loop)
-KINDS: dict[str, Kind] = {kind.__name__: kind for kind in (*ARITHMETIC, *STRUCTURE, *PORTIONS)}
-GROUPS = {
-    name: [kind.__name__ for kind in kinds]
-    for name, kinds in (("arithmetic", ARITHMETIC), ("structure", STRUCTURE), ("portions", PORTIONS))
-}

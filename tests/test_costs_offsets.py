@@ -97,6 +97,10 @@ SCATTERED = {
     "a transposed factor and a row": (
         lambda: torch.addcmul(T(1024, 1024), T(1024, 1024).t(), T(1024)), 2048 * (512 - 64)
     ),
+    "two transposed factors": (
+        lambda: torch.addcmul(T(1024, 1024), T(1024, 1024).t(), T(1024, 1024).t()), 2 * 2048 * (512 - 64)
+    ),
+    "a column of 300": (lambda: T(300, 64)[:, 0] * T(300), 300 - 64),  # less than a block
     "heads into one row": (lambda: transposed(2, 16, 128, 64).contiguous(), 0),
     "both transposed": (lambda: T(1024, 1024).t() * T(1024, 1024).t(), 0),
     "a row and a matrix": (lambda: T(1024, 1024) * T(1024), 0),
@@ -130,6 +134,7 @@ CATS = {
     "of a matrix and a part of one": (
         lambda: torch.cat([T(4, 6), T(4, 8)[:, :6]]), 2 * 24 * (2 * 11 + 2 * 2)
     ),
+    "of three parts": (lambda: torch.cat([T(4, 8)[:, :6] for _ in range(3)]), 3 * 24 * (2 * 11 + 2 * 2)),
     "of halves, turned by a rotary embedding": (
         lambda: torch.cat([T(2, 3, 5, 4), T(2, 3, 5, 8)[..., :4]], -1), 2 * 120 * (2 * 3 * 11 + 2 * 2)
     ),

@@ -19,11 +19,17 @@ from flopmeter.records import (
     REDUCTION,
     SORTING,
     Convolution,
+    Cost,
     Matmul,
+    Region,
+    Reread,
+    Switches,
+    VectorWork,
 )
 from flopmeter.timing.bands import BANDS, HOST_BAND, UNVALIDATED, UNVALIDATED_DEFAULT
 from flopmeter.timing.convolution import convolution
 from flopmeter.timing.gemm_kernels import MMA, SIMT, WARP_SPECIALIZED, gemm_kernels
+from flopmeter.timing.kernels import price
 from flopmeter.timing.matmul import MatmulBytes, Rates, overlap, price_matmul, side_by_side
 
 A100, V100 = load_hardware("a100-sxm4-80gb"), load_hardware("v100-sxm2-32gb")
@@ -222,6 +228,30 @@ def test_a_recurrent_layer_takes_no_less_than_its_steps_one_after_another():
     assert read / 2039e9 <= whole.memory_seconds < 3 * read / 2039e9
 
 
+def recurrent(device, steps=1000, layers=1, batch=64, size=128):
+    """A network on one device; the last kernel is that of its library."""
+    with torch.device("meta"):
+        network, x = torch.nn.LSTM(size, size, layers), torch.empty(steps, batch, size)
+    with torch.inference_mode(), FlopMeter(device) as meter:
+        network(x)
+    return meter.report().timings[-1]
+
+
+@pytest.mark.parametrize("device", ["a100-sxm4-80gb", "h100-sxm5-80gb", "rtx-4090", "t4", "v100-sxm2-32gb", "mi300x"])
+def test_a_recurrent_network_takes_as_long_for_each_step_of_each_layer(device):
+    """Whether its weights stay on the chip, or each step launches two kernels or more."""
+    one, longer, deeper = (recurrent(device, **sizes).work_seconds for sizes in ({}, {"steps": 2000}, {"layers": 2}))
+    assert longer == pytest.approx(2 * one, rel=0.05)
+    assert deeper == pytest.approx(2 * one, rel=0.05)
+
+
+def test_steps_whose_weights_no_kernel_keeps_launch_two_kernels_each():
+    """`use_persist_device_heuristics` in RNN.cpp: devices of few multiprocessors, or of capability 8.6, keep none."""
+    for device in ("rtx-3090", "t4"):
+        floor = load_hardware(device).kernel_floor_seconds
+        assert recurrent(device, batch=1, size=64).work_seconds > 2 * 1000 * floor
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -340,3 +370,51 @@ def test_a_16_bit_convolution_in_nchw_brings_five_more_kernels_on_amd():
     assert extra > 5 * mi300x.kernel_floor_seconds + 2 * nbytes / mi300x.bandwidth_bytes_per_s
     assert seconds(FP32, nchw, slower) == seconds(FP32, nchw)
     assert seconds(FP16, nchw, A100.replace(kernel_floor_us=9)) == seconds(FP16, nchw, A100)
+
+
+# --- kernels of vector units -----------------------------------------------------------------------------------------
+
+
+def vector_seconds(device=A100, *, nbytes=0, dtype="fp32", flops=0, transcendentals=0, **work):
+    regions = (Region(None, nbytes // 2),)
+    cost = Cost("op", REDUCTION, ((REDUCTION, flops),), regions, regions, dtype, VectorWork(**work), transcendentals)
+    return price(cost, device, Switches(False, False, False)).busy
+
+
+def test_rows_beyond_those_that_a_device_holds_wait_for_them():
+    """An A100 holds 108 x 2048 threads: 864 rows of 256. A row makes 100 accesses, one after another, of no bytes."""
+    few, all_held, twice = (
+        vector_seconds(rereads=(Reread(0, rows, 0, 256, 0, 100),)).work_seconds for rows in (1, 864, 1728)
+    )
+    none = vector_seconds().work_seconds
+    assert few == all_held
+    assert few - none == pytest.approx(99 * none)  # an access instead of one of 100
+    assert twice == pytest.approx(2 * few)
+
+
+def test_fewer_rows_than_multiprocessors_compute_as_much_longer():
+    """54 of 108, and 108: each thread has a million operations, which take longer than the latency of each."""
+    half, full = (vector_seconds(rereads=(Reread(0, rows, 0, 2048, 10**6, 1),)).work_seconds for rows in (54, 108))
+    assert half == pytest.approx(full, rel=1e-3)
+    operations = 108 * 2048 * 10**6
+    assert full > operations / A100.vector_peak("fp32").flop_per_s
+
+
+def test_further_kernels_of_an_op_add_their_times():
+    kernels = [
+        Reread(2**20, 24, 2**16, 1024, 100, 64, is_kernel=True),
+        Reread(2**28, 10**4, 2**14, 128, is_kernel=True),
+    ]
+    alone = [vector_seconds(rereads=(each,)) for each in kernels]
+    none, both = vector_seconds(), vector_seconds(rereads=tuple(kernels))
+    for name in ("memory_seconds", "work_seconds"):
+        of_none, *of_each = (getattr(busy, name) for busy in (none, *alone))
+        assert getattr(both, name) == pytest.approx(sum(of_each) - of_none)
+        assert min(of_each) > of_none
+
+
+def test_a_unit_of_amd_starts_no_more_operations_than_it_has_lanes():
+    """64 for each of 304 compute units, at 2.1 GHz, though the peak counts two in one instruction."""
+    hardware = load_hardware("mi300x")
+    busy = vector_seconds(hardware, rereads=(Reread(0, 10**6, 0, 256, 10**4),))
+    assert busy.memory_seconds == pytest.approx(10**6 * 256 * 10**4 / (64 * 304 * 2.1e9), rel=0.05)

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from flopmeter import FlopMeter
+from flopmeter import FlopMeter, load_hardware
+from flopmeter.records import CONTRACTION, Convolution, ConvolutionWork, Cost, Matmul, Planes
+from flopmeter.timing.convolution import channel_share, depthwise_share, grouped_share, suits_winograd, with_conversions
+from flopmeter.timing.matmul import Busy
 
 BF16 = torch.bfloat16
 # Microseconds of one call, images, filters, stride, whether in channels-last.
@@ -80,3 +83,71 @@ def test_poolings_take_as_long_as_on_an_h100(shape, kernel, padding, forward, ba
     with FlopMeter("h100-sxm5-80gb") as meter:
         out.backward(torch.empty_like(out))
     assert meter.report().kernel_seconds * 1e6 == pytest.approx(backward, rel=0.2)
+
+
+H100 = load_hardware("h100-sxm5-80gb")
+PLAIN, PRODUCT = Convolution(64, (3, 3), (56, 56), is_dense=True), Matmul(1, 4096, 256, 576)
+
+
+def extra(*tensors, implicit=PRODUCT, **changes):
+    """Seconds that the library adds to a kernel of bf16 that takes no time itself."""
+    work = ConvolutionWork(implicit, implicit.macs, PLAIN._replace(tensors=tensors, **changes))
+    cost = Cost("convolution", CONTRACTION, ((CONTRACTION, 0),), (), (), "bf16", work)
+    return with_conversions(Busy(0.0, 0.0, 0.0), cost, work, H100).work_seconds
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_what_a_library_does_to_several_tensors_adds_up(channels_last):
+    several = Planes(64, 3, 3136), Planes(8, 35, 9), Planes(32, 5, 784)
+    alone = [extra(each, channels_last=channels_last) for each in several]
+    assert extra(*several, channels_last=channels_last) == pytest.approx(sum(alone))
+    assert min(alone) > 0
+
+
+def test_channels_that_are_multiples_of_16_bytes_need_nothing_in_nhwc_and_others_are_padded_to_the_next():
+    """By two kernels: one sets 16 channels to zero, one copies 9 into them. A kernel that turns NCHW sets them too."""
+    images, positions = 640, 3136
+    assert extra(Planes(images, 16, positions), channels_last=True) == 0
+    zeros = 2 * images * positions * 16 / H100.sustained_bandwidth_bytes_per_s
+    floors = 2 * H100.kernel_floor_seconds
+    for channels_last in (False, True):
+        assert extra(Planes(images, 9, positions), channels_last=channels_last) > floors + zeros
+    nine, ten = (extra(Planes(images, channels, positions), channels_last=True) for channels in (9, 10))
+    assert ten > nine
+    assert nine - 9 * (ten - nine) == pytest.approx(floors + zeros)  # what is left does not depend on the channels
+
+
+def test_tensors_in_nchw_are_turned_in_tiles_of_32_by_32_and_each_is_read_and_written():
+    """A tile at the edge takes as long as a full one."""
+    planes = Planes(64, 128, 3136)
+    moved = 2 * 2 * planes.numel / H100.sustained_bandwidth_bytes_per_s
+    assert moved < extra(planes) - H100.kernel_floor_seconds < 2 * moved
+    floor = H100.kernel_floor_seconds
+    full, wide, long = (extra(Planes(9999, *sides)) - floor for sides in ((32, 32), (40, 32), (32, 33)))
+    assert wide > 1.5 * full
+    assert long > 1.5 * full
+    assert extra(Planes(9999, 32, 64)) - floor == pytest.approx(2 * full)
+
+
+def test_pixels_of_few_channels_are_loaded_once_for_each_tile_of_filters():
+    """Tiles of 128 x 128; of two filters as well as of 128, but the filters themselves are loaded too."""
+    one, two, full, twice = (
+        extra(implicit=Matmul(1, 10**6, filters, 147), channels=3, channels_last=True) for filters in (1, 2, 128, 256)
+    )
+    assert one < two < full < 2.1 * one
+    assert twice == pytest.approx(2 * full, rel=1e-3)
+    assert extra(implicit=Matmul(1, 10**6, 128, 147), channels=9, channels_last=True) == 0
+
+
+def test_only_winograd_asks_whether_taps_and_steps_are_dense():
+    for channels_last in (False, True):
+        shape = PLAIN._replace(channels=24, channels_last=channels_last)
+        strided = shape._replace(is_dense=False)
+        assert channel_share(shape) == channel_share(strided)
+        assert depthwise_share(shape) == depthwise_share(strided)
+        for on_matrix_units in (False, True):
+            for channels in (16, 24):
+                alike = (each._replace(channels=channels) for each in (shape, strided))
+                assert len({grouped_share(each, on_matrix_units) for each in alike}) == 1
+        implicit = Matmul(1, 64, 64, 64)
+        assert (suits_winograd(shape, implicit), suits_winograd(strided, implicit)) == (True, False)

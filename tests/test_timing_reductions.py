@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from costs_support import meta
 
 from flopmeter import FlopMeter, load_hardware
-from flopmeter.timing.grids import blocks_of_result
+from flopmeter.records import ThreadGrid
+from flopmeter.timing.grids import blocks_of_result, steps_of
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
 H100 = "h100-sxm5-80gb"
@@ -91,3 +92,42 @@ def test_what_has_no_multiprocessors_walks_in_no_steps():
     """A TPU has one or two cores, with no threads that would wait."""
     _, timing = last(lambda: meta(65536, 512).sum(1), "tpu-v4")
     assert timing.seconds < 4 * 65536 * 512 / 1.2e12 / 0.7
+
+
+def walked(blocks, threads, device=H100, **options):
+    return steps_of(ThreadGrid(blocks, threads, options.pop("steps", 8), **options), 0.0, load_hardware(device))
+
+
+@pytest.mark.parametrize(("threads", "held"), [(256, 8), (1024, 2), (32, 32)])
+def test_blocks_that_a_device_holds_at_once_take_as_long_as_one_and_others_wait(threads, held):
+    """An SM of an H100 holds 2048 threads and 32 blocks (CUDA C++ Programming Guide, table of compute capabilities)."""
+    one, all_held, twice = (walked(blocks, threads).seconds for blocks in (1, 132 * held, 2 * 132 * held))
+    assert one == all_held > 0
+    assert twice == pytest.approx(2 * one)
+
+
+def test_a_thread_that_asks_for_four_inputs_waits_once_for_up_to_four():
+    nine, twelve, thirteen = (walked(1, 256, steps=steps, at_a_time=4).seconds for steps in (9, 12, 13))
+    assert nine == twelve == pytest.approx(thirteen * 3 / 4)
+
+
+def test_a_grid_fills_no_more_than_the_device():
+    """132 SMs, each with 128 lanes that start an instruction in each cycle, which takes 4 of them."""
+    quarter, half, many = (walked(blocks, 128) for blocks in (33, 66, 10**5))
+    assert (quarter.busy_sms, half.busy_sms, many.busy_sms) == (0.25, 0.5, 1.0)
+    assert half.busy == 2 * quarter.busy == 66 * 128 / (132 * 128 * 4)
+    assert many.busy == 1.0
+
+
+@pytest.mark.parametrize("device", [H100, "mi300x"])
+def test_blocks_that_share_a_result_are_joined_by_one(device):
+    """So many of its threads take one part each at a time. On AMD no more blocks share a result than there are compute
+    units (`setReduceConfig` in Reduce.cuh, for ROCm)."""
+    alone, few, many = (walked(1, 256, device, steps=10**7, joiners=joiners) for joiners in (0, 32, 256))
+    assert alone.last_seconds == 0 < many.last_seconds < few.last_seconds
+    assert many.seconds < alone.seconds / 100
+    three, thirty_two = (walked(1, 256, device, steps=steps, joiners=32) for steps in (40, 32 * 16))
+    assert three.last_seconds == thirty_two.last_seconds
+    shared = blocks_of_result(ThreadGrid(1, 256, 10**7, joiners=32), load_hardware(device))
+    assert shared > 10**4 if device == H100 else shared == 304
+    assert blocks_of_result(ThreadGrid(1, 256, 40, joiners=32), load_hardware(device)) == 3  # 16 inputs for each

@@ -334,10 +334,10 @@ def _filled_share(launch: _Launch, shape: AttentionShape) -> float:
     if shape.is_backward:  # a block keeps keys
         scores = sum(map(prod, shape.sizes))
         tiles = sum(count * ceil(keys / rows) * ceil(queries / columns) for count, queries, keys in shape.sizes)
-        return scores / max(1, tiles * rows * columns)
+        return scores / (tiles * rows * columns)
     tokens, places = shape.all_queries, launch.heads * launch.grid.blocks * rows
     in_columns = sum(count * queries * min(1.0, keys / columns) for count, queries, keys in shape.sizes)
-    return min(1.0, shape.heads * tokens / max(1, places)) * in_columns / max(1, tokens)
+    return min(1.0, shape.heads * tokens / places) * in_columns / tokens
 
 
 def _flops_per_score(work: AttentionWork, *, pads: bool) -> int:
@@ -390,5 +390,5 @@ def _grid_seconds(launch: _Launch, tile_seconds: float, hardware: Hardware) -> f
     busy = (tiles * tile_seconds + waits) / sms
     longest = ceil(grid.longest / launch.slices) * tile_seconds
     if grid.tiles == grid.blocks * grid.longest:
-        return busy * ceil(blocks / sms) * sms / max(blocks, 1)
+        return busy * ceil(blocks / sms) * sms / blocks
     return max(longest, busy + (0.0 if kernel.longest_first else longest * constants.ATTENTION_TAIL))

@@ -192,7 +192,7 @@ def suits_winograd(shape: Convolution, implicit: Matmul) -> bool:
 
 def _winograd(shape: Convolution, implicit: Matmul, moved: MatmulBytes, rates: Rates) -> Busy:
     """Transform the input, multiply, transform back: three kernels that exchange data through memory."""
-    images = implicit.m // max(1, prod(shape.positions))
+    images = implicit.m // prod(shape.positions)
     patches = images * prod(ceil(size / constants.WINOGRAD_OUTPUT) for size in shape.positions)
     numbers = constants.WINOGRAD_PATCH**2
     inner = Matmul(numbers, patches, implicit.n, shape.channels)

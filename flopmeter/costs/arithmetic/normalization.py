@@ -159,7 +159,7 @@ def group_norm_backward(call: Call) -> Cost:
     sums, kernels, indexed = _sums(grad, samples * channels), 1, 0
     if of_input:
         sums, kernels = _as_kernel(sums)._replace(nbytes=2 * grad.nbytes), 2 + (call.argument("weight") is not None)
-        shape = samples * group, channels // max(1, group), plane
+        shape = samples * group, channels // group, plane
         each, of_channel, of_group = (
             _repeated(grad, shape),
             _repeated(grad, (*shape[:2], 1)),
@@ -226,7 +226,7 @@ def batch_norm(call: Call) -> Cost:
         return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=rereads, grid=grid, kernels=2)
     again = _as_kernel(_whole_reread(x))  # by blocks that have waited for all others
     if not _has_channels_last(x):
-        turns = 2 * ceil(x.numel / max(1, x.shape[1]) / (BLOCK_THREADS * COLUMN_LOADS))
+        turns = 2 * ceil(x.numel / x.shape[1] / (BLOCK_THREADS * COLUMN_LOADS))
         again = _channels(x, 1, COLUMN_LOADS * ELEMENT_OPERATIONS, turns)
     return make_cost(call, NORMALIZATION, flops, access="statistics", rereads=(again,))
 
@@ -378,7 +378,7 @@ def _over_rows(call: Call, x: TensorSpec, loads: int) -> tuple[Reread, ...]:
     operations = OPERATIONS_OF_LOAD * loads * ceil(taken / height)
     threads, turns = COLUMNS_OF_BLOCK * height, ceil(taken / (height * ROWS_OF_TURN))
     nbytes = 2 * x.nbytes
-    return (Reread(nbytes, blocks, nbytes // max(1, blocks), threads, operations, turns, is_kernel=True),)
+    return (Reread(nbytes, blocks, nbytes // blocks, threads, operations, turns, is_kernel=True),)
 
 
 def _moments(x: TensorSpec, rows: int) -> Reread:
@@ -415,7 +415,7 @@ def _statistics(x: TensorSpec) -> Reread:
 def _channels(x: TensorSpec, tensors: int, operations: int, turns: int) -> Reread:
     """A kernel with a block for each channel, whose threads walk its planes. It reads so many tensors again."""
     channels = x.shape[1] if len(x.shape) > 1 else 1
-    row_bytes = tensors * x.nbytes // max(1, channels)
+    row_bytes = tensors * x.nbytes // channels
     operations = OPERATIONS_TO_COMBINE + operations * turns
     return Reread(tensors * x.nbytes, channels, row_bytes, BLOCK_THREADS, operations, turns, AMD_BLOCK_THREADS)
 
@@ -439,12 +439,12 @@ def _columns(x: TensorSpec, tensors: int, operations: int) -> Reread:
     blocks, threads, elements = _columns_grid(x)
     operations = OPERATIONS_TO_COMBINE + operations * elements
     nbytes, turns = tensors * x.nbytes, ceil(elements / COLUMN_LOADS)
-    return Reread(nbytes, blocks, nbytes // max(1, blocks), threads, operations, turns, is_kernel=True)
+    return Reread(nbytes, blocks, nbytes // blocks, threads, operations, turns, is_kernel=True)
 
 
 def _columns_grid(x: TensorSpec) -> tuple[int, int, int]:
     """Blocks, their threads, and elements of a thread in channels-last (flexible_launch_configs)."""
-    channels = max(1, x.shape[1])
+    channels = x.shape[1]
     rows = max(1, x.numel // channels)
     width = min(WARP_THREADS, _power_of_two(channels))
     height = min(_power_of_two(ceil(rows / COLUMN_LOADS)), BLOCK_THREADS // width)

@@ -1,0 +1,158 @@
+"""Blocks and threads of kernels that walk over rows, channels or columns: those in profiles of an H100 and an H200
+(torch 2.11, 2026-11: validation/traces, kernels_norm and kernels_reduce)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from costs_support import calls_of, costs_in, meta
+
+from flopmeter import load_hardware
+from flopmeter.costs import costs_of
+from flopmeter.timing.grids import blocks_of_result
+
+aten = torch.ops.aten
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def layer_norm_backward(rows, columns, mask=(True, True, True)):
+    x, column, row = meta(rows, columns), meta(rows, 1), meta(columns)
+    return aten.native_layer_norm_backward(x, x.clone(), [columns], column, column, row, row, list(mask))
+
+
+def rms_norm_backward(rows, columns):
+    x = meta(rows, columns)
+    return aten._fused_rms_norm_backward(x, x.clone(), [columns], meta(rows, 1), meta(columns), [True, True])
+
+
+def image(*shape, is_last, dtype=BF16):
+    return meta(*shape, dtype=dtype).to(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+
+
+def batch_norm(*shape, is_last):
+    channel = meta(shape[1])
+    return aten.native_batch_norm(image(*shape, is_last=is_last), *[channel] * 4, True, 0.1, 1e-5)
+
+
+def batch_norm_backward(*shape, is_last):
+    x, channel = image(*shape, is_last=is_last), meta(shape[1])
+    return aten.native_batch_norm_backward(x, torch.empty_like(x), *[channel] * 5, True, 1e-5, [True] * 3)
+
+
+def group_norm(*shape):
+    x, weight = meta(*shape, dtype=FP16), meta(shape[1], dtype=FP16)
+    return aten.native_group_norm(x, weight, weight, shape[0], shape[1], shape[2] * shape[3], 32, 1e-5)
+
+
+def group_norm_backward(*shape):
+    x, weight, of_group = meta(*shape, dtype=FP16), meta(shape[1], dtype=FP16), meta(shape[0], 32)
+    sizes = shape[0], shape[1], shape[2] * shape[3], 32
+    return aten.native_group_norm_backward(x, x.clone(), of_group, of_group, weight, *sizes, [True] * 3)
+
+
+def softmax_backward(rows, columns, dtype):
+    x = meta(rows, columns, dtype=dtype)
+    return aten._softmax_backward_data(x, x.clone(), -1, dtype)
+
+
+# What runs; of each kernel in turn blocks, threads, how many elements of a tensor a thread takes in one turn, and how
+# often it goes over them.
+NORMS = {
+    "layer norm": (lambda: torch.layer_norm(meta(12288, 1280), [1280]), [(12288, 128, 4, 2)]),
+    "layer norm, few rows": (lambda: torch.layer_norm(meta(500, 1024), [1024]), [(500, 128, 4, 2)]),
+    "layer norm's gradients": (lambda: layer_norm_backward(16384, 768), [(16384, 128, 4, 2), (24, 1024, 8, 1)]),
+    "of few rows": (lambda: layer_norm_backward(64, 4096), [(64, 128, 4, 2), (128, 256, 8, 1)]),
+    "of one row": (lambda: layer_norm_backward(1, 4096), [(1, 128, 4, 2), (128, 32, 8, 1)]),
+    "of odd rows": (lambda: layer_norm_backward(3137, 3137), [(3137, 128, 4, 2), (99, 1024, 8, 1)]),
+    "of rows for one block": (lambda: layer_norm_backward(65536, 320), [(65536, 128, 4, 2), (10, 1024, 8, 1)]),
+    "of a million rows": (lambda: layer_norm_backward(10**6, 32), [(10**6, 128, 4, 2), (31250, 32, 8, 1)]),
+    "RMS norm's gradients": (lambda: rms_norm_backward(12288, 1280), [(12288, 128, 4, 2), (40, 1024, 8, 1)]),
+    "softmax's gradient": (lambda: softmax_backward(12288, 1280, BF16), [(12288, 128, 8, 2)]),
+    "in fp32": (lambda: softmax_backward(12288, 1280, FP32), [(12288, 256, 4, 2)]),
+    "of odd rows in fp32": (lambda: softmax_backward(3137, 3137, FP32), [(3137, 512, 4, 2)]),
+    "of long rows": (lambda: softmax_backward(64, 4096, BF16), [(64, 256, 8, 2)]),
+    "of longer rows": (lambda: softmax_backward(2048, 8192, FP32), [(2048, 512, 4, 2)]),
+    "batch norm": (lambda: batch_norm(256, 64, 112, 112, is_last=False), [(64, 512, 1, 1), (16384, 512, 1, 1)]),
+    "28 x 28": (lambda: batch_norm(256, 512, 28, 28, is_last=False), [(512, 512, 1, 1), (131072, 256, 1, 1)]),
+    "14 x 14": (lambda: batch_norm(256, 1024, 14, 14, is_last=False), [(1024, 512, 1, 1), (262144, 64, 1, 1)]),
+    "7 x 7": (lambda: batch_norm(256, 2048, 7, 7, is_last=False), [(2048, 512, 1, 1), (262144, 64, 1, 1)]),
+    "few images": (lambda: batch_norm(128, 1152, 7, 7, is_last=False), [(1152, 512, 1, 1), (147456, 64, 1, 1)]),
+    "NHWC": (lambda: batch_norm(256, 64, 112, 112, is_last=True), [(256, 512, 4, 1)] * 2),
+    "7 x 7, NHWC": (lambda: batch_norm(256, 2048, 7, 7, is_last=True), [(3136, 512, 4, 1)] * 2),
+    "few images, NHWC": (lambda: batch_norm(128, 1152, 7, 7, is_last=True), [(900, 512, 4, 1)] * 2),
+    "batch norm's gradients": (lambda: batch_norm_backward(256, 64, 112, 112, is_last=False), [(64, 512, 1, 2)]),
+    "of 7 x 7": (lambda: batch_norm_backward(128, 1152, 7, 7, is_last=False), [(1152, 512, 1, 2)]),
+    "of 7 x 7, NHWC": (lambda: batch_norm_backward(128, 1152, 7, 7, is_last=True), [(900, 512, 4, 1)] * 2),
+    "group norm": (lambda: group_norm(2, 320, 64, 64), [(64, 512, 1, 1)]),
+    "group norm's gradients": (lambda: group_norm_backward(8, 640, 32, 32), [(5120, 512, 1, 1), (3, 256, 1024, 1)]),
+    "of small planes": (lambda: group_norm_backward(2, 1280, 16, 16), [(2560, 32, 1, 1), (5, 256, 256, 1)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_has_the_blocks_and_threads_of_a_profile_whose_turns_cover_its_elements(name):
+    """One turn fewer in each pass would not, but for planes of 49, which take 64 threads (a kernel that applies given
+    statistics has one more, in which it loads them)."""
+    program, kernels = NORMS[name]
+    *_, call = calls_of(program)
+    rereads, elements = costs_of(call)[-1].work.rereads[: len(kernels)], call.inputs[0].numel
+    assert [(rows.rows, rows.threads) for rows in rereads] == [kernel[:2] for kernel in kernels]
+    for rows, (blocks, threads, together, passes) in zip(rereads, kernels, strict=True):
+        of_turn = blocks * threads * together
+        assert passes * elements <= of_turn * rows.accesses
+        assert of_turn * (rows.accesses - passes - 1) < passes * elements * 64 / 49
+
+
+def test_rows_that_four_loads_do_not_divide_are_read_element_by_element():
+    """By 512 threads for the statistics and 256 to apply them (layer_norm_kernel.cu)."""
+    moments, applied = costs_in(lambda: torch.layer_norm(meta(64, 1030), [1030]))[-1].work.rereads
+    assert (moments.rows, moments.threads, moments.accesses) == (64, 512, 3)  # 2 x 512 < 1030
+    assert (applied.rows, applied.threads, applied.accesses) == (64, 256, 5)
+    assert moments.row_bytes == applied.row_bytes == 4 * 1030
+    assert (moments.is_kernel, applied.is_kernel) == (True, False)
+
+
+EMPTY = {
+    "softmax": lambda: torch.softmax(meta(0, 8), 1),
+    "layer norm": lambda: torch.layer_norm(meta(0, 8), [8]),
+    "of no columns": lambda: torch.layer_norm(meta(8, 0), [0]),
+    "layer norm's gradients": lambda: layer_norm_backward(0, 8),
+    "RMS norm's gradients": lambda: rms_norm_backward(0, 8),
+    "gradients of no columns": lambda: layer_norm_backward(8, 0),
+    "batch norm": lambda: batch_norm(0, 4, 3, 3, is_last=False),
+    "batch norm, NHWC": lambda: batch_norm(0, 4, 3, 3, is_last=True),
+    "group norm": lambda: group_norm(0, 64, 3, 3),
+    "group norm's gradients": lambda: group_norm_backward(0, 64, 3, 3),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_norm_of_nothing_computes_nothing(name):
+    assert sum(cost.flops for cost in costs_in(EMPTY[name])) == 0
+
+
+# Shapes in fp32, what is reduced, all blocks of the kernel, and threads of each.
+SUMS = [
+    ((8192, 8192), (1,), 8192, 512), ((8192, 8192), (0,), 2112, 128), ((8192, 8192), (0, 1), 528, 512),
+    ((1024, 4096), (0,), 512, 128), ((16384, 768), (0,), 1536, 128), ((4096, 14336), (0,), 2128, 128),
+    ((256, 2048, 49), (2,), 32768, 512), ((64, 197, 768), (1,), 384, 128), ((128, 1280, 7, 7), (2, 3), 10240, 512),
+    ((512, 512), (0,), 4, 128), ((2048, 512), (0,), 128, 128), ((100_000_000,), (0,), 763, 512),
+    ((32, 1024, 1024), (0, 1), 2112, 128), ((4096,), (0,), 1, 512), ((1_000_000, 4), (1,), 7813, 512),
+    ((4, 1_000_000), (1,), 492, 512), ((32, 128, 4096), (1,), 1024, 128), ((64, 1024), (1,), 4, 512),
+]  # fmt: skip
+SCANS = [
+    ((8192, 8192), 1, 256, 512), ((8192, 8192), 0, 16, 512), ((4096, 128_256), 1, 1024, 512),
+    ((4096, 128_256), 0, 251, 512), ((64, 1024), 1, 8, 512), ((64, 1024), 0, 2, 512),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dims", "blocks", "threads"), SUMS)
+def test_a_sum_has_the_blocks_and_threads_of_a_profile(shape, dims, blocks, threads):
+    grid = costs_in(lambda: meta(*shape).sum(dims))[-1].work.grid
+    assert (grid.blocks * blocks_of_result(grid, load_hardware("h100-sxm5-80gb")), grid.threads) == (blocks, threads)
+
+
+@pytest.mark.parametrize(("shape", "dim", "blocks", "threads"), SCANS)
+def test_a_scan_has_the_blocks_and_threads_of_a_profile(shape, dim, blocks, threads):
+    grid = costs_in(lambda: meta(*shape).cumsum(dim))[-1].work.grid
+    assert (grid.blocks, grid.threads) == (blocks, threads)
