@@ -98,15 +98,19 @@ WALKS = {
     "scatter": {
         "index_add", "scatter_add", "scatter_reduce",
     },
+    "stream": {
+        "_batch_norm_no_update", "_native_batch_norm_legit_no_training", "batch_norm_elemt",
+        "batch_norm_backward_elemt",
+    },
     "channels": {
-        "_batch_norm_no_update", "_native_batch_norm_legit_no_training", "batch_norm_elemt", "native_group_norm",
-        "native_group_norm_backward", "batch_norm_backward_elemt",
+        "native_group_norm", "native_group_norm_backward",
     },
     "statistics": {"_batch_norm_with_update", "batch_norm_backward"},
 }  # fmt: skip
 # Copies do where the order changes; a batch norm has statistics to take in training alone. What sorts has kernels of
 # several sorts, most of which walk in order.
 WALKS_IN_SEVERAL_WAYS = {
+    "_unsafe_masked_index_put_accumulate",
     "sort", "topk", "_unique", "_unique2", "embedding_dense_backward", "_embedding_bag_backward",
     "_embedding_bag_dense_backward", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put",
     "clone", "copy", "copy_", "cumprod", "cudnn_batch_norm", "cudnn_batch_norm_backward", "native_batch_norm",

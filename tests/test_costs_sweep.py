@@ -47,6 +47,19 @@ SEVERAL_KERNELS = {
     "aten.addbmm.default",  # each product adds to the result
     "aten.addbmm_.default",
     "aten.multinomial.default",  # thirteen, of which seven pass over the probabilities
+    # A radix sort goes over all elements once for each digit (tests/test_timing_sorting.py counts its kernels).
+    "aten.sort.default",
+    "aten.sort.stable",
+    "aten.topk.default",
+    "aten._unique2.default",
+    "aten.embedding_dense_backward.default",
+    "aten._embedding_bag_backward.default",
+    "aten._embedding_bag_dense_backward.default",
+    "aten._unsafe_masked_index_put_accumulate.default",
+    "aten.index_put.default",
+    "aten.index_put_.default",
+    "aten._index_put_impl_.default",
+    "aten._unsafe_index_put.default",
 }
 
 

@@ -178,7 +178,7 @@ def test_in_compiled_code_a_matmul_is_called_as_in_eager_code_and_a_kernel_of_in
     a_call = enqueued(lambda: x + x, "compiled", host) - 5e-6
     assert 2e-5 < a_call < 1e-4  # the guards of one tensor
     assert enqueued(lambda: (x @ x) + x, "compiled", host) == pytest.approx(a_call + 30e-6 + 5e-6)
-    assert enqueued(lambda: x.sort(), "compiled", host) == pytest.approx(a_call + 10e-6)  # left to eager PyTorch
+    assert enqueued(lambda: x.kthvalue(3), "compiled", host) == pytest.approx(a_call + 10e-6)  # left to eager PyTorch
     replayed = [enqueued(program, "cudagraph", host) for program in (lambda: x + x, lambda: (x @ x) + x)]
     assert replayed[0] == replayed[1]
 

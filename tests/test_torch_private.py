@@ -44,6 +44,7 @@ def test_names_that_only_instances_have_are_there():
         "OptimizedModule": torch.compile(torch.nn.Module()),
         "CompiledFxGraph": CompiledFxGraph,
         "Module": torch.nn.Module(),
+        "RNNBase": torch.nn.RNN(1, 1),
         "ScriptModule": torch.jit.script(torch.nn.Identity()),
         "autocast": torch.autocast("cpu", enabled=False),
         "CustomOpDef": op,

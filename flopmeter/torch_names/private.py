@@ -173,6 +173,10 @@ JAGGED_DUMMY = _jagged(
 )
 _jagged("torch.nested._internal.nested_tensor", "NestedTensor._values", "its tokens", on_instances=True)
 TRACING_STATE = listed(TRACES, "torch._C", "_get_tracing_state", "the trace that is being written")
+listed(
+    TRACES, "torch.nn.modules.rnn", "RNNBase._flat_weights", "what a script's recurrent layer holds", on_instances=True
+)
+listed(TRACES, "torch.nn.modules.rnn", "RNNBase._flat_weights_names", "in which order", on_instances=True)
 listed(TRACES, "torch.jit", "ScriptModule._c", "where a script keeps its weights", on_instances=True)
 SET_TRACING_STATE = listed(TRACES, "torch._C", "_set_tracing_state", "pauses it")
 listed(FUNCTORCH, "torch.library", "get_kernel", "the kernel that ours stands before (public, but new)")

@@ -84,6 +84,24 @@ def embedding_renorm(call: Call) -> Cost:
     aten._unsafe_masked_index_put_accumulate,
 )  # fmt: skip
 def scatter(call: Call) -> tuple[Cost, ...]:
+    """The kernels of eager PyTorch, which sorts the places of `index_put` where it accumulates."""
+    return _scattered(call, sorts=True)
+
+
+def atomic_additions(call: Call) -> tuple[Cost, ...] | None:
+    """Those of compiled code in place of the ones that sort: each value is added atomically. None: the call sorts
+    nothing."""
+    if call.func.overloadpacket is aten.embedding_dense_backward:  # zeros, and one add an element
+        grad, table = call.inputs[0], call.outputs[0]
+        rows = Region(table, min(grad.nbytes, table.nbytes))
+        added = make_cost(
+            call, INDEXING, grad.numel, read=(*call.inputs, rows), written=(table, rows), access="scatter"
+        )
+        return (added,)
+    return _scattered(call, sorts=False) if _accumulates(call) and _is_by_integers(call) else None
+
+
+def _scattered(call: Call, *, sorts: bool) -> tuple[Cost, ...]:
     """Writes the elements that the indices name; a functional form copies the whole tensor first, by a kernel of its
     own. Where it accumulates, the old elements are read and one operation each is done (none for a maximum; two where
     `alpha` scales what is added). masked_scatter first numbers what the mask holds (8 bytes an element)."""
@@ -105,7 +123,7 @@ def scatter(call: Call) -> tuple[Cost, ...]:
         numbers = scratch(out._replace(dtype=torch.int64))
         first.append(make_cost(call, INDEXING, read=call.inputs[1:2], written=(numbers,)))
         read.append(numbers)
-    if accumulates and source is not None and _is_by_integers(call):
+    if accumulates and source is not None and sorts and _is_by_integers(call):
         return *first, *sorted_additions(call, target, [source, named], named, touched, flops)
     return (*first, make_cost(call, INDEXING, flops, read=read, written=(named,), complex_factor=1))
 

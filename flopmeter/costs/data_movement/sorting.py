@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, log2
 
+import torch
+
 from flopmeter.costs.rules import make_cost, rule, scratch
 from flopmeter.records import MOVEMENT, SORTING, Call, Cost, TensorSpec, ThreadGrid
 from flopmeter.torch_names.operators import aten
@@ -100,7 +102,7 @@ def _sorted_in_one_tile(call: Call, given: Sequence[TensorSpec], results: Sequen
 @rule(aten.sort)
 def sort(call: Call) -> tuple[Cost, ...]:
     """Values and the places that they had."""
-    x, (values, places) = call.inputs[0], call.outputs
+    x, (values, places) = call.inputs[0], _results(call)
     dim = call.argument("dim")
     size = x.shape[dim] if x.shape else 1
     if x.numel <= 1 or size <= 1:
@@ -143,7 +145,7 @@ def _numbers(call: Call, numbers: TensorSpec) -> Cost:
 
 def _sorted_alone(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
     """One row after another, each on the whole device."""
-    results = [spec._replace(shape=(size,), stride=(1,)) for spec in call.outputs]
+    results = [spec._replace(shape=(size,), stride=(1,)) for spec in _results(call)]
     row, numbers = call.inputs[0]._replace(shape=(size,), stride=(1,)), scratch(results[1], 3)
     return _numbers(call, numbers), *radix_sort(call, row, numbers, bits_of(row), results) * rows
 
@@ -151,7 +153,7 @@ def _sorted_alone(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
 def _sorted_together(call: Call, rows: int) -> tuple[Cost, ...]:
     """All rows as one by value, then by row; an element goes with the numbers of its row and its place in it. At last
     each looks up its value."""
-    x, places = call.inputs[0], call.outputs[1]
+    x, (_, places) = call.inputs[0], _results(call)
     pairs = scratch(places, 3)  # two numbers of four bytes
     by_row = radix_sort(call, scratch(places, 2), None, ceil(log2(rows)))
     looked_up = make_cost(
@@ -162,7 +164,7 @@ def _sorted_together(call: Call, rows: int) -> tuple[Cost, ...]:
 
 def _sorted_in_segments(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
     """A block for each row, which in each pass counts the digits of its row, and then ranks and moves tile by tile."""
-    x, (values, places) = call.inputs[0], call.outputs
+    x, (values, places) = call.inputs[0], _results(call)
     numbers, moved = scratch(places, 3), (values, places)
     tiles = ceil(size / (TILE_THREADS * TILE_ITEMS))
     operations = tiles * TILE_ITEMS * RANK_OPERATIONS
@@ -174,6 +176,13 @@ def _sorted_in_segments(call: Call, rows: int, size: int) -> tuple[Cost, ...]:
     )
 
 
+def _results(call: Call) -> tuple[TensorSpec, TensorSpec]:
+    """Values and places. A compiled graph drops what nobody reads; the kernels write it anyway."""
+    x, found = call.inputs[0], call.outputs
+    values = next((spec for spec in found if spec.dtype == x.dtype), scratch(found[0]._replace(dtype=x.dtype), 5))
+    return values, found[-1] if found[-1] != values else scratch(values._replace(dtype=torch.int64), 5)
+
+
 def bits_of(spec: TensorSpec) -> int:
     return spec.dtype.itemsize * BITS_OF_BYTE
 
@@ -181,7 +190,7 @@ def bits_of(spec: TensorSpec) -> int:
 @rule(aten.topk)
 def topk(call: Call) -> tuple[Cost, ...]:
     """The k-th value of each row, then what is above it; sorted by kernels of its own unless that is not wanted."""
-    x, (values, places) = call.inputs[0], call.outputs
+    x, (values, places) = call.inputs[0], _results(call)
     dim, k = call.argument("dim"), call.argument("k")
     size = x.shape[dim] if x.shape else 1
     if not values.numel or size <= 1:

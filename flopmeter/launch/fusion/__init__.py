@@ -2,7 +2,8 @@
 
 Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one
 kernel; matmuls, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
-or cuDNN by default). In order: layout.py says which convolutions run channels-last, graphs.py where a compiled graph
+or cuDNN by default). In order: layout.py says which convolutions run channels-last, atomics.py what is
+added without a sort, graphs.py where a compiled graph
 ends, roles.py what may fuse; parts.py and upcasts.py cut kernels as inductor schedules them, recompute.py says what
 backward computes again, inlining.py what each reader computes for itself; dataflow.py follows who reads what,
 grouping.py makes the kernels, traffic.py counts their bytes, and memory.py says what is in memory when.
@@ -30,6 +31,7 @@ import torch
 
 from flopmeter.costs import make_cost
 from flopmeter.costs.fused import flops_of, name_of, slowest_class, walk_of
+from flopmeter.launch.fusion.atomics import with_atomic_additions
 from flopmeter.launch.fusion.dataflow import flow_of
 from flopmeter.launch.fusion.graphs import CompiledRegion, graphs_of, tensors_of, whole_program
 from flopmeter.launch.fusion.grouping import Groups
@@ -76,7 +78,7 @@ def fuse(kernels: list[Kernel], trace: Trace, *, region: CompiledRegion = whole_
     """
     if all(region(kernel.op) is None for kernel in kernels):
         return Fused(kernels, {})  # as what follows would, in two fifths of the time of a report
-    kernels = in_chosen_layout(kernels, region)
+    kernels = with_atomic_additions(in_chosen_layout(kernels, region), region)
     graphs = graphs_of(kernels, region)
     parts = with_upcasts(parts_of(kernels, graphs, _places(kernels, trace)))
     parts = inlined(with_recomputation(with_zero_gradients(parts, trace), trace), trace)

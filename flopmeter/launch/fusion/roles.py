@@ -80,6 +80,7 @@ _FALLBACKS = _packets("""
     cummax cummin logcumsumexp max_pool3d_with_indices_backward adaptive_max_pool2d_backward
     adaptive_max_pool3d_backward _cdist_forward _pack_padded_sequence
     _native_multi_head_attention _transformer_encoder_layer_fwd
+    sort topk _unique _unique2 _embedding_bag_backward _embedding_bag_dense_backward
 """)
 
 # A loop over what is written, into memory that a kernel before has filled (index_put, scatter_reduce_ and what is
