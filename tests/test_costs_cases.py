@@ -311,8 +311,8 @@ MOVEMENT: dict[str, Case] = {
     "index_put_ one position of a cache": (
         lambda: aten.index_put_(T(2, 64, 6), [None, i64(1)], T(2, 1, 6)), 0, 8 + 48, 48
     ),
-    "index_put_ accumulate": (
-        lambda: aten.index_put_(T(50, 6), [i64(3)], T(3, 6), True), 18, 24 + 72 + 72, 72
+    "index_put_ accumulate": (  # 3 places with a number each, written, sorted and read beside the values and the rows
+        lambda: aten.index_put_(T(50, 6), [i64(3)], T(3, 6), True), 18, 24 + 48 + (72 + 72 + 48), 48 + 48 + 72
     ),
     "index_put": (lambda: aten.index_put(T(50, 6), [i64(3)], T(3, 6)), 0, 1200 + 24 + 72, 1200 + 72),
     "index_copy_": (lambda: aten.index_copy_(T(50, 6), 0, i64(3), T(3, 6)), 0, 24 + 72, 72),
@@ -329,8 +329,9 @@ MOVEMENT: dict[str, Case] = {
     "slice_copy": (lambda: aten.slice_copy(T(4, 6), 0, 1, 3), 0, 48, 48),
     "im2col": (lambda: aten.im2col(T(1, 2, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]), 0, 128, 4 * 8 * 9),
     "col2im": (lambda: aten.col2im(T(1, 8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]), 72, 288, 128),
-    "sort": (lambda: aten.sort(T(4, 6)), 0, 96, 96 + 192),
-    "topk": (lambda: aten.topk(T(4, 6), 2), 0, 96, 32 + 64),
+    # Copied twice, with 8 bytes for each place, and sorted where they lie; and the 2 x 4 highest, sorted likewise.
+    "sort": (lambda: aten.sort(T(4, 6)), 0, 2 * 96 + (96 + 192), 2 * 96 + 192 + (96 + 192)),
+    "topk": (lambda: aten.topk(T(4, 6), 2), 0, 96 + (32 + 64), 2 * (32 + 64)),
     "searchsorted": (  # 3 values, ceil(log2 1000) + 1 = 11 numbers each
         lambda: aten.searchsorted(T(1000), T(3)), 0, 3 * 11 * 4 + 12, 24
     ),
