@@ -113,6 +113,7 @@ WALKS_IN_SEVERAL_WAYS = {
     "_unsafe_masked_index_put_accumulate",
     "sort", "topk", "_unique", "_unique2", "embedding_dense_backward", "_embedding_bag_backward",
     "_embedding_bag_dense_backward", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put",
+    "_unsafe_masked_index_put_accumulate",
     "clone", "copy", "copy_", "cumprod", "cudnn_batch_norm", "cudnn_batch_norm_backward", "native_batch_norm",
     "native_batch_norm_backward", "_native_batch_norm_legit",
 }  # fmt: skip

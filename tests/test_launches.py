@@ -9,7 +9,7 @@ import pytest
 import torch
 from costs_support import calls_of, costs_in, meta
 
-from flopmeter import load_hardware
+from flopmeter import FlopMeter, load_hardware
 from flopmeter.costs import costs_of
 from flopmeter.timing.grids import blocks_of_result
 
@@ -127,6 +127,12 @@ EMPTY = {
     "gradients of no columns": lambda: layer_norm_backward(8, 0),
     "batch norm": lambda: batch_norm(0, 4, 3, 3, is_last=False),
     "batch norm, NHWC": lambda: batch_norm(0, 4, 3, 3, is_last=True),
+    "batch norm in evaluation": lambda: aten.native_batch_norm(meta(0, 4, 3, 3), *[meta(4)] * 4, False, 0.1, 1e-5),
+    "of one dimension": lambda: aten.native_batch_norm(meta(0, 4), *[meta(4)] * 4, False, 0.1, 1e-5),
+    "sort": lambda: meta(0, 8).sort(),
+    "gradient of a table": lambda: aten.embedding_dense_backward(
+        meta(5000, 0), meta(5000, dtype=torch.int64), 100, -1, False
+    ),
     "group norm": lambda: group_norm(0, 64, 3, 3),
     "group norm's gradients": lambda: group_norm_backward(0, 64, 3, 3),
 }
@@ -134,7 +140,11 @@ EMPTY = {
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_a_norm_of_nothing_computes_nothing(name):
+    """And takes the time of a kernel that does nothing."""
     assert sum(cost.flops for cost in costs_in(EMPTY[name])) == 0
+    with FlopMeter("h100-sxm5-80gb") as meter:
+        EMPTY[name]()
+    assert all(timing.seconds < 5e-6 for timing in meter.report().timings)
 
 
 # Shapes in fp32, what is reduced, all blocks of the kernel, and threads of each.

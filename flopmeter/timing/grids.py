@@ -23,7 +23,7 @@ class GridTime(NamedTuple):
 
 def steps_of(grid: ThreadGrid | None, cached_share: float, hardware: Hardware) -> GridTime:
     """`cached_share`: the share of the kernel's bytes that the L2 cache holds."""
-    if grid is None or hardware.vendor not in ("nvidia", "amd"):
+    if grid is None or not grid.blocks * grid.threads or hardware.vendor not in ("nvidia", "amd"):
         return GridTime()
     shared = blocks_of_result(grid, hardware)
     blocks, steps = grid.blocks * shared, ceil(ceil(grid.steps / shared) / grid.at_a_time)
