@@ -110,7 +110,6 @@ WALKS = {
 # Copies do where the order changes; a batch norm has statistics to take in training alone. What sorts has kernels of
 # several sorts, most of which walk in order.
 WALKS_IN_SEVERAL_WAYS = {
-    "_unsafe_masked_index_put_accumulate",
     "sort", "topk", "_unique", "_unique2", "embedding_dense_backward", "_embedding_bag_backward",
     "_embedding_bag_dense_backward", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put",
     "_unsafe_masked_index_put_accumulate",

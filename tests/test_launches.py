@@ -144,7 +144,7 @@ def test_a_norm_of_nothing_computes_nothing(name):
     assert sum(cost.flops for cost in costs_in(EMPTY[name])) == 0
     with FlopMeter("h100-sxm5-80gb") as meter:
         EMPTY[name]()
-    assert all(timing.seconds < 5e-6 for timing in meter.report().timings)
+    assert meter.report().kernel_seconds < 1e-4
 
 
 # Shapes in fp32, what is reduced, all blocks of the kernel, and threads of each.
