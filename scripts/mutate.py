@@ -4,13 +4,13 @@
     python scripts/mutate.py --mutants 100 --seed 1 --in flopmeter/costs --kinds number keyword
     python scripts/mutate.py --list                     # how many mutants there are, by module
 
-A mutant is the package with one change of one of the kinds in scripts/mutations.py: `--kinds arithmetic` changes
-constants and operators, `--kinds structure` what is passed, read, done and returned, `--kinds portions` leaves out a
-part of what is computed. They are drawn by seed. First the tests run once under coverage, which tells the tests that
-reach each line; a mutant then runs the tests that reach its statement, those first that name what it names, then those
-about its file, then quick and narrow ones, until one fails or a limit of time ends it (an endless loop counts as
-noticed). Tests that expect what flopmeter itself printed earlier do not count. Prints the survivors, then the rate;
-writes both to docs/mutants.md where all modules were drawn from;
+A mutant is the package with one change of one of the kinds in scripts/kinds.py: `--kinds arithmetic` changes constants
+and operators, `--kinds structure` what is passed, read, done and returned, `--kinds portions` leaves out a part of what
+is computed, `--kinds neighbours` takes a value that stands beside the right one. They are drawn by seed. First the
+tests run once under coverage, which tells the tests that reach each line; a mutant then runs the tests that reach its
+statement, those first that name what it names, then those about its file, then quick and narrow ones, until one fails
+or a limit of time ends it (an endless loop counts as noticed). Tests that expect what flopmeter itself printed earlier
+do not count. Prints the survivors, then the rate; writes both to docs/mutants.md where all modules were drawn from;
 exit status 1 if the rate is below 93 %.
 """
 
