@@ -108,3 +108,16 @@ def test_windows_read_the_places_that_their_taps_meet():
 def covered_spec(size, windows, *options):
     *_, call = calls_of(lambda: meta(1, 1, size).sin())
     return covered(call.inputs[0], [windows], *([each] for each in options))
+
+
+@pytest.mark.parametrize("pool", [F.max_pool2d, F.avg_pool2d, F.max_pool3d, F.avg_pool3d])
+def test_a_pooling_visits_as_many_elements_as_its_window_has_however_they_lie(pool):
+    dims = 3 if pool in (F.max_pool3d, F.avg_pool3d) else 2
+
+    def of(*kernel):
+        x = meta(1, 4, *[12] * dims)
+        return costs_in(lambda: pool(x, kernel[0] if len(kernel) == 1 else kernel, stride=6))[-1].work.index_operations
+
+    wide, tall, line = ((2, 3), (3, 2), (6, 1)) if dims == 2 else ((1, 2, 3), (3, 2, 1), (1, 6, 1))
+    assert of(*wide) == of(*tall) == of(*line)
+    assert of(2) == of(*[2] * dims) != of(*wide)
