@@ -72,17 +72,8 @@ def _types(node: ast.AST) -> Iterator[ast.AST]:
     yield from filter(None, (getattr(node, name, None) for name in ("annotation", "returns")))
 
 
-TYPES = (
-    "Literal",
-    "Callable",
-    "Union",
-    "tuple",
-    "list",
-    "dict",
-    "set",
-    "frozenset",
-    "type",
-)  # `Pair = tuple[int, int]`
+# As in `Pair = tuple[int, int]`.
+TYPES = ("Literal", "Callable", "Union", "tuple", "list", "dict", "set", "frozenset", "type")
 
 
 def _is_no_code(node: ast.AST) -> bool:

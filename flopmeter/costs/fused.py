@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 
 from flopmeter.records import CONTRACTION, ELEMENTWISE, NORMALIZATION, REDUCTION, Reread
+from flopmeter.records.powers_of_two import power_of_two_from
 
 MOST_NAMES = 6  # of ops, in a kernel's name
 # Inductor holds rows of up to so many elements in registers (should_use_persistent_reduction in
@@ -54,7 +55,7 @@ def walk_of(rows: int, reduced: int, read_bytes: int, bytes_written: int, *, is_
     is_held = reduced <= HELD_ROW_ELEMENTS or bytes_written < read_bytes // 2
     if is_held and not is_inner:
         return ()  # what bounds other walks than along rows is not known here
-    block = min(1 << (reduced - 1).bit_length(), _ROW_BLOCK)
+    block = min(power_of_two_from(reduced), _ROW_BLOCK)
     passes = 1 if is_held else 2
     accesses = passes * ceil(reduced / block) if is_inner else 0
     threads = max(1, block // _ELEMENTS_OF_THREAD)

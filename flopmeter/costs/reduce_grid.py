@@ -9,6 +9,7 @@ from itertools import pairwise
 from math import ceil, gcd, prod
 
 from flopmeter.records import TensorSpec, ThreadGrid
+from flopmeter.records.powers_of_two import power_of_two_up_to
 
 MOST_THREADS, WARP_THREADS = 512, 32
 LOADS_AT_A_TIME = 4  # of a thread, and the elements of one load where these lie side by side (`vt0`)
@@ -93,6 +94,6 @@ def _is_one_run(dims: list[tuple[int, int, int]]) -> bool:
 
 def _block(width: int, height: int, most: int) -> tuple[int, int]:
     """Threads of a block, side by side and one above another: powers of two."""
-    widest, highest = (1 << (max(1, min(size, most)).bit_length() - 1) for size in (width, height))
+    widest, highest = (power_of_two_up_to(max(1, min(size, most))) for size in (width, height))
     rows = min(highest, most // min(widest, WARP_THREADS))
     return min(widest, most // rows), rows

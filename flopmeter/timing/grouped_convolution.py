@@ -10,6 +10,7 @@ from math import ceil, prod
 
 from flopmeter.device.hardware import Hardware
 from flopmeter.records import Convolution, Matmul
+from flopmeter.records.powers_of_two import power_of_two_from
 from flopmeter.timing.bandwidth import cycles_to_seconds, integer_seconds
 
 # Bytes of channels that a tile is deep and elements that it is wide, full or not: with 64 channels in 16 bits (`g8` and
@@ -73,13 +74,13 @@ def packed_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, flop
     else:
         depth = FILTER_GRADIENT_CHANNELS if is_filter_gradient else int(PACKED_BYTES // item_bytes)
         share = PACKED_SHARE[4 if item_bytes > 2 else 2]
-        columns = _filled(implicit.batch * _power_of_two(filters), depth)
+        columns = _filled(implicit.batch * power_of_two_from(filters), depth)
     return 2 * positions * columns * depth * prod(shape.kernel) / (flop_per_s * share)
 
 
 def layout_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, hardware: Hardware) -> float:
     """Seconds of the kernels around that, without those that turn NCHW, which widen groups too, but the filters."""
-    wider = _power_of_two(shape.channels) / shape.channels
+    wider = power_of_two_from(shape.channels) / shape.channels
     if wider == 1 or not shape.tensors:
         return 0.0
     *read, written = shape.tensors
@@ -97,13 +98,8 @@ def layout_seconds(shape: Convolution, implicit: Matmul, item_bytes: float, hard
 
 def _runs_alone(shape: Convolution, implicit: Matmul) -> bool:
     most = MOST_GROUPS_ALONE_CHANNELS_LAST if shape.channels_last else MOST_GROUPS_ALONE
-    is_power = _power_of_two(shape.channels) == shape.channels
+    is_power = power_of_two_from(shape.channels) == shape.channels
     return shape.computes == "output" and implicit.batch <= most and not is_power
-
-
-def _power_of_two(number: int) -> int:
-    """The least power of two that is no less."""
-    return 1 << (number - 1).bit_length()
 
 
 def _filled(number: int, side: int) -> int:

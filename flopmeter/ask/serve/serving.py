@@ -20,6 +20,7 @@ from flopmeter.ask.serve.steps import StepCost, StepModel
 from flopmeter.device.cluster import Cluster, load_cluster
 from flopmeter.device.hardware import Hardware, HardwareError
 from flopmeter.meter import Mode, checked_energy_price
+from flopmeter.records.powers_of_two import power_of_two_up_to
 from flopmeter.report.quantities import duration, figure, in_gb, in_ms
 from flopmeter.report.report import JOULES_PER_KWH
 from flopmeter.report.tables import ColumnOf, Document, Shown, table_of
@@ -259,7 +260,7 @@ class _Server:
         held = self._weight_bytes + self._prefill_chunk.working_bytes + self._kv_bytes(self._shared)
         room = usable_bytes(self._device) - held
         beside = min(MOST_REQUESTS, max(1, int(room / self._own_kv_bytes)))
-        metered = 1 << (beside.bit_length() - 1)
+        metered = power_of_two_up_to(beside)
         room -= self._step(metered).working_bytes * beside / metered
         return max(0, int(room / self._own_kv_bytes))
 

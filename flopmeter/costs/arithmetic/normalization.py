@@ -13,6 +13,7 @@ from flopmeter.costs.index_arithmetic import index_operations
 from flopmeter.costs.rules import make_cost, rule, scratch
 from flopmeter.records import ELEMENTWISE, NORMALIZATION, REDUCTION, Call, Cost, Reread, TensorSpec, ThreadGrid
 from flopmeter.records.memory_format import dense_strides, is_channels_last
+from flopmeter.records.powers_of_two import power_of_two_from, power_of_two_up_to
 from flopmeter.torch_names.operators import aten
 
 # torch's CUDA kernels (aten/src/ATen/native/cuda): softmax keeps rows of up to 1024 elements in registers
@@ -317,13 +318,13 @@ def _softmax_threads(call: Call, x: TensorSpec, passes: int) -> tuple[tuple[Rere
     if inner > 1:
         return (Reread(passes * x.nbytes, rows, row_bytes, 1),), _softmax_grid(rows // inner, columns, inner, passes)
     if columns <= SOFTMAX_ROW_IN_REGISTERS:
-        lanes = 1 << (columns - 1).bit_length()  # a power of two
+        lanes = power_of_two_from(columns)
         threads, amd_threads = min(lanes, WARP_THREADS), min(lanes, AMD_WARP_THREADS)
         steps = threads.bit_length() - 1  # of a shuffle
         combining = OPERATIONS_TO_COMBINE * steps // STEPS_OF_WARP
         return (Reread(0, rows, row_bytes, threads, combining, 1, amd_threads),), None
     loads = min(1024, row_bytes // LOAD_BYTES)
-    threads = max(WARP_THREADS, 1 << ((loads - 1).bit_length() - 1))  # a power of two, in [loads / 2, loads)
+    threads = max(WARP_THREADS, power_of_two_up_to(loads - 1))  # in [loads / 2, loads)
     accesses = (1 + passes) * ceil(row_bytes / (threads * LOAD_BYTES))
     block = Reread(passes * x.nbytes, rows, row_bytes, threads, OPERATIONS_TO_COMBINE, accesses, AMD_SOFTMAX_THREADS)
     return (block,), None
@@ -431,7 +432,7 @@ def _turns_of_channel(x: TensorSpec) -> int:
 
 def _threads_of_plane(elements: int) -> int:
     """32, 64, ... or 512 (getNumThreads in Normalization.cuh)."""
-    return min(BLOCK_THREADS, max(WARP_THREADS, 1 << max(0, elements - 1).bit_length()))
+    return min(BLOCK_THREADS, max(WARP_THREADS, power_of_two_from(max(1, elements))))
 
 
 def _columns(x: TensorSpec, tensors: int, operations: int) -> Reread:
@@ -446,15 +447,10 @@ def _columns_grid(x: TensorSpec) -> tuple[int, int, int]:
     """Blocks, their threads, and elements of a thread in channels-last (flexible_launch_configs)."""
     channels = x.shape[1]
     rows = max(1, x.numel // channels)
-    width = min(WARP_THREADS, _power_of_two(channels))
-    height = min(_power_of_two(ceil(rows / COLUMN_LOADS)), BLOCK_THREADS // width)
+    width = min(WARP_THREADS, power_of_two_up_to(channels))
+    height = min(power_of_two_up_to(ceil(rows / COLUMN_LOADS)), BLOCK_THREADS // width)
     blocks_of_column = min(MOST_BLOCKS_OF_COLUMN, ceil(rows / (height * ELEMENTS_OF_THREAD)))
     return ceil(channels / width) * blocks_of_column, width * height, ceil(rows / (height * blocks_of_column))
-
-
-def _power_of_two(number: int) -> int:
-    """The largest that is no larger."""
-    return 1 << (number.bit_length() - 1)
 
 
 def _applying(x: TensorSpec, *, is_cudnn: bool) -> tuple[ThreadGrid, Reread]:

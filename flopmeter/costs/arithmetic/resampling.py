@@ -19,6 +19,7 @@ from flopmeter.costs.index_arithmetic import (
 )
 from flopmeter.costs.rules import make_cost, rule, zeros
 from flopmeter.records import MOVEMENT, REDUCTION, Call, Cost, Region, TensorSpec
+from flopmeter.records.powers_of_two import power_of_two_up_to
 from flopmeter.torch_names.operators import aten
 
 # (taps along each axis, axes). A line through t taps takes t multiplies and t - 1 adds, axis after axis.
@@ -67,8 +68,8 @@ def _nearest_operations(x: TensorSpec, out: TensorSpec) -> int:
     if x.stride[1] == 1:
         return QUOTIENTS_OF_NEAREST * LONG_QUOTIENT_OPERATIONS * out.numel
     images, channels, height, width = out.shape
-    across = 1 << (width.bit_length() - 1)
-    along = max(1, min(1 << (height.bit_length() - 1), NEAREST_THREADS // across))
+    across = power_of_two_up_to(width)
+    along = max(1, min(power_of_two_up_to(height), NEAREST_THREADS // across))
     threads = ceil(width / across) * across * ceil(height / along) * along
     return NEAREST_OPERATIONS * images * channels * threads
 

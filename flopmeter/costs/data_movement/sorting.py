@@ -14,6 +14,7 @@ import torch
 
 from flopmeter.costs.rules import make_cost, rule, scratch
 from flopmeter.records import MOVEMENT, SORTING, Call, Cost, TensorSpec, ThreadGrid
+from flopmeter.records.powers_of_two import power_of_two_from
 from flopmeter.torch_names.operators import aten
 
 BITS_OF_BYTE = 8
@@ -131,7 +132,7 @@ def _sorted_in_blocks(call: Call, values: TensorSpec, places: TensorSpec, size: 
         )
     else:
         items = SHORT_ITEMS if size <= SHORT_ROW else LONG_ITEMS
-        padded = SHORT_ROW if size <= SHORT_ROW else max(LEAST_LONG_ROW, 1 << (size - 1).bit_length())
+        padded = SHORT_ROW if size <= SHORT_ROW else max(LEAST_LONG_ROW, power_of_two_from(size))
         digits = values.dtype.itemsize * BITS_OF_BYTE // BLOCK_DIGIT_BITS
         operations = digits * (items * BLOCK_RANK_OPERATIONS + BLOCK_SCAN_OPERATIONS)
         grid = ThreadGrid(rows, padded // items, 1, operations=operations, chains=items)

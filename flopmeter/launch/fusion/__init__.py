@@ -2,11 +2,11 @@
 
 Element-wise ops, casts, copies, random numbers, normalizations and reductions that feed one another become one
 kernel; matmuls, convolutions and fused attention stay the libraries' (inductor writes no epilogue into cuBLAS
-or cuDNN by default). In order: layout.py says which convolutions run channels-last, atomics.py what is
-added without a sort, graphs.py where a compiled graph
-ends, roles.py what may fuse; parts.py and upcasts.py cut kernels as inductor schedules them, recompute.py says what
-backward computes again, inlining.py what each reader computes for itself; dataflow.py follows who reads what,
-grouping.py makes the kernels, traffic.py counts their bytes, and memory.py says what is in memory when.
+or cuDNN by default). In order: layout.py says which convolutions run channels-last, atomics.py what is added without a
+sort, graphs.py where a compiled graph ends, roles.py what may fuse; parts.py and upcasts.py cut kernels as inductor
+schedules them, recompute.py says what backward computes again, inlining.py what each reader computes for itself;
+dataflow.py follows who reads what, grouping.py makes the kernels, traffic.py counts their bytes, and memory.py says
+what is in memory when.
 
 A fused kernel reads each region from memory once. It writes what another kernel reads (a saved activation in
 backward) and what a Python object still holds after the graph has ended: a result of the graph. A value that nobody

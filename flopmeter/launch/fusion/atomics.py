@@ -16,9 +16,7 @@ def with_atomic_additions(kernels: list[Kernel], region: CompiledRegion) -> list
     for _, each in groupby(kernels, key=lambda kernel: id(kernel.op)):
         own = list(each)
         costs = None if region(own[0].op) is None else atomic_additions(own[0].op.call)
-        made += (
-            own
-            if costs is None
-            else [own[0]._replace(cost=costs[0]), *(Kernel(own[0].ops, c, 0, 0) for c in costs[1:])]
-        )
+        if costs is not None:
+            own = [own[0]._replace(cost=costs[0]), *(Kernel(own[0].ops, cost, 0, 0) for cost in costs[1:])]
+        made += own
     return made

@@ -58,8 +58,9 @@ def graphs_walked_twice(report: Report) -> Iterator[Proposal]:
     dropped, put_in = set[int](), dict[int, Op]()
     for number, early in enumerate(passes):
         kept = _outliving(trace, early, activations)
-        later = passes[number + 1 :] if kept else []
-        again = next((late for late in later if _walks_same(trace, early, late, kept)), None)
+        if not kept:
+            continue
+        again = next((late for late in passes[number + 1 :] if _walks_same(trace, early, late, kept)), None)
         if again is None:
             continue
         shared = _shared(trace, early, again)
